@@ -10,7 +10,7 @@ recipe = Recipe(
     optim=Optim("adamw", lr=5e-5, weight_decay=0.05, schedule="cosine", clip_norm=1.0),
     batch_size=32,
     epochs=5,
-    memory=Memory(micro_batch_size=8),
+    memory=Memory(micro_batch_size=8, precision="auto"),
 )
 
 if __name__ == "__main__":

@@ -14,7 +14,8 @@ from trainer.contract import Data, Metric, Model
 from trainer.errors import nearest, require, require_choice, require_positive, require_types
 from trainer.system.text import parse_budget, parse_duration
 
-Precision = Literal["32-true", "64-true", "bf16-mixed", "16-mixed", "bf16-true", "16-true"]
+DecidedPrecision = Literal["32-true", "64-true", "bf16-mixed", "16-mixed", "bf16-true", "16-true"]
+Precision = Literal["auto", DecidedPrecision]
 Strategy = Literal["auto", "single", "ddp", "fsdp"]
 Schedule = Literal["constant", "cosine", "linear", "one_cycle", "plateau", "range_test"]
 Compile = Literal["none", "blocks", "model", "cuda_graphs"]
@@ -234,7 +235,8 @@ class Memory:
         micro_batch_size: samples that go through forward and backward at once; auto is the largest that the batch,
             the ranks and accumulate ask for and that fits, found by trying the longest samples before training.
         micro_batch_tokens: most tokens of a micro-batch of text, with any padding; micro_batch_size still bounds it.
-        precision: 32-true, 64-true, bf16-mixed (or bf16), 16-mixed (or fp16), bf16-true or 16-true.
+        precision: 32-true, 64-true, bf16-mixed (or bf16), 16-mixed (or fp16), bf16-true, 16-true, or auto: bf16-mixed
+            on GPUs that support it (compute capability 8.0 or higher), 32-true on others and on a CPU.
         matmul_precision: what products and convolutions of fp32 are computed in on a GPU: highest (fp32), high (inputs
             rounded to the 10 bits of TF32) or medium (products, to the 7 of bfloat16); high and medium are lossy.
         strategy: auto, single, ddp or fsdp; auto is single on one rank and ddp on several.

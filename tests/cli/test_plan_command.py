@@ -72,6 +72,8 @@ def test_a_plan_is_printed_with_its_reasons_and_written(planned):
         "micro-batch  strategy  checkpointing",
         "yes  chosen",
         "- tried: 2 of 2 combinations of knobs: 2 plans, 2 traced; 2 fit",
+        "- note: faster than ",
+        "--memory.compile blocks (",
         "the chosen plan:\ntrainer fit vit_digits",
         f"files: {folder}: plan.json, plan.html",
     ]

@@ -4,19 +4,22 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from statistics import mean
 from typing import Any
 
 import pytest
 import torch
-from helpers.tiny import prediction_of, recipe_of
+from helpers.problems import CLASSES, OneHead
+from helpers.tiny import prediction_of, recipe_of, samples_of, trace_of
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from trainer.planner.cost import TAKES_WEIGHTS, Clocks, StepCost, kernel_seconds, peak_seconds, step_cost
+from trainer.memory.optimizer_offload import in_chunks
+from trainer.models.common import classification_loss
+from trainer.planner.cost import TAKES_WEIGHTS, Clocks, StepCost, changed, kernel_seconds, peak_seconds, step_cost
 from trainer.planner.events import HOST_STREAM, HOST_THREAD, Kind, Trace, Work
 from trainer.planner.gpus import GPU, gpu_named
 from trainer.planner.network import Cluster, interconnects
@@ -25,6 +28,7 @@ from trainer.planner.target import Target
 from trainer.planner.tracer import tracing
 from trainer.recipe import Memory
 from trainer.system.children import in_child
+from trainer.values import Loss
 
 A100 = gpu_named("a100-80gb")
 T4 = gpu_named("t4")
@@ -107,6 +111,52 @@ def test_small_kernels_are_bound_by_their_launch_and_views_cost_nothing_else() -
     assert found.compute_ms < found.launch_ms < found.step_ms < 1.01 * found.launch_ms
     assert view.compute_ms == 0 < view.launch_ms == view.step_ms
     assert cost([]) == StepCost(0, 0, 0, 0, 0, 0, 0, 0)
+
+
+VIEW, CHUNK = (kernel()._replace(op=op) for op in ("view", "chunk"))
+
+
+def test_the_host_runs_ahead_and_the_slower_of_the_two_is_the_time_of_a_phase() -> None:
+    """1.5 us for each view and 25 for each chunk of the carrier, hidden as long as the GPU is busy."""
+    assert cost([VIEW] * 1000).step_ms == pytest.approx(1.5)
+    assert cost([CHUNK] * 1000).step_ms == pytest.approx(25)
+    small = [kernel(moved=1000)] * 1000  # 4 us each on the GPU, 8 on the host
+    assert cost([*small, *[VIEW] * 2000]).step_ms == pytest.approx(cost(small).step_ms + 3, abs=MICROSECONDS)
+    large = busy(100, "forward")
+    hidden = cost([large, *[VIEW] * 2000, *[CHUNK] * 1000, large])
+    assert hidden.step_ms == pytest.approx(cost([large, large]).step_ms, rel=1e-9)
+    assert hidden.launch_ms == pytest.approx(28, abs=MICROSECONDS)
+
+
+def tiny_steps(size: int) -> tuple[float, float, float]:
+    """Of 64 tiny images in micro-batches of ``size`` on an A100: milliseconds of a step and of its launches, and the
+    seconds of its products at their peak."""
+    samples = [*samples_of("vit"), *samples_of("vit"), *samples_of("vit")]
+    recipe = recipe_of("vit", Memory(micro_batch_size=size), batch_size=64)
+    recipe.data.samples = samples
+    recipe.data.prepare()
+    found = prediction_of(recipe)
+    return found.cost.step_ms, found.cost.launch_ms, found.peak_seconds
+
+
+def test_a_model_bound_by_launches_is_slower_in_more_micro_steps_of_the_same_products() -> None:
+    (ones, launching, same), (eights, fewer, products) = tiny_steps(1), tiny_steps(8)
+    assert same == pytest.approx(products, rel=1e-9)
+    assert launching > 6 * fewer  # 64 micro-steps instead of 8; the update is the same
+    assert ones > 6 * eights
+
+
+def test_more_host_operations_are_slower_if_bound_by_launches_and_take_no_longer_if_not() -> None:
+    short, long = (
+        [Work(*item) for item in in_child(partial(_as_lists, "bert", shape))] for shape in ((1, 4), (64, 512))
+    )
+    for work, is_bound in ((short, True), (long, False)):
+        kernels = [item for item in work if item.op != "view"]
+        assert len(kernels) < len(work)  # the views of a layer are traced
+        more = [one for item in work for one in (item, VIEW._replace(phase=item.phase))]
+        slower = cost(more, A100, 1).step_ms - cost(kernels, A100, 1).step_ms
+        views = 1.5e-3 * (len(more) - len(kernels))
+        assert slower == pytest.approx(views if is_bound else 0, abs=0.1 * views), is_bound
 
 
 @pytest.mark.parametrize(
@@ -234,6 +284,32 @@ def test_square_products_take_what_was_measured() -> None:
     assert max(map(abs, off)) < math.log(1.6)
 
 
+def test_changed_work_is_that_of_other_units_and_of_compiled_blocks() -> None:
+    product, half = kernel(10**12, 10**9, "float32"), kernel(10**12, 10**9)
+    norm = kernel(moved=10**6, dtype="float32")._replace(op="native_layer_norm")
+    small, large, leaves = kernel(moved=10**6, dtype="float32"), kernel(moved=10**7, dtype="float32"), copy(10)
+    work = [small, VIEW, large, product, small, norm, small, small._replace(phase="backward"), leaves, half]
+    work += [small._replace(phase="step")] * 2
+    for units in ("bfloat16", "tfloat32"):
+        assert changed(work, units) == [one._replace(dtype=units) if one is product else one for one in work]
+    compiled = changed(work, None)
+    assert len(compiled) == len(work)  # so that micro-steps begin where they did
+    assert compiled[0] == large  # what three made is made by one
+    assert [one.op for one in compiled] == [
+        "mm",
+        "fused",
+        "fused",
+        "mm",
+        "mm",
+        norm.op,
+        *["mm"] * 2,
+        "copy_",
+        *["mm"] * 3,
+    ]
+    assert cost(compiled[1:3]).step_ms == 0
+    assert compiled[3:] == work[3:]
+
+
 LAYERS = {  # TFLOP/s of forward and backward: of BERT-large 128 x 128 tokens, of GPT-2 medium 64 x 512
     "rtx-a6000": (70, 38),  # github.com/mli/transformers-benchmarks, from its README
     "v100-16gb": (67, 37),
@@ -242,7 +318,7 @@ LAYERS = {  # TFLOP/s of forward and backward: of BERT-large 128 x 128 tokens, o
 }
 
 
-def layer_work(kind: str) -> list[Work]:
+def layer_work(kind: str, shape: tuple[int, int]) -> list[Work]:
     """Of a layer in half precision with attention of separate products, as traced on an A100."""
     from transformers import BertConfig, GPT2Config
     from transformers.models.bert.modeling_bert import BertLayer
@@ -252,7 +328,7 @@ def layer_work(kind: str) -> list[Work]:
     gpt2 = GPT2Config(n_embd=1024, n_head=16)
     bert._attn_implementation = gpt2._attn_implementation = "eager"
     with tracing(Target(A100)) as tracer:
-        layer, shape = (BertLayer(bert), (128, 128)) if kind == "bert" else (GPT2Block(gpt2, layer_idx=0), (64, 512))
+        layer = BertLayer(bert) if kind == "bert" else GPT2Block(gpt2, layer_idx=0)
         layer, states = layer.half().to("cuda"), torch.zeros(*shape, 1024).half().to("cuda")
         tracer.records_work = True
         tracer.enter("forward")
@@ -263,7 +339,8 @@ def layer_work(kind: str) -> list[Work]:
 
 
 def test_layers_take_what_was_measured() -> None:
-    bert, gpt2 = (in_child(partial(_as_lists, kind)) for kind in ("bert", "gpt2"))
+    shapes = {"bert": (128, 128), "gpt2": (64, 512)}
+    bert, gpt2 = (in_child(partial(_as_lists, kind, shape)) for kind, shape in shapes.items())
     for name, rates in LAYERS.items():
         for work, (batch, tokens), rate in zip((bert, gpt2), ((128, 128), (64, 512)), rates, strict=True):
             flops = 3 * batch * tokens * (24 * 1024**2 + 4 * tokens * 1024)  # as the benchmark counts them
@@ -271,8 +348,8 @@ def test_layers_take_what_was_measured() -> None:
             assert found == pytest.approx(1e3 * flops / (rate * 1e12), rel=0.2 if name == "a100-80gb" else 0.1), name
 
 
-def _as_lists(kind: str) -> list[list[Any]]:
-    return [list(item) for item in layer_work(kind)]
+def _as_lists(kind: str, shape: tuple[int, int]) -> list[list[Any]]:
+    return [list(item) for item in layer_work(kind, shape)]
 
 
 # ----------------------------------------------------------------------------------------------- what is counted
@@ -339,6 +416,35 @@ def test_the_units_of_a_product_are_those_that_torch_is_told_to_use(kernels: dic
 def test_tensors_are_transposed_for_tensor_cores(kernels: dict[str, list[Any]]) -> None:
     both = zip(kernels["half"], kernels["channels last"], strict=True)
     assert [moved / in_order for (_, _, moved, _), (_, _, in_order, _) in both] == [3, 3]
+
+
+@dataclass
+class Wide(OneHead):
+    """Weights that the carrier moves in several chunks, and others that fit in one."""
+
+    def build(self) -> nn.Module:
+        return nn.Sequential(nn.Flatten(), nn.Linear(48, 40_000), nn.Linear(40_000, CLASSES))
+
+    def losses(self, module: nn.Module, batch: Any) -> Iterator[Loss]:
+        yield classification_loss(module(batch["pixel_values"]), batch["labels"])
+
+
+def carried() -> list[int]:
+    """Of a step with the optimizer on the host: its traced micro-steps, and their chunks and copies to the host."""
+    memory = Memory(cpu_offload="optimizer", micro_batch_size=4)
+    trace = trace_of(recipe_of("batchnorm", memory).replace(model=Wide()))
+    kinds = [(item.op, item.phase) for item in trace.work]
+    to_host = sum(item.kind == "to_host" and item.stream > 0 for item in trace.work)
+    return [len(trace.micro_steps) - 1, kinds.count(("chunk", "backward")), kinds.count(("chunk", "step")), to_host]
+
+
+def test_each_chunk_that_the_carrier_moves_costs_the_host() -> None:
+    micro_steps, in_backward, in_step, to_host = in_child(carried)
+    flat = [parameter.detach().view(-1) for parameter in Wide().build().parameters()]
+    chunks = sum(len(list(in_chunks(one, one))) for one in flat)
+    assert chunks > len(flat)
+    assert (micro_steps, in_step) == (2, 0)  # the weights come back without streams and events
+    assert in_backward == to_host == micro_steps * chunks
 
 
 # ------------------------------------------------------------------------------------------------------------ overlap

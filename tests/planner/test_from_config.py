@@ -16,6 +16,7 @@ from transformers import GPT2Config
 from trainer.cli import run
 from trainer.commands.plan import chosen_command
 from trainer.commands.recipes import load_recipe
+from trainer.memory.plan import with_precision
 from trainer.models import CausalLM, LoRA
 from trainer.planner.from_config import FromConfig, hub_recipe, trained_by
 from trainer.planner.predict import prepared
@@ -141,10 +142,8 @@ def test_a_plan_of_a_folder_prints_its_knobs(tmp_path, monkeypatch, capsys):
     rows = {line[:38].strip(): line[38:].strip() for line in said.splitlines()}
     assert rows["samples of a micro-batch"] == rows["micro-batches of a step, on each rank"] == "2"
     assert (rows["precision"], rows["optimizer"]) == ("32-true", "sgd")
-    assert content["notes"] == [
-        GUESSED,
-        "--tokens is 64: the model takes 64",
-    ]
+    assert content["notes"][:2] == [GUESSED, "--tokens is 64: the model takes 64"]
+    assert all(note.startswith("faster than ") for note in content["notes"][2:])
     assert next(Path("runs/tiny").iterdir()).name.startswith("plan-")
 
 
@@ -171,16 +170,30 @@ def test_a_classifier_of_texts_has_a_command_that_trains_it_so(tmp_path, monkeyp
     monkeypatch.chdir(tmp_path)
     config_in(tmp_path / "bert", BERT | {"id2label": {str(number): str(number) for number in range(5)}})
     ours, packaged = hub_recipe("./bert", "sequence-classification", 40, 6), load_recipe("distilbert_imdb")[0]
-    assert (ours.optim, ours.memory.precision) == (packaged.optim, packaged.memory.precision)
+    assert ours.optim == packaged.optim
+    assert (ours.memory.precision, packaged.memory.precision) == ("auto", "bf16-mixed")
     by, own = trained_by("hf:./bert", ours)
     chosen = Candidate({"memory.micro_batch_size": 2, "memory.cpu_offload": "optimizer"}, "", 1, 1, 1, 1.0, True)
-    report = PlanReport(ours, "RTX 4090", 1, 1, 1, 0.03, 0, chosen, [chosen])
+    report = PlanReport(with_precision(ours, (7, 0)), "V100 16 GB", 1, 1, 1, 0.03, 0, chosen, [chosen])
     words = shlex.split(" ".join(chosen_command(by, [*own.items(), ("optim.lr", "1e-4")], ours, report)))
     assert words[:3] == ["trainer", "fit", "distilbert_imdb"]
     assert run([*words[1:], "--print_config"]) == 0
     lines = set(map(str.strip, capsys.readouterr().out.splitlines()))
     assert {"name: ./bert", "weights: null", "max_length: 40", "batch_size: 6", "micro_batch_size: 2"} <= lines
-    assert {"lr: 0.0001", "cpu_offload: optimizer", "devices: 1"} <= lines
+    assert {"lr: 0.0001", "cpu_offload: optimizer", "devices: 1", "precision: 32-true"} <= lines
+
+
+@pytest.mark.parametrize(("gpu", "precision"), [("h100-sxm", "bf16-mixed"), ("v100-16gb", "32-true")])
+def test_the_card_decides_the_precision_of_a_plan(gpu, precision, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    config_in(tmp_path / "bert", BERT)
+    few = ("--task", "sequence-classification", "--tokens", "16", "--batch", "4", *ONE, "--gpu", gpu)
+    content, said = planned(capsys, "hf:./bert", *few)
+    assert f"batch    4 samples a step, {precision}\n" in said
+    assert f", {precision}, " in content["chosen"]["plan"]
+    assert f"--memory.precision {precision}" in content["command"]
+    named = " ".join(note for note in content["notes"] if note.startswith("faster than"))
+    assert "--memory.precision" not in named  # it is set, or the card has no units for it
 
 
 HUGE = 10**9

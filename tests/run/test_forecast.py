@@ -53,6 +53,36 @@ def in_fresh_process(tmp_path, *arguments: str) -> tuple[int, str, dict]:
     return done.returncode, done.stdout + done.stderr, json.loads(summary.read_text()) if summary.is_file() else {}
 
 
+ON_A_FAKE_GPU = """
+import sys
+from trainer.cli import run
+from trainer.planner.gpus import gpu_named
+from trainer.run import forecast
+forecast.this_device = lambda accelerator: gpu_named("h100-sxm")
+sys.exit(run(sys.argv[1:]))
+"""
+
+
+@pytest.mark.parametrize("extra", [(), ("--run.predict=false",)])
+def test_a_run_on_a_gpu_prints_one_line_on_what_would_be_faster(tmp_path, extra) -> None:
+    """The run is on a CPU; its forecast is for the card that it believes in."""
+    flags = [
+        "--max_steps=1",
+        "--data.test_fraction=0.9",
+        f"--run.dir={tmp_path / 'run'}",
+        "--run.evaluate=false",
+        *extra,
+    ]
+    done = python("-c", ON_A_FAKE_GPU, "fit", "vit_digits", *flags, env={**os.environ, "OMP_NUM_THREADS": "1"})
+    found = [line for line in (done.stdout + done.stderr).splitlines() if "faster than" in line]
+    assert done.returncode == 0, done.stderr
+    assert len(found) == (not extra), done.stdout
+    for line in found:  # a tiny model is bound by its launches
+        assert re.search(
+            r"faster than [\d.]+ ms a step, by estimate, each alone: --memory\.compile blocks \([\d.]+ ms\)$", line
+        )
+
+
 def test_a_run_says_what_it_will_need_and_how_far_off_that_was(tmp_path) -> None:
     code, output, summary = in_fresh_process(tmp_path, "--data.test_fraction=0.9")
     assert code == 0, output

@@ -57,9 +57,11 @@ def examine(recipe: Recipe, reference: str) -> Iterator[Finding]:
         from trainer.doctor import machine, samples
         from trainer.doctor.subject import Subject, fail, findings
         from trainer.launching.world import detect_world
+        from trainer.run.forecast import decided
 
     try:
-        subject = Subject(recipe, reference, detect_world(recipe))
+        recipe, world = decided(recipe, detect_world(recipe))
+        subject = Subject(recipe, reference, world)
     except RecipeError as error:  # no device, or a launcher that is not known: nothing else can be looked at
         yield fail(str(error), check="devices")
         return

@@ -199,11 +199,12 @@ def chosen_command(
     if report.nodes > 1:
         ranks = f"--nnodes {report.nodes} --nproc-per-node {here}"
         start = f"torchrun {ranks} --rdzv-backend c10d --rdzv-endpoint HOST:29500 -m {start}"
-    chosen = {**run, **report.chosen.flags}
+    decided = {"memory.precision": report.recipe.memory.precision} if recipe.memory.precision == "auto" else {}
+    chosen = {**run, **decided, **report.chosen.flags}
     kept = [(name, text) for name, text in passed if name not in chosen and text is not None]
-    decided = [(name, as_text(value)) for name, value in chosen.items()]
+    flags = [(name, as_text(value)) for name, value in chosen.items()]
     start += f" --{TRUST}" if (TRUST, None) in passed else ""
-    return [start, *(f"--{name} {shlex.quote(redact_value(text, name))}" for name, text in [*kept, *decided])]
+    return [start, *(f"--{name} {shlex.quote(redact_value(text, name))}" for name, text in [*kept, *flags])]
 
 
 def _scaled(asked: Asked, own: dict[str, str]) -> tuple[dict[str, Any], str]:

@@ -6,7 +6,7 @@ import dataclasses
 from dataclasses import dataclass
 
 from trainer.engine.window import Cut, cut_at, share_of
-from trainer.errors import RecipeError
+from trainer.errors import RecipeError, require
 from trainer.memory.knobs import HALF, described, left_open
 from trainer.memory.refusals import require_compatible
 from trainer.recipe import Memory, Recipe, Strategy
@@ -62,12 +62,19 @@ def _count(number: int, noun: str, plural: str) -> str:
     return f"{number} {noun}{plural if number > 1 else ''}"
 
 
+def with_precision(recipe: Recipe, capability: tuple[int, int]) -> Recipe:
+    """The recipe with ``memory.precision=auto`` decided for a GPU of that CUDA ``capability``; (0, 0) is a CPU."""
+    memory = dataclasses.replace(recipe.memory, precision="bf16-mixed" if capability >= (8, 0) else "32-true")
+    return recipe.replace(memory=memory) if recipe.memory.precision == "auto" else recipe
+
+
 def decide_plan(recipe: Recipe, world_size: int) -> Plan:
     """Decide everything that the recipe left open; a ``RecipeError`` if its settings cannot work together."""
     for name in left_open(recipe.memory):
         raise RecipeError(
             f"memory.{name}=auto is for the planner, which has not been asked: use trainer fit or trainer plan"
         )
+    require(recipe.memory.precision != "auto", "memory.precision=auto is open: with_precision decides it for a device")
     epochs = sorted(recipe.accumulate) if isinstance(recipe.accumulate, dict) else [0]
     cuts = [cut_at(recipe, world_size, epoch) for epoch in epochs]  # a later one must not contradict itself either
     require_compatible(recipe, world_size, cuts)

@@ -24,7 +24,7 @@ class Event(NamedTuple):
 class Work(NamedTuple):
     """One operation of a step: a kernel, a copy over the bus, or a collective."""
 
-    op: str  # its name: that of ATen (``mm``), or all_reduce, all_gather, reduce_scatter, broadcast
+    op: str  # that of ATen (``mm``), view, chunk (of the carrier), all_reduce, all_gather, reduce_scatter, broadcast
     kind: Kind  # to_device and to_host over the bus, collective between the ranks
     phase: str  # forward, backward or step; recomputation is of the backward
     stream: int  # that it runs on; 0 computes, below 0 is the host

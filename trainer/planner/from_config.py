@@ -84,9 +84,9 @@ def hub_recipe(
 ) -> Recipe:
     """A recipe for the model whose ``config.json`` is in the folder ``name``, or else on the hub under that name.
 
-    The optimizer and precision are those of ``distilbert_imdb``. No code from the hub runs, and no weights are read.
-    Defaults: the ``task`` of the configuration's ``architectures``, as many ``tokens`` as the model takes up to
-    ``MOST_TOKENS``, a ``batch`` of 8. ``lora`` is the rank of adapters, 0 for none; ``revision`` the hub's.
+    The optimizer is that of ``distilbert_imdb``. No code from the hub runs, and no weights are read. Defaults: the
+    ``task`` of the configuration's ``architectures``, as many ``tokens`` as the model takes up to ``MOST_TOKENS``, a
+    ``batch`` of 8, precision ``auto``. ``lora`` is the rank of adapters, 0 for none; ``revision`` the hub's.
 
     Raises:
         RecipeError: when the configuration cannot be had or used, or is none for the task or for so many tokens.
@@ -110,7 +110,7 @@ def hub_recipe(
         data=MadeUp(outline, notes=notes),
         optim=Optim("adamw", lr=5e-5, schedule="linear", clip_norm=1.0),
         batch_size=batch or BATCH,
-        memory=Memory(precision="bf16-mixed"),
+        memory=Memory(precision="auto"),
     )
 
 

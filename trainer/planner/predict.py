@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import math
 import os
 import time
 from bisect import bisect_left
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -13,21 +15,26 @@ from typing import Any
 from trainer.contract import Data
 from trainer.engine.feed import fill_from_data
 from trainer.errors import RecipeError, require
-from trainer.memory.plan import Plan
-from trainer.planner.cost import HOST_NETWORK, StepCost, of_whole_step, peak_seconds, step_cost
+from trainer.memory.plan import Plan, decide_plan
+from trainer.planner.cost import HOST_NETWORK, StepCost, changed, of_whole_step, peak_seconds, step_cost
 from trainer.planner.events import Category, Trace, Work
+from trainer.planner.gpus import GPU
 from trainer.planner.kept import Keeper, Known, Note
+from trainer.planner.knobs import applied
 from trainer.planner.made_up import MadeUp
 from trainer.planner.network import Cluster, Interconnect, sent
 from trainer.planner.replay import AllocatorSettings, Replay, in_gb, peaks_to_json, replay, retries_within
 from trainer.planner.target import Target
 from trainer.planner.trace import draw_samples, trace_run
-from trainer.recipe import Recipe
+from trainer.recipe import Memory, Recipe
 
 LARGEST = 12  # of the largest blocks at the peak, so many are named
 CPU_BUFFERS = 40_000_000
 """Bytes of buffers and threads of CPU kernels that no tensor shows: 30 to 55 MB in 20 plans of a ViT of 25 million
 weights, see benchmarks/planner_cpu.py."""
+MIN_GAIN = 0.1  # of the time of a step; a setting that saves less is not named
+FASTER = {"precision bf16-mixed": "bfloat16", "matmul_precision high": "tfloat32", "compile blocks": None}
+"""Settings of ``memory`` that may be faster, with the units for fp32 products."""
 GROWING: tuple[Category, ...] = ("activations", "temporaries", "batch")  # with the micro-batch
 
 
@@ -57,6 +64,7 @@ class Prediction:
     fragmentation: int = 0  # what is reserved at the allocated peak and not in use
     # How often torch gives its cache back to stay within the capacity that was asked about; ``None``: it cannot
     retries: int | None = None
+    faster: dict[str, float] = field(default_factory=dict)  # ms of a step with each of ``candidates``, by itself
     # Memory, for a plot, if wanted: {"allocated": {category: [...]}, "reserved": [...], "marks": [[at, phase]]}
     timeline: dict[str, Any] | None = None
 
@@ -187,11 +195,38 @@ def predict_here(
         "peak_seconds": peak_seconds(trace, target.gpu) / (samples.first.tokens or samples.first.samples),
         "fragmentation": 0 if on_cpu else memory.fragmentation,
         "retries": retries,
+        "faster": {
+            flag: cost_of(replace(trace, work=changed(trace.work, FASTER[flag])), target, cluster, networks[0]).step_ms
+            for flag in candidates(recipe, plan.world_size, target.gpu)
+        },
         "timeline": timeline_of(memory, trace) if timeline else None,
     }
     if note:
         note.write(answer)
     return answer
+
+
+def candidates(recipe: Recipe, ranks: int, gpu: GPU) -> list[str]:
+    """Those of ``FASTER`` that are not set, that ``gpu`` has units for, and that ``decide_plan`` accepts."""
+    memory, found = recipe.memory, []
+    for flag, units in FASTER.items():
+        key, value = flag.split()
+        able = memory.precision == "32-true" and units in gpu.flops if units else gpu.name != "cpu"
+        with suppress(RecipeError):
+            if able and getattr(memory, key) == getattr(Memory(), key):
+                decide_plan(applied(recipe, {f"memory.{key}": value}), ranks)
+                found.append(flag)
+    return found
+
+
+def faster(recipe: Recipe, ranks: int, gpu: GPU, found: Prediction | None) -> list[str]:
+    """A line on what saves ``MIN_GAIN`` of a step, or on all ``candidates`` without a prediction; none if nothing."""
+    known = found.faster if found else dict.fromkeys(candidates(recipe, ranks, gpu), 0.0)
+    now = found.cost.step_ms if found else math.inf
+    gains = sorted((ms, flag) for flag, ms in known.items() if ms <= (1 - MIN_GAIN) * now)
+    names = [f"--memory.{flag}{f' ({ms:,.3g} ms)' if found else ''}" for ms, flag in gains]
+    about = f"than {now:,.3g} ms a step, by estimate" if found else "perhaps"
+    return [f"faster {about}, each alone: {', '.join(names)}"] if names else []
 
 
 def timeline_of(memory: Replay, trace: Trace) -> dict[str, Any]:

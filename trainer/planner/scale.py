@@ -16,7 +16,7 @@ from typing import Any
 
 from trainer.engine.window import cut_at
 from trainer.errors import RecipeError
-from trainer.memory.plan import Plan, decide_plan
+from trainer.memory.plan import Plan, decide_plan, with_precision
 from trainer.planner.cost import ESTIMATES
 from trainer.planner.gpus import outside
 from trainer.planner.knobs import Settings, applied, left_open, micro_batch_sizes
@@ -91,6 +91,7 @@ class Scale:
     progress: Progress = lambda done, total, text: None  # told after each simulation
 
     def __post_init__(self) -> None:
+        self.recipe = with_precision(self.recipe, self.target.gpu.capability)
         for name in left_open(self.recipe.memory):
             raise RecipeError(
                 f"memory.{name}=auto is decided for one number of devices: plan that first (trainer plan ... --devices "

@@ -26,7 +26,7 @@ from trainer.engine.order import batch_indices
 from trainer.engine.window import cut_at, cut_batch, share_of, tokens_of
 from trainer.errors import RecipeError, require
 from trainer.memory.knobs import FOLLOWERS, UNPROVEN
-from trainer.memory.plan import CUT_MATTERS, Plan, decide_plan
+from trainer.memory.plan import CUT_MATTERS, Plan, decide_plan, with_precision
 from trainer.planner import knobs
 from trainer.planner.cost import ESTIMATES
 from trainer.planner.events import Category
@@ -35,7 +35,7 @@ from trainer.planner.kept import Keeper
 from trainer.planner.knobs import Settings
 from trainer.planner.made_up import notes_of
 from trainer.planner.network import ONE, devices_of
-from trainer.planner.predict import GROWING, Prediction, predict_here, prepared
+from trainer.planner.predict import GROWING, Prediction, faster, predict_here, prepared
 from trainer.planner.report import Candidate, PlanReport, explain, not_fitting
 from trainer.planner.target import Target, budget_bytes, cut_budget, gpu_here
 from trainer.recipe import Recipe
@@ -158,6 +158,7 @@ class Search:
         self.target, self.devices, self.nodes = target, devices, nodes
         wish = budget or recipe.memory.budget
         text = wish or WHOLE
+        recipe = with_precision(recipe, target.gpu.capability)
         self.recipe = recipe.replace(memory=dataclasses.replace(recipe.memory, budget=text))
         self.budget = budget_bytes(text, target.gpu, devices)
         self.limit = int(self.budget / (1 + MARGIN))  # that a plan may reserve
@@ -224,6 +225,7 @@ class Search:
         counts = len(possible), len(refused - possible)
         if chosen:
             explanations = explain(candidates, counts)
+            self.notes |= dict.fromkeys(faster(self.recipe, self.devices, self.target.gpu, candidates[0].prediction))
         elif self.untraceable:
             explanations = [self.untraceable]
         else:

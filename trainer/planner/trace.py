@@ -33,14 +33,14 @@ from trainer.engine.window import MicroBatch, Window, cut_batch, fullest, share_
 from trainer.launching.start import launch
 from trainer.launching.world import World
 from trainer.memory.initialize import HOST, home_of_weights
-from trainer.memory.optimizer_offload import CHUNK, HostGradients
+from trainer.memory.optimizer_offload import HostGradients
 from trainer.memory.parameter_groups import choose_trained
 from trainer.memory.plan import Plan
 from trainer.memory.precision import matmul_precision, weights_dtype
 from trainer.memory.stack import Stack, apply_stack, build_updates
 from trainer.memory.update_ahead import UpdateAhead
 from trainer.planner.events import Trace
-from trainer.planner.fake_patches import patch_transformers
+from trainer.planner.fake_patches import FakeStream, patch_transformers
 from trainer.planner.fake_patches import replace as replace_attributes
 from trainer.planner.fake_ranks import fake_ranks
 from trainer.planner.target import Target
@@ -176,7 +176,7 @@ class _Run(Phases):
             traced = len(samples.first)
             sync.sums = LaterSums(most_sums(traced + samples.skipped) - most_sums(traced))
         if isinstance(sync, HostGradients) and sync.carrier is not None:
-            sync.carrier.chunks = self._first_chunk
+            self.cut, sync.carrier.chunks = sync.carrier.chunks, self._first_chunk
         if isinstance(sync, HostGradients):
             sync.ahead = _TracedUpdates(self.tracer, self.optimizer, sync.ahead.scaler, pays=sync.ahead.pays)
         memory, clip_norm = self.recipe.memory, self.recipe.optim.clip_norm
@@ -234,8 +234,12 @@ class _Run(Phases):
 
     def _first_chunk(self, ours: Tensor, theirs: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
         """Of a transfer in thousands of chunks that need no memory of their own, one, for all of them."""
-        self.tracer.repeat = -(-ours.numel() // CHUNK)
-        yield ours[:CHUNK], theirs[:CHUNK]
+        with _disable_current_modes():
+            (first, _), *others = self.cut(*[torch.empty(len(ours), device="meta")] * 2)
+        self.tracer.repeat = 1 + len(others)
+        if FakeStream.current.number:  # beside the computation, with events and waits
+            self.tracer.note("chunk", "compute", 0, 0, "")
+        yield ours[: len(first)], theirs[: len(first)]
         self.tracer.repeat = 1
 
     def _categorise(self, module: nn.Module) -> None:

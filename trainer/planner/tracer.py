@@ -229,6 +229,8 @@ class Tracer(TorchDispatchMode):
             self._note_collective(name, tensors, (*group, func.namespace == "_c10d_functional"))
             return
         if getattr(func, "is_view", False) or name == "_unsafe_view":  # which is one, too, but for autograd
+            if any(map(self.is_on_device, tensors)):
+                self.note("view", "compute", 0, 0, "")
             return
         if not any(self.is_on_device(tensor) for tensor in (*tensors, *results)):
             if (moved := _bytes(tensors)) >= LEAST_HOST_BYTES:  # what an offloaded optimizer does

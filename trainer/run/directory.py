@@ -26,6 +26,7 @@ from trainer.engine.window import Windows, padding_share, share_of
 from trainer.errors import RunError, Stopped, require
 from trainer.memory.plan import Plan, idle_ranks, plan_warnings
 from trainer.memory.stack import Stack
+from trainer.planner.predict import faster
 from trainer.recipe import Recipe
 from trainer.report.card import Trained, card_of
 from trainer.report.loggers import make_loggers
@@ -230,6 +231,7 @@ def describe_run(session: Session, stack: Stack, windows: Windows) -> list[str]:
     lines += [f"warning: {text}" for text in warnings if text is not None]
     if session.forecast is not None:
         lines += session.forecast.lines()
+        lines += faster(recipe, session.plan.world_size, session.forecast.device, session.forecast.prediction)
     if windows.packs:  # streamed texts, too, whose lengths nobody knows
         lines.append("padding: none, the model computes on the tokens that are there (model.padding_free)")
     elif windows.lengths is not None:

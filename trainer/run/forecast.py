@@ -18,7 +18,7 @@ import torch
 
 from trainer.errors import RecipeError, RunError, require
 from trainer.launching.world import World
-from trainer.memory.plan import Plan
+from trainer.memory.plan import Plan, with_precision
 from trainer.planner.gpus import GPU, host_as_device
 from trainer.planner.knobs import applied, wants_plan
 from trainer.planner.predict import Prediction, predict_here, prepared
@@ -51,6 +51,12 @@ def this_device(accelerator: str) -> GPU:
     if (found := gpu_here()) is None:
         raise RunError("torch sees a GPU, but cannot say which")
     return found
+
+
+def decided(recipe: Recipe, world: World) -> tuple[Recipe, World]:
+    """Both, with ``memory.precision=auto`` decided for the first GPU of this machine, or its CPU."""
+    is_open = recipe.memory.precision == "auto"  # else the card need not be asked for
+    return (with_precision(recipe, this_device(world.accelerator).capability) if is_open else recipe), world
 
 
 def planned(recipe: Recipe, world: World, say: Callable[[str], None]) -> tuple[Recipe, Prediction | None]:

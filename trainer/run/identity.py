@@ -129,7 +129,8 @@ def require_same_run(path: Path, manifest: Manifest, now: Origin, allowed: list[
     files = now.data_files  # read before training, so that the next checkpoint has those of its own fingerprint
     for key, old, new in _differences(manifest, now):
         before, after = (cut_off(json.dumps(value, ensure_ascii=False)) for value in (old, new))
-        line = f"{key}: {before} in the checkpoint, {after} now"
+        keep = f" (--{key} {old} keeps it)" if key == "memory.precision" else ""  # auto differs on another GPU
+        line = f"{key}: {before} in the checkpoint, {after} now{keep}"
         if key == "data":
             line += _changed_files(manifest.data_files, files)
         if key == "base":

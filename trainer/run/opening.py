@@ -25,8 +25,8 @@ from trainer.recipe import Recipe
 from trainer.report.loggers import require_loggers
 from trainer.report.progress import Progress, warn
 from trainer.run.directory import require_unused, with_run_dir
-from trainer.run.forecast import Forecast, forecast, forget_plan, planned
-from trainer.run.session import Session, on_first
+from trainer.run.forecast import Forecast, decided, forecast, forget_plan, planned
+from trainer.run.session import Session, from_all, on_first
 from trainer.system.environment import first_here
 from trainer.system.reports import placed
 from trainer.system.text import parse_budget
@@ -42,7 +42,7 @@ def training_session(recipe: Recipe, source: str | None = None) -> Iterator[Sess
     require_loggers(recipe.run.logger)
     recipe.data.require_files()
     doing("looking for devices")
-    recipe, world = find_world(recipe)
+    recipe, world = decided(*find_world(recipe))
     require_recordable(recipe, world.accelerator)
     unprepared = recipe.data.train
     recipe, known = planned(recipe, world, partial(print, flush=True))
@@ -51,6 +51,8 @@ def training_session(recipe: Recipe, source: str | None = None) -> Iterator[Sess
     if recovers(recipe, plan):
         keep_ranks_alive()
     with _launched(recipe, plan, world, outlook) as (fabric, world):
+        found = sorted({*from_all(fabric, recipe.memory.precision)})
+        require(len(found) == 1, f"memory.precision is {' and '.join(found)}, by the GPUs of the machines: give one")
         if recipe.run.dir is not None:  # looked at again when it is made; data may take long
             on_first(fabric, partial(require_unused, _absolute(recipe.run.dir), recipe.run.resume))
         still = recipe.data.train is unprepared  # else planned() has prepared it
@@ -73,7 +75,7 @@ def evaluation_session(recipe: Recipe, folder: Path) -> Iterator[Session]:
     """The same for the trained model in ``folder``: nothing is left to decide, and nothing will be written."""
     require_loggers(recipe.run.logger)
     recipe.data.require_files()
-    recipe, world = find_world(recipe)
+    recipe, world = decided(*find_world(recipe))
     if recipe.model.own_format:
         recipe = recipe.replace(model=recipe.model.saved_in(folder))
     if world.size % (copies := recipe.memory.tensor_parallel):  # any number of ranks can evaluate

@@ -23,7 +23,7 @@ from torch.utils._pytree import tree_map
 from trainer.checkpoint.export import filled_as_saved, load_model
 from trainer.checkpoint.manifest import require_sealed, require_sealed_text
 from trainer.errors import RecipeError, require, require_choice, require_positive
-from trainer.recipe import Precision, Recipe
+from trainer.recipe import DecidedPrecision, Recipe
 from trainer.report.progress import Progress, warn
 from trainer.run.generation import NEW_TOKENS, require_room, write
 from trainer.settings import did_you_mean
@@ -129,7 +129,7 @@ class PredictOptions:
         column: of tables: the texts, or the paths of the images.
         batch_size: inputs that go through the model at once.
         device: auto (a GPU where there is one), cpu, cuda or cuda:1.
-        precision: as memory.precision; that of training does not matter.
+        precision: as memory.precision, but not auto; that of training does not matter.
         quiet: print no answers.
     """
 
@@ -150,7 +150,7 @@ class PredictOptions:
         """Refuse what cannot work, before anything is loaded."""
         require_positive("--top-k", self.top_k)
         require_positive("--batch-size", self.batch_size)
-        require_choice("--precision", self.precision, Precision)
+        require_choice("--precision", self.precision, DecidedPrecision)
         if self.max_new_tokens is not None:
             require_positive("--max-new-tokens", self.max_new_tokens)
         for flag, value, most in (("temperature", self.temperature, 100.0), ("top-p", self.top_p, 1.0)):
