@@ -13,17 +13,17 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ.setdefault("TRAINER_PLANS", "off")
 
 import argparse
+import json
 import sys
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
-from measured_run import read
 
-from trainer.engine.feed import fill_from_data
-from trainer.recipe import Recipe
+if TYPE_CHECKING:
+    from trainer.recipe import Recipe
 
 NF4_SHAPE = (14_336, 4_096)
 TIMES = 100
@@ -54,6 +54,8 @@ def theirs(recipe: Recipe) -> None:
     """The same model, samples, micro-batches and precision with transformers' Trainer."""
     from contenders import Job, transformers_trainer
     from torch.optim import AdamW
+
+    from trainer.engine.feed import fill_from_data
 
     data, text = recipe.data, hasattr(recipe.model, "tokenizer_or_none")
     data.prepare(recipe.model.tokenizer_or_none() if text else None)  # type: ignore[attr-defined]
@@ -97,11 +99,15 @@ def build(recipe: Recipe, device: str) -> torch.nn.Module:
         config = transformers.AutoConfig.for_model(model.name, **model.config)
     if model.task == "language":
         config.use_cache = False
-    half = recipe.memory.precision == "bf16-true"
+    dtype = torch.bfloat16 if recipe.memory.precision == "bf16-true" else torch.float32
     with torch.device(device):
-        module = getattr(transformers, model.auto).from_config(config, trust_remote_code=False)
-    module = module.bfloat16() if half else module.float()
-    return adapted(module, model.lora) if getattr(model, "lora", None) and model.lora.rank else module.train()
+        module = getattr(transformers, model.auto).from_config(config, trust_remote_code=False, dtype=dtype)
+    if model.lora.rank:
+        module = adapted(module, model.lora)
+    if device == "cuda":  # of the memory that is measured, the whole weights in bf16 are no part
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
+    return module.train()
 
 
 def adapted(module: torch.nn.Module, lora: Any) -> torch.nn.Module:
@@ -225,11 +231,12 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("words", nargs=argparse.REMAINDER, help="fit RECIPE --key=value ...")
     asked = parser.parse_args(argv)
     if asked.kind == "speed":
+        from measured_run import read
+
         recipe, source = read(asked.words[1:])
         train(recipe, source, asked.who, asked.out, asked.steps)
-    from contenders import write_aside
-
-    write_aside(asked.out, time_nf4(asked.tiny) if asked.kind == "nf4" else launch_kernel(asked.kernel))
+    found = time_nf4(asked.tiny) if asked.kind == "nf4" else launch_kernel(asked.kernel)
+    asked.out.write_text(json.dumps(found))
     return 0
 
 

@@ -387,8 +387,8 @@ def measure_all(words: str, tiny: bool) -> Iterator[tuple[str, Found]]:
     began = time.monotonic()
     chosen = [row for row in ROWS if _is_asked(row.name, words)]
     with tempfile.TemporaryDirectory(prefix="launches-") as folder:
-        if any(row.make.func is distilbert for row in chosen if isinstance(row.make, partial)):
-            _words(Path(folder), tiny)  # once, for all processes
+        for row in chosen:
+            _import(row, Path(folder), tiny)
         places: list[tuple[Row | None, int]] = [(row, layers) for row in chosen for layers in depths_of(row)]
         jobs: list[Callable[[], Any]] = [partial(measure, row, layers, tiny, Path(folder)) for row, layers in places]
         if _is_asked(NF4, words):
@@ -406,6 +406,16 @@ def measure_all(words: str, tiny: bool) -> Iterator[tuple[str, Found]]:
             if len(done) == len(depths_of(row)):
                 problem = next(filter(None, map(_failed, done.values())), None)
                 yield row.name, (problem or combine(row, done)) | seconds
+
+
+def _import(row: Row, folder: Path, tiny: bool) -> None:
+    """Import what a row needs, which takes seconds, before processes are forked for its traces."""
+    from trainer.memory.plan import decide_plan
+    from trainer.planner import trace
+    from trainer.planner.predict import prepared
+
+    recipe = prepared(row.make(1, folder, tiny))
+    trace._empty(recipe, decide_plan(recipe, 1))
 
 
 def _is_asked(name: str, words: str) -> bool:
