@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import re
 import subprocess
 import sys
@@ -22,7 +21,7 @@ from typing import Any
 
 from common import RESULTS, Record, table, workplace
 from gpu_rows import FEW_GAPS, TINY, memory
-from planner_runs import probe_gpu
+from planner_runs import environment_here, probe_gpu
 
 from trainer.commands.measured_run import Trial, run_trial
 from trainer.system.processes import Watched
@@ -144,7 +143,8 @@ def run_tests(
         return {"status": "not run", "reason": f"{', '.join(missing)}: {how}", "met": None}
     words = [*files, "-v", "--tb=short", "-p", "no:cacheprovider", "-o", "addopts=", "-m", "not slow"]
     words += ["-k", chosen] if chosen else []
-    environment = {**os.environ, "PYTHONPATH": str(HERE.parent), "PYTHONUNBUFFERED": "1", **(variables or {})}
+    environment = {**environment_here(), "PYTHONUNBUFFERED": "1"}
+    environment |= {"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1", **(variables or {})}  # xdist would hide what is done so far
     log.parent.mkdir(parents=True, exist_ok=True)
     with log.open("w") as output:
         command = [sys.executable, "-m", "pytest", *words]

@@ -16,7 +16,6 @@ import gzip
 import hashlib
 import json
 import math
-import os
 import re
 import shutil
 import subprocess
@@ -36,7 +35,7 @@ from gpu import Benchmark
 from gpu_faults import run_tests
 from gpu_judge import NOT_RUN, Measured, figure, judge, read_found
 from gpu_rows import LLAMA_8B, PARTS, QLORA, TINY, VOCABULARY, Row, memory
-from planner_runs import probe_gpu
+from planner_runs import environment_here, probe_gpu
 
 from trainer.commands.measured_run import run_trial
 
@@ -227,7 +226,7 @@ class First:
             return {"status": NOT_RUN, "reason": "compute-sanitizer is not installed", "met": None}
         out = self.work / f"{tool}.json"
         child = [sys.executable, str(HERE / "gpu_first_runs.py"), "--kind=kernel", f"--out={out}", f"--kernel={kernel}"]
-        environment = {**os.environ, "PYTHONPATH": str(HERE.parent), "PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
+        environment = {**environment_here(), "PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
         command = [program, "--tool", tool, "--error-exitcode", "9", *child]
         try:
             done = subprocess.run(

@@ -58,6 +58,7 @@ def test_a_planted_wait_and_planted_operations_are_counted(tmp_path):
     assert planted["between"]["dispatched"] == plain["between"]["dispatched"] > 0
 
 
+@pytest.mark.slow
 def test_the_real_depth_is_that_of_its_own_trace(tmp_path, monkeypatch):
     (row,) = [row for row in launches.ROWS if row.whole]
     monkeypatch.setattr(launches, "ROWS", [row])
