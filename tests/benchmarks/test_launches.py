@@ -88,8 +88,9 @@ def test_layers_are_extrapolated():
     wait = ["item", "model.py:1", False]
     few, more = counts(dispatched=10, waits=[wait] * 2), counts(dispatched=14, chunks=1, waits=[wait] * 3)
     found = launches._deeper(few, more, Row("row", launches.vit, 12))
-    assert (found["dispatched"], found["a_layer"]["dispatched"], found["chunks"]) == (14 + 9 * 4, 4, 10)
-    assert (found["number_of_waits"], len(found["waits"])) == (12, 3)
+    assert launches.SHALLOW == (1, 2)
+    assert (found["dispatched"], found["a_layer"]["dispatched"], found["chunks"]) == (14 + 10 * 4, 4, 11)
+    assert (found["number_of_waits"], len(found["waits"])) == (13, 3)
 
 
 def micro(waits: list[Any], **values: float) -> dict[str, Any]:
