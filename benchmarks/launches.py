@@ -275,8 +275,9 @@ def measure(row: Row, layers: int, tiny: bool, folder: Path) -> Found:
             def fake(item: Any) -> Any:
                 if not isinstance(item, torch.Tensor):
                     return item
-                made = self.tracer.mode.fake(item)
-                if any(item is one for one in pinned):
+                is_pinned = any(item is one for one in pinned)
+                made = self.tracer.mode.fake(item.contiguous() if is_pinned else item)  # pinning copies
+                if is_pinned:
                     self.tracer.mode.pinned.add(made.untyped_storage())
                 return made
 
@@ -290,6 +291,7 @@ def measure(row: Row, layers: int, tiny: bool, folder: Path) -> Found:
         mark("after")
 
     torch.Tensor.backward = then_mark  # type: ignore[method-assign]
+    _keep_table()
     recipe = prepared(row.make(layers, folder, tiny))
     plan = decide_plan(recipe, 1)
     samples = trace.draw_samples(recipe, plan)
@@ -316,6 +318,20 @@ def _steady(segments: Sequence[Segment], begins: Sequence[int]) -> Found:
 def _total(segments: Sequence[Segment]) -> Found:
     counts: Found = {name: sum(getattr(one, name) for one in segments) for name in COUNTS}
     return counts | {"waits": [wait for one in segments for wait in one.waits]}
+
+
+def _keep_table() -> None:
+    """Make the table of NF4 once, as a run does; of codes without data the package makes it again and again."""
+    from trainer.weights import nf4
+
+    make, made = nf4._pairs_where, []
+
+    def kept(codes: Any) -> Any:
+        if not made:
+            made.append(make(codes))
+        return made[0]
+
+    nf4._pairs_where = kept
 
 
 def measure_nf4(tiny: bool) -> Found:
@@ -345,6 +361,7 @@ def measure_nf4(tiny: bool) -> Found:
                 found["bytes"] += sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
             return out
 
+    _keep_table()
     with trace.tracing(configurations.TARGET):
         codes = torch.empty(nf4.rows_of(count), nf4.ROW, dtype=torch.uint8, device="cuda")
         nf4.dequantise(codes, shape, torch.bfloat16)  # whatever is made once
