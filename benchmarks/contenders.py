@@ -3,26 +3,31 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import logging
 import math
 import os
 import tempfile
+import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
+from pathlib import Path
 from typing import Any, Literal
 
 import torch
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState, GradientState
 from accelerate.utils import DataLoaderConfiguration
+from common import resident
 from lightning import LightningModule, Trainer
 from lightning.fabric import Fabric
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils.data import DataLoader, DistributedSampler, Sampler
 from transformers import PrinterCallback, TrainingArguments
 from transformers import Trainer as TransformersTrainer
@@ -46,6 +51,7 @@ class Job:
         precision: in Lightning's words; the weights are float32 (or what ``module`` has, for 32-true).
         order: for transformers' Trainer, in the place of the dataset's: what its ``group_by_length`` made.
         even_batches: Accelerate's, and transformers': a rank that has nothing left repeats samples.
+        arguments: more of transformers' ``TrainingArguments``.
     """
 
     module: nn.Module
@@ -59,6 +65,7 @@ class Job:
     precision: Literal["32-true", "bf16-mixed"] = "32-true"
     order: Sequence[int] | None = None
     even_batches: bool = True
+    arguments: dict[str, Any] = field(default_factory=dict)
 
     def loader(self, sampler: Sampler | None = None) -> DataLoader:
         """Micro-batches in the dataset's order."""
@@ -261,6 +268,7 @@ def transformers_trainer(job: Job, compute_loss_func: Callable[..., Tensor] | No
             train_sampling_strategy="sequential",
             remove_unused_columns=False,
             accelerator_config={"even_batches": job.even_batches},
+            **job.arguments,
         )
         trainer.order = job.order
         trainer.train()
@@ -362,6 +370,63 @@ def keras_fit(job: Job, epochs: int = 1) -> None:
     batch = {key: value.numpy() for key, value in job.collate(list(job.dataset)).items()}
     labels = batch.pop("labels")
     model.fit(batch, labels, batch_size=job.micro_batch_size, epochs=epochs, shuffle=False, verbose=0)
+
+
+class Clock:
+    """Looks at a run from outside: torch calls it after every step of any optimizer.
+
+    Args:
+        steps: that count, after the first.
+        ranks: processes that train.
+        out: where to write what was found; then the process ends.
+    """
+
+    def __init__(self, steps: int, ranks: int, out: Path) -> None:
+        self.steps, self.ranks, self.out = steps, ranks, out
+        self.taken = self.positions = 0
+        self.begin = self.begin_cpu = 0.0
+        self.on_gpu = torch.cuda.is_available()
+        self.idle = 0 if self.on_gpu else resident("VmRSS")
+        register_optimizer_step_post_hook(self._stepped)
+        self.finder = nn.modules.module.register_module_forward_pre_hook(self._find)
+
+    def _find(self, module: nn.Module, _: Any) -> None:
+        """Count the token positions that go through the word embedding."""
+        if isinstance(module, nn.Embedding) and module.num_embeddings > 10_000:
+            module.register_forward_pre_hook(self._count)
+            self.finder.remove()
+            self._count(module, _)
+
+    def _count(self, module: nn.Module, arguments: tuple[Tensor, ...]) -> None:
+        if self.taken and arguments:
+            self.positions += arguments[0].numel()
+
+    def _stepped(self, *_: Any) -> None:
+        if self.on_gpu and self.taken in (0, self.steps):  # between, the host may run ahead of the device
+            torch.cuda.synchronize()
+        now = time.perf_counter()
+        self.taken += 1
+        if self.taken == 1:
+            self.begin, self.begin_cpu = time.perf_counter(), time.process_time()
+        elif self.taken == 1 + self.steps:
+            peak = torch.cuda.max_memory_reserved() if self.on_gpu else resident("VmHWM") - self.idle
+            used = {"seconds": now - self.begin, "cpu": time.process_time() - self.begin_cpu, "peak": peak}
+            write_aside(self.out, used | {"positions": self.positions})
+            self._leave()
+
+    def _leave(self) -> None:
+        """Nothing after the last step is measured; but no rank leaves while another may still talk to it."""
+        until = time.monotonic() + 60
+        while time.monotonic() < until and len(list(self.out.parent.glob("rank-*.json"))) < self.ranks:
+            time.sleep(0.01)
+        os._exit(0)
+
+
+def write_aside(path: Path, found: dict[str, Any]) -> None:
+    """Write JSON so that nobody reads half of it."""
+    aside = path.with_suffix(".partial")
+    aside.write_text(json.dumps(found))
+    aside.replace(path)
 
 
 CONTENDERS: dict[str, tuple[str, Callable[[Job], None]]] = {

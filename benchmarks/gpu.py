@@ -1,6 +1,8 @@
 """One GPU: how little memory exact training takes, whether its gradients are right, and how fast it is.
 
-    python benchmarks/gpu.py first               the headline rows, gradients against fp32, speed, caps: 8 minutes
+    python benchmarks/gpu.py first               tests, races, kernels, speed beside transformers' Trainer, memory,
+                                                 gradients: 8 minutes, see gpu_first.py; --dry needs no GPU
+    python benchmarks/gpu.py exact               the headline rows, gradients against fp32, speed, caps: 8 minutes
     python benchmarks/gpu.py planner             predicted against measured memory: 8 minutes, see planner_gpu.py
     python benchmarks/gpu.py faults              resume, recovery, out of memory, tests/gpu: 8 minutes
     python benchmarks/gpu.py lm                  language models of 4 and 8 billion weights, memory and speed: 8 minutes
@@ -182,7 +184,7 @@ def choose(parts: list[str], only: str | None) -> dict[str, list[Row]]:
 def main() -> int:
     """The command line; returns the exit code, 1 when a row has not what was asked of it."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("parts", nargs="*", metavar="PART", help=f"{', '.join(PARTS)}; first by default")
+    parser.add_argument("parts", nargs="*", metavar="PART", help=f"{', '.join(PARTS)}; exact by default")
     parser.add_argument("--only", help="rows whose name contains one of these words, with commas")
     parser.add_argument("--time", type=float, default=1.0, help="factor on the time that each part and row may take")
     parser.add_argument("--results", type=Path, default=RESULTS, help="folder for gpu_PARTS.json and the trace")
@@ -196,12 +198,14 @@ def main() -> int:
     parser.add_argument("--tiny", action="store_true", help="small models, whose figures mean nothing")
     asked = parser.parse_args()
     if unknown := set(asked.parts) - set(PARTS):
-        parser.error(f"no part {', '.join(sorted(unknown))}: choose from {', '.join(PARTS)}, planner, faults")
+        parser.error(
+            f"no part {', '.join(sorted(unknown))}: choose from {', '.join(PARTS)}; or alone first, planner, faults"
+        )
     if not 0 < asked.time < math.inf:
         parser.error("--time must be more than 0")
     if asked.device == "cpu" and not asked.tiny:
         parser.error("--device cpu is there to test this file: use it with --tiny")
-    parts = choose(asked.parts or ["first"], asked.only)
+    parts = choose(asked.parts or ["exact"], asked.only)
     if not parts:
         parser.error(f"--only {asked.only}: no row has such a name")
     if asked.predict:
@@ -228,6 +232,10 @@ def main() -> int:
 
 
 if __name__ == "__main__":
+    if sys.argv[1:2] == ["first"]:
+        import gpu_first
+
+        sys.exit(gpu_first.main(sys.argv[2:]))
     if sys.argv[1:2] == ["planner"]:
         import planner_gpu
 

@@ -8,20 +8,23 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
+import re
 import subprocess
 import sys
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 from common import RESULTS, Record, table, workplace
 from gpu_rows import FEW_GAPS, TINY, memory
-from planner_runs import probe_gpu
+from planner_runs import environment_here, probe_gpu
 
 from trainer.commands.measured_run import Trial, run_trial
+from trainer.system.processes import Watched
 
 HERE = Path(__file__).parent
 SECONDS = 470.0
@@ -113,28 +116,57 @@ class Faults:
 
     def tests(self, chosen: str, sanitizer: bool = False) -> Found:
         """``tests/gpu``, as far as its names say ``chosen``."""
-        words = ["-m", "pytest", "tests/gpu", "-k", chosen, "-n", "0", "-q", "--tb=short", "-p", "no:cacheprovider"]
         variables = {"TORCH_CUDA_SANITIZER": "1"} if sanitizer else {}
+        left = max(1.0, self.end - time.monotonic())
+        return run_tests(["tests/gpu"], left, self.work / "tests.log", chosen, variables)
+
+
+TEST_PACKAGES = ("pytest", "hypothesis", "filelock", "packaging")
+"""What ``tests/conftest.py`` imports besides torch and the package."""
+
+
+def run_tests(
+    files: Sequence[str], seconds: float, log: Path, chosen: str = "", variables: Mapping[str, str] | None = None
+) -> Found:
+    """Run tests in a process of their own; if the time is up, the counts are those so far.
+
+    Args:
+        files: tests, relative to the repository.
+        seconds: limit.
+        log: where pytest's output goes.
+        chosen: an expression for ``-k``.
+        variables: to set in the environment.
+    """
+    missing = [name for name in TEST_PACKAGES if find_spec(name) is None]
+    if missing:
+        how = "not installed; launch/gpu_wheels.sh fetches what a machine without a network lacks"
+        return {"status": "not run", "reason": f"{', '.join(missing)}: {how}", "met": None}
+    words = [*files, "-v", "--tb=short", "-p", "no:cacheprovider", "-o", "addopts=", "-m", "not slow"]
+    words += ["-k", chosen] if chosen else []
+    environment = {**environment_here(), "PYTHONUNBUFFERED": "1"}
+    environment |= {"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1", **(variables or {})}  # xdist would hide what is done so far
+    log.parent.mkdir(parents=True, exist_ok=True)
+    with log.open("w") as output:
+        command = [sys.executable, "-m", "pytest", *words]
+        watched = Watched(command, environment, cwd=HERE.parent, stdout=output, stderr=output)
         try:
-            done = subprocess.run(
-                [sys.executable, *words],
-                cwd=HERE.parent,
-                env={**os.environ, "PYTHONPATH": str(HERE.parent), **variables},
-                stdout=subprocess.PIPE,
-                stderr=subprocess.STDOUT,
-                text=True,
-                timeout=max(1.0, self.end - time.monotonic()),
-                check=False,
-            )
-        except subprocess.TimeoutExpired as late:
-            said = late.stdout.decode(errors="replace") if late.stdout else ""
-            return {"status": "late", "reason": "the time was up", "output": said[-4000:], "met": False}
-        lines = done.stdout.splitlines()
-        failed = [line for line in lines if line.startswith(("FAILED", "ERROR"))]
-        status = {0: "finished", 5: "no test has such a name"}.get(done.returncode, "failed")
-        shown = {} if status == "finished" else {"output": done.stdout[-4000:]}
-        reason = lines[-1].strip("= ") if lines else f"exit code {done.returncode}"
-        return {"status": status, "reason": reason, "failed": failed, **shown, "met": status == "finished"}
+            code: int | None = watched.process.wait(seconds)
+        except subprocess.TimeoutExpired:
+            code = None
+        finally:
+            watched.kill()
+    said = log.read_text(errors="replace")
+    lines = said.splitlines()
+    counts = Counter(re.findall(r"^tests\S*::.* (PASSED|FAILED|ERROR|SKIPPED)\b", said, re.M))
+    failed = [line for line in lines if line.startswith(("FAILED", "ERROR"))]
+    failed = failed or re.findall(r"^(tests\S*::.*) (?:FAILED|ERROR)\b", said, re.M)
+    status = {0: "finished", 5: "no test has such a name", None: "late"}.get(code, "failed")
+    reason = lines[-1].strip("= ") if lines else f"exit code {code}"
+    if code is None:
+        reason = f"the time was up after {sum(counts.values())} tests"
+    shown = {} if status == "finished" else {"output": said[-4000:]}
+    found = {"status": status, "reason": reason, "counts": {key.lower(): n for key, n in counts.items()}}
+    return {**found, "failed": failed, **shown, "met": False if failed else status == "finished"}
 
 
 def _beside(trial: Trial, whole: Trial) -> Found:

@@ -34,9 +34,8 @@ from typing import Any
 import torch
 import trl.trainer.sft_trainer  # noqa: F401  # before processes are forked
 from common import Record, resident, table
-from contenders import Job, plain, quiet, sft_rows, transformers_trainer, trl_sft
+from contenders import Clock, Job, plain, quiet, sft_rows, transformers_trainer, trl_sft
 from peft import LoraConfig, get_peft_model
-from throughput import Clock
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 from torch.nn.utils.rnn import pad_sequence

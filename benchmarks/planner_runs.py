@@ -59,7 +59,7 @@ def _driver() -> str | None:
     return done.stdout.split()[0] if done.stdout.split() else None
 
 
-def _environment() -> dict[str, str]:
+def environment_here() -> dict[str, str]:
     """This process's, with the package that runs here found first, whether it is installed or not."""
     here = str(Path(trainer.__file__).parent.parent)
     return {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, [here, os.environ.get("PYTHONPATH")]))}
@@ -128,7 +128,7 @@ class Runs:
             for case in cases
         ]
         asked.write_text(json.dumps({"gpu": gpu, "cases": wishes}))
-        environment = _environment() | {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
+        environment = environment_here() | {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
         command = [sys.executable, str(HERE / "predict_cases.py"), str(asked), str(found)]
         process = subprocess.Popen(command, env=environment, start_new_session=True)
         try:

@@ -35,11 +35,10 @@ from typing import Any, Literal
 
 import numpy as np
 import torch
-from common import Picked, Record, commit, resident, sample_data, table
-from contenders import CONTENDERS, Job, WithLoss, quiet
-from torch import Tensor, nn
+from common import Picked, Record, commit, sample_data, table
+from contenders import CONTENDERS, Clock, Job, WithLoss, quiet, write_aside
+from torch import nn
 from torch.optim import AdamW
-from torch.optim.optimizer import register_optimizer_step_post_hook
 from torchvision.transforms import v2
 from transformers import AutoConfig, AutoModelForSequenceClassification, AutoTokenizer, DataCollatorWithPadding
 from transformers.trainer_pt_utils import LengthGroupedSampler
@@ -241,62 +240,6 @@ def draw(work: Work, place: Path, number: int, ranks: int) -> Draw:
 # One measurement, in a process of its own
 
 
-class Clock:
-    """Looks at a run from outside: torch calls it after every step of any optimizer.
-
-    Args:
-        steps: that count, after the first.
-        ranks: processes that train.
-        out: where to write what was found; then the process ends.
-    """
-
-    def __init__(self, steps: int, ranks: int, out: Path) -> None:
-        self.steps, self.ranks, self.out = steps, ranks, out
-        self.taken = self.positions = 0
-        self.begin = self.begin_cpu = 0.0
-        self.on_gpu = torch.cuda.is_available()
-        self.idle = 0 if self.on_gpu else resident("VmRSS")
-        register_optimizer_step_post_hook(self._stepped)
-        self.finder = nn.modules.module.register_module_forward_pre_hook(self._find)
-
-    def _find(self, module: nn.Module, _: Any) -> None:
-        """Count the token positions that go through the word embedding."""
-        if isinstance(module, nn.Embedding) and module.num_embeddings > 10_000:
-            module.register_forward_pre_hook(self._count)
-            self.finder.remove()
-            self._count(module, _)
-
-    def _count(self, module: nn.Module, arguments: tuple[Tensor, ...]) -> None:
-        if self.taken and arguments:
-            self.positions += arguments[0].numel()
-
-    def _stepped(self, *_: Any) -> None:
-        if self.on_gpu:
-            torch.cuda.synchronize()
-        now = time.perf_counter()
-        self.taken += 1
-        if self.taken == 1:
-            self.begin, self.begin_cpu = time.perf_counter(), time.process_time()
-        elif self.taken == 1 + self.steps:
-            peak = torch.cuda.max_memory_reserved() if self.on_gpu else resident("VmHWM") - self.idle
-            used = {"seconds": now - self.begin, "cpu": time.process_time() - self.begin_cpu, "peak": peak}
-            _write(self.out, used | {"positions": self.positions})
-            self._leave()
-
-    def _leave(self) -> None:
-        """Nothing after the last step is measured; but no rank leaves while another may still talk to it."""
-        until = time.monotonic() + 60
-        while time.monotonic() < until and len(list(self.out.parent.glob("rank-*.json"))) < self.ranks:
-            time.sleep(0.01)
-        os._exit(0)
-
-
-def _write(path: Path, found: dict[str, Any]) -> None:
-    aside = path.with_suffix(".partial")
-    aside.write_text(json.dumps(found))
-    aside.replace(path)
-
-
 def rank_main(name: str, work: Work, drawn: Draw, place: Path, out: Path, rank: int, ranks: int, port: int) -> None:
     """Train, until the clock ends the process; an exception is written down."""
     end_with_parent()
@@ -318,7 +261,7 @@ def rank_main(name: str, work: Work, drawn: Draw, place: Path, out: Path, rank: 
         except BaseException as error:
             traceback.print_exc()
             failure = f"{type(error).__name__}: {error}"[:500]
-        _write(found, {"failure": failure})
+        write_aside(found, {"failure": failure})
         log.flush()
         os._exit(1)
 

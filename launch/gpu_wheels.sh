@@ -8,11 +8,12 @@ if [ $# -gt 1 ]; then
     exit 2
 fi
 folder=${1:-wheels}
-# The command line; text datasets; 8- and 4-bit optimizers. Whatever these need besides comes with transformers.
+# The command line; text datasets; 8- and 4-bit optimizers; tests/gpu. Whatever these need besides comes with transformers.
 packages=(
     'jsonargparse>=4.40,<5' 'docstring-parser>=0.17,<1' 'typeshed-client>=2.14,<3'
     'datasets>=4.0,<6' 'multiprocess<0.70.20' 'dill>=0.3,<0.4.2' 'xxhash>=3.5'
     'torchao>=0.18,<0.19'
+    'pytest>=8,<10' 'pluggy>=1.5,<2' 'iniconfig>=2,<3' 'hypothesis>=6.100,<7' 'sortedcontainers>=2.4,<3' 'pygments>=2.17,<3'
 )
 # pip takes a platform literally: a wheel for an older glibc is one of its own.
 platforms=()

@@ -79,8 +79,7 @@ class RandomTexts(Data):
         kind = _Repeated
         if self.shortest is not None:
             kind = _Ragged
-            lengths = torch.linspace(self.shortest, self.tokens, POOL).round()
-            mask[torch.arange(self.tokens) >= lengths[torch.randperm(POOL, generator=generator), None]] = 0
+            mask[:] = _ragged(self.shortest, self.tokens, generator)
             ids *= mask
         self.train = kind(pool, self.size)
         self.val = kind(pool, self.val_size) if self.val_size else None
@@ -88,25 +87,40 @@ class RandomTexts(Data):
 
 @dataclass
 class RandomTokens(Data):
-    """Texts of random tokens to predict, all of them as long.
+    """Texts of random tokens to predict, all as long as can be unless told otherwise.
 
     Args:
-        tokens: of every text.
+        tokens: of the longest text.
         words: that tokens are drawn from, the first ones of a vocabulary.
         size: samples in the training set.
+        shortest: tokens of the shortest text; null makes all as long as the longest.
     """
 
     tokens: int = 4096
     words: int = 100
     size: int = 256
+    shortest: int | None = None
 
     def prepare(self, tokenizer: Any = None) -> None:
         """Draw the texts."""
         import torch
 
-        ids = torch.randint(1, self.words, (POOL, self.tokens), generator=torch.Generator().manual_seed(0))
-        pool = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": ids}
-        self.train = _Repeated(pool, self.size)
+        generator = torch.Generator().manual_seed(0)
+        ids = torch.randint(1, self.words, (POOL, self.tokens), generator=generator)
+        mask, labels = torch.ones_like(ids), ids
+        if self.shortest is not None:
+            mask = _ragged(self.shortest, self.tokens, generator)
+            ids, labels = ids * mask, ids.masked_fill(mask == 0, -100)
+        kind = _Repeated if self.shortest is None else _Ragged
+        self.train = kind({"input_ids": ids, "attention_mask": mask, "labels": labels}, self.size)
+
+
+def _ragged(shortest: int, longest: int, generator: Any) -> Tensor:
+    """The attention mask of ``POOL`` texts, int64: lengths at even distances, in any order."""
+    import torch
+
+    lengths = torch.linspace(shortest, longest, POOL).round()[torch.randperm(POOL, generator=generator)]
+    return (torch.arange(longest) < lengths[:, None]).long()
 
 
 class _Repeated:
@@ -138,7 +152,7 @@ class _Ragged(_Repeated):
     def __getitems__(self, indices: Sequence[int]) -> dict[str, Tensor]:
         batch = super().__getitems__(indices)
         width = padded(int(batch["attention_mask"].sum(1).max()))
-        return {key: values if key == "labels" else values[:, :width] for key, values in batch.items()}
+        return {key: values if values.ndim < 2 else values[:, :width] for key, values in batch.items()}
 
 
 def make_tokenizer(folder: Path, words: int) -> Path:

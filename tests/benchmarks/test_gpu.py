@@ -47,7 +47,7 @@ PathFinder.find_spec = staticmethod(without)
 
 
 def record_in(folder: Path) -> Any:
-    return common.Record("gpu_first", {}, folder)
+    return common.Record("gpu_exact", {}, folder)
 
 
 def finished(*losses: float) -> Trial:
@@ -68,12 +68,12 @@ def test_rows_are_measured_without_the_packages_that_a_bare_machine_lacks(tmp_pa
     (tmp_path / "sitecustomize.py").write_text(WITHOUT)  # Python starts with it
     asked = ("--device", "cpu", "--tiny", "--time", 10, "--only", "exact: optimizer")
     folders = ("--results", tmp_path / "results", "--work", tmp_path / "work")
-    done = benchmark("first", *asked, *folders, path=tmp_path)
+    done = benchmark("exact", *asked, *folders, path=tmp_path)
     assert done.returncode == 1, done.stdout + done.stderr  # the targets of a GPU's memory are not met here
-    content = json.loads((tmp_path / "results" / "gpu_first.json").read_text())
+    content = json.loads((tmp_path / "results" / "gpu_exact.json").read_text())
     assert content["complete"] is True
-    assert content["command"].startswith("python benchmarks/gpu.py first --device cpu")
-    exact, reference = content["parts"]["first"]
+    assert content["command"].startswith("python benchmarks/gpu.py exact --device cpu")
+    exact, reference = content["parts"]["exact"]
     assert (exact["status"], reference["status"]) == ("finished", "finished"), (exact["reason"], reference["reason"])
     assert exact["difference"]["reference"] == reference["name"] == "batch 64, 32-true"
     assert len(exact["difference"]["tensors"]) == 5
@@ -83,7 +83,7 @@ def test_rows_are_measured_without_the_packages_that_a_bare_machine_lacks(tmp_pa
     assert exact["samples_per_second"] > 0
     assert exact["plan"].startswith("batch 64 = 1 rank × 64 micro-batches of 1")
     assert (exact["process_from"], exact["copied"]) == ("not known", None)
-    assert sorted(path.name for path in (tmp_path / "results").iterdir()) == ["gpu_first.json"]
+    assert sorted(path.name for path in (tmp_path / "results").iterdir()) == ["gpu_exact.json"]
     weights = [path for path in (tmp_path / "work").rglob("*.safetensors") if path.parent.name == "model"]
     assert weights == []
 
@@ -130,7 +130,7 @@ def test_a_wrong_command_line_is_refused(monkeypatch, capsys):
 
 
 def test_headline_rows_come_first():
-    limits = [(row.target, row.cap_gb) for row in PARTS["first"][:2]]
+    limits = [(row.target, row.cap_gb) for row in PARTS["exact"][:2]]
     assert limits == [(("allocated", 0.70), None), (("allocated", 0.25), None)]
     for rows_of_part in PARTS.values():
         names = [row.name for row in rows_of_part]
@@ -149,7 +149,7 @@ def test_what_is_said_of_language_models_is_what_was_predicted():
 def test_a_part_ends_in_its_time_and_the_rest_are_rows_that_say_so(tmp_path, monkeypatch):
     clock = iter([0.0, 0.0, 60.0, 90.0, 97.0])
     monkeypatch.setattr(gpu, "time", SimpleNamespace(monotonic=lambda: next(clock)))
-    monkeypatch.setitem(gpu.PART_SECONDS, "first", 100.0)
+    monkeypatch.setitem(gpu.PART_SECONDS, "exact", 100.0)
     given = []
 
     def measure(row: Row, seconds: float) -> Measured:
@@ -157,7 +157,7 @@ def test_a_part_ends_in_its_time_and_the_rest_are_rows_that_say_so(tmp_path, mon
         return Measured(row, finished(1.0))
 
     four = [Row(str(number), "vit_l_16", seconds=70) for number in range(4)]
-    found = gpu.run(measure, {"first": four}, record_in(tmp_path))["first"]
+    found = gpu.run(measure, {"exact": four}, record_in(tmp_path))["exact"]
     assert given == [("0", 70), ("1", 40), ("2", 10)]
     assert [row["status"] for row in found] == ["finished"] * 3 + ["not run"]
     assert found[3]["reason"] == "late: the 100 s of this part are used up"
@@ -171,11 +171,11 @@ def test_what_was_measured_is_on_disk_when_the_benchmark_is_ended(tmp_path):
 
     with pytest.raises(KeyboardInterrupt):
         gpu.run(
-            measure, {"first": [Row(name, "vit_l_16") for name in ("first", "second", "third")]}, record_in(tmp_path)
+            measure, {"exact": [Row(name, "vit_l_16") for name in ("first", "second", "third")]}, record_in(tmp_path)
         )
-    content = json.loads((tmp_path / "gpu_first.json").read_text())
+    content = json.loads((tmp_path / "gpu_exact.json").read_text())
     assert content["complete"] is False
-    assert [(row["name"], row["losses"]) for row in content["parts"]["first"]] == [("first", [2.0]), ("second", [2.0])]
+    assert [(row["name"], row["losses"]) for row in content["parts"]["exact"]] == [("first", [2.0]), ("second", [2.0])]
 
 
 def test_a_missing_package_fails_its_own_row_only(tmp_path, monkeypatch):
@@ -189,7 +189,7 @@ def test_a_missing_package_fails_its_own_row_only(tmp_path, monkeypatch):
 
 
 def test_a_late_row_keeps_what_it_measured():
-    row = PARTS["first"][1]
+    row = PARTS["exact"][1]
     late = Trial("too slow", "not finished after 150 s", [], 150.0, losses=[2.3])
     found = {"precision": "bf16-mixed", "batch_size": 64, "step_seconds": [40.0], "grad_norm": 1.5, "process_gb": 1.0}
     result = judge(Measured(row, late, found), [], {})
@@ -204,9 +204,9 @@ def test_a_row_that_would_be_late_ends_with_what_it_has(tmp_path):
     found, summary = read_found(out), json.loads((tmp_path / "run" / "summary.json").read_text())
     assert (found["cut_at"], summary["status"], len(found["grad_norms"]) > 20) == (1, "interrupted", True)
     assert not (tmp_path / "run" / "checkpoints").exists()
-    result = judge(Measured(PARTS["first"][2], finished(2.3), found), [], {})
+    result = judge(Measured(PARTS["exact"][2], finished(2.3), found), [], {})
     assert result["status"] == "late"
-    later = judge(Measured(PARTS["first"][2], finished(2.3), {**found, "cut_at": 2}), [], {})
+    later = judge(Measured(PARTS["exact"][2], finished(2.3), {**found, "cut_at": 2}), [], {})
     assert (later["status"], later["cut_at"]) == ("finished", 2)
 
 
@@ -226,7 +226,7 @@ def test_a_fault_that_breaks_is_a_row(tmp_path):
     broken = {"broken": (False, lambda: 1 / 0), "needs one": needs_gpu}
     found = gpu_faults.measure(faults, broken, record_in(tmp_path))
     assert [(row["status"], row["met"]) for row in found] == [("failed", False), ("not run", None)]
-    assert json.loads((tmp_path / "gpu_first.json").read_text())["rows"][0]["reason"].startswith("ZeroDivisionError")
+    assert json.loads((tmp_path / "gpu_exact.json").read_text())["rows"][0]["reason"].startswith("ZeroDivisionError")
 
 
 # -------------------------------------------------------------------------------------------------------- the gradient
