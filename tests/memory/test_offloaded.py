@@ -6,6 +6,8 @@ once: on a CPU the trainer takes other branches, and ``tests/test_races.py``, wh
 
 from __future__ import annotations
 
+import gc
+import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -114,6 +116,19 @@ def test_gradients_of_streamed_weights_add_up_in_memory_that_is_kept(precision):
         assert found == homes
         assert not stepper.sync.in_one.numel()  # nothing of what FSDP reduced is held
         stepper.abandon()
+
+
+@pytest.mark.parametrize("offload", ["optimizer", "parameters"])
+def test_what_a_recovery_drops_is_freed(offload):
+    """Torch never frees a parameter whose hook refers to it; under FSDP the process group would stay, too."""
+    case = Case("vit", Memory(micro_batch_size=3, precision="32-true", cpu_offload=offload))
+    built = set_up(case, decide_plan(case.recipe, 1))
+    stepper, windows = built[1:3]
+    stepper.accumulate(next(windows.epoch(0, 0, 1)))
+    sync = weakref.ref(stepper.sync)
+    del built, stepper, windows
+    gc.collect()
+    assert sync() is None
 
 
 @dataclass(frozen=True)
