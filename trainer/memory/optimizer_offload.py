@@ -16,7 +16,7 @@ FSDP alone copies each into pageable memory and waits for it, from the second mi
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 from weakref import WeakMethod
@@ -43,9 +43,8 @@ BUCKET = 2**23
 """Elements that are reduced over the ranks at once, 32 MB in fp32, once a step, from the accumulators: of 47 million
 parameters on 2 gloo ranks in 0.2 s, against 2.0 s for reducing each gradient of each of 4 micro-steps."""
 
-PIECE = 2**24
-"""Elements of the accumulators that are allocated at once, if no gradient is larger: torch rounds pinned memory up to a
-power of two, so that one piece for all could take twice what it needs."""
+PIECE, MAX_PIECE = 2**24, 2**28
+"""Elements of host memory that are allocated at once, unless one tensor is larger: 64 MB to 1 GB in fp32."""
 
 CAST_BY_AUTOCAST = (nn.Linear, nn.modules.conv._ConvNd, nn.MultiheadAttention)
 
@@ -54,22 +53,38 @@ def take_home(module: nn.Module, plan: Plan, device: torch.device) -> dict[nn.Pa
     """Make the master weights, and leave on ``device`` what forward and backward use.
 
     The weights of ``module``, in fp32 (fp64 for ``64-true``), are on the host, or sharded by FSDP. Returns for each
-    parameter that trains, or is not on the device in full precision, its weights: of the same shape (of the local shard
-    under FSDP), in host memory, pinned where there is a GPU.
+    parameter that trains, or of which the device does not have all that is known, its weights: of the same shape (of the
+    local shard under FSDP), in host memory, pinned where there is a GPU.
     """
-    masters = {}
-    half = _kept_in_half(module, plan.memory.precision)
-    for parameter in module.parameters():
-        weights = local(parameter.detach())
-        if parameter.requires_grad or parameter in half:
-            host = torch.empty(weights.shape, dtype=weights.dtype, device="cpu", pin_memory=device.type == "cuda")
-            masters[parameter] = host.copy_(weights).requires_grad_(parameter.requires_grad)
+    masters: dict[nn.Parameter, Tensor] = {}
+    dtypes = dict.fromkeys(_kept_in_half(module, plan.memory.precision), HALF.get(plan.memory.precision))
+
+    def send(parameter: nn.Parameter) -> None:
         if not isinstance(parameter, DTensor):  # FSDP has put its shards on the device, and casts as it gathers
-            dtype = HALF[plan.memory.precision] if parameter in half else weights.dtype
+            dtype = dtypes.get(parameter, parameter.dtype)
             # Contiguous, as the masters are: both are cut into chunks.
-            parameter.data = weights.to(device, dtype, copy=True, memory_format=torch.contiguous_format)
+            parameter.data = parameter.detach().to(device, dtype, copy=True, memory_format=torch.contiguous_format)
+
+    kept = {p: local(p.detach()) for p in module.parameters() if p.requires_grad or not _survives(p, dtypes.get(p))}
+    for parameter in module.parameters():
+        if parameter not in kept:
+            send(parameter)
+    for _, parts in in_pieces(kept, device.type == "cuda"):
+        for parameter, host in parts.items():
+            masters[parameter] = host.copy_(kept.pop(parameter)).requires_grad_(parameter.requires_grad)
+            send(parameter)  # frees the weights one by one
     move_buffers(module, device)
-    return masters
+    return {parameter: masters[parameter] for parameter in module.parameters() if parameter in masters}
+
+
+def _survives(parameter: nn.Parameter, half: torch.dtype | None) -> bool:
+    """Whether all that is known of a frozen parameter is on the device, if kept there in ``half``; ``None``: as it is.
+
+    Pretrained weights in half precision lose nothing: the fp32 copy that was made of them rounds to what they were.
+    """
+    if half is None or isinstance(parameter, DTensor):
+        return True
+    return parameter.dtype == torch.float32 and torch.equal(parameter.to(half).float(), parameter)
 
 
 def _kept_in_half(module: nn.Module, precision: Precision) -> set[nn.Parameter]:
@@ -113,7 +128,8 @@ class HostGradients(GradientSync):
         self.masters, self.device, self.world_size, self.replicas = masters, device, world_size, replicas
         self.sharded = any(isinstance(p, DTensor) for p in masters)
         self.reduced = world_size > 1 and not self.sharded  # FSDP has reduced what arrives here
-        self.pieces, self.members, self.homes = _accumulators(masters, device.type == "cuda")
+        self.pieces, self.members = zip(*in_pieces(masters, device.type == "cuda"), strict=True)
+        self.homes = {parameter: home for members in self.members for parameter, home in members.items()}
         self.carrier = Carrier(device, self.pieces[0].dtype, self.sharded) if device.type == "cuda" else None
         self.arrived: set[nn.Parameter] = set()
         self.tied: Any = None  # the TiedRows whose parameter's gradient comes in rows
@@ -232,25 +248,32 @@ class HostGradients(GradientSync):
                 self.carrier.bring(master.detach(), target)
 
 
-def _accumulators(
-    masters: dict[nn.Parameter, Tensor], pinned: bool
-) -> tuple[list[Tensor], list[list[nn.Parameter]], dict[nn.Parameter, Tensor]]:
-    """Room for all gradients: flat pieces of host memory, whose each is, and for each parameter its part of one."""
-    groups: list[list[nn.Parameter]] = []
-    room = 0
-    for parameter, master in masters.items():
-        if master.numel() > room or not groups:
-            groups.append([])
-            room = PIECE
-        groups[-1].append(parameter)
-        room -= master.numel()
-    pieces: list[Tensor] = []
-    homes: dict[nn.Parameter, Tensor] = {}
-    for group in groups:
-        sizes = [masters[parameter].numel() for parameter in group]
-        pieces.append(torch.zeros(sum(sizes), dtype=masters[group[0]].dtype, pin_memory=pinned))
-        homes |= {p: part.view(masters[p].shape) for p, part in zip(group, pieces[-1].split(sizes), strict=True)}
-    return pieces, groups, homes
+def in_pieces(like: Mapping[nn.Parameter, Tensor], pinned: bool) -> Iterator[tuple[Tensor, dict[nn.Parameter, Tensor]]]:
+    """Host memory for a tensor like each of ``like``: one flat piece after another, and the tensors cut from it.
+
+    Torch rounds pinned memory up to a power of two. The largest tensors that are left fill each piece (first-fit
+    decreasing), whose size is the power of two of which the smallest share, in whole percent, stays unused.
+    """
+    sizes = {p: like[p].numel() for p in sorted(like, key=lambda p: -like[p].numel())}
+
+    def filling(bits: int) -> list[nn.Parameter]:
+        room, found = 2**bits, []
+        for parameter, size in sizes.items():
+            if size <= room:
+                found.append(parameter)
+                room -= size
+        return found
+
+    def unused(group: list[nn.Parameter]) -> int:
+        total = sum(sizes[parameter] for parameter in group)
+        return 100 - 100 * total // 2 ** (total - 1).bit_length()
+
+    while sizes:
+        least = (max(PIECE, *sizes.values()) - 1).bit_length()
+        group = min(map(filling, range(least, max(least + 1, MAX_PIECE.bit_length()))), key=unused)
+        numbers = [sizes.pop(parameter) for parameter in group]
+        piece = torch.zeros(sum(numbers), dtype=like[group[0]].dtype, pin_memory=pinned)
+        yield piece, {p: part.view(like[p].shape) for p, part in zip(group, piece.split(numbers), strict=True)}
 
 
 class StreamedGradients(HostGradients):
