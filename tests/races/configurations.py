@@ -249,7 +249,7 @@ def install(detector: Detector) -> Detector:
     WatchedTracer.detector = detector
     tracer.Tracer = WatchedTracer  # type: ignore[misc]
     whole = optimizer_offload.in_chunks
-    trace._Run._first_chunk = lambda run, ours, theirs: whole(ours, theirs)  # type: ignore[method-assign, assignment]
+    trace._Run._first_chunk = lambda run, *cut: whole(*cut)  # type: ignore[method-assign, assignment]
 
     class Counting(trace._FakeStepper):
         to_device = _to_device

@@ -36,7 +36,10 @@ from trainer.memory.sharding import HALF, local, move_buffers
 from trainer.memory.update_ahead import UpdateAhead
 from trainer.recipe import Precision
 
-CHUNK = 2**19  # elements accumulated at once: 2 MB in fp32, large enough for the bus
+CHUNK, MAX_CHUNK = 2**19, 2**23
+"""Elements accumulated at once, an eighth of the largest tensor within these bounds: 2 MB in fp32 are enough for the
+bus, but Python takes about 50 us for each, on the thread that launches the backward."""
+
 IN_FLIGHT = 2  # gradients on their way to the host at most; a third waits, so that the peak is always the same
 
 BUCKET = 2**23
@@ -53,8 +56,8 @@ def take_home(module: nn.Module, plan: Plan, device: torch.device) -> dict[nn.Pa
     """Make the master weights, and leave on ``device`` what forward and backward use.
 
     The weights of ``module``, in fp32 (fp64 for ``64-true``), are on the host, or sharded by FSDP. Returns for each
-    parameter that trains, or of which the device does not have all that is known, its weights: of the same shape (of the
-    local shard under FSDP), in host memory, pinned where there is a GPU.
+    parameter that trains, or of which the device does not have all that is known, its weights: of the same shape (that
+    of the local shard under FSDP), in host memory, pinned where there is a GPU.
     """
     masters: dict[nn.Parameter, Tensor] = {}
     dtypes = dict.fromkeys(_kept_in_half(module, plan.memory.precision), HALF.get(plan.memory.precision))
@@ -130,7 +133,9 @@ class HostGradients(GradientSync):
         self.reduced = world_size > 1 and not self.sharded  # FSDP has reduced what arrives here
         self.pieces, self.members = zip(*in_pieces(masters, device.type == "cuda"), strict=True)
         self.homes = {parameter: home for members in self.members for parameter, home in members.items()}
-        self.carrier = Carrier(device, self.pieces[0].dtype, self.sharded) if device.type == "cuda" else None
+        largest = max(master.numel() for master in masters.values())
+        dtype = self.pieces[0].dtype
+        self.carrier = Carrier(device, dtype, self.sharded, largest) if device.type == "cuda" else None
         self.arrived: set[nn.Parameter] = set()
         self.tied: Any = None  # the TiedRows whose parameter's gradient comes in rows
         # Torch never frees a parameter whose hook refers to it, nor, then, the process group of its mesh.
@@ -239,13 +244,17 @@ class HostGradients(GradientSync):
 
     @torch.no_grad()
     def send_back(self) -> None:
-        """Give the device the master weights, in the type that it keeps them in."""
+        """Give the device the master weights, in the type that it keeps them in.
+
+        They are rounded on the host, where the gradient was, so that only this type travels; what is computed next
+        waits for it. Device memory is not needed for that, and the next gradient comes after them.
+        """
         for parameter, master in self.masters.items():
-            target = local(parameter.detach())
-            if self.carrier is None:
-                target.copy_(master)
-            else:
-                self.carrier.bring(master.detach(), target)
+            target, source = local(parameter.detach()), master.detach()
+            if self.carrier is not None and target.dtype != source.dtype:
+                room = self.homes[parameter].view(-1).view(target.dtype)[: source.numel()]
+                source = room.view(source.shape).copy_(source)
+            target.copy_(source, non_blocking=True)
 
 
 def in_pieces(like: Mapping[nn.Parameter, Tensor], pinned: bool) -> Iterator[tuple[Tensor, dict[nn.Parameter, Tensor]]]:
@@ -345,19 +354,21 @@ class Carrier:
 
     One chunk comes from the host while the sum of another goes there: the bus has a lane for each way.
 
-    Where it is ``told``, the stream that gradients are allocated on calls ``follow`` before it allocates the next one,
-    so that each may be freed at once; otherwise the stream that carries them waits for the oldest ones.
+    Its chunks are an eighth of a tensor of ``largest`` elements, within bounds. Where it is ``told``, the stream that
+    gradients are allocated on calls ``follow`` before it allocates the next one, so that each may be freed at once;
+    otherwise the stream that carries them waits for the oldest ones.
     """
 
-    def __init__(self, device: torch.device, dtype: torch.dtype, told: bool = False) -> None:
+    def __init__(self, device: torch.device, dtype: torch.dtype, told: bool = False, largest: int = 0) -> None:
         self.device, self.told = device, told
+        self.chunk = max(CHUNK, min(largest // 64 * 8, MAX_CHUNK))  # a multiple of 8, so that kernels stay vectorised
         self.coming, self.going = torch.cuda.Stream(device), torch.cuda.Stream(device)
-        self.staging = torch.empty(2, CHUNK, dtype=dtype, device=device)
+        self.staging = torch.empty(2, self.chunk, dtype=dtype, device=device)
         self.gone = [self.going.record_event(), self.going.record_event()]  # what was staged in each half
         self.turn = 0
         self.in_flight: deque[tuple[Tensor, torch.cuda.Event]] = deque()
         self.written: set[int] = set()  # homes of which ``coming`` does not know yet that something has arrived there
-        self.chunks: Callable[[Tensor, Tensor], Iterable[tuple[Tensor, Tensor]]] = in_chunks
+        self.chunks: Callable[[Tensor, Tensor, int], Iterable[tuple[Tensor, Tensor]]] = in_chunks
         """How a transfer is cut. The planner traces one chunk for all."""
 
     def carry(self, gradient: Tensor, home: Tensor, adds: bool, held: bool = False) -> torch.cuda.Event:
@@ -370,7 +381,7 @@ class Carrier:
             self.written.clear()
         self.written.add(home.data_ptr())
         with torch.cuda.stream(self.going):
-            for ours, theirs in self.chunks(gradient.reshape(-1), home.view(-1)):
+            for ours, theirs in self.chunks(gradient.reshape(-1), home.view(-1), self.chunk):
                 self.turn = 1 - self.turn
                 staged = self.staging[self.turn, : len(ours)]
                 if adds:
@@ -401,13 +412,6 @@ class Carrier:
     def follow(self) -> None:
         """Let the current stream wait until all gradients have left: it may use their memory again."""
         torch.cuda.current_stream(self.device).wait_stream(self.going)
-
-    def bring(self, master: Tensor, target: Tensor) -> None:
-        """Copy ``master`` to the device tensor ``target``; what is computed next waits for it."""
-        for source, part in self.chunks(master.view(-1), target.view(-1)):
-            staged = self.staging[0, : len(source)]
-            staged.copy_(source, non_blocking=True)
-            part.copy_(staged)
 
     def wait(self) -> None:
         """Until every gradient has arrived."""
@@ -442,6 +446,6 @@ def reduce_after_carrying(module: nn.Module, sync: HostGradients) -> None:
                 part.set_custom_reduce_scatter(comm)
 
 
-def in_chunks(first: Tensor, second: Tensor) -> Iterable[tuple[Tensor, Tensor]]:
-    """Two flat tensors of one length, in parts of ``CHUNK``."""
-    return zip(first.split(CHUNK), second.split(CHUNK), strict=True)
+def in_chunks(first: Tensor, second: Tensor, size: int) -> Iterable[tuple[Tensor, Tensor]]:
+    """Two flat tensors of one length, in parts of ``size``."""
+    return zip(first.split(size), second.split(size), strict=True)

@@ -39,6 +39,7 @@ class TiedRows:
 
     def __init__(self, sync: HostGradients, weight: nn.Parameter) -> None:
         self.sync, self.weight, self.home, self.adds = sync, weight, sync.homes[weight], False
+        self.is_first = False  # what is coming is the first of a window
         self.coming: list[tuple[Tensor, Tensor]] = []  # tokens and their gradients, on the host or on their way there
         self.held: list[Tensor] = []  # what these are copied from
 
@@ -51,9 +52,7 @@ class TiedRows:
 
     def of_words(self, ids: Tensor, gradient: Tensor) -> None:
         """Take the gradients of the embeddings of tokens, shapes ``(n,)`` and ``(n, width)``."""
-        if not self._begun():
-            self.settle()
-            self.home.zero_()
+        self.is_first |= not self._begun()
         carrier = self.sync.carrier
         self.coming.append((ids, gradient) if carrier is None else (carrier.fetch(ids), carrier.fetch(gradient)))
         self.held += [ids, gradient]
@@ -67,13 +66,15 @@ class TiedRows:
         """Add what has come. The host waits for the micro-step before, while the device has a forward to do."""
         if self.sync.carrier is not None:
             self.sync.carrier.wait()
+        if self.is_first:
+            self.home.zero_()
         for ids, gradient in self.coming:
             self.home.index_add_(0, ids, gradient.to(self.home.dtype))
         self.forget()
 
     def forget(self) -> None:
         """Leave out what is on its way."""
-        self.coming, self.held = [], []
+        self.coming, self.held, self.is_first = [], [], False
 
 
 class _Words(torch.autograd.Function):

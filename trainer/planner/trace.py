@@ -33,7 +33,7 @@ from trainer.engine.window import MicroBatch, Window, cut_batch, fullest, share_
 from trainer.launching.start import launch
 from trainer.launching.world import World
 from trainer.memory.initialize import HOST, home_of_weights
-from trainer.memory.optimizer_offload import CHUNK, HostGradients
+from trainer.memory.optimizer_offload import HostGradients
 from trainer.memory.parameter_groups import choose_trained
 from trainer.memory.plan import Plan
 from trainer.memory.precision import matmul_precision, weights_dtype
@@ -231,10 +231,10 @@ class _Run(Phases):
         self._categorise(module)
         return stack
 
-    def _first_chunk(self, ours: Tensor, theirs: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+    def _first_chunk(self, ours: Tensor, theirs: Tensor, size: int) -> Iterator[tuple[Tensor, Tensor]]:
         """Of a transfer in thousands of chunks that need no memory of their own, one, for all of them."""
-        self.tracer.repeat = -(-ours.numel() // CHUNK)
-        yield ours[:CHUNK], theirs[:CHUNK]
+        self.tracer.repeat = -(-ours.numel() // size)
+        yield ours[:size], theirs[:size]
         self.tracer.repeat = 1
 
     def _categorise(self, module: nn.Module) -> None:
