@@ -171,6 +171,7 @@ OTHERS = {
     "activations, out of memory once": Configuration(ACTIVATIONS, around=out_of_memory_once),
     "parameters, full": Configuration(PARAMETERS | FULL),
     "parameters, hsdp of 2 x 2": Configuration(PARAMETERS | {"replicas": 2}, ranks=4),
+    "parameters, bf16-true": Configuration(PARAMETERS | {"precision": "bf16-true"}, ranks=4),
     "parameters, fp16": Configuration(PARAMETERS | FULL | FP16),
     "parameters, activations": Configuration(PARAMETERS | FULL | ACTIVATIONS),
     "parameters, out of memory once": Configuration(PARAMETERS, around=out_of_memory_once),

@@ -287,7 +287,14 @@ def in_pieces(like: Mapping[nn.Parameter, Tensor], pinned: bool) -> Iterator[tup
 
 class StreamedGradients(HostGradients):
     """Takes the gradients of each part of ``module``, with shards in host memory, as soon as FSDP has reduced them.
-    Its ``parameters`` are in fp32: FSDP divides and casts none of their gradients afterwards."""
+    Its ``parameters`` are all of one type, in which their gradients add up, as FSDP would add them."""
+
+    @staticmethod
+    def serves(parameters: Sequence[nn.Parameter], world_size: int) -> bool:
+        """Whether nothing is left to do with reduced gradients but a cast. In fp64 FSDP divides those of more than two
+        ranks once more; and parts with several types are cast type by type."""
+        dtypes = {parameter.dtype for parameter in parameters}
+        return len(dtypes) == 1 and (dtypes != {torch.float64} or world_size <= 2)
 
     def __init__(
         self,
@@ -316,10 +323,12 @@ class StreamedGradients(HostGradients):
             super().before_last_backward()
 
     def _take(self, expected: int, reduced: Tensor) -> None:
-        """Called by FSDP with the shards of a part's gradients; replaces them by unused host memory of all parts."""
+        """Called by FSDP with the shards of a part's gradients; replaces them by unused host memory of all parts, which
+        it need not cast."""
+        dtype = self.pieces[0].dtype
         if len(self.unused) < len(reduced):
-            self.unused = torch.empty(reduced.shape, dtype=reduced.dtype, device="cpu")
-        self.in_one, self.expected = reduced.detach(), expected
+            self.unused = torch.empty(reduced.shape, dtype=dtype, device="cpu")
+        self.in_one, self.expected = reduced.detach().to(dtype), expected
         reduced.data = self.unused[: len(reduced)]
 
     def _gradient(self, parameter: nn.Parameter) -> Tensor:

@@ -185,7 +185,7 @@ def build_updates(
         forward_module = getattr(stack.wrapped, "_forward_module", stack.wrapped)
         if plan.deterministic:
             return optimizer, tree_sync(forward_module, parameters, plan.world_size)
-        if memory.cpu_offload != "parameters" or {p.dtype for p in parameters} != {torch.float32}:
+        if memory.cpu_offload != "parameters" or not StreamedGradients.serves(parameters, plan.world_size):
             every = bool(memory.sync_every_micro_step)
             return optimizer, gradient_sync(
                 forward_module, model, parameters, every_micro_step=every, replicas=memory.replicas

@@ -19,8 +19,9 @@ from trainer.memory.optimizer_offload import HostGradients, StreamedGradients
 
 def leave_in_rows(module: nn.Module, sync: HostGradients) -> None:
     """Let ``sync`` take the gradient of a tied embedding of ``module`` in rows, where its loss is computed in chunks;
-    not for shards of several ranks, which FSDP sums whole."""
-    if getattr(module, "logit_transform", None) is None or (sync.sharded and sync.world_size > 1):
+    not for shards of several ranks, which FSDP sums whole, nor where sums are in half precision, one row at a time."""
+    whole = (sync.sharded and sync.world_size > 1) or sync.pieces[0].itemsize == 2
+    if getattr(module, "logit_transform", None) is None or whole:
         return
     words, head = module.get_input_embeddings(), module.get_output_embeddings()  # type: ignore[operator]
     plain = type(words) is nn.Embedding and words.max_norm is None and not words.scale_grad_by_freq
