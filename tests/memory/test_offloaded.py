@@ -101,12 +101,14 @@ def test_little_of_pinned_memory_is_lost_to_rounding(shapes, lost):
 def test_a_piece_is_cut_between_tensors_and_none_overlap():
     sizes = (MAX_PIECE + 3, PIECE, 5, 0, PIECE - 5, 1)
     like = {nn.Parameter(torch.empty(0)): torch.empty(size, device="meta") for size in sizes}
+    like[nn.Parameter(torch.empty(0))] = torch.empty(7, device="meta", dtype=torch.bfloat16)
     with FakeTensorMode():
         made = list(in_pieces(like, pinned=False))
     for piece, parts in made:
         ends = [(part.storage_offset(), part.storage_offset() + part.numel()) for part in parts.values()]
         assert [start for start, _ in ends] == [0, *(end for _, end in ends[:-1])]
         assert ends[-1][1] == piece.numel()
+        assert all(part.dtype == like[parameter].dtype for parameter, part in parts.items())
     assert {p: part.numel() for _, parts in made for p, part in parts.items()} == {
         p: t.numel() for p, t in like.items()
     }

@@ -88,8 +88,7 @@ class Loader:
             yield from map(self._fetch, requests)
             return
         # Workers start anew for every pass, in a few tenths of a second: no state is carried between passes.
-        options = self.workers, self.pin_memory, self.worker_timeout, self.at_once
-        for item in load_in_workers(self, requests, *options):
+        for item in load_in_workers(self, requests, self.workers, self.pin_memory, self.worker_timeout, self.at_once):
             if isinstance(item, _Failure):
                 raise SampleError(item.message)
             yield item

@@ -105,11 +105,8 @@ def announced(world: World, plan: Plan, say: Callable[[str], None]) -> World:
 
 
 def host_threads(world: World, plan: Plan, environment: Mapping[str, str] = os.environ) -> int | None:
-    """How many threads of a rank update offloaded weights; ``None`` leaves the number as it is.
-
-    Torchrun sets ``OMP_NUM_THREADS=1`` for several ranks where it is not set. With a GPU, the cores are idle: each rank
-    takes its share of them, and leaves one to the thread that launches kernels.
-    """
+    """How many threads of a rank update offloaded weights: its share of the cores, without one that launches kernels,
+    where torchrun has set ``OMP_NUM_THREADS=1``, as it does for several ranks. ``None`` keeps the number."""
     by_torchrun = "TORCHELASTIC_RUN_ID" in environment and environment.get("OMP_NUM_THREADS") == "1"
     if not (by_torchrun and world.devices > 1 and world.accelerator == "cuda" and plan.memory.cpu_offload != "none"):
         return None

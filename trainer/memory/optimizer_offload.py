@@ -69,9 +69,8 @@ def take_home(module: nn.Module, plan: Plan, device: torch.device) -> dict[nn.Pa
             parameter.data = parameter.detach().to(device, dtype, copy=True, memory_format=torch.contiguous_format)
 
     kept = {p: local(p.detach()) for p in module.parameters() if p.requires_grad or not _survives(p, dtypes.get(p))}
-    for parameter in module.parameters():
-        if parameter not in kept:
-            send(parameter)
+    for parameter in [p for p in module.parameters() if p not in kept]:
+        send(parameter)
     for _, parts in in_pieces(kept, device.type == "cuda"):
         for parameter, host in parts.items():
             masters[parameter] = host.copy_(kept.pop(parameter)).requires_grad_(parameter.requires_grad)
@@ -81,10 +80,8 @@ def take_home(module: nn.Module, plan: Plan, device: torch.device) -> dict[nn.Pa
 
 
 def _survives(parameter: nn.Parameter, half: torch.dtype | None) -> bool:
-    """Whether all that is known of a frozen parameter is on the device, if kept there in ``half``; ``None``: as it is.
-
-    Pretrained weights in half precision lose nothing: the fp32 copy that was made of them rounds to what they were.
-    """
+    """Whether a frozen parameter loses nothing where it is kept in ``half`` precision (``None``: as it is): pretrained
+    weights that were saved in it round to what they were."""
     if half is None or isinstance(parameter, DTensor):
         return True
     return parameter.dtype == torch.float32 and torch.equal(parameter.to(half).float(), parameter)
@@ -133,9 +130,8 @@ class HostGradients(GradientSync):
         self.reduced = world_size > 1 and not self.sharded  # FSDP has reduced what arrives here
         self.pieces, self.members = zip(*in_pieces(masters, device.type == "cuda"), strict=True)
         self.homes = {parameter: home for members in self.members for parameter, home in members.items()}
-        largest = max(master.numel() for master in masters.values())
-        dtype = self.pieces[0].dtype
-        self.carrier = Carrier(device, dtype, self.sharded, largest) if device.type == "cuda" else None
+        options = self.pieces[0].dtype, self.sharded, max(master.numel() for master in masters.values())
+        self.carrier = Carrier(device, *options) if device.type == "cuda" else None
         self.arrived: set[nn.Parameter] = set()
         self.tied: Any = None  # the TiedRows whose parameter's gradient comes in rows
         # Torch never frees a parameter whose hook refers to it, nor, then, the process group of its mesh.
@@ -244,11 +240,8 @@ class HostGradients(GradientSync):
 
     @torch.no_grad()
     def send_back(self) -> None:
-        """Give the device the master weights, in the type that it keeps them in.
-
-        They are rounded on the host, where the gradient was, so that only this type travels; what is computed next
-        waits for it. Device memory is not needed for that, and the next gradient comes after them.
-        """
+        """Give the device the master weights, rounded to the type that it keeps them in: on the host, where their
+        gradients were. What is computed next waits for them, and the next gradients come after that."""
         for parameter, master in self.masters.items():
             target, source = local(parameter.detach()), master.detach()
             if self.carrier is not None and target.dtype != source.dtype:
@@ -266,9 +259,9 @@ def in_pieces(like: Mapping[nn.Parameter, Tensor], pinned: bool) -> Iterator[tup
     sizes = {p: like[p].numel() for p in sorted(like, key=lambda p: -like[p].numel())}
 
     def filling(bits: int) -> list[nn.Parameter]:
-        room, found = 2**bits, []
+        room, found, dtype = 2**bits, [], like[next(iter(sizes))].dtype
         for parameter, size in sizes.items():
-            if size <= room:
+            if size <= room and like[parameter].dtype == dtype:
                 found.append(parameter)
                 room -= size
         return found
@@ -325,10 +318,9 @@ class StreamedGradients(HostGradients):
     def _take(self, expected: int, reduced: Tensor) -> None:
         """Called by FSDP with the shards of a part's gradients; replaces them by unused host memory of all parts, which
         it need not cast."""
-        dtype = self.pieces[0].dtype
         if len(self.unused) < len(reduced):
-            self.unused = torch.empty(reduced.shape, dtype=dtype, device="cpu")
-        self.in_one, self.expected = reduced.detach().to(dtype), expected
+            self.unused = torch.empty(reduced.shape, dtype=self.pieces[0].dtype, device="cpu")
+        self.in_one, self.expected = reduced.detach().to(self.unused.dtype), expected
         reduced.data = self.unused[: len(reduced)]
 
     def _gradient(self, parameter: nn.Parameter) -> Tensor:

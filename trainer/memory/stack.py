@@ -222,14 +222,21 @@ def whole_state(stack: Stack) -> dict[str, Tensor]:
                 rows = [state[stretch.name]] if stretch.name in state else []
                 state[stretch.name] = torch.cat([*rows, state.pop(name)])
         return state
-    # Storages of their own, without a copy: what saves tensors copies each that is a part of a larger one.
-    own = {p: torch.from_numpy(master.detach().numpy()) for p, master in (stack.masters or {}).items()}
+    own = {p: _alone(master.detach()) for p, master in (stack.masters or {}).items()}
     if stack.masters is not None:  # a frozen weight that half precision has in full needs no master
         own |= {p: p.detach().cpu().float() for p in stack.module.parameters() if p not in own and p.itemsize == 2}
     if averages is not None:
         own |= {p: averages.values[trained].to(trained.dtype) for _, p, trained in stack.trained()}
     named = stack.module.named_parameters(remove_duplicate=False)
     return stack.module.state_dict() | {name: own[p] for name, p in named if p in own}
+
+
+def _alone(part: Tensor) -> Tensor:
+    """A contiguous tensor in host memory as one that fills its storage, without a copy: those who save tensors would
+    copy each that is part of a larger one."""
+    if not part.numel():
+        return part
+    return torch.from_numpy(part.reshape(-1).view(torch.uint8).numpy()).view(part.dtype).view(part.shape)
 
 
 def keep_gradients(module: nn.Module) -> None:

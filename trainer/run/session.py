@@ -138,8 +138,7 @@ def training_windows(session: Session) -> Windows:
     loader = _loader(session, recipe.data.train)
     once = counted_once(recipe.memory, ranks[0], session.agreement)
     windows = windows_of(recipe, loader, *ranks, once, quarantine=session.quarantine)
-    windows.on_epoch = partial(setattr, loader, "at_once")
-    return windows
+    return replace(windows, on_epoch=partial(setattr, loader, "at_once"))
 
 
 def evaluation(session: Session, forward: Forward, split: str) -> Callable[[], EvaluationResult] | None:
