@@ -13,7 +13,12 @@ import torch
 
 from trainer.contract import Data
 from trainer.data.loader import Loader
-from trainer.data.workers import WorkerError, _Watch
+from trainer.data.workers import MAX_AHEAD, WorkerError, _Watch
+from trainer.engine.quarantine import Quarantine
+from trainer.launching.world import World
+from trainer.models import MLP
+from trainer.recipe import Memory, Recipe
+from trainer.run.session import training_windows
 from trainer.values import Request
 
 
@@ -140,6 +145,25 @@ def test_a_worker_that_stands_still_is_named_and_none_is_left_then_or_after_an_e
 def test_a_slow_worker_is_waited_for(monkeypatch):
     monkeypatch.setattr("trainer.data.workers.SECONDS_BETWEEN_LOOKS", 0.1)
     assert len(load(lambda: time.sleep(0.5), worker_timeout=300)) == 6
+
+
+@pytest.mark.parametrize(("micro_batches", "ahead"), [(16, 18), (64, 66), (300, MAX_AHEAD)])
+def test_a_whole_window_is_loaded_while_the_one_before_is_computed(micro_batches, ahead):
+    """A window is taken whole before it is computed: with a fixed depth the device would wait for most of the next."""
+    data = Data()
+    data.workers = 2
+    data.train = [{"pixel_values": torch.zeros(1, 8, 8), "labels": torch.tensor(0)}] * 4 * micro_batches
+    memory = Memory(micro_batch_size=1)
+    recipe = Recipe(model=MLP(image_size=8, num_classes=2), data=data, batch_size=micro_batches, memory=memory)
+    fabric = SimpleNamespace(global_rank=0, world_size=1, device=torch.device("cpu"))
+    parts = {"recipe": recipe, "fabric": fabric, "world": World("python", "cpu", 1), "quarantine": Quarantine()}
+    windows, asked = training_windows(SimpleNamespace(agreement=list, **parts)), []
+    load = windows.fetch
+    windows.fetch = lambda requests: load(asked.append(request) or request for request in requests)
+    found = windows.epoch(0)
+    assert len(next(found)) == micro_batches
+    assert len(asked) == micro_batches + ahead
+    found.close()
 
 
 def group_signals():

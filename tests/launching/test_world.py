@@ -5,9 +5,12 @@ from __future__ import annotations
 import pytest
 import torch
 
-from trainer import Recipe, RecipeError, Run
+from trainer import Memory, Recipe, RecipeError, Run
 from trainer.data import Digits
+from trainer.launching.start import host_threads
 from trainer.launching.world import World, detect_world, find_world
+from trainer.memory.plan import decide_plan
+from trainer.memory.update_ahead import UpdateAhead
 from trainer.models import MLP
 
 TORCHRUN = {"TORCHELASTIC_RUN_ID": "x", "LOCAL_WORLD_SIZE": "2", "GROUP_WORLD_SIZE": "1", "WORLD_SIZE": "2"}
@@ -114,3 +117,36 @@ def test_all_gpus_are_used_and_no_more_ranks_than_there_are(monkeypatch):
     four = TORCHRUN | {"LOCAL_WORLD_SIZE": "4", "WORLD_SIZE": "4"}
     with pytest.raises(RecipeError, match=r"torchrun started 4 ranks on this node, and torch sees 2 GPU\(s\)"):
         find_world(wanted, four)
+
+
+@pytest.mark.parametrize(
+    ("environment", "accelerator", "devices", "offload", "threads"),
+    [
+        ({"OMP_NUM_THREADS": "1"}, "cuda", 2, "optimizer", 7),
+        ({"OMP_NUM_THREADS": "1"}, "cuda", 4, "parameters", 3),
+        ({"OMP_NUM_THREADS": "1"}, "cuda", 16, "optimizer", 1),
+        ({"OMP_NUM_THREADS": "4"}, "cuda", 2, "optimizer", None),  # the user's
+        ({"OMP_NUM_THREADS": "1"}, "cuda", 1, "optimizer", None),  # torchrun sets it for several ranks only
+        ({"OMP_NUM_THREADS": "1"}, "cpu", 2, "optimizer", None),  # the cores compute
+        ({"OMP_NUM_THREADS": "1"}, "cuda", 2, "none", None),
+    ],
+)
+def test_offloaded_weights_are_updated_by_the_cores_that_torchrun_leaves_idle(
+    environment, accelerator, devices, offload, threads, monkeypatch
+):
+    monkeypatch.setattr("trainer.launching.start.cores", lambda: 16)
+    recipe = Recipe(model=MLP(), data=Digits(), batch_size=8 * devices, memory=Memory(cpu_offload=offload))
+    world, plan = World("torchrun", accelerator, devices), decide_plan(recipe, devices)
+    assert host_threads(world, plan, TORCHRUN | environment) == threads
+    assert host_threads(world, plan, environment) is None
+
+
+def test_the_thread_that_updates_ahead_has_as_many_threads():
+    before = torch.get_num_threads()
+    ahead = UpdateAhead(torch.optim.SGD([torch.zeros(1)]))
+    try:
+        torch.set_num_threads(3)
+        assert ahead.thread.submit(torch.get_num_threads).result() == 3
+    finally:
+        torch.set_num_threads(before)
+        ahead.thread.shutdown()

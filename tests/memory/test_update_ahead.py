@@ -65,7 +65,7 @@ def replaced(owner: Any, **values: Any) -> Iterator[None]:
 
 def trained(case: Case, **methods: Any) -> tuple[list[Tensor], list[bool], list[bool]]:
     """All that ten steps leave on this rank; in which of them something was updated ahead, and in which that stood."""
-    small = replaced(optimizer_offload, PIECE=3000, BUCKET=1000, CHUNK=500)
+    small = replaced(optimizer_offload, PIECE=3000, MAX_PIECE=4096, BUCKET=1000, CHUNK=500)
     with replaced(UpdateAhead, **methods), replaced(update_ahead, AT_ONCE=1), small:
         _, stepper, windows, stack = set_up(case, decide_plan(case.recipe, case.world_size))
         ahead, made, stood, seen = stepper.sync.ahead, [], [], []

@@ -171,6 +171,7 @@ OTHERS = {
     "activations, out of memory once": Configuration(ACTIVATIONS, around=out_of_memory_once),
     "parameters, full": Configuration(PARAMETERS | FULL),
     "parameters, hsdp of 2 x 2": Configuration(PARAMETERS | {"replicas": 2}, ranks=4),
+    "parameters, bf16-true": Configuration(PARAMETERS | {"precision": "bf16-true"}, ranks=4),
     "parameters, fp16": Configuration(PARAMETERS | FULL | FP16),
     "parameters, activations": Configuration(PARAMETERS | FULL | ACTIVATIONS),
     "parameters, out of memory once": Configuration(PARAMETERS, around=out_of_memory_once),
@@ -249,7 +250,7 @@ def install(detector: Detector) -> Detector:
     WatchedTracer.detector = detector
     tracer.Tracer = WatchedTracer  # type: ignore[misc]
     whole = optimizer_offload.in_chunks
-    trace._Run._first_chunk = lambda run, ours, theirs: whole(ours, theirs)  # type: ignore[method-assign, assignment]
+    trace._Run._first_chunk = lambda run, *cut: whole(*cut)  # type: ignore[method-assign, assignment]
 
     class Counting(trace._FakeStepper):
         to_device = _to_device

@@ -48,7 +48,7 @@ def _forget_tensors(module: Any) -> Met:
 
 def weights_come_beside() -> Met:
     """New weights are copied to the device on a stream that nobody waits for."""
-    return _on_another_stream(optimizer_offload.Carrier, "bring")
+    return _on_another_stream(optimizer_offload.HostGradients, "send_back")
 
 
 def built_beside() -> Met:

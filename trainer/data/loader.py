@@ -74,6 +74,7 @@ class Loader:
         self.split, self.collate, self.num_classes, self.max_bad_samples = split, collate, num_classes, max_bad_samples
         self.workers, self.pin_memory, self.worker_timeout = workers, pin_memory, worker_timeout
         self.seeded, self.packed = seeded, packed
+        self.at_once = 1  # micro-batches that are taken together, for a window: as many are loaded ahead
         self.augmented = bool(getattr(split, "augmented", False))
         self.sample: Any = getattr(split, "__getitem__", None)
         # Of a split that draws samples and makes a micro-batch of them itself; unless the dataset has its own way.
@@ -87,7 +88,7 @@ class Loader:
             yield from map(self._fetch, requests)
             return
         # Workers start anew for every pass, in a few tenths of a second: no state is carried between passes.
-        for item in load_in_workers(self, requests, self.workers, self.pin_memory, self.worker_timeout):
+        for item in load_in_workers(self, requests, self.workers, self.pin_memory, self.worker_timeout, self.at_once):
             if isinstance(item, _Failure):
                 raise SampleError(item.message)
             yield item

@@ -23,6 +23,10 @@ from trainer.system.processes import become_helper
 from trainer.system.streams import keep_streams
 from trainer.values import Request
 
+MAX_AHEAD = 128
+"""Micro-batches that all workers of a rank load ahead. Each tensor of one may hold a file descriptor, of which a
+process has 1,024 by default, and the window that is being computed is in memory, too."""
+
 SECONDS_BETWEEN_LOOKS = 1.0  # at the workers, whether they live, while a micro-batch is waited for
 SHARED, SMALL_SHARED = Path("/dev/shm"), 1e9  # bytes below which workers may run out of it; containers have 64 MB
 
@@ -47,10 +51,11 @@ def decide_workers(data: Data, accelerator: str, ranks: int) -> int:
 
 
 def load_in_workers(
-    fetch: Any, requests: Iterable[Request], workers: int, pin_memory: bool, timeout: float
+    fetch: Any, requests: Iterable[Request], workers: int, pin_memory: bool, timeout: float, at_once: int = 1
 ) -> Iterator[Any]:
     """Yield ``fetch[request]`` for every request, in order, by torch's DataLoader; see ``Loader``. A ``WorkerError``
-    comes a second or two after a dead worker's result is needed, and ``timeout`` seconds after a hung one's."""
+    comes a second or two after a dead worker's result is needed, and ``timeout`` seconds after a hung one's. Whoever
+    takes ``at_once`` results before computing anything finds as many loaded again the next time."""
     if workers:  # tokenizers warns once per process about forks after it has used threads
         os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     watch = _Watch(timeout)
@@ -60,6 +65,7 @@ def load_in_workers(
         batch_size=None,
         collate_fn=_as_it_is,
         num_workers=workers,
+        prefetch_factor=max(2, min(-(-at_once // workers) + 1, MAX_AHEAD // workers)) if workers else None,
         pin_memory=pin_memory,
         timeout=SECONDS_BETWEEN_LOOKS if workers else 0,
         worker_init_fn=_begin if workers else None,

@@ -282,6 +282,7 @@ class Windows:
     mixing: Mixing | None = None  # of the samples of a batch
     quarantine: Quarantine = field(default_factory=Quarantine)
     on_load: OnLoad = lambda samples: None
+    on_epoch: Callable[[int], object] = lambda micro_batches: None  # called with the size of an epoch's first window
     changes: Sequence[int] | None = None  # epochs from which on batches may be cut otherwise; None for any
 
     def __post_init__(self) -> None:
@@ -372,7 +373,9 @@ class Windows:
         self.current_epoch = epoch
         all_steps = self.steps(epoch)
         steps = range(first_step, all_steps if last_step is None else min(all_steps, last_step))
-        plans, ahead = tee(self._own(epoch, step) for step in steps)  # workers fetch ahead of the steps
+        plans, ahead, first = tee((self._own(epoch, step) for step in steps), 3)  # workers fetch ahead of the steps
+        self.on_epoch(len(next(first, ())))
+        del first  # else the plans of the whole epoch would be kept for it
         batches = self.fetch(request for own in ahead for request, _ in own)
         for step, own in zip(steps, plans, strict=True):
             micro_batches: list[MicroBatch] = []

@@ -7,7 +7,7 @@ import json
 import logging
 import os
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from subprocess import Popen
 from typing import Any
@@ -25,6 +25,7 @@ from trainer.memory.plan import Plan
 from trainer.memory.precision import precision_plugin
 from trainer.memory.sharding import fabric_strategy
 from trainer.system.environment import number
+from trainer.system.machine import cores
 from trainer.system.processes import LAUNCHER, SUPERVISOR, ProcessId, end_with_parent
 
 Watch = Callable[[list[Popen[bytes]]], None]
@@ -101,6 +102,15 @@ def announced(world: World, plan: Plan, say: Callable[[str], None]) -> World:
     replicas = plan.memory.replicas
     say(world.describe(plan.strategy + (f", {replicas} replicas" if replicas > 1 else "")))
     return world
+
+
+def host_threads(world: World, plan: Plan, environment: Mapping[str, str] = os.environ) -> int | None:
+    """How many threads of a rank update offloaded weights: its share of the cores, without one that launches kernels,
+    where torchrun has set ``OMP_NUM_THREADS=1``, as it does for several ranks. ``None`` keeps the number."""
+    by_torchrun = "TORCHELASTIC_RUN_ID" in environment and environment.get("OMP_NUM_THREADS") == "1"
+    if not (by_torchrun and world.devices > 1 and world.accelerator == "cuda" and plan.memory.cpu_offload != "none"):
+        return None
+    return max(1, cores() // world.devices - 1)
 
 
 def on_first_rank_first(fabric: Fabric, action: Callable[[], Any]) -> None:

@@ -16,9 +16,10 @@ FSDP alone copies each into pageable memory and waits for it, from the second mi
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
+from weakref import WeakMethod
 
 import torch
 from torch import Tensor, nn
@@ -35,16 +36,18 @@ from trainer.memory.sharding import HALF, local, move_buffers
 from trainer.memory.update_ahead import UpdateAhead
 from trainer.recipe import Precision
 
-CHUNK = 2**19  # elements accumulated at once: 2 MB in fp32, large enough for the bus
+CHUNK, MAX_CHUNK = 2**19, 2**23
+"""Elements accumulated at once, an eighth of the largest tensor within these bounds: 2 MB in fp32 are enough for the
+bus, but Python takes about 50 us for each, on the thread that launches the backward."""
+
 IN_FLIGHT = 2  # gradients on their way to the host at most; a third waits, so that the peak is always the same
 
 BUCKET = 2**23
 """Elements that are reduced over the ranks at once, 32 MB in fp32, once a step, from the accumulators: of 47 million
 parameters on 2 gloo ranks in 0.2 s, against 2.0 s for reducing each gradient of each of 4 micro-steps."""
 
-PIECE = 2**24
-"""Elements of the accumulators that are allocated at once, if no gradient is larger: torch rounds pinned memory up to a
-power of two, so that one piece for all could take twice what it needs."""
+PIECE, MAX_PIECE = 2**24, 2**28
+"""Elements of host memory that are allocated at once, unless one tensor is larger: 64 MB to 1 GB in fp32."""
 
 CAST_BY_AUTOCAST = (nn.Linear, nn.modules.conv._ConvNd, nn.MultiheadAttention)
 
@@ -53,22 +56,35 @@ def take_home(module: nn.Module, plan: Plan, device: torch.device) -> dict[nn.Pa
     """Make the master weights, and leave on ``device`` what forward and backward use.
 
     The weights of ``module``, in fp32 (fp64 for ``64-true``), are on the host, or sharded by FSDP. Returns for each
-    parameter that trains, or is not on the device in full precision, its weights: of the same shape (of the local shard
-    under FSDP), in host memory, pinned where there is a GPU.
+    parameter that trains, or of which the device does not have all that is known, its weights: of the same shape (that
+    of the local shard under FSDP), in host memory, pinned where there is a GPU.
     """
-    masters = {}
-    half = _kept_in_half(module, plan.memory.precision)
-    for parameter in module.parameters():
-        weights = local(parameter.detach())
-        if parameter.requires_grad or parameter in half:
-            host = torch.empty(weights.shape, dtype=weights.dtype, device="cpu", pin_memory=device.type == "cuda")
-            masters[parameter] = host.copy_(weights).requires_grad_(parameter.requires_grad)
+    masters: dict[nn.Parameter, Tensor] = {}
+    dtypes = dict.fromkeys(_kept_in_half(module, plan.memory.precision), HALF.get(plan.memory.precision))
+
+    def send(parameter: nn.Parameter) -> None:
         if not isinstance(parameter, DTensor):  # FSDP has put its shards on the device, and casts as it gathers
-            dtype = HALF[plan.memory.precision] if parameter in half else weights.dtype
+            dtype = dtypes.get(parameter, parameter.dtype)
             # Contiguous, as the masters are: both are cut into chunks.
-            parameter.data = weights.to(device, dtype, copy=True, memory_format=torch.contiguous_format)
+            parameter.data = parameter.detach().to(device, dtype, copy=True, memory_format=torch.contiguous_format)
+
+    kept = {p: local(p.detach()) for p in module.parameters() if p.requires_grad or not _survives(p, dtypes.get(p))}
+    for parameter in [p for p in module.parameters() if p not in kept]:
+        send(parameter)
+    for _, parts in in_pieces(kept, device.type == "cuda"):
+        for parameter, host in parts.items():
+            masters[parameter] = host.copy_(kept.pop(parameter)).requires_grad_(parameter.requires_grad)
+            send(parameter)  # frees the weights one by one
     move_buffers(module, device)
-    return masters
+    return {parameter: masters[parameter] for parameter in module.parameters() if parameter in masters}
+
+
+def _survives(parameter: nn.Parameter, half: torch.dtype | None) -> bool:
+    """Whether a frozen parameter loses nothing where it is kept in ``half`` precision (``None``: as it is): pretrained
+    weights that were saved in it round to what they were."""
+    if half is None or isinstance(parameter, DTensor):
+        return True
+    return parameter.dtype == torch.float32 and torch.equal(parameter.to(half).float(), parameter)
 
 
 def _kept_in_half(module: nn.Module, precision: Precision) -> set[nn.Parameter]:
@@ -112,12 +128,16 @@ class HostGradients(GradientSync):
         self.masters, self.device, self.world_size, self.replicas = masters, device, world_size, replicas
         self.sharded = any(isinstance(p, DTensor) for p in masters)
         self.reduced = world_size > 1 and not self.sharded  # FSDP has reduced what arrives here
-        self.pieces, self.members, self.homes = _accumulators(masters, device.type == "cuda")
-        self.carrier = Carrier(device, self.pieces[0].dtype, self.sharded) if device.type == "cuda" else None
+        self.pieces, self.members = zip(*in_pieces(masters, device.type == "cuda"), strict=True)
+        self.homes = {parameter: home for members in self.members for parameter, home in members.items()}
+        options = self.pieces[0].dtype, self.sharded, max(master.numel() for master in masters.values())
+        self.carrier = Carrier(device, *options) if device.type == "cuda" else None
         self.arrived: set[nn.Parameter] = set()
         self.tied: Any = None  # the TiedRows whose parameter's gradient comes in rows
+        # Torch never frees a parameter whose hook refers to it, nor, then, the process group of its mesh.
+        leave = WeakMethod(self._leave)
         for parameter in masters:
-            parameter.register_post_accumulate_grad_hook(self._leave)
+            parameter.register_post_accumulate_grad_hook(lambda p: (method := leave()) and method(p))
         self.ahead, self.is_complete = UpdateAhead(optimizer, scaler, world_size, device.type == "cuda"), False
         optimizer.register_step_post_hook(lambda *_: self._stepped())
 
@@ -223,39 +243,54 @@ class HostGradients(GradientSync):
 
     @torch.no_grad()
     def send_back(self) -> None:
-        """Give the device the master weights, in the type that it keeps them in."""
+        """Give the device the master weights, rounded to the type that it keeps them in: on the host, where their
+        gradients were. What is computed next waits for them, and the next gradients come after that."""
         for parameter, master in self.masters.items():
-            target = local(parameter.detach())
-            if self.carrier is None:
-                target.copy_(master)
-            else:
-                self.carrier.bring(master.detach(), target)
+            target, source = local(parameter.detach()), master.detach()
+            if self.carrier is not None and target.dtype != source.dtype:
+                room = self.homes[parameter].view(-1).view(target.dtype)[: source.numel()]
+                source = room.view(source.shape).copy_(source)
+            target.copy_(source, non_blocking=True)
 
 
-def _accumulators(
-    masters: dict[nn.Parameter, Tensor], pinned: bool
-) -> tuple[list[Tensor], list[list[nn.Parameter]], dict[nn.Parameter, Tensor]]:
-    """Room for all gradients: flat pieces of host memory, whose each is, and for each parameter its part of one."""
-    groups: list[list[nn.Parameter]] = []
-    room = 0
-    for parameter, master in masters.items():
-        if master.numel() > room or not groups:
-            groups.append([])
-            room = PIECE
-        groups[-1].append(parameter)
-        room -= master.numel()
-    pieces: list[Tensor] = []
-    homes: dict[nn.Parameter, Tensor] = {}
-    for group in groups:
-        sizes = [masters[parameter].numel() for parameter in group]
-        pieces.append(torch.zeros(sum(sizes), dtype=masters[group[0]].dtype, pin_memory=pinned))
-        homes |= {p: part.view(masters[p].shape) for p, part in zip(group, pieces[-1].split(sizes), strict=True)}
-    return pieces, groups, homes
+def in_pieces(like: Mapping[nn.Parameter, Tensor], pinned: bool) -> Iterator[tuple[Tensor, dict[nn.Parameter, Tensor]]]:
+    """Host memory for a tensor like each of ``like``: one flat piece after another, and the tensors cut from it.
+
+    Torch rounds pinned memory up to a power of two. The largest tensors that are left fill each piece (first-fit
+    decreasing), whose size is the power of two of which the smallest share, in whole percent, stays unused.
+    """
+    sizes = {p: like[p].numel() for p in sorted(like, key=lambda p: -like[p].numel())}
+
+    def filling(bits: int) -> list[nn.Parameter]:
+        room, found, dtype = 2**bits, [], like[next(iter(sizes))].dtype
+        for parameter, size in sizes.items():
+            if size <= room and like[parameter].dtype == dtype:
+                found.append(parameter)
+                room -= size
+        return found
+
+    def unused(group: list[nn.Parameter]) -> int:
+        total = sum(sizes[parameter] for parameter in group)
+        return 100 - 100 * total // 2 ** (total - 1).bit_length()
+
+    while sizes:
+        least = (max(PIECE, *sizes.values()) - 1).bit_length()
+        group = min(map(filling, range(least, max(least + 1, MAX_PIECE.bit_length()))), key=unused)
+        numbers = [sizes.pop(parameter) for parameter in group]
+        piece = torch.zeros(sum(numbers), dtype=like[group[0]].dtype, pin_memory=pinned)
+        yield piece, {p: part.view(like[p].shape) for p, part in zip(group, piece.split(numbers), strict=True)}
 
 
 class StreamedGradients(HostGradients):
     """Takes the gradients of each part of ``module``, with shards in host memory, as soon as FSDP has reduced them.
-    Its ``parameters`` are in fp32: FSDP divides and casts none of their gradients afterwards."""
+    Its ``parameters`` are all of one type, in which their gradients add up, as FSDP would add them."""
+
+    @staticmethod
+    def serves(parameters: Sequence[nn.Parameter], world_size: int) -> bool:
+        """Whether nothing is left to do with reduced gradients but a cast. In fp64 FSDP divides those of more than two
+        ranks once more; and parts with several types are cast type by type."""
+        dtypes = {parameter.dtype for parameter in parameters}
+        return len(dtypes) == 1 and (dtypes != {torch.float64} or world_size <= 2)
 
     def __init__(
         self,
@@ -284,10 +319,11 @@ class StreamedGradients(HostGradients):
             super().before_last_backward()
 
     def _take(self, expected: int, reduced: Tensor) -> None:
-        """Called by FSDP with the shards of a part's gradients; replaces them by unused host memory of all parts."""
+        """Called by FSDP with the shards of a part's gradients; replaces them by unused host memory of all parts, which
+        it need not cast."""
         if len(self.unused) < len(reduced):
-            self.unused = torch.empty(reduced.shape, dtype=reduced.dtype, device="cpu")
-        self.in_one, self.expected = reduced.detach(), expected
+            self.unused = torch.empty(reduced.shape, dtype=self.pieces[0].dtype, device="cpu")
+        self.in_one, self.expected = reduced.detach().to(self.unused.dtype), expected
         reduced.data = self.unused[: len(reduced)]
 
     def _gradient(self, parameter: nn.Parameter) -> Tensor:
@@ -322,19 +358,21 @@ class Carrier:
 
     One chunk comes from the host while the sum of another goes there: the bus has a lane for each way.
 
-    Where it is ``told``, the stream that gradients are allocated on calls ``follow`` before it allocates the next one,
-    so that each may be freed at once; otherwise the stream that carries them waits for the oldest ones.
+    Its chunks are an eighth of a tensor of ``largest`` elements, within bounds. Where it is ``told``, the stream that
+    gradients are allocated on calls ``follow`` before it allocates the next one, so that each may be freed at once;
+    otherwise the stream that carries them waits for the oldest ones.
     """
 
-    def __init__(self, device: torch.device, dtype: torch.dtype, told: bool = False) -> None:
+    def __init__(self, device: torch.device, dtype: torch.dtype, told: bool = False, largest: int = 0) -> None:
         self.device, self.told = device, told
+        self.chunk = max(CHUNK, min(largest // 64 * 8, MAX_CHUNK))  # a multiple of 8, so that kernels stay vectorised
         self.coming, self.going = torch.cuda.Stream(device), torch.cuda.Stream(device)
-        self.staging = torch.empty(2, CHUNK, dtype=dtype, device=device)
+        self.staging = torch.empty(2, self.chunk, dtype=dtype, device=device)
         self.gone = [self.going.record_event(), self.going.record_event()]  # what was staged in each half
         self.turn = 0
         self.in_flight: deque[tuple[Tensor, torch.cuda.Event]] = deque()
         self.written: set[int] = set()  # homes of which ``coming`` does not know yet that something has arrived there
-        self.chunks: Callable[[Tensor, Tensor], Iterable[tuple[Tensor, Tensor]]] = in_chunks
+        self.chunks: Callable[[Tensor, Tensor, int], Iterable[tuple[Tensor, Tensor]]] = in_chunks
         """How a transfer is cut. The planner traces one chunk for all."""
 
     def carry(self, gradient: Tensor, home: Tensor, adds: bool, held: bool = False) -> torch.cuda.Event:
@@ -347,7 +385,7 @@ class Carrier:
             self.written.clear()
         self.written.add(home.data_ptr())
         with torch.cuda.stream(self.going):
-            for ours, theirs in self.chunks(gradient.reshape(-1), home.view(-1)):
+            for ours, theirs in self.chunks(gradient.reshape(-1), home.view(-1), self.chunk):
                 self.turn = 1 - self.turn
                 staged = self.staging[self.turn, : len(ours)]
                 if adds:
@@ -378,13 +416,6 @@ class Carrier:
     def follow(self) -> None:
         """Let the current stream wait until all gradients have left: it may use their memory again."""
         torch.cuda.current_stream(self.device).wait_stream(self.going)
-
-    def bring(self, master: Tensor, target: Tensor) -> None:
-        """Copy ``master`` to the device tensor ``target``; what is computed next waits for it."""
-        for source, part in self.chunks(master.view(-1), target.view(-1)):
-            staged = self.staging[0, : len(source)]
-            staged.copy_(source, non_blocking=True)
-            part.copy_(staged)
 
     def wait(self) -> None:
         """Until every gradient has arrived."""
@@ -419,6 +450,6 @@ def reduce_after_carrying(module: nn.Module, sync: HostGradients) -> None:
                 part.set_custom_reduce_scatter(comm)
 
 
-def in_chunks(first: Tensor, second: Tensor) -> Iterable[tuple[Tensor, Tensor]]:
-    """Two flat tensors of one length, in parts of ``CHUNK``."""
-    return zip(first.split(CHUNK), second.split(CHUNK), strict=True)
+def in_chunks(first: Tensor, second: Tensor, size: int) -> Iterable[tuple[Tensor, Tensor]]:
+    """Two flat tensors of one length, in parts of ``size``."""
+    return zip(first.split(size), second.split(size), strict=True)

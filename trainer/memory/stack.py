@@ -185,7 +185,7 @@ def build_updates(
         forward_module = getattr(stack.wrapped, "_forward_module", stack.wrapped)
         if plan.deterministic:
             return optimizer, tree_sync(forward_module, parameters, plan.world_size)
-        if memory.cpu_offload != "parameters" or {p.dtype for p in parameters} != {torch.float32}:
+        if memory.cpu_offload != "parameters" or not StreamedGradients.serves(parameters, plan.world_size):
             every = bool(memory.sync_every_micro_step)
             return optimizer, gradient_sync(
                 forward_module, model, parameters, every_micro_step=every, replicas=memory.replicas
@@ -222,11 +222,21 @@ def whole_state(stack: Stack) -> dict[str, Tensor]:
                 rows = [state[stretch.name]] if stretch.name in state else []
                 state[stretch.name] = torch.cat([*rows, state.pop(name)])
         return state
-    own = {p: master.detach() for p, master in (stack.masters or {}).items()}
+    own = {p: _alone(master.detach()) for p, master in (stack.masters or {}).items()}
+    if stack.masters is not None:  # a frozen weight that half precision has in full needs no master
+        own |= {p: p.detach().cpu().float() for p in stack.module.parameters() if p not in own and p.itemsize == 2}
     if averages is not None:
         own |= {p: averages.values[trained].to(trained.dtype) for _, p, trained in stack.trained()}
     named = stack.module.named_parameters(remove_duplicate=False)
     return stack.module.state_dict() | {name: own[p] for name, p in named if p in own}
+
+
+def _alone(part: Tensor) -> Tensor:
+    """A contiguous tensor in host memory as one that fills its storage, without a copy: those who save tensors would
+    copy each that is part of a larger one."""
+    if not part.numel():
+        return part
+    return torch.from_numpy(part.reshape(-1).view(torch.uint8).numpy()).view(part.dtype).view(part.shape)
 
 
 def keep_gradients(module: nn.Module) -> None:

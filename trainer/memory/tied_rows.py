@@ -19,8 +19,9 @@ from trainer.memory.optimizer_offload import HostGradients, StreamedGradients
 
 def leave_in_rows(module: nn.Module, sync: HostGradients) -> None:
     """Let ``sync`` take the gradient of a tied embedding of ``module`` in rows, where its loss is computed in chunks;
-    not for shards of several ranks, which FSDP sums whole."""
-    if getattr(module, "logit_transform", None) is None or (sync.sharded and sync.world_size > 1):
+    not for shards of several ranks, which FSDP sums whole, nor where sums are in half precision, one row at a time."""
+    whole = (sync.sharded and sync.world_size > 1) or sync.pieces[0].itemsize == 2
+    if getattr(module, "logit_transform", None) is None or whole:
         return
     words, head = module.get_input_embeddings(), module.get_output_embeddings()  # type: ignore[operator]
     plain = type(words) is nn.Embedding and words.max_norm is None and not words.scale_grad_by_freq
@@ -39,6 +40,7 @@ class TiedRows:
 
     def __init__(self, sync: HostGradients, weight: nn.Parameter) -> None:
         self.sync, self.weight, self.home, self.adds = sync, weight, sync.homes[weight], False
+        self.is_first = False  # what is coming is the first of a window
         self.coming: list[tuple[Tensor, Tensor]] = []  # tokens and their gradients, on the host or on their way there
         self.held: list[Tensor] = []  # what these are copied from
 
@@ -51,9 +53,7 @@ class TiedRows:
 
     def of_words(self, ids: Tensor, gradient: Tensor) -> None:
         """Take the gradients of the embeddings of tokens, shapes ``(n,)`` and ``(n, width)``."""
-        if not self._begun():
-            self.settle()
-            self.home.zero_()
+        self.is_first |= not self._begun()
         carrier = self.sync.carrier
         self.coming.append((ids, gradient) if carrier is None else (carrier.fetch(ids), carrier.fetch(gradient)))
         self.held += [ids, gradient]
@@ -67,13 +67,15 @@ class TiedRows:
         """Add what has come. The host waits for the micro-step before, while the device has a forward to do."""
         if self.sync.carrier is not None:
             self.sync.carrier.wait()
+        if self.is_first:
+            self.home.zero_()
         for ids, gradient in self.coming:
             self.home.index_add_(0, ids, gradient.to(self.home.dtype))
         self.forget()
 
     def forget(self) -> None:
         """Leave out what is on its way."""
-        self.coming, self.held = [], []
+        self.coming, self.held, self.is_first = [], [], False
 
 
 class _Words(torch.autograd.Function):

@@ -176,7 +176,7 @@ class _Run(Phases):
             traced = len(samples.first)
             sync.sums = LaterSums(most_sums(traced + samples.skipped) - most_sums(traced))
         if isinstance(sync, HostGradients) and sync.carrier is not None:
-            self.cut, sync.carrier.chunks = sync.carrier.chunks, self._first_chunk
+            sync.carrier.chunks = self._first_chunk
         if isinstance(sync, HostGradients):
             sync.ahead = _TracedUpdates(self.tracer, self.optimizer, sync.ahead.scaler, pays=sync.ahead.pays)
         memory, clip_norm = self.recipe.memory, self.recipe.optim.clip_norm
@@ -232,14 +232,12 @@ class _Run(Phases):
         self._categorise(module)
         return stack
 
-    def _first_chunk(self, ours: Tensor, theirs: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+    def _first_chunk(self, ours: Tensor, theirs: Tensor, size: int) -> Iterator[tuple[Tensor, Tensor]]:
         """Of a transfer in thousands of chunks that need no memory of their own, one, for all of them."""
-        with _disable_current_modes():
-            (first, _), *others = self.cut(*[torch.empty(len(ours), device="meta")] * 2)
-        self.tracer.repeat = 1 + len(others)
+        self.tracer.repeat = -(-ours.numel() // size)
         if FakeStream.current.number:  # beside the computation, with events and waits
             self.tracer.note("chunk", "compute", 0, 0, "")
-        yield ours[: len(first)], theirs[: len(first)]
+        yield ours[:size], theirs[:size]
         self.tracer.repeat = 1
 
     def _categorise(self, module: nn.Module) -> None:

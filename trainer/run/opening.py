@@ -17,7 +17,7 @@ from trainer.faults.regroup import keep_ranks_alive, recovers
 from trainer.faults.signals import SECONDS_TO_LEAVE, ended_after, watch_start
 from trainer.launching.company import have_met, keep_company
 from trainer.launching.meeting import meet
-from trainer.launching.start import announced, launch, on_first_rank_first
+from trainer.launching.start import announced, host_threads, launch, on_first_rank_first
 from trainer.launching.world import World, find_world
 from trainer.memory.monitor import require_recordable
 from trainer.memory.plan import Plan, decide_plan
@@ -102,7 +102,11 @@ def _launched(
         meeting = meet(patience)
         fabric = launch(plan, world, watch_start, patience)
         del meeting
-        world = announced(world, plan, Progress(recipe.run.progress, fabric.global_rank).message)
+        say = Progress(recipe.run.progress, fabric.global_rank).message
+        world = announced(world, plan, say)
+        if (threads := host_threads(world, plan)) is not None:
+            torch.set_num_threads(threads)
+            say(f"memory.cpu_offload: {threads} thread(s) a rank update the weights; torchrun set OMP_NUM_THREADS=1")
         if recipe.memory.budget is not None and fabric.device.type == "cuda":  # a run that errs must not take it all
             total = torch.cuda.get_device_properties(fabric.device).total_memory
             share = min(1.0, parse_budget(recipe.memory.budget, total) / total)

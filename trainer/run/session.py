@@ -137,7 +137,8 @@ def training_windows(session: Session) -> Windows:
     recipe, ranks = session.recipe, (session.fabric.global_rank, session.fabric.world_size)
     loader = _loader(session, recipe.data.train)
     once = counted_once(recipe.memory, ranks[0], session.agreement)
-    return windows_of(recipe, loader, *ranks, once, quarantine=session.quarantine)
+    windows = windows_of(recipe, loader, *ranks, once, quarantine=session.quarantine)
+    return replace(windows, on_epoch=partial(setattr, loader, "at_once"))
 
 
 def evaluation(session: Session, forward: Forward, split: str) -> Callable[[], EvaluationResult] | None:
