@@ -1,0 +1,84 @@
+"""Liger's Triton kernels (Hsu et al. 2024) in language models of transformers; results differ by rounding."""
+
+from __future__ import annotations
+
+from functools import cache
+from importlib.util import find_spec
+from types import FunctionType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from trainer.errors import require, require_package
+
+NORMS = {"llama": (0.0, "llama"), "gemma": (1.0, "gemma"), "olmo2": (0.0, "gemma")}  # added to the weight; casts
+ACTIVATIONS = {"SiLU": "SiLUMul", "SiLUActivation": "SiLUMul", "GELUTanh": "GELUMul"}
+ROTATE = "apply_rotary_pos_emb"  # in transformers' modules
+PARTS = {
+    "llama rotary mlp": "llama mistral ministral qwen2 qwen2_moe qwen3 phi3",
+    "gemma rotary mlp": "gemma gemma2 gemma3_text",
+    "llama rotary": "mixtral",
+    "rotary": "falcon gpt_neox phi",
+    "mlp": "cohere",
+}
+ARCHITECTURES = {kind: tuple(parts.split()) for parts, kinds in PARTS.items() for kind in kinds.split()}
+"""What benchmarks/liger.py has found: by model type, the parts with the right gradient; a norm comes first."""
+
+
+def use_kernels(module: nn.Module, wish: str) -> None:
+    """Let the kernels compute what they are certified for of ``module``, as ``model.kernels`` says; a ``RecipeError``
+    if they cannot. Its submodules change their classes, and no parameter."""
+    kind, has_gpu = module.config.model_type, torch.cuda.is_available()  # type: ignore[union-attr]  # in plans, a fake one
+    parts = ARCHITECTURES.get(kind, ())  # type: ignore[arg-type]
+    if wish == "liger":
+        require_package("model.kernels=liger", "liger_kernel", "kernels")
+        require(bool(parts), f"model.kernels=liger is not certified for model type {kind}: use auto or none")
+        require(has_gpu, "model.kernels=liger needs a CUDA GPU: use auto or none")
+    used = parts and wish != "none" and has_gpu and find_spec("liger_kernel")
+    for part in module.modules() if used else ():
+        kind, layers = type(part), {name: type(layer).__name__ for name, layer in part.named_children()}
+        gated = ACTIVATIONS.get(layers.get("act_fn") or layers.get("activation_fn") or "")
+        if parts[0] in NORMS and kind.__name__.endswith("RMSNorm"):
+            part.__class__ = _fused(kind, "RMSNorm", *NORMS[parts[0]])
+        elif "mlp" in parts and gated and "down_proj" in layers and layers.keys() & {"up_proj", "gate_up_proj"}:
+            part.__class__ = _fused(kind, gated)
+        elif "rotary" in parts and ROTATE in kind.forward.__code__.co_names:
+            part.__class__ = _fused(kind, "Rope")
+
+
+def _takes(*tensors: Tensor) -> bool:
+    return all(one.is_cuda and one.itemsize <= 4 and not isinstance(one, DTensor) for one in tensors)
+
+
+@cache
+def _fused(kind: Any, name: str, *norm: Any) -> type:
+    """A subclass of the same name, by which plans and transformers know blocks. What the kernel ``name`` does not take
+    (on a CPU, sharded, in fp64) is computed as before."""
+    from liger_kernel import ops
+
+    function, plain = getattr(ops, f"Liger{name}Function"), kind.forward
+
+    def rotate(query: Tensor, key: Tensor, cos: Tensor, sin: Tensor) -> Any:
+        if not _takes(query, key, cos):
+            return plain.__globals__[ROTATE](query, key, cos, sin)
+        dtype = torch.promote_types(query.dtype, cos.dtype)
+        # Copies, as the kernel works in place: selective checkpointing keeps the products as they are.
+        return function.apply(query.to(dtype, copy=True), key.to(dtype, copy=True), cos, sin)
+
+    def forward(self: Any, hidden: Tensor, *args: Any) -> Any:
+        if args or not _takes(hidden, *self.parameters(recurse=False)):
+            return plain(self, hidden, *args)
+        if norm:  # never in place: a residual may share the gradient
+            eps = self.variance_epsilon if hasattr(self, "variance_epsilon") else self.eps
+            return function.apply(hidden, self.weight, eps, *norm, False, None)
+        one = hasattr(self, "gate_up_proj")
+        parts = self.gate_up_proj(hidden).chunk(2, -1) if one else (self.gate_proj(hidden), self.up_proj(hidden))
+        return self.down_proj(function.apply(*parts))
+
+    if name == "Rope":  # a copy of the forward that finds ``rotate``; by a name, compilers would find transformers' own
+        found = {key: value for key, value in plain.__globals__.items() if key != "__name__"} | {ROTATE: rotate}
+        forward = FunctionType(plain.__code__, found, plain.__name__, plain.__defaults__, plain.__closure__)
+        forward.__kwdefaults__ = plain.__kwdefaults__
+    return type(kind.__name__, (kind,), {"forward": forward, "__module__": kind.__module__})
