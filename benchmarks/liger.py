@@ -155,18 +155,16 @@ def certify(kind: str) -> Certificate:
 
 
 def table(certificates: dict[str, dict[str, Any]]) -> str:
-    """Of what the record has, the rows as docs/kernels.md shows them."""
-    rows = [
-        "| model type | RMSNorm | rotary embedding | gated MLP | error in fp32 | transformers' | fp16 | transformers' |",
-        "|---|---|---|---|---:|---:|---:|---:|",
-    ]
+    """Of what the record has, the rows as docs/techniques.md shows them."""
+    rows: dict[tuple[str, ...], list[str]] = {}
     for kind, row in sorted(certificates.items()):
-        if parts := row["parts"]:
-            norm = f"as `{parts[0]}`" if parts[0] in NORMS else ""
-            figures = [f"{row[of][dtype]:.0e}" for dtype in ("float32", "float16") for of in ("errors", "theirs")]
-            has = ["yes" * (name in parts) for name in ("rotary", "mlp")]
-            rows.append(f"| `{kind}` | {' | '.join([norm, *has, *figures])} |")
-    return "\n".join(rows)
+        rows.setdefault(tuple(row["parts"]), []).append(f"`{kind}`")
+    del rows[()]
+    lines = [
+        f"| {', '.join(f'`{part}`' for part in parts)} | {', '.join(kinds)} |"
+        for parts, kinds in sorted(rows.items(), key=lambda row: -len(row[1]))
+    ]
+    return "\n".join(["| parts | model types |", "|---|---|", *lines])
 
 
 def main() -> None:

@@ -12,12 +12,11 @@ from trainer.models.lora import LoRA
 from trainer.models.text import NO_TOKENIZER, TextModel
 from trainer.values import Loss, Task
 
+Kernels = Literal["auto", "liger", "none"]
 if TYPE_CHECKING:
     from pathlib import Path
 
     from torch import Tensor, nn
-
-Kernels = Literal["auto", "liger", "none"]
 
 
 @dataclass
@@ -40,7 +39,7 @@ class CausalLM(TextModel):
             make large. null is as many as take 64 MiB in fp32 (on NVIDIA GPUs 128 MiB in the type of the products), or
             all of a model whose logits are no linear layer's.
         kernels: liger computes RMSNorm, rotary embedding and gated MLPs by the Triton kernels of that package on CUDA
-            GPUs, none by torch's operations; auto is liger where it is installed and certified (docs/kernels.md).
+            GPUs, none by torch's operations; auto is liger where it is installed and certified (docs/techniques.md).
     """
 
     name: str = "llama"

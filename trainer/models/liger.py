@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from functools import cache
 from importlib.util import find_spec
-from types import FunctionType
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from trainer.errors import require, require_package
@@ -16,28 +15,28 @@ from trainer.errors import require, require_package
 NORMS = {"llama": (0.0, "llama"), "gemma": (1.0, "gemma"), "olmo2": (0.0, "gemma")}  # added to the weight; casts
 ACTIVATIONS = {"SiLU": "SiLUMul", "SiLUActivation": "SiLUMul", "GELUTanh": "GELUMul"}
 ROTATE = "apply_rotary_pos_emb"  # in transformers' modules
+# fmt: off
 PARTS = {
-    "llama rotary mlp": "llama mistral ministral qwen2 qwen2_moe qwen3 phi3",
-    "gemma rotary mlp": "gemma gemma2 gemma3_text",
-    "llama rotary": "mixtral",
-    "rotary": "falcon gpt_neox phi",
-    "mlp": "cohere",
+    "llama rotary mlp": "bamba falcon_h1 granite llama ministral mistral phi3 qwen2 qwen2_moe qwen3 smollm3",
+    "llama rotary": "granitemoe lfm2 mixtral olmoe qwen3_moe seed_oss", "llama": "granitemoehybrid mamba mamba2",
+    "rotary": "falcon gpt_neox modernbert-decoder nemotron phi starcoder2", "rotary mlp": "stablelm",
+    "llama mlp": "deepseek_v3 glm glm4 jamba llama4_text", "olmo2": "gpt_oss", "olmo2 mlp": "helium olmo2 olmo3",
+    "gemma rotary mlp": "gemma gemma2 gemma3_text qwen3_next", "gemma mlp": "recurrent_gemma",
+    "mlp": "cohere cohere2 olmo",
 }
+# fmt: on
 ARCHITECTURES = {kind: tuple(parts.split()) for parts, kinds in PARTS.items() for kind in kinds.split()}
 """What benchmarks/liger.py has found: by model type, the parts with the right gradient; a norm comes first."""
 
 
-def use_kernels(module: nn.Module, wish: str) -> None:
-    """Let the kernels compute what they are certified for of ``module``, as ``model.kernels`` says; a ``RecipeError``
-    if they cannot. Its submodules change their classes, and no parameter."""
-    kind, has_gpu = module.config.model_type, torch.cuda.is_available()  # type: ignore[union-attr]  # in plans, a fake one
-    parts = ARCHITECTURES.get(kind, ())  # type: ignore[arg-type]
+def use_kernels(module: Any, wish: str) -> None:
+    """Let the kernels compute parts of ``module``, as ``model.kernels`` says; a ``RecipeError`` if they cannot."""
+    parts, has_gpu = ARCHITECTURES.get(module.config.model_type, ()), torch.cuda.is_available()  # or a simulated GPU
     if wish == "liger":
         require_package("model.kernels=liger", "liger_kernel", "kernels")
-        require(bool(parts), f"model.kernels=liger is not certified for model type {kind}: use auto or none")
+        require(bool(parts), f"model.kernels=liger is not certified for {module.config.model_type}: use auto or none")
         require(has_gpu, "model.kernels=liger needs a CUDA GPU: use auto or none")
-    used = parts and wish != "none" and has_gpu and find_spec("liger_kernel")
-    for part in module.modules() if used else ():
+    for part in module.modules() if parts and wish != "none" and has_gpu and find_spec("liger_kernel") else ():
         kind, layers = type(part), {name: type(layer).__name__ for name, layer in part.named_children()}
         gated = ACTIVATIONS.get(layers.get("act_fn") or layers.get("activation_fn") or "")
         if parts[0] in NORMS and kind.__name__.endswith("RMSNorm"):
@@ -54,8 +53,7 @@ def _takes(*tensors: Tensor) -> bool:
 
 @cache
 def _fused(kind: Any, name: str, *norm: Any) -> type:
-    """A subclass of the same name, by which plans and transformers know blocks. What the kernel ``name`` does not take
-    (on a CPU, sharded, in fp64) is computed as before."""
+    """A subclass of the same name, which transformers looks at. On a CPU, sharded or in fp64 it computes as before."""
     from liger_kernel import ops
 
     function, plain = getattr(ops, f"Liger{name}Function"), kind.forward
@@ -63,15 +61,14 @@ def _fused(kind: Any, name: str, *norm: Any) -> type:
     def rotate(query: Tensor, key: Tensor, cos: Tensor, sin: Tensor) -> Any:
         if not _takes(query, key, cos):
             return plain.__globals__[ROTATE](query, key, cos, sin)
-        dtype = torch.promote_types(query.dtype, cos.dtype)
         # Copies, as the kernel works in place: selective checkpointing keeps the products as they are.
-        return function.apply(query.to(dtype, copy=True), key.to(dtype, copy=True), cos, sin)
+        return function.apply(query.clone(), key.clone(), cos, sin)
 
     def forward(self: Any, hidden: Tensor, *args: Any) -> Any:
         if args or not _takes(hidden, *self.parameters(recurse=False)):
             return plain(self, hidden, *args)
         if norm:  # never in place: a residual may share the gradient
-            eps = self.variance_epsilon if hasattr(self, "variance_epsilon") else self.eps
+            eps = vars(self).get("variance_epsilon") or self.eps
             return function.apply(hidden, self.weight, eps, *norm, False, None)
         one = hasattr(self, "gate_up_proj")
         parts = self.gate_up_proj(hidden).chunk(2, -1) if one else (self.gate_proj(hidden), self.up_proj(hidden))
@@ -79,6 +76,5 @@ def _fused(kind: Any, name: str, *norm: Any) -> type:
 
     if name == "Rope":  # a copy of the forward that finds ``rotate``; by a name, compilers would find transformers' own
         found = {key: value for key, value in plain.__globals__.items() if key != "__name__"} | {ROTATE: rotate}
-        forward = FunctionType(plain.__code__, found, plain.__name__, plain.__defaults__, plain.__closure__)
-        forward.__kwdefaults__ = plain.__kwdefaults__
+        forward = type(plain)(plain.__code__, found, plain.__name__, plain.__defaults__, plain.__closure__)
     return type(kind.__name__, (kind,), {"forward": forward, "__module__": kind.__module__})

@@ -329,8 +329,8 @@ def _real_batches(loader: DataLoader) -> Any:
 
 
 def patch_libraries(launch: Callable[..., None]) -> None:
-    """Leave out masks that mask nothing, as a real run does; transformers keeps them for fake tensors. ``launch``
-    stands in for launches of Triton. Call it when the model is built: before, neither need be imported."""
+    """Let transformers leave out masks that mask nothing, as in a real run, and ``launch`` stand in for launches of
+    Triton. Call it when the model is built: before, neither need be imported."""
     utils, jit = (sys.modules.get(name) for name in ("transformers.utils.import_utils", "triton.runtime.jit"))
     replace(utils, is_fake_tensor=lambda tensor: False)
     replace(getattr(jit, "JITFunction", None), run=lambda *args, **options: launch(*args, **options))

@@ -224,8 +224,6 @@ class Tracer(TorchDispatchMode):
     def launch(self, kernel: Any, *args: Any, grid: Any, warmup: bool, **options: Any) -> None:
         """Note a Triton kernel that a library launches; what it writes is allocated already."""
         tensors = [one for one in (*args, *options.values()) if isinstance(one, FakeTensor)]
-        for one in tensors:
-            self.mode.known.pop(id(one), None)
         self.trace.say(f"Triton kernels of {kernel.__module__.partition('.')[0]} compute parts of the model")
         if self.records_work:
             self.note(kernel.__name__, "compute", 0, _bytes(tensors), dtype_of(tensors))

@@ -289,9 +289,7 @@ def build(session: Session) -> tuple[Stack, Optimizer, GradientSync]:
     return stack, *build_updates(fabric, recipe.model, stack, recipe.optim, plan)
 
 
-KERNELS = re.compile(
-    r"ScaledDotProduct(\w+?)Attention(?:ForCpu)?Backward|SafeSoftmaxBackward|(Liger\w+)FunctionBackward"
-)
+KERNELS = re.compile(r"ScaledDotProduct(\w+?)Attention(?:ForCpu)?Backward|SafeSoftmaxBackward|(Liger\w+)Function")
 """Autograd's names of the backward of each kernel of attention, of the softmax of math, and of Liger's kernels."""
 
 
