@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from functools import cache
 from importlib.util import find_spec
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -37,7 +37,7 @@ def use_kernels(module: Any, wish: str) -> None:
         require(bool(parts), f"model.kernels=liger is not certified for {module.config.model_type}: use auto or none")
         require(has_gpu, "model.kernels=liger needs a CUDA GPU: use auto or none")
     for part in module.modules() if parts and wish != "none" and has_gpu and find_spec("liger_kernel") else ():
-        kind, layers = type(part), {name: type(layer).__name__ for name, layer in part.named_children()}
+        kind, layers = cast(Any, type(part)), {name: type(layer).__name__ for name, layer in part.named_children()}
         gated = ACTIVATIONS.get(layers.get("act_fn") or layers.get("activation_fn") or "")
         if parts[0] in NORMS and kind.__name__.endswith("RMSNorm"):
             part.__class__ = _fused(kind, "RMSNorm", *NORMS[parts[0]])
