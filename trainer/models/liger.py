@@ -19,10 +19,10 @@ ROTATE = "apply_rotary_pos_emb"  # in transformers' modules
 PARTS = {
     "llama rotary mlp": "bamba falcon_h1 granite llama ministral mistral phi3 qwen2 qwen2_moe qwen3 smollm3",
     "llama rotary": "granitemoe lfm2 mixtral olmoe qwen3_moe seed_oss", "llama": "granitemoehybrid mamba mamba2",
-    "rotary": "falcon gpt_neox modernbert-decoder nemotron phi starcoder2", "rotary mlp": "stablelm",
-    "llama mlp": "deepseek_v3 glm glm4 jamba llama4_text", "olmo2": "gpt_oss", "olmo2 mlp": "helium olmo2 olmo3",
-    "gemma rotary mlp": "gemma gemma2 gemma3_text qwen3_next", "gemma mlp": "recurrent_gemma",
-    "mlp": "cohere cohere2 olmo",
+    "rotary": "falcon gpt_neox modernbert-decoder nemotron phi starcoder2", "rotary mlp": "olmo stablelm",
+    "llama mlp": "deepseek_v3 glm glm4 jamba llama4_text", "mlp": "cohere cohere2", "gemma mlp": "recurrent_gemma",
+    "gemma rotary mlp": "gemma gemma2 gemma3_text qwen3_next",
+    "olmo2 rotary mlp": "olmo2 olmo3", "olmo2 mlp": "helium", "olmo2": "gpt_oss",
 }
 # fmt: on
 ARCHITECTURES = {kind: tuple(parts.split()) for parts, kinds in PARTS.items() for kind in kinds.split()}
