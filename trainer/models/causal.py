@@ -5,13 +5,14 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, ClassVar, cast
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, cast
 
-from trainer.errors import RunError, require
+from trainer.errors import RunError, require, require_choice
 from trainer.models.lora import LoRA
 from trainer.models.text import NO_TOKENIZER, TextModel
 from trainer.values import Loss, Task
 
+Kernels = Literal["auto", "liger", "none"]
 if TYPE_CHECKING:
     from pathlib import Path
 
@@ -37,6 +38,8 @@ class CausalLM(TextModel):
         loss_chunk: how many tokens' logits are held at once; 0 holds those of all, which a long text and many words
             make large. null is as many as take 64 MiB in fp32 (on NVIDIA GPUs 128 MiB in the type of the products), or
             all of a model whose logits are no linear layer's.
+        kernels: liger computes RMSNorm, rotary embedding and gated MLPs by the Triton kernels of that package on CUDA
+            GPUs, none by torch's operations; auto is liger where it is installed and certified (docs/techniques.md).
     """
 
     name: str = "llama"
@@ -49,6 +52,7 @@ class CausalLM(TextModel):
     train_last_blocks: int | None = None
     lora: LoRA = field(default_factory=LoRA)
     loss_chunk: int | None = None
+    kernels: Kernels = "auto"  # lossless but for rounding; to install the optional package is to ask for it
 
     auto = "AutoModelForCausalLM"
     head_is_new = False
@@ -56,6 +60,7 @@ class CausalLM(TextModel):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        require_choice("model.kernels", self.kernels, Kernels)
         whole = isinstance(self.loss_chunk, int) and not isinstance(self.loss_chunk, bool) and self.loss_chunk >= 0
         fix = "say how many tokens, 0 for all, or null"
         require(self.loss_chunk is None or whole, f"model.loss_chunk={self.loss_chunk!r} is no number of tokens: {fix}")
@@ -145,6 +150,7 @@ class CausalLM(TextModel):
 
     def _finished(self, module: nn.Module) -> nn.Module:
         """The module, which gives the summed loss where it gets labels, and takes packed texts where it can."""
+        from trainer.models.liger import use_kernels
         from trainer.models.token_loss import give_loss
 
         module = super()._finished(module)
@@ -160,6 +166,7 @@ class CausalLM(TextModel):
 
             register()
             module.set_attn_implementation(NAME)  # type: ignore[operator]
+        use_kernels(module, self.kernels)
         give_loss(module, self.loss_chunk)
         return module
 

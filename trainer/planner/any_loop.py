@@ -23,7 +23,7 @@ from trainer.errors import RunError, require
 from trainer.planner.allocator import AllocatorSettings, Block, CachingAllocator
 from trainer.planner.events import EMPTY_CACHE, Category, Event
 from trainer.planner.fake_mode import FakeGPUMode
-from trainer.planner.fake_patches import changes, patch_transformers, replace
+from trainer.planner.fake_patches import changes, patch_libraries, replace
 from trainer.planner.gpus import GPU, gpu_named, usable_memory
 from trainer.planner.network import ONE, Cluster, interconnects
 from trainer.planner.predict import LARGEST, cost_of, timeline_of
@@ -74,7 +74,7 @@ class LoopTracer(Tracer):
                 inputs = [leaf for leaf in tree_leaves((args, options)) if isinstance(leaf, Tensor)]
                 self.categorise([tensor for tensor in inputs if not self._is_computed(tensor)], "batch")
                 if self.phase == "init":
-                    patch_transformers()
+                    patch_libraries(self.launch)
                     self._began[None] = len(self.trace.work)
                 self.enter("forward" if torch.is_grad_enabled() else "evaluation")
             self._calls.append(module)

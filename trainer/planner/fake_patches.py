@@ -328,11 +328,12 @@ def _real_batches(loader: DataLoader) -> Any:
         return _SingleProcessDataLoaderIter(alone)
 
 
-def patch_transformers() -> None:
-    """Leave out masks that mask nothing, as a real run does; transformers keeps them for fake tensors. Call it when the
-    model is built: before, transformers need not be imported."""
-    utils = sys.modules.get("transformers.utils.import_utils")
+def patch_libraries(launch: Callable[..., None]) -> None:
+    """Let transformers leave out masks that mask nothing, as in a real run, and ``launch`` stand in for launches of
+    Triton. Call it when the model is built: before, neither need be imported."""
+    utils, jit = (sys.modules.get(name) for name in ("transformers.utils.import_utils", "triton.runtime.jit"))
     replace(utils, is_fake_tensor=lambda tensor: False)
+    replace(getattr(jit, "JITFunction", None), run=lambda *args, **options: launch(*args, **options))
 
 
 def patch_fsdp() -> None:

@@ -40,7 +40,7 @@ from trainer.memory.precision import matmul_precision, weights_dtype
 from trainer.memory.stack import Stack, apply_stack, build_updates
 from trainer.memory.update_ahead import UpdateAhead
 from trainer.planner.events import Trace
-from trainer.planner.fake_patches import FakeStream, patch_transformers
+from trainer.planner.fake_patches import FakeStream, patch_libraries
 from trainer.planner.fake_patches import replace as replace_attributes
 from trainer.planner.fake_ranks import fake_ranks
 from trainer.planner.target import Target
@@ -113,7 +113,7 @@ def trace_run(
             module = _empty(recipe, plan)
             if look is not None:
                 look(module)
-        patch_transformers()
+        patch_libraries(tracer.launch)
         _Run(recipe, plan, fabric, tracer).take(module, samples)
     trace = tracer.trace
     trace.notes += _notes(recipe, plan, module)

@@ -221,6 +221,13 @@ class Tracer(TorchDispatchMode):
             self._note_work(func, name, args, kwargs, out, results)
         return out
 
+    def launch(self, kernel: Any, *args: Any, grid: Any, warmup: bool, **options: Any) -> None:
+        """Note a Triton kernel that a library launches; what it writes is allocated already."""
+        tensors = [one for one in (*args, *options.values()) if isinstance(one, FakeTensor)]
+        self.trace.say(f"Triton kernels of {kernel.__module__.partition('.')[0]} compute parts of the model")
+        if self.records_work:
+            self.note(kernel.__name__, "compute", 0, _bytes(tensors), dtype_of(tensors))
+
     def _note_work(self, func: Any, name: str, args: Any, kwargs: Any, out: Any, results: list[Tensor]) -> None:
         tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
         if func.namespace in ("c10d", "_c10d_functional"):

@@ -80,7 +80,7 @@ class Summary:
     versions: Mapping[str, str | None]  # of what the result depends on
     data: Mapping[str, Any] = field(default_factory=dict)
     """Its ``class``, the samples of ``train``, ``val`` and ``test``, and its ``fingerprint``: of the content."""
-    attention: Sequence[str] = ()  # torch's kernels of it in the first micro-step, such as flash; empty if unknown
+    attention: Sequence[str] = ()  # torch's kernels of it in the first micro-step, and Liger's; empty if unknown
 
     def to_json(self) -> str:
         """Strict JSON: a figure that is not finite is written as null, for ``NaN`` is not JSON."""
@@ -127,7 +127,7 @@ def summary_rows(summary: Summary) -> list[tuple[str, str]]:
         ("peak memory", _memory(summary.memory)),
         *_predicted(summary.memory),
         *_by_phase(summary.memory),
-        *([("attention", ", ".join(summary.attention))] if summary.attention else []),
+        *([("kernels", ", ".join(summary.attention))] if summary.attention else []),
     ]
 
 

@@ -290,13 +290,13 @@ def build(session: Session) -> tuple[Stack, Optimizer, GradientSync]:
     return stack, *build_updates(fabric, recipe.model, stack, recipe.optim, plan)
 
 
-KERNELS = re.compile(r"ScaledDotProduct(\w+?)Attention(?:ForCpu)?Backward|SafeSoftmaxBackward")
-"""Autograd's names of the backward of each kernel of attention, and of the softmax of math, which has none."""
+KERNELS = re.compile(r"ScaledDotProduct(\w+?)Attention(?:ForCpu)?Backward|SafeSoftmaxBackward|(Liger\w+)Function")
+"""Autograd's names of the backward of each kernel of attention, of the softmax of math, and of Liger's kernels."""
 
 
 def note_attention(module: nn.Module) -> list[str]:
-    """A list that the first forward with gradients fills: torch's kernels of attention, by what its backward calls;
-    the compiler hides them."""
+    """A list that the first forward with gradients fills: torch's kernels of attention, and Liger's, by what the
+    backward calls; the compiler hides them."""
     found: list[str] = []
 
     def look(_: nn.Module, __: Any, output: Any) -> None:
@@ -308,7 +308,7 @@ def note_attention(module: nn.Module) -> list[str]:
         while left:
             node = left.pop()
             if kind := KERNELS.match(node.name()):
-                found.append((kind[1] or "math").lower())
+                found.append(kind[2] or (kind[1] or "math").lower())
             new = {after for after, _ in node.next_functions if after is not None} - seen
             seen |= new
             left += new
