@@ -181,7 +181,7 @@ BEFORE_TRAINING = {
     ),
     "fp8": (
         "fit vit_digits --memory.precision fp8",
-        "memory.precision='fp8' must be 32-true|64-true|bf16-mixed|16-mixed|bf16-true|16-true",
+        "memory.precision='fp8' must be auto|32-true|64-true|bf16-mixed|16-mixed|bf16-true|16-true",
     ),
     "int for bool": ("fit vit_digits --run.evaluate 2", "run.evaluate='2' must be bool"),
     # of another model or dataset
@@ -327,8 +327,8 @@ BEFORE_TRAINING = {
     "precision in Python": (
         "fit TMP/fp8.py",
         (
-            "recipe TMP/fp8.py line 5: memory.precision='fp8' is not one of 32-true, 64-true, bf16-mixed, 16-mixed, "
-            "bf16-true, 16-true"
+            "recipe TMP/fp8.py line 5: memory.precision='fp8' is not one of auto, 32-true, 64-true, bf16-mixed, "
+            "16-mixed, bf16-true, 16-true"
         ),
     ),
     # other commands
