@@ -1,6 +1,6 @@
 """Work of the host in a training step, counted on a simulated GPU: operations, waits, and bytes for each weight.
 
-    python benchmarks/launches.py                     this checkout: three minutes on two cores
+    python benchmarks/launches.py                     this checkout: two to three minutes on two free cores
     python benchmarks/launches.py --before 8767cb0    beside another commit: twice as long
 
 No GPU is needed: each row is a training step traced on fake CUDA tensors of an H200, with the shipped configurations
