@@ -61,6 +61,22 @@ def test_half_precision_on_an_h200_is_flash_attention_and_never_cudnn(name, drop
     assert trace.attention == ["flash over packed texts (bfloat16, heads of 64)"]
 
 
+def test_autocast_lowers_rotated_queries_and_keys_for_flash_attention():
+    """Rotary embeddings leave them in fp32, the type of the residual stream; values come from a linear layer."""
+    with tracing(Target(gpu_named("h200"))), torch.autocast("cuda", torch.bfloat16), Operations() as noted:
+        ends = torch.tensor([0, 9, 13], dtype=torch.int32).cuda()
+        dtypes = (torch.float32, torch.float32, torch.bfloat16)
+        parts = [torch.randn(13, 2, 64, device="cuda", dtype=dtype, requires_grad=True) for dtype in dtypes]
+        found = attend(*parts, Lengths([9, 4]), ends, 0.0, PATTERNS["causal"])
+        found.sum().backward()
+    assert [name for name in noted.names if "attention" in name] == [
+        "_flash_attention_forward",
+        "_flash_attention_backward",
+    ]
+    assert found.dtype == torch.bfloat16
+    assert [part.grad.dtype for part in parts] == list(dtypes)
+
+
 @pytest.mark.parametrize(("gpu", "dtype"), [("h200", torch.bfloat16), ("h200", torch.float32), ("t4", torch.float16)])
 def test_with_dropout_the_number_of_operations_does_not_grow_with_the_number_of_texts(gpu, dtype):
     few, many = (len(operations(gpu, dtype, texts, 0.1)[1]) for texts in (4, 32))
