@@ -134,15 +134,15 @@ def test_activations_leave_on_a_stream_of_their_own(runs: dict[str, Trace]) -> N
 
 
 def test_an_optimizer_on_the_host_leaves_the_device_alone(runs: dict[str, Trace]) -> None:
-    """The host has master weights, which are powers of two here, gradients in one page-locked piece, and moments."""
+    """The host has master weights and gradients, each of so small a model in one page-locked piece, and moments."""
     offloaded, whole = runs["optimizer on the host"], FLOAT * WEIGHTS
-    page_locked = whole + 2 ** math.ceil(math.log2(whole))
+    page_locked = 2 * 2 ** math.ceil(math.log2(whole))
     assert max(traced.held(offloaded, "optimizer")) == 0
     assert set(traced.when(offloaded, "forward", "gradients")) == {0}
     assert max(traced.held(offloaded, "params")) <= FLOAT * WEIGHTS
     copies = 3 * whole  # of masters and moments, which are updated ahead
     assert offloaded.host_bytes == pytest.approx(page_locked + 2 * whole + copies, rel=0.001)
-    assert 24 <= offloaded.host_bytes / WEIGHTS <= 32
+    assert 28 <= offloaded.host_bytes / WEIGHTS <= 36
     assert runs["plain"].host_bytes == pytest.approx(whole, rel=0.001)  # which weights are made in
 
 
