@@ -28,10 +28,10 @@ BUDGETS = {
     "planner": 6371,
     "faults": 961,
     "launching": 839,
-    "memory": 3789,
-    "engine": 3090,
+    "memory": 3785,
+    "engine": 3100,
     "data": 4594,
-    "models": 3565,
+    "models": 3569,
     "checkpoint": 977,
     "report": 1685,
     "settings.py": 226,
@@ -42,7 +42,7 @@ BUDGETS = {
     "system": 1861,
     "errors.py": 128,
 }
-TOTAL = 38439
+TOTAL = 38449
 """Of all floors."""
 
 

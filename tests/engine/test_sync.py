@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from typing import Any
 
 import pytest
@@ -64,3 +66,23 @@ def test_the_mean_of_tensors_of_any_kind(ranks):
         for ours, theirs in zip(found, wanted, strict=True):
             torch.testing.assert_close(ours, theirs, rtol=0, atol=0)
         assert len(events) == 5  # float32, bfloat16, float64, complex64, and the sparse one
+
+
+def test_a_hook_on_a_gradient_keeps_neither_its_object_nor_the_parameter_alive():
+    class Counting:
+        calls = 0
+
+        def __init__(self, parameter):
+            self.parameter = parameter  # as the classes of the project do
+            sync.GradientSync.on_gradient(parameter, self.count, 2)
+
+        def count(self, number, parameter):
+            self.calls += number * parameter.numel()
+
+    counting = Counting(torch.nn.Parameter(torch.ones(3)))
+    counting.parameter.sum().backward()
+    assert counting.calls == 6
+    alive = weakref.ref(counting), weakref.ref(counting.parameter)
+    del counting
+    gc.collect()
+    assert [one() for one in alive] == [None, None]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from typing import Any
+from weakref import WeakMethod
 
 import torch
 from torch import Tensor, nn
@@ -56,6 +57,15 @@ class GradientSync:
     def overlap(self) -> None:
         """Reduce while backward goes on, where that waits for a first step: an earlier start of the run took it."""
         self.overlapped = self.may_overlap
+
+    @staticmethod
+    def on_gradient(parameter: Tensor, method: Callable[..., None], *arguments: Any) -> None:
+        """Call a bound ``method`` with ``arguments`` and the parameter whenever its gradient has been accumulated.
+
+        The hook does not refer to the method's object: torch never frees a parameter whose hook leads back to it.
+        """
+        weak = WeakMethod(method)
+        parameter.register_post_accumulate_grad_hook(lambda p: (bound := weak()) and bound(*arguments, p))
 
     def norm(self) -> Tensor:
         """The norm of the gradients of the whole batch: the same on all ranks. A scalar."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from functools import partial
 from typing import Any
 
 import torch
@@ -115,7 +114,7 @@ class OptimizerInBackward(Optimizer):
         self.forget_norms()
         for number, group in enumerate(self.param_groups):
             for parameter in group["params"]:
-                parameter.register_post_accumulate_grad_hook(partial(self._update, number))
+                GradientSync.on_gradient(parameter, self._update, number)
 
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
         """Nothing: the weights were updated in the backward."""

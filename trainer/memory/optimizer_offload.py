@@ -19,7 +19,6 @@ from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
-from weakref import WeakMethod
 
 import torch
 from torch import Tensor, nn
@@ -134,10 +133,8 @@ class HostGradients(GradientSync):
         self.carrier = Carrier(device, *options) if device.type == "cuda" else None
         self.arrived: set[nn.Parameter] = set()
         self.tied: Any = None  # the TiedRows whose parameter's gradient comes in rows
-        # Torch never frees a parameter whose hook refers to it, nor, then, the process group of its mesh.
-        leave = WeakMethod(self._leave)
         for parameter in masters:
-            parameter.register_post_accumulate_grad_hook(lambda p: (method := leave()) and method(p))
+            self.on_gradient(parameter, self._leave)
         self.ahead, self.is_complete = UpdateAhead(optimizer, scaler, world_size, device.type == "cuda"), False
         optimizer.register_step_post_hook(lambda *_: self._stepped())
 

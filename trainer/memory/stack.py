@@ -245,13 +245,13 @@ def keep_gradients(module: nn.Module) -> None:
     Autograd takes the first gradient of a step as it is. A CUDA graph writes it to the graph's memory pool, which the
     next replay overwrites: torch then raises an error, or adds to the wrong values.
     """
-    kept: dict[Tensor, Tensor] = {}
+    kept: dict[int, Tensor] = {}  # by the number of a parameter: its hook must not refer to it, or neither is freed
 
     def leave_pool(parameter: Tensor) -> None:
         gradient = parameter.grad
-        if gradient is not None and gradient is not kept.get(parameter):
-            own = kept[parameter] if parameter in kept else torch.empty_like(gradient)
-            kept[parameter] = parameter.grad = own.copy_(gradient)
+        if gradient is not None and gradient is not kept.get(id(parameter)):
+            own = kept[id(parameter)] if id(parameter) in kept else torch.empty_like(gradient)
+            kept[id(parameter)] = parameter.grad = own.copy_(gradient)
 
     for parameter in module.parameters():
         if parameter.requires_grad:

@@ -396,7 +396,7 @@ class TensorParallelSync(GradientSync):
         self.begun: list[Callable[[], None]] = []  # for each of the first buckets what waits for it
         self.arrived: Counter[Tensor] = Counter()  # how often the last backward has computed each gradient
         for parameter in trained:
-            parameter.register_post_accumulate_grad_hook(self._arrive)
+            self.on_gradient(parameter, self._arrive)
 
     def before(self, is_last: bool) -> None:
         self.is_last = is_last
