@@ -87,7 +87,8 @@ def test_it_is_the_plain_optimizer_to_the_last_digits(name):
 
 def test_only_a_few_gradients_exist_at_a_time():
     module = nn.Sequential(*[nn.Linear(64, 64) for _ in range(20)])
-    build_optimizer(list(module.parameters()), Optim("sgd", lr=0.1), Memory(optimizer_in_backward=True), CPU)
+    memory = Memory(optimizer_in_backward=True)
+    optimizer = build_optimizer(list(module.parameters()), Optim("sgd", lr=0.1), memory, CPU)
     most = 0
 
     def look(_):
@@ -99,6 +100,7 @@ def test_only_a_few_gradients_exist_at_a_time():
         parameter.register_hook(lambda gradient: look(None))
     module(torch.randn(4, 64)).sum().backward()
     assert most <= 2
+    assert optimizer.norm() > 0
 
 
 def test_its_state_is_the_plain_optimizers_and_training_goes_on_from_it():

@@ -60,10 +60,8 @@ class GradientSync:
 
     @staticmethod
     def on_gradient(parameter: Tensor, method: Callable[..., None], *arguments: Any) -> None:
-        """Call a bound ``method`` with ``arguments`` and the parameter whenever its gradient has been accumulated.
-
-        The hook does not refer to the method's object: torch never frees a parameter whose hook leads back to it.
-        """
+        """Call a bound ``method`` with ``arguments`` and the parameter whenever its gradient has been accumulated. The
+        hook does not refer to the method's object: torch never frees a parameter whose hook leads back to it."""
         weak = WeakMethod(method)
         parameter.register_post_accumulate_grad_hook(lambda p: (bound := weak()) and bound(*arguments, p))
 

@@ -194,7 +194,8 @@ def attend(
     kind, parts = query.device.type, (query, key, value)
     if torch.is_autocast_enabled(kind) and query.dtype != torch.float64:
         # As for torch's own attention: rotated queries and keys have the type of the residual stream, fp32.
-        parts = tuple(part.to(torch.get_autocast_dtype(kind)) for part in parts)
+        lower = torch.get_autocast_dtype(kind)
+        parts = query.to(lower), key.to(lower), value.to(lower)
     if takes_flash(parts[0], parts[2], dropout, pattern):
         return _flash(*parts, lengths, ends, dropout, pattern)
     return _without_flash(query, key, value, lengths, ends, dropout, pattern)
