@@ -262,13 +262,6 @@ def measure(row: Row, layers: int, tiny: bool, folder: Path) -> Found:
     tracer.Tracer = trace.tracing.__globals__["Tracer"] = Counts
 
     class Steps(trace._FakeStepper):
-        def step(self, window: Any) -> Any:
-            if not begins:  # the first step sets up; those after it show what lies between two
-                begins.append(len(segments))
-                super().step(window)
-            begins.append(len(segments))
-            return super().step(window)
-
         def to_device(self, batch: Any) -> Any:
             """From pinned memory what the loader has given, and nothing that was made of it afterwards."""
 
@@ -283,6 +276,18 @@ def measure(row: Row, layers: int, tiny: bool, folder: Path) -> Found:
 
             return self.fabric.to_device(tree_map(fake, batch))
 
+    # Older commits took steps in a trace; now it launches them, as a run does.
+    name = "launch" if hasattr(trace._FakeStepper, "launch") else "step"
+    take = getattr(trace._FakeStepper, name)
+
+    def taken(stepper: Any, window: Any) -> Any:
+        if not begins:  # the first step sets up; those after it show what lies between two
+            begins.append(len(segments))
+            take(stepper, window)
+        begins.append(len(segments))
+        return take(stepper, window)
+
+    setattr(Steps, name, taken)
     trace._FakeStepper = Steps
     backward = torch.Tensor.backward
 

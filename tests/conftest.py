@@ -60,6 +60,19 @@ def no_forecast(request, monkeypatch):
         monkeypatch.setattr("trainer.run.opening.forecast", lambda *_: None)
 
 
+@pytest.fixture(scope="session", autouse=True)
+def _forks_can_compute_gradients():
+    """The first backward of this process is one of the CPU.
+
+    If it came after fake CUDA tensors, autograd would start threads for their device. Forks of this process, such as
+    predictions, could then compute no gradients.
+    """
+    import torch
+
+    if torch.cuda.device_count() == 0:
+        torch.ones(1, requires_grad=True).sum().backward()
+
+
 @pytest.fixture
 def no_pictures(monkeypatch):
     """Runs draw nothing: two pictures take longer than the few steps of a test."""

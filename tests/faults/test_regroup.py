@@ -56,8 +56,10 @@ def test_a_step_whose_collectives_were_aborted_updates_nothing(monkeypatch):
     monkeypatch.setattr(torch.distributed, "all_reduce", lambda *_, **__: None)
     totals = LossTotals(Window([], {"loss": 4.0}, samples=4), world_size=2)
     totals.add(Loss(torch.tensor(1.0), 2.0), is_empty=False)
+    gathered = totals.gather(torch.tensor(1.0))
     with pytest.raises(RuntimeError, match="collectives were aborted"):
-        totals.read(torch.tensor(1.0))
+        totals.read(gathered)
+    assert totals.must_skip(gathered) == 1  # if the host reads it too late
 
 
 def test_a_rank_that_has_met_the_others_is_not_called_out_again_by_a_late_look(regrouping, monkeypatch):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import pytest
@@ -17,6 +18,7 @@ from trainer.models.unpadded import FULL, Lengths, Pattern, attend
 from trainer.planner.gpus import gpu_named
 from trainer.planner.target import Target
 from trainer.planner.tracer import tracing
+from trainer.system.children import in_child
 
 LENGTHS = [9, 4, 4, 7, 1]
 PATTERNS = {
@@ -41,40 +43,47 @@ class Operations(TorchDispatchMode):
 
 def operations(
     gpu: str, dtype: torch.dtype, texts: int, dropout: float, pattern: Pattern = FULL
-) -> tuple[Any, list[str]]:
-    """The trace, and the operations of one attention, forward and backward, on a simulated GPU."""
+) -> tuple[list[str], list[str]]:
+    """The kernels that a plan names, and the operations of one attention, forward and backward, on a simulated GPU."""
+    return tuple(in_child(partial(_operations, gpu, dtype, texts, dropout, pattern)))
+
+
+def _operations(gpu: str, dtype: torch.dtype, texts: int, dropout: float, pattern: Pattern) -> tuple[Any, list[str]]:
     with tracing(Target(gpu_named(gpu))) as tracer:
         tokens = [100 + number for number in range(texts)]
         ends = torch.tensor([0, *tokens]).cumsum(0).to(torch.int32).cuda()
         parts = [torch.randn(sum(tokens), 12, 64, device="cuda", dtype=dtype, requires_grad=True) for _ in range(3)]
         with Operations() as noted:
             attend(*parts, Lengths(tokens), ends, dropout, pattern).sum().backward()
-        return tracer.trace, noted.names
+        return list(tracer.trace.attention), noted.names
 
 
 @pytest.mark.parametrize("dropout", [0.0, 0.1])
 @pytest.mark.parametrize("name", ["full", "causal", "causal window"])
 def test_half_precision_on_an_h200_is_flash_attention_and_never_cudnn(name, dropout):
-    trace, names = operations("h200", torch.bfloat16, 8, dropout, PATTERNS[name])
+    kernels, names = operations("h200", torch.bfloat16, 8, dropout, PATTERNS[name])
     attention = [name for name in names if "attention" in name]
     assert attention == ["_flash_attention_forward", "_flash_attention_backward"]
-    assert trace.attention == ["flash over packed texts (bfloat16, heads of 64)"]
+    assert kernels == ["flash over packed texts (bfloat16, heads of 64)"]
+
+
+ROTATED = (torch.float32, torch.float32, torch.bfloat16)
+"""Rotary embeddings leave queries and keys in the type of the residual stream; values come from a linear layer."""
+
+
+def _rotated() -> tuple[list[str], list[str]]:
+    with tracing(Target(gpu_named("h200"))), torch.autocast("cuda", torch.bfloat16), Operations() as noted:
+        ends = torch.tensor([0, 9, 13], dtype=torch.int32).cuda()
+        parts = [torch.randn(13, 2, 64, device="cuda", dtype=dtype, requires_grad=True) for dtype in ROTATED]
+        found = attend(*parts, Lengths([9, 4]), ends, 0.0, PATTERNS["causal"])
+        found.sum().backward()
+        return noted.names, [str(found.dtype), *(str(part.grad.dtype) for part in parts)]
 
 
 def test_autocast_lowers_rotated_queries_and_keys_for_flash_attention():
-    """Rotary embeddings leave them in fp32, the type of the residual stream; values come from a linear layer."""
-    with tracing(Target(gpu_named("h200"))), torch.autocast("cuda", torch.bfloat16), Operations() as noted:
-        ends = torch.tensor([0, 9, 13], dtype=torch.int32).cuda()
-        dtypes = (torch.float32, torch.float32, torch.bfloat16)
-        parts = [torch.randn(13, 2, 64, device="cuda", dtype=dtype, requires_grad=True) for dtype in dtypes]
-        found = attend(*parts, Lengths([9, 4]), ends, 0.0, PATTERNS["causal"])
-        found.sum().backward()
-    assert [name for name in noted.names if "attention" in name] == [
-        "_flash_attention_forward",
-        "_flash_attention_backward",
-    ]
-    assert found.dtype == torch.bfloat16
-    assert [part.grad.dtype for part in parts] == list(dtypes)
+    names, dtypes = in_child(_rotated)
+    assert [one for one in names if "attention" in one] == ["_flash_attention_forward", "_flash_attention_backward"]
+    assert dtypes == [str(torch.bfloat16), *map(str, ROTATED)]
 
 
 @pytest.mark.parametrize(("gpu", "dtype"), [("h200", torch.bfloat16), ("h200", torch.float32), ("t4", torch.float16)])
