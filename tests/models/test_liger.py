@@ -275,7 +275,7 @@ def traced(kernels: str) -> dict[str, Any]:
                 kept[event.id] = event.bytes
         return {
             "operations": len(asked.names),
-            "launches": len(work),
+            "launches": sum(one.op != "view" for one in work),
             "bytes": sum(one.bytes for one in work),
             "activations": sum(kept.values()),
             "kernels": sorted(
