@@ -19,11 +19,19 @@ from torch import nn
 
 from trainer.memory.optimizer_offload import in_chunks
 from trainer.models.common import classification_loss
-from trainer.planner.cost import TAKES_WEIGHTS, Clocks, StepCost, changed, kernel_seconds, peak_seconds, step_cost
+from trainer.planner.cost import (
+    TAKES_WEIGHTS,
+    Clocks,
+    StepCost,
+    changed,
+    cost_of,
+    kernel_seconds,
+    peak_seconds,
+    step_cost,
+)
 from trainer.planner.events import HOST_STREAM, HOST_THREAD, Kind, Trace, Work
 from trainer.planner.gpus import GPU, gpu_named
 from trainer.planner.network import Cluster, interconnects
-from trainer.planner.predict import cost_of
 from trainer.planner.target import Target
 from trainer.planner.tracer import tracing
 from trainer.recipe import Memory

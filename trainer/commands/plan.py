@@ -158,7 +158,8 @@ def _planned(asked: Asked, own: dict[str, str]) -> tuple[dict[str, Any], str]:
 
 def _clusters(recipe: Recipe, own: dict[str, str], several: bool) -> list[Cluster]:
     """The devices and their nodes; that flags name something is seen here, before anything that takes time."""
-    from trainer.planner.network import USUAL, clusters, devices_of, interconnects
+    from trainer.planner.knobs import devices_of
+    from trainer.planner.network import USUAL, clusters, interconnects
 
     if own.get("gpu") not in (None, "cpu"):
         gpu_named(own["gpu"])

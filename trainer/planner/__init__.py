@@ -17,5 +17,7 @@ def __getattr__(name: str) -> Any:  # they need torch, and much of it: imported 
     if name not in __all__:
         raise AttributeError(f"module 'trainer.planner' has no attribute {name!r}")
     from trainer.planner import any_loop
+    from trainer.report.plots import plot_plan
 
+    any_loop.draw = plot_plan
     return getattr(any_loop, name)

@@ -21,16 +21,19 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from trainer.errors import RunError, require
 from trainer.planner.allocator import AllocatorSettings, Block, CachingAllocator
+from trainer.planner.cost import cost_of
 from trainer.planner.events import EMPTY_CACHE, Category, Event
 from trainer.planner.fake_mode import FakeGPUMode
 from trainer.planner.fake_patches import changes, patch_libraries, replace
 from trainer.planner.gpus import GPU, gpu_named, usable_memory
 from trainer.planner.network import ONE, Cluster, interconnects
-from trainer.planner.predict import LARGEST, cost_of, timeline_of
-from trainer.planner.replay import PhasePeak, follow, in_gb, peaks_to_json, replay, retries_within
+from trainer.planner.replay import LARGEST, PhasePeak, follow, in_gb, peaks_to_json, replay, retries_within, timeline_of
 from trainer.planner.target import Target
 from trainer.planner.tracer import Tracer, plain_tensors, tracing
 from trainer.system.text import gigabytes, wrapped
+
+draw: Callable[[dict[str, Any], int, str, Path], None] | None = None
+"""What :meth:`FakeGPU.plot` draws :attr:`FakeGPU.picture` with. ``trainer.planner`` registers it."""
 
 
 class Held(NamedTuple):
@@ -261,7 +264,7 @@ class FakeGPU:
     steps: int  # optimizer steps that were taken
     step_ms: float | None  # of the GPU, estimated, from the last step but one to the end of the last; None without one
     notes: list[str]  # what else a person must know to read the figures
-    timeline: dict[str, Any]  # for ``plot_plan``
+    timeline: dict[str, Any]  # for a plot
 
     def __init__(self, tracer: LoopTracer) -> None:
         self.card, self.capacity = tracer.target.gpu, usable_memory(tracer.target.gpu, 1)
@@ -314,11 +317,16 @@ class FakeGPU:
         Raises:
             RunError: when nothing was put on the GPU.
         """
-        from trainer.report.plots import plot_plan
-
         if not self.allocated:
             raise RunError(f"{path} cannot be drawn: {self.notes[-1]}")
-        plot_plan(self.timeline, self.capacity, f"{self.card.title}, predicted: {self._verdict}", Path(path))
+        if draw is None:
+            raise RunError(f"{path} cannot be drawn: import fake_gpu from trainer.planner, which has plots")
+        draw(*self.picture, Path(path))
+
+    @property
+    def picture(self) -> tuple[dict[str, Any], int, str]:
+        """What a plot shows: the timeline, the capacity in bytes, and a title."""
+        return self.timeline, self.capacity, f"{self.card.title}, predicted: {self._verdict}"
 
     def to_json(self) -> dict[str, Any]:
         """All of it but what is drawn, in plain types, with memory in GB (1e9 bytes)."""

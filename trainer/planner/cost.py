@@ -14,9 +14,14 @@ from collections import defaultdict, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import groupby
+from typing import TYPE_CHECKING
 
 from trainer.planner.events import HOST_STREAM, HOST_THREAD, Trace, Work
 from trainer.planner.gpus import GPU
+from trainer.planner.network import Cluster, Interconnect, sent
+
+if TYPE_CHECKING:
+    from trainer.planner.target import Target  # which imports torch
 
 # Of the data sheet's bandwidth, in large copies and elementwise kernels: the median of 14 measurements of torch, 0.73
 # on an A100 to 0.91 on a 4090 (github.com/chsasank/device-benchmarks, github.com/mli/transformers-benchmarks).
@@ -98,6 +103,20 @@ def changed(work: Sequence[Work], units: str | None) -> list[Work]:
 
 def _is_fusible(one: Work) -> bool:
     return one.kind == "compute" and not one.flops and not one.stream and one.phase != "step" and "norm" not in one.op
+
+
+def cost_of(trace: Trace, target: Target, cluster: Cluster, network: Interconnect) -> StepCost:
+    """The time of a step over ``network``."""
+
+    def seconds(item: Work) -> tuple[str, float]:
+        group = cluster.group(item.ranks, item.stride)
+        link = "between" if group.nodes > 1 else "within"
+        if item.stream < 0:  # gloo, in host memory
+            rate = min(HOST_NETWORK, network.between.bandwidth) if group.nodes > 1 else HOST_NETWORK
+            return link, sent(item.op, item.bytes, group) / rate
+        return link, network.seconds(item.op, item.bytes, group)
+
+    return step_cost(trace, target.gpu, seconds)
 
 
 def step_cost(trace: Trace, gpu: GPU, seconds: Seconds) -> StepCost:

@@ -26,6 +26,7 @@ from torch._subclasses import fake_tensor
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.amp import grad_scaler
 from torch.cuda.amp import common as cuda_amp
+from torch.distributed import device_mesh
 from torch.distributed.fsdp._fully_shard import _fsdp_collectives, _fsdp_param
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 from torch.distributed.tensor import DTensor
@@ -40,7 +41,6 @@ from torch.utils.data import DataLoader
 from torch.utils.data.dataloader import _SingleProcessDataLoaderIter
 
 from trainer.errors import RunError
-from trainer.memory import sharding
 from trainer.planner.fake_kernels import install_kernels
 from trainer.planner.fake_mode import GPU_DEVICE, cast_weights, install_autocast
 from trainer.planner.target import NEWEST, OLDEST, Target, installed_version
@@ -349,7 +349,7 @@ def patch_fsdp() -> None:
 
 def patch_ranks() -> None:
     """Which ranks belong together is computed for real; the shapes that DTensor tries out take no memory."""
-    replace(sharding, init_device_mesh=within(_disable_current_modes, sharding.init_device_mesh))
+    replace(device_mesh, init_device_mesh=within(_disable_current_modes, device_mesh.init_device_mesh))
     names = ("_propagate_tensor_meta_non_cached", "propagate_op_sharding_non_cached", "_propagate_tensor_meta")
     for name in (*names, "propagate_tensor_meta", "propagate"):
         replace(ShardingPropagator, **{name: within(_only_shapes, getattr(ShardingPropagator, name, None))})

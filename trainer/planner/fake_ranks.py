@@ -12,7 +12,7 @@ from torch.distributed import distributed_c10d
 from torch.nn.parallel import DistributedDataParallel
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from trainer.memory import sharding
+from trainer.planner.fake_patches import replace
 
 MIB = 2**20
 FIRST_BUCKET, BUCKET = 1 * MIB, 25 * MIB  # after which DDP closes its first bucket of gradients, and every other
@@ -28,7 +28,7 @@ def fake_ranks(ranks: int, nodes: int = 1) -> None:
     os.environ.update(TORCHELASTIC_RUN_ID="planner", MASTER_ADDR="localhost")
     forget_process_group()
     torch.distributed.init_process_group("fake", rank=0, world_size=ranks, store=FakeStore())
-    sharding.DistributedDataParallel = TracedDDP  # type: ignore[misc]
+    replace(nn.parallel, DistributedDataParallel=TracedDDP)
 
 
 _FORGOTTEN: list[Any] = []

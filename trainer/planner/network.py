@@ -13,8 +13,6 @@ from dataclasses import dataclass
 
 from trainer.errors import RecipeError, nearest, require
 from trainer.planner.gpus import ACHIEVED, GPU, PCIE_4, PCIE_5
-from trainer.planner.knobs import Settings
-from trainer.recipe import Memory, Recipe
 
 BASE = 14e-6  # seconds of any collective: ``baseLat`` of NCCL's LL128 protocol
 # Seconds of one hop of a ring: ``hwLat`` of the same protocol, for NVLink, PCIe and the network.
@@ -184,32 +182,3 @@ def clusters(devices: Sequence[int], nodes: Sequence[int] | None, per_node: int 
         found.append(Cluster(count, machines))
     found.sort(key=lambda one: one.devices)
     return found if found[0].devices == 1 else [Cluster(1, 1), *found]
-
-
-def devices_of(recipe: Recipe) -> int:
-    """The ranks that the recipe asks for; 1 where it leaves them open."""
-    return 1 if recipe.run.devices == "auto" else recipe.run.devices
-
-
-def strategies(memory: Memory, cluster: Cluster) -> dict[str, Settings]:
-    """The strategies that the recipe leaves open, by name, with the settings that make each."""
-    if cluster.devices == 1:
-        alone: Settings = {"memory.strategy": "auto", "memory.replicas": 1, "memory.reshard_after_forward": True}
-        together = {"memory.tensor_parallel": 1, "memory.sequence_parallel": False}
-        alone |= together if memory.tensor_parallel > 1 else {}
-        return {"single": alone | {"memory.sync_every_micro_step": None}}
-    sharded: Settings = {"memory.strategy": "fsdp"}
-    if memory.replicas > 1:
-        return {"hsdp": sharded}
-    reshards, streams = memory.reshard_after_forward, memory.cpu_offload == "parameters"
-    options: dict[str, Settings] = {}
-    if memory.strategy != "fsdp" and not streams and reshards:
-        options["ddp"] = {"memory.strategy": "ddp"}
-    if memory.strategy == "ddp":
-        return options
-    if reshards:
-        options["fsdp"] = sharded
-    options["fsdp*"] = sharded | {"memory.reshard_after_forward": False}
-    if 1 < cluster.nodes < cluster.devices and memory.tensor_parallel == 1:
-        options["hsdp"] = sharded | {"memory.replicas": cluster.nodes}
-    return options

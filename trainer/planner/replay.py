@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -13,6 +14,7 @@ from trainer.planner.events import EMPTY_CACHE, Category, Event, Trace
 from trainer.system.text import GB
 
 CATEGORIES: tuple[Category, ...] = get_args(Category)
+LARGEST = 12  # of the largest blocks at the peak, so many are named
 BUCKETS = 999  # parts of the events in a timeline; each leaves two points at most, the last event one more
 
 
@@ -107,6 +109,12 @@ def replay(run: Trace | Sequence[Event], settings: AllocatorSettings | None = No
         0 if at is None else history[at].reserved,
         timeline,
     )
+
+
+def timeline_of(memory: Replay, trace: Trace) -> dict[str, Any]:
+    points = memory.timeline.events
+    marks = [[min(bisect_left(points, event), len(points) - 1), phase] for event, phase in trace.marks]
+    return {"allocated": memory.timeline.allocated, "reserved": memory.timeline.reserved, "marks": marks}
 
 
 def retries_within(

@@ -19,9 +19,9 @@ from trainer.errors import RecipeError
 from trainer.memory.plan import Plan, decide_plan, with_precision
 from trainer.planner.cost import ESTIMATES
 from trainer.planner.gpus import outside
-from trainer.planner.knobs import Settings, applied, left_open, micro_batch_sizes
+from trainer.planner.knobs import Settings, applied, left_open, micro_batch_sizes, strategies
 from trainer.planner.made_up import notes_of
-from trainer.planner.network import Cluster, Interconnect, strategies
+from trainer.planner.network import Cluster, Interconnect
 from trainer.planner.predict import Prediction, predict_here
 from trainer.planner.replay import in_gb
 from trainer.planner.search import MARGIN, WHOLE, Progress

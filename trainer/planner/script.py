@@ -43,7 +43,7 @@ class Script:
 
     path: str
     args: Sequence[str]
-    out: str  # folder for plan.png and for what the script prints
+    out: str  # folder for what the script prints
     gpu: str | None = None  # by default that of this machine
     budget: str | None = None
     steps: int = 3  # of one optimizer, after which it is stopped
@@ -59,8 +59,8 @@ class Script:
 
 
 def plan_script(script: Script) -> dict[str, Any]:
-    """What the script takes: ``FakeGPU.to_json()``, ``text`` for a person and ``outlined``, what was missing. A
-    ``RecipeError`` if it fails, takes no step or too long, or wants what is not here."""
+    """What the script takes: ``FakeGPU.to_json()`` and ``picture``, ``text`` for a person and ``outlined``, what
+    was missing. A ``RecipeError`` if it fails, takes no step or too long, or wants what is not here."""
     ours, theirs = Pipe(duplex=False)
     environment = {name: text for name, text in os.environ.items() if not LAUNCHED.fullmatch(name)}
     with script.log.open("wb") as log, TemporaryFile() as stopped:
@@ -142,10 +142,10 @@ def _trace(script: Script, end: Callable[[Callable[[], Any]], None], stopped: in
             require(bool(taken), f"{script.path} has ended without a step of an optimizer")
             require(gpu.allocated > 0, f"{script.path} took its steps on the CPU: does it need a flag to use a GPU?")
             with _disable_current_modes():
-                gpu.plot(Path(script.out, "plan.png"))
                 text = "\n".join([f"{gpu}", *cut])
                 found = gpu.to_json()
-                return found | {"notes": [*found["notes"], *cut], "text": text, "outlined": outlines.notes}
+                found |= {"notes": [*found["notes"], *cut], "text": text, "outlined": outlines.notes}
+                return found | {"picture": gpu.picture}
 
         def stepped(optimizer: Any, *_: Any) -> None:
             taken[id(optimizer)] = taken.get(id(optimizer), 0) + 1

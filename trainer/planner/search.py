@@ -32,9 +32,9 @@ from trainer.planner.cost import ESTIMATES
 from trainer.planner.events import Category
 from trainer.planner.gpus import GPU, NO_GPU, gpu_named, host_as_device, nccl_bytes, outside
 from trainer.planner.kept import Keeper
-from trainer.planner.knobs import Settings
+from trainer.planner.knobs import Settings, devices_of
 from trainer.planner.made_up import notes_of
-from trainer.planner.network import ONE, devices_of
+from trainer.planner.network import ONE
 from trainer.planner.predict import GROWING, Prediction, faster, predict_here, prepared
 from trainer.planner.report import Candidate, PlanReport, explain, not_fitting
 from trainer.planner.target import Target, budget_bytes, cut_budget, gpu_here
