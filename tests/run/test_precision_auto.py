@@ -15,9 +15,9 @@ from trainer import Memory, Recipe, RecipeError
 from trainer.api import fit
 from trainer.cli import run
 from trainer.commands.recipes import load_recipe, packaged_recipes
+from trainer.fakegpu.gpus import GPUS, gpu_named, host_as_device
 from trainer.launching.world import World
 from trainer.memory.plan import decide_plan, with_precision
-from trainer.planner.gpus import GPUS, gpu_named, host_as_device
 from trainer.run import forecast, opening
 from trainer.run.forecast import decided
 from trainer.run.prediction import PredictOptions

@@ -240,7 +240,6 @@ def _figure(value: float | None, form: str) -> str:
 
 
 def _split(flags: Sequence[tuple[str, str | None]]) -> tuple[dict[str, str], list[str]]:
-    """The ladder's own flags, and those of the recipe as words of a command line."""
     own: dict[str, str] = {}
     passed: list[str] = []
     for name, text in flags:

@@ -100,7 +100,6 @@ def _require_key(flag: str, key: str, keys: Sequence[str]) -> None:
 
 
 def _below(folder: Path) -> list[Path]:
-    """The run directories in and below ``folder``; of what is within one of them only itself."""
     require(os.path.isdir(folder), f"runs: there is no folder {str(folder)!r}: give the one that your runs are in")
     found = []
     for place, inside, files in os.walk(folder):
@@ -178,7 +177,6 @@ def _alive(path: Path, state: str) -> str:
 
 
 def _settings(path: Path, faults: list[str]) -> dict[str, Any]:
-    """Every setting in recipe.yaml by its dotted name, in types that JSON has."""
     from trainer.commands.flags import load_yaml_file
 
     try:
@@ -204,7 +202,6 @@ def _plain(value: Any) -> Any:
 
 
 def _last_of(path: Path, faults: list[str]) -> dict[str, float]:
-    """The last step and ``val_loss`` in ``metrics.csv``."""
     last: dict[str, float] = {}
     try:
         with open_regular(path) as file:
@@ -225,7 +222,6 @@ def _last_of(path: Path, faults: list[str]) -> dict[str, float]:
 
 
 def _of(row: Mapping[str, Any], key: str) -> Any:
-    """A column, or a setting."""
     return row.get(key, row["settings"].get(key))
 
 
@@ -235,7 +231,6 @@ def _order(key: str, row: Mapping[str, Any]) -> tuple[bool, Any]:
 
 
 def _same(value: Any, text: str) -> bool:
-    """Whether a value is what a person wrote: 1e-3 is 0.001, and true is True."""
     try:
         return not isinstance(value, bool) and float(value) == float(text)
     except (TypeError, ValueError):

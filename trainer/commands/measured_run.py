@@ -142,7 +142,6 @@ def run_trial(
 
 
 def _opened(log: Path) -> TextIO:
-    """Opened for writing, empty; an error names one that cannot be, or is no file of our own."""
     try:
         log.parent.mkdir(parents=True, exist_ok=True)
         output = os.fdopen(open_own(log, os.O_WRONLY | os.O_CREAT), "w", encoding="utf-8")

@@ -10,8 +10,8 @@ from pathlib import Path
 from trainer.commands import OwnFlags
 from trainer.commands.recipes import count, new_folder
 from trainer.errors import RunError, require
-from trainer.planner import script as scripts
-from trainer.planner.gpus import gpu_named
+from trainer.fakegpu import script as scripts
+from trainer.fakegpu.gpus import gpu_named
 from trainer.report.summary import versions
 from trainer.settings import did_you_mean
 from trainer.system.files import write_atomic

@@ -174,7 +174,6 @@ def load(run_dir: str | Path, recipe: Recipe | None = None, *, trusted: bool = F
 
 
 def _recipe_of(reference: str) -> str:
-    """The recipe of a run directory, which must hold a trained model too."""
     run_dir = Path(reference)
     recipe, named = run_dir / "recipe.yaml", f"run directory {str(run_dir)!r}"
     require(run_dir.is_dir(), f"{named}: no such directory")

@@ -307,7 +307,6 @@ class Sweep:
         require(best.is_chosen and (data.val or data.test) is not None, NOT_COMPARED)
 
     def _begin(self, number: int) -> tuple[Any, dict[str, Any]]:
-        """Choose the settings of a trial, or take those of an earlier start, and write them down."""
         with self.guard:
             earlier, (row, *_) = self.rows[: number - 1], [*self.rows[number - 1 :], {}]
             trial, settings = self.chooser.ask(earlier, number - self.lag, row.get("settings"))
@@ -334,7 +333,6 @@ class Sweep:
             self._note(trial, row, run_dir, found)
 
     def _look(self, trial: Any, row: dict[str, Any], run_dir: Path) -> str | None:
-        """Report new evaluations to the chooser; ``pruned`` if it ends the trial."""
         scores = [self._score(column, value) for column, value, _ in evaluations(run_dir, self.recipe)]
         with self.guard:
             for number in range(len(row["scores"]), len(scores)):
@@ -369,7 +367,6 @@ class Sweep:
         return value if higher else -value
 
     def _ranked(self) -> list[dict[str, Any]]:
-        """The trials that have a figure, the best first; those that were ended early after all others."""
         rated = [row for row in self.rows if row["score"] is not None and row["status"] in ("finished", "pruned")]
         return sorted(rated, key=lambda row: (row["status"] == "pruned", -row["score"]))
 
@@ -389,7 +386,6 @@ class Sweep:
         write_atomic(self.out / "sweep.json", json.dumps(content, indent=1, ensure_ascii=False) + "\n")
 
     def _end(self) -> None:
-        """The table, and what to do next."""
         ranked = self._ranked()
         if not ranked:
             raise RunError(f"none of {len(self.rows)} trials finished; {_told(self.rows[0])} (see {self.out}/*.log)")

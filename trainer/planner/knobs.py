@@ -7,8 +7,8 @@ from collections.abc import Mapping
 from itertools import product
 from typing import Any
 
+from trainer.fakegpu.network import Cluster
 from trainer.memory.knobs import LOSSY, SEARCHED, UNPROVEN, left_open
-from trainer.planner.network import Cluster
 from trainer.recipe import Memory, Recipe
 
 Settings = dict[str, Any]  # of a recipe by their keys, such as ``{"memory.cpu_offload": "optimizer"}``

@@ -14,16 +14,16 @@ from typing import Any
 from trainer.contract import Data
 from trainer.engine.feed import fill_from_data
 from trainer.errors import RecipeError, require
+from trainer.fakegpu.cost import StepCost, changed, cost_of, of_whole_step, peak_seconds
+from trainer.fakegpu.events import Category, Trace, Work
+from trainer.fakegpu.gpus import GPU
+from trainer.fakegpu.network import Cluster, Interconnect, sent
+from trainer.fakegpu.peaks import LARGEST, AllocatorSettings, in_gb, peaks_to_json, replay, retries_within, timeline_of
+from trainer.fakegpu.target import Target
 from trainer.memory.plan import Plan, decide_plan
-from trainer.planner.cost import StepCost, changed, cost_of, of_whole_step, peak_seconds
-from trainer.planner.events import Category, Trace, Work
-from trainer.planner.gpus import GPU
 from trainer.planner.kept import Keeper, Known, Note
 from trainer.planner.knobs import applied
 from trainer.planner.made_up import MadeUp
-from trainer.planner.network import Cluster, Interconnect, sent
-from trainer.planner.replay import LARGEST, AllocatorSettings, in_gb, peaks_to_json, replay, retries_within, timeline_of
-from trainer.planner.target import Target
 from trainer.planner.trace import draw_samples, trace_run
 from trainer.recipe import Memory, Recipe
 

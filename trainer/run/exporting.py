@@ -96,8 +96,6 @@ def _loaded(folder: Path, load: Callable[[], Any]) -> Any:
 
 
 class _Outputs(nn.Module):
-    """The logits of a model, of the tensors of a batch by their ``names``; no loss is read, so labels are made up."""
-
     def __init__(self, model: Any, module: nn.Module, names: Sequence[str]) -> None:
         super().__init__()
         self.module, self.model, self.names = module, model, list(names)
@@ -127,7 +125,6 @@ class _Outputs(nn.Module):
 
 
 def _batches(reader: Reader, beside: Path, room: int | None) -> list[dict[str, Tensor]]:
-    """Batches of made-up texts, of at most ``room`` tokens, or of made-up images, as the model reads them."""
     drawn = torch.Generator().manual_seed(0)
     if reader.of_images:
         from PIL import Image
@@ -240,7 +237,6 @@ def _to_peft(trained: Any, outputs: _Outputs, batches: list[dict[str, Tensor]], 
 
 
 def _adapters_in(path: Path, module: nn.Module) -> dict[str, Tensor]:
-    """The tensors of what trains in ``module``, from a file of peft; refused if it has others."""
     found, wanted = read_weights(path), {name: p for name, p in module.named_parameters() if p.requires_grad}
     shapes = {key: tensor.shape for key, tensor in found.items() if tensor.is_floating_point()}
     fits = shapes == {name_in_peft(name): parameter.shape for name, parameter in wanted.items()}

@@ -241,7 +241,6 @@ class Reader:
         return dict(self.data.encode(samples, self.tokenizer))
 
     def _files(self, text: str) -> list[Path]:
-        """The files that a path, a folder or a pattern stands for, sorted; nothing hidden."""
         path = Path(text)
         if os.path.isfile(text):  # also of a name that no file can have
             return [path]
@@ -319,7 +318,6 @@ def _cell_text(cell: Any) -> str:
 
 
 def _cell_image(data: Any, folder: Path, cell: Any) -> Tensor:
-    """The image that a cell names, as seen from the folder of the table."""
     require(bool(_cell_text(cell)), "the cell is empty")
     return data.load_image(str(folder / cell))
 
@@ -380,7 +378,6 @@ def _answer(model: Any, reader: Reader, given: Input, said: Said | str, sample: 
 
 
 def _tried(make: Callable[[], Any]) -> tuple[Any, str]:
-    """What it makes, and why not, if so."""
     try:
         return make(), ""
     except RecipeError as error:
@@ -438,7 +435,6 @@ def _written(
 
 
 def _of_words(shares: Tensor, words: Tensor) -> list[Said]:
-    """The class of each word, by its first token: ``words`` has its number there, -100 elsewhere."""
     values, classes = (part.tolist() for part in shares.max(-1))
     found = list[Said]()
     for row, numbers in enumerate(words.tolist()):
@@ -513,7 +509,6 @@ def classify(
 
 
 def _fault(answer: Answer) -> str:
-    """Why an input has no answer, with its row, its path or the beginning of its text."""
     name = answer.given.source or answer.given.name
     place = name if len(name) <= 100 else f"{name[:100]}…"
     return answer.error if name in answer.error and name else f"{place or 'an empty text'}: {answer.error}"

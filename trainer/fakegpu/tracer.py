@@ -16,11 +16,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
-from trainer.planner.events import HOST_STREAM, HOST_THREAD, Category, Event, Kind, Work
-from trainer.planner.fake_kernels import counted_args
-from trainer.planner.fake_mode import FakeGPUMode
-from trainer.planner.fake_patches import FakeStream, installed, is_paused, replace
-from trainer.planner.target import Target
+from trainer.fakegpu.events import HOST_STREAM, HOST_THREAD, INNER_BYTES, Category, Event, Kind, Work
+from trainer.fakegpu.kernels import counted_args
+from trainer.fakegpu.mode import FakeGPUMode
+from trainer.fakegpu.patches import FakeStream, installed, is_paused, replace
+from trainer.fakegpu.target import Target
 
 MATRIX_PRODUCTS = ("mm", "addmm", "bmm", "baddbmm", "_addmm_activation")
 CONVOLUTIONS = {"convolution": 1, "convolution_backward": 2}  # by where their weight is; 7 after it are the groups
@@ -160,12 +160,10 @@ class Tracer(TorchDispatchMode):
             self.trace.events.append(Event(number, 0, "", self.phase))
 
     def _inside_attention(self, func: Any, name: str, args: Any) -> tuple[int, ...]:
-        if getattr(func, "namespace", "") != "trainer":
+        if (registered := INNER_BYTES.get(func)) is None:
             return self.target.attention.inner_bytes(name, args)
-        from trainer.models import block_sparse  # imported already, by the model that has called it
-
         on_gpu = self.target.device.type == "cuda"
-        return block_sparse.inner_bytes(func, args, self.target.gpu.capability if on_gpu else None)
+        return registered(func, args, self.target.gpu.capability if on_gpu else None)
 
     def _workspace(self, op: str) -> None:
         """cuBLAS takes memory for a matrix product: at each call, or once for each thread and stream."""
@@ -368,7 +366,6 @@ def _bytes(tensors: Iterable[Tensor]) -> int:
 
 
 def _kind(tensors: list[Tensor], results: list[Tensor]) -> Kind:
-    """Whether an operation crosses the bus, such as ``copy_`` into memory of the device."""
     sources = {t.device.type for t in tensors if t.dim() or t.numel() > 1}
     targets = {t.device.type for t in results}
     if targets == {"cuda"} and "cpu" in sources:

@@ -6,9 +6,9 @@ import random
 
 import pytest
 
-from trainer.planner.allocator import AllocatorSettings
-from trainer.planner.events import Event, Trace
-from trainer.planner.replay import CATEGORIES, PhasePeak, replay, retries_within
+from trainer.fakegpu.allocator import AllocatorSettings
+from trainer.fakegpu.events import Event, Trace
+from trainer.fakegpu.peaks import CATEGORIES, PhasePeak, replay, retries_within
 
 MiB = 2**20
 

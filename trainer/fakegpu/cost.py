@@ -16,18 +16,18 @@ from dataclasses import dataclass
 from itertools import groupby
 from typing import TYPE_CHECKING
 
-from trainer.planner.events import HOST_STREAM, HOST_THREAD, Trace, Work
-from trainer.planner.gpus import GPU
-from trainer.planner.network import Cluster, Interconnect, sent
+from trainer.fakegpu.events import HOST_STREAM, HOST_THREAD, Trace, Work
+from trainer.fakegpu.gpus import GPU
+from trainer.fakegpu.network import Cluster, Interconnect, sent
 
 if TYPE_CHECKING:
-    from trainer.planner.target import Target  # which imports torch
+    from trainer.fakegpu.target import Target  # which imports torch
 
 # Of the data sheet's bandwidth, in large copies and elementwise kernels: the median of 14 measurements of torch, 0.73
 # on an A100 to 0.91 on a 4090 (github.com/chsasank/device-benchmarks, github.com/mli/transformers-benchmarks).
 MEMORY = 0.83
 # Of the shorter of arithmetic and traffic, what nothing overlaps with, and the seconds to start, fill and drain a
-# kernel: found on what square products of 1,024 to 4,096 rows take on 16 cards (``tests/planner/test_cost.py``), 15 %
+# kernel: found on what square products of 1,024 to 4,096 rows take on 16 cards (``tests/fakegpu/test_cost.py``), 15 %
 # off in the root mean square; 20 % with all of it overlapped, 17 % with nothing.
 EXPOSED, KERNEL = 0.5, 4e-6
 # Elements that a multiprocessor reads or writes in a clock, in kernels that are no products. That, and not memory, is

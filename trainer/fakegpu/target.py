@@ -11,9 +11,9 @@ from typing import Any, Literal
 import torch
 
 from trainer.errors import RunError, require
-from trainer.planner.fake_kernels import WITH_CUDNN, AttentionRules
-from trainer.planner.gpus import GPU, gpu_of, usable_memory
-from trainer.planner.network import ONE, Interconnect, interconnects
+from trainer.fakegpu.gpus import GPU, gpu_of, usable_memory
+from trainer.fakegpu.kernels import WITH_CUDNN, AttentionRules
+from trainer.fakegpu.network import ONE, Interconnect, interconnects
 from trainer.system.children import in_child
 from trainer.system.machine import ask_for_gpus, seen_gpus
 from trainer.system.text import gigabytes, parse_budget

@@ -1,4 +1,4 @@
-"""``fake_gpu``: what any training loop would take of a GPU that is not there, found by hooks and not by our engine."""
+"""``fake_gpu``: what any training loop would take of a simulated GPU, found by hooks and not by our engine."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.weak import WeakIdKeyDictionary
 
 from trainer.errors import RunError, require
-from trainer.planner.allocator import AllocatorSettings, Block, CachingAllocator
-from trainer.planner.cost import cost_of
-from trainer.planner.events import EMPTY_CACHE, Category, Event
-from trainer.planner.fake_mode import FakeGPUMode
-from trainer.planner.fake_patches import changes, patch_libraries, replace
-from trainer.planner.gpus import GPU, gpu_named, usable_memory
-from trainer.planner.network import ONE, Cluster, interconnects
-from trainer.planner.replay import LARGEST, PhasePeak, follow, in_gb, peaks_to_json, replay, retries_within, timeline_of
-from trainer.planner.target import Target
-from trainer.planner.tracer import Tracer, plain_tensors, tracing
+from trainer.fakegpu.allocator import AllocatorSettings, Block, CachingAllocator
+from trainer.fakegpu.cost import cost_of
+from trainer.fakegpu.events import EMPTY_CACHE, Category, Event
+from trainer.fakegpu.gpus import GPU, gpu_named, usable_memory
+from trainer.fakegpu.mode import FakeGPUMode
+from trainer.fakegpu.network import ONE, Cluster, interconnects
+from trainer.fakegpu.patches import changes, patch_libraries, replace
+from trainer.fakegpu.peaks import LARGEST, PhasePeak, follow, in_gb, peaks_to_json, replay, retries_within, timeline_of
+from trainer.fakegpu.target import Target
+from trainer.fakegpu.tracer import Tracer, plain_tensors, tracing
 from trainer.system.text import gigabytes, wrapped
 
 draw: Callable[[dict[str, Any], int, str, Path], None] | None = None
@@ -172,7 +172,6 @@ class LoopTracer(Tracer):
         self._after()
 
     def _after(self) -> None:
-        """A backward or a step has ended, perhaps within another one."""
         self._claim_gradients()
         self.enter("backward" if self._backwards else "step" if self._updates else "other")
 
@@ -248,7 +247,7 @@ class LoopTracer(Tracer):
 
 
 class FakeGPU:
-    """What a loop takes of a card that is not there: so far or, after the block, in all. Memory is in bytes."""
+    """What a loop takes of a simulated card: so far or, after the block, in all. Memory is in bytes."""
 
     card: GPU
     capacity: int  # that torch may take of the card: all but CUDA's context; set it to ask about less
@@ -363,7 +362,7 @@ class FakeGPU:
 
 @contextmanager
 def fake_gpu(card: str | GPU, *, torch_version: str | None = None) -> Iterator[FakeGPU]:
-    """Give the block a GPU that is not there, and find out what it would take of a real one; no weights are needed.
+    """Give the block a simulated GPU, and find out what it would take of a real one; no weights are needed.
 
     Tensors and modules that are made in the block, or moved in it, have no data from then on, and are of no use after
     it. Data loaders stay real; floating-point numbers that are read are 1. Nothing is compiled, and memory has no end.

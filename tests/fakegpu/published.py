@@ -19,12 +19,12 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 from torchvision.models import vit_l_16
 
-from trainer.planner.allocator import round_up
-from trainer.planner.any_loop import FakeGPU, LoopTracer
-from trainer.planner.fake_kernels import AttentionRules
-from trainer.planner.gpus import gpu_named
-from trainer.planner.target import Target
-from trainer.planner.tracer import tracing
+from trainer.fakegpu.allocator import round_up
+from trainer.fakegpu.any_loop import FakeGPU, LoopTracer
+from trainer.fakegpu.gpus import gpu_named
+from trainer.fakegpu.kernels import AttentionRules
+from trainer.fakegpu.target import Target
+from trainer.fakegpu.tracer import tracing
 
 
 @dataclass(frozen=True)

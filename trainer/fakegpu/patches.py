@@ -1,4 +1,4 @@
-"""A CUDA device that is not there: what torch is told about it, wherever its Python code asks.
+"""A simulated CUDA device: what torch is told about it, wherever its Python code asks.
 
 Python sees tensors on ``cuda:0``; to C++ they are on meta, so that autograd works on any build of torch, without a GPU,
 a driver, or memory. Whatever asks which device it has before it chooses (autocast, attention, dropout, the optimizers,
@@ -41,9 +41,9 @@ from torch.utils.data import DataLoader
 from torch.utils.data.dataloader import _SingleProcessDataLoaderIter
 
 from trainer.errors import RunError
-from trainer.planner.fake_kernels import install_kernels
-from trainer.planner.fake_mode import GPU_DEVICE, cast_weights, install_autocast
-from trainer.planner.target import NEWEST, OLDEST, Target, installed_version
+from trainer.fakegpu.kernels import install_kernels
+from trainer.fakegpu.mode import GPU_DEVICE, cast_weights, install_autocast
+from trainer.fakegpu.target import NEWEST, OLDEST, Target, installed_version
 
 NOTHING = """set_device init _lazy_init synchronize empty_cache set_rng_state manual_seed manual_seed_all seed seed_all
     set_stream reset_peak_memory_stats reset_accumulated_memory_stats ipc_collect _sleep
@@ -63,7 +63,7 @@ def is_paused() -> bool:
 
 
 def is_on_gpu(tensor: Any) -> bool:
-    """Whether a tensor is on the GPU that is not there."""
+    """Whether a tensor is on the simulated GPU."""
     return isinstance(tensor, FakeTensor) and tensor.fake_device.type == "cuda"
 
 
@@ -321,7 +321,6 @@ def patch_updates() -> None:
 
 
 def _real_batches(loader: DataLoader) -> Any:
-    """Loaded in this process: no worker knows what it pretends, and no page is locked."""
     alone: Any = copy(loader)
     alone.num_workers, alone.timeout, alone.pin_memory = 0, 0, False
     with _disable_current_modes():
@@ -374,7 +373,7 @@ def _only_shapes() -> Iterator[None]:
         _paused -= 1
 
 
-# Streams and events of a GPU that is not there: they keep the order in which memory is asked for, and no time.
+# Streams and events of the simulated GPU: they keep the order in which memory is asked for, and no time.
 
 
 def _nothing(*args: Any, **options: Any) -> None: ...

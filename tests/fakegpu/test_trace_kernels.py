@@ -15,13 +15,12 @@ from helpers.traced import traced, traces
 from torch import nn
 
 from trainer.contract import Model
+from trainer.fakegpu.events import Trace
+from trainer.fakegpu.gpus import gpu_named
+from trainer.fakegpu.target import Target
+from trainer.fakegpu.tracer import LT_WORKSPACE, tracing
 from trainer.models import TextClassifier
-from trainer.planner.events import Trace
-from trainer.planner.gpus import gpu_named
 from trainer.planner.predict import prepared
-from trainer.planner.target import Target
-from trainer.planner.trace import tracing
-from trainer.planner.tracer import LT_WORKSPACE
 from trainer.recipe import Memory, Optim, Recipe
 
 FP16, BF16, FP32, FP64 = torch.float16, torch.bfloat16, torch.float32, torch.float64

@@ -20,7 +20,7 @@ from torch.nn.functional import cross_entropy
 from torch.utils.checkpoint import checkpoint
 from torchvision.models import VisionTransformer
 
-from trainer.planner.trace import tracing
+from trainer.fakegpu.tracer import tracing
 from trainer.system.children import in_child
 from trainer.weights.streaming import allocate, on_meta
 

@@ -20,9 +20,9 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, TensorDataset
 from transformers.optimization import Adafactor
 
-from trainer.planner.gpus import gpu_named
-from trainer.planner.target import Target
-from trainer.planner.trace import tracing
+from trainer.fakegpu.gpus import gpu_named
+from trainer.fakegpu.target import Target
+from trainer.fakegpu.tracer import tracing
 from trainer.system.children import Failed, in_child
 
 Case = Callable[[str], Any]

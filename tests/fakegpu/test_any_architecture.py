@@ -14,9 +14,9 @@ from torch.nn import functional as F
 from torchvision import models
 from torchvision.models import segmentation
 
-from trainer.planner.gpus import gpu_named
-from trainer.planner.target import Target
-from trainer.planner.trace import tracing
+from trainer.fakegpu.gpus import gpu_named
+from trainer.fakegpu.target import Target
+from trainer.fakegpu.tracer import tracing
 from trainer.system.children import in_child
 
 pytestmark = pytest.mark.slow

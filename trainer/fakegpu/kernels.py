@@ -12,8 +12,8 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.backends import cuda
 from torch.nn import functional
 
-from trainer.planner.allocator import round_up
-from trainer.planner.fake_mode import GPU_DEVICE, FakeGPUMode
+from trainer.fakegpu.allocator import round_up
+from trainer.fakegpu.mode import GPU_DEVICE, FakeGPUMode
 
 aten = torch.ops.aten
 

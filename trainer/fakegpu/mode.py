@@ -15,7 +15,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._mode_utils import no_dispatch
 from torch.utils._pytree import tree_leaves, tree_map
 
-from trainer.planner.events import Trace
+from trainer.fakegpu.events import Trace
 from trainer.system.children import users_line
 
 aten = torch.ops.aten
@@ -157,7 +157,6 @@ class FakeGPUMode(FakeTensorMode):
         return tensor.new_empty(math.prod(torch.broadcast_shapes(tensor.shape, mask.shape)))
 
     def _learn(self, func: Any, args: Any, kwargs: dict[str, Any], out: Any) -> None:
-        """Keep the values of what an operation returned or wrote, if they can be known."""
         if func._schema.is_mutable:
             self._write(func, args, kwargs)
             return
@@ -254,7 +253,6 @@ class FakeGPUMode(FakeTensorMode):
 
 
 def _can_be_known(tensor: Tensor) -> bool:
-    """Whether a tensor is small enough to compute with."""
     whole = not (tensor.is_floating_point() or tensor.is_complex())
     return tensor.layout is torch.strided and tensor.numel() <= (LARGEST_KNOWN if whole else LARGEST_KNOWN_FLOATS)
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from trainer.errors import RecipeError
-from trainer.planner.gpus import GIB, GPUS, MIB, gpu_named, gpu_of, nccl_bytes, usable_memory
+from trainer.fakegpu.gpus import GIB, GPUS, MIB, gpu_named, gpu_of, nccl_bytes, usable_memory
 from trainer.system.machine import seen_gpus
 
 
@@ -85,7 +85,7 @@ def test_margins_grow_with_ranks() -> None:
 
 
 def test_the_table_loads_no_torch() -> None:
-    code = "import sys, trainer.planner.gpus, trainer.planner.cost; sys.exit('torch' in sys.modules)"
+    code = "import sys, trainer.fakegpu.gpus, trainer.fakegpu.cost; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 

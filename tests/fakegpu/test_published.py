@@ -1,4 +1,4 @@
-"""The peaks that others have published, replayed on a GPU that is not there: see ``published.py``."""
+"""The peaks that others have published, replayed on a simulated GPU: see ``published.py``."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from published import ROWS, OldTarget, old_gpu
 from test_trace_kernels import BF16, attended
 
 from trainer.errors import RecipeError
-from trainer.planner.gpus import gpu_named
-from trainer.planner.target import Target
+from trainer.fakegpu.gpus import gpu_named
+from trainer.fakegpu.target import Target
 from trainer.system.children import in_child
 
 TOLERANCE = 0.03

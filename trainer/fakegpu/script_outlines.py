@@ -1,7 +1,7 @@
 """What a script asks of hubs, data sets and disks, answered by outlines where the thing itself is missing.
 
 An outline has shapes, lengths and classes, and no content: enough to plan with. Weights are not read even if they are
-there. All of it changes the libraries for the rest of the process: for the child of :mod:`trainer.planner.script` only.
+there. All of it changes the libraries for the rest of the process: for the child of :mod:`trainer.fakegpu.script` only.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import _disable_current_modes
 
 from trainer.errors import RecipeError, require
-from trainer.planner.fake_patches import within
+from trainer.fakegpu.patches import within
 
 # Side, channels, classes, and samples to train and to test with, as torchvision's documentation says.
 IMAGES = dict.fromkeys(("MNIST", "FashionMNIST", "KMNIST"), (28, 1, 10, 60_000, 10_000))
@@ -272,7 +272,6 @@ class Outlines(MetaPathFinder):
 
 
 def _why(error: Exception | None) -> str:
-    """The first line of what the library said."""
     return f" ({type(error).__name__}: {(str(error).splitlines() or [''])[0]})" if error else ""
 
 
@@ -287,7 +286,6 @@ def columns_of(text: str) -> dict[str, tuple[str, int]]:
 
 
 def _column(kind: str, number: int, rows: int) -> tuple[Any, list[Any]]:
-    """What ``datasets`` calls the kind, and values of that length, size or number of classes."""
     import datasets
     from PIL import Image
 

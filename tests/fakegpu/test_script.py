@@ -1,4 +1,4 @@
-"""``trainer plan --script``: scripts as people write them, on a card that is not there."""
+"""``trainer plan --script``: scripts as people write them, on a simulated card."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from torch import nn
 
 from trainer.cli import run
 from trainer.errors import RecipeError
+from trainer.fakegpu.script import Script, plan_script
+from trainer.fakegpu.script_outlines import Nothing, columns_of
 from trainer.planner import fake_gpu
-from trainer.planner.script import Script, plan_script
-from trainer.planner.script_outlines import Nothing, columns_of
 from trainer.system.children import in_child
 
 LOOP = """
@@ -298,5 +298,5 @@ def test_columns():
 
 
 def test_what_it_changes_stays_in_the_child():
-    assert "trainer.planner.script_outlines" in sys.modules  # by this test
+    assert "trainer.fakegpu.script_outlines" in sys.modules  # by this test
     assert torch.utils.data.DataLoader.__init__.__module__ == "torch.utils.data.dataloader"

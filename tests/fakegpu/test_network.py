@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from trainer.errors import RecipeError
-from trainer.planner.gpus import gpu_named
-from trainer.planner.network import Cluster, Group, interconnects, sent
+from trainer.fakegpu.gpus import gpu_named
+from trainer.fakegpu.network import Cluster, Group, interconnects, sent
 
 A100 = gpu_named("a100-80gb")
 (HDR,) = interconnects("ib-hdr", A100)

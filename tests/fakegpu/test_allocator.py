@@ -7,7 +7,7 @@ from helpers.plain_allocator import PlainAllocator
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from trainer.planner.allocator import ADDRESSES, AllocatorSettings, Block, CachingAllocator, Shortage
+from trainer.fakegpu.allocator import ADDRESSES, AllocatorSettings, Block, CachingAllocator, Shortage
 
 MiB = 2**20
 EXPANDABLE = AllocatorSettings(expandable_segments=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
 
@@ -9,6 +10,9 @@ Category = Literal["params", "gradients", "optimizer", "activations", "temporari
 Kind = Literal["compute", "to_device", "to_host", "collective"]
 HOST_STREAM, HOST_THREAD = -1, -2  # streams of what the host computes, and of what a thread of it computes meanwhile
 EMPTY_CACHE = -1  # the id of an event without a block: torch.cuda.empty_cache
+INNER_BYTES: dict[Any, Callable[[Any, tuple[Any, ...], tuple[int, int] | None], tuple[int, ...]]] = {}
+"""Registered beside each custom attention operation, as its FLOPs are: sizes in bytes of what it allocates for itself
+and frees, called with the operation, its arguments, and the compute capability of the GPU (``None`` on a CPU)."""
 
 
 class Event(NamedTuple):

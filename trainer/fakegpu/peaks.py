@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from itertools import groupby
 from typing import Any, NamedTuple, get_args
 
-from trainer.planner.allocator import AllocatorSettings, Block, CachingAllocator, Shortage
-from trainer.planner.events import EMPTY_CACHE, Category, Event, Trace
+from trainer.fakegpu.allocator import AllocatorSettings, Block, CachingAllocator, Shortage
+from trainer.fakegpu.events import EMPTY_CACHE, Category, Event, Trace
 from trainer.system.text import GB
 
 CATEGORIES: tuple[Category, ...] = get_args(Category)

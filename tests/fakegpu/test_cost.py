@@ -17,9 +17,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from trainer.memory.optimizer_offload import in_chunks
-from trainer.models.common import classification_loss
-from trainer.planner.cost import (
+from trainer.fakegpu.cost import (
     TAKES_WEIGHTS,
     Clocks,
     StepCost,
@@ -29,11 +27,13 @@ from trainer.planner.cost import (
     peak_seconds,
     step_cost,
 )
-from trainer.planner.events import HOST_STREAM, HOST_THREAD, Kind, Trace, Work
-from trainer.planner.gpus import GPU, gpu_named
-from trainer.planner.network import Cluster, interconnects
-from trainer.planner.target import Target
-from trainer.planner.tracer import tracing
+from trainer.fakegpu.events import HOST_STREAM, HOST_THREAD, Kind, Trace, Work
+from trainer.fakegpu.gpus import GPU, gpu_named
+from trainer.fakegpu.network import Cluster, interconnects
+from trainer.fakegpu.target import Target
+from trainer.fakegpu.tracer import tracing
+from trainer.memory.optimizer_offload import in_chunks
+from trainer.models.common import classification_loss
 from trainer.recipe import Memory
 from trainer.system.children import in_child
 from trainer.values import Loss

@@ -1,4 +1,4 @@
-"""``trainer plan --script``: a training script, as it is, on a GPU that is not there, for a few optimizer steps.
+"""``trainer plan --script``: a training script, as it is, on a simulated GPU, for a few optimizer steps.
 
 It runs in a process of its own, which ends without any cleaning up when the last of the steps has been taken: what the
 script would write after that is not written.
@@ -27,7 +27,7 @@ from trainer.errors import RecipeError, require, text_of
 from trainer.system.children import users_line
 from trainer.system.processes import Watched, own_code
 
-START = "from trainer.planner.script import child; child()"
+START = "from trainer.fakegpu.script import child; child()"
 LOG = "script.log"
 GRACE = 90.0  # seconds until torch and the planner are imported, and until the result is drawn
 # What a launcher has set: one process is planned, which must not wait for others.
@@ -80,7 +80,6 @@ def plan_script(script: Script) -> dict[str, Any]:
 
 
 def _answer(watched: Watched, ours: Connection, seconds: float) -> tuple[dict[str, Any], int | None]:
-    """What it answers, and its code if it has ended by then; it has ended afterwards."""
     answer: dict[str, Any] = {}
     try:
         if ours.poll(seconds):
@@ -125,10 +124,10 @@ def _trace(script: Script, end: Callable[[Callable[[], Any]], None], stopped: in
     from torch.optim.optimizer import register_optimizer_step_post_hook
     from torch.utils._python_dispatch import _disable_current_modes
 
-    from trainer.planner.any_loop import fake_gpu
-    from trainer.planner.gpus import GPUS, gpu_named
-    from trainer.planner.script_outlines import Outlines, columns_of
-    from trainer.planner.target import budget_bytes, cut_budget, gpu_here
+    from trainer.fakegpu.any_loop import fake_gpu
+    from trainer.fakegpu.gpus import GPUS, gpu_named
+    from trainer.fakegpu.script_outlines import Outlines, columns_of
+    from trainer.fakegpu.target import budget_bytes, cut_budget, gpu_here
 
     columns, taken = columns_of(script.columns), dict[int, int]()
     if (card := gpu_named(script.gpu) if script.gpu else gpu_here()) is None:
@@ -184,7 +183,6 @@ def _described(path: str, error: BaseException) -> str:
 
 
 def _place(frames: Sequence[traceback.FrameSummary], error: BaseException) -> str:
-    """``file:line``, of no package that is installed if possible."""
     if isinstance(error, SyntaxError) and error.filename and not error.filename.startswith("<"):  # it has no frame
         return f"{error.filename}:{error.lineno}"
     seen, installed = [(frame.filename, frame.lineno or 0) for frame in reversed(frames)], f"-packages{os.sep}"

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from trainer.errors import RecipeError, nearest, require
-from trainer.planner.gpus import ACHIEVED, GPU, PCIE_4, PCIE_5
+from trainer.fakegpu.gpus import ACHIEVED, GPU, PCIE_4, PCIE_5
 
 BASE = 14e-6  # seconds of any collective: ``baseLat`` of NCCL's LL128 protocol
 # Seconds of one hop of a ring: ``hwLat`` of the same protocol, for NVLink, PCIe and the network.

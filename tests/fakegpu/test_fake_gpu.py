@@ -1,4 +1,4 @@
-"""``fake_gpu``: any training loop on a card that is not there, measured as by hand, and torch given back afterwards."""
+"""``fake_gpu``: any training loop on a simulated card, measured as by hand, and torch given back afterwards."""
 
 from __future__ import annotations
 
@@ -18,13 +18,14 @@ from torch.utils.data import DataLoader, Dataset
 
 from trainer.data import Digits
 from trainer.errors import RecipeError, RunError
+from trainer.fakegpu import patches
+from trainer.fakegpu.allocator import LEAST_BLOCK, AllocatorSettings, round_up
+from trainer.fakegpu.peaks import replay
+from trainer.fakegpu.tracer import tracing
 from trainer.memory.plan import decide_plan
 from trainer.models import VisionTransformer
-from trainer.planner import FakeGPU, fake_gpu, fake_patches
-from trainer.planner.allocator import LEAST_BLOCK, AllocatorSettings, round_up
+from trainer.planner import FakeGPU, fake_gpu
 from trainer.planner.predict import predict_here, prepared
-from trainer.planner.replay import replay
-from trainer.planner.tracer import tracing
 from trainer.recipe import Memory, Optim, Recipe, Run
 from trainer.system.children import in_child, in_children
 
@@ -464,19 +465,19 @@ def changed() -> list[bool]:
 
     with fake_gpu("t4"):
         pass
-    before, kernels = now(), fake_patches.install_kernels
+    before, kernels = now(), patches.install_kernels
 
     def fails(*args: Any) -> None:
         raise KeyboardInterrupt
 
-    fake_patches.install_kernels = fails
+    patches.install_kernels = fails
     with pytest.raises(KeyboardInterrupt), fake_gpu("t4"):
         pass
     after = now()
-    fake_patches.install_kernels = kernels
+    patches.install_kernels = kernels
     with fake_gpu("t4") as gpu:
         torch.empty(5, device="cuda")
-    ours = [one for one in before[0] if getattr(one, "__module__", None) == fake_patches.__name__]
+    ours = [one for one in before[0] if getattr(one, "__module__", None) == patches.__name__]
     return [before == after, not ours, "resize_" not in before[1], gpu.allocated > 0]
 
 

@@ -1,4 +1,4 @@
-"""Other ranks that are not there: a process group that answers at once, and DDP without its C++ reducer."""
+"""Simulated other ranks: a process group that answers at once, and DDP without its C++ reducer."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch.distributed import distributed_c10d
 from torch.nn.parallel import DistributedDataParallel
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from trainer.planner.fake_patches import replace
+from trainer.fakegpu.patches import replace
 
 MIB = 2**20
 FIRST_BUCKET, BUCKET = 1 * MIB, 25 * MIB  # after which DDP closes its first bucket of gradients, and every other
