@@ -29,7 +29,7 @@ BUDGETS = {
     "faults": 961,
     "launching": 839,
     "memory": 3790,
-    "engine": 3090,
+    "engine": 2742,
     "data": 4594,
     "models": 3570,
     "checkpoint": 977,
@@ -39,11 +39,12 @@ BUDGETS = {
     "contract.py": 259,
     "weights": 810,
     "values.py": 214,
+    "integrations": 349,
     "fakegpu": 3861,
     "system": 1862,
     "errors.py": 128,
 }
-TOTAL = 38432
+TOTAL = 38433
 """Of all floors."""
 
 

@@ -22,8 +22,8 @@ if TYPE_CHECKING:
     from trainer.cli import main
     from trainer.commands.recipes import load_recipe
     from trainer.commands.runs import load
-    from trainer.engine.accumulate import AccumulatingOptimizer
     from trainer.engine.events import Listener
+    from trainer.integrations.accumulate import AccumulatingOptimizer
     from trainer.planner.report import PlanReport
     from trainer.planner.search import plan
     from trainer.run.prediction import predict
@@ -37,7 +37,7 @@ os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
 
 # What needs torch, or the command line's parser, is imported on first use: `import trainer` stays instant.
 _LAZY = {
-    "AccumulatingOptimizer": "trainer.engine.accumulate",
+    "AccumulatingOptimizer": "trainer.integrations.accumulate",
     "evaluate": "trainer.api",
     "FinishedRun": "trainer.api",
     "fit": "trainer.api",
