@@ -61,7 +61,7 @@ PRELOADED = [
     "trainer.data.language",
     "trainer.data.sequences",
     "trainer.models.causal",
-    "trainer.run.exporting",
+    "trainer.after.export",
     "optuna",
     "peft",
     "datasets",

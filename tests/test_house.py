@@ -22,9 +22,10 @@ BUDGETS = {
     "cli.py": 240,
     "commands": 2894,
     "supervise": 539,
+    "after": 1002,
     "doctor": 631,
     "api.py": 158,
-    "run": 3940,
+    "run": 2939,
     "planner": 2515,
     "faults": 961,
     "launching": 839,
@@ -44,7 +45,7 @@ BUDGETS = {
     "system": 1862,
     "errors.py": 128,
 }
-TOTAL = 38433
+TOTAL = 38434
 """Of all floors."""
 
 

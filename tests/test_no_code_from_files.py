@@ -38,7 +38,7 @@ ALLOWED = {
     ("trainer/fakegpu/script.py", "import runpy"): "a script is one, too",
     ("trainer/fakegpu/script_outlines.py", "from_pretrained"): "replaced for that script, and not called",
     (
-        "trainer/run/exporting.py",
+        "trainer/after/export.py",
         "from_pretrained",
     ): "peft's, of the adapters that this program has just written as safetensors",
     ("trainer/planner/kept.py", "import pickle"): "writes what a digest is made of; nothing is read",

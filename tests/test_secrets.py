@@ -190,7 +190,7 @@ def test_no_command_writes_or_prints_a_secret(request, recipe_file, tmp_path, mo
         shutil.copytree(request.getfixturevalue("trained"), "run")
         Image.new("L", (8, 8)).save("digit.png")
         monkeypatch.setattr(
-            "trainer.run.exporting._to_hub", lambda folder, repo, public: f"{folder} is sent"
+            "trainer.after.export._to_hub", lambda folder, repo, public: f"{folder} is sent"
         )  # no network
         if name == "checkpoint":  # its model comes of recipe.yaml, which lacks what was secret
             kept = (tmp_path / "run" / "recipe.yaml").read_text().partition("# sha256 ")[0]

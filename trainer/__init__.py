@@ -18,6 +18,7 @@ from trainer.recipe import Checkpoint, Memory, Optim, Recipe, Run
 from trainer.values import Loss, Outline, Pretrained, Stored
 
 if TYPE_CHECKING:
+    from trainer.after.predict import predict
     from trainer.api import FinishedRun, evaluate, fit
     from trainer.cli import main
     from trainer.commands.recipes import load_recipe
@@ -26,7 +27,6 @@ if TYPE_CHECKING:
     from trainer.integrations.accumulate import AccumulatingOptimizer
     from trainer.planner.report import PlanReport
     from trainer.planner.search import plan
-    from trainer.run.prediction import predict
     from trainer.weights.streaming import stored_in
 
 __version__ = "0.1.0"
@@ -47,7 +47,7 @@ _LAZY = {
     "PlanReport": "trainer.planner.report",
     "main": "trainer.cli",
     "plan": "trainer.planner.search",
-    "predict": "trainer.run.prediction",
+    "predict": "trainer.after.predict",
     "stored_in": "trainer.weights.streaming",
 }
 

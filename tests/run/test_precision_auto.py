@@ -12,6 +12,7 @@ import yaml
 from helpers.resumed import recipe
 
 from trainer import Memory, Recipe, RecipeError
+from trainer.after.predict import PredictOptions
 from trainer.api import fit
 from trainer.cli import run
 from trainer.commands.recipes import load_recipe, packaged_recipes
@@ -20,7 +21,6 @@ from trainer.launching.world import World
 from trainer.memory.plan import decide_plan, with_precision
 from trainer.run import forecast, opening
 from trainer.run.forecast import decided
-from trainer.run.prediction import PredictOptions
 
 pytestmark = pytest.mark.usefixtures("no_pictures")
 

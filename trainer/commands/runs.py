@@ -131,7 +131,7 @@ def export(argv: list[str]) -> None:
         )
         for name, of in (("output", ("onnx", "hf", "peft")), ("repo", ("hub",))):
             require(name not in given or to in of, f"--{name} is for --to {' and '.join(of)}, not for {to}")
-        from trainer.run.exporting import export
+        from trainer.after.export import export
 
         public = ("public", None) in asked.flags
         print(escaped(export(asked.recipe, Path(asked.reference), to, given.get("output"), given.get("repo"), public)))

@@ -18,13 +18,13 @@ from helpers.pretrained import text, vit
 from safetensors.torch import load_file, save_file
 
 from trainer import RecipeError
+from trainer.after import export as exporting
+from trainer.after.export import export, is_the_same
 from trainer.checkpoint.export import save_model
 from trainer.data import Digits, Documents, TextFiles
 from trainer.errors import RunError
 from trainer.models import MLP, LoRA
 from trainer.recipe import Memory, Recipe
-from trainer.run import exporting
-from trainer.run.exporting import export, is_the_same
 from trainer.weights.streaming import default_dtype
 
 NAMES = ["ant", "bee", "cat", "dog", "elk"]

@@ -20,12 +20,12 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
+from trainer.after.generate import NEW_TOKENS, require_room, write
 from trainer.checkpoint.export import filled_as_saved, load_model
 from trainer.checkpoint.manifest import require_sealed, require_sealed_text
 from trainer.errors import RecipeError, require, require_choice, require_positive
 from trainer.recipe import DecidedPrecision, Recipe
 from trainer.report.progress import Progress, warn
-from trainer.run.generation import NEW_TOKENS, require_room, write
 from trainer.settings import did_you_mean
 from trainer.system.environment import first_here
 from trainer.system.files import read_regular, room_in, scratch_folder, staged_file

@@ -18,10 +18,10 @@ from PIL import Image
 from torch import nn
 
 from trainer import Data, Loss, Model, Recipe, RecipeError, predict
+from trainer.after import predict as prediction
 from trainer.checkpoint.export import save_model
 from trainer.data import ImageFolder, TextFiles
 from trainer.models import MLP
-from trainer.run import prediction
 
 NAMES = ["ant", "bee", "cat", "dog", "elk"]
 COUNT = 9

@@ -14,12 +14,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from trainer.after.predict import Reader, checked
 from trainer.checkpoint.export import load_model
 from trainer.errors import RecipeError, RunError, require, require_package
 from trainer.models.hub import ADAPTER_FOLDER, HubModel, positions
 from trainer.models.lora import ADAPTERS, as_in_nf4, name_in_peft
 from trainer.recipe import Recipe
-from trainer.run.prediction import Reader, checked
 from trainer.system.files import hash_file, room_in, scratch_folder, staged_file, staged_folder
 from trainer.system.hub import advice, away
 from trainer.system.reports import cause

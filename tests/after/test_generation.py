@@ -7,7 +7,7 @@ import torch
 from transformers import ByT5Tokenizer, GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
 from trainer import RecipeError
-from trainer.run.generation import require_room, write
+from trainer.after.generate import require_room, write
 from trainer.weights.blocks import switch_cache_off
 
 TEXTS = ["def main(", "x", "import torch\nimport os"]
