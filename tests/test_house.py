@@ -20,8 +20,9 @@ BUDGETS = {
     "__init__.py": 89,
     "__main__.py": 16,
     "cli.py": 240,
-    "commands": 2894,
+    "commands": 1600,
     "supervise": 539,
+    "lab": 1295,
     "after": 1002,
     "doctor": 631,
     "api.py": 158,
@@ -45,7 +46,7 @@ BUDGETS = {
     "system": 1862,
     "errors.py": 128,
 }
-TOTAL = 38434
+TOTAL = 38435
 """Of all floors."""
 
 

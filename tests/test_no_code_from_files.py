@@ -16,7 +16,7 @@ import pytest
 from helpers.payloads import code
 
 from trainer.cli import COMMANDS, USAGE, run
-from trainer.commands.measured_run import probe_machine, run_trial
+from trainer.lab.measured_run import probe_machine, run_trial
 from trainer.system.processes import own_code, own_command
 
 ROOT = Path(__file__).parents[1]
@@ -179,7 +179,7 @@ def test_only_two_functions_start_python():
     using = [path for path in (ROOT / "trainer").rglob("*.py") if "sys.executable" in path.read_text(encoding="utf-8")]
     assert {path.relative_to(ROOT).as_posix() for path in using} == {
         "trainer/system/processes.py",
-        "trainer/commands/measured_run.py",
+        "trainer/lab/measured_run.py",
     }
     scripts = [path for path in (ROOT / "launch").iterdir() if path.suffix in (".sh", ".sbatch")]
     assert len(scripts) == 4

@@ -12,7 +12,7 @@ from cli.supervised import fork_processes
 from PIL import Image
 
 from trainer.cli import COMMANDS, run
-from trainer.commands.measured_run import Trial
+from trainer.lab.measured_run import Trial
 from trainer.system.processes import own_code
 from trainer.system.redact import REDACTED
 

@@ -14,7 +14,7 @@ import pytest
 
 from trainer.checkpoint.manifest import sealed
 from trainer.cli import run
-from trainer.commands import list_runs
+from trainer.lab import list_runs
 
 
 def made(

@@ -21,11 +21,11 @@ from statistics import mean, stdev
 from typing import Any, get_args
 
 from trainer.commands import OwnFlags
-from trainer.commands.find_lr import as_words, find_lr
-from trainer.commands.measured_run import CPU, Trial, probe_machine, run_trial
 from trainer.commands.recipes import asked_for, count, resolve
 from trainer.contract import Metric
 from trainer.errors import RecipeError, RunError, require, require_package
+from trainer.lab.find_lr import as_words, find_lr
+from trainer.lab.measured_run import CPU, Trial, probe_machine, run_trial
 from trainer.recipe import HIGHER, Recipe
 from trainer.settings import did_you_mean, settings_of
 from trainer.system import waiting

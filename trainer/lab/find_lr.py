@@ -12,9 +12,9 @@ from pathlib import Path
 from statistics import mean
 from typing import NamedTuple
 
-from trainer.commands.measured_run import run_trial
 from trainer.commands.recipes import new_folder
 from trainer.errors import RecipeError, RunError, require
+from trainer.lab.measured_run import run_trial
 from trainer.recipe import Recipe
 from trainer.system.files import write_atomic
 from trainer.system.redact import redact_words

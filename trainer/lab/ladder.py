@@ -14,9 +14,9 @@ from pathlib import Path
 from typing import Any
 
 from trainer.commands import OwnFlags
-from trainer.commands.measured_run import CPU, RETURN_FREED_MEMORY, Trial, probe_machine, run_trial
 from trainer.commands.recipes import asked_for, count, new_folder
 from trainer.errors import RecipeError, require
+from trainer.lab.measured_run import CPU, RETURN_FREED_MEMORY, Trial, probe_machine, run_trial
 from trainer.memory.knobs import KNOBS, Knob, Turn
 from trainer.recipe import Memory, Recipe
 from trainer.report.summary import versions

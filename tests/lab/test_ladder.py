@@ -22,11 +22,11 @@ from cli.supervised import fork_processes
 
 import trainer
 from trainer.cli import run
-from trainer.commands import measured_run
-from trainer.commands.ladder import FLAGS, ON_HOST, baseline, choose, ladder, rungs_of
-from trainer.commands.measured_run import CPU, RETURN_FREED_MEMORY, run_trial
 from trainer.commands.recipes import load_recipe
 from trainer.errors import RecipeError
+from trainer.lab import measured_run
+from trainer.lab.ladder import FLAGS, ON_HOST, baseline, choose, ladder, rungs_of
+from trainer.lab.measured_run import CPU, RETURN_FREED_MEMORY, run_trial
 from trainer.report.plots import plot_ladder
 
 RECIPE = """

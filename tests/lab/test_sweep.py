@@ -25,13 +25,13 @@ from cli.supervised import fork_processes
 from helpers.started import StartedRun
 
 from trainer.cli import run
-from trainer.commands import sweep
-from trainer.commands.find_lr import curve_of
-from trainer.commands.measured_run import Trial
 from trainer.commands.recipes import load_recipe
-from trainer.commands.sweep import NOT_COMPARED, Chooser, Folds, Optuna, Sweep, parsed, slots_of
 from trainer.data import Digits
 from trainer.errors import RecipeError
+from trainer.lab import sweep
+from trainer.lab.find_lr import curve_of
+from trainer.lab.measured_run import Trial
+from trainer.lab.sweep import NOT_COMPARED, Chooser, Folds, Optuna, Sweep, parsed, slots_of
 from trainer.system.processes import own_command
 
 RECIPE = """
@@ -73,7 +73,7 @@ def recipe_file(tmp_path_factory) -> Path:
 @pytest.fixture(autouse=True)
 def quick(monkeypatch):
     fork_processes(monkeypatch)
-    monkeypatch.setattr("trainer.commands.measured_run.SECONDS_BETWEEN_LOOKS", 0.05)
+    monkeypatch.setattr("trainer.lab.measured_run.SECONDS_BETWEEN_LOOKS", 0.05)
 
 
 def content_of(out: Path) -> dict[str, Any]:
