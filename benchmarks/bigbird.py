@@ -26,12 +26,12 @@ import torch
 from common import Record, resident, table
 from transformers import BigBirdConfig, BigBirdForSequenceClassification
 
+from trainer.fakegpu.gpus import host_as_device
+from trainer.fakegpu.peaks import replay
+from trainer.fakegpu.target import Target
+from trainer.fakegpu.tracer import tracing
 from trainer.models.block_sparse import use_own_attention
 from trainer.models.unpadded import pack, unpad
-from trainer.planner.gpus import host_as_device
-from trainer.planner.replay import replay
-from trainer.planner.target import Target
-from trainer.planner.tracer import tracing
 
 OURS, THEIRS = "ours, block-sparse", "transformers, block_sparse"
 FULL, PACKED = "full, SDPA", "full, without padding"

@@ -21,13 +21,13 @@ from torch.distributed import ReduceOp
 from trainer.engine.rehearsal import rehearse
 from trainer.engine.step import Stepper
 from trainer.errors import RecipeError, require
+from trainer.fakegpu.ranks import fake_ranks
 from trainer.launching.start import launch
 from trainer.launching.world import World
 from trainer.memory.initialize import build_module
 from trainer.memory.monitor import Monitor
 from trainer.memory.plan import Plan, decide_plan
 from trainer.memory.stack import apply_stack, build_updates, whole_state
-from trainer.planner.fake_ranks import fake_ranks
 from trainer.planner.predict import prepared
 from trainer.planner.trace import draw_samples
 from trainer.recipe import Recipe

@@ -30,7 +30,7 @@ from gpu_judge import NOT_RUN, Measured, judge, read_found, report
 from gpu_rows import LEFT_OUT, PART_SECONDS, PARTS, TINY, VOCABULARY, Row
 from planner_runs import probe_gpu
 
-from trainer.commands.measured_run import Trial, run_trial
+from trainer.lab.measured_run import Trial, run_trial
 
 HERE = Path(__file__).parent
 TRACE = "gpu_trace.json.gz"

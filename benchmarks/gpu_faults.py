@@ -23,7 +23,7 @@ from common import RESULTS, Record, table, workplace
 from gpu_rows import FEW_GAPS, TINY, memory
 from planner_runs import environment_here, probe_gpu
 
-from trainer.commands.measured_run import Trial, run_trial
+from trainer.lab.measured_run import Trial, run_trial
 from trainer.system.processes import Watched
 
 HERE = Path(__file__).parent

@@ -37,7 +37,7 @@ from gpu_judge import NOT_RUN, Measured, figure, judge, read_found
 from gpu_rows import LLAMA_8B, PARTS, QLORA, TINY, VOCABULARY, Row, memory
 from planner_runs import environment_here, probe_gpu
 
-from trainer.commands.measured_run import run_trial
+from trainer.lab.measured_run import run_trial
 
 HERE = Path(__file__).parent
 SECONDS = 470.0

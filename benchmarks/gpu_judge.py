@@ -15,7 +15,7 @@ from common import table
 from gpu_rows import Row
 from safetensors.numpy import load_file
 
-from trainer.commands.measured_run import Trial
+from trainer.lab.measured_run import Trial
 
 NOT_RUN, LATE = "not run", "late"
 """A row that was not begun, and one that has not taken a whole step: it may have been cut after that."""

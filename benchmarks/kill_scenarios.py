@@ -141,7 +141,7 @@ def _command(folder: Path, words: list[str], environment: dict[str, str]) -> int
     tempfile.tempdir = None  # that of TMPDIR
     torch.set_num_threads(1)  # OpenMP's threads did not survive the fork
     if words[0] == "sweep":
-        from trainer.commands import measured_run
+        from trainer.lab import measured_run
         from trainer.system import processes
 
         processes.subprocess = SimpleNamespace(Popen=ForkedPopen, DEVNULL=-3)  # type: ignore[assignment,attr-defined]

@@ -203,10 +203,11 @@ def measure(row: Row, layers: int, tiny: bool, folder: Path) -> Found:
     from races.watched import WatchedTracer
     from torch.utils._pytree import tree_leaves, tree_map
 
+    from trainer.fakegpu import tracer
+    from trainer.fakegpu.events import HOST_STREAM
+    from trainer.fakegpu.patches import is_paused
     from trainer.memory.plan import decide_plan
-    from trainer.planner import trace, tracer
-    from trainer.planner.events import HOST_STREAM
-    from trainer.planner.fake_patches import is_paused
+    from trainer.planner import trace
     from trainer.planner.predict import prepared
 
     detector.MACHINERY = (*detector.MACHINERY, __file__)  # a place in a report is a caller's, not this file's

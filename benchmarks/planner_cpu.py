@@ -22,12 +22,12 @@ from typing import Any
 from common import RESULTS, Record, table
 
 from trainer.commands.flags import RecipeParser
-from trainer.commands.measured_run import RETURN_FREED_MEMORY, run_trial
 from trainer.commands.recipes import load_recipe
+from trainer.fakegpu.gpus import host_as_device
+from trainer.fakegpu.target import Target
+from trainer.lab.measured_run import RETURN_FREED_MEMORY, run_trial
 from trainer.memory.plan import decide_plan
-from trainer.planner.gpus import host_as_device
 from trainer.planner.predict import predict_here, prepared
-from trainer.planner.target import Target
 from trainer.settings import change
 from trainer.system.children import in_children
 from trainer.system.text import GB

@@ -24,7 +24,7 @@ from planner_configs import CASES, TINY, Case
 from planner_report import compared, report, summed_up
 from planner_runs import AT_ONCE, Runs, file_name, other_requests, probe_gpu
 
-from trainer.planner.gpus import gpu_named
+from trainer.fakegpu.gpus import gpu_named
 
 
 def choose(cases: Sequence[Case], only: str | None) -> list[Case]:

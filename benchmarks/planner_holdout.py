@@ -3,7 +3,7 @@
 ``python benchmarks/planner_holdout.py``: about twelve minutes on one core; ``--only WORD`` for the rows with that word,
 beside which the others of the result stay as they were. Every row is a script of :mod:`holdout_scripts` under
 ``fake_gpu`` for its card and its version of torch, in a process of its own. Older versions of torch than it knows are
-emulated by ``tests/planner/published.py``, which has ten rows more: those that the planner was made with.
+emulated by ``tests/fakegpu/published.py``, which has ten rows more: those that the planner was made with.
 
 *reserved* and *allocated* are the peaks of torch's allocator, *smi* what nvidia-smi shows less what it showed before
 the model was there, and *fits* asks whether the batch fitted a card, and the next larger one did not.
@@ -25,11 +25,11 @@ import torch
 from common import Record, table
 from holdout_scripts import GPT2, BertLarge, Head, LitGPT, Peft, Timm, TorchTune
 
+from trainer.fakegpu.target import OLDEST_KERNELS
 from trainer.planner import fake_gpu
-from trainer.planner.target import OLDEST_KERNELS
 from trainer.system.children import in_children
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "planner"))
+sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "fakegpu"))
 import published
 
 GIB, MIB, GB = 2**30, 2**20, 1e9

@@ -20,9 +20,9 @@ from recorded import compare
 from recorded_run import read_recording
 
 import trainer
-from trainer.commands.measured_run import Trial, run_trial
 from trainer.errors import RecipeError
-from trainer.planner.gpus import gpu_of
+from trainer.fakegpu.gpus import gpu_of
+from trainer.lab.measured_run import Trial, run_trial
 from trainer.system.machine import ask_for_gpus
 
 # No torch here: a parent that has opened the GPU holds some of its memory.

@@ -23,11 +23,11 @@ from typing import Any
 from common import Record, resolve, table, workplace
 
 from trainer.commands.recipes import load_recipe
+from trainer.fakegpu.gpus import gpu_named
+from trainer.fakegpu.target import Target
 from trainer.memory.plan import decide_plan
-from trainer.planner.gpus import gpu_named
 from trainer.planner.predict import predict_here, prepared
 from trainer.planner.search import plan
-from trainer.planner.target import Target
 from trainer.recipe import Recipe
 from trainer.settings import change
 from trainer.system.children import in_child
@@ -165,9 +165,9 @@ with quick_imports():
 TRACE = f"""{IMPORTS}
 from trainer.commands.recipes import load_recipe
 from trainer.memory.plan import decide_plan
-from trainer.planner.gpus import gpu_named
+from trainer.fakegpu.gpus import gpu_named
 from trainer.planner.predict import predict_here, prepared
-from trainer.planner.target import Target
+from trainer.fakegpu.target import Target
 import os, time
 recipe = prepared(load_recipe("{COMMAND_RECIPE}")[0])
 began = time.process_time(), time.perf_counter()

@@ -1,6 +1,6 @@
 """``python benchmarks/predict_cases.py ASKED.json FOUND.json``: predictions, in a process that sees no GPU.
 
-ASKED has the ``gpu`` (fields of ``trainer.planner.gpus.GPU``) and the ``cases``: name, arguments of ``trainer fit``,
+ASKED has the ``gpu`` (fields of ``trainer.fakegpu.gpus.GPU``) and the ``cases``: name, arguments of ``trainer fit``,
 ranks, environment, and whether the requests to the allocator are to be counted. FOUND is what came of them, by name.
 """
 
@@ -17,10 +17,10 @@ from typing import Any
 from common import resolve
 
 from trainer.errors import require
+from trainer.fakegpu.gpus import GPU
+from trainer.fakegpu.target import Target
 from trainer.memory.plan import decide_plan
-from trainer.planner.gpus import GPU
 from trainer.planner.predict import predict_here, prepared
-from trainer.planner.target import Target
 from trainer.planner.trace import draw_samples, trace_run
 from trainer.system.children import in_children
 from trainer.system.machine import cores

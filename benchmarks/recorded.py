@@ -14,8 +14,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from trainer.errors import RecipeError, require
-from trainer.planner.allocator import MOST_SMALL, AllocatorSettings, Block, CachingAllocator
-from trainer.planner.events import Event
+from trainer.fakegpu.allocator import MOST_SMALL, AllocatorSettings, Block, CachingAllocator
+from trainer.fakegpu.events import Event
 
 COMES = ("segment_alloc", "segment_map")
 GOES = ("segment_free", "segment_unmap")
@@ -76,7 +76,7 @@ def recorded_settings(snapshot: Mapping[str, Any]) -> AllocatorSettings:
 
 
 def recorded_events(snapshot: Mapping[str, Any], device: int = 0) -> list[Event]:
-    """The allocations and frees of a recording, for :func:`trainer.planner.replay.replay` with any settings.
+    """The allocations and frees of a recording, for :func:`trainer.fakegpu.peaks.replay` with any settings.
 
     The operation is the innermost function of the recorded stack; the phase, which a recording does not know, is empty.
 

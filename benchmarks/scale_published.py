@@ -20,12 +20,12 @@ from planner_speed import LLAMA_8B
 from torch import nn
 
 from trainer import Data, Loss, Memory, Model, Optim, Recipe
+from trainer.fakegpu.gpus import gpu_named
+from trainer.fakegpu.network import clusters, interconnects
+from trainer.fakegpu.target import Target
 from trainer.models.common import classification_loss
-from trainer.planner.gpus import gpu_named
-from trainer.planner.network import clusters, interconnects
 from trainer.planner.predict import prepared
 from trainer.planner.scale import Scale, ScaleReport, ScaleRow
-from trainer.planner.target import Target
 
 GIB = 2**30
 TOKENS, SEQUENCES = 8192, 2

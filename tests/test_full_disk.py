@@ -16,6 +16,7 @@ from helpers.pretrained import text
 from safetensors import SafetensorError
 
 from trainer import Recipe, RecipeError, predict
+from trainer.after.export import export
 from trainer.checkpoint import export as saving
 from trainer.checkpoint.export import save_model
 from trainer.cli import run
@@ -25,7 +26,6 @@ from trainer.data.rows import find_file, find_hub
 from trainer.data.tokens import tokenise
 from trainer.errors import RunError
 from trainer.models import hub
-from trainer.run.exporting import export
 from trainer.system.files import errno_of, room_in
 
 FULL = os.strerror(errno.ENOSPC)
@@ -94,7 +94,7 @@ def test_predict_names_the_folder_of_its_copy_of_a_table(trained, tmp_path, no_r
     (tmp_path / "a.csv").write_text(ROWS)
     (tmp_path / "out").mkdir()
     (tmp_path / "tmp").mkdir()
-    monkeypatch.setattr("trainer.run.prediction.gettempdir", lambda: str(tmp_path / "tmp"))
+    monkeypatch.setattr("trainer.after.predict.gettempdir", lambda: str(tmp_path / "tmp"))
     where, fix = ("tmp", "set TMPDIR") if printed else ("out", "give another file by --output")
     output = None if printed else str(tmp_path / "out" / "o.csv")
     with pytest.raises(RunError, match=rf"^{tmp_path / where} cannot be written to \({FULL}\): .*{fix}"):

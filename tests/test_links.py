@@ -10,8 +10,8 @@ import pytest
 
 from trainer.checkpoint.folder import CheckpointFolder
 from trainer.cli import run
-from trainer.commands.measured_run import run_trial
 from trainer.errors import RecipeError
+from trainer.lab.measured_run import run_trial
 
 SMALL = ["vit_digits", "--model.layers=1", "--model.width=8", "--model.mlp_width=8", "--run.logger=[csv,tensorboard]"]
 SMALL += ["--checkpoint.every=1", "--checkpoint.keep_last=1", "--checkpoint.asynchronous=false"]

@@ -16,7 +16,7 @@ import pytest
 from helpers.payloads import code
 
 from trainer.cli import COMMANDS, USAGE, run
-from trainer.commands.measured_run import probe_machine, run_trial
+from trainer.lab.measured_run import probe_machine, run_trial
 from trainer.system.processes import own_code, own_command
 
 ROOT = Path(__file__).parents[1]
@@ -34,10 +34,11 @@ ALLOWED = {
     ("benchmarks/checkpoint.py", "torch.distributed.checkpoint.load"): "reads what this benchmark has just written",
     ("trainer/commands/recipes.py", "exec_module"): "a recipe is a Python file, and running it is what is asked for",
     ("trainer/system/imports.py", "importlib.import_module"): "of a class named by a flag, or by a trusted file",
-    ("trainer/planner/script.py", "import runpy"): "a script is one, too",
-    ("trainer/planner/script_outlines.py", "from_pretrained"): "replaced for that script, and not called",
+    ("trainer/fakegpu/__init__.py", "importlib.import_module"): "one of the public names, listed in that file",
+    ("trainer/fakegpu/script.py", "import runpy"): "a script is one, too",
+    ("trainer/fakegpu/script_outlines.py", "from_pretrained"): "replaced for that script, and not called",
     (
-        "trainer/run/exporting.py",
+        "trainer/after/export.py",
         "from_pretrained",
     ): "peft's, of the adapters that this program has just written as safetensors",
     ("trainer/planner/kept.py", "import pickle"): "writes what a digest is made of; nothing is read",
@@ -178,7 +179,7 @@ def test_only_two_functions_start_python():
     using = [path for path in (ROOT / "trainer").rglob("*.py") if "sys.executable" in path.read_text(encoding="utf-8")]
     assert {path.relative_to(ROOT).as_posix() for path in using} == {
         "trainer/system/processes.py",
-        "trainer/commands/measured_run.py",
+        "trainer/lab/measured_run.py",
     }
     scripts = [path for path in (ROOT / "launch").iterdir() if path.suffix in (".sh", ".sbatch")]
     assert len(scripts) == 4

@@ -12,7 +12,7 @@ from cli.supervised import fork_processes
 from PIL import Image
 
 from trainer.cli import COMMANDS, run
-from trainer.commands.measured_run import Trial
+from trainer.lab.measured_run import Trial
 from trainer.system.processes import own_code
 from trainer.system.redact import REDACTED
 
@@ -190,7 +190,7 @@ def test_no_command_writes_or_prints_a_secret(request, recipe_file, tmp_path, mo
         shutil.copytree(request.getfixturevalue("trained"), "run")
         Image.new("L", (8, 8)).save("digit.png")
         monkeypatch.setattr(
-            "trainer.run.exporting._to_hub", lambda folder, repo, public: f"{folder} is sent"
+            "trainer.after.export._to_hub", lambda folder, repo, public: f"{folder} is sent"
         )  # no network
         if name == "checkpoint":  # its model comes of recipe.yaml, which lacks what was secret
             kept = (tmp_path / "run" / "recipe.yaml").read_text().partition("# sha256 ")[0]

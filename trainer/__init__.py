@@ -18,15 +18,15 @@ from trainer.recipe import Checkpoint, Memory, Optim, Recipe, Run
 from trainer.values import Loss, Outline, Pretrained, Stored
 
 if TYPE_CHECKING:
+    from trainer.after.predict import predict
     from trainer.api import FinishedRun, evaluate, fit
     from trainer.cli import main
     from trainer.commands.recipes import load_recipe
     from trainer.commands.runs import load
-    from trainer.engine.accumulate import AccumulatingOptimizer
     from trainer.engine.events import Listener
+    from trainer.integrations.accumulate import AccumulatingOptimizer
     from trainer.planner.report import PlanReport
     from trainer.planner.search import plan
-    from trainer.run.prediction import predict
     from trainer.weights.streaming import stored_in
 
 __version__ = "0.1.0"
@@ -37,7 +37,7 @@ os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
 
 # What needs torch, or the command line's parser, is imported on first use: `import trainer` stays instant.
 _LAZY = {
-    "AccumulatingOptimizer": "trainer.engine.accumulate",
+    "AccumulatingOptimizer": "trainer.integrations.accumulate",
     "evaluate": "trainer.api",
     "FinishedRun": "trainer.api",
     "fit": "trainer.api",
@@ -47,7 +47,7 @@ _LAZY = {
     "PlanReport": "trainer.planner.report",
     "main": "trainer.cli",
     "plan": "trainer.planner.search",
-    "predict": "trainer.run.prediction",
+    "predict": "trainer.after.predict",
     "stored_in": "trainer.weights.streaming",
 }
 

@@ -14,6 +14,7 @@ from trainer.system.imports import quick_imports
 with quick_imports():
     from torch import nn
 
+    from trainer.after.predict import checked, predict
     from trainer.checkpoint.export import filled_as_saved, load_model
     from trainer.engine.deterministic import deterministic_algorithms
     from trainer.engine.forward import Forward
@@ -29,7 +30,6 @@ with quick_imports():
     from trainer.run.directory import report_text, status_kept, write_evaluation, written_to
     from trainer.run.notebook import fit_beside, needs_processes
     from trainer.run.opening import evaluation_session, training_session
-    from trainer.run.prediction import checked, predict
     from trainer.run.resume import Resumption
     from trainer.run.session import Session, evaluation, on_first
     from trainer.run.training import Training

@@ -67,13 +67,13 @@ COMMANDS = {
     "run": "supervise.supervisor:run_command",
     "doctor": "commands.doctor:doctor",
     "plan": "commands.plan:plan",
-    "ladder": "commands.ladder:ladder",
-    "sweep": "commands.sweep:sweep",
+    "ladder": "lab.ladder:ladder",
+    "sweep": "lab.sweep:sweep",
     "evaluate": "commands.runs:evaluate",
     "checkpoint": "commands.checkpoint:checkpoint",
     "predict": "commands.runs:predict",
     "export": "commands.runs:export",
-    "runs": "commands.list_runs:runs",
+    "runs": "lab.list_runs:runs",
 }
 """What carries a command out: a function, imported when it is given, of the words after its name; and maybe a code."""
 

@@ -16,8 +16,8 @@ from helpers.benchmark import FOLDER, imported
 from safetensors.numpy import load_file, save_file
 
 from trainer.api import fit
-from trainer.commands.measured_run import Trial
 from trainer.commands.recipes import load_recipe
+from trainer.lab.measured_run import Trial
 from trainer.memory.plan import decide_plan
 from trainer.settings import change
 

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from helpers.benchmark import imported
 
-from trainer.commands.measured_run import Trial
+from trainer.lab.measured_run import Trial
 
 common, gpu_faults, gpu_first = imported("common", "gpu_faults", "gpu_first")
 First, Task = gpu_first.First, gpu_first.Task

@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 
 from benchmarks.recorded import Difference, compare, recorded_events, recorded_settings
 from trainer.errors import RecipeError
-from trainer.planner.allocator import AllocatorSettings
-from trainer.planner.replay import replay
+from trainer.fakegpu.allocator import AllocatorSettings
+from trainer.fakegpu.peaks import replay
 
 MiB = 2**20
 

@@ -75,7 +75,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[tuple]:
     def predict(recipe, run_dir, *inputs, **how):
         made.append(("predict", recipe, run_dir, *inputs, how))
 
-    monkeypatch.setitem(sys.modules, "trainer.run.prediction", SimpleNamespace(predict=predict))
+    monkeypatch.setitem(sys.modules, "trainer.after.predict", SimpleNamespace(predict=predict))
     return made
 
 

@@ -270,7 +270,7 @@ def test_texts_that_say_nothing_or_are_there_twice_and_a_tokenizer_of_more_words
 
 
 def test_a_run_that_does_not_fit_the_device(monkeypatch):
-    monkeypatch.setattr("trainer.planner.target.usable_memory", lambda device, size: 1000)
+    monkeypatch.setattr("trainer.fakegpu.target.usable_memory", lambda device, size: 1000)
     status, text = finding_of(machine.PeakMemory(subject_of()).look)
     assert (status, "--memory.budget" in text) == ("FAIL", True)
     assert finding_of(machine.PeakMemory(subject_of(memory=Memory(budget="2GB"))).look)[0] == "skipped"

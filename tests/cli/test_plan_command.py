@@ -20,7 +20,7 @@ from trainer import PlanReport, plan
 from trainer.cli import run
 from trainer.commands.plan import SWITCHES, VALUED, chosen_command
 from trainer.commands.recipes import load_recipe
-from trainer.planner.gpus import GPUS
+from trainer.fakegpu.gpus import GPUS
 from trainer.planner.report import Candidate
 from trainer.report import plots
 from trainer.system.text import gigabytes

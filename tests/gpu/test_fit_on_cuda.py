@@ -187,8 +187,8 @@ def test_cuda_graphs_have_the_losses_of_compiled_blocks(micro_batch_size, tmp_pa
 def test_attention_takes_the_kernel_that_the_planner_names(precision, tmp_path):
     from helpers.tiny import predict
 
+    from trainer.fakegpu.target import Target, gpu_here
     from trainer.planner.predict import prepared
-    from trainer.planner.target import Target, gpu_here
 
     _, summary = train(tmp_path / "run", precision=precision)
     recipe, _ = load_recipe("vit_digits")

@@ -16,12 +16,12 @@ from helpers.combinations import Trained, tower_file
 from helpers.language import FAMILIES, language_model, language_samples
 from helpers.problems import CLASSES, OneHead, Problem, collate, make_model, make_samples
 from trainer.contract import Data, Model
+from trainer.fakegpu.events import Trace
+from trainer.fakegpu.gpus import gpu_named
+from trainer.fakegpu.target import Target
 from trainer.memory.plan import Plan, decide_plan
 from trainer.models import LoRA
-from trainer.planner.events import Trace
-from trainer.planner.gpus import gpu_named
 from trainer.planner.predict import Prediction, predict_here, prepared
-from trainer.planner.target import Target
 from trainer.planner.trace import draw_samples, trace_run
 from trainer.recipe import Memory, Optim, Recipe
 from trainer.system.children import in_child

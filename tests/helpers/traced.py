@@ -13,8 +13,8 @@ from torch import Tensor, nn
 
 from helpers.tiny import InMemory, trace_of
 from trainer.contract import Model
+from trainer.fakegpu.events import Event, Trace, Work
 from trainer.models.common import classification_loss
-from trainer.planner.events import Event, Trace, Work
 from trainer.planner.predict import prepared
 from trainer.recipe import Memory, Optim, Recipe
 from trainer.system.children import in_children

@@ -24,13 +24,13 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from trainer.contract import Model
+from trainer.fakegpu.patches import FakeEvent, FakeStream, OnStream
 from trainer.memory import activation_offload, optimizer_offload
 from trainer.memory.activation_offload import Shelf
 from trainer.memory.optimizer_offload import CHUNK, MAX_PIECE, PIECE, Carrier, StreamedGradients, in_pieces
 from trainer.memory.plan import decide_plan
 from trainer.memory.sharding import local
 from trainer.memory.stack import Stack, whole_state
-from trainer.planner.fake_patches import FakeEvent, FakeStream, OnStream
 from trainer.recipe import Memory, Optim
 
 CPU = torch.device("cpu")

@@ -29,16 +29,16 @@ from trainer.api import evaluate, fit
 from trainer.contract import Model
 from trainer.engine import sync
 from trainer.errors import RunError
+from trainer.fakegpu.gpus import gpu_named, host_as_device
+from trainer.fakegpu.target import Target
 from trainer.memory.initialize import build_module
 from trainer.memory.plan import decide_plan
 from trainer.memory.stack import apply_stack, whole_state
 from trainer.memory.tensor_parallel import SplitAttention, TensorParallelSync
 from trainer.models import MLP, LoRA, TextClassifier
-from trainer.planner.gpus import gpu_named, host_as_device
 from trainer.planner.knobs import applied, combinations
 from trainer.planner.predict import prepared
 from trainer.planner.search import search_for
-from trainer.planner.target import Target
 from trainer.recipe import Memory, Optim, Run
 from trainer.weights.streaming import WeightFiles
 

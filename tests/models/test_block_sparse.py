@@ -218,9 +218,9 @@ def test_the_gradient_of_two_ranks_is_that_of_one(strategy, checkpointing, ranks
 
 @pytest.mark.parametrize("gpu", ["a100-80gb", "v100-32gb"])
 def test_the_planner_sees_the_operation_what_it_allocates_and_what_it_computes(gpu):
-    from trainer.planner.gpus import gpu_named
-    from trainer.planner.target import Target
-    from trainer.planner.tracer import tracing
+    from trainer.fakegpu.gpus import gpu_named
+    from trainer.fakegpu.target import Target
+    from trainer.fakegpu.tracer import tracing
 
     with tracing(Target(gpu_named(gpu))) as tracer:
         module = pair()[1].float().to(tracer.target.device)

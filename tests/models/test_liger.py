@@ -18,11 +18,11 @@ from helpers.problems import collate
 from torch import nn
 
 from trainer.errors import RecipeError
+from trainer.fakegpu.gpus import gpu_named
+from trainer.fakegpu.target import Target
+from trainer.fakegpu.tracer import tracing
 from trainer.models import CausalLM, LoRA
 from trainer.models.liger import ARCHITECTURES, NORMS, PARTS, ROTATE
-from trainer.planner.gpus import gpu_named
-from trainer.planner.target import Target
-from trainer.planner.tracer import tracing
 from trainer.system.children import in_child
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
@@ -256,7 +256,7 @@ def test_another_value_is_refused() -> None:
 
 def traced(kernels: str) -> dict[str, Any]:
     """Of a forward and backward on a simulated GPU: operations, kernels, bytes moved and kept, parameters."""
-    from trainer.planner.fake_patches import patch_libraries
+    from trainer.fakegpu.patches import patch_libraries
 
     with tracing(Target(gpu_named("h200"))) as tracer:
         with torch.device("cuda"):

@@ -13,11 +13,11 @@ import torch
 from helpers.kernels import ARCHITECTURES, CHECKS, SHARED, Dispatches, compiled, interpreted, unwrap
 from torch import Tensor, nn
 
+from trainer.fakegpu.gpus import gpu_named
+from trainer.fakegpu.target import Target
+from trainer.fakegpu.tracer import tracing
 from trainer.models import token_loss
 from trainer.models.token_loss import FUSED, LOGITS, PLAIN, Transform, chunked_loss, default_chunk
-from trainer.planner.gpus import gpu_named
-from trainer.planner.target import Target
-from trainer.planner.tracer import tracing
 from trainer.system.children import in_child
 
 needs_triton = pytest.mark.skipif(find_spec("triton") is None, reason="Triton is missing")

@@ -13,11 +13,11 @@ from torch import Tensor
 from torch._dynamo.testing import CompileCounter
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from trainer.fakegpu.gpus import gpu_named
+from trainer.fakegpu.target import Target
+from trainer.fakegpu.tracer import tracing
 from trainer.models import unpadded
 from trainer.models.unpadded import FULL, Lengths, Pattern, attend
-from trainer.planner.gpus import gpu_named
-from trainer.planner.target import Target
-from trainer.planner.tracer import tracing
 from trainer.system.children import in_child
 
 LENGTHS = [9, 4, 4, 7, 1]

@@ -12,6 +12,7 @@ from helpers.problems import CLASSES, OBJECTIVES, Problem, collate, make_model, 
 from sklearn.utils.class_weight import compute_class_weight
 
 from trainer import Memory, Optim, Recipe, Run, fit
+from trainer.after.predict import predict
 from trainer.checkpoint.export import load_model, save_model
 from trainer.contract import Data
 from trainer.data import Digits, StreamedText, TextFiles
@@ -20,7 +21,6 @@ from trainer.errors import RecipeError
 from trainer.models import MLP, BigBird, LoRA, Objective, TextClassifier
 from trainer.models.common import balanced_weights
 from trainer.planner.made_up import MadeUp
-from trainer.run.prediction import predict
 from trainer.values import FIGURES
 
 TEXT_TASKS = {task: name for name, (base, task, _) in reversed(OBJECTIVES.items()) if base == "distilbert"}

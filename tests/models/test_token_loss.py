@@ -25,13 +25,13 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from trainer import Memory, Recipe, RecipeError
 from trainer.contract import Model
+from trainer.fakegpu.events import Trace
+from trainer.fakegpu.gpus import host_as_device
+from trainer.fakegpu.target import Target
 from trainer.memory.plan import decide_plan
 from trainer.models import CausalLM, LoRA
 from trainer.models.token_loss import Transform, chunked_loss, give_loss, predicted_places, token_loss, transform_of
-from trainer.planner.events import Trace
-from trainer.planner.gpus import host_as_device
 from trainer.planner.predict import prepared
-from trainer.planner.target import Target
 from trainer.planner.trace import draw_samples, trace_run
 from trainer.weights.blocks import find_blocks
 

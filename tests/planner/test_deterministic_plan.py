@@ -12,10 +12,10 @@ from helpers.traced import own_recipe, traces
 from trainer.data.loader import Loader
 from trainer.engine.feed import windows_of
 from trainer.errors import RecipeError
+from trainer.fakegpu.events import Trace
+from trainer.fakegpu.peaks import replay
 from trainer.memory.plan import decide_plan
-from trainer.planner.events import Trace
 from trainer.planner.knobs import micro_batch_sizes
-from trainer.planner.replay import replay
 from trainer.planner.trace import draw_samples, most_sums, trace_run
 from trainer.recipe import Memory, Run
 

@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 from helpers.tiny import prediction_of, recipe_of
 
+from trainer.fakegpu.cost import StepCost
+from trainer.fakegpu.gpus import gpu_named, host_as_device
 from trainer.memory.plan import with_precision
-from trainer.planner.cost import StepCost
-from trainer.planner.gpus import gpu_named, host_as_device
 from trainer.planner.predict import FASTER, Prediction, candidates, faster
 from trainer.recipe import Memory, Recipe, Run
 

@@ -19,12 +19,12 @@ import torch
 from torch import nn
 
 from trainer.commands.recipes import load_recipe
+from trainer.fakegpu.gpus import gpu_named
+from trainer.fakegpu.target import Target
 from trainer.memory.plan import decide_plan
 from trainer.planner import kept
-from trainer.planner.gpus import gpu_named
 from trainer.planner.kept import AGAIN, Keeper
 from trainer.planner.predict import predict_here, prepared
-from trainer.planner.target import Target
 from trainer.settings import change
 from trainer.system.children import in_child, in_children
 from trainer.weights.streaming import on_meta

@@ -11,12 +11,12 @@ from pathlib import Path
 import pytest
 from helpers.tiny import predict
 
-from trainer.commands.measured_run import RETURN_FREED_MEMORY
 from trainer.commands.recipes import load_recipe
+from trainer.fakegpu.gpus import host_as_device
+from trainer.fakegpu.target import Target
+from trainer.lab.measured_run import RETURN_FREED_MEMORY
 from trainer.memory.plan import decide_plan
-from trainer.planner.gpus import host_as_device
 from trainer.planner.predict import CPU_BUFFERS, prepared
-from trainer.planner.target import Target
 from trainer.settings import change
 from trainer.system.text import as_text
 

@@ -12,13 +12,13 @@ import pytest
 
 from trainer.commands.recipes import load_recipe
 from trainer.errors import RecipeError
+from trainer.fakegpu.cost import StepCost
+from trainer.fakegpu.target import Target
 from trainer.memory.plan import Plan
 from trainer.planner import search as searching
-from trainer.planner.cost import StepCost
 from trainer.planner.predict import Prediction
 from trainer.planner.report import PlanReport, best_of_each, pasteable, table, why
 from trainer.planner.search import plan, search_for
-from trainer.planner.target import Target
 from trainer.recipe import Recipe
 from trainer.settings import change
 from trainer.system.children import Failed

@@ -11,13 +11,13 @@ from helpers.tiny import predict, target_of
 from helpers.traced import BLOCKS, CLASSES, INNER, WIDTH, own_recipe, traced
 
 from trainer.errors import RecipeError
+from trainer.fakegpu.cost import StepCost, cost_of
+from trainer.fakegpu.events import Trace
+from trainer.fakegpu.network import Cluster, clusters, interconnects
 from trainer.memory.plan import decide_plan
 from trainer.planner import scale
-from trainer.planner.cost import StepCost
-from trainer.planner.events import Trace
-from trainer.planner.knobs import applied
-from trainer.planner.network import Cluster, clusters, interconnects, strategies
-from trainer.planner.predict import Prediction, cost_of, traffic_of
+from trainer.planner.knobs import applied, strategies
+from trainer.planner.predict import Prediction, traffic_of
 from trainer.planner.scale import Scale, ScaleReport, ScaleRow
 from trainer.recipe import Memory, Run
 

@@ -16,14 +16,14 @@ from torch import Tensor, nn
 
 from trainer.commands.recipes import load_recipe
 from trainer.errors import RecipeError
+from trainer.fakegpu.cost import StepCost
+from trainer.fakegpu.gpus import gpu_named
+from trainer.fakegpu.target import Target
 from trainer.memory.plan import Plan, decide_plan
 from trainer.planner import search as searching
-from trainer.planner.cost import StepCost
-from trainer.planner.gpus import gpu_named
 from trainer.planner.predict import Prediction
 from trainer.planner.report import table
 from trainer.planner.search import MARGIN, Search, plan
-from trainer.planner.target import Target
 from trainer.recipe import Memory, Optim, Recipe, Run
 
 MB = 1_000_000

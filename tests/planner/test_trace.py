@@ -8,7 +8,7 @@ import pytest
 from helpers import traced
 from helpers.traced import BATCH, BFLOAT16, BLOCKS, FLOAT, INNER, LONG, MATRIX, TOKENS, WEIGHTS, WIDTH, Own
 
-from trainer.planner.events import Trace
+from trainer.fakegpu.events import Trace
 from trainer.recipe import Memory
 
 RUNS = {

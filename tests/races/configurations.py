@@ -20,14 +20,15 @@ from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.data import default_collate
 
 from trainer.contract import Data
+from trainer.fakegpu import tracer
+from trainer.fakegpu.gpus import gpu_named
+from trainer.fakegpu.target import Target
 from trainer.memory import optimizer_offload
 from trainer.memory.activation_offload import Shelf
 from trainer.memory.plan import decide_plan
 from trainer.models import MLP, VisionTransformer
-from trainer.planner import trace, tracer
-from trainer.planner.gpus import gpu_named
+from trainer.planner import trace
 from trainer.planner.predict import prepared
-from trainer.planner.target import Target
 from trainer.recipe import Memory, Optim, Recipe, Run
 from trainer.system.children import in_child
 

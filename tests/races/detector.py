@@ -25,7 +25,7 @@ from types import CodeType
 from typing import Any, NamedTuple
 
 import trainer
-from trainer.planner.events import HOST_STREAM, HOST_THREAD
+from trainer.fakegpu.events import HOST_STREAM, HOST_THREAD
 
 HOST, THREAD = HOST_STREAM, HOST_THREAD
 """The host among the streams, and the thread in which it updates weights ahead."""
@@ -39,6 +39,7 @@ MACHINERY = (
     "/torch/nn/",
     "/torch/utils/",
     "/torch/autograd/",
+    f"{TRAINER}fakegpu/",
     f"{TRAINER}planner/",
     f"{Path(__file__).parent}/watched",
 )

@@ -1,4 +1,4 @@
-"""The planner's GPU that is not there, with a detector that is told of every operation and every wait."""
+"""The simulated GPU, with a detector that is told of every operation and every wait."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._pytree import tree_leaves
 
-from trainer.planner.fake_patches import FakeEvent, FakeStream, OnStream, is_paused
-from trainer.planner.tracer import Storage, Tracer
+from trainer.fakegpu.patches import FakeEvent, FakeStream, OnStream, is_paused
+from trainer.fakegpu.tracer import Storage, Tracer
 
 aten = torch.ops.aten
 

@@ -15,9 +15,9 @@ from trainer import Memory, Recipe, RecipeError, Run
 from trainer.api import fit
 from trainer.commands.recipes import load_recipe
 from trainer.errors import RunError
+from trainer.fakegpu.gpus import host_as_device
 from trainer.launching.world import World
 from trainer.memory.plan import decide_plan
-from trainer.planner.gpus import host_as_device
 from trainer.planner.knobs import applied, combinations, free_knobs, is_sensible, micro_batch_sizes, wants_plan
 from trainer.planner.report import Candidate
 from trainer.run.forecast import Forecast, _awaited, _meeting_place, _search, _through_file, forecast, planned
@@ -56,7 +56,7 @@ def in_fresh_process(tmp_path, *arguments: str) -> tuple[int, str, dict]:
 ON_A_FAKE_GPU = """
 import sys
 from trainer.cli import run
-from trainer.planner.gpus import gpu_named
+from trainer.fakegpu.gpus import gpu_named
 from trainer.run import forecast
 forecast.this_device = lambda accelerator: gpu_named("h100-sxm")
 sys.exit(run(sys.argv[1:]))

@@ -12,15 +12,15 @@ import yaml
 from helpers.resumed import recipe
 
 from trainer import Memory, Recipe, RecipeError
+from trainer.after.predict import PredictOptions
 from trainer.api import fit
 from trainer.cli import run
 from trainer.commands.recipes import load_recipe, packaged_recipes
+from trainer.fakegpu.gpus import GPUS, gpu_named, host_as_device
 from trainer.launching.world import World
 from trainer.memory.plan import decide_plan, with_precision
-from trainer.planner.gpus import GPUS, gpu_named, host_as_device
 from trainer.run import forecast, opening
 from trainer.run.forecast import decided
-from trainer.run.prediction import PredictOptions
 
 pytestmark = pytest.mark.usefixtures("no_pictures")
 

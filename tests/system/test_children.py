@@ -18,9 +18,9 @@ import torch
 from helpers import LONG
 
 from trainer.errors import RecipeError
-from trainer.planner import target
-from trainer.planner.fake_ranks import fake_ranks
-from trainer.planner.gpus import gpu_named
+from trainer.fakegpu import target
+from trainer.fakegpu.gpus import gpu_named
+from trainer.fakegpu.ranks import fake_ranks
 from trainer.system.children import Bounded, Child, Failed, in_child, in_children
 from trainer.system.machine import FACTS
 

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from trainer.after.predict import predict
 from trainer.checkpoint.manifest import Manifest
 from trainer.cli import _guarded, run
 from trainer.commands import doctor as command
@@ -23,7 +24,6 @@ from trainer.report.metrics import EvaluationResult
 from trainer.report.progress import Progress
 from trainer.run.directory import report_text
 from trainer.run.listeners import report_bad_samples
-from trainer.run.prediction import predict
 from trainer.supervise.attempt import Journal
 from trainer.supervise.supervisor import announce
 from trainer.system.reports import note_place, report
@@ -173,7 +173,7 @@ PLACES = (
 
 @pytest.mark.parametrize("place", PLACES, ids=lambda place: place.__name__)
 def test_a_name_from_outside_is_one_line_that_steers_nothing(place, tmp_path, capsysbinary, monkeypatch):
-    monkeypatch.setattr("trainer.run.prediction.load_model", lambda model, folder: model.build())
+    monkeypatch.setattr("trainer.after.predict.load_model", lambda model, folder: model.build())
     place(tmp_path)
     out, err = capsysbinary.readouterr()
     printed = (out + err).decode()

@@ -15,9 +15,9 @@ from helpers.kernels import ARCHITECTURES, CHECKS, SHARED, Dispatches, compiled,
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from trainer.planner.gpus import gpu_named
-from trainer.planner.target import Target
-from trainer.planner.tracer import tracing
+from trainer.fakegpu.gpus import gpu_named
+from trainer.fakegpu.target import Target
+from trainer.fakegpu.tracer import tracing
 from trainer.system.children import in_child
 from trainer.weights import fused, nf4
 from trainer.weights.nf4 import BLOCK, GROUP, ROW, dequantise, quantise, rows_of

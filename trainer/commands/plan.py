@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from trainer.commands import TRUST, OwnFlags
 from trainer.commands.recipes import Asked, asked_for, count, new_folder
 from trainer.errors import RecipeError, RunError, require
-from trainer.planner.gpus import NO_GPU, gpu_named, host_as_device
+from trainer.fakegpu.gpus import NO_GPU, gpu_named, host_as_device
 from trainer.recipe import Recipe
 from trainer.system.files import write_atomic
 from trainer.system.imports import quick_imports
@@ -26,7 +26,7 @@ from trainer.system.waiting import doing
 
 if TYPE_CHECKING:
     from trainer.commands.flags import Flags
-    from trainer.planner.network import Cluster
+    from trainer.fakegpu.network import Cluster
     from trainer.planner.report import PlanReport
 
 # What of the planner imports torch is imported where it is used: --help answers at once, and what cannot work, too.
@@ -88,7 +88,6 @@ def plan(argv: list[str]) -> None:
 
 
 def _of_config(reference: str, flags: Flags) -> Recipe | None:
-    """The recipe that ``hf:MODEL`` stands for, of its flags; ``None`` for any other ``reference``, which has none."""
     given = {name: text or "" for name, text in flags if name in HUB}
     if not reference.startswith("hf:"):
         for name in given:
@@ -158,7 +157,8 @@ def _planned(asked: Asked, own: dict[str, str]) -> tuple[dict[str, Any], str]:
 
 def _clusters(recipe: Recipe, own: dict[str, str], several: bool) -> list[Cluster]:
     """The devices and their nodes; that flags name something is seen here, before anything that takes time."""
-    from trainer.planner.network import USUAL, clusters, devices_of, interconnects
+    from trainer.fakegpu.network import USUAL, clusters, interconnects
+    from trainer.planner.knobs import devices_of
 
     if own.get("gpu") not in (None, "cpu"):
         gpu_named(own["gpu"])
@@ -208,13 +208,12 @@ def chosen_command(
 
 
 def _scaled(asked: Asked, own: dict[str, str]) -> tuple[dict[str, Any], str]:
-    """Simulate each number of devices, print the table and write it: what ``scale.json`` holds, and what is missing."""
     recipe, _, reference, _ = asked
     for name in {"lossy", "all"} & {name for name, _ in asked.flags}:
         require(False, f"--{name} is for a search for one number of devices: leave it out, or name one number")
     sizes = _clusters(recipe, own, True)
     with quick_imports():
-        from trainer.planner.network import USUAL, interconnects
+        from trainer.fakegpu.network import USUAL, interconnects
         from trainer.planner.predict import prepared
         from trainer.planner.scale import ASSUMED, Scale, heading, refused, table, to_json, verdict
         from trainer.planner.search import target_for

@@ -10,8 +10,8 @@ from pathlib import Path
 from trainer.commands import OwnFlags
 from trainer.commands.recipes import count, new_folder
 from trainer.errors import RunError, require
-from trainer.planner import script as scripts
-from trainer.planner.gpus import gpu_named
+from trainer.fakegpu import script as scripts
+from trainer.fakegpu.gpus import gpu_named
 from trainer.report.summary import versions
 from trainer.settings import did_you_mean
 from trainer.system.files import write_atomic
@@ -37,6 +37,7 @@ USAGE = "usage: trainer plan --script FILE [flags] [-- ARGS OF THE SCRIPT]"
 def plan_script(argv: Sequence[str]) -> None:
     """Plan a script; print the answer and write it, also if it does not fit, which is a ``RunError``."""
     from trainer.commands.flags import scan
+    from trainer.report.plots import plot_plan
 
     words, args = list(argv), list[str]()
     if "--" in words:
@@ -55,7 +56,10 @@ def plan_script(argv: Sequence[str]) -> None:
         {name: text or "" for name, text in flags}, [text or "" for name, text in flags if name == "config"], args
     )
     said, date = redact_words(args), time.strftime("%Y-%m-%d %H:%M:%S %z")
-    found = {"script": script.path, "args": said, "date": date} | redact_value(scripts.plan_script(script))
+    answer = scripts.plan_script(script)
+    timeline, capacity, title = answer.pop("picture")
+    plot_plan(timeline, capacity, title, Path(script.out, "plan.png"))
+    found = {"script": script.path, "args": said, "date": date} | redact_value(answer)
     text = found.pop("text")
     found["versions"] = versions()
     write_atomic(Path(script.out, "plan.json"), json.dumps(found, indent=1, ensure_ascii=False) + "\n")

@@ -215,7 +215,6 @@ def asked_for(
 
 
 def _own_page(command: str, what: str, own: OwnFlags) -> str:
-    """The flags of a command besides those that are settings of a recipe."""
     several = dict.fromkeys(own.several, " ...")
     rows = {f"--{name} {name.upper()}{several.get(name, '')}": text for name, text in own.valued.items()}
     rows |= {f"--{name}": text for name, text in own.switches.items()}

@@ -131,7 +131,7 @@ def export(argv: list[str]) -> None:
         )
         for name, of in (("output", ("onnx", "hf", "peft")), ("repo", ("hub",))):
             require(name not in given or to in of, f"--{name} is for --to {' and '.join(of)}, not for {to}")
-        from trainer.run.exporting import export
+        from trainer.after.export import export
 
         public = ("public", None) in asked.flags
         print(escaped(export(asked.recipe, Path(asked.reference), to, given.get("output"), given.get("repo"), public)))
@@ -174,7 +174,6 @@ def load(run_dir: str | Path, recipe: Recipe | None = None, *, trusted: bool = F
 
 
 def _recipe_of(reference: str) -> str:
-    """The recipe of a run directory, which must hold a trained model too."""
     run_dir = Path(reference)
     recipe, named = run_dir / "recipe.yaml", f"run directory {str(run_dir)!r}"
     require(run_dir.is_dir(), f"{named}: no such directory")

@@ -24,11 +24,11 @@ from trainer.checkpoint.parts import PartsReader, describe_parts, whole, write_p
 from trainer.data.workers import SHARED, SMALL_SHARED, decide_workers
 from trainer.doctor.subject import Finding, Subject, fail, ok, skipped, warning
 from trainer.errors import RecipeError
+from trainer.fakegpu.ranks import forget_process_group
+from trainer.fakegpu.target import Target, budget_bytes
 from trainer.launching.loopback import ADDRESS, keep_to_loopback, loopback_store
-from trainer.planner.fake_ranks import forget_process_group
 from trainer.planner.predict import Prediction, predict_here
 from trainer.planner.search import MARGIN
-from trainer.planner.target import Target, budget_bytes
 from trainer.run.forecast import this_device
 from trainer.system.children import Child, Failed, in_child
 from trainer.system.files import hash_file, sync_to_disk

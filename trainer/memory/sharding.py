@@ -17,12 +17,12 @@ from typing import Any
 import torch
 from lightning.fabric.strategies import DDPStrategy, ModelParallelStrategy, SingleDeviceStrategy, Strategy
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed import device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.fsdp._fully_shard import _fsdp_param
 from torch.distributed.tensor import DTensor
 from torch.nn.modules.batchnorm import _BatchNorm
-from torch.nn.parallel import DistributedDataParallel
 
 from trainer.memory.plan import Plan
 from trainer.memory.refusals import require_first_order
@@ -50,8 +50,9 @@ class BucketedStrategy(DDPStrategy):
     """DDP, built on the stream that computes: nothing waits for that on which Lightning's is built, so that its
     broadcast of the initial weights might overwrite those that are restored next."""
 
-    def setup_module(self, module: nn.Module) -> DistributedDataParallel:
-        return DistributedDataParallel(module, device_ids=self._determine_ddp_device_ids(), **self._ddp_kwargs)
+    def setup_module(self, module: nn.Module) -> nn.parallel.DistributedDataParallel:
+        wrap = nn.parallel.DistributedDataParallel  # looked up here: a simulated GPU has its own
+        return wrap(module, device_ids=self._determine_ddp_device_ids(), **self._ddp_kwargs)
 
 
 class ReplicatedStrategy(DDPStrategy):
@@ -163,13 +164,13 @@ def local(tensor: Tensor) -> Tensor:
 
 def mesh_of(plan: Plan, device: torch.device) -> DeviceMesh:
     """The ranks as FSDP and tensor parallelism see them; those that are tensor parallel are neighbours: on one node."""
-    replicas, copies = plan.memory.replicas, plan.memory.tensor_parallel
+    world, replicas, copies = plan.world_size, plan.memory.replicas, plan.memory.tensor_parallel
+    shape, names = (replicas, world // replicas), ("replicate", "shard")
     if copies > 1:
-        return init_device_mesh(device.type, (plan.world_size // copies, copies), mesh_dim_names=(DATA, TENSOR))
-    if replicas == 1:
-        return init_device_mesh(device.type, (plan.world_size,), mesh_dim_names=("shard",))
-    shape = (replicas, plan.world_size // replicas)
-    return init_device_mesh(device.type, shape, mesh_dim_names=("replicate", "shard"))
+        shape, names = (world // copies, copies), (DATA, TENSOR)
+    elif replicas == 1:
+        return device_mesh.init_device_mesh(device.type, (world,), mesh_dim_names=("shard",))
+    return device_mesh.init_device_mesh(device.type, shape, mesh_dim_names=names)
 
 
 def _large_embeddings(module: nn.Module, blocks: Sequence[nn.Module]) -> list[nn.Module]:

@@ -22,6 +22,7 @@ from transformers.modeling_outputs import BaseModelOutputWithPoolingAndCrossAtte
 from transformers.models.big_bird.modeling_big_bird import BigBirdModel, BigBirdSelfAttention
 
 from trainer.errors import require
+from trainer.fakegpu.events import INNER_BYTES
 
 ROWS = 16  # blocks of queries at once: their keys, values and scores stay in a core's cache
 NEVER = -1e30  # added to the score of a key that is not attended to; finite, so that a text of padding alone has no NaN
@@ -257,6 +258,10 @@ def inner_bytes(op: Any, args: tuple[Any, ...], capability: tuple[int, int] | No
     rounding = scores, scores, in_half, in_half
     adding = in_half or scores, in_half or scores, gathered, gathered, near * size * exact * is_half
     return of_head, 2 * tokens * size * exact, gathered, *max(rounding, adding, key=sum)
+
+
+INNER_BYTES[torch.ops.trainer.block_sparse_attention.default] = inner_bytes
+INNER_BYTES[torch.ops.trainer.block_sparse_attention_backward.default] = inner_bytes
 
 
 # FlexAttention, on GPUs.

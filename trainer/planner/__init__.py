@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from trainer.planner.any_loop import FakeGPU, fake_gpu
+    from trainer.fakegpu.any_loop import FakeGPU, fake_gpu
 
 __all__ = ["FakeGPU", "fake_gpu"]
 
@@ -16,6 +16,8 @@ __all__ = ["FakeGPU", "fake_gpu"]
 def __getattr__(name: str) -> Any:  # they need torch, and much of it: imported when they are used
     if name not in __all__:
         raise AttributeError(f"module 'trainer.planner' has no attribute {name!r}")
-    from trainer.planner import any_loop
+    from trainer.fakegpu import any_loop
+    from trainer.report.plots import plot_plan
 
+    any_loop.draw = plot_plan
     return getattr(any_loop, name)

@@ -115,7 +115,6 @@ def hub_recipe(
 
 
 def _read(said: str, name: str, revision: str | None) -> tuple[dict[str, Any], Path]:
-    """The settings in ``config.json``, and the folder that holds it: here, or in the hub's cache, which is filled."""
     folder = Path(local_folder(name)).expanduser()
     if not name or not is_local(str(folder)):
         require(not name.startswith((".", "/", "~", "file:")), f"{said}: there is no folder {folder}")
@@ -143,7 +142,6 @@ def _read(said: str, name: str, revision: str | None) -> tuple[dict[str, Any], P
 
 
 def _guessed(said: str, config: Mapping[str, Any]) -> str:
-    """The task that a configuration's ``architectures`` are for."""
     given = config.get("architectures")
     names = list(map(str, given)) if isinstance(given, list) else [str(given)] if given else []
     for task in (task for name in names for ending, task in ENDINGS.items() if name.endswith(ending)):

@@ -111,7 +111,6 @@ def _files() -> set[str]:
 
 
 def _surroundings() -> Any:
-    """What code may ask for besides files of its own."""
     variables = sorted(pair for pair in os.environ.items() if pair[0] not in OF_A_TERMINAL and pair[0][:4] != "SSH_")
     folders = [folder for folder in sys.path if os.path.isdir(folder)]
     installed = [sorted(name for name in os.listdir(folder) if name.endswith("-info")) for folder in folders]

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from itertools import product
 from typing import Any
 
+from trainer.fakegpu.network import Cluster
 from trainer.memory.knobs import LOSSY, SEARCHED, UNPROVEN, left_open
 from trainer.recipe import Memory, Recipe
 
@@ -160,3 +161,32 @@ def turned(settings: Mapping[str, Any]) -> Settings:
 def without_size(settings: Mapping[str, Any]) -> Settings:
     """The settings without the micro-batch."""
     return {key: value for key, value in settings.items() if key != "memory.micro_batch_size"}
+
+
+def devices_of(recipe: Recipe) -> int:
+    """The ranks that the recipe asks for; 1 where it leaves them open."""
+    return 1 if recipe.run.devices == "auto" else recipe.run.devices
+
+
+def strategies(memory: Memory, cluster: Cluster) -> dict[str, Settings]:
+    """The strategies that the recipe leaves open, by name, with the settings that make each."""
+    if cluster.devices == 1:
+        alone: Settings = {"memory.strategy": "auto", "memory.replicas": 1, "memory.reshard_after_forward": True}
+        together = {"memory.tensor_parallel": 1, "memory.sequence_parallel": False}
+        alone |= together if memory.tensor_parallel > 1 else {}
+        return {"single": alone | {"memory.sync_every_micro_step": None}}
+    sharded: Settings = {"memory.strategy": "fsdp"}
+    if memory.replicas > 1:
+        return {"hsdp": sharded}
+    reshards, streams = memory.reshard_after_forward, memory.cpu_offload == "parameters"
+    options: dict[str, Settings] = {}
+    if memory.strategy != "fsdp" and not streams and reshards:
+        options["ddp"] = {"memory.strategy": "ddp"}
+    if memory.strategy == "ddp":
+        return options
+    if reshards:
+        options["fsdp"] = sharded
+    options["fsdp*"] = sharded | {"memory.reshard_after_forward": False}
+    if 1 < cluster.nodes < cluster.devices and memory.tensor_parallel == 1:
+        options["hsdp"] = sharded | {"memory.replicas": cluster.nodes}
+    return options

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import os
 import time
-from bisect import bisect_left
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
@@ -15,20 +14,19 @@ from typing import Any
 from trainer.contract import Data
 from trainer.engine.feed import fill_from_data
 from trainer.errors import RecipeError, require
+from trainer.fakegpu.cost import StepCost, changed, cost_of, of_whole_step, peak_seconds
+from trainer.fakegpu.events import Category, Trace, Work
+from trainer.fakegpu.gpus import GPU
+from trainer.fakegpu.network import Cluster, Interconnect, sent
+from trainer.fakegpu.peaks import LARGEST, AllocatorSettings, in_gb, peaks_to_json, replay, retries_within, timeline_of
+from trainer.fakegpu.target import Target
 from trainer.memory.plan import Plan, decide_plan
-from trainer.planner.cost import HOST_NETWORK, StepCost, changed, of_whole_step, peak_seconds, step_cost
-from trainer.planner.events import Category, Trace, Work
-from trainer.planner.gpus import GPU
 from trainer.planner.kept import Keeper, Known, Note
 from trainer.planner.knobs import applied
 from trainer.planner.made_up import MadeUp
-from trainer.planner.network import Cluster, Interconnect, sent
-from trainer.planner.replay import AllocatorSettings, Replay, in_gb, peaks_to_json, replay, retries_within
-from trainer.planner.target import Target
 from trainer.planner.trace import draw_samples, trace_run
 from trainer.recipe import Memory, Recipe
 
-LARGEST = 12  # of the largest blocks at the peak, so many are named
 CPU_BUFFERS = 40_000_000
 """Bytes of buffers and threads of CPU kernels that no tensor shows: 30 to 55 MB in 20 plans of a ViT of 25 million
 weights, see benchmarks/planner_cpu.py."""
@@ -227,26 +225,6 @@ def faster(recipe: Recipe, ranks: int, gpu: GPU, found: Prediction | None) -> li
     names = [f"--memory.{flag}{f' ({ms:,.3g} ms)' if found else ''}" for ms, flag in gains]
     about = f"than {now:,.3g} ms a step, by estimate" if found else "perhaps"
     return [f"faster {about}, each alone: {', '.join(names)}"] if names else []
-
-
-def timeline_of(memory: Replay, trace: Trace) -> dict[str, Any]:
-    points = memory.timeline.events
-    marks = [[min(bisect_left(points, event), len(points) - 1), phase] for event, phase in trace.marks]
-    return {"allocated": memory.timeline.allocated, "reserved": memory.timeline.reserved, "marks": marks}
-
-
-def cost_of(trace: Trace, target: Target, cluster: Cluster, network: Interconnect) -> StepCost:
-    """The time of a step over ``network``."""
-
-    def seconds(item: Work) -> tuple[str, float]:
-        group = cluster.group(item.ranks, item.stride)
-        link = "between" if group.nodes > 1 else "within"
-        if item.stream < 0:  # gloo, in host memory
-            rate = min(HOST_NETWORK, network.between.bandwidth) if group.nodes > 1 else HOST_NETWORK
-            return link, sent(item.op, item.bytes, group) / rate
-        return link, network.seconds(item.op, item.bytes, group)
-
-    return step_cost(trace, target.gpu, seconds)
 
 
 def traffic_of(trace: Trace, cluster: Cluster) -> tuple[dict[str, float], float]:

@@ -246,7 +246,6 @@ def _reason(one: Candidate, report: PlanReport) -> str:
 
 
 def _retried(one: Candidate) -> str:
-    """How often torch must give its cache back, for the figure of what it reserves without to fit."""
     return f", {one.retries} retr{'ies' if one.retries > 1 else 'y'}" if one.retries else ""
 
 

@@ -16,16 +16,16 @@ from typing import Any
 
 from trainer.engine.window import cut_at
 from trainer.errors import RecipeError
+from trainer.fakegpu.cost import ESTIMATES
+from trainer.fakegpu.gpus import outside
+from trainer.fakegpu.network import Cluster, Interconnect
+from trainer.fakegpu.peaks import in_gb
+from trainer.fakegpu.target import Target, budget_bytes, cut_budget
 from trainer.memory.plan import Plan, decide_plan, with_precision
-from trainer.planner.cost import ESTIMATES
-from trainer.planner.gpus import outside
-from trainer.planner.knobs import Settings, applied, left_open, micro_batch_sizes
+from trainer.planner.knobs import Settings, applied, left_open, micro_batch_sizes, strategies
 from trainer.planner.made_up import notes_of
-from trainer.planner.network import Cluster, Interconnect, strategies
 from trainer.planner.predict import Prediction, predict_here
-from trainer.planner.replay import in_gb
 from trainer.planner.search import MARGIN, WHOLE, Progress
-from trainer.planner.target import Target, budget_bytes, cut_budget
 from trainer.recipe import Recipe
 from trainer.system.children import in_children
 from trainer.system.text import GB, as_text, columns, gigabytes
@@ -86,7 +86,7 @@ class Scale:
 
     recipe: Recipe  # from :func:`trainer.planner.predict.prepared`
     target: Target  # the GPU
-    sizes: Sequence[Cluster]  # from :func:`trainer.planner.network.clusters`
+    sizes: Sequence[Cluster]  # from :func:`trainer.fakegpu.network.clusters`
     networks: Sequence[Interconnect]  # to compare
     progress: Progress = lambda done, total, text: None  # told after each simulation
 
@@ -282,7 +282,6 @@ def verdict(report: ScaleReport, network: str) -> str:
 
 
 def _runs(winners: dict[int, str]) -> str:
-    """Such as "ddp is fastest on 2 to 8 devices, hsdp from 64 on"."""
     runs = [(name, list(sizes)) for name, sizes in groupby(winners, key=winners.__getitem__)]
     texts = []
     for number, (name, own) in enumerate(runs):
@@ -294,7 +293,6 @@ def _runs(winners: dict[int, str]) -> str:
 
 
 def _not_fitting(rows: Sequence[ScaleRow]) -> list[str]:
-    """Such as "ddp does not fit on 2, 4"."""
     found = []
     for name in dict.fromkeys(row.strategy for row in rows if row.found is not None and not row.fits):
         own = [(row, row.found.reserved) for row in rows if row.strategy == name and row.found is not None]

@@ -25,19 +25,19 @@ from typing import Any, NamedTuple
 from trainer.engine.order import batch_indices
 from trainer.engine.window import cut_at, cut_batch, share_of, tokens_of
 from trainer.errors import RecipeError, require
+from trainer.fakegpu.cost import ESTIMATES
+from trainer.fakegpu.events import Category
+from trainer.fakegpu.gpus import GPU, NO_GPU, gpu_named, host_as_device, nccl_bytes, outside
+from trainer.fakegpu.network import ONE
+from trainer.fakegpu.target import Target, budget_bytes, cut_budget, gpu_here
 from trainer.memory.knobs import FOLLOWERS, UNPROVEN
 from trainer.memory.plan import CUT_MATTERS, Plan, decide_plan, with_precision
 from trainer.planner import knobs
-from trainer.planner.cost import ESTIMATES
-from trainer.planner.events import Category
-from trainer.planner.gpus import GPU, NO_GPU, gpu_named, host_as_device, nccl_bytes, outside
 from trainer.planner.kept import Keeper
-from trainer.planner.knobs import Settings
+from trainer.planner.knobs import Settings, devices_of
 from trainer.planner.made_up import notes_of
-from trainer.planner.network import ONE, devices_of
 from trainer.planner.predict import GROWING, Prediction, faster, predict_here, prepared
 from trainer.planner.report import Candidate, PlanReport, explain, not_fitting
-from trainer.planner.target import Target, budget_bytes, cut_budget, gpu_here
 from trainer.recipe import Recipe
 from trainer.system.children import Failed, in_children
 from trainer.system.text import as_text, gigabytes, wrapped
@@ -250,7 +250,6 @@ class Search:
         )
 
     def _arms(self, settings: Settings, sizes: Sequence[int | None]) -> Iterator[Arm]:
-        """The plans with these settings in one micro-step, and in several: some knobs are for one of the two."""
         in_backward, whole = settings.get(knobs.IN_BACKWARD), with_size(settings, sizes[0])
         try:
             plan = self._plan(whole)
@@ -303,11 +302,9 @@ class Search:
 
     @property
     def _whole(self) -> list[Arm]:
-        """Arms whose figures do not lie between those of others."""
         return [arm for arm in self.arms if not arm.ends]
 
     def _next(self) -> list[tuple[Arm, int | None]]:
-        """The plans to trace now; none when the answer is known."""
         fitting = (one.step_ms or inf for arm in self.arms for one in arm.known.values() if one.fits)
         fastest = min(fitting, default=inf)
         if fastest == inf and 1 < self.done <= AT_ONCE + 1 and (last := self._last_resorts()):
@@ -316,7 +313,6 @@ class Search:
         return found or (self._smaller() if fastest == inf else [])
 
     def _last_resorts(self) -> list[tuple[Arm, int | None]]:
-        """With all knobs turned as far as they go: where that does not fit, much need not be asked."""
         live = [arm for arm in self._whole if self._left(arm, inf)]
         return [(arm, arm.sizes[-1]) for arm in live if not any(one in live for one in arm.further)]
 
@@ -352,7 +348,6 @@ class Search:
         return self._promising(between, fastest)
 
     def _left(self, arm: Arm, fastest: float) -> list[int | None]:
-        """The micro-batches of ``arm`` that may fit, and take less than ``fastest`` milliseconds; the most first."""
         if arm.failed:
             return []
         fits = max((size for size, one in arm.known.items() if one.fits), default=0)
@@ -422,7 +417,6 @@ class Search:
         return Estimate(full.allocated, (allocated + reserved) / 2, step_ms)
 
     def _from(self, arms: Sequence[Arm], size: int | None) -> Estimate | None:
-        """From plans that differ in the micro-batch only; ``None`` where none was traced."""
         known = {count: one.prediction for arm in arms for count, one in arm.known.items() if one.prediction}
         samples = size or 0
         below = max((one for one in known if one <= samples), default=None)
@@ -483,7 +477,6 @@ class Search:
                     other.failed |= other.settings.get(key, ...) == value
 
     def _predicted(self, settings: Sequence[Settings]) -> list[Candidate | Exception]:
-        """Candidates with these settings; for those that are refused, which are kept apart, the error."""
         found: list[Any] = [self._job(one) for one in settings]
         jobs = [(at, job) for at, job in enumerate(found) if isinstance(job, tuple)]
         self.total = self.done + len(jobs)
@@ -565,7 +558,6 @@ class Search:
         return [one for one in self._predicted(wanted) if isinstance(one, Candidate)]
 
     def _at_a_loss(self, settings: Settings, step: Settings) -> Settings | None:
-        """The settings with ``step``, without what only comes along where that is refused; ``None`` if all is."""
         for extra in (step, {key: value for key, value in step.items() if key not in FOLLOWERS}):
             with suppress(RecipeError):
                 self._plan(settings | extra)

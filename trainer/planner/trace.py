@@ -1,4 +1,4 @@
-"""A few steps of our own engine, taken on a GPU that is not there.
+"""A few steps of our own engine, taken on a simulated GPU.
 
 Everything that a run does is done here by the same code: launch, build, wrap, rehearse, steps, evaluation, gathering
 the weights to save. Only the weights are never read and nothing is computed.
@@ -30,6 +30,12 @@ from trainer.engine.quarantine import Quarantine
 from trainer.engine.rehearsal import rehearse
 from trainer.engine.step import Phases, Stepper
 from trainer.engine.window import MicroBatch, Window, cut_batch, fullest, share_of
+from trainer.fakegpu.events import Trace
+from trainer.fakegpu.patches import FakeStream, patch_libraries
+from trainer.fakegpu.patches import replace as replace_attributes
+from trainer.fakegpu.ranks import fake_ranks
+from trainer.fakegpu.target import Target
+from trainer.fakegpu.tracer import Tracer, tracing
 from trainer.launching.start import launch
 from trainer.launching.world import World
 from trainer.memory.initialize import HOST, home_of_weights
@@ -39,12 +45,6 @@ from trainer.memory.plan import Plan
 from trainer.memory.precision import matmul_precision, weights_dtype
 from trainer.memory.stack import Stack, apply_stack, build_updates
 from trainer.memory.update_ahead import UpdateAhead
-from trainer.planner.events import Trace
-from trainer.planner.fake_patches import FakeStream, patch_libraries
-from trainer.planner.fake_patches import replace as replace_attributes
-from trainer.planner.fake_ranks import fake_ranks
-from trainer.planner.target import Target
-from trainer.planner.tracer import Tracer, tracing
 from trainer.recipe import Recipe
 from trainer.values import Loss
 from trainer.weights import nf4
@@ -100,7 +100,7 @@ def trace_run(
     """Trace a run of a prepared recipe as ``plan`` says on ``target``, on the first of its ranks, over ``nodes``.
 
     ``look`` is called with the module as it was built, before anything is traced; what it raises is passed on.
-    This changes torch for the rest of the process: see :func:`trainer.planner.fake_patches.install`.
+    This changes torch for the rest of the process: see :func:`trainer.fakegpu.patches.install`.
     """
     ranks = plan.world_size
     if plan.strategy != "single":
@@ -152,7 +152,6 @@ def _notes(recipe: Recipe, plan: Plan, module: nn.Module) -> list[str]:
 
 
 def _empty(recipe: Recipe, plan: Plan) -> nn.Module:
-    """The module without weights: parameters on meta, buffers real."""
     model = recipe.model.unloaded()
     build = model.skeleton if type(model).build is Model.build else model.build  # the default reads the weights
     with default_dtype(weights_dtype(plan.memory) or torch.float32):
@@ -162,8 +161,6 @@ def _empty(recipe: Recipe, plan: Plan) -> nn.Module:
 
 
 class _Run(Phases):
-    """What ``fit`` does, in its order, on fake tensors."""
-
     def __init__(self, recipe: Recipe, plan: Plan, fabric: Fabric, tracer: Tracer) -> None:
         self.recipe, self.plan, self.fabric, self.tracer = recipe, plan, fabric, tracer
 
@@ -245,7 +242,6 @@ class _Run(Phases):
 
 
 def _allocated(module: nn.Module, model: Model, device: torch.device, dtype: torch.dtype, seed: int) -> None:
-    """In the place of streaming weights."""
     allocate(module, device, dtype)
 
 
@@ -298,7 +294,6 @@ def _gather(module: nn.Module, device: torch.device) -> None:
 
 
 def _gradients(stack: Stack) -> Iterator[Tensor]:
-    """All gradients, also the whole ones that FSDP keeps until it reduces them."""
     for tensor in (*stack.module.parameters(), *(stack.masters or {}).values()):
         if tensor.grad is not None:
             yield tensor.grad
@@ -313,8 +308,6 @@ def _gradients(stack: Stack) -> Iterator[Tensor]:
 
 
 class _Nothing:
-    """Metrics that nobody reads: their memory is a few bytes a class."""
-
     def update(self, loss: Loss) -> None: ...
     def compute(self) -> None: ...
     def reset(self) -> None: ...

@@ -17,14 +17,14 @@ from typing import Any
 import torch
 
 from trainer.errors import RecipeError, RunError, require
+from trainer.fakegpu.gpus import GPU, host_as_device
+from trainer.fakegpu.target import Target, budget_bytes, gpu_here
 from trainer.launching.world import World
 from trainer.memory.plan import Plan, with_precision
-from trainer.planner.gpus import GPU, host_as_device
 from trainer.planner.knobs import applied, wants_plan
 from trainer.planner.predict import Prediction, predict_here, prepared
 from trainer.planner.report import Candidate
 from trainer.planner.search import MARGIN, Search
-from trainer.planner.target import Target, budget_bytes, gpu_here
 from trainer.recipe import Recipe
 from trainer.system.children import Child
 from trainer.system.environment import first_here

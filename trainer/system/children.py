@@ -221,7 +221,8 @@ def users_line(frames: Iterable[tuple[str, int]]) -> str:
     import torch
 
     here = Path(__file__).parents[1]
-    inner = tuple(f"{folder}{os.sep}" for folder in (Path(torch.__file__).parent, here / "system", here / "planner"))
+    folders = Path(torch.__file__).parent, *(here / name for name in ("system", "fakegpu", "planner"))
+    inner = tuple(f"{folder}{os.sep}" for folder in folders)
     seen = list(frames)
     outer = (frame for frame in seen if not frame[0].startswith((*inner, "<")))
     return "{}:{}".format(*next(outer, seen[0]))

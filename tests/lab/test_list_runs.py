@@ -1,0 +1,247 @@
+"""``trainer runs``: every run below a folder is a line, sound or broken, and no torch is imported to say it."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+from trainer.checkpoint.manifest import sealed
+from trainer.cli import run
+from trainer.lab import list_runs
+
+
+def made(
+    folder: Path, name: str, when: int, status: str = "finished", lr: str = "1e-3", accuracy: float | None = 0.5
+) -> Path:
+    """A run directory, changed ``when``, as a run leaves it behind."""
+    path = folder / name
+    (path / "checkpoints" / "step-00000001").mkdir(parents=True)
+    (path / "checkpoints" / "step-00000001" / "recipe.yaml").write_text("recipe: within\n")
+    (path / "recipe.yaml").write_text(f"recipe: vit_digits\nbatch_size: 64\noptim:\n  lr: {lr}\n  name: adamw\n")
+    memory = {"reserved_gb": None, "host_peak_gb": 0.92}
+    figures = {"test": {"accuracy": accuracy, "loss": 0.25}}
+    summary = {"status": status, "steps": 1200, "metrics": figures, "memory": memory, "seconds": 3661.5}
+    (path / "metrics.csv").write_text("step,loss,val_loss,val_accuracy\n1,0.5,,\n2,0.4,0.75,0.1\n3,0.3,,\n")
+    (path / "status.json").write_text(json.dumps({"status": status}))
+    if status == "finished":
+        (path / "summary.json").write_text(json.dumps(summary))
+    for file in ("status.json", "recipe.yaml"):
+        os.utime(path / file, (when, when))
+    return path
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """Three finished runs, one whose process is gone, one that is broken; and what is no run."""
+    made(tmp_path, "late", 2_000_000_000, lr="1e-3")
+    made(tmp_path, "deep/early", 1_000_000_000, lr="0.01", accuracy=0.875)
+    made(tmp_path, "number", 1_500_000_000, accuracy=None)
+    made(tmp_path, "dead", 1_600_000_000, status="running")
+    broken = made(tmp_path, "broken", 1_700_000_000)
+    (broken / "summary.json").write_text("{")
+    (broken / "recipe.yaml").write_text("optim: [\n")
+    os.utime(broken / "recipe.yaml", (1_700_000_000, 1_700_000_000))
+    (tmp_path / ".hidden" / "x").mkdir(parents=True)
+    (tmp_path / "mine.yaml").write_text("recipe: vit_digits\n")
+    return tmp_path
+
+
+def lines(capsys: pytest.CaptureFixture, *words: object) -> list[str]:
+    assert run(["runs", *map(str, words)]) == 0, capsys.readouterr().err
+    return capsys.readouterr().out.splitlines()
+
+
+def names(found: list[str]) -> list[str]:
+    return [line.split()[0] for line in found[2:] if ": " not in line]
+
+
+def test_every_run_is_a_line_the_latest_last(folder, capsys):
+    found = lines(capsys, folder)
+    assert found[0].split() == ["run", "status", "step", "figure", "val", "loss", "memory", "time", "date"]
+    assert names(found) == ["deep/early", "number", "dead", "broken", "late"]
+    assert found[2].split()[1:] == [
+        "finished",
+        "1,200",
+        "test",
+        "accuracy",
+        "87.50",
+        "%",
+        "0.7500",
+        "0.92",
+        "GB",
+        "1:01:01",
+        *found[2].split()[-2:],
+    ]
+    assert found[3].split()[2:6] == ["1,200", "test", "loss", "0.2500"]
+    assert found[4].split()[1:3] == ["died", "3"]
+    assert found[5].split()[1] == "broken"
+    assert found[-1].startswith("broken: summary.json is no JSON object; recipe.yaml line 2: not valid YAML")
+
+
+def test_a_run_that_lives_is_running(folder, capsys):
+    from trainer.system.processes import ProcessId
+
+    lock = folder / "dead" / ".run.lock"
+    lock.write_text(json.dumps(ProcessId.own().to_dict() | {"started": "now"}))
+    assert json.loads("\n".join(lines(capsys, folder / "dead", "--json")))[0]["status"] == "running"
+    lock.write_text(json.dumps(ProcessId.own().to_dict() | {"began": 1}))
+    assert json.loads("\n".join(lines(capsys, folder / "dead", "--json")))[0]["status"] == "died"
+    lock.write_text(json.dumps({"host": socket.gethostname()}))
+    assert json.loads("\n".join(lines(capsys, folder / "dead", "--json")))[0]["status"] == "running"
+
+
+def test_runs_are_chosen_and_sorted_by_columns_and_settings(folder, capsys):
+    assert names(lines(capsys, folder, "--where", "optim.lr=0.001")) == ["number", "dead", "late"]
+    assert names(lines(capsys, folder, "--where=status=finished", "--where=optim.lr=1e-2")) == ["deep/early"]
+    assert names(lines(capsys, folder, "--sort", "-test_accuracy"))[:2] == ["deep/early", "late"]
+    assert names(lines(capsys, folder, "--sort", "optim.lr"))[-2:] == ["deep/early", "broken"]
+    assert lines(capsys, folder, "--where=status=stopped") == ["none of 5 runs fits --where"]
+    content = json.loads("\n".join(lines(capsys, folder, "--json", "--sort=seconds")))
+    assert {"run", "status", "step", "val_loss", "memory_gb", "test_accuracy", "settings"} <= content[0].keys()
+    assert content[0]["settings"]["batch_size"] == 64
+
+
+def test_two_runs_are_compared_by_what_they_differ_in(folder, capsys):
+    found = lines(capsys, "--compare", folder / "late", folder / "deep" / "early")
+    assert [line.split()[0] for line in found[2:]] == ["optim.lr", "date", "test_accuracy"]
+    assert found[2].split()[1:] == ["0.001", "0.01"]
+    assert found[4].split()[1:] == ["0.5000", "0.8750"]
+    same = lines(capsys, "--compare", folder / "late", folder / "late")
+    assert same == ["the two runs have the same settings and figures"]
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["nowhere"], "there is no folder 'nowhere'"),
+        (
+            ["--sort", "accuracy"],
+            "--sort='accuracy' is no column and no setting of these runs; did you mean test_accuracy?",
+        ),
+        (
+            ["--where", "optim.nane=1"],
+            "--where='optim.nane' is no column and no setting of these runs; did you mean optim.name?",
+        ),
+        (["--where", "status"], "--where='status' must be KEY=VALUE"),
+        (["--wheer", "a=b"], "unknown flag --wheer; did you mean --where?"),
+        (["--compare", "late"], "--compare takes two run directories, and was given 1"),
+        (["--compare", "late", "deep"], "--compare: deep is no run directory"),
+    ],
+)
+def test_a_slip_is_named(folder, capsys, monkeypatch, words, said):
+    monkeypatch.chdir(folder)
+    assert run(["runs", *([] if words[0][:2] != "--" else ["."]), *words]) == 2
+    assert said in capsys.readouterr().err
+
+
+def test_a_folder_without_runs_and_the_help_page(tmp_path, capsys):
+    assert lines(capsys, tmp_path) == [f"no runs in {tmp_path}"]
+    assert lines(capsys, "--help")[0].startswith("usage: trainer runs [DIR ...]")
+
+
+HUGE = "9" * 400
+LINES = "step,loss,val_loss\n1,0.5,0.25\n"
+FAULTS = {
+    "a field that is too long": (
+        "metrics.csv",
+        LINES + "2," + "x" * 200_000 + ",0.1\n",
+        "field larger than field limit",
+    ),
+    "an open quote": ("metrics.csv", LINES + '2,"0.5,0.1\n' + "3,0.5,0.1\n" * 20_000, "metrics.csv: "),
+    "a short open quote": ("metrics.csv", LINES + '2,"0.5,0.1\n', "metrics.csv: Error: unexpected end of data"),
+    "binary data": ("metrics.csv", bytes(range(256)) * 2_000, "metrics.csv: "),
+    "binary data after the header": ("metrics.csv", LINES.encode() + b"\x00\xff" * 100_000, "metrics.csv: "),
+    "an infinite step": ("metrics.csv", LINES + "inf,0.5,0.1\n", "metrics.csv: ValueError: "),
+    "a step that is NaN": ("metrics.csv", LINES + "nan,0.5,0.1\n", "metrics.csv: ValueError: "),
+    "a step of 400 digits": ("metrics.csv", LINES + HUGE + ",0.5,0.1\n", "step is not a finite number"),
+    "an integer of 400 digits as a step": ("summary.json", f'{{"steps": {HUGE}}}', "step is not a finite number"),
+    "an integer of 400 digits as a metric": (
+        "summary.json",
+        f'{{"metrics": {{"test": {{"accuracy": {HUGE}}}}}}}',
+        "test_accuracy is not a finite number",
+    ),
+    "an integer of 400 digits as memory": (
+        "summary.json",
+        f'{{"memory": {{"reserved_gb": {HUGE}}}}}',
+        "memory_gb is not a finite number",
+    ),
+    "seconds that are NaN": ("summary.json", '{"seconds": NaN}', "seconds is not a finite number"),
+    "seconds that are infinite": ("summary.json", '{"seconds": -Infinity}', "seconds is not a finite number"),
+    "seconds that are a text": ("summary.json", '{"seconds": "long"}', "seconds is not a finite number"),
+    "a metric in many lists": (
+        "summary.json",
+        f'{{"metrics": {{"test": {{"x": {"[" * 900}{"]" * 900}}}}}}}',
+        "test_x is not a finite number",
+    ),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_broken_run_does_not_hide_the_others(folder, capsys, fault):
+    file, content, reason = FAULTS[fault]
+    (folder / "late" / file).write_bytes(content if isinstance(content, bytes) else content.encode())
+    if file == "metrics.csv":
+        (folder / "late" / "summary.json").unlink()  # which has the last step, too
+    found = lines(capsys, folder)
+    assert names(found) == ["deep/early", "number", "dead", "broken", "late"]
+    assert found[6].split()[1] == "broken"
+    assert found[-1].startswith("late: ")
+    assert reason in found[-1]
+    rows = json.loads("\n".join(lines(capsys, folder, "--json")), parse_constant=pytest.fail)
+    assert [row["status"] for row in rows] == ["finished", "finished", "died", "broken", "broken"]
+    assert len(lines(capsys, folder, "--where", "optim.name=adamw", "--sort=step")) == 7  # all but "broken", and why
+    lines(capsys, "--compare", folder / "late", folder / "dead")
+
+
+UNUSUAL = """\
+recipe: x
+picture: !!binary aGk=
+optim:
+  lr: 1.0e-2
+  names: !!set {a, b}
+  nested:
+    ? !!binary aGk=
+    : [.nan, !!timestamp 2001-02-03]
+hang_after: .inf
+huge: 0xHUGE
+""".replace("HUGE", "f" * 5000)
+
+
+def test_settings_that_json_cannot_hold_are_shown(folder, capsys):
+    (folder / "late" / "recipe.yaml").write_text(UNUSUAL)
+    assert names(lines(capsys, folder, "--where=optim.lr=0.01")) == ["deep/early", "late"]
+    assert names(lines(capsys, folder, "--where=hang_after=inf")) == ["late"]
+    assert names(lines(capsys, folder, "--sort=huge"))[0] == "late"
+    (row,) = json.loads("\n".join(lines(capsys, folder / "late", "--json")), parse_constant=pytest.fail)
+    assert row["status"] == "finished"
+    assert row["settings"]["picture"] == "b'hi'"
+    assert row["settings"]["optim.nested"] == {"b'hi'": ["nan", "2001-02-03"]}
+    assert "optim.names" in "\n".join(lines(capsys, "--compare", folder / "late", folder / "dead"))
+
+
+def test_a_recipe_that_is_nested_deeply_is_broken(folder, capsys):
+    (folder / "late" / "recipe.yaml").write_text("a: " + "[" * 200_000)
+    assert "late: recipe.yaml is nested too deeply" in lines(capsys, folder)[-1]
+
+
+def test_a_recipe_with_its_hash_is_read_only_for_its_settings(folder, capsys, monkeypatch):
+    (folder / "late" / "recipe.yaml").write_text(sealed("optim:\n  lr: 0.5\n"))
+    reads = Counter()
+    monkeypatch.setattr(list_runs, "_settings", lambda path, faults: reads.update([path.parent.name]) or {})
+    lines(capsys, folder)
+    assert reads == Counter(["early", "number", "dead", "broken"])
+    lines(capsys, folder, "--json")
+    assert reads["late"] == 1
+
+
+def test_no_torch_is_imported(folder):
+    code = f"import sys; from trainer.cli import run; run(['runs', {str(folder)!r}]); print('torch' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.splitlines()[-1] == "False"

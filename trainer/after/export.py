@@ -1,0 +1,275 @@
+"""A trained model for others: as ONNX, as a folder of transformers, on the Hugging Face hub; each is checked after."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import shutil
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from trainer.after.predict import Reader, checked
+from trainer.checkpoint.export import load_model
+from trainer.errors import RecipeError, RunError, require, require_package
+from trainer.models.hub import ADAPTER_FOLDER, HubModel, positions
+from trainer.models.lora import ADAPTERS, as_in_nf4, name_in_peft
+from trainer.recipe import Recipe
+from trainer.system.files import hash_file, room_in, scratch_folder, staged_file, staged_folder
+from trainer.system.hub import advice, away
+from trainer.system.reports import cause
+from trainer.system.waiting import doing
+from trainer.weights.files import read_weights
+from trainer.weights.streaming import default_dtype, skeleton_on_meta
+
+MOST_DIFFERENCE = 1e-3
+"""Of any output of the exported model from the trained one's, as a part of the largest: kernels round differently."""
+
+MOST_ROUNDED = 0.02
+"""The same, where the trained model was saved with its adapters merged into weights of half precision."""
+
+LENGTHS = ((3,), (12, 5), (7, 30, 2))
+"""Words of the texts, or numbers of the images, that outputs are compared on: no two batches have one shape."""
+
+
+def export(recipe: Recipe, run_dir: str | Path, to: str, output: str | None, repo: str | None, public: bool) -> str:
+    """Write the model of ``run_dir`` for others, and check what was written; a line that says where it is.
+
+    Args:
+        recipe: of the run.
+        run_dir: of a finished run, or of one whose model ``trainer checkpoint export`` has written.
+        to: onnx (a file), hf (a folder that from_pretrained loads), peft (adapters alone) or hub (a repository on the
+            Hugging Face hub).
+        output: the file or folder; by default model.onnx, hf or peft in the run directory.
+        repo: on the hub, such as name/model.
+        public: whether anybody may see a repository that is made for it.
+
+    Raises:
+        RecipeError: for what cannot work, a missing package among it.
+        RunError: when what was written does not give the trained model's outputs; it is not kept then.
+    """
+    if to == "hub":
+        return _to_hub(checked(run_dir), repo, public)
+    target = Path(output) if output else Path(run_dir) / ("model.onnx" if to == "onnx" else to)
+    require(
+        not target.exists(),
+        f"--output={target} exists: remove it, or give another {'file' if to == 'onnx' else 'folder'}",
+    )
+    if to == "onnx":
+        for package in ("onnx", "onnxscript", "onnxruntime"):
+            require_package("--to onnx", package, "onnx")
+    folder = checked(run_dir)
+    trained: Any = recipe.model
+    model: Any = trained.saved_in(folder) if trained.own_format else trained
+    why = f"--to hf is for models of transformers, and {type(model).__name__} is none: --to onnx, or --to hub as it is"
+    require(to != "hf" or isinstance(model, HubModel), why)
+    if to == "peft":
+        require_package("--to peft", "peft", "lora")
+        adapts = "--to peft is for adapters beside the weights of a file, as model.lora.rank trains them in a model of"
+        none = f"{adapts} transformers, and {folder} has none: --to onnx, hf or hub"
+        has_some = isinstance(trained, HubModel) and trained.lora.rank > 0 and trained.weights is not None
+        require(has_some and (folder / ADAPTER_FOLDER).is_dir(), none)
+    doing("loading the model")
+    module = _loaded(folder, partial(load_model, model, folder))
+    room = positions(module.config.to_dict()) if isinstance(model, HubModel) else None
+    batches = _batches(Reader(model, recipe.replace(model=model).data, (), ()), target, room)
+    write = _to_onnx if to == "onnx" else partial(_to_peft, trained) if to == "peft" else _to_hf
+    with room_in(target.absolute().parent, "give another place by --output"):
+        far = write(_Outputs(model, module, list(batches[0])).eval(), batches, folder, target)
+    beside = ", beside weights in NF4, as they trained" if to == "peft" and trained.lora.base == "nf4" else ""
+    return f"{target}: its outputs differ from the trained model's by {far:.1e} of the largest, at most{beside}"
+
+
+def _loaded(folder: Path, load: Callable[[], Any]) -> Any:
+    """What ``load`` returns, in eval mode; torch and transformers raise anything if a file does not fit the weights."""
+    try:
+        return load().eval()
+    except (RecipeError, RunError):
+        raise
+    except Exception as error:
+        raise RecipeError(f"{folder} cannot be loaded ({cause(error)}): was its config.json changed?") from error
+
+
+class _Outputs(nn.Module):
+    def __init__(self, model: Any, module: nn.Module, names: Sequence[str]) -> None:
+        super().__init__()
+        self.module, self.model, self.names = module, model, list(names)
+
+    def forward(self, *tensors: Tensor) -> Tensor:
+        batch, model = dict(zip(self.names, tensors, strict=True)), self.model
+        first, task = tensors[0], getattr(model, "task", "single_label")
+        if task == "language":
+            return self.module(**batch).logits
+        if task in ("multi_label", "regression"):
+            labels = torch.zeros(first.shape[0], model.num_classes)
+        else:
+            labels = torch.zeros(first.shape[: 2 if task == "token" else 1], dtype=torch.long)
+        logits = next(iter(model.losses(self.module, {**batch, "labels": labels}))).logits
+        require(
+            logits is not None, f"{type(model).__name__}.losses gives no logits to export: yield Loss(..., logits=...)"
+        )
+        return logits
+
+    @torch.no_grad()
+    def of(self, batch: Mapping[str, Tensor]) -> Tensor:
+        try:
+            return self(*batch.values())
+        except IndexError as error:
+            why = f"{type(self.model).__name__} has no embedding for a token of its tokenizer ({error})"
+            raise RecipeError(f"{why}: were the files of the tokenizer changed?") from error
+
+
+def _batches(reader: Reader, beside: Path, room: int | None) -> list[dict[str, Tensor]]:
+    drawn = torch.Generator().manual_seed(0)
+    if reader.of_images:
+        from PIL import Image
+
+        with scratch_folder(beside) as scratch:
+            path = f"{scratch}/image.png"
+            Image.new("RGB", (64, 64)).save(path)
+            shape = reader.data.load_image(path).shape
+        return [{"pixel_values": torch.randn(len(lengths), *shape, generator=drawn)} for lengths in LENGTHS]
+    tokenizer, batches = reader.tokenizer, []
+    special, words = set(tokenizer.all_special_ids), sorted(map(str, tokenizer.get_vocab()))
+    plain = [word for word in words if tokenizer.convert_tokens_to_ids(word) not in special]
+    for lengths in LENGTHS:
+        picked = [torch.randint(0, len(plain), (length,), generator=drawn).tolist() for length in lengths]
+        texts = [
+            tokenizer.convert_tokens_to_string([plain[at] for at in places]).strip() or plain[0] for places in picked
+        ]
+        batch = reader.batch(texts)
+        batches.append({name: tensor[:, :room] for name, tensor in batch.items() if name != "words"})
+    return batches
+
+
+def _require_same(
+    outputs: _Outputs,
+    batches: Sequence[Mapping[str, Tensor]],
+    found: Sequence[Tensor],
+    what: Path,
+    allowed: float = MOST_DIFFERENCE,
+) -> float:
+    """How far outputs that were ``found`` are from the trained model's; a RunError where that is too far."""
+    most = 0.0
+    for batch, other in zip(batches, found, strict=True):
+        one = outputs.of(batch)
+        fits = one.shape == other.shape and bool(other.isfinite().all())
+        far = float((one - other).abs().max() / one.abs().max().clamp(min=1e-6)) if fits else float("inf")
+        why = f"{what} does not give the trained model's outputs (they differ by {far:.1e} of the largest)"
+        if far > allowed:
+            raise RunError(f"{why}: it is not kept")
+        most = max(most, far)
+    return most
+
+
+def _to_onnx(outputs: _Outputs, batches: list[dict[str, Tensor]], folder: Path, target: Path) -> float:
+    import onnxruntime
+
+    doing("exporting to ONNX")
+    largest, dynamic = batches[-1], torch.export.Dim.DYNAMIC
+    texts = "pixel_values" not in largest
+    shapes = tuple({0: dynamic, 1: dynamic} if texts else {0: dynamic} for _ in largest)
+    with staged_file(target) as part:
+        try:
+            torch.onnx.export(
+                outputs,
+                tuple(largest.values()),
+                part,
+                input_names=list(largest),
+                output_names=["logits"],
+                dynamic_shapes=(shapes,),
+                external_data=False,
+                dynamo=True,
+                verbose=False,
+            )
+        except RecipeError:
+            raise
+        except Exception as error:  # of torch's exporter: anything
+            raise RunError(f"torch.onnx.export cannot export {type(outputs.model).__name__}: {cause(error)}") from error
+        session = onnxruntime.InferenceSession(part, providers=["CPUExecutionProvider"])
+        asked = {one.name for one in session.get_inputs()}  # one that changes nothing is left out
+        given = [{name: tensor.numpy() for name, tensor in batch.items() if name in asked} for batch in batches]
+        found = [torch.from_numpy(session.run(["logits"], inputs)[0]) for inputs in given]
+        return _require_same(outputs, batches, found, target)
+
+
+def _to_hf(outputs: _Outputs, batches: list[dict[str, Tensor]], folder: Path, target: Path) -> float:
+    import transformers
+
+    for path in folder.rglob("*"):
+        require(not path.is_symlink(), f"{path} is a link, and only files of the run are exported: remove it")
+    with staged_folder(target) as part:
+        shutil.copytree(folder, part, dirs_exist_ok=True)
+        load = getattr(transformers, outputs.model.auto)  # never a class that a file names
+        options = {"local_files_only": True, "trust_remote_code": False, "use_safetensors": True}
+        loaded = _loaded(folder, partial(load.from_pretrained, part, **options))
+        copied = _Outputs(outputs.model, loaded, outputs.names)
+        return _require_same(outputs, batches, [copied.of(batch) for batch in batches], target)
+
+
+def _to_peft(trained: Any, outputs: _Outputs, batches: list[dict[str, Tensor]], folder: Path, target: Path) -> float:
+    """Loaded by peft onto the weights that the adapters were ``trained`` beside, from tensors alone."""
+    from peft import PeftModel
+
+    own = {"weights": trained.weights, "revision": trained.revision}
+    adapted = skeleton_on_meta(dataclasses.replace(outputs.model, lora=dataclasses.replace(trained.lora, base="full")))
+    state = _adapters_in(folder / ADAPTER_FOLDER / ADAPTERS, adapted)
+    dtype = next(iter(state.values())).dtype
+    coded, half = trained.lora.base == "nf4", dtype in (torch.bfloat16, torch.float16)
+    with default_dtype(torch.float32 if coded else dtype):  # codes are of what the file has
+        base = dataclasses.replace(outputs.model, **own).build()
+    if coded:
+        as_in_nf4(base, trained.blocks)
+    base = base.to(dtype).to(next(outputs.parameters()).dtype)  # as they were trained beside them
+    with staged_folder(target) as part:
+        trained.save_adapters(adapted, state, part)
+        with warnings.catch_warnings():  # peft asks transformers for what goes by another name now
+            warnings.simplefilter("ignore", FutureWarning)
+            joined = PeftModel.from_pretrained(base, str(part)).eval()
+        loaded = _Outputs(outputs.model, joined, outputs.names)
+        found = [loaded.of(batch) for batch in batches]
+        return _require_same(outputs, batches, found, target, MOST_ROUNDED if half else MOST_DIFFERENCE)
+
+
+def _adapters_in(path: Path, module: nn.Module) -> dict[str, Tensor]:
+    found, wanted = read_weights(path), {name: p for name, p in module.named_parameters() if p.requires_grad}
+    shapes = {key: tensor.shape for key, tensor in found.items() if tensor.is_floating_point()}
+    fits = shapes == {name_in_peft(name): parameter.shape for name, parameter in wanted.items()}
+    require(fits, f"{path} does not hold the adapters of model.lora in recipe.yaml: export the run itself")
+    return {name: found[name_in_peft(name)] for name in wanted}
+
+
+def _to_hub(folder: Path, repo: str | None, public: bool) -> str:
+    from huggingface_hub import HfApi
+
+    why = "--to hub needs --repo NAME/MODEL, the repository on the Hugging Face hub"
+    require(repo is not None and repo.count("/") == 1, why)
+    assert repo is not None
+    api, names = HfApi(), sorted(str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file())
+    try:
+        api.create_repo(repo, private=not public, exist_ok=True)
+        commit = api.upload_folder(repo_id=repo, folder_path=folder, commit_message="trainer export")
+        there = {one.path: one for one in api.get_paths_info(repo, names, revision=commit.oid)}
+    except Exception as error:  # no network, no token, no right to: each has an exception of its own
+        why_not = away()
+        fix = advice() if why_not else "log in by `hf auth login`, or set HF_TOKEN to one that may write there"
+        raise RecipeError(f"--to hub: {repo} could not be written ({why_not or cause(error)}): {fix}") from error
+    wrong = [name for name in names if not is_the_same(folder / name, there.get(name))]
+    if wrong:
+        raise RunError(f"{repo} on the hub does not hold what was sent: {', '.join(wrong)}; send it again")
+    return f"https://huggingface.co/{repo}: {len(names)} files, each with the hash of what was sent"
+
+
+def is_the_same(path: Path, entry: Any) -> bool:
+    """Whether the hub's ``entry`` (its size, and a sha256 or git's hash of a blob) is of the file at ``path``."""
+    if entry is None or entry.size != path.stat().st_size:
+        return False
+    if entry.lfs is not None:
+        return entry.lfs.sha256 == hash_file(path)
+    content = path.read_bytes()
+    return entry.blob_id == hashlib.sha1(b"blob %d\0" % len(content) + content, usedforsecurity=False).hexdigest()

@@ -1,0 +1,617 @@
+"""Predictions of a trained model for texts, images, folders and tables, written as they come; without Fabric."""
+
+from __future__ import annotations
+
+import csv
+import json
+import os
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass, replace
+from functools import partial
+from glob import glob
+from itertools import chain, islice
+from pathlib import Path
+from tempfile import gettempdir
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_map
+
+from trainer.after.generate import NEW_TOKENS, require_room, write
+from trainer.checkpoint.export import filled_as_saved, load_model
+from trainer.checkpoint.manifest import require_sealed, require_sealed_text
+from trainer.errors import RecipeError, require, require_choice, require_positive
+from trainer.recipe import DecidedPrecision, Recipe
+from trainer.report.progress import Progress, warn
+from trainer.settings import did_you_mean
+from trainer.system.environment import first_here
+from trainer.system.files import read_regular, room_in, scratch_folder, staged_file
+from trainer.system.text import escaped
+from trainer.system.waiting import doing
+from trainer.values import IGNORED_LABEL, Task
+
+CUT_OFF = "_"
+"""The tag of a word beyond the tokens that the model reads."""
+
+THRESHOLD = 0.5
+"""The probability from which on a label counts as there."""
+
+TABLES = (".csv", ".jsonl", ".parquet")
+"""Suffixes of tables: of what is predicted, and of what is written."""
+
+MOST_TEXT = 32_000_000
+"""Bytes of a file that is one text."""
+
+MOST_WARNED = 5
+"""Inputs that cannot be read and are warned of; an output file has all, each with its reason."""
+
+
+def predict(
+    recipe: Recipe,
+    run_dir: str | Path,
+    texts: Sequence[str] = (),
+    images: Sequence[str] = (),
+    paths: Sequence[str] = (),
+    **how: Any,
+) -> list[Any]:
+    """Predict by the model of ``run_dir``: ``texts``, ``images``, or what ``paths`` name (files, folders, patterns and
+    tables); ``how`` as in :class:`PredictOptions`. Answers are printed, or written to a file.
+
+    Returns:
+        Of each input the most probable class and its probability, or what :func:`classify` says for the model's task;
+        of a language model the text that follows. Empty where a file was written.
+
+    Raises:
+        RecipeError: when some inputs cannot be read, naming them: the others are answered all the same.
+    """
+    asked = PredictOptions(**how)
+    asked.check()
+    asked.check_task(getattr(recipe.model, "task", "single_label"))
+    folder = checked(run_dir)
+    model: Any = filled_as_saved(recipe.model, folder)
+    recipe = recipe.replace(model=model)  # of which the data takes what it leaves open
+    reader = Reader(model, recipe.data, texts or (), images or ())
+    doing("loading the model")
+    if asked.temperature and asked.seed is None:
+        asked = replace(asked, seed=recipe.seed)
+    return classify(model, load_model(model, folder), reader, asked, paths, texts or images or ())
+
+
+def checked(run_dir: str | Path) -> Path:
+    """The folder of the trained model of ``run_dir``, when that is what the run has written.
+
+    Raises:
+        CorruptCheckpoint: naming the file that is not.
+    """
+    recipe, model = Path(run_dir) / "recipe.yaml", Path(run_dir) / "model"
+    if first_here():  # before any process is started, or met
+        found = require_sealed_text(recipe) if recipe.exists() else None, require_sealed(model)  # else from elsewhere
+        for problem in filter(None, found):
+            warn(problem)
+    return model
+
+
+class Input(NamedTuple):
+    """One sample to classify: what it is called, the row of the table that it is from, and what reads it."""
+
+    name: str
+    source: str
+    read: Callable[[], Any]  # a text, or an image as a tensor; a RecipeError says what is wrong with it
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """What is to be classified: how many, in order, and whether rows of tables are among it."""
+
+    count: int
+    each: Iterable[Input]
+    tables: bool
+
+
+DTYPES = {"64": torch.float64, "32": torch.float32, "bf16": torch.bfloat16, "16": torch.float16}
+
+
+@dataclass(frozen=True, kw_only=True)
+class PredictOptions:
+    """How to predict.
+
+    Args:
+        output: a .csv, .jsonl or .parquet file for the predictions; ``None`` prints them.
+        top_k: how many of the most probable classes of each input are told; by single_label only.
+        probabilities: tell those of all classes, or of all labels.
+        max_new_tokens: most tokens that a language model writes after a text; ``None`` is 128.
+        temperature: draw each token, from scores that are divided by it; ``None``, or 0, writes the likeliest.
+        top_p: draw of the likeliest tokens only, those that together have this probability; ``None`` draws of all.
+        seed: of what is drawn; ``None`` is that of the recipe.
+        column: of tables: the texts, or the paths of the images.
+        batch_size: inputs that go through the model at once.
+        device: auto (a GPU where there is one), cpu, cuda or cuda:1.
+        precision: as memory.precision, but not auto; that of training does not matter.
+        quiet: print no answers.
+    """
+
+    output: str | None = None
+    top_k: int = 1
+    probabilities: bool = False
+    max_new_tokens: int | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    seed: int | None = None
+    column: str | None = None
+    batch_size: int = 32
+    device: str = "auto"
+    precision: str = "32-true"
+    quiet: bool = False
+
+    def check(self) -> None:
+        """Refuse what cannot work, before anything is loaded."""
+        require_positive("--top-k", self.top_k)
+        require_positive("--batch-size", self.batch_size)
+        require_choice("--precision", self.precision, DecidedPrecision)
+        if self.max_new_tokens is not None:
+            require_positive("--max-new-tokens", self.max_new_tokens)
+        for flag, value, most in (("temperature", self.temperature, 100.0), ("top-p", self.top_p, 1.0)):
+            fits = value is None or (type(value) in (int, float) and 0 <= value <= most)
+            require(fits, f"--{flag}={value!r} must be a number from 0 to {most:g}")
+        fits = self.seed is None or (type(self.seed) is int and 0 <= self.seed < 2**31)
+        require(fits, f"--seed={self.seed!r} must be an integer from 0 to {2**31 - 1:,}")
+        if self.output is not None:
+            path = Path(self.output)
+            why = f"--output={self.output} must end in one of {', '.join(TABLES)}"
+            require(path.suffix.lower() in TABLES, why)
+            require(not path.exists(), f"--output={self.output} exists: remove it, or give another file")
+
+    def check_task(self, task: str) -> None:
+        """Refuse what means nothing for a model of ``task``."""
+        flags = {"max-new-tokens": self.max_new_tokens, "temperature": self.temperature}
+        flags |= {"top-p": self.top_p, "seed": self.seed}
+        for flag, value in flags.items():
+            why = f"--{flag}={value} is for language models, and this model's task is {task}: leave it out"
+            require(value is None or task == "language", why)
+            if flag in ("top-p", "seed"):
+                fix = "without --temperature the likeliest token is written: give that too, as in --temperature 0.8"
+                require(
+                    value is None or bool(self.temperature), f"--{flag}={value} is for tokens that are drawn; {fix}"
+                )
+        plain, what = self.top_k == 1 or task == "single_label", f"this model's task is {task}: leave it out"
+        require(plain, f"--top-k={self.top_k} is for model.task=single_label, and {what}")
+        plain = not self.probabilities or task in ("single_label", "multi_label")
+        require(plain, f"--probabilities is for classes and labels, and {what}")
+
+    @property
+    def own_kind(self) -> torch.dtype | None:
+        """What weights and inputs are made; ``None`` where they stay as they are."""
+        return None if self.precision.endswith("-mixed") else DTYPES[self.precision.partition("-")[0]]
+
+    def context(self, device: torch.device) -> AbstractContextManager[object]:
+        """In which is computed."""
+        kind = DTYPES[self.precision.partition("-")[0]]
+        return torch.autocast(device.type, kind) if self.own_kind is None else nullcontext()
+
+    def on(self) -> torch.device:
+        """The device, which is there."""
+        text = ("cuda" if torch.cuda.is_available() else "cpu") if self.device == "auto" else self.device
+        try:
+            device = torch.device(text)
+        except RuntimeError:
+            raise RecipeError(f"--device={text!r} is no device: say auto, cpu, cuda or cuda:1") from None
+        count = torch.cuda.device_count() if device.type == "cuda" else 1
+        require(device.type in ("cpu", "cuda"), f"--device={text!r} is not supported: say auto, cpu or cuda")
+        has = f"{count} GPU{'s' * (count > 1)}, counted from cuda:0" if count else "no GPU that torch can use"
+        require((device.index or 0) < count, f"--device={text!r}: this machine has {has}: say auto or cpu")
+        return device
+
+
+class Reader:
+    """How the data and the model of a run make samples of texts, or of image files."""
+
+    def __init__(self, model: Any, data: Any, texts: Sequence[str], images: Sequence[str]) -> None:
+        self.data, self.tokenizer = data, model.tokenizer_or_none()
+        name, source = type(model).__name__, type(data).__name__
+        reads_texts, reads_images = self.tokenizer is not None and hasattr(data, "encode"), hasattr(data, "load_image")
+        no_text = f"{name} has no tokenizer" if self.tokenizer is None else f"{source} has no encode(texts, tokenizer)"
+        no_image = f"{source} has no load_image(path)"
+        instead = "; it reads images: --image" if reads_images else ""
+        require(not texts or reads_texts, f"--text needs a text model: {no_text}{instead}")
+        instead = "; it reads texts: --text" if reads_texts else ""
+        require(not images or reads_images, f"--image needs an image model: {no_image}{instead}")
+        why = f"nothing can be read to predict on: {no_text}, and {no_image}: define one (docs/after-training.md)"
+        require(reads_texts or reads_images, why)
+        self.of_images, self.answers = bool(images) or not reads_texts, getattr(data, "answers", False)
+
+    def inputs(self, paths: Sequence[str], given: Sequence[str], column: str | None, scratch: Path) -> Inputs:
+        """Texts or images that are ``given`` as they are, then what ``paths`` name: files, folders and patterns."""
+        own = [self._image(text) if self.of_images else Input(text, "", partial(str, text)) for text in given]
+        parts = [Inputs(len(own), own, False)]
+        for path in chain.from_iterable(map(self._files, paths)):
+            if path.suffix.lower() in TABLES:
+                parts.append(self._table(path, column, scratch))
+            else:
+                parts.append(Inputs(1, [self._image(path) if self.of_images else _text_file(path)], False))
+        each = chain.from_iterable(part.each for part in parts)
+        return Inputs(sum(part.count for part in parts), each, any(part.tables for part in parts))
+
+    def batch(self, samples: Sequence[Any]) -> dict[str, Any]:
+        """A micro-batch, without labels, of samples that were read."""
+        if self.of_images:
+            return {"pixel_values": torch.stack(list(samples))}
+        return dict(self.data.encode(samples, self.tokenizer))
+
+    def _files(self, text: str) -> list[Path]:
+        path = Path(text)
+        if os.path.isfile(text):  # also of a name that no file can have
+            return [path]
+        if os.path.isdir(text):
+            from torchvision.datasets.folder import IMG_EXTENSIONS
+
+            wanted = IMG_EXTENSIONS if self.of_images else (".txt",)
+            inside = (file for file in path.rglob("*") if file.suffix.lower() in wanted and file.is_file())
+            found = sorted(file for file in inside if not any(part[0] == "." for part in file.relative_to(path).parts))
+            kind = "images" if self.of_images else "texts"
+            require(bool(found), f"{text}: the folder holds no {kind} ({', '.join(wanted)})")
+            return found
+        require(text.count("**") <= 8, f"{text[:200]!r}: ** stands for any number of folders: write it 8 times at most")
+        found = sorted(file for file in map(Path, glob(text, recursive=True)) if file.is_file())
+        require(bool(found), f"{text[:200]!r}: there is no such file or folder, and no file fits it as a pattern")
+        return found
+
+    def _image(self, path: str | Path) -> Input:
+        return Input(str(path), "", partial(self.data.load_image, str(path)))
+
+    def _table(self, path: Path, column: str | None, scratch: Path) -> Inputs:
+        from trainer.data.rows import find_file
+
+        rows = find_file(path, scratch)
+        table = rows.read(str(scratch))
+        name, has = column or getattr(self.data, "text_column", None), ", ".join(map(repr, table.column_names))
+        kind = "images" if self.of_images else "texts"
+        require(name is not None, f"--column is missing: which column of {path} names the {kind}? It has {has}")
+        hint = did_you_mean(str(name), table.column_names)
+        require(name in table.column_names, f"--column={name!r}: {path} has no such column; it has {has}{hint}")
+        if self.of_images:
+            _require_paths(path, str(name), table.select_columns([name])[:MOST_WARNED][name])
+
+        def each() -> Iterator[Input]:
+            cells = chain.from_iterable(part[name] for part in table.select_columns([name]).iter(1000))
+            read: Callable[[], Any]
+            for number, cell in enumerate(cells, rows.first):
+                if self.of_images:
+                    read = partial(_cell_image, self.data, path.parent, cell)
+                elif self.answers and isinstance(cell, list):  # of messages
+                    read = partial(list, cell)
+                else:
+                    cell = " ".join(map(str, cell)) if isinstance(cell, list) else cell  # of words
+                    read = partial(_cell_text, cell)
+                yield Input(str("" if cell is None else cell), f"{path} row {number}", read)
+
+        return Inputs(len(table), each(), True)
+
+
+def _require_paths(path: Path, column: str, first: Sequence[Any]) -> None:
+    """Refuse a column of something else than images, by its first cells: else each row is a warning."""
+    from torchvision.datasets.folder import IMG_EXTENSIONS
+
+    cells = [str(cell) for cell in first if cell]
+    fits = any(cell.lower().endswith(IMG_EXTENSIONS) or os.path.isfile(path.parent / cell) for cell in cells)
+    why = f"--column={column!r}: {path} holds no paths of images there (the first is {''.join(cells[:1])[:40]!r})"
+    require(fits or not cells, f"{why}, and this model reads images: name the column that has them")
+
+
+def _text_file(path: Path) -> Input:
+    def read() -> str:
+        try:
+            return read_regular(path, MOST_TEXT).decode()
+        except UnicodeDecodeError:
+            raise RecipeError("it is not UTF-8 text: save it as UTF-8, or leave it out") from None
+        except OSError as error:
+            raise RecipeError(f"it cannot be read: {error.strerror}") from error
+
+    return Input(str(path), "", read)
+
+
+def _cell_text(cell: Any) -> str:
+    require(isinstance(cell, str), "the cell holds no text")
+    return cell
+
+
+def _cell_image(data: Any, folder: Path, cell: Any) -> Tensor:
+    require(bool(_cell_text(cell)), "the cell is empty")
+    return data.load_image(str(folder / cell))
+
+
+class Answer(NamedTuple):
+    """What is said of one input, by the task, or why nothing is: its most probable classes, the most probable first;
+    the labels that it has, likewise; its numbers; the class of each word, ``None`` for one that is cut off; or the text
+    that follows."""
+
+    given: Input
+    classes: Sequence[int | None]
+    values: Sequence[float]  # a probability for each, or the number
+    all_of: Sequence[float] = ()  # the probabilities of all classes or labels, in their order, if asked for
+    words: Sequence[str] = ()  # that have classes
+    error: str = ""
+    written: str = ""  # by a language model
+    before: str = ""  # the text that it goes on with
+
+
+def answers(
+    model: Any, module: nn.Module, reader: Reader, inputs: Iterable[Input], asked: PredictOptions
+) -> Iterator[list[Answer]]:
+    """The answers to ``inputs``, in order, a batch at a time."""
+    waiting, done, writes = iter(inputs), 0, getattr(model, "task", None) == "language"
+
+    def batch_of(samples: Sequence[Any]) -> dict[str, Any]:
+        batch = reader.batch(samples)
+        if writes:
+            require_room(batch, module)
+        return batch
+
+    while chunk := list(islice(waiting, asked.batch_size)):
+        read = [_tried(given.read) for given in chunk]
+        batch, refusal = _tried(partial(_batch, batch_of, read))
+        if refusal:  # of one of them, or of more: which?
+            read = [(sample, error or _tried(partial(batch_of, [sample]))[1]) for sample, error in read]
+            batch = _batch(batch_of, read)
+        rows: Iterator[Any] = iter(())
+        if batch is not None and writes:
+            places = [done + at for at, (_, error) in enumerate(read) if not error]
+            rows = iter(_written(model, module, batch, places, asked))
+        elif batch is not None:
+            rows = iter(_said(model, module, batch, asked))
+        done += len(chunk)
+        yield [
+            Answer(given, [], [], error=error) if error else _answer(model, reader, given, next(rows), sample)
+            for given, (sample, error) in zip(chunk, read, strict=True)
+        ]
+
+
+def _answer(model: Any, reader: Reader, given: Input, said: Said | str, sample: Any) -> Answer:
+    if isinstance(said, str):
+        return Answer(given, [], [], written=said, before="" if reader.answers else sample)
+    words = sample.split() if getattr(model, "task", None) == "token" else []
+    classes, values, all_of = said
+    cut_off = max(0, len(words) - len(classes))
+    return Answer(given, [*classes, *[None] * cut_off], [*values, *[0.0] * cut_off], all_of, words)
+
+
+def _tried(make: Callable[[], Any]) -> tuple[Any, str]:
+    try:
+        return make(), ""
+    except RecipeError as error:
+        return None, str(error)
+
+
+def _batch(make: Callable[[Sequence[Any]], Any], read: Sequence[tuple[Any, str]]) -> dict[str, Any] | None:
+    samples = [sample for sample, error in read if not error]
+    return make(samples) if samples else None
+
+
+Said = tuple[list[int | None], list[float], list[float]]
+"""The last three of an :class:`Answer` without an error."""
+
+
+@torch.no_grad()
+def _said(model: Any, module: nn.Module, batch: dict[str, Any], asked: PredictOptions) -> list[Said]:
+    """What the model says of each sample; its labels are made up, as no loss is read and ``losses()`` wants some."""
+    task, device = getattr(model, "task", "single_label"), next(chain(module.parameters(), module.buffers())).device
+    words, count = batch.pop("words", None), len(next(iter(batch.values())))
+    like = {"token": words, "multi_label": torch.zeros(count, model.num_classes) if task == "multi_label" else None}
+    like["regression"] = torch.zeros(count, model.num_classes) if task == "regression" else None
+    labels = torch.zeros_like(like[task]) if like.get(task) is not None else torch.zeros(count, dtype=torch.long)
+    packed = model.packed({**batch, "labels": labels})
+    packed = tree_map(partial(_placed, device=device, kind=asked.own_kind), packed)
+    with asked.context(device):
+        logits = next(iter(model.losses(module, packed))).logits
+    name = type(model).__name__
+    require(logits is not None, f"{name}.losses gives no logits to predict with: yield Loss(..., logits=...)")
+    logits = logits.to(torch.promote_types(logits.dtype, torch.float32)).cpu()
+    if task == "token":
+        return _of_words(logits.reshape(count, -1, logits.shape[-1]).softmax(-1), words)
+    fits = logits.ndim == 2 and len(logits) == count
+    require(fits, f"{name}.losses gives logits of shape {tuple(logits.shape)} for {count} inputs: not a class of each")
+    if task == "regression":
+        return [(list(range(len(row))), row, []) for row in logits.tolist()]
+    shares = logits.sigmoid() if task == "multi_label" else logits.softmax(-1)
+    everything = shares.tolist() if asked.probabilities else [[]] * count
+    best = shares.topk(shares.shape[-1] if task == "multi_label" else min(asked.top_k, shares.shape[-1]))
+    found = []
+    for values, classes, all_of in zip(best.values.tolist(), best.indices.tolist(), everything, strict=True):
+        kept = sum(value > THRESHOLD for value in values) if task == "multi_label" else len(values)
+        found.append((classes[:kept], values[:kept], all_of))
+    return found
+
+
+def _written(
+    model: Any, module: nn.Module, batch: dict[str, Any], places: Sequence[int], asked: PredictOptions
+) -> list[str]:
+    """What a language model writes after each text, of these places among all that are asked about."""
+    device = next(module.parameters()).device
+    new, tokenizer = asked.max_new_tokens or NEW_TOKENS, model.tokenizer_or_none()
+    with asked.context(device):
+        return write(module, tokenizer, batch, places, new, asked.temperature or 0.0, asked.top_p, asked.seed or 0)
+
+
+def _of_words(shares: Tensor, words: Tensor) -> list[Said]:
+    values, classes = (part.tolist() for part in shares.max(-1))
+    found = list[Said]()
+    for row, numbers in enumerate(words.tolist()):
+        at = {number: place for place, number in enumerate(numbers) if number != IGNORED_LABEL}
+        places = [at.get(number) for number in range(max(at, default=-1) + 1)]
+        tags = [None if place is None else classes[row][place] for place in places]
+        found.append((tags, [0.0 if place is None else values[row][place] for place in places], []))
+    return found
+
+
+def _placed(value: Any, device: torch.device, kind: torch.dtype | None) -> Any:
+    if not isinstance(value, Tensor):
+        return value
+    return value.to(device, kind if value.is_floating_point() else None)
+
+
+def classify(
+    model: Any, module: nn.Module, reader: Reader, asked: PredictOptions, paths: Sequence[str], given: Sequence[str]
+) -> list[Any]:
+    """Predict on texts or images that are ``given``, and what ``paths`` name; print answers, or write the file asked
+    for.
+
+    Returns:
+        Of each input that could be read, by the task, its most probable class and its probability; a list of such
+        pairs, one for each label that it has, or each word; a list of numbers; or the text that follows. Empty where a
+        file was written.
+
+    Raises:
+        RecipeError: at the end, when some inputs could not be read, naming the first: the others are answered.
+    """
+    module.to(asked.on(), asked.own_kind).eval()
+    names = list(getattr(model, "class_names", None) or [])
+    classes = getattr(model, "num_classes", None) or len(names)
+    why = f"--top-k={asked.top_k} is more than the {classes} classes of the model"
+    require(not classes or asked.top_k <= classes, why)
+    task: Task = getattr(model, "task", "single_label")
+    found, bad, done, begun = list[Any](), list[str](), 0, time.monotonic()
+
+    def name_of(number: int | None) -> str:
+        if number is None:
+            return CUT_OFF
+        return names[number] if number < len(names) else str(number)
+
+    place = Path(asked.output or f"{gettempdir()}/trainer-predict")
+    fix = "give another file by --output" if asked.output else "set TMPDIR to a folder on another disk"
+    with room_in(place.absolute().parent, fix), ExitStack() as closing:
+        scratch = closing.enter_context(scratch_folder(place))
+        inputs = reader.inputs(paths, given, asked.column, scratch)
+        write = closing.enter_context(_writer(asked, task, inputs.tables, list(map(name_of, range(classes)))))
+        progress = Progress(enabled=asked.output is not None or inputs.count > asked.batch_size)
+        closing.callback(progress.close)
+        progress.start(inputs.count)
+        for chunk in answers(model, module, reader, inputs.each, asked):
+            for answer in chunk:
+                labels = list(map(name_of, answer.classes))
+                if answer.error:
+                    bad.append(_fault(answer))
+                    if inputs.count > 1 and len(bad) <= MOST_WARNED:
+                        warn(f"left out: {bad[-1]}")
+                elif asked.output is None:
+                    pairs: Any = list(zip(labels, answer.values, strict=True))
+                    told = {"regression": answer.values, "language": answer.written}.get(task, pairs)
+                    found.append(pairs[0] if task == "single_label" else told)
+                write(answer, labels)
+            done += len(chunk)
+            progress.count(done, inputs.count, f"{done / max(1e-9, time.monotonic() - begun):,.1f} inputs/s")
+    if asked.output is not None:
+        print(f"{inputs.count - len(bad):,} predictions: {escaped(asked.output)}")
+    several = f"{len(bad)} of {inputs.count} inputs cannot be read, the others are classified: "
+    require(not bad, f"{several if inputs.count > 1 else ''}{'; '.join(bad[:MOST_WARNED])}")
+    return found
+
+
+def _fault(answer: Answer) -> str:
+    name = answer.given.source or answer.given.name
+    place = name if len(name) <= 100 else f"{name[:100]}…"
+    return answer.error if name in answer.error and name else f"{place or 'an empty text'}: {answer.error}"
+
+
+Write = Callable[[Answer, Sequence[str]], None]
+"""Takes an answer, and the names of its classes."""
+
+
+def _writer(asked: PredictOptions, task: Task, tables: bool, names: Sequence[str]) -> AbstractContextManager[Write]:
+    if asked.output is None:
+        return nullcontext((lambda answer, labels: None) if asked.quiet else partial(_print, task))
+    return _file(Path(asked.output), asked, task, tables, names)
+
+
+def _print(task: Task, answer: Answer, labels: Sequence[str]) -> None:
+    """A line for each input, or for each word, and a blank one behind the last, as behind what was written."""
+    if answer.error:
+        return
+    if task == "language":
+        print(escaped(answer.before + answer.written, keep="\n\t"), end="\n\n")
+        return
+    told = [f"{escaped(name)}\t{share:.4f}" for name, share in zip(labels, answer.values, strict=True)]
+    if task == "token":
+        print("\n".join(f"{tag}\t{escaped(word)}" for tag, word in zip(told, answer.words, strict=True)), end="\n\n")
+        return
+    told = [f"{value:.6g}" for value in answer.values] if task == "regression" else told or ["no label"]
+    print("\t".join([*told, escaped(answer.given.name)]))
+
+
+@contextmanager
+def _file(path: Path, asked: PredictOptions, task: Task, tables: bool, names: Sequence[str]) -> Iterator[Write]:
+    """Write to ``path``, which is there when all is written, and not before."""
+    texts = ["input", *(["source"] if tables else [])]
+    best = [("label", "probability"), *((f"label_{k}", f"probability_{k}") for k in range(2, asked.top_k + 1))]
+    all_of = [f"p_{name}" for name in names] if asked.probabilities else []
+    columns: dict[str, type] = dict.fromkeys(texts, str)
+    joined = {"multi_label": ("labels", "|"), "token": ("tags", " ")}  # as TextFiles reads them
+    if task == "language":
+        columns["generated_text"] = str
+    elif task == "regression":
+        columns |= {f"predicted_{name}": float for name in names}
+    elif task in joined:
+        columns[joined[task][0]] = str
+    else:
+        columns |= {name: kind for pair in best for name, kind in zip(pair, (str, float), strict=True)}
+    columns |= dict.fromkeys(all_of, float) | {"error": str}
+
+    def row(answer: Answer, labels: Sequence[str]) -> dict[str, Any]:
+        values: dict[str, Any] = {"input": _printable(answer.given.name), "source": _printable(answer.given.source)}
+        for pair, label, probability in zip(best, labels, answer.values, strict=False):
+            values |= zip(pair, (label, probability), strict=True)
+        if task in joined and not answer.error:
+            name, separator = joined[task]
+            values[name] = separator.join(labels)
+        values |= {f"predicted_{label}": value for label, value in zip(labels, answer.values, strict=True)}
+        values |= zip(all_of, answer.all_of, strict=False)
+        values["generated_text"] = None if answer.error else _printable(answer.written)
+        return {name: values.get(name) for name in columns} | {"error": _printable(answer.error) or None}
+
+    with staged_file(path) as part, ExitStack() as closing:
+        kind = path.suffix.lower()
+        if kind == ".parquet":
+            write = closing.enter_context(_parquet(part, columns))
+        else:
+            file = closing.enter_context(open(part, "w", newline="", encoding="utf-8"))
+            if kind == ".csv":
+                table = csv.DictWriter(file, list(columns), lineterminator="\n")
+                table.writeheader()
+                write = table.writerow
+            else:
+
+                def write(values: Mapping[str, Any]) -> None:
+                    file.write(json.dumps(values, ensure_ascii=False) + "\n")
+
+        yield lambda answer, labels: write(row(answer, labels))
+
+
+@contextmanager
+def _parquet(path: Path, columns: Mapping[str, type]) -> Iterator[Callable[[Mapping[str, Any]], None]]:
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    kinds = {str: pa.string(), float: pa.float64()}
+    schema, waiting = pa.schema([(name, kinds[kind]) for name, kind in columns.items()]), list[Mapping[str, Any]]()
+    with pq.ParquetWriter(path, schema) as file:
+
+        def flush() -> None:
+            file.write_table(pa.Table.from_pylist(waiting, schema))
+            waiting.clear()
+
+        def write(values: Mapping[str, Any]) -> None:
+            waiting.append(values)
+            if len(waiting) == ROWS_A_GROUP:
+                flush()
+
+        yield write
+        flush()
+
+
+ROWS_A_GROUP = 10_000
+
+
+def _printable(name: str) -> str:
+    """A text, or the name of a file whose bytes are no text, as UTF-8 can hold it."""
+    return name.encode(errors="backslashreplace").decode()

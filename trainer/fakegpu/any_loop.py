@@ -1,0 +1,385 @@
+"""``fake_gpu``: what any training loop would take of a simulated GPU, found by hooks and not by our engine."""
+
+from __future__ import annotations
+
+import dataclasses
+import gc
+import re
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils._pytree import tree_leaves
+from torch.utils.weak import WeakIdKeyDictionary
+
+from trainer.errors import RunError, require
+from trainer.fakegpu.allocator import AllocatorSettings, Block, CachingAllocator
+from trainer.fakegpu.cost import cost_of
+from trainer.fakegpu.events import EMPTY_CACHE, Category, Event
+from trainer.fakegpu.gpus import GPU, gpu_named, usable_memory
+from trainer.fakegpu.mode import FakeGPUMode
+from trainer.fakegpu.network import ONE, Cluster, interconnects
+from trainer.fakegpu.patches import changes, patch_libraries, replace
+from trainer.fakegpu.peaks import LARGEST, PhasePeak, follow, in_gb, peaks_to_json, replay, retries_within, timeline_of
+from trainer.fakegpu.target import Target
+from trainer.fakegpu.tracer import Tracer, plain_tensors, tracing
+from trainer.system.text import gigabytes, wrapped
+
+draw: Callable[[dict[str, Any], int, str, Path], None] | None = None
+"""What :meth:`FakeGPU.plot` draws :attr:`FakeGPU.picture` with. ``trainer.planner`` registers it."""
+
+
+class Held(NamedTuple):
+    """A block of memory."""
+
+    bytes: int  # that were asked for
+    category: Category
+    name: str  # of the parameter, or the operation that made it and the module that this was in
+    shape: tuple[int, ...]  # of the tensor that it was made for
+    dtype: str  # of that, as torch names it (``bfloat16``)
+    phase: str  # in which it was made
+
+
+class LoopTracer(Tracer):
+    """A tracer that guesses phases and categories from calls that any loop makes.
+
+    ``forward`` begins with the outermost call of a module (``evaluation``, without gradients) and lasts until another
+    phase begins; ``backward`` and ``step`` are a backward and a step of an optimizer; after those comes ``other``.
+    """
+
+    def __init__(self, target: Target, mode: FakeGPUMode) -> None:
+        super().__init__(target, mode)
+        self.records_work, self.settings = True, AllocatorSettings(target.expandable_segments)
+        self.made: dict[int, Held] = {}  # by the number of the block
+        self.steps, self.step_work = 0, (0, 0)  # optimizer steps taken, and where the work of the last one is
+        self._from_host: set[int] = set()  # blocks that were copied to the device, and are nothing else so far
+        self._names = WeakIdKeyDictionary()  # of modules and parameters, from the outermost module on
+        self._calls: list[nn.Module] = []  # that are going on, the innermost last
+        self._backwards = self._updates = 0  # how many are going on, one within the other
+        self._began: dict[int | None, int] = {None: 0}  # where in the work an optimizer's next step begins, by its id
+        self._meter, self._blocks, self._metered = CachingAllocator(self.settings), dict[int, Block](), 0
+
+    def __enter__(self) -> Tracer:
+        call, backward, apply = nn.Module.__call__, torch.autograd.backward, nn.Module._apply
+        compiled = torch.compile
+        less = "torch.compile is left out: what it fuses needs less memory, mostly, and less time"
+
+        def called(module: nn.Module, *args: Any, **options: Any) -> Any:
+            if not self._calls and not self._backwards:  # in a backward it is computed again
+                self._name(module)
+                inputs = [leaf for leaf in tree_leaves((args, options)) if isinstance(leaf, Tensor)]
+                self.categorise([tensor for tensor in inputs if not self._is_computed(tensor)], "batch")
+                if self.phase == "init":
+                    patch_libraries(self.launch)
+                    self._began[None] = len(self.trace.work)
+                self.enter("forward" if torch.is_grad_enabled() else "evaluation")
+            self._calls.append(module)
+            try:
+                return call(module, *args, **options)
+            finally:
+                self._calls.pop()
+
+        def backwards(*args: Any, **options: Any) -> None:
+            self.enter("backward")
+            self._backwards += 1
+            try:
+                backward(*args, **options)
+            finally:
+                self._backwards -= 1
+                self._after()
+
+        def applied(module: nn.Module, change: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
+            self._adopt(module)
+            apply(module, change, recurse)
+            self._name(module)
+            return module
+
+        def compiles(function: Any = None, **options: Any) -> Any:
+            done = compiled(function, **options)
+            if function is None or done is function:
+                self.trace.say(less)
+            return done
+
+        replace(torch.autograd, backward=backwards)
+        replace(nn.Module, __call__=called, _apply=applied, compile=lambda *_, **__: self.trace.say(less))
+        replace(torch, compile=compiles)
+        for module in (torch.cuda, torch.cuda.memory):
+            replace(module, memory_stats=self._stats, mem_get_info=self._free, empty_cache=self._empty_cache)
+            replace(module, reset_peak_memory_stats=self._reset_peaks)
+        hooks = register_optimizer_step_pre_hook(self._begin_step), register_optimizer_step_post_hook(self._end_step)
+        for hook in hooks:
+            changes.callback(hook.remove)
+        return super().__enter__()
+
+    def enter(self, phase: str) -> None:
+        if phase == "backward":
+            self.settle()
+        super().enter(phase)
+
+    def settle(self) -> None:
+        """What was copied from the host, and is nothing else, is the batch."""
+        for number in self._from_host:
+            self.trace.categories.setdefault(number, "batch")
+        self._from_host.clear()
+
+    def held(self, blocks: list[Event]) -> list[Held]:
+        """What those blocks are, the largest first."""
+        found = []
+        for number, size, op, phase, _ in blocks:
+            known = self.made.get(number) or Held(size, "temporaries", op, (), "", phase)
+            found.append(known._replace(category=self.trace.categories.get(number, "temporaries")))
+        return sorted(found, key=lambda block: -block.bytes)
+
+    def watch(self, tensor: Any, op: str) -> None:
+        before = self._ids
+        super().watch(tensor, op)
+        if self._ids > before and tensor.layout is not torch.sparse_coo:  # whose parts were watched
+            path = self._names.get(self._calls[-1]) if self._calls else None
+            what = f"{op} in {path}" if path else op, tuple(tensor.shape), str(tensor.dtype).removeprefix("torch.")
+            self.made[self._ids] = Held(tensor.untyped_storage().nbytes(), "temporaries", *what, self.phase)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        before = self._ids
+        out = super().__torch_dispatch__(func, types, args, kwargs)
+        if self._ids > before and func is torch.ops.aten._to_copy.default and not self.is_on_device(args[0]):
+            self._from_host.add(self._ids)
+        return out
+
+    def _begin_step(self, optimizer: Optimizer, args: Any, options: Any) -> None:
+        for number, parameter in enumerate(p for group in optimizer.param_groups for p in group["params"]):
+            self._claim(parameter, "params", self._names.setdefault(parameter, f"parameter {number}"))
+        self._claim_gradients()
+        self._updates += 1
+        self.enter("step")
+
+    def _end_step(self, optimizer: Optimizer, args: Any, options: Any) -> None:
+        for parameter, state in optimizer.state.items():
+            for key, value in state.items() if isinstance(state, dict) else ():
+                for tensor in tree_leaves(value):
+                    self._claim(tensor, "optimizer", f"{key} of {self._names.get(parameter)}")
+        end = len(self.trace.work)  # several take turns: each has all that was done since its own last step
+        self.step_work = self._began.get(id(optimizer), self._began[None]), end
+        self._began[id(optimizer)] = end
+        self.steps += 1
+        self._updates -= 1
+        self._after()
+
+    def _after(self) -> None:
+        self._claim_gradients()
+        self.enter("backward" if self._backwards else "step" if self._updates else "other")
+
+    def _name(self, module: nn.Module) -> None:
+        """Name its parts, those that are parts of several by the longest path."""
+        tensors = dict(module.named_parameters()) | dict(module.named_buffers())
+        for name, part in (*module.named_modules(), *tensors.items()):
+            self._names[part] = max(name, self._names.get(part, ""), key=len)
+        for tensor in tensors.values():
+            self._claim(tensor, "params", self._names[tensor])
+
+    def _is_computed(self, tensor: Tensor) -> bool:
+        """Whether it is no batch: the output of a model, perhaps detached, on its way to a loss or a metric."""
+        found = (self.storages.get(id(part.untyped_storage())) for part in plain_tensors(tensor))
+        return tensor.requires_grad or any(one and one.phase in ("forward", "evaluation") for one in found)
+
+    def _claim_gradients(self) -> None:
+        for part, name in self._names.items():
+            if isinstance(part, nn.Parameter) and part.grad is not None:
+                self._claim(part.grad, "gradients", f"gradient of {name}")
+
+    def _claim(self, tensor: Any, category: Category, name: str) -> None:
+        """Say what the memory of ``tensor`` is for, whatever was guessed before."""
+        for part in plain_tensors(tensor):
+            storage = self.storages.get(id(part.untyped_storage()))
+            if storage is not None and storage.on_device and storage.bytes:
+                self.trace.categories[storage.id] = category
+                if storage.id in self.made:
+                    self.made[storage.id] = self.made[storage.id]._replace(name=name)
+
+    def _adopt(self, module: nn.Module) -> None:
+        """Fake the real parameters of a module from outside; those that it shares stay shared, optimizers follow."""
+        found: dict[int, Any] = {}
+        for part in module.modules():
+            for name, real in part._parameters.items():
+                if real is not None and not isinstance(real, FakeTensor):
+                    if id(real) not in found:
+                        found[id(real)] = self._faked(real)
+                    part._parameters[name] = found[id(real)]
+        for optimizer in [one for one in gc.get_objects() if issubclass(type(one), Optimizer)] if found else ():
+            for group in optimizer.param_groups:
+                group["params"] = [found.get(id(parameter), parameter) for parameter in group["params"]]
+
+    def _faked(self, real: nn.Parameter) -> Any:
+        if not real.is_meta:
+            return self.mode.from_tensor(real)
+        with _disable_current_modes(), self.mode:  # it takes no memory of the host
+            return nn.Parameter(torch.empty_like(real, device="cpu"), real.requires_grad)
+
+    # What loops ask torch.cuda about its allocator, answered by the one of the replay, as far as the loop has come.
+
+    def _empty_cache(self) -> None:
+        self.trace.events.append(Event(EMPTY_CACHE, 0, "empty_cache", self.phase))
+
+    def _stats(self, device: Any = None) -> dict[str, int]:
+        meter, events = self._meter, self.trace.events
+        for event in events[self._metered :]:
+            follow(meter, self._blocks, event)
+        self._metered = len(events)
+        allocated, reserved = (meter.allocated, meter.peak_allocated), (meter.reserved, meter.peak_reserved)
+        found: dict[str, int] = defaultdict(int, num_ooms=0, num_alloc_retries=0)
+        for kind, figures in {"allocated": allocated, "active": allocated, "reserved": reserved}.items():
+            found[f"{kind}_bytes.all.current"], found[f"{kind}_bytes.all.peak"] = figures
+        return found
+
+    def _reset_peaks(self, device: Any = None) -> None:
+        self._stats()
+        self._meter.peak_allocated, self._meter.peak_reserved = self._meter.allocated, self._meter.reserved
+
+    def _free(self, device: Any = None) -> tuple[int, int]:
+        gpu = self.target.gpu
+        return max(0, usable_memory(gpu, 1) - self._stats()["reserved_bytes.all.current"]), gpu.memory
+
+
+class FakeGPU:
+    """What a loop takes of a simulated card: so far or, after the block, in all. Memory is in bytes."""
+
+    card: GPU
+    capacity: int  # that torch may take of the card: all but CUDA's context; set it to ask about less
+    fits: bool  # whether that is enough; the loop is never ended for the want of memory
+    retries: int | None  # how often torch must give its cache back for it to be enough; ``None``: it is not
+    allocated: int  # the most that tensors take at once, as torch.cuda.max_memory_allocated
+    reserved: int  # the most that torch's allocator takes from the GPU, as torch.cuda.max_memory_reserved
+    host: int  # the most that tensors made in the block take in host memory, besides Python, its libraries and batches
+    categories: dict[Category, int]  # what is in use at the allocated peak, by what it is for
+    largest: list[Held]  # the largest blocks of it
+    peak_phase: str  # where that peak is
+    phases: dict[str, PhasePeak]  # peaks within init, forward, backward, step, evaluation and, between them, other
+    steps: int  # optimizer steps that were taken
+    step_ms: float | None  # of the GPU, estimated, from the last step but one to the end of the last; None without one
+    notes: list[str]  # what else a person must know to read the figures
+    timeline: dict[str, Any]  # for a plot
+
+    def __init__(self, tracer: LoopTracer) -> None:
+        self.card, self.capacity = tracer.target.gpu, usable_memory(tracer.target.gpu, 1)
+        self._tracer, self._found = tracer, ((-1, -1, -1), dict[str, Any]())
+
+    def __getattr__(self, name: str) -> Any:  # of the figures: they are computed when somebody asks
+        if name not in FakeGPU.__annotations__:
+            raise AttributeError(f"a FakeGPU has no {name!r}")
+        tracer = self._tracer
+        seen = len(tracer.trace.events), tracer.steps, len(tracer.trace.notes)
+        if self._found[0] != seen:
+            self._found = seen, self._figures()
+        found = self._found[1]
+        if name in ("fits", "retries"):  # which depend on what the capacity is set to
+            retries = retries_within(tracer.trace, self.capacity, tracer.settings, found["memory"])
+            return retries if name == "retries" else retries is not None
+        return found[name]
+
+    def _figures(self) -> dict[str, Any]:
+        tracer = self._tracer
+        tracer.settle()
+        target, trace, step_ms = tracer.target, tracer.trace, None
+        memory = replay(trace, tracer.settings)
+        if tracer.steps:
+            last = dataclasses.replace(trace, work=trace.work[slice(*tracer.step_work)])
+            step_ms = cost_of(last, target, Cluster(1, 1), interconnects(ONE, target.gpu)[0]).step_ms
+        notes = list(trace.notes)
+        if not memory.peak_allocated:
+            notes.append('nothing was put on the GPU: move the model and the batches with .to("cuda")')
+        elif tracer.steps < 2:
+            notes.append(f"{tracer.steps or 'no'} optimizer step was taken, and the peak of training is in the second")
+        return {
+            "memory": memory,
+            "allocated": memory.peak_allocated,
+            "reserved": memory.peak_reserved,
+            "host": trace.host_bytes,
+            "categories": memory.categories,
+            "largest": tracer.held(memory.blocks)[:LARGEST],
+            "peak_phase": memory.allocated_phase or "init",
+            "phases": memory.phases,
+            "steps": tracer.steps,
+            "step_ms": step_ms,
+            "notes": notes,
+            "timeline": timeline_of(memory, trace),
+        }
+
+    def plot(self, path: str | Path) -> None:
+        """Draw memory over allocations and frees, by what it is for, with the phases: a PNG.
+
+        Raises:
+            RunError: when nothing was put on the GPU.
+        """
+        if not self.allocated:
+            raise RunError(f"{path} cannot be drawn: {self.notes[-1]}")
+        if draw is None:
+            raise RunError(f"{path} cannot be drawn: import fake_gpu from trainer.planner, which has plots")
+        draw(*self.picture, Path(path))
+
+    @property
+    def picture(self) -> tuple[dict[str, Any], int, str]:
+        """What a plot shows: the timeline, the capacity in bytes, and a title."""
+        return self.timeline, self.capacity, f"{self.card.title}, predicted: {self._verdict}"
+
+    def to_json(self) -> dict[str, Any]:
+        """All of it but what is drawn, in plain types, with memory in GB (1e9 bytes)."""
+        sizes = {name: getattr(self, name) for name in ("capacity", "allocated", "reserved", "host")}
+        largest = [{"gb": in_gb(one.bytes), **dict(zip(one._fields[1:], one[1:], strict=True))} for one in self.largest]
+        peaks = {name: peak._asdict() for name, peak in self.phases.items()}
+        return {
+            "card": self.card.name,
+            **{name: getattr(self, name) for name in ("fits", "retries", "steps", "step_ms", "peak_phase", "notes")},
+            **peaks_to_json(sizes, peaks, self.categories),
+            "largest": largest,
+        }
+
+    @property
+    def _verdict(self) -> str:
+        if self.retries:
+            return f"it fits, if torch gives its cache back {self.retries} times"
+        return "it fits" if self.fits else f"it does not fit: {gigabytes(self.reserved)} are needed"
+
+    def __str__(self) -> str:
+        parts = ", ".join(f"{name} {gigabytes(size)}" for name, size in self.categories.items())
+        largest = "; ".join(f"{one.name} {list(one.shape)} {gigabytes(one.bytes)}" for one in self.largest[:3])
+        rows = {
+            "card": f"{self.card.title} with {gigabytes(self.capacity)} for torch: {self._verdict}",
+            "reserved": f"{gigabytes(self.reserved)}; tensors take {gigabytes(self.allocated)} of it",
+            "peak": f"in {self.peak_phase}: {parts or 'nothing'}",
+            "largest": largest or "nothing",
+            "host": gigabytes(self.host),
+            "step": "none was taken" if self.step_ms is None else f"{self.step_ms:,.1f} ms, estimated",
+            "notes": "; ".join(self.notes) or "none",
+        }
+        return "\n".join(wrapped(f"{label:<9} {text}", " " * 10) for label, text in rows.items())
+
+
+@contextmanager
+def fake_gpu(card: str | GPU, *, torch_version: str | None = None) -> Iterator[FakeGPU]:
+    """Give the block a simulated GPU, and find out what it would take of a real one; no weights are needed.
+
+    Tensors and modules that are made in the block, or moved in it, have no data from then on, and are of no use after
+    it. Data loaders stay real; floating-point numbers that are read are 1. Nothing is compiled, and memory has no end.
+
+    Args:
+        card: such as ``"a100-80gb"``; a wrong name is answered with all of them.
+        torch_version: such as ``"2.6"``, whose kernels the card would run; by default the one that is installed.
+
+    Raises:
+        RecipeError: for a card or a version that is not known.
+        RunError: within another such block, or when this process has used its GPU already.
+    """
+    gpu = gpu_named(card) if isinstance(card, str) else card
+    version = re.fullmatch(r"(\d+)\.(\d+).*", torch_version or "0.0")
+    require(version is not None, f"torch_version={torch_version!r} must be such as '2.6'")
+    major, minor = map(int, version.groups()) if version else (0, 0)
+    with tracing(dataclasses.replace(Target.here(gpu), torch_version=(major, minor)), kind=LoopTracer) as tracer:
+        assert isinstance(tracer, LoopTracer)
+        tracer.enter("init")
+        yield FakeGPU(tracer)

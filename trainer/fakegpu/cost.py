@@ -1,0 +1,260 @@
+"""How long a step takes: an estimate from what it does, to rank plans by.
+
+An operation takes the longer of its arithmetic and its memory traffic (the roofline model: Williams, Waterman and
+Patterson, 2009) and a part of the shorter, for the first tiles of a product are read and its last are written while
+nothing computes. Copies and collectives take what their link allows.
+
+No figure here was fitted on a training step. How far off steps are is in docs/planner.md.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import defaultdict, deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import groupby
+from typing import TYPE_CHECKING
+
+from trainer.fakegpu.events import HOST_STREAM, HOST_THREAD, Trace, Work
+from trainer.fakegpu.gpus import GPU
+from trainer.fakegpu.network import Cluster, Interconnect, sent
+
+if TYPE_CHECKING:
+    from trainer.fakegpu.target import Target  # which imports torch
+
+# Of the data sheet's bandwidth, in large copies and elementwise kernels: the median of 14 measurements of torch, 0.73
+# on an A100 to 0.91 on a 4090 (github.com/chsasank/device-benchmarks, github.com/mli/transformers-benchmarks).
+MEMORY = 0.83
+# Of the shorter of arithmetic and traffic, what nothing overlaps with, and the seconds to start, fill and drain a
+# kernel: found on what square products of 1,024 to 4,096 rows take on 16 cards (``tests/fakegpu/test_cost.py``), 15 %
+# off in the root mean square; 20 % with all of it overlapped, 17 % with nothing.
+EXPOSED, KERNEL = 0.5, 4e-6
+# Elements that a multiprocessor reads or writes in a clock, in kernels that are no products. That, and not memory, is
+# the limit of an A100 in half precision: layers of BERT-large and GPT-2 medium take there as long as with 3.3 and 2.1
+# (github.com/mli/transformers-benchmarks). Those on a V100, an A6000 and a 3090 Ti are predicted within 8 % anyway.
+ELEMENTS = 2.6
+# What attention kernels reach of the rate of products: FlashAttention-2 50 to 73 % of an A100's peak, whose products
+# reach 83 % (Dao, 2023), and cuDNN's about 55 % of an H100's (Shah et al., 2024).
+ATTENTION = 0.72
+# Seconds of the CPU. It runs ahead of the GPU, so a phase takes the longer of the two. No GPU has measured these.
+# ``LAUNCH``: an operation in eager mode, with autograd and Python. Assumed; 5 to 25 µs are seen: ``a * 1.2`` alone took
+# 2.7, 4.3 and 7.3 µs on three machines (github.com/mli/transformers-benchmarks and issue 4). ``view``: an operation
+# that launches nothing, 1.0 to 1.9 µs on a CPU. ``chunk`` of the optimizer offload, besides its copies: assumed; 40 to
+# 60 µs with them, by reading ``Carrier.carry``. ``fused``: joined by the compiler to the kernel before it.
+LAUNCH, NO_KERNEL = 8e-6, {"view": 1.5e-6, "chunk": 25e-6, "fused": 0.0}
+COPY = 10e-6  # seconds to start a copy over the bus. Assumed; 5 to 20
+# Bytes a second of one rank's optimizer on the host. Assumed: Adam on a billion weights takes 1.39 s in plain torch and
+# 0.22 s in DeepSpeed's kernel on two large sockets (ZeRO-Offload, Ren et al., 2021, table 4), which is 20 to 127 GB/s.
+HOST_MEMORY = 40e9
+HOST_NETWORK = 1e9  # bytes a second of gloo in host memory: 0.2 s for 188 MB on 2 ranks of one machine were measured
+ERROR = 0.2
+"""What steps are off by: the root mean square, in logarithms, over the published steps of docs/planner.md, "Times".
+None of them was used for a figure here."""
+ESTIMATES = f"estimates, ± {100 * ERROR:.0f} % (root mean square): to order plans on a card, less so to order cards"
+TAKES_WEIGHTS = "split_with_sizes_copy"  # FSDP2's first operation on gathered weights: it waits for their all-gather
+Seconds = Callable[[Work], tuple[str, float]]  # the link that a collective takes, and for how many seconds
+
+
+def kernel_seconds(item: Work, gpu: GPU) -> float:
+    """Seconds of one kernel, by its arithmetic at the rate of products and by its traffic."""
+    if not item.flops and not item.bytes:
+        return 0.0
+    rate = gpu.product_rate(item.dtype) * (ATTENTION if "attention" in item.op else 1.0)
+    moves = gpu.bandwidth * MEMORY
+    if not item.flops:
+        bits = re.search(r"\d+", item.dtype)
+        moves = min(moves, ELEMENTS * (int(bits[0]) / 8 if bits else 1) * gpu.clocks)
+    arithmetic, traffic = item.flops / rate, item.bytes / moves
+    return KERNEL + max(arithmetic, traffic) + EXPOSED * min(arithmetic, traffic)
+
+
+@dataclass(frozen=True)
+class StepCost:
+    """Milliseconds of a step; what a kind of work takes is one after the other, overlapped or not."""
+
+    step_ms: float  # from its begin to its end, what runs at the same time counted once
+    alone_ms: float  # the same without any collective
+    update_ms: float  # of ``step_ms``, what comes after the last backward
+    compute_ms: float  # of all kernels
+    launch_ms: float  # of the CPU, which launches while the GPU computes
+    transfer_ms: float  # of copies over the bus
+    communication_ms: float  # of collectives
+    host_ms: float  # of the optimizer on the CPU, beside the last backward or after it
+
+    @property
+    def exposed_ms(self) -> float:
+        """What collectives add to the time of the rest, because nothing is left to overlap with."""
+        return self.step_ms - self.alone_ms
+
+
+def changed(work: Sequence[Work], units: str | None) -> list[Work]:
+    """``work`` with fp32 products in ``units``; with ``None`` compiled: consecutive operations of a phase, but for
+    products, norms and copies, are a kernel that moves what the largest does. Two published steps are 14 and 23 %
+    shorter by this rule (rows of GPT-2 with flash attention and Llama 3.2 3B); compiling them saved 18 and 21 %."""
+    if units:
+        return [one._replace(dtype=units) if one.flops and one.dtype == "float32" else one for one in work]
+    found: list[Work] = []
+    for key, items in groupby(work, lambda one: one.phase if _is_fusible(one) else one):
+        run = sorted(items, key=lambda one: -one.bytes)
+        found += [run[0], *(one._replace(op="fused", bytes=0) for one in run[1:])] if isinstance(key, str) else run
+    return found
+
+
+def _is_fusible(one: Work) -> bool:
+    return one.kind == "compute" and not one.flops and not one.stream and one.phase != "step" and "norm" not in one.op
+
+
+def cost_of(trace: Trace, target: Target, cluster: Cluster, network: Interconnect) -> StepCost:
+    """The time of a step over ``network``."""
+
+    def seconds(item: Work) -> tuple[str, float]:
+        group = cluster.group(item.ranks, item.stride)
+        link = "between" if group.nodes > 1 else "within"
+        if item.stream < 0:  # gloo, in host memory
+            rate = min(HOST_NETWORK, network.between.bandwidth) if group.nodes > 1 else HOST_NETWORK
+            return link, sent(item.op, item.bytes, group) / rate
+        return link, network.seconds(item.op, item.bytes, group)
+
+    return step_cost(trace, target.gpu, seconds)
+
+
+def step_cost(trace: Trace, gpu: GPU, seconds: Seconds) -> StepCost:
+    """The time of the last step of ``trace``; micro-steps that were not traced are like the one in the middle."""
+    return StepCost(*(1e3 * figure for figure in of_whole_step(trace, lambda work: _figures(work, gpu, seconds))))
+
+
+def peak_seconds(trace: Trace, gpu: GPU) -> float:
+    """Of the model's own arithmetic in the last step of ``trace``, at the data sheet's peak: without recomputation."""
+
+    def seconds(work: Sequence[Work]) -> list[float]:
+        own = [item for item in work if item.phase in ("forward", "backward") and not item.again]
+        return [sum(item.flops / gpu.flops.get(item.dtype, gpu.flops["float32"]) for item in own if item.flops)]
+
+    return of_whole_step(trace, seconds)[0]
+
+
+def of_whole_step(trace: Trace, measure: Callable[[Sequence[Work]], list[float]]) -> list[float]:
+    """What ``measure`` says of the last step: micro-steps that were not traced add what the one in its middle does."""
+    work, more, once = trace.work, trace.skipped_micro_steps, measure(trace.work)
+    if not more:
+        return once
+    begin, end = trace.micro_steps[-3:-1]
+    twice = measure(work[:end] + work[begin:end] + work[end:])
+    return [a + more * (b - a) for a, b in zip(once, twice, strict=True)]
+
+
+def _figures(work: Sequence[Work], gpu: GPU, seconds: Seconds) -> list[float]:
+    """In seconds, in the order of :class:`StepCost`."""
+    clocks = Clocks(gpu, seconds)
+    step = alone = clocks.run(work)
+    if clocks.busy["communication"]:
+        alone = Clocks(gpu, lambda item: (seconds(item)[0], 0.0)).run(work)
+    kinds = ("compute", "launch", "transfer", "communication", "host")
+    return [step, alone, step - clocks.began.get("step", step), *(clocks.busy[kind] for kind in kinds)]
+
+
+class Clocks:
+    """The clocks of one rank: of the CPU, which launches; of the GPU; of each link and each direction of the bus.
+
+    Operations come in their order, each when its inputs and its place are free. What the strategies overlap follows:
+
+    * DDP reduces a bucket when its gradients are there, beside the rest of that backward.
+    * FSDP2 gathers the next block's weights while a block computes, one ahead (``wait_for_unshard`` of torch's
+      ``_fsdp_param_group.py``), and reduces a block's gradients beside the backward of the blocks before it.
+    * Both wait for all reductions at the end of a backward. The host updates when all that it needs has arrived.
+    * A thread of the host updates what has arrived while the last backward goes on (``memory/update_ahead.py``); no
+      step is clipped. What it has not begun at the end of that, it need not copy before.
+    """
+
+    def __init__(self, gpu: GPU, seconds: Seconds) -> None:
+        self.gpu, self.seconds = gpu, seconds
+        self.launched = self.computed = self.reduced = self.may_gather = self.took_weights = 0.0
+        self.ahead: list[tuple[float, Work]] = []  # what the host's thread has to do, and since when it can
+        self.free: dict[str, float] = defaultdict(float)
+        self.busy: dict[str, float] = defaultdict(float)
+        self.gathered: deque[float] = deque()
+        self.phase = ""
+        self.began: dict[str, float] = {}
+
+    def run(self, work: Sequence[Work]) -> float:
+        """Seconds until all of ``work`` is done."""
+        for item in work:
+            if item.phase != self.phase:
+                # A backward waits for its reductions, a forward for the weights that were copied for it.
+                self.computed = max(self.computed, self.free["to_device"])
+                if self.phase == "backward":
+                    self.computed = self._all_done()
+                self.phase = item.phase
+                self.began[item.phase] = self._all_done()
+                self._update_ahead()
+            self._do(item)
+        return self._all_done()
+
+    def _update_ahead(self) -> None:
+        """The work of the host's thread in the phase that has ended now."""
+        end, done = self._all_done(), 0.0
+        for arrived, item in self.ahead:
+            if item.op != "copy_" or max(done, arrived) < end:
+                done = max(done, arrived) + item.bytes / HOST_MEMORY
+                self.busy["host"] += item.bytes / HOST_MEMORY
+        self.ahead.clear()
+        self.launched = self.computed = max(end, done)
+
+    def _all_done(self) -> float:
+        return max(self.launched, self.computed, *self.free.values(), 0.0)
+
+    def _do(self, item: Work) -> None:
+        if item.stream == HOST_THREAD:
+            self.ahead.append((max(self.launched, self.free["to_host"]), item))
+            return
+        if item.stream == HOST_STREAM:  # when everything that it needs has arrived
+            reduces = item.kind == "collective"
+            seconds = self.seconds(item)[1] if reduces else item.bytes / HOST_MEMORY
+            self.busy["communication" if reduces else "host"] += seconds
+            self.launched = self.computed = self._all_done() + seconds
+            return
+        on_host = NO_KERNEL.get(item.op, LAUNCH)
+        self.busy["launch"] += on_host
+        self.launched += on_host
+        if item.kind == "compute":
+            self._compute(item)
+        elif item.kind == "collective":
+            self._communicate(item)
+        else:
+            self._copy(item)
+
+    def _compute(self, item: Work) -> None:
+        begin = max(self.launched, self.computed)
+        takes = item.op == TAKES_WEIGHTS and bool(self.gathered)
+        if takes:
+            begin = max(begin, self.gathered.popleft())
+        seconds = kernel_seconds(item, self.gpu)
+        self.busy["compute"] += seconds
+        self.computed = begin + seconds
+        if takes:
+            # In forward an all-gather waits until the weights before these are taken, in backward for these.
+            self.may_gather = self.took_weights if item.phase == "forward" else self.computed
+            self.took_weights = self.computed
+
+    def _communicate(self, item: Work) -> None:
+        link, seconds = self.seconds(item)
+        self.busy["communication"] += seconds
+        begin = max(self.launched, self.free[link])
+        if item.op == "all_gather" and item.stream:
+            self.free[link] = max(begin, self.may_gather) + seconds
+            self.gathered.append(self.free[link])
+            return
+        self.free[link] = end = max(begin, self.computed, self.reduced) + seconds
+        if item.phase == "backward" and not item.waits:
+            self.reduced = end
+        else:  # such as the norm of the gradients, or what tensor parallelism sums within a block
+            self.computed = end
+
+    def _copy(self, item: Work) -> None:
+        seconds = COPY + item.bytes / self.gpu.bus
+        self.busy["transfer"] += seconds
+        needs = self.computed if item.kind == "to_host" or not item.stream else 0.0
+        self.free[item.kind] = max(self.launched, self.free[item.kind], needs) + seconds
+        if not item.stream:
+            self.computed = self.free[item.kind]

@@ -1,0 +1,217 @@
+"""CUDA kernels that look at a tensor's device before they do anything, for tensors that C++ believes to be on meta."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.backends import cuda
+from torch.nn import functional
+
+from trainer.fakegpu.allocator import round_up
+from trainer.fakegpu.mode import GPU_DEVICE, FakeGPUMode
+
+aten = torch.ops.aten
+
+
+def install_kernels(library: torch.library.Library, attention: AttentionRules) -> None:
+    """Register attention, dropout and moves between devices in ``library``, for aten."""
+    library.impl("scaled_dot_product_attention", attend(attention), "AutogradCUDA")
+    library.impl("dropout", dropout, "AutogradCUDA")
+    library.impl("_pad_packed_sequence", pad_packed_sequence, "AutogradCUDA")
+    for key in ("AutogradCUDA", "AutogradCPU"):
+        library.impl("to.dtype_layout", to_dtype_layout, key)
+        library.impl("to.device", to_device, key)
+
+
+def dropout(tensor: Tensor, rate: float, train: bool) -> Tensor:
+    """The fused kernel of CUDA, which keeps a mask of one byte an element."""
+    if not train or rate == 0 or tensor.numel() == 0:
+        return tensor
+    if rate == 1:
+        return tensor * torch.zeros((), dtype=tensor.dtype, device=tensor.device)
+    return aten.native_dropout(tensor, rate, train)[0]
+
+
+def pad_packed_sequence(
+    data: Tensor, batch_sizes: Tensor, batch_first: bool, padding_value: float, total_length: int
+) -> tuple[Tensor, Tensor]:
+    """As in C++, which would write into memory that is not there."""
+    sizes = batch_sizes.tolist()
+    padded = data.new_full((max(len(sizes), total_length), sizes[0], *data.shape[1:]), padding_value)
+    for row, part in enumerate(data.split(sizes)):
+        padded[row, : len(part)] = part
+    lengths = torch.tensor([sum(size > item for size in sizes) for item in range(sizes[0])])
+    return padded.transpose(0, 1) if batch_first else padded, lengths
+
+
+def to_dtype_layout(
+    tensor: Tensor,
+    *,
+    dtype: torch.dtype | None = None,
+    layout: torch.layout | None = None,
+    device: Any = None,
+    pin_memory: bool | None = None,
+    non_blocking: bool = False,
+    copy: bool = False,
+    memory_format: torch.memory_format | None = None,
+) -> Tensor:
+    """As in C++, but for the device of ``tensor``, of which C++ has another idea."""
+    dtype = dtype or tensor.dtype
+    device = torch.device(device) if device is not None else tensor.device
+    if device.type == "meta" and isinstance(tensor, FakeTensor):
+        device = tensor.device  # C++ asks for "where it is"
+    if device.type == "cuda":
+        device = GPU_DEVICE
+    unchanged = dtype == tensor.dtype and device == tensor.device
+    if unchanged and not copy and memory_format in (None, torch.preserve_format):
+        return tensor
+    return aten._to_copy(tensor, dtype=dtype, device=device, non_blocking=non_blocking, memory_format=memory_format)
+
+
+def to_device(tensor: Tensor, device: Any, dtype: torch.dtype, *options: Any) -> Tensor:
+    named = dict(zip(("non_blocking", "copy", "memory_format"), options, strict=False))
+    return to_dtype_layout(tensor, dtype=dtype, device=device, **named)
+
+
+# Attention as the target GPU would compute it: which kernel is chosen, and what it needs inside.
+#
+# ``scaled_dot_product_attention`` asks the GPU that is there; here another one, which is not, has to be asked for.
+#
+# Source: aten/src/ATen/native/transformers/cuda/sdp_utils.cpp and the kernels' host code beside it.
+
+Kernel = Literal["flash", "efficient", "cudnn", "math"]
+WITH_CUDNN = ((9, 0), (10, 0))  # compute capabilities for which torch prefers cuDNN's attention
+
+
+@dataclass(frozen=True)
+class AttentionRules:
+    """What a GPU and a version of torch allow, and what its kernels take."""
+
+    capability: tuple[int, int]  # CUDA compute capability
+    prefers_cudnn: bool = False  # whether cuDNN's comes before flash (torch 2.10 and later)
+
+    def choose(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, grouped: bool) -> Kernel:
+        """The kernel for these tensors, of shape ``(batch, heads, tokens, size)``, of those that are enabled."""
+        if query.dim() != 4 or 0 in query.shape[:3] or any(tensor.stride(-1) != 1 for tensor in (query, key, value)):
+            return "math"  # the others want rows in one piece
+        half = query.dtype in (torch.float16, torch.bfloat16)
+        same_heads = query.size(1) == key.size(1) == value.size(1)
+        sizes = query.size(-1), key.size(-1), value.size(-1)
+        if cuda.cudnn_sdp_enabled() and half and self._cudnn(sizes[0], sizes[2], mask):
+            return "cudnn"
+        if (
+            cuda.flash_sdp_enabled()
+            and half
+            and mask is None
+            and (same_heads or grouped)
+            and self.fits_flash(sizes, grouped)
+        ):
+            return "flash"
+        efficient = cuda.mem_efficient_sdp_enabled() and same_heads and self._efficient(query.dtype, half, sizes)
+        return "efficient" if efficient else "math"
+
+    def _cudnn(self, size: int, value_size: int, mask: Tensor | None) -> bool:
+        fits = size % 8 == value_size % 8 == 0 and max(size, value_size) <= 128
+        learned = mask is not None and mask.requires_grad
+        return self.prefers_cudnn and self.capability in WITH_CUDNN and fits and not learned
+
+    def fits_flash(self, sizes: tuple[int, ...], grouped: bool) -> bool:
+        """Whether flash attention takes heads of these sizes, ``grouped`` or each with its own keys."""
+        return len(set(sizes)) == 1 and sizes[0] <= 256 and self.capability >= (8, 0)
+
+    def _efficient(self, dtype: torch.dtype, half: bool, sizes: tuple[int, ...]) -> bool:
+        if self.capability < (5, 0) or not (half or dtype == torch.float32):
+            return False
+        if dtype == torch.bfloat16 and self.capability < (8, 0):
+            return False
+        align = 8 if half and self.capability >= (7, 0) else 4 if self.capability >= (8, 0) else 1
+        return sizes[0] == sizes[1] and sizes[0] % align == sizes[2] % align == 0
+
+    def flash(
+        self, query: Tensor, key: Tensor, value: Tensor, dropout: float, causal: bool, scale: float | None
+    ) -> Tensor:
+        """Flash attention, for heads whose size is a multiple of 8, after padding."""
+        size = query.size(-1)
+        scale = scale if scale is not None else size**-0.5
+        if missing := -size % 8:
+            query, key, value = (functional.pad(tensor, (0, missing)) for tensor in (query, key, value))
+        out = aten._scaled_dot_product_flash_attention(query, key, value, dropout, causal, False, scale=scale)[0]
+        return out[..., :size] if missing else out
+
+    def inner_bytes(self, name: str, args: tuple) -> tuple[int, ...]:
+        """Sizes of what an attention kernel allocates for itself and frees before it returns; ``args`` of a call."""
+        if not name.endswith("attention_backward"):
+            return ()
+        query = args[1]
+        if name == "_flash_attention_backward":  # of packed texts: mha_varlen_bwd in flash_api.cpp
+            (tokens, heads, size), texts = query.shape, len(args[6]) - 1
+            rows = heads * (tokens + 128 * texts)
+            expanded = 0 if args[2].shape[1] == heads else args[2].shape[0] * heads * size * query.element_size()
+            return rows * round_up(size, 32) * 4, rows * 4, expanded, expanded
+        batch, heads, tokens, size = query.shape
+        rows = batch * heads
+        if name == "_scaled_dot_product_efficient_attention_backward":
+            scratch = 0 if query.dtype == torch.float32 else rows * round_up(tokens, 64) * round_up(size, 32) * 4
+            return rows * round_up(tokens, 32) * 4, scratch
+        if name in ("_scaled_dot_product_flash_attention_backward", "_scaled_dot_product_cudnn_attention_backward"):
+            return rows * round_up(tokens, 128) * round_up(size, 32) * 4, rows * round_up(tokens, 128) * 4
+        return ()
+
+
+def attend(rules: AttentionRules) -> Any:
+    """``scaled_dot_product_attention`` by the kernel that ``rules`` choose."""
+
+    def attention(
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attn_mask: Tensor | None = None,
+        dropout_p: float = 0.0,
+        is_causal: bool = False,
+        *,
+        scale: float | None = None,
+        enable_gqa: bool = False,
+    ) -> Tensor:
+        kernel = rules.choose(query, key, value, attn_mask, enable_gqa)
+        if isinstance(mode := getattr(query, "fake_mode", None), FakeGPUMode):
+            mode.trace.attend(kernel, query, attn_mask is not None)
+        if kernel == "flash":
+            return rules.flash(query, key, value, dropout_p, is_causal, scale)
+        how: tuple[Any, ...] = (dropout_p, is_causal)
+        if kernel == "math":
+            math_kernel = aten._scaled_dot_product_attention_math
+            return math_kernel(query, key, value, attn_mask, *how, None, scale=scale, enable_gqa=enable_gqa)[0]
+        mask = None if attn_mask is None else _as_bias(attn_mask, query, key)
+        trains = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in (query, key, value))
+        if kernel == "cudnn":
+            cudnn = aten._scaled_dot_product_cudnn_attention
+            return cudnn(query, key, value, mask, trains, *how, False, scale=scale)[0]
+        return aten._scaled_dot_product_efficient_attention(query, key, value, mask, trains, *how, scale=scale)[0]
+
+    return attention
+
+
+def _as_bias(mask: Tensor, query: Tensor, key: Tensor) -> Tensor:
+    """A mask as the kernels take it: added to the scores, rows padded to 16 and cut again, one for every head."""
+    if mask.dtype == torch.bool:
+        mask = torch.where(mask, 0.0, -math.inf).to(query.dtype)
+    length = mask.size(-1)
+    if length % 16:
+        mask = functional.pad(mask, (0, 16 - length % 16))[..., :length]
+    return mask.expand(query.size(0), query.size(1), query.size(2), key.size(2))
+
+
+def counted_args(name: str, args: tuple) -> tuple:
+    """Arguments with which torch counts the operations of an attention kernel: shapes for tensors, and as many heads of
+    keys and values as of queries, which costs the same and which torch 2.11 insists on."""
+    if not name.startswith("_scaled_dot_product"):
+        return args
+    first = 1 if name.endswith("_backward") else 0  # after the gradient
+    query, key, value = (tuple(tensor.shape) for tensor in args[first : first + 3])
+    key, value = ((*shape[:1], query[1], *shape[2:]) for shape in (key, value))
+    return (*args[:first], query, key, value, *args[first + 3 :])

@@ -1,0 +1,208 @@
+"""Replay of a traced run's allocations: the peaks, and who made them."""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections import Counter, defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import groupby
+from typing import Any, NamedTuple, get_args
+
+from trainer.fakegpu.allocator import AllocatorSettings, Block, CachingAllocator, Shortage
+from trainer.fakegpu.events import EMPTY_CACHE, Category, Event, Trace
+from trainer.system.text import GB
+
+CATEGORIES: tuple[Category, ...] = get_args(Category)
+LARGEST = 12  # of the largest blocks at the peak, so many are named
+BUCKETS = 999  # parts of the events in a timeline; each leaves two points at most, the last event one more
+
+
+class PhasePeak(NamedTuple):
+    """The most bytes within one phase, with what was there when it began."""
+
+    allocated: int
+    reserved: int
+
+
+def in_gb(size: int) -> float:
+    """As files hold it, in GB (1e9 bytes)."""
+    return round(size / GB, 4)
+
+
+def peaks_to_json(
+    sizes: dict[str, int], phases: Mapping[str, dict[str, int]], categories: Mapping[Any, int]
+) -> dict[str, Any]:
+    """What files hold of ``sizes``, such as ``reserved``, of the peaks within ``phases``, and of ``categories``."""
+    every = {"": sizes, **phases}
+    named = {phase: {f"{name}_gb": in_gb(size) for name, size in own.items()} for phase, own in every.items()}
+    of_all, shares = named.pop(""), {name: in_gb(size) for name, size in categories.items()}
+    return {**of_all, "phases": named, "categories": shares}
+
+
+@dataclass(frozen=True)
+class Timeline:
+    """Some 2000 moments at most, for a stacked plot; those of both peaks are among them."""
+
+    events: list[int]  # index of the event that each point is just after
+    allocated: dict[Category, list[int]]  # bytes at each point; the categories add up to what is allocated
+    reserved: list[int]
+
+
+@dataclass(frozen=True)
+class Replay:
+    """What the allocator did with a run; all figures are bytes."""
+
+    peak_allocated: int  # the most in use at once, with what rounding adds
+    peak_reserved: int  # the most that the driver had given at once
+    peak_requested: int  # the most that was asked for at once
+    allocated_at: int | None  # index of the event at the allocated peak; ``None`` if nothing was allocated
+    allocated_phase: str | None  # its phase
+    phases: dict[str, PhasePeak]  # peaks within each phase, in the order in which they first came
+    alive: dict[tuple[Category, str, str], int]  # at the allocated peak, by (category, op, phase); the largest first
+    blocks: list[Event]  # that asked for what is in use at the allocated peak, one for each block
+    reserved_then: int  # reserved at the allocated peak
+    timeline: Timeline
+
+    @property
+    def categories(self) -> dict[Category, int]:
+        """In use at the allocated peak, by category, the largest first; without those that had nothing."""
+        found: Counter[Category] = Counter()
+        for (category, _, _), size in self.alive.items():
+            found[category] += size
+        return dict(found.most_common())
+
+    @property
+    def fragmentation(self) -> int:
+        """Reserved at the allocated peak and not in use."""
+        return self.reserved_then - self.peak_allocated
+
+
+class _Moment(NamedTuple):
+    """Bytes after an event: of its block, negative if it was freed; allocated; and reserved."""
+
+    size: int
+    allocated: int
+    reserved: int
+
+
+def replay(run: Trace | Sequence[Event], settings: AllocatorSettings | None = None) -> Replay:
+    """Let the allocator do what a run did: a trace, or its events alone, which then are all temporaries.
+
+    Raises:
+        ValueError: for a block that is allocated twice, or freed when it is not in use.
+    """
+    events, categories = (run.events, run.categories) if isinstance(run, Trace) else (run, {})
+    allocator = CachingAllocator(settings)
+    history = _history(allocator, events)
+    at = max(range(len(history)), key=lambda index: history[index].allocated, default=None)
+    timeline, alive, blocks = _second_pass(events, categories, history, at)
+    return Replay(
+        allocator.peak_allocated,
+        allocator.peak_reserved,
+        allocator.peak_requested,
+        at,
+        None if at is None else events[at].phase,
+        _phases(events, history),
+        alive,
+        blocks,
+        0 if at is None else history[at].reserved,
+        timeline,
+    )
+
+
+def timeline_of(memory: Replay, trace: Trace) -> dict[str, Any]:
+    points = memory.timeline.events
+    marks = [[min(bisect_left(points, event), len(points) - 1), phase] for event, phase in trace.marks]
+    return {"allocated": memory.timeline.allocated, "reserved": memory.timeline.reserved, "marks": marks}
+
+
+def retries_within(
+    run: Trace, capacity: int, settings: AllocatorSettings | None = None, memory: Replay | None = None
+) -> int | None:
+    """How often torch must give its cache back for a run to go through with ``capacity`` bytes; ``None``: it cannot."""
+    if memory and not memory.peak_allocated <= capacity < memory.peak_reserved:  # its replay without a limit knows
+        return 0 if memory.peak_reserved <= capacity else None
+    allocator = CachingAllocator(settings, capacity)
+    try:
+        _history(allocator, run.events)
+    except Shortage:
+        return None
+    return allocator.retries
+
+
+def _history(allocator: CachingAllocator, events: Sequence[Event]) -> list[_Moment]:
+    blocks: dict[int, Block] = {}
+    history = []
+    for index, event in enumerate(events):
+        if event.id != EMPTY_CACHE and bool(event.bytes) == (event.id in blocks):
+            what = "allocates block {}, which is in use" if event.bytes else "frees block {}, which is not in use"
+            raise ValueError(f"event {index} ({event.op}) {what.format(event.id)}")
+        history.append(_Moment(follow(allocator, blocks, event), allocator.allocated, allocator.reserved))
+    return history
+
+
+def follow(allocator: CachingAllocator, blocks: dict[int, Block], event: Event) -> int:
+    """Do what ``event`` did, to the ``blocks`` in use; returns the bytes of its block, negative if it was freed."""
+    if event.id == EMPTY_CACHE:
+        allocator.release_cached()
+        return 0
+    if event.bytes:
+        block = blocks[event.id] = allocator.malloc(event.bytes, event.stream)
+        return block.size
+    block = blocks.pop(event.id)
+    size = block.size  # before it is merged with its neighbours
+    allocator.free(block)
+    return -size
+
+
+def _phases(events: Sequence[Event], history: Sequence[_Moment]) -> dict[str, PhasePeak]:
+    peaks: dict[str, PhasePeak] = {}
+    for phase, group in groupby(range(len(events)), key=lambda index: events[index].phase):
+        indices = list(group)
+        moments = history[max(indices[0] - 1, 0) : indices[-1] + 1]
+        before = peaks.get(phase, PhasePeak(0, 0))
+        peaks[phase] = PhasePeak(
+            max(before.allocated, *(one.allocated for one in moments)),
+            max(before.reserved, *(one.reserved for one in moments)),
+        )
+    return peaks
+
+
+def _second_pass(
+    events: Sequence[Event], categories: Mapping[int, Category], history: Sequence[_Moment], peak: int | None
+) -> tuple[Timeline, dict[tuple[Category, str, str], int], list[Event]]:
+    """Who has what: at the points of the timeline by category, at the allocated peak by operation and by block."""
+    points = _points(history)
+    timeline = Timeline(points, {category: [] for category in CATEGORIES}, [history[i].reserved for i in points])
+    wanted, held = set(points), dict.fromkeys(CATEGORIES, 0)
+    live: dict[int, tuple[Event, int]] = {}
+    alive: dict[tuple[Category, str, str], int] = defaultdict(int)
+    blocks: list[Event] = []
+    for index, (event, moment) in enumerate(zip(events, history, strict=True)):
+        held[categories.get(event.id, "temporaries")] += moment.size
+        if moment.size > 0:
+            live[event.id] = (event, moment.size)
+        else:
+            live.pop(event.id, None)
+        if index == peak:
+            blocks = [owner for owner, _ in live.values()]
+            for owner, used in live.values():
+                alive[categories.get(owner.id, "temporaries"), owner.op, owner.phase] += used
+        if index in wanted:
+            for category, used in held.items():
+                timeline.allocated[category].append(used)
+    return timeline, dict(sorted(alive.items(), key=lambda item: -item[1])), blocks
+
+
+def _points(history: Sequence[_Moment]) -> list[int]:
+    """Indices of events: those with the most allocated and the most reserved in each bucket, and the last."""
+    count = len(history)
+    if count <= 2 * BUCKETS:
+        return list(range(count))
+    points = {count - 1}
+    for bucket in range(BUCKETS):
+        part = range(bucket * count // BUCKETS, (bucket + 1) * count // BUCKETS)
+        points.add(max(part, key=lambda index: history[index].allocated))
+        points.add(max(part, key=lambda index: history[index].reserved))
+    return sorted(points)

@@ -1,0 +1,190 @@
+"""``trainer plan --script``: a training script, as it is, on a simulated GPU, for a few optimizer steps.
+
+It runs in a process of its own, which ends without any cleaning up when the last of the steps has been taken: what the
+script would write after that is not written.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import json
+import os
+import re
+import runpy
+import subprocess
+import sys
+import sysconfig
+import traceback
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from multiprocessing import Pipe
+from multiprocessing.connection import Connection
+from pathlib import Path
+from tempfile import TemporaryFile
+from typing import Any
+
+from trainer.errors import RecipeError, require, text_of
+from trainer.system.children import users_line
+from trainer.system.processes import Watched, own_code
+
+START = "from trainer.fakegpu.script import child; child()"
+LOG = "script.log"
+GRACE = 90.0  # seconds until torch and the planner are imported, and until the result is drawn
+# What a launcher has set: one process is planned, which must not wait for others.
+LAUNCHED = re.compile(
+    r"(LOCAL_|GROUP_|ROLE_|NODE_)?(RANK|WORLD_SIZE)|MASTER_(ADDR|PORT)|(TORCHELASTIC|OMPI_COMM_WORLD|PMIX?)_.*"
+    r"|SLURM_(PROCID|LOCALID|NODEID|NPROCS|NTASKS.*|TASKS_PER_NODE|NNODES|STEP_.*)"
+)
+
+
+@dataclass(frozen=True)
+class Script:
+    """What is to be planned."""
+
+    path: str
+    args: Sequence[str]
+    out: str  # folder for what the script prints
+    gpu: str | None = None  # by default that of this machine
+    budget: str | None = None
+    steps: int = 3  # of one optimizer, after which it is stopped
+    seconds: int = 600  # that it may take
+    configs: Mapping[str, str] = field(default_factory=dict)  # these three are as for ``Outlines``
+    columns: str = ""
+    rows: int = 1000
+
+    @property
+    def log(self) -> Path:
+        """What the script prints."""
+        return Path(self.out, LOG)
+
+
+def plan_script(script: Script) -> dict[str, Any]:
+    """What the script takes: ``FakeGPU.to_json()`` and ``picture``, ``text`` for a person and ``outlined``, what
+    was missing. A ``RecipeError`` if it fails, takes no step or too long, or wants what is not here."""
+    ours, theirs = Pipe(duplex=False)
+    environment = {name: text for name, text in os.environ.items() if not LAUNCHED.fullmatch(name)}
+    with script.log.open("wb") as log, TemporaryFile() as stopped:
+        files = theirs.fileno(), stopped.fileno()
+        words = [*own_code(START), json.dumps(asdict(script)), *map(str, files)]
+        environment |= {"WANDB_MODE": "disabled", "MPLBACKEND": "Agg"}
+        process = Watched(words, environment, stdout=log, stderr=subprocess.STDOUT, pass_fds=files)
+        theirs.close()
+        answer, code = _answer(process, ours, script.seconds + GRACE)
+        stopped.seek(0)  # it holds a traceback if the time was over, and nothing otherwise
+        dump = stopped.read()
+        log.write(dump)
+    if "gpu" in answer:
+        return dict(answer["gpu"])
+    mistake = answer.get("mistake") or _how_it_ended(script, code, dump.decode(errors="replace"))
+    raise RecipeError(f"{mistake}; what it printed is in {script.log}")
+
+
+def _answer(watched: Watched, ours: Connection, seconds: float) -> tuple[dict[str, Any], int | None]:
+    answer: dict[str, Any] = {}
+    try:
+        if ours.poll(seconds):
+            answer = json.loads(ours.recv_bytes())
+    except (EOFError, OSError):  # it has ended without an answer
+        watched.process.wait()
+    finally:
+        code = watched.process.poll()
+        watched.kill()
+    return answer, code
+
+
+def _how_it_ended(script: Script, code: int | None, dump: str) -> str:
+    if not dump and code is not None:
+        return f"{script.path} has ended its process, with code {code}"
+    line = re.search(rf'File "{re.escape(script.path)}", line (\d+)', dump)
+    where = f", and was at line {line[1]}" if line else ""
+    less = "give it less to do with its own arguments, or say --steps 1, or more --seconds"
+    return f"{script.path} took more than {script.seconds} s{where}: {less}"
+
+
+def child() -> None:
+    """In the new process: run the script, answer and end."""
+    words, number, stopped = sys.argv[1:]
+    script, connection = Script(**json.loads(words)), Connection(int(number), readable=False)
+    faulthandler.enable()
+
+    def end(result: Callable[[], Any]) -> None:
+        try:
+            answer = {"gpu": result()}
+        except RecipeError as error:
+            answer = {"mistake": text_of(error)}
+        connection.send_bytes(json.dumps(answer).encode())
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(0)
+
+    end(lambda: _trace(script, end, int(stopped)))
+
+
+def _trace(script: Script, end: Callable[[Callable[[], Any]], None], stopped: int) -> Any:
+    from torch.optim.optimizer import register_optimizer_step_post_hook
+    from torch.utils._python_dispatch import _disable_current_modes
+
+    from trainer.fakegpu.any_loop import fake_gpu
+    from trainer.fakegpu.gpus import GPUS, gpu_named
+    from trainer.fakegpu.script_outlines import Outlines, columns_of
+    from trainer.fakegpu.target import budget_bytes, cut_budget, gpu_here
+
+    columns, taken = columns_of(script.columns), dict[int, int]()
+    if (card := gpu_named(script.gpu) if script.gpu else gpu_here()) is None:
+        raise RecipeError(f"no GPU is there: say which one is meant with --gpu: {', '.join(sorted(GPUS))}")
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""  # nothing may use the real one from here on
+    with fake_gpu(card) as gpu:
+        gpu.capacity, cut = budget_bytes(script.budget, card, 1), cut_budget(script.budget, card, 1)
+
+        def result() -> Any:
+            sys.modules.update(ours)
+            require(bool(taken), f"{script.path} has ended without a step of an optimizer")
+            require(gpu.allocated > 0, f"{script.path} took its steps on the CPU: does it need a flag to use a GPU?")
+            with _disable_current_modes():
+                text = "\n".join([f"{gpu}", *cut])
+                found = gpu.to_json()
+                found |= {"notes": [*found["notes"], *cut], "text": text, "outlined": outlines.notes}
+                return found | {"picture": gpu.picture}
+
+        def stepped(optimizer: Any, *_: Any) -> None:
+            taken[id(optimizer)] = taken.get(id(optimizer), 0) + 1
+            if taken[id(optimizer)] == script.steps:
+                end(result)
+
+        register_optimizer_step_post_hook(stepped)
+        outlines = Outlines(script.configs, columns, script.rows)
+        folder = Path(script.path).resolve().parent
+        sys.argv, sys.path[:0] = [script.path, *script.args], [str(folder)]
+        ours = {name: module for name, module in sys.modules.items() if name.partition(".")[0] == "trainer"}
+        if any(Path(folder, name).exists() for name in ("trainer.py", "trainer")):  # the script imports its own
+            for name in ours:
+                del sys.modules[name]
+        faulthandler.dump_traceback_later(script.seconds, exit=True, file=stopped)
+        try:
+            runpy.run_path(script.path, run_name="__main__")
+        except RecipeError:
+            raise
+        except BaseException as error:
+            if not isinstance(error, SystemExit) or error.code not in (None, 0):
+                traceback.print_exc()
+                raise RecipeError(_described(script.path, error)) from error
+        outlines.note(f"the script has ended by itself, before the {script.steps} steps that were wanted")
+        return result()
+
+
+def _described(path: str, error: BaseException) -> str:
+    """The last line of the traceback, and the line of the script, or of what is beside it, that led there."""
+    if isinstance(error, SystemExit):
+        return f"{path} has ended itself with {error.code!r}"
+    frames = traceback.extract_tb(error.__traceback__)
+    inside = any(f"torch{os.sep}_subclasses" in frame.filename for frame in frames[-6:])
+    what = "does what cannot be traced without a GPU" if inside else "failed by itself"
+    return f"{path} {what} ({_place(frames, error)}): {traceback.format_exception_only(error)[-1].strip()}"
+
+
+def _place(frames: Sequence[traceback.FrameSummary], error: BaseException) -> str:
+    if isinstance(error, SyntaxError) and error.filename and not error.filename.startswith("<"):  # it has no frame
+        return f"{error.filename}:{error.lineno}"
+    seen, installed = [(frame.filename, frame.lineno or 0) for frame in reversed(frames)], f"-packages{os.sep}"
+    own = [one for one in seen if installed not in one[0] and not one[0].startswith(sysconfig.get_path("stdlib"))]
+    return users_line(own or seen)

@@ -1,0 +1,117 @@
+"""What a planned run will take place on."""
+
+from __future__ import annotations
+
+import os
+import re
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+
+from trainer.errors import RunError, require
+from trainer.fakegpu.gpus import GPU, gpu_of, usable_memory
+from trainer.fakegpu.kernels import WITH_CUDNN, AttentionRules
+from trainer.fakegpu.network import ONE, Interconnect, interconnects
+from trainer.system.children import in_child
+from trainer.system.machine import ask_for_gpus, seen_gpus
+from trainer.system.text import gigabytes, parse_budget
+
+Workspaces = Literal["kept, and one a call", "kept", "one a call"]
+"""Whether matrix products allocate a workspace once for each thread and stream, and keep it, or at each call. Before
+torch 2.9 those with a bias had another of their own. Source: aten/src/ATen/cuda/CublasHandlePool.cpp."""
+
+# The version after which torch prefers its attention; wheels for CUDA 12.9 and before have older ones.
+FAST_CUDNN = 91500
+OLDEST, NEWEST = (2, 11), (2, 15)  # versions of torch whose insides this was written for and tested with
+# The oldest whose kernels can be asked for: of published peaks of torch 2.4 to 2.6 seven were compared, the worst 0.4 %
+# off. What differs before (flash attention 1, the softmax of 1.10) was adapted to the figures that it is compared with.
+OLDEST_KERNELS = (2, 4)
+
+
+@dataclass(frozen=True)
+class Target:
+    """What the run will take place on."""
+
+    gpu: GPU
+    torch_version: tuple[int, int] = (0, 0)  # whose kernels the card will run, (major, minor); 0.0: this process's
+    expandable_segments: bool = False  # whether the run sets PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True
+    joined_by: str = ONE  # what joins the devices, as ``--interconnect`` names it
+
+    def __post_init__(self) -> None:
+        named = (*self.torch_version, *OLDEST_KERNELS, *NEWEST)
+        known = OLDEST_KERNELS <= self.version <= max(NEWEST, installed_version())
+        require(known, "torch_version={}.{}: kernels are known of torch {}.{} to {}.{}".format(*named))
+
+    @classmethod
+    def here(cls, gpu: GPU, joined_by: str = ONE) -> Target:
+        """``gpu`` with the version of torch and the settings of the allocator that a run from here would have."""
+        config = os.environ.get("PYTORCH_ALLOC_CONF") or os.environ.get("PYTORCH_CUDA_ALLOC_CONF") or ""
+        expandable = "expandable_segments:true" in config.lower().replace(" ", "")
+        return cls(gpu, expandable_segments=expandable, joined_by=joined_by)
+
+    @property
+    def network(self) -> Interconnect:
+        """What joins the devices."""
+        return interconnects(self.joined_by, self.gpu)[0]
+
+    @property
+    def device(self) -> torch.device:
+        """Where the tensors of a run are."""
+        return torch.device("cpu") if self.gpu.name == "cpu" else torch.device("cuda", 0)
+
+    @property
+    def version(self) -> tuple[int, int]:
+        """``torch_version``, or that of this process."""
+        return self.torch_version if self.torch_version > (0, 0) else installed_version()
+
+    @property
+    def attention(self) -> AttentionRules:
+        """Which attention kernels it has. Whether an installed cuDNN is fast is not known of a CPU build: taken so."""
+        asked = self.version >= (2, 10) and self.gpu.capability in WITH_CUDNN  # others than these it may refuse
+        return AttentionRules(self.gpu.capability, asked and (torch.backends.cudnn.version() or 10**6) > FAST_CUDNN)
+
+    @property
+    def workspaces(self) -> Workspaces:
+        """How long cuBLAS keeps its memory."""
+        if self.version < (2, 9):
+            return "kept, and one a call"
+        kept = self.version < (2, 15) or os.environ.get("TORCH_CUBLAS_WORKSPACE_CACHE") == "1"
+        return "kept" if kept else "one a call"
+
+
+def installed_version() -> tuple[int, int]:
+    """``(major, minor)`` of torch."""
+    major, minor = re.findall(r"\d+", torch.__version__)[:2]
+    return int(major), int(minor)
+
+
+# The GPU of this machine, and how much of a GPU a run may take.
+
+
+def gpu_here() -> GPU | None:
+    """The GPU of this machine, if it has one; a process of its own asks, so that this one can still fork."""
+    if torch.cuda.is_initialized():
+        return gpu_of(seen_gpus()[torch.cuda.current_device()])
+    found: list[dict[str, Any]] = []
+    with suppress(RunError):
+        found = in_child(seen_gpus, sees_gpu=True)  # faster than a new one
+    if not found and torch.cuda.is_available():  # this process has begun with CUDA in a way that it does not tell
+        with suppress(RunError):
+            found = ask_for_gpus()
+    return gpu_of(found[0]) if found else None
+
+
+def budget_bytes(text: str | None, gpu: GPU, ranks: int) -> int:
+    """Bytes that torch's allocator may take: the budget, if there is one, but no more than the GPU has left for it."""
+    usable = usable_memory(gpu, ranks)
+    return usable if text is None else int(min(parse_budget(text, gpu.memory), usable))
+
+
+def cut_budget(text: str | None, gpu: GPU, ranks: int) -> list[str]:
+    """What to say where the budget ``text`` is more than :func:`budget_bytes`."""
+    budget = budget_bytes(text, gpu, ranks)
+    cut = text is not None and int(parse_budget(text, gpu.memory)) > budget
+    own = f"memory.budget: {text} was asked for, and {gpu.title} has no more than {gigabytes(budget)} for torch"
+    return [own] if cut else []

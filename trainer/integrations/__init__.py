@@ -1,0 +1,1 @@
+"""For training loops and trainers that are not ours."""

@@ -1,0 +1,262 @@
+"""``trainer ladder``: the memory techniques one by one and stacked, each measured in a fresh process."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import platform
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from trainer.commands import OwnFlags
+from trainer.commands.recipes import asked_for, count, new_folder
+from trainer.errors import RecipeError, require
+from trainer.lab.measured_run import CPU, RETURN_FREED_MEMORY, Trial, probe_machine, run_trial
+from trainer.memory.knobs import KNOBS, Knob, Turn
+from trainer.recipe import Memory, Recipe
+from trainer.report.summary import versions
+from trainer.settings import did_you_mean, settings_of
+from trainer.system import waiting
+from trainer.system.files import write_atomic
+from trainer.system.machine import cores
+from trainer.system.redact import redact_words
+from trainer.system.text import GB, as_text, escaped, gigabytes
+
+FLAGS = {
+    "steps": "steps that every rung takes (default: 5)",
+    "rungs": "the rungs to measure, with commas; the baseline is always in (default: all that make sense here)",
+    "out": "folder for ladder.json, ladder.png and the runs (default: runs/RECIPE/ladder-DATE-TIME-PID)",
+    "minutes": "minutes after which a rung is ended as too slow (default: 30)",
+}
+ABOUT = "Measure the memory techniques on a recipe, one by one and stacked: memory, speed, and the loss they change."
+VARIED = {f"memory.{name}": value for name, value in vars(Memory()).items() if name in {knob.name for knob in KNOBS}}
+STEADY = {"model.dropout": 0.0, "model.attention_dropout": 0.0, "optim.schedule": "constant", "optim.warmup_steps": 0}
+"""Set unless asked for otherwise: another cut draws another dropout, and a first step of hardly any learning rate would
+make any technique look lossless."""
+ON_HOST = "nothing to gain: the host is the device"  # for techniques that move memory there
+OWN = {"run.dir": "--out", "max_steps": "--steps"}
+ANY = {"accelerator": "cuda", "devices": 2}  # a machine on which every rung makes sense
+TURNS = [(knob, turn) for knob in KNOBS for turn in knob.turns if turn.rung]
+
+
+@dataclass(frozen=True)
+class Rung:
+    """One row of the ladder: its name for ``--rungs``, with a plus if it stacks upon the ones before, the settings that
+    differ from the baseline's, and what to know when reading its figures."""
+
+    name: str
+    changes: Mapping[str, Any] = field(default_factory=dict)
+    note: str = ""
+
+    @property
+    def label(self) -> str:
+        """Its name, and the note."""
+        return f"{self.name} ({self.note})" if self.note else self.name
+
+
+def ladder(argv: list[str]) -> None:
+    """Climb the ladder of a recipe: measure, print and write a row a rung, whatever becomes of the runs."""
+    asked = asked_for("ladder", "RECIPE", argv, OwnFlags(FLAGS, about=ABOUT))
+    if asked is None:
+        return
+    recipe, _, reference, flags = asked
+    own, passed = _split(flags)
+    launched = "TORCHELASTIC_RUN_ID" in os.environ
+    require(not launched, "trainer ladder starts its own processes: start it without a launcher")
+    steps, minutes = count("steps", own.get("steps", "5")), count("minutes", own.get("minutes", "30"))
+    base = baseline(recipe)
+    choose(rungs_of(recipe, base, ANY), own.get("rungs"))
+    waiting.doing("looking for GPUs")
+    machine = CPU if recipe.run.accelerator == "cpu" else probe_machine()
+    rungs = choose(rungs_of(recipe, base, machine), own.get("rungs"))
+    out = new_folder("ladder", own.get("out"), reference)
+    report = Report(out, reference, machine, {"steps": steps, "flags": redact_words(passed)}, rungs)
+    given = {name for name, _ in flags}
+    fixed = {"max_steps": steps, "epochs": max(recipe.epochs, steps), "run.logger": ["csv"]}
+    fixed |= {"run.evaluate": False, "run.recover": False}
+    fixed |= {key: value for key, value in STEADY.items() if key not in given}
+    before = {key: setting.value for key, setting in settings_of(recipe).items()}
+    try:
+        for number, rung in enumerate(rungs, 1):
+            report.announce(number, rung)
+            arguments = [reference, *passed, *_as_flags({**fixed, **base, **rung.changes}, before)]
+            run_dir = out / f"{number:02d}-{rung.name.lstrip('+')}"
+            report.add(rung, run_trial(arguments, run_dir, seconds=60 * minutes, environment=report.environment))
+    finally:
+        report.end()
+
+
+def baseline(recipe: Recipe) -> dict[str, Any]:
+    """The settings of the run that everything is compared with: no technique, a rank's share as one micro-batch."""
+    ranks = recipe.run.devices if recipe.run.devices != "auto" else 1
+    batch_size: Any = recipe.batch_size
+    if batch_size is None:  # samples a step in epoch 0; not through the plan, which imports torch
+        accumulate: Any = recipe.accumulate
+        first = accumulate[0] if isinstance(accumulate, dict) else accumulate
+        batch_size = first * recipe.memory.micro_batch_size * ranks
+    cut = {"batch_size": batch_size, "accumulate": None, "memory.micro_batch_size": -(-batch_size // ranks)}
+    return {**VARIED, "run.devices": ranks, **cut}
+
+
+def rungs_of(recipe: Recipe, base: Mapping[str, Any], machine: Mapping[str, Any]) -> list[Rung]:
+    """The rungs that make sense for this recipe on this machine: the baseline, one by one, then stacked."""
+    share, ranks, cuda = base["memory.micro_batch_size"], base["run.devices"], machine["accelerator"] == "cuda"
+    sizes = [size for power in range(1, 6) if (size := -(-share // 4**power)) < -(-share // 4 ** (power - 1))]
+    found = [Rung("baseline"), *(Rung(f"micro-batch-{size}", {"memory.micro_batch_size": size}) for size in sizes)]
+    found += [
+        _rung(knob, turn, cuda)
+        for knob, turn in TURNS
+        if (cuda or not turn.needs_gpu) and (not knob.optimizers or recipe.optim.kind in knob.optimizers)
+    ]
+    if recipe.optim.name != "sgd":  # before the last, which is bf16-true
+        found.insert(-1, Rung("sgd", {"optim.name": "sgd"}, note="another optimizer"))
+    if ranks > 1 or not cuda or machine["devices"] > 1:
+        several = max(2, ranks)
+        changes = {"run.devices": several, "memory.micro_batch_size": -(-base["batch_size"] // several)}
+        names = ["fsdp"] if ranks > 1 else ["ddp", "fsdp"]
+        found += [Rung(f"{name}-{several}-ranks", {**changes, "memory.strategy": name}) for name in names]
+    # Stacked: each on top of all before it; streaming parameters takes the place of offloading the optimizer.
+    steps = [_rung(knob, turn, cuda) for knob, turn in TURNS if turn.stacked]
+    smallest = max(1, share // 16)
+    if smallest < share:
+        steps.insert(0, Rung(f"micro-batch-{smallest}", {"memory.micro_batch_size": smallest}))
+    stacked: dict[str, Any] = {}
+    for rung in steps:
+        stacked = {**stacked, **rung.changes}
+        found.append(Rung(f"+{rung.name}", stacked, rung.note))
+    return found
+
+
+def _rung(knob: Knob, turn: Turn, cuda: bool) -> Rung:
+    note = "lossy" if knob.lossy else ON_HOST if knob.to_host and not cuda else ""
+    return Rung(turn.rung, {f"memory.{knob.name}": turn.value}, note)
+
+
+def choose(rungs: Sequence[Rung], wanted: str | None) -> list[Rung]:
+    """The rungs named in ``wanted``, in the ladder's order, and the baseline; all of them for ``None``."""
+    if wanted is None:
+        return list(rungs)
+    names = [name.strip() for name in wanted.split(",") if name.strip()]
+    known = [rung.name for rung in rungs]
+    for name in names:
+        if name not in known:
+            raise RecipeError(f"--rungs: no rung {name!r} here{did_you_mean(name, known)} (rungs: {', '.join(known)})")
+    return [rung for rung in rungs if rung.name in ("baseline", *names)]
+
+
+class Report:
+    """The table that is printed row by row, ``ladder.json`` and ``ladder.png``."""
+
+    def __init__(
+        self, out: Path, reference: str, machine: Mapping[str, Any], settings: Mapping[str, Any], rungs: Sequence[Rung]
+    ) -> None:
+        self.out, self.reference, self.settings, self.rungs = out, reference, settings, rungs
+        self.cuda = machine["accelerator"] == "cuda"
+        self.environment = {
+            **({} if self.cuda else RETURN_FREED_MEMORY),
+            **{key: os.environ[key] for key in (*RETURN_FREED_MEMORY, "OMP_NUM_THREADS") if key in os.environ},
+        }
+        """Variables that figures depend on; those that the person has set win."""
+        self.machine = {**machine, "cores": cores(), "system": f"{platform.system()} {platform.machine()}"}
+        self.rows: list[tuple[Rung, Trial, float | None]] = []
+        self._date = time.strftime("%Y-%m-%d %H:%M:%S %z")
+        self._versions = versions()
+        self._width = max(len(rung.label) for rung in rungs)
+
+    def announce(self, number: int, rung: Rung) -> None:
+        """Say which rung is being measured; on a terminal its row then takes the line's place."""
+        waiting.end()
+        line = f"rung {number}/{len(self.rungs)}: {rung.name}".ljust(self._width)
+        print(line, end="\r" if sys.stderr.isatty() else "\n", file=sys.stderr, flush=True)
+
+    def add(self, rung: Rung, trial: Trial) -> None:
+        """Print and write a row, with the relative difference of its last loss from the baseline's."""
+        first = self.rows[0][1] if self.rows else trial
+        difference = None
+        if trial is not first and trial.losses and len(trial.losses) == len(first.losses) and first.losses[-1]:
+            difference = abs(trial.losses[-1] / first.losses[-1] - 1)
+        self.rows.append((rung, trial, difference))
+        if trial is first:
+            idle = "over idle" if trial.memory.get("host_idle_gb") is not None else "in all"
+            memory = ["allocated", "reserved"] if self.cuda else [idle]
+            loss = f"loss, step {self.settings['steps']}"
+            header = ["rung", *memory, "of baseline", "samples/s", loss, "difference", "status"]
+            print(self._line(header))
+            print(self._line(["-" * self._width, *("-" * 11 + ":" for _ in header[1:-1]), "------"]))
+        own, whole = self._memory(trial), self._memory(first)[0]
+        figures = [
+            *("–" if value is None else gigabytes(value * GB) for value in own),
+            _figure(own[0] / whole if own[0] is not None and whole else None, ".0%"),
+            _figure(trial.samples_per_second, ",.1f"),
+            _figure(trial.losses[-1] if trial.losses else None, ".5f"),
+            _figure(difference, ".1e"),
+        ]
+        reason = (trial.reason or "").replace("|", "/")  # a bar would end the cell
+        status = f"{trial.status}: {reason}" if reason else trial.status
+        print(escaped(self._line([rung.label, *figures, status])), flush=True)
+        self._write()
+
+    def end(self) -> None:
+        """Write what there is and draw it."""
+        self._write()
+        if self.rows:
+            from trainer.report.plots import plot_ladder
+
+            kinds = ["allocated", "reserved"] if self.cuda else ["resident"]
+            bars = [(rung.label, [*self._memory(trial)], trial.status) for rung, trial, _ in self.rows]
+            plot_ladder(bars, kinds, f"{self.reference} on {self.machine['device']}", self.out / "ladder.png")
+        done, wanted = len(self.rows), len(self.rungs)
+        missing = "" if done == wanted else f" (stopped after {done} of {wanted} rungs)"
+        print(f"files: {escaped(self.out)}: ladder.json, ladder.png and a folder and a log for each rung{missing}")
+
+    def _write(self) -> None:
+        rows = [
+            {"name": rung.name, "note": rung.note, "loss_difference": difference} | trial.to_json()
+            for rung, trial, difference in self.rows
+        ]
+        complete = len(self.rows) == len(self.rungs)
+        content = {"recipe": self.reference, "date": self._date, "complete": complete}
+        content |= {"settings": {**self.settings, "rungs": [rung.name for rung in self.rungs]}, "machine": self.machine}
+        content |= {"environment": self.environment, "versions": self._versions, "rungs": rows}
+        write_atomic(self.out / "ladder.json", json.dumps(content, indent=1, ensure_ascii=False) + "\n")
+
+    def _memory(self, trial: Trial) -> tuple[float | None, ...]:
+        if self.cuda:
+            return trial.memory.get("allocated_gb"), trial.memory.get("reserved_gb")
+        return (trial.host_gb,)
+
+    def _line(self, cells: Sequence[str]) -> str:
+        figures = " | ".join(f"{cell:>12}" for cell in cells[1:-1])
+        return f"| {cells[0]:<{self._width}} | {figures} | {cells[-1]} |"
+
+
+def _figure(value: float | None, form: str) -> str:
+    return "–" if value is None or not math.isfinite(value) else format(value, form)
+
+
+def _split(flags: Sequence[tuple[str, str | None]]) -> tuple[dict[str, str], list[str]]:
+    own: dict[str, str] = {}
+    passed: list[str] = []
+    for name, text in flags:
+        if name in FLAGS:
+            own[name] = text or ""
+        elif name in OWN:
+            raise RecipeError(f"--{name} is the ladder's to set: use {OWN[name]}")
+        elif name in VARIED:
+            raise RecipeError(f"--{name} is what the ladder varies: leave it out, and choose rungs with --rungs")
+        else:
+            passed.append(f"--{name}" if text is None else f"--{name}={text}")
+    return own, passed
+
+
+def _as_flags(wanted: Mapping[str, Any], before: Mapping[str, Any]) -> list[str]:
+    """The flags that make of the settings ``before`` those that are ``wanted``, as far as the recipe has them; those of
+    the cut are always said, for of what is not asked for, something may give way."""
+    cut = ("batch_size", "accumulate", "memory.micro_batch_size")
+    changed = {key: value for key, value in wanted.items() if key in cut or (key in before and before[key] != value)}
+    return [f"--{key}={as_text(value)}" for key, value in changed.items()]

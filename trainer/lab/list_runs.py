@@ -1,0 +1,274 @@
+"""``trainer runs``: a table of the runs below a folder, and what two of them differ in."""
+
+from __future__ import annotations
+
+import csv
+import json
+import os
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from trainer.checkpoint.manifest import CorruptCheckpoint, require_sealed_text
+from trainer.errors import RecipeError, require
+from trainer.settings import did_you_mean
+from trainer.system.files import open_regular, read_object
+from trainer.system.lock import NAME as LOCK
+from trainer.system.processes import ProcessId
+from trainer.system.reports import cause
+from trainer.system.text import as_text, columns, escaped
+
+USAGE = """\
+usage: trainer runs [DIR ...] [--where KEY=VALUE] [--sort COLUMN] [--json]
+       trainer runs --compare RUN_DIR RUN_DIR
+
+A table of the runs in and below each DIR (by default runs), the latest last.
+
+--where KEY=VALUE  only runs with that value in a column, or with that setting, such as optim.lr=1e-3; may be repeated
+--sort COLUMN      by a column, such as test_accuracy; -COLUMN for the greatest first
+--json             all columns and settings, as a list
+--compare          the settings and figures in which two runs differ
+"""
+MOST_BYTES = 4_000_000
+"""Of a JSON file of a run, and of the end of its metrics.csv that is read."""
+
+LONGEST = 60
+"""Letters of a setting that --compare shows."""
+
+SHOWN = ("run", "status", "step", "figure", "val_loss", "memory_gb", "seconds", "date")
+WORDS = ("run", "status", "figure", "date")
+
+
+def runs(argv: Sequence[str]) -> None:
+    """``trainer runs``."""
+    from trainer.commands import OwnFlags
+    from trainer.commands.flags import scan
+
+    known = OwnFlags({"where": "", "filter": "", "sort": "", "compare": ""}, {"json": ""}, several=("compare",))
+    folders, flags = scan(argv, known)
+    if ("help", None) in flags:
+        print(USAGE, end="")
+        return
+    names = [*known.valued, *known.switches]
+    for name, _ in flags:
+        hint = did_you_mean(name, names, dashes="--")
+        require(name in names, f"runs: unknown flag --{name}{hint}: see trainer runs --help")
+    pair = [Path(text) for name, text in flags if name == "compare" and text]
+    if pair:
+        require(len(pair) == 2, f"--compare takes two run directories, and was given {len(pair)}")
+        for path in pair:
+            is_run = os.path.isfile(path / "recipe.yaml")
+            require(is_run, f"--compare: {path} is no run directory: it has no recipe.yaml")
+        print(compared(*map(row_of, pair)))
+        return
+    paths = [(path, folder) for folder in map(Path, folders or ["runs"]) for path in _below(folder)]
+    where = [text for name, text in flags if name in ("where", "filter") and text]
+    order = [text for name, text in flags if name == "sort" and text]
+    found = [row_of(*path, with_settings=("json", None) in flags) for path in paths]
+    asked = {text.partition("=")[0] for text in where} | {text.removeprefix("-") for text in order}
+    if not asked <= {key for row in found for key in row}:  # they are settings, whose files take longer to read
+        found = [row_of(*path) for path in paths]
+    rows = sorted(found, key=lambda row: row["date"])
+    hidden = ("settings", "faults", "figure")
+    keys = list(dict.fromkeys(key for row in rows for key in (*row, *row["settings"]) if key not in hidden))
+    for text in where:
+        key, equals, value = text.partition("=")
+        require(bool(equals), f"--where={text!r} must be KEY=VALUE, such as status=finished")
+        _require_key("--where", key, keys)
+        rows = [row for row in rows if _same(_of(row, key), value)]
+    for text in order:
+        key = text.removeprefix("-")
+        _require_key("--sort", key, keys)
+        known_of = [row for row in rows if _of(row, key) is not None]
+        known_of.sort(key=partial(_order, key), reverse=text != key)
+        rows = known_of + [row for row in rows if _of(row, key) is None]
+    if ("json", None) in flags:
+        print(json.dumps(rows, indent=1, ensure_ascii=True))
+        return
+    where_from = ", ".join(folders or ["runs"])
+    none = f"none of {len(found)} runs fits --where" if found else f"no runs in {escaped(where_from)}"
+    print(table(rows) if rows else none)
+
+
+def _require_key(flag: str, key: str, keys: Sequence[str]) -> None:
+    hint = did_you_mean(key, keys) or f"; columns are {', '.join(name for name in keys if '.' not in name)}"
+    require(key in keys or not keys, f"{flag}={key!r} is no column and no setting of these runs{hint}")
+
+
+def _below(folder: Path) -> list[Path]:
+    require(os.path.isdir(folder), f"runs: there is no folder {str(folder)!r}: give the one that your runs are in")
+    found = []
+    for place, inside, files in os.walk(folder):
+        if "recipe.yaml" in files and {"status.json", "summary.json", "metrics.csv", "model"} & {*inside, *files}:
+            found.append(Path(place))
+            inside.clear()
+        inside[:] = sorted(name for name in inside if not name.startswith("."))
+    return found
+
+
+def row_of(path: Path, folder: Path | None = None, with_settings: bool = True) -> dict[str, Any]:
+    """The columns of a run, its ``settings``, and in ``faults`` what cannot be read.
+
+    Without ``with_settings``, recipe.yaml is parsed only if it does not match its hash: if it does, it is whole.
+    """
+    faults: list[str] = []
+
+    def content(name: str) -> dict[str, Any]:
+        found = read_object(path / name, MOST_BYTES)
+        if not found and (path / name).exists():
+            faults.append(f"{name} is no JSON object")
+        return found
+
+    summary, status = content("summary.json"), content("status.json")
+    memory, metrics = _mapping(summary.get("memory")), _mapping(summary.get("metrics"))
+    history = _last_of(path / "metrics.csv", faults)
+    numbers = {"step": summary.get("steps", history.get("step")), "seconds": summary.get("seconds")}
+    numbers["memory_gb"] = memory.get("reserved_gb") or memory.get("host_peak_gb")
+    numbers |= {f"{split}_{name}": value for split, found in metrics.items() for name, value in _mapping(found).items()}
+    wrong = [name for name, value in numbers.items() if value is not None and not _is_finite(value)]
+    faults += [f"{name} is not a finite number" for name in wrong]
+    known = {name: value for name, value in numbers.items() if value is not None and name not in wrong}
+    figures = {name: value for name, value in known.items() if name not in ("step", "memory_gb", "seconds")}
+    val_loss = history.get("val_loss", known.get("val_loss"))
+    told = [(key, value) for key, value in figures.items() if not key.endswith("_loss")] or list(figures.items())
+    recipe, is_whole = path / "recipe.yaml", False
+    with suppress(CorruptCheckpoint):
+        is_whole = require_sealed_text(recipe) is None
+    settings = _settings(recipe, faults) if with_settings or not is_whole else {}
+    newest = max((file.stat().st_mtime for file in (path / "status.json", recipe) if file.exists()), default=0)
+    return {
+        "run": os.path.relpath(path, folder) if folder and path != folder else str(path),
+        "status": "broken" if faults else _alive(path, str(status.get("status") or summary.get("status") or "unknown")),
+        "step": known.get("step"),
+        "figure": f"{told[0][0].replace('_', ' ', 1)} {_percent(*told[0])}" if told else None,
+        "val_loss": val_loss if _is_finite(val_loss) else None,
+        "memory_gb": known.get("memory_gb"),
+        "seconds": known.get("seconds"),
+        "date": time.strftime("%Y-%m-%d %H:%M", time.localtime(newest)),
+        **{name: value for name, value in figures.items() if name != "val_loss"},
+        "settings": settings,
+        "faults": faults,
+    }
+
+
+def _is_finite(value: Any) -> bool:
+    """Whether it is a number that a float can hold; JSON has larger integers, and Python's json NaN and Infinity."""
+    return isinstance(value, int | float) and abs(value) <= sys.float_info.max
+
+
+def _mapping(value: Any) -> Mapping[str, Any]:
+    return value if isinstance(value, dict) else {}
+
+
+def _alive(path: Path, state: str) -> str:
+    """``died`` for a run that says it is running, on this machine, and whose process is gone."""
+    if state != "running":
+        return state
+    owner = read_object(path / LOCK, MOST_BYTES)
+    try:
+        process = ProcessId.from_dict({name: owner.get(name) for name in ProcessId.__dataclass_fields__})
+    except ValueError:
+        return "died" if not (path / LOCK).exists() else state
+    return "died" if process.is_here() and process.state() == "gone" else state
+
+
+def _settings(path: Path, faults: list[str]) -> dict[str, Any]:
+    from trainer.commands.flags import load_yaml_file
+
+    try:
+        tree = load_yaml_file(path)
+    except RecipeError as error:
+        faults.append(str(error).replace(f"{path}", path.name))
+        return {}
+    flat: dict[str, Any] = {}
+    for key, value in _plain(tree).items():
+        flat |= {f"{key}.{name}": item for name, item in value.items()} if isinstance(value, dict) else {key: value}
+    return flat
+
+
+def _plain(value: Any) -> Any:
+    """``value`` in types of JSON: YAML also has dates, sets, bytes, NaN, and integers that no float can hold."""
+    if isinstance(value, dict):
+        return {str(_plain(key)): _plain(item) for key, item in value.items()}
+    if isinstance(value, list | tuple | set):
+        return sorted(map(_plain, value), key=str) if isinstance(value, set) else list(map(_plain, value))
+    if isinstance(value, int) and not _is_finite(value):
+        return hex(value)  # Python refuses to write one of 4,300 digits as a decimal
+    return value if value is None or isinstance(value, str) or _is_finite(value) else str(value)
+
+
+def _last_of(path: Path, faults: list[str]) -> dict[str, float]:
+    last: dict[str, float] = {}
+    try:
+        with open_regular(path) as file:
+            header = file.readline(MOST_BYTES).decode(errors="replace").strip()
+            file.seek(max(file.tell() - 1, os.fstat(file.fileno()).st_size - MOST_BYTES, 0))
+            lines = file.read(MOST_BYTES).decode(errors="replace").splitlines()[1:]  # the first is the end of another
+        names = next(csv.reader([header], strict=True), ["step"])
+        require("step" in names, "it has no column step")
+        kinds: dict[str, type[float]] = {"step": int} | ({"val_loss": float} if "val_loss" in names else {})
+        for row in csv.reader(lines, strict=True):
+            cells = dict(zip(names, row, strict=False))
+            last |= {name: kind(cells[name]) for name, kind in kinds.items() if cells.get(name)}
+    except OSError:
+        return {}
+    except (csv.Error, ValueError) as error:
+        faults.append(f"{path.name}: {cause(error)}")
+    return last
+
+
+def _of(row: Mapping[str, Any], key: str) -> Any:
+    return row.get(key, row["settings"].get(key))
+
+
+def _order(key: str, row: Mapping[str, Any]) -> tuple[bool, Any]:
+    value = _of(row, key)
+    return (False, float(value)) if isinstance(value, int | float) else (True, str(value))
+
+
+def _same(value: Any, text: str) -> bool:
+    try:
+        return not isinstance(value, bool) and float(value) == float(text)
+    except (TypeError, ValueError):
+        return json.dumps(value) == text or str(value) == text
+
+
+def _percent(name: str, value: float) -> str:
+    return f"{100 * value:.2f} %" if name.endswith("accuracy") else f"{value:.4f}"
+
+
+def _cell(name: str, value: Any) -> str:
+    if value is None:
+        return ""
+    if name == "memory_gb":
+        return f"{value:.2f} GB"
+    if name == "seconds":
+        hours, rest = divmod(int(value), 3600)
+        return f"{hours}:{rest // 60:02}:{rest % 60:02}"
+    return escaped(f"{value:.4f}" if isinstance(value, float) else f"{value:,}" if type(value) is int else value)
+
+
+def table(rows: Sequence[Mapping[str, Any]]) -> str:
+    """A line for each run, then what is wrong with those that are broken."""
+    heads = ["run", "status", "step", "figure", "val loss", "memory", "time", "date"]
+    cells = [[_cell(name, row[name]) for name in SHOWN] for row in rows]
+    broken = [f"{row['run']}: {'; '.join(row['faults'])}" for row in rows if row["faults"]]
+    return "\n".join([columns(heads, cells, WORDS), *map(escaped, broken)])
+
+
+def compared(first: Mapping[str, Any], second: Mapping[str, Any]) -> str:
+    """A line for each setting, then for each figure, in which two runs differ."""
+    heads, cells = ["", escaped(first["run"]), escaped(second["run"])], []
+    for key in dict.fromkeys([*first["settings"], *second["settings"]]):
+        both = [as_text(row["settings"][key]) if key in row["settings"] else "-" for row in (first, second)]
+        if both[0] != both[1]:
+            cells.append([escaped(text if len(text) <= LONGEST else f"{text[:LONGEST]}…") for text in (key, *both)])
+    for key in dict.fromkeys([*first, *second]):
+        both = [_cell(key, row.get(key)) or "-" for row in (first, second)]
+        if both[0] != both[1] and key not in ("run", "settings", "figure", "faults"):
+            cells.append([escaped(key), *both])
+    return columns(heads, cells, heads) if cells else "the two runs have the same settings and figures"

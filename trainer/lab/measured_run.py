@@ -1,0 +1,212 @@
+"""One measured run in a process of its own: what it cost or, in its own words, why it did not work."""
+
+from __future__ import annotations
+
+import csv
+import json
+import math
+import os
+import re
+import shlex
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, TextIO
+
+import trainer
+from trainer.errors import RecipeError
+from trainer.system.files import open_own
+from trainer.system.machine import ask_for_gpus
+from trainer.system.processes import Watched, own_command
+from trainer.system.redact import redact, redact_words
+from trainer.system.reports import reason_in
+from trainer.system.text import GB
+
+# No torch here: a parent that has opened the GPU holds some of its memory.
+
+OUT_OF_MEMORY = re.compile(r"out of memory|OutOfMemoryError|Can(no|')t allocate memory|bad_alloc", re.I)
+RETURN_FREED_MEMORY = {"MALLOC_MMAP_THRESHOLD_": "131072", "MALLOC_TRIM_THRESHOLD_": "131072"}
+"""For runs on a CPU: glibc keeps freed tensors, and resident memory would show the largest of everything so far."""
+CPU = {"accelerator": "cpu", "devices": 1, "device": "CPU", "device_memory_gb": None}
+SECONDS_BETWEEN_LOOKS = 1.0
+GRACE_SECONDS = 10.0  # that an interrupted run has to write its summary
+
+
+@dataclass(frozen=True)
+class Trial:
+    """What came of a run.
+
+    Args:
+        status: finished, refused (the settings cannot work), out of memory, killed, too slow, or failed.
+        reason: of a run that did not finish, the first line that says why.
+        command: what repeats it; ``to_json`` leaves out where Python and the run directory are on this machine.
+        seconds: wall time of the process.
+        plan: the line in which the run said what it decided.
+        steps: that were taken; ``losses`` of each, before its update.
+        samples_per_second: over all ranks, without the first step, which warms up, unless there is no other.
+        memory: what ``summary.json`` says under that key: GB (1e9 bytes).
+    """
+
+    status: str
+    reason: str | None
+    command: list[str]
+    seconds: float
+    plan: str | None = None
+    steps: int = 0
+    losses: list[float] = field(default_factory=list)
+    samples_per_second: float | None = None
+    memory: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def host_gb(self) -> float | None:
+        """Peak resident memory over that of the idle process, in GB; the whole peak where the idle one is unknown."""
+        peak, idle = self.memory.get("host_peak_gb"), self.memory.get("host_idle_gb")
+        return peak if peak is None or idle is None else peak - idle
+
+    @property
+    def peak_gb(self) -> float | None:
+        """Allocated memory of the device in GB, and without a GPU :attr:`host_gb`."""
+        allocated = self.memory.get("allocated_gb")
+        return self.host_gb if allocated is None else allocated
+
+    def to_json(self) -> dict[str, Any]:
+        """All of it, in plain types."""
+        plain = ("status", "reason", "plan", "steps", "losses", "samples_per_second", "peak_gb")
+        content = {name: getattr(self, name) for name in plain}
+        command = shlex.join(map(_anywhere, redact_words(self.command)))
+        return {**content, "memory": dict(self.memory), "seconds": round(self.seconds, 2), "command": command}
+
+
+def _anywhere(word: str) -> str:
+    """A word of a command without the folders of this machine: for the working directory that it was started in."""
+    if word == sys.executable:
+        return "python"
+    if word.startswith("--run.dir="):
+        return f"--run.dir={Path(word).name}"
+    return word.removeprefix(f"{Path.cwd()}{os.sep}")
+
+
+def probe_machine() -> dict[str, Any]:
+    """The accelerator (cpu or cuda), its devices and memory, found out by a process that has ended by then."""
+    found = ask_for_gpus()
+    if not found:
+        return dict(CPU)
+    memory = round(found[0]["total_memory"] / GB, 2)
+    return {"accelerator": "cuda", "devices": len(found), "device": found[0]["name"], "device_memory_gb": memory}
+
+
+def run_trial(
+    arguments: Sequence[str],
+    run_dir: Path,
+    *,
+    seconds: float | None = None,
+    entry: Sequence[str] | None = None,
+    environment: Mapping[str, str] | None = None,
+    watch: Callable[[], str | None] = lambda: None,
+    keeps_model: bool = False,
+) -> Trial:
+    """Train in a fresh process, and read what it measured.
+
+    Args:
+        arguments: of ``trainer fit``: the recipe and its flags, without ``run.dir``.
+        run_dir: which must not hold a run, unless that is resumed; the trained model is removed from it, unless
+            ``keeps_model``. What the process says goes to ``run_dir.log`` beside it.
+        seconds: wall time after which the run is ended as too slow.
+        entry: a script that does something before, with its arguments; without it, the package is started.
+        environment: variables to set besides those of this process.
+        watch: asked every second: a word for why the run is to be ended, its status then, or ``None``.
+        keeps_model: whether the trained model stays.
+    """
+    words = ["fit", *arguments, f"--run.dir={run_dir}"]
+    command = own_command(*words) if entry is None else [sys.executable, *entry, *words]
+    here = str(Path(trainer.__file__).parent.parent)  # found first, whether it is installed or not
+    path = os.pathsep.join(filter(None, [here, os.environ.get("PYTHONPATH")]))
+    log = run_dir.with_name(f"{run_dir.name}.log")
+    start = time.perf_counter()
+    with _opened(log) as output:
+        code = _run(command, output, seconds, {**os.environ, "PYTHONPATH": path, **(environment or {})}, watch)
+    wall = time.perf_counter() - start
+    if not keeps_model:
+        shutil.rmtree(run_dir / "model", ignore_errors=True)
+    text = log.read_text(encoding="utf-8", errors="replace")
+    status, reason = _outcome(code, text, seconds)
+    plan = next((line.removeprefix("plan: ") for line in text.splitlines() if line.startswith("plan: ")), None)
+    repeated = [sys.executable, *(entry or ("-m", "trainer")), *words]
+    return Trial(status, reason and redact(reason), repeated, wall, plan, **_figures(run_dir))
+
+
+def _opened(log: Path) -> TextIO:
+    try:
+        log.parent.mkdir(parents=True, exist_ok=True)
+        output = os.fdopen(open_own(log, os.O_WRONLY | os.O_CREAT), "w", encoding="utf-8")
+    except OSError as error:
+        raise RecipeError(f"{log} cannot be written ({error.strerror}): choose another folder") from error
+    output.truncate()  # what another one has left there
+    return output
+
+
+def _run(
+    command: list[str],
+    output: TextIO,
+    seconds: float | None,
+    environment: Mapping[str, str],
+    watch: Callable[[], str | None],
+) -> int | str | None:
+    """The exit code of ``command``, ``None`` if it took too long, or why it was ended. No process of it is left."""
+    watched = Watched(command, environment, stdout=output, stderr=output)
+    until = math.inf if seconds is None else time.monotonic() + seconds
+    try:
+        while (left := until - time.monotonic()) > 0:
+            with suppress(subprocess.TimeoutExpired):
+                return watched.process.wait(min(left, SECONDS_BETWEEN_LOOKS))
+            if (why := watch()) is not None:
+                return why
+        return None
+    finally:
+        if watched.process.poll() is None:
+            watched.process.send_signal(signal.SIGINT)
+            with suppress(subprocess.TimeoutExpired, KeyboardInterrupt):  # time to write its summary
+                watched.process.wait(GRACE_SECONDS)
+        watched.kill()
+
+
+def _outcome(code: int | str | None, text: str, seconds: float | None) -> tuple[str, str | None]:
+    if isinstance(code, str):
+        return code, None
+    if code is None:
+        return "too slow", f"not finished after {seconds:g} s"
+    if code == 0:
+        return "finished", None
+    said = reason_in(text)
+    if code == 2:
+        return "refused", said
+    if OUT_OF_MEMORY.search(text):
+        found = next((line.strip() for line in text.splitlines() if OUT_OF_MEMORY.search(line)), None)
+        return "out of memory", said if said and OUT_OF_MEMORY.search(said) else found
+    if code < 0:
+        name = signal.Signals(-code).name
+        return "killed", f"ended by {name}" + (": did host memory run out?" if name == "SIGKILL" else "")
+    return "failed", said or f"exit code {code}"
+
+
+def _figures(run_dir: Path) -> dict[str, Any]:
+    figures: dict[str, Any] = {}
+    if (run_dir / "summary.json").is_file():
+        summary = json.loads((run_dir / "summary.json").read_text())
+        figures = {"memory": summary["memory"], "steps": summary["steps"]}
+    if (run_dir / "metrics.csv").is_file():
+        with open(run_dir / "metrics.csv", newline="") as file:
+            rows = [row for row in csv.DictReader(file) if row.get("loss")]
+        figures["losses"] = [float(row["loss"]) for row in rows]
+        size = summary["batch_size"] if figures.get("memory") else 0
+        so_far = [float(row["samples_per_second"]) for row in rows]  # since the start, as it was after every step
+        if so_far and all(so_far) and size:
+            first, last = size / so_far[0], size * len(so_far) / so_far[-1]
+            figures["samples_per_second"] = size * (len(so_far) - 1) / (last - first) if last > first else so_far[-1]
+    return figures
