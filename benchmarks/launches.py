@@ -203,9 +203,14 @@ def measure(row: Row, layers: int, tiny: bool, folder: Path) -> Found:
     from races.watched import WatchedTracer
     from torch.utils._pytree import tree_leaves, tree_map
 
-    from trainer.fakegpu import tracer
-    from trainer.fakegpu.events import HOST_STREAM
-    from trainer.fakegpu.patches import is_paused
+    try:
+        from trainer.fakegpu import tracer
+        from trainer.fakegpu.events import HOST_STREAM
+        from trainer.fakegpu.patches import is_paused
+    except ImportError:  # a commit before there was this package
+        from trainer.planner import tracer
+        from trainer.planner.events import HOST_STREAM
+        from trainer.planner.fake_patches import is_paused
     from trainer.memory.plan import decide_plan
     from trainer.planner import trace
     from trainer.planner.predict import prepared
