@@ -208,9 +208,10 @@ def measure(row: Row, layers: int, tiny: bool, folder: Path) -> Found:
         from trainer.fakegpu.events import HOST_STREAM
         from trainer.fakegpu.patches import is_paused
     except ImportError:  # a commit before there was this package
-        from trainer.planner import tracer
         from trainer.planner.events import HOST_STREAM
         from trainer.planner.fake_patches import is_paused
+
+        from trainer.planner import tracer
     from trainer.memory.plan import decide_plan
     from trainer.planner import trace
     from trainer.planner.predict import prepared
