@@ -32,7 +32,7 @@ from trainer.fakegpu.gpus import GPU, gpu_named
 from trainer.fakegpu.network import Cluster, interconnects
 from trainer.fakegpu.target import Target
 from trainer.fakegpu.tracer import tracing
-from trainer.memory.optimizer_offload import in_chunks
+from trainer.memory.optimizer_offload import chunk_size, in_chunks
 from trainer.models.common import classification_loss
 from trainer.recipe import Memory
 from trainer.system.children import in_child
@@ -449,7 +449,8 @@ def carried() -> list[int]:
 def test_each_chunk_that_the_carrier_moves_costs_the_host() -> None:
     micro_steps, in_backward, in_step, to_host = in_child(carried)
     flat = [parameter.detach().view(-1) for parameter in Wide().build().parameters()]
-    chunks = sum(len(list(in_chunks(one, one))) for one in flat)
+    size = chunk_size(max(map(len, flat)))
+    chunks = sum(len(list(in_chunks(one, one, size))) for one in flat)
     assert chunks > len(flat)
     assert (micro_steps, in_step) == (2, 0)  # the weights come back without streams and events
     assert in_backward == to_host == micro_steps * chunks

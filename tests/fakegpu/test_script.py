@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from multiprocessing.forkserver import ensure_running
 from pathlib import Path
 from textwrap import dedent
 
@@ -42,6 +43,7 @@ BERT = {"model_type": "bert", "hidden_size": 256, "num_hidden_layers": 2, "num_a
 @pytest.fixture
 def written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """Writes ``train.py`` into the working directory, which is the test's own."""
+    ensure_running()  # the server of warm processes: where it starts, nothing else may be called trainer
     monkeypatch.chdir(tmp_path)
 
     def write(text: str) -> str:

@@ -362,7 +362,7 @@ class Carrier:
 
     def __init__(self, device: torch.device, dtype: torch.dtype, told: bool = False, largest: int = 0) -> None:
         self.device, self.told = device, told
-        self.chunk = max(CHUNK, min(largest // 64 * 8, MAX_CHUNK))  # a multiple of 8, so that kernels stay vectorised
+        self.chunk = chunk_size(largest)
         self.coming, self.going = torch.cuda.Stream(device), torch.cuda.Stream(device)
         self.staging = torch.empty(2, self.chunk, dtype=dtype, device=device)
         self.gone = [self.going.record_event(), self.going.record_event()]  # what was staged in each half
@@ -445,6 +445,11 @@ def reduce_after_carrying(module: nn.Module, sync: HostGradients) -> None:
         for part in module.modules():
             if isinstance(part, FSDPModule):
                 part.set_custom_reduce_scatter(comm)
+
+
+def chunk_size(largest: int) -> int:
+    """Elements of a chunk where the largest tensor has so many: a multiple of 8, so that kernels stay vectorised."""
+    return max(CHUNK, min(largest // 64 * 8, MAX_CHUNK))
 
 
 def in_chunks(first: Tensor, second: Tensor, size: int) -> Iterable[tuple[Tensor, Tensor]]:
