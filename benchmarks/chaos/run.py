@@ -221,18 +221,18 @@ def _prepare_torch() -> None:
 
 def log_windows(path: Path) -> None:
     """Have every step write down its samples before it is taken, at once: no buffer is lost when it is killed."""
-    from trainer.engine.step import Stepper, StepResult
+    from trainer.engine.step import Stepper
     from trainer.engine.window import Window
 
     descriptor = os.open(path, os.O_WRONLY | os.O_APPEND)
-    take = Stepper.step
+    launch = Stepper.launch
 
-    def logged(self: Stepper, window: Window) -> StepResult:
+    def logged(self: Stepper, window: Window, *then: object) -> None:
         line = " ".join("-" if micro.is_empty else ",".join(map(str, micro.indices)) for micro in window)
         os.write(descriptor, f"{line}\n".encode())
-        return take(self, window)
+        launch(self, window, *then)  # type: ignore[arg-type]
 
-    Stepper.step = logged  # type: ignore[method-assign]
+    Stepper.launch = logged  # type: ignore[method-assign]
 
 
 def _host(port: int) -> int:
