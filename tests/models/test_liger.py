@@ -88,9 +88,9 @@ def test_gradients_are_those_of_transformers(found: Any) -> None:
 
 @needs_liger
 @pytest.mark.slow
-@pytest.mark.timeout(3600)
-def test_every_architecture_is_what_the_table_says() -> None:
-    kinds = tuple(json.loads((BENCHMARKS / "results/liger.json").read_text())["certificates"])
+def test_an_architecture_of_each_row_is_what_the_table_says() -> None:
+    """All of them take a quarter of an hour: benchmarks/liger.py."""
+    kinds = (*(row.split()[0] for row in PARTS.values()), "seed_oss", "glm4", "phimoe")
     assert interpreted(partial(certified, *kinds)) == {kind: ARCHITECTURES.get(kind, ()) for kind in kinds}
 
 
