@@ -33,7 +33,16 @@ SYNCS: Allowed = {
 }
 """Where the host may wait for the device in a step: phase, file and function; how often a run, a step, a micro-step."""
 
-READ_AT_ONCE = ("optimizer", "parameters", "fp16", "deterministic", "8-bit", "stochastic", "batch norm")
+READ_AT_ONCE = (
+    "optimizer",
+    "updated ahead",
+    "parameters",
+    "fp16",
+    "deterministic",
+    "8-bit",
+    "stochastic",
+    "batch norm",
+)
 """In the names of configurations whose losses and norm are read before the update: see ``Stepper.can_read_late``."""
 
 SYNCS_OF_OTHERS: Allowed = {
