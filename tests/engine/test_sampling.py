@@ -14,9 +14,10 @@ from trainer.contract import Data
 from trainer.data import Digits
 from trainer.data.fingerprint import fingerprint
 from trainer.data.loader import Loader
+from trainer.engine.cut import Cut
 from trainer.engine.feed import windows_of
 from trainer.engine.order import batch_indices, draws
-from trainer.engine.window import Cut, Windows
+from trainer.engine.window import Windows
 from trainer.errors import RecipeError
 from trainer.models import MLP
 from trainer.recipe import Memory, Recipe

@@ -13,12 +13,13 @@ from torch import nn
 from trainer.contract import Model
 from trainer.engine.batchnorm import BatchNormStatistics
 from trainer.engine.check import LossCheck
+from trainer.engine.cut import Cut
 from trainer.engine.events import Listener
 from trainer.engine.loop import Engine, NonFiniteError
 from trainer.engine.order import batch_indices
 from trainer.engine.schedule import LearningRate, lr_factor
 from trainer.engine.step import Stepper
-from trainer.engine.window import Cut, Windows
+from trainer.engine.window import Windows
 from trainer.errors import RecipeError
 from trainer.recipe import Optim
 from trainer.values import Loss

@@ -9,8 +9,9 @@ from functools import partial
 import numpy as np
 
 from trainer.contract import Data, Model
+from trainer.engine.cut import Cut, cut_at, share_of
 from trainer.engine.quarantine import Quarantine, Reduce
-from trainer.engine.window import Cut, Fetch, MicroBatch, OnLoad, Windows, cut_at, micro_batch, share_of
+from trainer.engine.window import Fetch, MicroBatch, OnLoad, Windows, micro_batch
 from trainer.errors import listed, require
 from trainer.recipe import Recipe
 from trainer.values import BadSample, Chances, Request

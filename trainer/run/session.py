@@ -17,11 +17,12 @@ from torch import Tensor
 
 from trainer.data.loader import Loader, loader_of
 from trainer.data.workers import decide_workers
+from trainer.engine.cut import Cut, cut_batch, share_of
 from trainer.engine.feed import evaluation_cut, evaluation_micro_batches, windows_of
 from trainer.engine.forward import Forward
 from trainer.engine.loop import evaluate
 from trainer.engine.quarantine import BadSampleAt, Quarantine
-from trainer.engine.window import Cut, MicroBatch, Windows, cut_batch, share_of
+from trainer.engine.window import MicroBatch, Windows
 from trainer.errors import EvaluationStopped, RecipeError, RunError, Stopped, require
 from trainer.faults.signals import StopSignals, end_start_watch
 from trainer.faults.watchdog import Watchdog

@@ -12,11 +12,11 @@ from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves
 
 from trainer.checkpoint.writer import HISTORY
+from trainer.engine.cut import share_of
 from trainer.engine.loop import Engine, NonFiniteError, count_steps, epoch_at
 from trainer.engine.schedule import LearningRate, Plateau, PlateauListener, lr_factor
 from trainer.engine.step import Stepper
 from trainer.engine.sync import GradientSync
-from trainer.engine.window import share_of
 from trainer.errors import EvaluationStopped, Stopped, require
 from trainer.memory.initialize import build_module
 from trainer.memory.parameter_groups import choose_trained, describe_groups
