@@ -125,7 +125,7 @@ class Own(Data):
         ([1.0], r"Own\.chances\(\) has 1 numbers for 4 training samples: give one for each"),
         ([1.0, -1.0, 1.0, 1.0], r"Own\.chances\(\) must be finite numbers of at least 0"),
         ([0.0] * 4, r"Own\.chances\(\) must be finite numbers of at least 0, and not all of them 0"),
-        ([1.0] * 4, r"Own reads groups of samples one after the other, of which none can be drawn by itself"),
+        ([1.0] * 4, r"Own reads groups of samples in sequence, so single samples cannot be drawn"),
     ],
 )
 def test_chances_that_cannot_be_are_refused(chances, message):

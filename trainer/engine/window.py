@@ -16,7 +16,7 @@ from trainer.errors import RecipeError
 from trainer.values import BadSample, Chances, Groups, Incomplete, Mix, Mixing, Packed, Request
 
 MOST_DEALT = 2**18  # max samples over which the fullest packed micro-batch is searched; above, a bound is used
-MOST_HALVINGS = 64  # of a micro-batch, which never has 2 ** 64 samples
+MOST_HALVINGS = 64  # max halvings of a micro-batch, which never has 2 ** 64 samples
 
 Fetch = Callable[[Iterator[Request]], Iterator[Any]]
 """Yields a collated micro-batch for every request, in order."""
