@@ -569,7 +569,7 @@ IN_TRAINING = {
     ),
     "plateau without validation": (
         "fit vit_digits --optim.schedule plateau",
-        "optim.schedule=plateau needs a validation set: give the data one (data.val_fraction, say)",
+        "optim.schedule=plateau needs a validation set: create one, for example by data.val_fraction",
     ),
     "the best without validation": (
         "fit vit_digits --run.best accuracy",

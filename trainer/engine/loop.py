@@ -141,7 +141,8 @@ class Engine:
         """Try the largest micro-batch of ``epochs`` before training, so that memory does not run out hours later."""
         while True:
             try:
-                return rehearse(self.stepper, self.windows.longest(epochs))
+                rehearse(self.stepper, self.windows.longest(epochs))
+                break
             except Exception as error:
                 if not self._recovered(error):
                     raise
