@@ -122,10 +122,10 @@ class Own(Data):
 @pytest.mark.parametrize(
     ("chances", "message"),
     [
-        ([1.0], r"Own\.chances\(\) has 1 numbers for 4 training samples: give one for each"),
+        ([1.0], r"Own\.chances\(\) returns 1 numbers for 4 training samples: return one per sample"),
         ([1.0, -1.0, 1.0, 1.0], r"Own\.chances\(\) must be finite numbers of at least 0"),
-        ([0.0] * 4, r"Own\.chances\(\) must be finite numbers of at least 0, and not all of them 0"),
-        ([1.0] * 4, r"Own reads groups of samples in sequence, so single samples cannot be drawn"),
+        ([0.0] * 4, r"Own\.chances\(\) must return finite numbers of at least 0, and not only zeros"),
+        ([1.0] * 4, r"Own reads groups of samples in sequence and cannot draw single ones"),
     ],
 )
 def test_chances_that_cannot_be_are_refused(chances, message):

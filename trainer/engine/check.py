@@ -101,7 +101,8 @@ class LossCheck:
         """End a step; require each declared loss once per micro-batch. Return whether all checks are done."""
         for name in self.model.loss_names if not self.steps else ():
             found = f"{self.kind}: losses() yielded {name!r} {self.seen[name]} times in {micro_steps} micro-batches"
-            require(self.seen[name] == micro_steps, f"{found}: {ONCE}")
+            if self.seen[name] != micro_steps:
+                raise RecipeError(f"{found}: {ONCE}")
         self.steps += 1
         return self.is_done or self.steps == WATCHED
 

@@ -12,7 +12,7 @@ from trainer.contract import Data, Model
 from trainer.engine.cut import Cut, cut_at, share_of
 from trainer.engine.quarantine import Quarantine, Reduce
 from trainer.engine.window import Fetch, MicroBatch, OnLoad, Windows, micro_batch
-from trainer.errors import listed, require
+from trainer.errors import RecipeError, listed, require
 from trainer.recipe import Recipe
 from trainer.values import BadSample, Chances, Request
 
@@ -96,12 +96,14 @@ def _chances(data: Data) -> Chances | None:
     if relative is None:
         return None
     size, said = len(data.train), f"{name}.chances()"
-    require(len(relative) == size, f"{said} has {len(relative)} numbers for {size} training samples: give one for each")
+    if len(relative) != size:
+        raise RecipeError(f"{said} returns {len(relative)} numbers for {size} training samples: return one per sample")
     array = np.asarray(relative, dtype=np.float64)
     fits = bool(np.isfinite(array).all()) and array.min(initial=0) >= 0 and array.sum() > 0
-    require(fits, f"{said} must be finite numbers of at least 0, and not all of them 0")
-    streamed = f"{name} reads groups of samples in sequence, so single samples cannot be drawn: leave out chances()"
-    require(getattr(data.train, "groups", None) is None, streamed)
+    if not fits:
+        raise RecipeError(f"{said} must return finite numbers of at least 0, and not only zeros")
+    if getattr(data.train, "groups", None) is not None:
+        raise RecipeError(f"{name} reads groups of samples in sequence and cannot draw single ones: omit chances()")
     return Chances(relative)
 
 

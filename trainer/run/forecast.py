@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from trainer.errors import RecipeError, RunError, require
+from trainer.errors import RecipeError, RunError
 from trainer.fakegpu.gpus import GPU, host_as_device
 from trainer.fakegpu.target import Target, budget_bytes, gpu_here
 from trainer.launching.world import World
@@ -118,8 +118,8 @@ def _meeting_place() -> Path:
     found = folder.lstat()
     if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or found.st_mode & 0o077:
         raise RunError(
-            f"{folder} must be a folder that belongs to you with mode 0700, so that the ranks of this machine can share "
-            "a plan: remove it, or set TMPDIR to a private folder"
+            f"{folder} must be a folder that belongs to you with mode 0700, so that the ranks of this machine can "
+            "share a plan: remove it, or set TMPDIR to a private folder"
         )
     names = ("TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT", "MASTER_PORT", "SLURM_JOB_ID", "SLURM_STEP_ID")
     launcher = ProcessId.of(os.getppid())  # includes its start time, because process numbers are reused
@@ -130,15 +130,14 @@ def _meeting_place() -> Path:
 def _through_file(place: Path, decide: Callable[[], dict[str, Any]]) -> dict[str, Any]:
     if not first_here():
         answer = _awaited(place)
-        require("error" not in answer, str(answer.get("error")))
+        if "error" in answer:
+            raise RecipeError(str(answer["error"]))
         return answer["settings"]
     write_atomic(place, json.dumps({"decides": ProcessId.own().to_dict()}))
     try:
         settings = decide()
     except BaseException as error:
-        write_atomic(
-            place, json.dumps({"error": str(error) or type(error).__name__})
-        )  # otherwise the others would wait
+        write_atomic(place, json.dumps({"error": str(error) or type(error).__name__}))  # otherwise the others wait
         raise
     write_atomic(place, json.dumps({"settings": settings}))
     return settings
@@ -159,9 +158,7 @@ def _awaited(place: Path) -> dict[str, Any]:
             return answer
         first = ProcessId.from_dict(answer["decides"]) if answer else None
         if first and first.is_here() and first.state() == "gone":
-            raise RunError(
-                "the first rank of this machine was killed during planning, before training: start the run again"
-            )
+            raise RunError("the first rank of this machine was killed while planning, before training: start it again")
         time.sleep(0.1)
     raise RunError(f"the first rank of this machine made no plan within {MAX_SECONDS:g} s: read its output")
 
@@ -197,8 +194,8 @@ class Forecast:
         verdict = "DOES NOT FIT" if found.retries is None else "fits"
         near = " (barely)" if verdict == "fits" and found.reserved * (1 + MARGIN) > self.limit else ""
         near = f" (after {found.retries} retries of torch's allocator)" if found.retries else near
-        there = f"available: {gigabytes(self.limit)}"
-        lines = [f"predicted peak: {gigabytes(found.reserved)}{kind}; {there}: {verdict}{near}"]
+        peak, limit = gigabytes(found.reserved), gigabytes(self.limit)
+        lines = [f"predicted peak: {peak}{kind}; {limit} available: {verdict}{near}"]
         if verdict != "fits":
             lines.append("warning: the run will probably run out of memory; --memory.budget 90% finds a plan that fits")
         return lines + [f"note: {note}" for note in found.notes]

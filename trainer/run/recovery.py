@@ -82,7 +82,7 @@ class Recovery:
         return regrouping.called() if is_broken and regrouping is not None else None
 
     def _start_again(self) -> None:
-        """Reconnect the ranks, rebuild the model and the optimizer, then restore everything that training has changed."""
+        """Reconnect the ranks, rebuild model and optimizer, then restore everything that training has changed."""
         stepper, session = self.stepper, self.session
         assert stepper.scheduler is not None
         kept, position = self.tensors.on_host(), stepper.scheduler.state_dict()
