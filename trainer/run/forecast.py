@@ -137,7 +137,7 @@ def _through_file(place: Path, decide: Callable[[], dict[str, Any]]) -> dict[str
     try:
         settings = decide()
     except BaseException as error:
-        write_atomic(place, json.dumps({"error": str(error) or type(error).__name__}))  # otherwise the others wait
+        write_atomic(place, json.dumps({"error": str(error) or type(error).__name__}))  # the others wait for it
         raise
     write_atomic(place, json.dumps({"settings": settings}))
     return settings
