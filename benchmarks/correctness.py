@@ -59,9 +59,10 @@ from transformers import (
 
 from trainer.contract import Data, Model
 from trainer.data.loader import Loader
+from trainer.engine.cut import cut_at
 from trainer.engine.loop import Engine
 from trainer.engine.step import Stepper
-from trainer.engine.window import Windows, cut_at
+from trainer.engine.window import Windows
 from trainer.launching.start import launch
 from trainer.launching.world import detect_world
 from trainer.memory.initialize import build_module

@@ -33,7 +33,7 @@ from torch import Tensor, nn
 
 from trainer.models import liger
 from trainer.models.liger import ARCHITECTURES, NORMS, use_kernels
-from trainer.run.training import note_attention
+from trainer.run.attention import note_attention
 
 LENGTHS = (5, 1, 3)
 ON_GPU = torch.cuda.is_available()

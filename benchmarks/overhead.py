@@ -34,9 +34,10 @@ from torch.optim import SGD, Optimizer
 from transformers import Trainer as TransformersTrainer
 
 from trainer.contract import Data
+from trainer.engine.cut import cut_at
 from trainer.engine.loop import Engine
 from trainer.engine.step import Phases, Stepper
-from trainer.engine.window import MicroBatch, Window, Windows, cut_at
+from trainer.engine.window import MicroBatch, Window, Windows
 from trainer.faults.watchdog import Watchdog
 from trainer.memory.monitor import Monitor
 from trainer.models import MLP

@@ -29,7 +29,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification
 
-from trainer.engine.window import Cut, cut_batch, tokens_of
+from trainer.engine.cut import Cut, cut_batch, tokens_of
 from trainer.models import TextClassifier
 from trainer.models.packed_attention import NAME, pack_documents, register
 

@@ -38,8 +38,8 @@ from transformers.trainer_pt_utils import LengthGroupedSampler
 
 from trainer.api import fit
 from trainer.data import IMDb
+from trainer.engine.cut import padding_share
 from trainer.engine.order import permutation
-from trainer.engine.window import padding_share
 from trainer.models import TextClassifier
 from trainer.recipe import Checkpoint, Memory, Optim, Recipe, Run
 

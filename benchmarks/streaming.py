@@ -29,8 +29,9 @@ from transformers import AutoTokenizer
 
 from trainer.data import StreamedText, TextFiles
 from trainer.data.loader import Loader
+from trainer.engine.cut import Cut
 from trainer.engine.order import batch_indices, steps_in_epoch
-from trainer.engine.window import Cut, Windows
+from trainer.engine.window import Windows
 from trainer.values import Request
 
 WORDS = [

@@ -16,8 +16,9 @@ from trainer import Memory, Optim, Recipe, RecipeError, Run
 from trainer.api import evaluate, fit, predict
 from trainer.commands.recipes import load_recipe
 from trainer.data import Digits, TextFiles
+from trainer.engine.cut import Cut
 from trainer.engine.loop import NonFiniteError
-from trainer.engine.window import Cut, Windows
+from trainer.engine.window import Windows
 from trainer.errors import RunError
 from trainer.models import MLP, VisionTransformer
 from trainer.run.directory import padding_shares, with_absolute_paths

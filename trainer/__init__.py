@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 
-if "LOCAL_RANK" in os.environ:  # a rank ends with what started it, also while it imports
+if "LOCAL_RANK" in os.environ:  # a rank must end with its launcher, even during its imports
     from trainer.system.processes import end_with_launcher
 
     end_with_launcher()
@@ -31,11 +31,11 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0"
 
-# Libraries ask for a GPU as they are imported. Torch then asks the driver's own library (NVML): CUDA itself, once it
-# has begun, would break the processes that predictions fork.
+# Libraries look for a GPU when they are imported. With this setting torch asks NVML, the library of the driver.
+# Otherwise it would initialise CUDA, which would break the processes that predictions fork.
 os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
 
-# What needs torch, or the command line's parser, is imported on first use: `import trainer` stays instant.
+# Names that need torch or the command line's parser are imported on first use, so that `import trainer` is fast.
 _LAZY = {
     "AccumulatingOptimizer": "trainer.integrations.accumulate",
     "evaluate": "trainer.api",

@@ -1,4 +1,4 @@
-"""From a recipe to a finished run: the one place where the parts meet."""
+"""The Python entry points: ``fit``, ``evaluate`` and ``FinishedRun``."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ with quick_imports():
     from trainer.checkpoint.export import filled_as_saved, load_model
     from trainer.engine.deterministic import deterministic_algorithms
     from trainer.engine.forward import Forward
-    from trainer.errors import require
+    from trainer.errors import RecipeError
     from trainer.memory.initialize import built_at_home
     from trainer.memory.monitor import recorded, snapshot_path
     from trainer.memory.precision import matmul_precision
@@ -39,12 +39,12 @@ with quick_imports():
 
 
 class FinishedRun:
-    """A run that has ended; what its summary has, such as ``run.steps``, is an attribute, too.
+    """A finished run; the fields of its summary, such as ``run.steps``, are attributes too.
 
     Args:
-        recipe: what was trained.
-        run_dir: the run directory, as ``dir``.
-        summary: what its ``summary.json`` holds; by default read from there.
+        recipe: the recipe of the run.
+        run_dir: the run directory; the attribute ``dir``.
+        summary: the content of ``summary.json``; by default read from the run directory.
     """
 
     def __init__(self, recipe: Recipe, run_dir: str | Path, summary: Summary | None = None) -> None:
@@ -60,52 +60,52 @@ class FinishedRun:
 
     @property
     def summary(self) -> Summary:
-        """What ``summary.json`` holds."""
+        """The content of ``summary.json``."""
         if self._summary is None:
             self._summary = read_summary(self.dir / "summary.json")
         return self._summary
 
     @property
     def metrics(self) -> dict[str, dict[str, float | None]]:
-        """The figures at the end by split: ``{"test": {"accuracy": 0 to 1, "loss": ...}}``."""
+        """The final metrics by split: ``{"test": {"accuracy": 0 to 1, "loss": ...}}``."""
         return {split: dict(figures) for split, figures in self.summary.metrics.items()}
 
     @cached_property
     def model(self) -> nn.Module:
-        """The trained module, on the CPU, for evaluation; read when it is first asked for, and checked."""
+        """The trained module in eval mode on the CPU; loaded and verified on first use."""
         folder = checked(self.dir)
         return load_model(filled_as_saved(self.recipe.model, folder), folder).eval()
 
     def predict(
         self, texts: Sequence[str] = (), images: Sequence[str] = (), paths: Sequence[str] = (), **how: Any
     ) -> list[Any]:
-        """As :func:`trainer.predict`, but answers are returned only."""
+        """Call :func:`trainer.predict` on this run; return the answers without printing them."""
         return predict(self.recipe, self.dir, texts, images, paths, **{"quiet": True, **how})
 
     def evaluate(self) -> EvaluationResult:
-        """As :func:`trainer.evaluate`."""
+        """Call :func:`trainer.evaluate` on this run."""
         return evaluate(self.recipe, self.dir)
 
 
 def fit(recipe: Recipe, source: str | None = None) -> FinishedRun:
-    """Train as ``recipe`` says, evaluate on the test set, and write the run directory.
+    """Train ``recipe``, evaluate on the test set, and write the run directory.
 
     Args:
-        recipe: what to do.
-        source: the packaged name or the path of the recipe file, if it has one: kept in ``recipe.yaml``, so that the
-            run can be repeated and evaluated.
+        recipe: the recipe to train.
+        source: the packaged name or the path of the recipe file, if there is one. It is saved in ``recipe.yaml``, so
+            that the run can be repeated and evaluated.
 
-    Where there is no script from which other ranks can be started, as in a notebook, several of them are processes of
-    their own, which are told the recipe by a file.
+    Without a script that can start other ranks, as in a notebook, several ranks run in separate processes, which read
+    the recipe from a file.
 
     Returns:
-        The run: its model, its figures, and what predicts.
+        The finished run, with its model, its metrics and a method to predict.
 
     Raises:
-        RecipeError: for whatever in the recipe, the data or the weights makes the run impossible.
-        NonFiniteError: when loss or gradient stayed non-finite for ``run.max_skipped_steps`` steps.
-        OutOfMemory: when the device, or the host, has too little memory for it.
-        Stopped: when it was asked to stop; everything is saved then.
+        RecipeError: if the recipe, the data or the weights make the run impossible.
+        NonFiniteError: if the loss or the gradient stayed non-finite for ``run.max_skipped_steps`` steps.
+        OutOfMemory: if the device or the host has too little memory.
+        Stopped: if the run was asked to stop; everything is saved then.
     """
     if needs_processes(recipe):
         return FinishedRun(recipe, fit_beside(recipe))
@@ -128,7 +128,7 @@ def fit(recipe: Recipe, source: str | None = None) -> FinishedRun:
 
 
 def evaluate(recipe: Recipe, run_dir: str | Path) -> EvaluationResult:
-    """Evaluate the model of ``run_dir`` on the test set of ``recipe`` (or validation set), and print the report."""
+    """Evaluate the model of ``run_dir`` on the test (or else validation) set of ``recipe``, and print the report."""
     folder = checked(run_dir)
     if needs_processes(recipe):  # the result is the same on any number of ranks
         alone = {"run": replace(recipe.run, devices=1), "memory": replace(recipe.memory, replicas=1)}
@@ -137,16 +137,16 @@ def evaluate(recipe: Recipe, run_dir: str | Path) -> EvaluationResult:
         doing("loading the model")
         forward = _restore(session, folder)
         run = evaluation(session, forward, "test") or evaluation(session, forward, "val")
-        require(run is not None, "the dataset has neither a test nor a validation set to evaluate on")
-        assert run is not None
+        if run is None:
+            raise RecipeError("the dataset has no test or validation set: create one, for example by data.val_fraction")
         doing("evaluating")
         result = run()
         if session.is_first:
-            out = Path(run_dir) / "evaluation"  # beside what the run itself has found
+            out = Path(run_dir) / "evaluation"  # separate from the results of the run itself
             try:
                 write_evaluation(out, result, session.recipe.data)
             except OSError as error:
-                warn(f"{error.filename or out}: {error.strerror}: the figures are below, and no file has them")
+                warn(f"{error.filename or out}: {error.strerror}: the metrics were not saved, and are printed only")
             print(report_text(result, session.recipe.data))
             print(escaped(" · ".join(f"{name} {value:.4f}" for name, value in result.figures().items())))
         return result

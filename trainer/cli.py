@@ -1,4 +1,4 @@
-"""The command line: ``trainer fit | plan | ladder | ...``, and ``main`` for recipes run by themselves."""
+"""The command line: ``trainer fit | plan | ladder | ...``, and ``main`` for recipes that run as scripts."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from trainer.system.environment import number, require_numbers
 from trainer.system.streams import keep_streams, lost_output
 from trainer.system.text import escaped
 
-# What follows the top-level help is imported where it is used, so that `trainer --help` answers at once.
+# Everything beyond the top-level help is imported where it is used, so that `trainer --help` is fast.
 
 USAGE = """\
 usage: trainer COMMAND ...
@@ -32,23 +32,23 @@ usage: trainer COMMAND ...
 commands:
   fit RECIPE [flags]        train, evaluate and write a run directory
   run [--restarts N] -- RECIPE [flags]
-                            fit, started again from its newest checkpoint when it dies; `trainer run --help`
+                            fit, restarted from its newest checkpoint after a crash; see `trainer run --help`
   doctor RECIPE [flags]     check this machine, the data and the model before a run: each finding with its fix
   plan RECIPE|hf:MODEL [flags]
-                            find the fastest plan that fits a memory budget, for GPUs that need not be there
+                            find the fastest plan that fits a memory budget, also for GPUs that are not installed
   plan --script FILE [flags] -- ARGS
-                            what a training script that is not ours would take of such a GPU
+                            predict the memory that any training script needs on such a GPU
   ladder RECIPE [flags]     measure the memory techniques on a recipe, one by one and stacked: memory, speed, loss
   sweep RECIPE --over KEY=VALUES [flags]
-                            find good settings by many runs, by Optuna
+                            search good settings by many runs, with Optuna
   evaluate RUN_DIR [flags]  evaluate the trained model of a run directory
   checkpoint list|verify|export DIR
-                            look at the checkpoints of a run, check them, or make a model of one
+                            list the checkpoints of a run, verify them, or export one as a model
   predict RUN_DIR --text TEXT [TEXT ...] | --image PATH [PATH ...] | PATH ...
                             classify files, folders, tables, texts or images with the trained model of a run directory
   export RUN_DIR --to onnx|hf|hub [flags]
-                            write the trained model of a run directory for others, and check it
-  runs [DIR ...]            a table of runs, with their figures; --compare two of them
+                            export the trained model of a run directory, and check the result
+  runs [DIR ...]            a table of runs with their metrics; --compare two of them
 
 RECIPE is a packaged name, a .py file that defines `recipe`, or the recipe.yaml of a run. A .py file that a recipe.yaml
 names is executed only with --trust-recipe.
@@ -59,7 +59,7 @@ options:
   --version                 show the version
 """
 LOST_PEER = ("Connection closed by peer", "Connection reset by peer")
-"""What a collective says when another rank is gone."""
+"""Parts of the message of a collective when another rank has ended."""
 
 
 COMMANDS = {
@@ -75,7 +75,7 @@ COMMANDS = {
     "export": "commands.runs:export",
     "runs": "lab.list_runs:runs",
 }
-"""What carries a command out: a function, imported when it is given, of the words after its name; and maybe a code."""
+"""The function of each command. It takes the remaining arguments, and returns an exit code or ``None``."""
 
 
 def entry() -> None:
@@ -90,38 +90,43 @@ def entry() -> None:
 def run(argv: Sequence[str]) -> int:
     """Run a command line, without the program's name, and return its exit code.
 
-    A setting that cannot work is one line on stderr and 2; a run that could not go on, one line and 1; an error of
-    anybody's own code in a run, ``sys.exit()`` among them, a line that says where, its traceback and 1; a run that
-    was asked to stop, 75. Any other exception is passed on.
+    A rejected setting prints one line on stderr and returns 2. A run that cannot continue prints one line and returns
+    1. An error in user code during a run, including ``sys.exit()``, prints its place and its traceback and returns 1. A
+    run that was asked to stop returns 75. Any other exception is raised.
     """
-    return _guarded(lambda: _dispatch(list(argv)))
+    _quiet_libraries()
+    try:
+        return _dispatch(list(argv))
+    except BaseException as error:  # also SystemExit: a command that calls sys.exit() has not finished
+        return _exit_code(error)
 
 
 def main(recipe: Recipe) -> None:
     """Train ``recipe``, with the flags of ``trainer fit``: for ``python my_recipe.py --epochs 3``."""
     keep_streams()
     _begin(sys.argv[0])
-
-    def script() -> None:
+    _quiet_libraries()
+    code = 0
+    try:
         require_numbers()
         from trainer.commands.runs import fit_script
 
         fit_script(recipe)
-
-    code = _guarded(script)
+    except BaseException as error:
+        code = _exit_code(error)
     waiting.end()
     if code := code or _output_lost(["fit", *sys.argv[1:]]):
         _end(code)
 
 
 def fit_command(argv: Sequence[str]) -> None:
-    """``trainer fit``, raising what :func:`run` prints: for a launcher with a way of its own to report errors."""
-    _carry_out("fit", list(argv))
+    """Run ``trainer fit`` and raise its errors, for launchers that report errors themselves."""
+    _command("fit")(list(argv))
 
 
-def _carry_out(command: str, argv: list[str]) -> int:
-    module, _, function = COMMANDS[command].partition(":")
-    return getattr(import_module(f"trainer.{module}"), function)(argv) or 0
+def _command(name: str) -> Callable[[list[str]], int | None]:
+    module, _, function = COMMANDS[name].partition(":")
+    return getattr(import_module(f"trainer.{module}"), function)
 
 
 def _begin(subject: str) -> None:
@@ -129,11 +134,13 @@ def _begin(subject: str) -> None:
 
 
 def _end(code: int, soon: bool = False) -> NoReturn:
-    """Exit: ``soon`` once threads are done and what is registered for the end, without Python's own, which takes
-    modules apart for a second once torch is there; so a rank that failed among several, in which gloo would abort, with
-    another code."""
+    """Exit with ``code``.
+
+    ``soon`` waits for threads and runs atexit handlers, but skips the teardown of modules, which takes 1 s with torch.
+    A failed rank of several skips it too, because gloo may abort in it and change the exit code.
+    """
     waiting.end()
-    launched = sys.modules.get("trainer.faults.signals")  # else nothing was begun that could abort
+    launched = sys.modules.get("trainer.faults.signals")  # if not imported, nothing that could abort was started
     failed = launched is not None and code != 0 and number("WORLD_SIZE", 1) > 1
     if launched is not None and failed:
         launched.wait_for_children()
@@ -148,7 +155,7 @@ def _end(code: int, soon: bool = False) -> NoReturn:
 
 
 def _output_lost(argv: Sequence[str]) -> int:
-    """1, and a line, where the output is what a command was given for and did not arrive; training outlives it."""
+    """Report output that could not be written and return 1; return 0 for training, which does not depend on it."""
     trains = argv[:1] in (["fit"], ["run"]) and not {"-h", "--help", "--print_config"} & set(argv)
     error = None if trains else lost_output()
     if error is None:
@@ -159,28 +166,20 @@ def _output_lost(argv: Sequence[str]) -> int:
     return 1
 
 
-def _guarded(command: Callable[[], int | None]) -> int:
-    _quiet_libraries()
-    try:
-        return command() or 0
-    except Stopped as error:
+def _exit_code(error: BaseException) -> int:
+    """Report an error that is known, or whose place in a run is known, and return its exit code; raise any other."""
+    if isinstance(error, Stopped):
         print(escaped(error), file=sys.stderr)
         return EXIT_REQUEUE
-    except KeyboardInterrupt:
+    if isinstance(error, KeyboardInterrupt):
         return 130
-    except BaseException as error:  # SystemExit, too: whoever calls sys.exit() has not finished the command
-        return _report(error)
-
-
-def _report(error: BaseException) -> int:
-    """Print an error whose cause is known, or where it happened in a run; raise any other."""
     from trainer.system.reports import place_of, print_traceback, report, say
 
     if isinstance(error, RecipeError | RunError | SystemExit) or place_of(error) is not None:
         report(error)
     elif isinstance(error, RuntimeError) and any(sign in str(error) for sign in LOST_PEER):
         say("another rank ended; its message says why")
-    elif isinstance(error, OSError) and error.filename is not None:  # a name that no file can have, a disk
+    elif isinstance(error, OSError) and error.filename is not None:  # an invalid name, or a fault of the disk
         say(f"{error.filename}: {error.strerror}")
     elif library := _importing(error):
         say(f"cannot import {library}: {error}: reinstall it, or correct the environment variable that it reads")
@@ -191,21 +190,20 @@ def _report(error: BaseException) -> int:
 
 
 def _importing(error: BaseException) -> str:
-    """The library whose import raised ``error``; empty if none did."""
+    """Return the library whose import raised ``error``, or an empty string."""
     scopes = [frame for frame, _ in traceback.walk_tb(error.__traceback__) if frame.f_code.co_name == "<module>"]
     library = str(scopes[-1].f_globals["__name__"]).partition(".")[0] if scopes else ""
     return "" if library in ("trainer", "__main__") else library
 
 
 def _quiet_libraries() -> None:
-    """Keep from stderr what libraries say to nobody: bars, each an endless line in a log file, and what torch says of
-    torchao's classes, which come with every model of transformers."""
+    """Suppress progress bars of libraries in log files, and warnings about classes that users do not control."""
     logging.getLogger("torch.utils._pytree").addFilter(_is_not_of_torchao)
-    # DDP's, of class tokens and convolutions of one pixel: strides of dimensions of 1, which mean nothing.
+    # DDP warns about strides of dimensions of size 1 (class tokens, convolutions of one pixel), which have no effect.
     warnings.filterwarnings("ignore", message="Grad strides do not match bucket view strides")
-    os.environ["MPLBACKEND"] = "agg"  # for files; an unknown backend would end the import of matplotlib
+    os.environ["MPLBACKEND"] = "agg"  # for files; matplotlib cannot be imported with an unknown backend
     if not sys.stderr.isatty():
-        for library in ("HF_HUB", "HF_DATASETS"):  # read when the libraries are imported, which is later
+        for library in ("HF_HUB", "HF_DATASETS"):  # read when the libraries are imported later
             os.environ.setdefault(f"{library}_DISABLE_PROGRESS_BARS", "1")
 
 
@@ -220,7 +218,7 @@ def _dispatch(argv: list[str]) -> int:
         if first in ("fit", "evaluate"):  # before torch is imported
             keep_company()
         try:
-            return _carry_out(first, argv[1:])
+            return _command(first)(argv[1:]) or 0
         except NothingNamed:
             if not {"-h", "--help"} & set(argv):
                 raise

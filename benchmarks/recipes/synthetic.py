@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from trainer import Data
-from trainer.engine.window import padded
+from trainer.engine.cut import padded
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -18,8 +18,9 @@ from trainer.commands.flags import RecipeParser, _members
 from trainer.commands.recipes import load_recipe, packaged_recipes
 from trainer.commands.runs import inputs
 from trainer.data import Digits
+from trainer.engine.cut import Cut
 from trainer.engine.loop import count_steps, epoch_at
-from trainer.engine.window import Cut, Windows
+from trainer.engine.window import Windows
 from trainer.errors import RecipeError
 from trainer.launching.slurm import slurm_task
 from trainer.launching.world import detect_world, find_world

@@ -257,6 +257,8 @@ def test_a_library_that_cannot_be_imported_is_named(tmp_path, monkeypatch, capsy
     (tmp_path / "brokenlib" / "__init__.py").write_text("import brokenlib.config")
     (tmp_path / "brokenlib" / "config.py").write_text("class Trace:\n    level = int('abc')")
     monkeypatch.syspath_prepend(str(tmp_path))
-    assert cli._guarded(lambda: import_module("brokenlib")) == 1
+    with pytest.raises(ValueError) as caught:
+        import_module("brokenlib")
+    assert cli._exit_code(caught.value) == 1
     line = "trainer: error: cannot import brokenlib: invalid literal for int() with base 10: 'abc': reinstall it, or "
     assert capsys.readouterr().err == f"{line}correct the environment variable that it reads\n"

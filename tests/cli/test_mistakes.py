@@ -433,8 +433,8 @@ IN_TRAINING = {
     "a mean": (
         "fit TMP/mean.py",
         (
-            "Net: loss 'loss' of some samples is …: losses() must give the sum over the samples, not a mean (use "
-            "reduction='sum'); if the loss of a sample depends on the others of its micro-batch, say so by "
+            "Net: loss 'loss' of some samples is …: losses() must return the sum over the samples, not a mean (use "
+            "reduction='sum'). If the loss of a sample depends on the other samples of its micro-batch, set "
             "samples_interact = True"
         ),
     ),
@@ -442,21 +442,21 @@ IN_TRAINING = {
         "fit TMP/tensor.py",
         (
             "Net: losses() returns a Tensor: yield Loss(total, weight): the sum of the losses of the micro-batch's "
-            "items, and how many items it is the sum of"
+            "items, and the number of items"
         ),
     ),
     "a yielded tensor": (
         "fit TMP/yielded.py",
         (
             "Net: losses() yields a Tensor: yield Loss(total, weight): the sum of the losses of the micro-batch's "
-            "items, and how many items it is the sum of"
+            "items, and the number of items"
         ),
     ),
     "a pair": (
         "fit TMP/pair.py",
         (
             "Net: losses() yields a Tensor: yield Loss(total, weight): the sum of the losses of the micro-batch's "
-            "items, and how many items it is the sum of"
+            "items, and the number of items"
         ),
     ),
     "a number": (
@@ -466,8 +466,8 @@ IN_TRAINING = {
     "no graph": (
         "fit TMP/detached.py",
         (
-            "Net: loss 'loss' has no graph, so nothing can be learned from it: compute its total from module(...), "
-            "without .item(), .detach() or torch.no_grad(), and leave some parameters trainable"
+            "Net: loss 'loss' has no gradient graph, so the model cannot learn from it: compute its total from "
+            "module(...) without .item(), .detach() or torch.no_grad(), and leave some parameters trainable"
         ),
     ),
     "a loss a sample": (
@@ -477,24 +477,24 @@ IN_TRAINING = {
     "another weight": (
         "fit TMP/weight.py",
         (
-            "Net: loss 'loss' reports weight 1 for a micro-batch that weigh() weighed 16: make losses() and weigh() "
-            "count the same items"
+            "Net: loss 'loss' reports weight 1, but weigh() returned 16 for the same micro-batch: make both count the "
+            "same items"
         ),
     ),
     "another name": (
         "fit TMP/named.py",
-        "Net: losses() yields 'ce', loss_names are loss and weigh() weighs loss: use the same names in all three",
+        "Net: losses() yields 'ce', but loss_names has loss and weigh() returns loss: use the same names in all three",
     ),
     "no losses": (
         "fit TMP/forgotten.py",
         (
             "Net: losses() returns a NoneType: yield Loss(total, weight): the sum of the losses of the micro-batch's "
-            "items, and how many items it is the sum of"
+            "items, and the number of items"
         ),
     ),
     "a loss twice": (
         "fit TMP/twice.py",
-        "Net: losses() yields 'loss' twice for a micro-batch: yield every one of loss_names once for each",
+        "Net: losses() yields 'loss' twice: yield each of loss_names once per micro-batch",
     ),
     "rows of a table": (f"{TEXTS} TMP/header.csv", "TMP/header.csv has no rows: add some, or name another file"),
     "a class": (
@@ -569,7 +569,7 @@ IN_TRAINING = {
     ),
     "plateau without validation": (
         "fit vit_digits --optim.schedule plateau",
-        "optim.schedule=plateau needs a validation set: give the data one (data.val_fraction, say)",
+        "optim.schedule=plateau needs a validation set: create one, for example by data.val_fraction",
     ),
     "the best without validation": (
         "fit vit_digits --run.best accuracy",

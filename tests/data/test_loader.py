@@ -15,7 +15,8 @@ from trainer.contract import Data
 from trainer.data import CIFAR10, Digits
 from trainer.data.loader import Loader, SampleError
 from trainer.data.workers import decide_workers
-from trainer.engine.window import Cut, Windows
+from trainer.engine.cut import Cut
+from trainer.engine.window import Windows
 from trainer.errors import RecipeError
 from trainer.values import Groups, Request
 

@@ -143,7 +143,7 @@ def test_all_ranks_exceed_the_limit_at_the_same_step_with_the_same_names(limit, 
         for answer in ranks(world_size).run(train, world_size, micro, Split(bad=BAD), limit):
             assert (answer["error"], answer["step"]) == (alone["error"], alone["step"])
             torch.testing.assert_close(answer["weights"], alone["weights"], rtol=ROUNDING, atol=ROUNDING)
-    assert f"more than data.max_bad_samples={limit}: file " in alone["error"]
+    assert f"which exceeds data.max_bad_samples={limit}: file " in alone["error"]
     assert len(alone["quarantine"]["samples"]) > limit
 
 
@@ -172,7 +172,7 @@ def test_what_is_restored_is_left_out_from_the_start():
     assert again.state_dict() == first.state_dict()
     assert again.kept("train", range(6)) == [1, 2, 5]
     assert list(again.kept("test", range(6))) == [0, 1, 2, 3, 4, 5]
-    with pytest.raises(RecipeError, match=r"5 samples cannot be loaded, more than data\.max_bad_samples=4"):
+    with pytest.raises(RecipeError, match=r"5 samples cannot be loaded, which exceeds data\.max_bad_samples=4"):
         Quarantine(4).load_state_dict(state)
 
 

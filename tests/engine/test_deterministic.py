@@ -282,7 +282,7 @@ def test_a_micro_batch_that_leaves_out_parameters_ends_the_run():
     module(torch.ones(1, 48), both=True).sum().backward()
     sync.before(is_last=True)
     module(torch.ones(1, 48), both=False).sum().backward()
-    with pytest.raises(RunError, match="gave gradients to other parameters than the first one"):
+    with pytest.raises(RunError, match="produced gradients for different parameters than the first"):
         sync.after()
 
 

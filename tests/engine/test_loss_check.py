@@ -308,7 +308,7 @@ def _ends(folder, kind, how, memory, **settings):
     return "trained"
 
 
-REFUSED = "must give the sum over the samples"
+REFUSED = "must return the sum over the samples"
 
 
 @pytest.mark.parametrize("kind", KINDS)

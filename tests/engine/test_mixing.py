@@ -251,7 +251,7 @@ class OwnLabels(MLP):
 def test_what_cannot_be_mixed_is_refused():
     recipe = Recipe(model=OwnLabels(), data=Digits(mixup=0.2), batch_size=4)
     recipe.data.train = [0]
-    with pytest.raises(RecipeError, match=r"OwnLabels\.losses\(\) knows of one label a sample: set them to 0; or"):
+    with pytest.raises(RecipeError, match=r"OwnLabels\.losses\(\) supports one label per sample: set both to 0, or"):
         windows_of(recipe, iter)
     with pytest.raises(RecipeError, match=r"data\.mixup and data\.cutmix mix batches of tensors with a row for each"):
         mixed({"input_ids": torch.ones(2, 3), "labels": torch.ones(2)}, [0], [1], Mix([1], None, 0.5))

@@ -11,8 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from trainer.contract import Data, Model
+from trainer.engine.cut import Cut, cut_at, cut_batch, decide_cut, padded, padding_share, tokens_of
 from trainer.engine.order import batch_indices, derive_seed, permutation, steps_in_epoch
-from trainer.engine.window import Cut, Windows, cut_at, cut_batch, decide_cut, padded, padding_share, tokens_of
+from trainer.engine.window import Windows
 from trainer.errors import RecipeError
 from trainer.recipe import Memory, Recipe
 from trainer.values import Groups
@@ -211,7 +212,7 @@ def test_what_is_left_open_is_derived(given, expected):
     [
         ((64, 16, 8, 1), "batch_size=64 .*accumulate=8 .*micro_batch_size=16 .* 1 rank.* make 128"),
         ((10, None, 8, 1), "batch_size=10 .*accumulate=8 micro-batches: those of 2 samples make 5; use accumulate 5"),
-        ((None, 8, None, 1), "batch_size is missing: give it, or give accumulate and memory.micro_batch_size"),
+        ((None, 8, None, 1), "batch_size is not set: set it, or set both accumulate and memory.micro_batch_size"),
     ],
 )
 def test_a_contradiction_names_the_numbers(given, message):

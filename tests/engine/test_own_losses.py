@@ -143,23 +143,25 @@ def fitted(folder, model, words=(), data=""):
     return code, out.getvalue(), error.getvalue()
 
 
-MEAN = r"loss 'loss' of some samples is [\d.]+, of their two halves [\d.]+ \+ [\d.]+: losses\(\) must give the sum"
+MEAN = (
+    r"loss 'loss' of some samples is [\d.]+, but [\d.]+ \+ [\d.]+ for their two halves: losses\(\) must return the sum"
+)
 FAULTS = {
     "mean": MEAN,
     "scaled mean": MEAN,
     "interacting": "samples_interact = True",
-    "one": r"weigh\(\) says 1 of loss 'loss' for some samples, and 1 \+ 1 for their two halves",
-    "endless": "yields 'loss' twice for a micro-batch",
+    "one": r"weigh\(\) returns 1 for loss 'loss' of some samples, but 1 \+ 1 for their two halves",
+    "endless": "yields 'loss' twice: yield each of loss_names once per micro-batch",
     "tensor": r"losses\(\) yields a Tensor: yield Loss\(total, weight\)",
     "pair": r"losses\(\) yields a tuple: yield Loss\(total, weight\)",
     "returned": r"losses\(\) returns a Tensor: yield Loss\(total, weight\)",
     "loss": r"losses\(\) returns a Loss: yield Loss\(total, weight\)",
     "number": "total of type float: give the sum as a scalar tensor",
     "vector": r"total of shape \(6,\): give the sum as a scalar tensor \(reduction='sum'\)",
-    "detached": "has no graph, so nothing can be learned from it",
-    "strange weight": "weight of type list: give the number of items",
-    "weights": r"weight of shape \(6,\): give the number of items",
-    "float weigh": r"weigh\(\) gives 6.0: give a dict from every one of loss_names",
+    "detached": "has no gradient graph, so the model cannot learn from it",
+    "strange weight": "weight of type list: return the number of items",
+    "weights": r"weight of shape \(6,\): return the number of items",
+    "float weigh": r"weigh\(\) returns 6.0: return a dict from every name in loss_names",
     "other names": "use the same names in all three",
 }
 

@@ -11,8 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
+from trainer.engine.cut import Cut, cut_batch
 from trainer.engine.deterministic import PartialSums, reproducible_norm, tree_sum
-from trainer.engine.window import Cut, Windows, cut_batch
+from trainer.engine.window import Windows
 
 
 def node(leaves: list[Tensor | None]) -> Tensor | None:

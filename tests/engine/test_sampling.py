@@ -14,9 +14,10 @@ from trainer.contract import Data
 from trainer.data import Digits
 from trainer.data.fingerprint import fingerprint
 from trainer.data.loader import Loader
+from trainer.engine.cut import Cut
 from trainer.engine.feed import windows_of
 from trainer.engine.order import batch_indices, draws
-from trainer.engine.window import Cut, Windows
+from trainer.engine.window import Windows
 from trainer.errors import RecipeError
 from trainer.models import MLP
 from trainer.recipe import Memory, Recipe
@@ -121,10 +122,10 @@ class Own(Data):
 @pytest.mark.parametrize(
     ("chances", "message"),
     [
-        ([1.0], r"Own\.chances\(\) has 1 numbers for 4 training samples: give one for each"),
+        ([1.0], r"Own\.chances\(\) returns 1 numbers for 4 training samples: return one per sample"),
         ([1.0, -1.0, 1.0, 1.0], r"Own\.chances\(\) must be finite numbers of at least 0"),
-        ([0.0] * 4, r"Own\.chances\(\) must be finite numbers of at least 0, and not all of them 0"),
-        ([1.0] * 4, r"Own reads groups of samples one after the other, of which none can be drawn by itself"),
+        ([0.0] * 4, r"Own\.chances\(\) must return finite numbers of at least 0, and not only zeros"),
+        ([1.0] * 4, r"Own reads groups of samples in sequence and cannot draw single ones"),
     ],
 )
 def test_chances_that_cannot_be_are_refused(chances, message):

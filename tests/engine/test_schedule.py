@@ -15,11 +15,12 @@ from torch.optim.lr_scheduler import OneCycleLR, ReduceLROnPlateau
 
 from trainer.api import fit
 from trainer.contract import Model
+from trainer.engine.cut import Cut
 from trainer.engine.events import Listener
 from trainer.engine.loop import Engine, count_steps, epoch_at
 from trainer.engine.schedule import LearningRate, Plateau, lr_factor
 from trainer.engine.step import Stepper
-from trainer.engine.window import Cut, Windows
+from trainer.engine.window import Windows
 from trainer.models import VisionTransformer
 from trainer.recipe import Optim
 from trainer.values import Loss

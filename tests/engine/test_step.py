@@ -13,12 +13,13 @@ from torch import nn
 from trainer.contract import Model
 from trainer.engine.batchnorm import BatchNormStatistics
 from trainer.engine.check import LossCheck
+from trainer.engine.cut import Cut
 from trainer.engine.events import Listener
 from trainer.engine.loop import Engine, NonFiniteError
 from trainer.engine.order import batch_indices
 from trainer.engine.schedule import LearningRate, lr_factor
 from trainer.engine.step import Stepper
-from trainer.engine.window import Cut, Windows
+from trainer.engine.window import Windows
 from trainer.errors import RecipeError
 from trainer.recipe import Optim
 from trainer.values import Loss
@@ -218,9 +219,9 @@ def test_a_skipped_step_leaves_no_trace_in_batchnorm():
 @pytest.mark.parametrize(
     ("names", "weight", "message"),
     [
-        (["loss", "other"], 1.0, r"losses\(\) yields 'other', loss_names are loss and weigh\(\) weighs loss"),
+        (["loss", "other"], 1.0, r"losses\(\) yields 'other', but loss_names has loss and weigh\(\) returns loss"),
         ([], 1.0, r"yielded 'loss' 0 times in 2 micro-batches"),
-        (["loss"], 1000.0, r"Own: loss 'loss' reports weight 1 .* weighed 1000"),
+        (["loss"], 1000.0, r"Own: loss 'loss' reports weight 1, but weigh\(\) returned 1000"),
     ],
 )
 def test_losses_must_be_the_declared_ones_of_the_promised_weight(names, weight, message):
@@ -249,7 +250,7 @@ def test_a_batch_without_labels_is_skipped_and_the_reason_is_said():
             yield Loss((module(batch["x"]) * 0).sum(), 0.0)
 
     engine, _, results = engine_of([1.0, 2.0], Weightless())
-    with pytest.raises(NonFiniteError, match=r"nothing in the batch has a weight.*samples of the step: \d, \d$"):
+    with pytest.raises(NonFiniteError, match=r"all items of the batch have weight 0.*samples of the step: \d, \d$"):
         engine.fit(epochs=5, max_skipped=3)
     assert len(results) == 3
     assert all(math.isnan(result.loss) for result in results)  # and not 0, which would be a perfect one

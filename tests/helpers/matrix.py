@@ -15,9 +15,10 @@ from helpers.problems import Problem as Samples
 from helpers.problems import collate, host_sum, make_model, make_samples
 from helpers.rounding import EPS
 from trainer.contract import Data, Model
+from trainer.engine.cut import cut_at, cut_batch, share_of
 from trainer.engine.order import batch_indices, derive_seed
 from trainer.engine.step import Stepper
-from trainer.engine.window import Windows, cut_at, cut_batch, share_of
+from trainer.engine.window import Windows
 from trainer.memory import activation_offload
 from trainer.memory.initialize import build_module
 from trainer.memory.plan import Plan, decide_plan

@@ -17,9 +17,10 @@ from torch.utils.data import default_collate
 
 from helpers.language import FAMILIES, language_model, language_samples, textbook_of_module
 from trainer.contract import Model
+from trainer.engine.cut import decide_cut
 from trainer.engine.order import batch_indices
 from trainer.engine.step import Stepper, StepResult
-from trainer.engine.window import Windows, decide_cut
+from trainer.engine.window import Windows
 from trainer.memory.precision import precision_plugin
 from trainer.models import MLP, BigBird, ImageClassifier, Objective, TextClassifier, VisionTransformer
 from trainer.models.common import classification_loss

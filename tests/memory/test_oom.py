@@ -245,7 +245,7 @@ def test_a_run_that_dies_of_it_ends_in_one_line_and_says_failed(hungry, tmp_path
     argv = ["fit", str(hungry), "--model.phase", phase, "--run.dir", str(run_dir), "--run.progress", "false"]
     assert run(argv) == 1
     *taken_again, last = capsys.readouterr().err.splitlines()
-    assert all(line.startswith(f"out of memory in {phase} on rank 0: the step is taken again") for line in taken_again)
+    assert all(line.startswith(f"out of memory in {phase} on rank 0: retrying the step") for line in taken_again)
     assert last.startswith(f"trainer: error: out of memory in {phase} on rank 0 (1152921504.61 GB more were wanted); ")
     assert "micro-batch of pixel_values " in last
     # An evaluation is not taken again; of the step, micro-batches were halved until nothing was left to halve.

@@ -116,7 +116,7 @@ def differences() -> dict[str, tuple[float, list[str]]]:
     """By way of computing a batch: how far the gradient with the kernels is from that of transformers, of the padded
     batch, and which kernels were used."""
     from trainer.memory.activation_checkpointing import checkpoint_blocks
-    from trainer.run.training import note_attention
+    from trainer.run.attention import note_attention
 
     liger().interpret()
     batch = collate(language_samples(3, most=3))

@@ -15,7 +15,8 @@ from torch import Tensor
 from transformers import AutoModelForSequenceClassification
 
 from trainer import Memory, Optim, Recipe
-from trainer.engine.window import Cut, Windows, cut_batch, fullest, tokens_of
+from trainer.engine.cut import Cut, cut_batch, fullest, tokens_of
+from trainer.engine.window import Windows
 from trainer.errors import RecipeError
 from trainer.models import BigBird, TextClassifier, unpadded
 from trainer.models.common import classification_loss

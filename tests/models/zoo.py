@@ -23,7 +23,7 @@ from torch.nn.utils.rnn import pad_sequence
 
 from trainer import Checkpoint, Data, Loss, Memory, Model, Optim, Recipe, Run
 from trainer.api import fit
-from trainer.cli import _guarded
+from trainer.cli import _exit_code
 from trainer.engine.order import batch_indices
 
 WORDS, CLASSES, SIZE, BATCH, STEPS = 67, 5, 23, 8, 4
@@ -368,7 +368,11 @@ def run(case: Case, folder: str) -> Outcome:
         run=Run(dir=f"{folder}/run", devices=case.world_size, accelerator="cpu", **rest),
     )
     with redirect_stdout(io.StringIO()), redirect_stderr(io.StringIO()) as stderr:
-        code = _guarded(lambda: fit(recipe) and None)
+        code = 0
+        try:
+            fit(recipe)
+        except BaseException as error:
+            code = _exit_code(error)
     weights = Path(folder, "run", "model", "model.safetensors")
     return Outcome(code, stderr.getvalue(), load_file(weights) if weights.exists() else {})
 

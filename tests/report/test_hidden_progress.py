@@ -54,7 +54,7 @@ def test_notices_stay(tmp_path, capsys):
     assert run(argv) == 0
     _, err = capsys.readouterr()
     assert "warning: memory.cpu_offload=optimizer moves to host memory" in err
-    assert "out of memory in forward on rank 0: the step is taken again, from here on in micro-batches of" in err
+    assert "out of memory in forward on rank 0: retrying the step; micro-batches now have" in err
     assert [text for text in HIDDEN if text in err] == []
 
     owner = {"host": socket.gethostname(), "pid": 1, "boot_id": "of another start", "started": "then"}

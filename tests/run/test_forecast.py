@@ -87,7 +87,7 @@ def test_a_run_says_what_it_will_need_and_how_far_off_that_was(tmp_path) -> None
     code, output, summary = in_fresh_process(tmp_path, "--data.test_fraction=0.9")
     assert code == 0, output
     assert re.search(
-        r"predicted peak: \d\d? MB of host memory on top of the idle process; there are [\d.]+ GB: fits", output
+        r"predicted peak: \d\d? MB of host memory on top of the idle process; [\d.]+ GB available: fits", output
     )
     assert ": fits" in output
     memory = summary["memory"]
@@ -183,7 +183,7 @@ def test_a_first_rank_that_is_killed_while_it_decides_is_not_waited_for(tmp_path
         f"_through_file(Path({str(place)!r}), lambda: os.kill(os.getpid(), 9))"
     )
     assert python("-c", code, env=os.environ | {"LOCAL_RANK": "0"}).returncode == -9
-    with pytest.raises(RunError, match="was killed while it decided on a plan"):
+    with pytest.raises(RunError, match="was killed while planning"):
         _awaited(place)
 
 
@@ -202,7 +202,7 @@ def test_a_plan_of_an_earlier_launch_is_not_taken(tmp_path, monkeypatch) -> None
     assert _through_file(places[2], dict) == {"began": 2, "attempt": "0"}
     monkeypatch.setattr("trainer.run.forecast.MAX_SECONDS", 0.3)
     monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "2")
-    with pytest.raises(RunError, match="decided on no plan"):
+    with pytest.raises(RunError, match="made no plan within"):
         _awaited(_meeting_place())
 
 
@@ -216,7 +216,7 @@ def test_a_folder_that_others_can_reach_is_no_place_for_a_plan(tmp_path, monkeyp
     else:
         folder.mkdir() if taken == "open to all" else folder.touch()
         folder.chmod(0o777 if taken == "open to all" else 0o700)
-    with pytest.raises(RunError, match=rf"{folder} must be a folder of yours .* set TMPDIR"):
+    with pytest.raises(RunError, match=rf"{folder} must be a folder that belongs to you .* set TMPDIR"):
         _meeting_place()
 
 
@@ -289,4 +289,4 @@ def test_what_the_search_has_predicted_is_not_predicted_again_and_the_network_is
     outlook = forecast_of(decided, known=known)
     assert (outlook.child, outlook.prediction) == (None, chosen.prediction)
     _search(auto, World("python", "cpu", 2, nodes=2), said.append)
-    assert said[-1] == "planner: the nodes are taken to be joined by ib-hdr; trainer plan --interconnect compares"
+    assert said[-1] == "planner: assumes ib-hdr between the nodes; trainer plan --interconnect compares others"

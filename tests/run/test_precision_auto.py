@@ -132,7 +132,7 @@ def test_a_resume_on_another_kind_of_card_is_refused_and_names_the_flag(
 def test_machines_whose_cards_differ_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(opening, "from_all", lambda fabric, value: [value, "bf16-mixed"])
     with pytest.raises(
-        RecipeError, match=r"memory\.precision is 32-true and bf16-mixed, by the GPUs of the machines: give one"
+        RecipeError, match=r"memory\.precision=auto is 32-true and bf16-mixed on different machines: set one"
     ):
         fit(recipe(tmp_path, memory={"precision": "auto"}))
 

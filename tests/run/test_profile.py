@@ -14,9 +14,10 @@ from helpers.warm import python
 
 from trainer import RecipeError
 from trainer.api import fit
+from trainer.engine.cut import Cut
 from trainer.engine.events import Counters
 from trainer.engine.step import StepResult
-from trainer.engine.window import Cut, Windows
+from trainer.engine.window import Windows
 from trainer.run.listeners import Stopwatch
 from trainer.run.profile import union
 

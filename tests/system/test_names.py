@@ -13,7 +13,7 @@ from PIL import Image
 
 from trainer.after.predict import predict
 from trainer.checkpoint.manifest import Manifest
-from trainer.cli import _guarded, run
+from trainer.cli import _exit_code, run
 from trainer.commands import doctor as command
 from trainer.doctor.subject import ok, warning
 from trainer.engine.quarantine import BadSampleAt, Quarantine
@@ -143,11 +143,11 @@ def what_another_rank_tells(folder):
 def a_message_of_an_error(folder):
     for error in (ValueError(NAME), RuntimeError(f"Connection closed by peer {NAME}")):
         note_place(error, f"rank 0, step 3, loading, {NAME}")
-        assert _guarded(lambda error=error: (_ for _ in ()).throw(error)) == 1
+        assert _exit_code(error) == 1
 
 
 def a_reason_to_stop(folder):
-    assert _guarded(lambda: (_ for _ in ()).throw(Stopped(NAME))) == 75
+    assert _exit_code(Stopped(NAME)) == 75
 
 
 def progress(folder):

@@ -1,1 +1,1 @@
-"""What a training step is. Knows no model, no dataset and no planner."""
+"""The exact training step, independent of any concrete model, any dataset and the planner."""

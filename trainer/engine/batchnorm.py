@@ -1,4 +1,4 @@
-"""BatchNorm under accumulation."""
+"""BatchNorm with gradient accumulation."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 
 class BatchNormStatistics:
-    """Keeps running statistics what they are in the whole-batch run: k micro-steps move them as far as one step.
+    """Makes k micro-steps move the running statistics exactly as far as one step over the whole batch.
 
-    A running mean keeps (1 - m) of its past at every update. Micro-steps update it k times a step;
-    m' = 1 - (1 - m)^(1/k) keeps (1 - m')^k = 1 - m of it per step, as in the whole-batch run. (The statistics used to
-    normalise are still those of a micro-batch: that is what BatchNorm does, and no accumulation can undo it.)
+    Each update keeps a share (1 - m) of the running mean. With k updates per step, the momentum
+    m' = 1 - (1 - m)^(1/k) keeps (1 - m')^k = 1 - m per step, as in the whole-batch run. Activations are still
+    normalised with the statistics of their micro-batch; accumulation cannot change that.
     """
 
     def __init__(self, module: nn.Module, correct_momentum: bool = True) -> None:
@@ -25,25 +25,25 @@ class BatchNormStatistics:
         return [buffer for layer, _ in self.layers for buffer in layer.buffers()]
 
     def set(self, micro_steps: int, is_empty: bool) -> None:
-        """Prepare a micro-step: one of ``micro_steps``, or an empty one, which must leave no trace."""
+        """Set the momentum for one of ``micro_steps``; an empty one must not change the statistics."""
         for layer, momentum in self.layers:
             if is_empty:
                 layer.momentum = 0.0
-            elif momentum is None or not self.correct_momentum:  # None is a cumulative average, right as it is
+            elif momentum is None or not self.correct_momentum:  # None is a cumulative average: no correction needed
                 layer.momentum = momentum
             else:
                 layer.momentum = 1 - (1 - momentum) ** (1 / micro_steps)
 
     def remember(self) -> None:
-        """Keep the running statistics as they are before a step."""
+        """Save the running statistics before a step."""
         self.before = [buffer.clone() for buffer in self.buffers]
 
     def restore(self) -> None:
-        """Take back what a skipped step did to them."""
+        """Restore the running statistics after a skipped step."""
         for buffer, value in zip(self.buffers, self.before, strict=True):
             buffer.copy_(value)
 
     def share(self) -> None:
-        """Give every rank the first one's statistics, as DDP does before a forward: evaluation is the same on all."""
+        """Broadcast the statistics of the first rank, as DDP does before a forward, so that evaluations agree."""
         for buffer in self.buffers:
             torch.distributed.broadcast(buffer, 0)

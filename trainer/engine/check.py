@@ -1,4 +1,4 @@
-"""Checks that a model's losses are sums over samples, each with its weight."""
+"""Check that a model's losses are sums over samples, and that their weights are counts."""
 
 from __future__ import annotations
 
@@ -23,42 +23,42 @@ from trainer.engine.window import Window
 from trainer.errors import RecipeError, require
 from trainer.values import Loss
 
-ITEMS = "the sum of the losses of the micro-batch's items, and how many items it is the sum of"
+ITEMS = "the sum of the losses of the micro-batch's items, and the number of items"
 YIELD = f"yield Loss(total, weight): {ITEMS}"
-ONCE = "yield every one of loss_names once for each"
+ONCE = "yield each of loss_names once per micro-batch"
 Weights = Mapping[str, float]
 HALF = 2
-COMPARED = 2 * HALF  # samples that are compared with their two halves
-WATCHED = 100  # steps in which samples are compared that differ in something new
-PLACE = -1  # the column in which all samples of a micro-batch differ
-# How far a sum may be from that of its halves, relative to them: kernels round otherwise for other shapes.
+COMPARED = 2 * HALF  # max samples compared with their two halves; few, because this is in addition to the step
+WATCHED = 100  # first steps, in which samples that differ in a new column are compared
+PLACE = -1  # key of the column of positions, in which all samples of a micro-batch differ
+# Relative tolerance between a sum and the sum of its halves: kernels round differently for other shapes.
 TOLERANCES = {torch.float64: 1e-5, torch.float32: 5e-3}
 HALF_TOLERANCE = 3e-2
 
 
 class LossCheck:
-    """Checks every loss of the first step, and compares the losses of a few samples in the first steps."""
+    """Validates every loss of the first step, and compares the losses of a few samples in the first steps."""
 
     def __init__(self, model: Model) -> None:
         self.model, self.kind = model, type(model).__name__
         self.seen: Counter[str] = Counter()
         self.steps, self.is_done = 0, model.samples_interact
         self.columns: set[Any] = set()
-        self.compared: set[Any] = set()  # columns of which different values have been compared
+        self.compared: set[Any] = set()  # columns whose different values have been compared
 
     def each(self, losses: Any, batch: Any) -> Any:
-        """Return what ``losses()`` gave for ``batch``; in the first step, check each loss before its backward."""
+        """Return ``losses``, the result for ``batch``; in the first step, check each loss before its backward."""
         return losses if self.steps else self._checked(losses, batch)
 
     def _checked(self, losses: Any, batch: Any) -> Iterator[Loss]:
-        is_some = isinstance(losses, Iterable) and not isinstance(losses, Loss | Tensor)
-        require(is_some, f"{self.kind}: losses() returns a {type(losses).__name__}: {YIELD}")
+        if not isinstance(losses, Iterable) or isinstance(losses, Loss | Tensor):
+            raise RecipeError(f"{self.kind}: losses() returns a {type(losses).__name__}: {YIELD}")
         names: set[str] = set()
         for loss in losses:
             self._require_loss(loss)
             self.see(loss, batch)
-            if loss.name in names:  # before it is trained on: it may go on for ever
-                raise RecipeError(f"{self.kind}: losses() yields {loss.name!r} twice for a micro-batch: {ONCE}")
+            if loss.name in names:  # before its backward: losses() may be endless
+                raise RecipeError(f"{self.kind}: losses() yields {loss.name!r} twice: {ONCE}")
             names.add(loss.name)
             yield loss
 
@@ -71,47 +71,48 @@ class LossCheck:
         )
         require(
             total.requires_grad,
-            f"{where} has no graph, so nothing can be learned from it: compute its total from module(...), without "
-            ".item(), .detach() or torch.no_grad(), and leave some parameters trainable",
+            f"{where} has no gradient graph, so the model cannot learn from it: compute its total from module(...) "
+            "without .item(), .detach() or torch.no_grad(), and leave some parameters trainable",
         )
 
     def see(self, loss: Loss, batch: Any) -> None:
-        """A loss must have a declared name, and report the weight that it is divided by."""
+        """Require that the loss has a declared name and reports the weight that it is divided by."""
         promised, where = self.model.weigh(batch), f"{self.kind}: loss {loss.name!r}"
         if loss.name not in promised or loss.name not in self.model.loss_names:
             raise RecipeError(
-                f"{self.kind}: losses() yields {loss.name!r}, loss_names are {', '.join(self.model.loss_names)} and "
-                f"weigh() weighs {', '.join(promised)}: use the same names in all three"
+                f"{self.kind}: losses() yields {loss.name!r}, but loss_names has {', '.join(self.model.loss_names)} "
+                f"and weigh() returns {', '.join(promised)}: use the same names in all three"
             )
         weight = loss.counted()
         try:
             reported = float(weight)
         except (TypeError, ValueError, RuntimeError) as error:
-            text = f"{where} has a weight of {_kind_of(weight)}: give the number of items as a number"
+            text = f"{where} has a weight of {_kind_of(weight)}: return the number of items as a number"
             raise RecipeError(text) from error
         closeness = 1e-12 if loss.total.dtype == torch.float64 else 1e-6
         if not math.isclose(promised[loss.name], reported, rel_tol=closeness):
             raise RecipeError(
-                f"{where} reports weight {reported:.15g} for a micro-batch that weigh() weighed "
-                f"{promised[loss.name]:.15g}: make losses() and weigh() count the same items"
+                f"{where} reports weight {reported:.15g}, but weigh() returned {promised[loss.name]:.15g} for the same "
+                "micro-batch: make both count the same items"
             )
         self.seen[loss.name] += 1
 
     def end(self, micro_steps: int) -> bool:
-        """End a step, in which every declared loss must have come once a micro-batch; return whether all is checked."""
+        """End a step; require each declared loss once per micro-batch. Return whether all checks are done."""
         for name in self.model.loss_names if not self.steps else ():
             found = f"{self.kind}: losses() yielded {name!r} {self.seen[name]} times in {micro_steps} micro-batches"
-            require(self.seen[name] == micro_steps, f"{found}: {ONCE}")
+            if self.seen[name] != micro_steps:
+                raise RecipeError(f"{found}: {ONCE}")
         self.steps += 1
         return self.is_done or self.steps == WATCHED
 
     def compare(self, forward: Forward, window: Window, ranks: int, generator: torch.Generator) -> None:
-        """Require that the loss of a few samples is the sum of those of their two halves, as no mean is.
+        """Require that the loss of a few samples is the sum of the losses of their two halves. A mean is not.
 
-        Compared are samples that differ in what none differed in before, in eval mode and without gradients. Not
-        compared are losses that are drawn or use the statistics of a batch, a micro-batch in which some tensor does not
-        have a row for each sample, and one that the model cannot take in smaller pieces. Every rank makes the same
-        number of forwards.
+        The samples differ in a column in which no compared samples differed before. Forwards run in eval mode, without
+        gradients, the same number on every rank. Three kinds are not compared: losses that are random or use statistics
+        of the batch, micro-batches with a tensor that does not have one row per sample, and micro-batches whose parts
+        the model cannot process.
         """
         if self.is_done:
             return
@@ -130,9 +131,10 @@ class LossCheck:
         self.is_done = not numbers[1]
 
     def _choose(self, batch: Any, count: int) -> list[list[Any]]:
-        """The samples with the smallest and the largest values of each column that is still to be compared.
+        """Return the samples with the smallest and largest values of each column that was not compared yet.
 
-        Each time the samples, their two halves, and the samples backwards. A sample that is alone is taken twice.
+        Each entry has four batches: the samples, their two halves, and the samples in reverse order. A single sample is
+        used twice.
         """
         try:
             columns = dict(enumerate(numbers_of(batch, count) if count > 1 else ())) | {PLACE: range(count)}
@@ -155,10 +157,10 @@ class LossCheck:
             return []
 
     def _compare(self, forward: Forward, state: ModelState, found: Any, spare: Any, ranks: int) -> None:
-        """Compare what ``_choose`` has ``found``, or make as many forwards of ``spare`` as the other ranks make.
+        """Compare an entry of :meth:`_choose`, or run as many forwards of ``spare`` as the other ranks run.
 
-        A difference counts if it is there both without and with what forwards write to buffers: some count samples or
-        initialise them by their first samples, and some compute with what they have just written.
+        Forwards may write to buffers: some count samples or initialise buffers from the first samples, and some compute
+        with what they have just written. A difference counts only if it occurs both with and without these writes.
         """
         if found:
             self._require_counts(*map(self.model.weigh, found[0][:3]))
@@ -173,13 +175,13 @@ class LossCheck:
                 torch.distributed.all_reduce(number)
             if not number.item():  # on no rank
                 return
-        # Another total means that it is drawn, or that some tensor has as many rows as samples, but not one for each.
+        # If the reverse order changes the total, it is random, or the rows of some tensor do not belong to samples.
         again = self._totals(forward, state, backwards)
         for name, text in wrong.items():
             if name in again and math.isclose(float(again[name]), float(totals[0][name]), rel_tol=tolerance):
                 raise RecipeError(
-                    f"{self.kind}: {text}: losses() must give the sum over the samples, not a mean (use "
-                    "reduction='sum'); if the loss of a sample depends on the others of its micro-batch, say so by "
+                    f"{self.kind}: {text}: losses() must return the sum over the samples, not a mean (use "
+                    "reduction='sum'). If the loss of a sample depends on the other samples of its micro-batch, set "
                     "samples_interact = True"
                 )
 
@@ -187,42 +189,42 @@ class LossCheck:
         for name, weight in whole.items():
             if not math.isclose(weight, left[name] + right[name], rel_tol=1e-5):
                 raise RecipeError(
-                    f"{self.kind}: weigh() says {weight:g} of loss {name!r} for some samples, and {left[name]:g} + "
+                    f"{self.kind}: weigh() returns {weight:g} for loss {name!r} of some samples, but {left[name]:g} + "
                     f"{right[name]:g} for their two halves: it must count the items (samples or tokens) that losses() "
                     "sums over"
                 )
 
     def _totals(self, forward: Forward, state: ModelState, batch: Any) -> dict[str, Tensor]:
-        """The losses of ``batch``, in eval mode, without gradients and without compiling; none if the model fails."""
+        """Compute the losses of ``batch`` in eval mode, without gradients or compilation; empty if the model fails."""
         for part in forward.module.modules():
-            part.training = False  # eval() may do more
-        # Once dynamo has met these shapes, it would compile for any; without it, nothing has been compiled.
+            part.training = False  # a custom eval() may do more
+        # Dynamo would recompile for dynamic shapes after seeing these. If it is not imported, nothing is compiled.
         eager = torch.compiler.set_stance("force_eager") if "torch._dynamo" in sys.modules else nullcontext()
         try:
             with torch.no_grad(), eager, state:
-                losses = islice(forward.losses(batch), len(self.model.loss_names) + 1)  # they may have no end
+                losses = islice(forward.losses(batch), len(self.model.loss_names) + 1)  # losses() may be endless
                 return {loss.name: loss.total.detach().double().reshape(()) for loss in losses}
         except torch.OutOfMemoryError:
             raise
-        except Exception:  # that of a whole micro-batch is found by the step
+        except Exception:  # the step reports it if a whole micro-batch also fails
             return {}
         finally:
             reshard(forward.module)
             state.restore(generators=False)
 
     def _wrong(self, found: Sequence[Mapping[str, Tensor]], tolerance: float) -> dict[str, str]:
-        """What is to be said of the losses that do not add up; one that is not finite is not compared."""
+        """Describe each loss whose halves do not add up. Losses that are not finite are not compared."""
         wrong = {}
         for name in [name for name in self.model.loss_names if all(name in totals for totals in found)]:
             whole, left, right = (float(totals[name]) for totals in found)
             if abs(whole - left - right) > tolerance * (abs(left) + abs(right)):
                 parts = f"{left:g} + {right:g}"
-                wrong[name] = f"loss {name!r} of some samples is {whole:g}, of their two halves {parts}"
+                wrong[name] = f"loss {name!r} of some samples is {whole:g}, but {parts} for their two halves"
         return wrong
 
 
 def numbers_of(batch: Any, count: int) -> Iterator[Sequence[float]]:
-    """Columns of ``count`` numbers: values, such as labels, and how many entries are positive: the lengths of masks."""
+    """Yield columns of ``count`` numbers: values (labels), and counts of positive entries (lengths from masks)."""
     if isinstance(batch, Tensor) and batch.ndim and len(batch) == count:
         rows = batch.reshape(count, batch[0].numel())
         if rows.shape[1] == 1 or rows.dtype in (torch.int64, torch.int32, torch.bool):
@@ -235,14 +237,14 @@ def numbers_of(batch: Any, count: int) -> Iterator[Sequence[float]]:
 
 
 def taken(batch: Any, places: list[int], count: int) -> Any:
-    """The samples at ``places`` of a batch of ``count``; ``ValueError`` if some tensor has no row for each sample."""
+    """Return the samples at ``places`` of a batch of ``count``; ValueError if a tensor lacks a row per sample."""
     if isinstance(batch, Tensor):
         if batch.ndim and len(batch) != count:
-            raise ValueError(f"a tensor of {len(batch)} rows for {count} samples")
+            raise ValueError(f"a tensor has {len(batch)} rows for {count} samples")
         return batch[places] if batch.ndim else batch
     if isinstance(batch, Mapping):
         clone: Any = copy.copy(batch)
-        for key, value in batch.items():  # some mappings have no update(), or one that refuses
+        for key, value in batch.items():  # some mappings have no update(), or one that raises
             clone[key] = taken(value, places, count)
         return clone
     if isinstance(batch, list | tuple):
@@ -254,7 +256,7 @@ def taken(batch: Any, places: list[int], count: int) -> Any:
 
 
 def _taken_of(batch: Sequence[Any], places: list[int], count: int) -> list[Any]:
-    """Of a sequence: of its fields, or of the samples that are its items."""
+    """Apply :func:`taken` to a sequence, whose items are fields or samples."""
     is_of_samples = len(batch) == count
     try:
         parts = [taken(item, places, count) for item in batch]
@@ -265,7 +267,7 @@ def _taken_of(batch: Sequence[Any], places: list[int], count: int) -> list[Any]:
     if all(part is item for part, item in zip(parts, batch, strict=True)):  # texts or numbers
         return [batch[place] for place in places] if is_of_samples else parts
     if is_of_samples and not all(isinstance(item, Tensor) for item in batch):
-        raise ValueError("its items could be fields as well as samples")
+        raise ValueError("its items may be fields or samples")
     return parts
 
 

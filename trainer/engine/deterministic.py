@@ -1,8 +1,8 @@
-"""``run.deterministic``: gradients, norms and losses that have the same bits on 1, 2, 4, 8, ... ranks.
+"""``run.deterministic``: gradients, norms and losses with the same bits on 1, 2, 4, 8, ... ranks.
 
-The batch is cut as for one rank, and rank r takes every ranks-th micro-batch from r on, so that the micro-batches of
-one micro-step are neighbours. Their gradients are summed over the ranks after every micro-step, along a binary tree,
-and the sums of the micro-steps along the rest of that tree: see ``tree``. Each rank keeps its part of these sums only.
+The batch is cut as for one rank. With n ranks, rank r takes every n-th micro-batch from r on, so the micro-batches of
+a micro-step are neighbours. After every micro-step their gradients are summed over the ranks along a binary tree. The
+sums of the micro-steps are added along the rest of this tree, see :func:`tree_sum`. Each rank keeps only its part.
 """
 
 from __future__ import annotations
@@ -25,19 +25,19 @@ from trainer.engine.sync import GradientSync
 from trainer.engine.window import Window
 from trainer.errors import RecipeError, RunError, require
 
-BUCKET = 2**23  # elements of gradients that are sent at once, if no gradient is larger: 32 MB in fp32
+BUCKET = 2**23  # max elements of gradients sent at once (32 MB in fp32), unless one gradient is larger
 
 
 class TreeSync(GradientSync):
-    """One rank, of a power of two of them: sums the gradients of micro-batches along the tree."""
+    """Sums the gradients of micro-batches along the tree. The number of ranks is a power of two."""
 
     in_order = True
 
     def __init__(self, parameters: Sequence[Tensor], world_size: int = 1) -> None:
         super().__init__(parameters)
         self.world_size, self.sums, self.micro_steps = world_size, PartialSums(), 0
-        self.leaves: Sequence[bool] = ()  # which micro-batches of the batch, and of the micro-step, are not empty
-        self.present: Sequence[bool] = ()
+        self.leaves: Sequence[bool] = ()  # for each micro-batch of the batch, whether it has samples
+        self.present: Sequence[bool] = ()  # the same for the current micro-step, one entry per rank
         self.reached: list[Tensor] = []
 
     def begin(self, window: Window) -> None:
@@ -61,7 +61,7 @@ class TreeSync(GradientSync):
         self.sums.clear()
 
     def norm(self) -> Tensor:
-        """In the type of the gradients, the same bits however they are sharded."""
+        """Return the norm in the dtype of the gradients, with the same bits for any sharding."""
         gradients = [p.grad for p in self.reached if p.grad is not None]
         parts = [g.to_local() if isinstance(g, DTensor) else g for g in gradients]
         elements, device = sum(g.numel() for g in gradients), (parts or self.parameters)[0].device
@@ -71,35 +71,36 @@ class TreeSync(GradientSync):
 
     @torch.no_grad()
     def _add(self) -> None:
-        """Take the gradients of a micro-step out of the parameters, and to the tree."""
+        """Move the gradients of a micro-step from the parameters to the tree."""
         reached = [p for p in self.parameters if p.grad is not None]
         if not self.reached:
             self.reached = reached
             self._prepare()
         if list(map(id, reached)) != list(map(id, self.reached)):
             raise RunError(
-                "run.deterministic=true: a micro-batch gave gradients to other parameters than the first one did, and "
-                "the ranks sum in step: use run.deterministic false, or a model that uses all of them in every batch"
+                "run.deterministic=true: a micro-batch produced gradients for different parameters than the first one, "
+                "but all ranks must sum the same ones: use run.deterministic false, or a model that uses all "
+                "parameters in every batch"
             )
         self.sums.add(self._take() if any(self.present) else None)
         for parameter in reached:
             parameter.grad = None
 
     def _prepare(self) -> None:
-        """Called once it is known which parameters get gradients."""
+        """Called after the first micro-step, when the parameters with gradients are known."""
 
     def _take(self) -> list[Tensor]:
-        """This rank's part of what the micro-step gave to the parameters, summed over the ranks."""
+        """Return this rank's part of the gradients of a micro-step, summed over the ranks."""
         return [p.grad for p in self.reached if p.grad is not None]
 
     def _give(self, node: list[Tensor]) -> None:
-        """Make what ``_take`` returned, of all micro-steps, the gradients."""
+        """Assign ``node``, the sum of all results of :meth:`_take`, to the gradients."""
         for parameter, gradient in zip(self.reached, node, strict=True):
             parameter.grad = gradient
 
 
 class ReplicatedTreeSync(TreeSync):
-    """The same weights on every rank. Each sums its part of every bucket, and they are gathered once a step."""
+    """Replicated weights: each rank sums its part of every bucket, and the parts are gathered once per step."""
 
     def _prepare(self) -> None:
         self.buckets: list[list[Tensor]] = []
@@ -116,7 +117,7 @@ class ReplicatedTreeSync(TreeSync):
             parts = [p.grad.reshape(-1) for p in bucket if p.grad is not None]
             padding = -sum(len(part) for part in parts) % self.world_size
             flat = torch.cat([*parts, parts[0].new_zeros(padding)])
-            shards.append(tree_reduce_scatter(flat, self.present).clone())  # else all of its buffer would be kept
+            shards.append(tree_reduce_scatter(flat, self.present).clone())  # a view would keep the whole buffer
         return shards
 
     def _give(self, node: list[Tensor]) -> None:
@@ -129,17 +130,17 @@ class ReplicatedTreeSync(TreeSync):
 
 
 class ShardedTreeSync(TreeSync):
-    """FSDP reduces each block's gradients to shards while backward goes on, in every micro-step, along the tree."""
+    """Sharded weights: FSDP reduces each block's gradients to shards along the tree during every backward."""
 
     def __init__(self, module: FSDPModule, parameters: Sequence[Tensor], world_size: int) -> None:
         super().__init__(parameters, world_size)
         self.module, self.comm = module, TreeReduceScatter()
-        self.gradients: list[DTensor] = []  # of the last micro-step
+        self.gradients: list[DTensor] = []  # gradients of the last micro-step
         for part in module.modules():  # type: ignore[attr-defined]
             if isinstance(part, FSDPModule):
                 part.set_custom_reduce_scatter(self.comm)
                 part.set_gradient_divide_factor(1.0)  # a sum, not a mean
-                part.set_force_sum_reduction_for_comms(True)  # else NCCL would be asked to multiply by 1
+                part.set_force_sum_reduction_for_comms(True)  # otherwise NCCL would multiply by 1
 
     def before(self, is_last: bool) -> None:
         super().before(is_last)
@@ -160,42 +161,42 @@ class ShardedTreeSync(TreeSync):
 
 
 class TreeReduceScatter(ReduceScatter):
-    """What FSDP calls in the place of a reduce-scatter, which would add in an order of its own."""
+    """Replaces FSDP's reduce-scatter, whose order of additions is not defined."""
 
-    present: Sequence[bool] = ()  # which ranks have a micro-batch in this micro-step that is not empty
+    present: Sequence[bool] = ()  # for each rank, whether its micro-batch of this micro-step has samples
 
     def allocate(self, size: Sequence[Any], *, dtype: torch.dtype, device: torch.device) -> Tensor:
         return torch.empty(*size, dtype=dtype, device=device)
 
     def __call__(self, output_tensor: Tensor, input_tensor: Tensor, group: Any, op: Any, async_op: Any = False) -> None:
-        """Give this rank its part of the sum over ``group``, on the current stream."""
-        if any(self.present):  # else nobody looks at the output
+        """Write this rank's part of the sum over ``group`` to the output, on the current stream."""
+        if any(self.present):  # otherwise the output is not used
             output_tensor.copy_(tree_reduce_scatter(input_tensor, self.present, group))
 
 
 def tree_sync(module: nn.Module, parameters: Sequence[Tensor], world_size: int) -> TreeSync:
-    """The way to sum the gradients of ``module``, sharded or the same on every rank, without DDP around it."""
+    """Return the synchronisation for ``module``, which is sharded or replicated without DDP."""
     require(
         not any(isinstance(part, _BatchNorm) and part.track_running_stats for part in module.modules()),
-        "run.deterministic=true: the model has BatchNorm, whose running statistics are those of the micro-batches that "
-        "one rank has seen: use run.deterministic false, or a model with another norm",
+        "run.deterministic=true: the model has BatchNorm, whose running statistics depend on the micro-batches of a "
+        "single rank: use run.deterministic false, or a model with another norm",
     )
     if isinstance(module, FSDPModule):
         return ShardedTreeSync(module, parameters, world_size)
     return (ReplicatedTreeSync if world_size > 1 else TreeSync)(parameters, world_size)
 
 
-# Sums along one binary tree, whose shape depends on the number of leaves and on nothing else.
+# Sums along one binary tree, whose shape depends only on the number of leaves.
 #
-# Leaf i is what micro-batch i of a batch adds to its gradient. Every inner node is the sum of the nodes 2i and 2i + 1
-# below it, or the one of them that is there: for a missing leaf nothing is added, as a zero would turn -0.0 to 0.0.
-# Floating-point addition commutes but is not associative: the tree decides the bits of the sum, and who adds does not.
+# Leaf i is the gradient of micro-batch i of a batch. Every inner node is the sum of the nodes 2i and 2i + 1 below it.
+# If one of these is missing, the node equals the other; adding zeros would turn -0.0 into 0.0. Floating-point addition
+# is commutative but not associative: the bits of a sum depend on the shape of the tree, not on which rank adds.
 
-Node = list[Tensor] | None  # its tensors; None for one without leaves below it
+Node = list[Tensor] | None  # the tensors of a node; None if it has no leaves
 
 
 def add_nodes(left: Node, right: Node) -> Node:
-    """The sum of two neighbours, in the memory of one of them."""
+    """Add two neighbours, in the memory of one of them."""
     if not left or not right:
         return left or right
     torch._foreach_add_(left, right)
@@ -203,7 +204,7 @@ def add_nodes(left: Node, right: Node) -> Node:
 
 
 def tree_sum(leaves: Sequence[Node]) -> Node:
-    """The root over all leaves, in the memory of one of them; the others' is used up."""
+    """Return the root over all leaves, in the memory of one of them; the leaves are overwritten."""
     nodes = list(leaves)
     while len(nodes) > 1:
         nodes = [add_nodes(left, right) for left, right in zip_longest(nodes[::2], nodes[1::2])]
@@ -211,11 +212,11 @@ def tree_sum(leaves: Sequence[Node]) -> Node:
 
 
 def tree_reduce_scatter(parts: Tensor, present: Sequence[bool], group: Any = None) -> Tensor:
-    """Sum over the ranks of ``group``, which are leaves of the tree; every rank gets its part of the sum.
+    """Sum over the ranks of ``group``, each one leaf of the tree; return this rank's part, of shape ``(n,)``.
 
     Args:
-        parts: of this rank's leaf, one after the other: shape ``(ranks * n,)``; the result: ``(n,)``.
-        present: which ranks have a leaf; the parts of the others are not looked at. At least one has.
+        parts: the concatenated parts of this rank's leaf, of shape ``(ranks * n,)``.
+        present: for each rank, whether it has a leaf; the parts of other ranks are ignored. At least one has.
     """
     received = torch.empty_like(parts)
     torch.distributed.all_to_all_single(received, parts, group=group)
@@ -226,11 +227,13 @@ def tree_reduce_scatter(parts: Tensor, present: Sequence[bool], group: Any = Non
 
 
 class PartialSums:
-    """Adds nodes of equal height that come one after the other, in their memory, keeping as few sums as possible: as a
-    binary counter, after n nodes as many as n has ones in binary, at most log2(n) + 1."""
+    """Adds a sequence of nodes of equal height in place, keeping as few sums as possible.
+
+    It works like a binary counter: after n nodes it keeps one sum per binary one of n, at most log2(n) + 1.
+    """
 
     def __init__(self) -> None:
-        self.sums: list[tuple[int, Node]] = []  # heights, falling, and nodes
+        self.sums: list[tuple[int, Node]] = []  # (height, node), with decreasing heights
 
     def add(self, node: Node) -> None:
         height = 0
@@ -240,7 +243,7 @@ class PartialSums:
         self.sums.append((height, node))
 
     def total(self) -> Node:
-        """The root. The counter is empty afterwards."""
+        """Return the root, and empty the counter."""
         node: Node = None
         while self.sums:
             node = add_nodes(self.sums.pop()[1], node)
@@ -250,27 +253,27 @@ class PartialSums:
         self.sums.clear()
 
 
-# A norm that does not depend on the order of its elements, nor on how ranks share them.
+# A norm that depends neither on the order of its elements nor on their distribution over ranks.
 #
 # A sum of squares in floating point rounds after every addition, so its bits depend on the order. Here every square is
-# made an integer first, relative to the largest element, and integers are added exactly: the idea of Demmel and Nguyen,
-# "Parallel Reproducible Summation" (2015), with two bins.
+# first converted to integers, relative to the largest element, and integers are added exactly. The idea is from Demmel
+# and Nguyen, "Parallel Reproducible Summation" (2015), with two bins.
 
-# Log2 of how many elements are converted at once: on a CPU their copies in float64 stay in the cache.
+# Log2 of the number of elements converted at once; on a CPU, their copies in float64 then stay in the cache.
 CHUNK_BITS = {"cpu": 16, "cuda": 22}
 MANTISSA_BITS = 52
-LEAST_EXPONENT = -1000  # of the largest element: 2 to the power of its negative must be finite in float64
+LEAST_EXPONENT = -1000  # min exponent of the largest element: 2 ** 1000 is finite in float64
 
 
 @torch.no_grad()
 def reproducible_norm(parts: Sequence[Tensor], elements: int, device: torch.device, over_ranks: bool) -> Tensor:
-    """The 2-norm of all elements together, in float64; a scalar, infinite if any element is not finite.
+    """Return the 2-norm of all elements as a float64 scalar, infinite if any element is not finite.
 
-    Squares are rounded 2 b bits below that of the largest element, so that with N elements the result is off by no more
-    than N 2^(-2 b) of itself. b is 36 on a CPU and 30 on a GPU (from 2^26 and 2^32 elements on, 62 - log2 N): 1e-15 for
-    a million elements on a CPU, 1e-9 for a billion on a GPU.
+    Squares are rounded 2 b bits below the square of the largest element. With N elements, the relative error is at most
+    N 2^(-2 b). b is 36 on a CPU and 30 on a GPU (from 2^26 and 2^32 elements on, 62 - log2 N). So the error is at most
+    1e-15 for a million elements on a CPU, and 1e-9 for a billion on a GPU.
 
-    ``parts`` on ``device`` is what this rank has of the ``elements``; with ``over_ranks`` the others have the rest.
+    ``parts`` are this rank's tensors on ``device``. With ``over_ranks`` the other ranks hold the rest of ``elements``.
     """
     parts = [part for part in parts if part.numel()]
     largest = torch.zeros((), dtype=torch.float64, device=device)
@@ -286,13 +289,13 @@ def reproducible_norm(parts: Sequence[Tensor], elements: int, device: torch.devi
     sums = torch.zeros(2, dtype=torch.int64, device=device)
     for part in parts:
         for chunk in part.reshape(-1).split(2**chunk_bits):
-            # The sums of the squares, times 2^bits, and of what that leaves behind the point, times 2^bits again: of
-            # integers below 2^52, which float64 adds exactly, in any order, and faster than they are converted.
+            # Split each square times 2^bits into an integer and a fraction; scale the fraction by 2^bits and round it.
+            # Both sums stay below 2^52, so float64 adds them exactly in any order, faster than as int64.
             squares = (chunk.double() * scale).square_().mul_(2.0**bits)
             high = squares.floor()
             low = squares.sub_(high).mul_(2.0**bits).round_()
             sums += torch.stack([high.sum(), low.sum()]).to(torch.int64)
-            del squares, high, low  # before the next chunk's: they are the largest there is
+            del squares, high, low  # free these large tensors before the next chunk
     if over_ranks:
         torch.distributed.all_reduce(sums)
     total, rest = sums.double().unbind()
@@ -300,16 +303,16 @@ def reproducible_norm(parts: Sequence[Tensor], elements: int, device: torch.devi
     return norm.masked_fill(~largest.isfinite(), torch.inf)
 
 
-# Which implementation of an operation torch takes: for ``run.deterministic``, one that always gives the same bits.
+# The choice of kernels: run.deterministic requires those that always give the same bits.
 
 CUBLAS = "CUBLAS_WORKSPACE_CONFIG"
-WORKSPACES = ":4096:8"  # 8 buffers of 4 MiB: one of the two settings with which cuBLAS gives the same bits in every run
+WORKSPACES = ":4096:8"  # 8 buffers of 4 MiB; one of two settings that make cuBLAS deterministic
 REFUSED = re.compile(r"(\S+) does not have a deterministic implementation")
 
 
 @contextmanager
 def deterministic_algorithms(wanted: bool) -> Iterator[None]:
-    """Inside of this context torch computes nothing that may differ from run to run; afterwards all is as before."""
+    """Make torch use only deterministic algorithms in this context if ``wanted``; restore its settings afterwards."""
     if not wanted:
         yield
         return
@@ -327,7 +330,7 @@ def deterministic_algorithms(wanted: bool) -> Iterator[None]:
             raise
         raise RecipeError(
             f"run.deterministic=true: {found[1]} has no deterministic implementation on this device: use "
-            "run.deterministic false, or a model that does without it"
+            "run.deterministic false, or a model that does not use it"
         ) from error
     finally:
         torch.use_deterministic_algorithms(before[0], warn_only=before[1])

@@ -1,4 +1,4 @@
-"""What happens during training, announced to progress bars, loggers and monitors."""
+"""Events of training, for progress bars, loggers and monitors."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from trainer.engine.step import StepResult
 
 @dataclass(slots=True)
 class Counters:
-    """Where training is. A step counts when its batch is used up, also when its update was skipped."""
+    """The position in training. A step whose update was skipped counts too, because its batch is used up."""
 
     epoch: int = 0
     step: int = 0
@@ -21,16 +21,16 @@ class Counters:
 
 
 class Listener:
-    """Base class: override what is of interest. Called on every rank; must not run collectives."""
+    """Base class of listeners: override any method. Called on every rank; must not run collectives."""
 
     def on_fit_start(self, counters: Counters, total_steps: int) -> None:
-        """Before the first step, also of a run that is resumed; ``total_steps`` are those of the whole run."""
+        """Called before the first step of a new or resumed run; ``total_steps`` counts the whole run."""
 
     def on_step(self, counters: Counters, result: StepResult) -> None:
-        """After every optimizer step, of which ``result`` says loss, gradient norm and learning rate."""
+        """Called after every optimizer step; ``result`` has its loss, gradient norm and learning rate."""
 
     def on_evaluation(self, counters: Counters, result: Any) -> None:
-        """After an evaluation; ``result.figures()`` are its figures by name, the same on all ranks."""
+        """Called after an evaluation; ``result.figures()`` has its metrics by name, equal on all ranks."""
 
     def on_fit_end(self, counters: Counters) -> None:
-        """After the last step."""
+        """Called after the last step."""

@@ -1,4 +1,4 @@
-"""From prepared data to batches: what a run, and the prediction of one, are fed with."""
+"""Build the micro-batches of training and evaluation from prepared data."""
 
 from __future__ import annotations
 
@@ -9,9 +9,10 @@ from functools import partial
 import numpy as np
 
 from trainer.contract import Data, Model
+from trainer.engine.cut import Cut, cut_at, share_of
 from trainer.engine.quarantine import Quarantine, Reduce
-from trainer.engine.window import Cut, Fetch, MicroBatch, OnLoad, Windows, cut_at, micro_batch, share_of
-from trainer.errors import listed, require
+from trainer.engine.window import Fetch, MicroBatch, OnLoad, Windows, micro_batch
+from trainer.errors import RecipeError, listed, require
 from trainer.recipe import Recipe
 from trainer.values import BadSample, Chances, Request
 
@@ -19,9 +20,9 @@ EVALUATION_FACTOR = 2  # evaluation keeps no activations: its micro-batches may 
 
 
 def fill_from_data(model: Model, data: Data) -> Model:
-    """The model with the fields that were left at ``None`` taken from the dataset; where both know, they must agree."""
+    """Fill fields of the model that are ``None`` from the dataset; values that both define must agree."""
     names, classes = getattr(data, "class_names", None) or (), getattr(data, "num_classes", None)
-    # Names that no file can hold are of folders that are not UTF-8, or of broken JSON.
+    # A name that cannot be encoded comes from a folder name that is not UTF-8, or from broken JSON.
     broken = [ascii(name) for name in names if str(name).encode(errors="replace").decode() != str(name)]
     require(not broken, f"data: class {listed(broken)} is not UTF-8 text: rename its folder or label")
     require(
@@ -36,8 +37,7 @@ def fill_from_data(model: Model, data: Data) -> Model:
         if own is None:
             changes[name] = known
         elif name != "class_names":
-            fix = f"model.{name}={own} does not fit the data, which has {known}: leave model.{name} at null"
-            require(own == known, fix)
+            require(own == known, f"model.{name}={own} does not fit the data, which has {known}: set it to null")
     model = dataclasses.replace(model, **changes) if changes else model  # type: ignore[type-var]
     return model.suited_to(data)
 
@@ -50,21 +50,24 @@ def windows_of(
     reduce: Reduce = list,
     quarantine: Quarantine | None = None,
 ) -> Windows:
-    """One rank's share of the training batches of a prepared recipe; see ``Windows``. ``reduce`` sums over the shares
-    (of ranks with the same one, one counts). Without a ``quarantine``, bad samples are left out on this rank only."""
+    """Return this rank's share of the training batches of a prepared recipe.
+
+    ``reduce`` sums over the shares, and counts ranks that have the same share once. Without a ``quarantine``, bad
+    samples are left out on this rank only.
+    """
     train = recipe.data.train
     lengths = getattr(train, "lengths", None)
     require(
         recipe.memory.micro_batch_tokens is None or lengths is not None,
         f"memory.micro_batch_tokens={recipe.memory.micro_batch_tokens} needs the length of every sample, which "
-        f"{type(recipe.data).__name__} does not know before it has read it: leave it out",
+        f"{type(recipe.data).__name__} does not know before reading it: leave it out",
     )
     mixing = recipe.data.mixing()
     name = type(recipe.model).__name__
     require(
         mixing is None or recipe.model.mixes,
-        f"data.mixup, data.cutmix: {name}.losses() knows of one label a sample: set them to 0; or let it read "
-        "batch['mixed_labels'] and batch['lam'] (docs/augmentation.md) and say so by mixes = True",
+        f"data.mixup, data.cutmix: {name}.losses() supports one label per sample: set both to 0, or read "
+        "batch['mixed_labels'] and batch['lam'] in it (docs/augmentation.md) and set mixes = True",
     )
     share, shares = share_of(recipe.memory, rank, world_size)
     return Windows(
@@ -93,29 +96,31 @@ def _chances(data: Data) -> Chances | None:
     if relative is None:
         return None
     size, said = len(data.train), f"{name}.chances()"
-    require(len(relative) == size, f"{said} has {len(relative)} numbers for {size} training samples: give one for each")
+    if len(relative) != size:
+        raise RecipeError(f"{said} returns {len(relative)} numbers for {size} training samples: return one per sample")
     array = np.asarray(relative, dtype=np.float64)
     fits = bool(np.isfinite(array).all()) and array.min(initial=0) >= 0 and array.sum() > 0
-    require(fits, f"{said} must be finite numbers of at least 0, and not all of them 0")
-    streamed = f"{name} reads groups of samples one after the other, of which none can be drawn by itself"
-    require(getattr(data.train, "groups", None) is None, f"{streamed}: leave out chances()")
+    if not fits:
+        raise RecipeError(f"{said} must return finite numbers of at least 0, and not only zeros")
+    if getattr(data.train, "groups", None) is not None:
+        raise RecipeError(f"{name} reads groups of samples in sequence and cannot draw single ones: omit chances()")
     return Chances(relative)
 
 
 def evaluation_micro_batches(
     split: str,  # val or test
     pieces: Sequence[Sequence[int]],  # the samples of all micro-batches, over all ranks
-    loader: Fetch,  # of the split
-    quarantine: Quarantine,  # told, at the end, of the samples that could not be loaded
+    loader: Fetch,  # reads samples of the split
+    quarantine: Quarantine,  # receives the samples that could not be loaded, at the end
     rank: int = 0,
     world_size: int = 1,
     reduce: Reduce = list,
     on_load: OnLoad = lambda samples: None,
 ) -> Iterator[MicroBatch]:
-    """This rank's micro-batches of an evaluation, as many as any other's."""
+    """Yield this rank's micro-batches of an evaluation; their number is the same on all ranks."""
     kept = [list(quarantine.kept(split, piece)) for piece in pieces]
     own = kept[rank::world_size]
-    # An empty piece borrows a sample, as in training: every rank makes the same number of forwards.
+    # An empty piece borrows a sample, as in training, so that every rank runs the same number of forwards.
     spare = next((piece for piece in kept if piece), list(pieces[0]))[-1:]
     bad: list[BadSample] = []
     batches = loader(Request(piece or spare) for piece in own)
@@ -129,6 +134,6 @@ def evaluation_micro_batches(
 
 
 def evaluation_cut(training: Cut, samples: int) -> Cut:
-    """How an evaluation of ``samples`` is cut, for a run whose training is cut like ``training``."""
+    """Return the cut of an evaluation of ``samples``, given the cut of training."""
     tokens = training.micro_batch_tokens and training.micro_batch_tokens * EVALUATION_FACTOR
     return Cut(samples, training.micro_batch_size * EVALUATION_FACTOR, accumulate=1, micro_batch_tokens=tokens)

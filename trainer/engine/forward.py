@@ -1,4 +1,4 @@
-"""The forward pass of a model as a strategy wrapped it, in the precision of the run."""
+"""The forward pass of a wrapped model in the precision of the run."""
 
 from __future__ import annotations
 
@@ -18,10 +18,13 @@ if TYPE_CHECKING:
 
 
 class Forward:
-    """Computes the losses of a ``model`` with a ``module`` that ``fabric.setup_module`` returned: as the strategy
-    wrapped it, without Fabric's own wrapper, with precision applied here, in less time (see benchmarks/overhead.py)."""
+    """Computes the losses of a ``model`` with a ``module`` that ``fabric.setup_module`` returned.
 
-    check: LossCheck | None = None  # looks at the losses that are trained on, while it is there
+    Uses the strategy's wrapper, but not Fabric's own: applying the precision here takes less time (see
+    benchmarks/overhead.py).
+    """
+
+    check: LossCheck | None = None  # checks the losses of the first steps
 
     def __init__(self, fabric: Fabric, model: Model, module: nn.Module) -> None:
         self.model, self.device, self.precision = model, fabric.device, fabric.strategy.precision
@@ -34,15 +37,15 @@ class Forward:
         self.module: nn.Module = getattr(module, "_forward_module", module)
 
     def to_device(self, batch: Any) -> Any:
-        """``batch`` where the module is; the copy from pinned memory is not waited for."""
+        """Move ``batch`` to the device of the module; the copy from pinned memory is asynchronous."""
         return batch if self.device.type == "cpu" else self.fabric.to_device(batch)
 
     def losses(self, batch: Any, packed: Any = None) -> Iterator[Loss]:
-        """The model's losses, computed under the precision's context and handed out outside of it.
+        """Yield the model's losses; compute them in the precision's context, and yield them outside it.
 
         Args:
             batch: collated, on the host.
-            packed: what the model's ``packed`` makes of it, if a loader has done that already.
+            packed: the result of the model's ``packed`` for it, if a loader has computed that already.
         """
         packed = self.model.packed(batch) if packed is None else packed
         return self._in_context(batch, packed) if self.has_context else self._of_model(batch, packed)

@@ -1,4 +1,4 @@
-"""Epochs, steps, evaluation and stop points."""
+"""The training loop: epochs, steps, evaluation and the ends of training."""
 
 from __future__ import annotations
 
@@ -21,17 +21,17 @@ from trainer.errors import RunError, listed
 
 
 class NonFiniteError(RunError):
-    """Too many steps in a row had a non-finite loss or gradient."""
+    """Too many consecutive steps had a non-finite loss or gradient."""
 
 
 def count_steps(windows: Windows, epochs: int, max_steps: int | None) -> int:
-    """How many optimizer steps a run takes."""
+    """Count the optimizer steps of a run."""
     total = sum(len(span) * windows.steps(span.start) for span in windows.spans(epochs))
     return total if max_steps is None else min(total, max_steps)
 
 
 def epoch_at(windows: Windows, epochs: int) -> Callable[[int], int]:
-    """A function from a step (from 0, over the whole run) to its epoch; a step past the end is of the last epoch."""
+    """Return a function from a step (from 0, over the whole run) to its epoch; later steps map to the last epoch."""
     spans = windows.spans(epochs)
     steps = [windows.steps(span.start) for span in spans]
     begins = list(accumulate((len(span) * each for span, each in zip(spans, steps, strict=True)), initial=0))[:-1]
@@ -47,8 +47,8 @@ def epoch_at(windows: Windows, epochs: int) -> Callable[[int], int]:
 def evaluate(forward: Forward, micro_batches: Iterable[MicroBatch], metrics: Any) -> Any:
     """Run the model over ``micro_batches`` without gradients and return ``metrics.compute()``.
 
-    Every rank must bring the same number of micro-batches; empty ones are not counted. ``metrics`` are those of the
-    report, or something else with ``update(loss)``, ``compute()`` and ``reset()``.
+    Every rank must supply the same number of micro-batches; empty ones are not counted. ``metrics`` is any object with
+    ``update(loss)``, ``compute()`` and ``reset()``.
     """
     metrics.reset()
     training = forward.module.training
@@ -58,28 +58,28 @@ def evaluate(forward: Forward, micro_batches: Iterable[MicroBatch], metrics: Any
             for loss in forward.losses(micro.batch, micro.packed):
                 if not micro.is_empty:
                     metrics.update(loss)
-    finally:  # an evaluation that is left must leave what can be saved
+    finally:  # also after a stop, so that the state can be saved
         forward.module.train(training)
         reshard(forward.module)
     return metrics.compute()
 
 
 class Engine:
-    """Trains: from windows to counted, announced, evaluated steps."""
+    """Runs the training loop: takes steps on windows, counts them, calls listeners, evaluates."""
 
     def __init__(
         self,
         stepper: Stepper,
         windows: Windows,
-        evaluation: Callable[[], Any] | None = None,  # runs one, and returns its result
-        listeners: Sequence[Listener] = (),  # who wants to know, in order
-        # Called with an error that ended a step: whether it is mended, so that the step can be taken again.
+        evaluation: Callable[[], Any] | None = None,  # runs an evaluation and returns its result
+        listeners: Sequence[Listener] = (),  # called in this order
+        # Called with the error that ended a step; returns whether the step can be retried.
         recover: Callable[[Exception], bool] = lambda error: False,
-        # Called between steps, when the batch of the next one is there: to save, or to stop by an exception.
+        # Called between steps, after the next batch is read; saves, or raises an exception to stop.
         at_boundary: Callable[[Engine], None] = lambda engine: None,
-        # Whether training ends before its last step, on all ranks alike: asked when the model has been evaluated.
+        # Returns, after an evaluation, whether training ends early; all ranks must return the same.
         is_over: Callable[[], bool] = lambda: False,
-        # Whether listeners may hear of a step while the next one's forward is under way, where the device allows it.
+        # Whether listeners may be called during the next step's forward, on devices that allow it.
         overlaps: bool = True,
     ) -> None:
         self.stepper, self.windows, self.evaluation, self.listeners = stepper, windows, evaluation, listeners
@@ -89,16 +89,16 @@ class Engine:
 
     @property
     def steps(self) -> int:
-        """Steps that were launched: one more than are counted until the last one is settled."""
+        """The number of launched steps, which includes one that is not settled and counted yet."""
         return self.counters.step + (self.stepper.launched is not None)
 
     def settle(self) -> None:
-        """Wait for the last step that was launched, so that it is counted and announced."""
+        """Wait for the last launched step, so that it is counted and listeners are called."""
         if self.stepper.launched is not None:
             self.stepper.settle()
 
     def state_dict(self) -> dict[str, Any]:
-        """Where training is and what its parts have come to, the same on all ranks, as JSON."""
+        """Return the position in training and the state of stepper and windows, as JSON, equal on all ranks."""
         return {"counters": asdict(self.counters), **self.stepper.state_dict(), **self.windows.state_dict()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -109,8 +109,11 @@ class Engine:
     def fit(
         self, epochs: int, max_steps: int | None = None, eval_every: int | None = None, max_skipped: int = 20
     ) -> Counters:
-        """Train for ``epochs`` or ``max_steps``, whichever ends first; ``last_result`` is then the last evaluation's.
-        :class:`NonFiniteError` after ``max_skipped`` skipped steps in a row."""
+        """Train for ``epochs`` or ``max_steps``, whichever ends first; ``last_result`` is then the last evaluation.
+
+        Raises:
+            NonFiniteError: after ``max_skipped`` skipped steps in a row.
+        """
         counters = self.counters
         total = count_steps(self.windows, epochs, max_steps)
         self.stepper.module.train()
@@ -118,10 +121,15 @@ class Engine:
             listener.on_fit_start(counters, total)
         for epoch in range(counters.epoch, epochs):
             counters.epoch = epoch
-            while not self._done(lambda: self._rest_of_epoch(total, eval_every, max_skipped)):
-                pass
+            while True:
+                try:
+                    self._rest_of_epoch(total, eval_every, max_skipped)
+                    break
+                except Exception as error:
+                    if not self._recovered(error):
+                        raise
             self._evaluate()
-            if counters.step_in_epoch >= self.windows.steps(epoch):  # else max_steps ended it: more steps may follow
+            if counters.step_in_epoch >= self.windows.steps(epoch):  # otherwise max_steps ended the epoch
                 counters.epoch, counters.step_in_epoch = epoch + 1, 0
             if counters.step >= total or self.is_over():
                 break
@@ -131,48 +139,43 @@ class Engine:
 
     def rehearse(self, epochs: int) -> None:
         """Try the largest micro-batch of ``epochs`` before training, so that memory does not run out hours later."""
-        while not self._done(lambda: rehearse(self.stepper, self.windows.longest(epochs))):
-            pass  # with smaller micro-batches
+        while True:
+            try:
+                rehearse(self.stepper, self.windows.longest(epochs))
+                break
+            except Exception as error:
+                if not self._recovered(error):
+                    raise
 
-    def _done(self, work: Callable[[], None]) -> bool:
-        """Whether ``work`` was done; ``False`` when it failed, was mended, and is still to be done."""
-        try:
-            work()
-        except Exception as error:
-            self._settle_before(error)
-            if not self.recover(error):
-                raise
-            return False
-        return True
+    def _recovered(self, error: Exception) -> bool:
+        """Count the step before the one that ``error`` ended; return whether that one can be retried.
 
-    def _settle_before(self, error: Exception) -> None:
-        """Count the step before the one that failed. If collectives were aborted that one may have failed, too: then no
-        weight has moved, it is not counted, and ``error`` says why."""
+        If collectives were aborted, the step before may also have failed. No weight has moved then, and the step is not
+        counted.
+        """
         try:
             self.settle()
         except RunError:
             raise
         except Exception as consequence:
             error.__context__ = consequence
+        return self.recover(error)
 
     def _rest_of_epoch(self, total: int, eval_every: int | None, max_skipped: int) -> None:
         counters = self.counters
         last = counters.step_in_epoch + total - counters.step
-        self._evaluate_if_due(eval_every)  # the run may have been stopped in that evaluation
+        self._evaluate_if_due(eval_every)  # a resumed run may have been stopped in this evaluation
         if self.is_over():
             return
         for window in self.windows.epoch(counters.epoch, counters.step_in_epoch, last):
             self.at_boundary(self)
-            self._step(window, max_skipped)
+            self.stepper.launch(window, partial(self._count, window, max_skipped))
+            if not (self.overlaps and self.stepper.reads_late):
+                self.settle()
             self._evaluate_if_due(eval_every)
             if self.is_over():
                 break
         self.settle()
-
-    def _step(self, window: Window, max_skipped: int) -> None:
-        self.stepper.launch(window, partial(self._count, window, max_skipped))
-        if not (self.overlaps and self.stepper.reads_late):
-            self.settle()
 
     def _count(self, window: Window, max_skipped: int, result: StepResult) -> None:
         counters = self.counters
@@ -190,7 +193,7 @@ class Engine:
             self._evaluate()
 
     def _evaluate(self) -> None:
-        """Evaluate, unless that has just been done: ``eval_every`` and the end of an epoch may fall together."""
+        """Evaluate once per step at most: ``eval_every`` and the end of an epoch may coincide."""
         if self.evaluation is not None and self.counters.evaluated_at != self.steps:
             self.settle()
             self.last_result = self.evaluation()

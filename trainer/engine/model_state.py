@@ -1,4 +1,4 @@
-"""Restores what a trial forward changes in a module, in its model and in random generators."""
+"""Restore what a trial forward changes in a module, in its model and in random generators."""
 
 from __future__ import annotations
 
@@ -20,23 +20,24 @@ from trainer.contract import Model
 
 CONTAINERS = (dict, defaultdict, Counter, list, set, deque)
 STATEFUL = ((random.Random, "state"), (torch.Generator, "_state"), (np.random.RandomState, "_state"))
-LARGE = 2**20  # elements of a parameter that is not copied in advance: forwards rarely write to one
-UNDECLARED = ("running_mean", "running_var")  # the schemas of batch_norm do not say that it writes to them
+LARGE = 2**20  # min elements of a parameter not copied in advance: forwards rarely write to parameters
+UNDECLARED = ("running_mean", "running_var")  # written by batch_norm, but not declared in its schema
 
 
 class ModelState(TorchDispatchMode):
-    """The state of ``module`` and ``model`` before a trial, and of random generators.
+    """The state of ``module``, ``model`` and random generators before a trial.
 
-    It has the attributes of the model, of the module and of its parts, and the content of those that are lists, dicts,
-    sets, tensors or random generators; not hooks, attributes of other objects, and global variables. While this mode is
-    active, a tensor is copied when an operation is about to write to it, and ``frozen`` undoes the write at once.
+    It covers the attributes of the model, the module and its submodules, and the content of those that are lists,
+    dicts, sets, tensors or random generators. It does not cover hooks, attributes of other objects or global variables.
+    While this mode is active, a tensor is copied before an operation writes to it. With ``frozen``, the write is undone
+    at once.
     """
 
     supports_higher_order_operators = True
 
     @classmethod
     def is_infra_mode(cls) -> bool:
-        return True  # else flex_attention fails, which compiles itself
+        return True  # otherwise flex_attention, which compiles itself, fails
 
     def __init__(self, module: nn.Module, model: Model, generator: torch.Generator) -> None:
         super().__init__()
@@ -47,7 +48,7 @@ class ModelState(TorchDispatchMode):
         found += [value for value in inside if type(value) in CONTAINERS]
         self.containers = [(one, copy.copy(one)) for one in found]
         values = [value for one in found for value in (one.values() if isinstance(one, dict) else one)]
-        values += [*module.parameters(), *module.buffers()]  # also those of TorchScript
+        values += [*module.parameters(), *module.buffers()]  # includes those of TorchScript modules
         self.tensors = [value for value in values if isinstance(value, Tensor)]
         plain = [(one, _storage(one)) for one in self.tensors if not isinstance(one, DTensor)]  # FSDP moves its shards
         self.data = [(one, one.data, storage) for one, storage in plain if storage is not None]
@@ -68,13 +69,16 @@ class ModelState(TorchDispatchMode):
         return result
 
     def _written(self, func: Any, args: Any, kwargs: dict[str, Any]) -> list[UntypedStorage]:
-        """The memory that ``func`` will write to, if it is of this state or of a parameter, of which FSDP makes new."""
+        """Return the storages that ``func`` will write to and that belong to this state or to a parameter.
+
+        Parameters are checked by type, because FSDP creates new ones.
+        """
         schema = getattr(func, "_schema", None)  # higher-order operators have none
         normalises = schema is not None and "batch_norm" in schema.name
         if schema is None or not (schema.is_mutable or normalises):
             return []
         given = dict(zip([one.name for one in schema.arguments], args, strict=False)) | kwargs
-        # InstanceNorm has the statistics of each sample: it comes here with all of them in one row.
+        # InstanceNorm uses statistics per sample. It arrives here with all samples in one row, so the length is 1.
         self.mixes_samples |= bool(normalises and given.get("training") and len(given["input"]) > 1)
         names = {one.name for one in schema.arguments if one.alias_info is not None and one.alias_info.is_write}
         leaves = tree_leaves([given.get(name) for name in names.union(UNDECLARED)])
@@ -87,7 +91,7 @@ class ModelState(TorchDispatchMode):
                 self.copies[one._cdata] = one, one.clone() if one.device.type == "cpu" else one.cpu()
 
     def copy_small(self) -> None:
-        """Copy buffers and small parameters now, for a trial in which this mode is not active."""
+        """Copy buffers and small parameters in advance, for a trial without this mode."""
         small = [one for one in self.tensors if not isinstance(one, nn.Parameter) or one.numel() < LARGE]
         self.copy(filter(None, map(_storage, small)))
 
@@ -104,10 +108,10 @@ class ModelState(TorchDispatchMode):
                 (one.update if isinstance(one, set) else one.extend)(before)
         for tensor, data, storage in self.data:
             now = _storage(tensor)
-            if now is not None and now._cdata != storage._cdata:  # the forward has assigned to tensor.data
+            if now is not None and now._cdata != storage._cdata:  # the forward assigned to tensor.data
                 tensor.data = data
         for storage, content in self.copies.values():
-            if storage.nbytes():  # else FSDP has freed it
+            if storage.nbytes():  # otherwise FSDP has freed it
                 storage.copy_(content)
         self.copies.clear()
         for put, state in self.generators if generators else ():
@@ -115,7 +119,7 @@ class ModelState(TorchDispatchMode):
 
 
 def _storage(tensor: Tensor) -> UntypedStorage | None:
-    """The memory of ``tensor``, of its local part if it is sharded; ``None`` for sparse and other composed tensors."""
+    """Return the storage of ``tensor`` or of its local shard; ``None`` for sparse and other composed tensors."""
     try:
         return getattr(tensor, "_local_tensor", tensor).untyped_storage()
     except (NotImplementedError, RuntimeError):

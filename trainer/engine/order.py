@@ -1,4 +1,4 @@
-"""Which samples make step s of epoch e: a pure function of (seed, epoch, size), so that resuming is arithmetic."""
+"""Choose the samples of each step as a pure function of (seed, epoch, size), so that a resumed run recomputes them."""
 
 from __future__ import annotations
 
@@ -15,29 +15,29 @@ from trainer.values import Chances, Groups, Mixing
 
 
 def derive_seed(*parts: int) -> int:
-    """A seed in [0, 2^63) from integers such as (seed, epoch, step, position); unequal parts give unrelated seeds."""
+    """Hash integers such as (seed, epoch, step, position) to a seed in [0, 2^63)."""
     digest = hashlib.blake2b(struct.pack(f"<{len(parts)}q", *parts), digest_size=8).digest()
     return int.from_bytes(digest, "little") >> 1
 
 
 @lru_cache(maxsize=2)
 def permutation(seed: int, epoch: int, size: int) -> torch.Tensor:
-    """The order of the ``size`` training samples in ``epoch``: int64, shape ``(size,)``."""
+    """Return the order of the ``size`` training samples in ``epoch``: int64, shape ``(size,)``."""
     return torch.randperm(size, generator=torch.Generator().manual_seed(derive_seed(seed, epoch)))
 
 
 @lru_cache(maxsize=2)
 def draws(seed: int, epoch: int, chances: Chances) -> torch.Tensor:
-    """The samples that ``epoch`` draws with replacement, one for each place: int64, as many as there are."""
+    """Draw the samples of ``epoch`` with replacement, as many as the training set has: int64, shape ``(size,)``."""
     bounds = torch.as_tensor(chances.relative, dtype=torch.float64).cumsum(0)
     generator = torch.Generator().manual_seed(derive_seed(seed, epoch))
     places = torch.rand(len(bounds), generator=generator, dtype=torch.float64) * bounds[-1]
-    last = int(torch.searchsorted(bounds, bounds[-1:]))  # a product may be rounded up to the sum
+    last = int(torch.searchsorted(bounds, bounds[-1:]))  # a product above may round up to the sum
     return torch.searchsorted(bounds, places, right=True).clamp(max=last)
 
 
 def steps_in_epoch(size: int, batch_size: int) -> int:
-    """How many batches an epoch has; the last may hold fewer than ``batch_size`` samples."""
+    """Count the batches of an epoch; the last one may have fewer than ``batch_size`` samples."""
     return -(-size // batch_size)
 
 
@@ -50,11 +50,11 @@ def batch_indices(
     groups: Groups | None = None,
     chances: Chances | None = None,
 ) -> list[int]:
-    """The samples of the ``step``-th batch (from 0) of ``epoch``.
+    """Return the samples of the ``step``-th batch (from 0) of ``epoch``.
 
-    With ``groups``, they stand in the order of the groups of their stretch; where the batch is of two stretches, at the
-    same share of each. So a rank, whose micro-batches have their places in the batch, reads about the same groups in
-    step after step. With ``chances``, each is drawn by itself, and may come again.
+    With ``groups``, samples are ordered by group within their stretch of groups. A batch that spans two stretches
+    interleaves them by their relative positions. A rank always takes the same part of a batch, so it reads about the
+    same groups in consecutive steps. With ``chances``, each sample is drawn independently, with replacement.
     """
     first, last = step * batch_size, min((step + 1) * batch_size, size)
     if chances is not None:
@@ -74,16 +74,19 @@ def batch_indices(
     return torch.cat(samples)[torch.cat(shares).argsort(stable=True)].tolist()
 
 
-MIX, DRAWN = 1, 2  # separate the seeds of mixing, and of samples drawn with replacement, from the others
+MIX, DRAWN = 1, 2  # make the seeds of mixing, and of samples drawn with replacement, differ from all others
 
 
 def draw_mix(
     seed: int, epoch: int, step: int, size: int, mixing: Mixing
 ) -> tuple[list[int], float, tuple[float, float] | None]:
-    """How the ``size`` samples of a batch are mixed: the partner of each, by their places in the batch, the share that
-    a sample keeps, and for CutMix the centre of what is cut (see ``Mix``): one of each for all, as timm does."""
+    """Draw how the ``size`` samples of a batch are mixed, with one share and one centre for all, like timm.
+
+    Return the position in the batch of the partner of each sample, the share that a sample keeps, and for CutMix the
+    centre of the box (see ``Mix``).
+    """
     drawn = derive_seed(seed, epoch, step, size, MIX)
-    generator = np.random.RandomState([drawn & 0xFFFFFFFF, drawn >> 32])  # the one whose numbers never change
+    generator = np.random.RandomState([drawn & 0xFFFFFFFF, drawn >> 32])  # equal numbers in all versions of NumPy
     is_mixed, is_cut = generator.random_sample() < mixing.probability, generator.random_sample() < 0.5
     if not is_mixed:
         return list(range(size)), 1.0, None
@@ -96,7 +99,10 @@ def draw_mix(
 
 @lru_cache(maxsize=2)
 def _stretches(seed: int, epoch: int, groups: Groups) -> tuple[list[int], list[int], list[int]]:
-    """The groups of an epoch in their order, the first group of every stretch, and where each begins, in samples."""
+    """Return the order of the groups in ``epoch``, the first group of each stretch, and its first sample.
+
+    A stretch is a run of groups with at least ``groups.mixed`` samples, which are shuffled together.
+    """
     order, firsts, begins = permutation(seed, epoch, len(groups.sizes)).tolist(), [], []
     begin, held = 0, groups.mixed
     for number, group in enumerate(order):
@@ -116,10 +122,10 @@ def _starts(groups: Groups) -> list[int]:
 
 @lru_cache(maxsize=4)
 def _stretch(seed: int, epoch: int, groups: Groups, number: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """The order of a stretch, and its samples group by group: int64, as many as it has.
+    """Return the order of a stretch, and its samples group by group: int64, one entry per sample.
 
-    The k-th of the n shuffled samples of a group has its place at random between k / n and (k + 1) / n of the stretch,
-    so every batch holds of every group what is in proportion.
+    The k-th of the n shuffled samples of a group gets a random position between k / n and (k + 1) / n of the stretch.
+    So every batch has samples of every group in proportion to its size.
     """
     (order, firsts, _), starts = _stretches(seed, epoch, groups), _starts(groups)
     own = order[firsts[number] : firsts[number + 1] if number + 1 < len(firsts) else None]
@@ -128,7 +134,7 @@ def _stretch(seed: int, epoch: int, groups: Groups, number: int) -> tuple[torch.
     group_of = torch.repeat_interleave(sizes)
     generator = torch.Generator().manual_seed(derive_seed(seed, epoch, number))
     shuffled = torch.randperm(len(samples), generator=generator)
-    shuffled = shuffled[group_of[shuffled].argsort(stable=True)]  # group by group again, each in an order of its own
+    shuffled = shuffled[group_of[shuffled].argsort(stable=True)]  # group by group again, shuffled within each
     rank_in_group = torch.arange(len(samples)) - (sizes.cumsum(0) - sizes)[group_of]
     place = (rank_in_group + torch.rand(len(samples), generator=generator, dtype=torch.float64)) / sizes[group_of]
     return shuffled[place.argsort(stable=True)], samples

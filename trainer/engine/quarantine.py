@@ -1,4 +1,4 @@
-"""Samples that could not be loaded: left out, counted over all ranks, and never asked for again."""
+"""Samples that could not be loaded: skipped, counted over all ranks, and not requested again."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from trainer.errors import RecipeError
 from trainer.values import BadSample
 
 Reduce = Callable[[list[float]], list[float]]  # sums a list of floats over all ranks
-SHOWN = 5  # bad samples that a message names; a file of the run has all
+SHOWN = 5  # max bad samples in a message; quarantine.json lists all
 
 
 class BadSampleAt(NamedTuple):
-    """A bad sample and the split (train, val, test) that it is of."""
+    """A bad sample and its split (train, val or test)."""
 
     split: str
     sample: BadSample
@@ -28,16 +28,16 @@ class BadSampleAt(NamedTuple):
 
 
 class Quarantine:
-    """The bad samples of all splits, the same on every rank at every step.
+    """The bad samples of all splits, equal on every rank at every step.
 
-    Ranks find bad samples on their own and share them at a point that all of them come to: the sum of the weights of a
-    batch, the end of an evaluation. From there on no rank asks for them, whoever's share they fall into.
+    Each rank detects bad samples itself. The ranks share them at a point that all of them reach: the sum of the weights
+    of a batch, or the end of an evaluation. After that, no rank requests them.
     """
 
     def __init__(
         self,
-        limit: int | None = 0,  # most of a run; None leaves them out without sharing or counting them, for a prediction
-        announce: Callable[[Quarantine, list[BadSampleAt]], None] | None = None,  # told on every rank what was found
+        limit: int | None = 0,  # max of a run; None skips bad samples without sharing or counting them
+        announce: Callable[[Quarantine, list[BadSampleAt]], None] | None = None,  # called on every rank with new ones
     ) -> None:
         self.limit, self.announce = limit, announce
         self.found: dict[tuple[str, int], BadSample] = {}
@@ -46,17 +46,17 @@ class Quarantine:
         return len(self.found)
 
     def kept(self, split: str, indices: Sequence[int]) -> Sequence[int]:
-        """``indices`` without the known bad samples of ``split``."""
+        """Return ``indices`` without the known bad samples of ``split``."""
         return [index for index in indices if (split, index) not in self.found] if self.found else indices
 
     def share(self, split: str, bad: Iterable[BadSample], reduce: Reduce, rank: int, world_size: int) -> None:
-        """Tell all ranks what this one has found in ``split``, and learn what they have: a collective."""
+        """Exchange the bad samples of ``split`` that each rank has found. A collective."""
         if self.limit is None:
             return
         texts = gather_texts(json.dumps(list(bad)), reduce, rank, world_size)
         everywhere = sorted({BadSample(*fields) for text in texts for fields in json.loads(text)})
         new = []
-        for sample in everywhere:  # a transient fault may have two reasons on two ranks: the first is kept
+        for sample in everywhere:  # two ranks may report different reasons for one sample; keep the first
             if (split, sample.position) not in self.found:
                 self.found[split, sample.position] = sample
                 new.append(BadSampleAt(split, sample))
@@ -64,14 +64,14 @@ class Quarantine:
             self._check(new)
 
     def findings(self) -> list[BadSampleAt]:
-        """All bad samples, in the order in which they were found."""
+        """Return all bad samples in the order of detection."""
         return [BadSampleAt(split, sample) for (split, _), sample in self.found.items()]
 
     def state_dict(self) -> dict[str, Any]:
         return {"samples": [{"split": split, **sample._asdict()} for (split, _), sample in self.found.items()]}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take over what an earlier run had found, unless that is more than the limit."""
+        """Restore the bad samples of an earlier run; RecipeError if they exceed the limit."""
         self.found = {}
         for entry in state["samples"]:
             sample = BadSample(int(entry["position"]), str(entry["description"]), str(entry["reason"]))
@@ -87,13 +87,13 @@ class Quarantine:
         shown = "; ".join(finding.describe() for finding in self.findings()[:SHOWN])
         more = f"; and {len(self.found) - SHOWN} more" if len(self.found) > SHOWN else ""
         raise RecipeError(
-            f"{len(self.found)} samples cannot be loaded, more than data.max_bad_samples={self.limit}: {shown}{more}. "
-            "Mend or remove them, or allow more"
+            f"{len(self.found)} samples cannot be loaded, which exceeds data.max_bad_samples={self.limit}: "
+            f"{shown}{more}. Fix or remove them, or raise the limit"
         )
 
 
 def gather_texts(text: str, reduce: Reduce, rank: int, world_size: int) -> list[str]:
-    """The ``text`` of every rank, on every rank, by sums alone: each rank adds zeros where the others write."""
+    """Gather the ``text`` of every rank using sums only: each rank adds zeros at the positions of the others."""
     content = text.encode()
     sizes = [int(size) for size in reduce([float(len(content) * (rank == other)) for other in range(world_size)])]
     padding = [0.0] * sum(sizes[:rank]), [0.0] * sum(sizes[rank + 1 :])

@@ -1,4 +1,4 @@
-"""A step that shows whether there is memory for it, and leaves no trace."""
+"""A trial step that shows whether memory suffices, and changes nothing."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from trainer.engine.window import Window
 
 
 def rehearse(stepper: Stepper, window: Window) -> None:
-    """Forward and backward of ``window``, with the optimizer's state in memory as in every step but the first."""
+    """Run forward and backward of ``window`` with the optimizer's state in memory, as in any step after the first."""
     is_first = not stepper.optimizer.state
     state = ModelState(stepper.module, stepper.model, stepper.generator)
     state.copy_small()
@@ -27,15 +27,15 @@ def rehearse(stepper: Stepper, window: Window) -> None:
 
 
 def make_state(optimizer: Optimizer) -> None:
-    """Let the optimizer make its state as its first step would, in the types and on the devices that it wants.
+    """Let the optimizer create its state as in its first step, with its choice of dtypes and devices.
 
-    By a step of length 0, with gradients of 0; no weight moves.
+    This takes a step with learning rate 0 and zero gradients, which moves no weight.
     """
     rates = [group["lr"] for group in optimizer.param_groups]
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     try:
         for group in optimizer.param_groups:
-            group["lr"] = group["lr"] * 0  # of the type that it had: torchao's is a tensor
+            group["lr"] = group["lr"] * 0  # keeps the type: torchao uses a tensor
         for parameter in parameters:
             parameter.grad = torch.zeros_like(parameter)
         optimizer.step()

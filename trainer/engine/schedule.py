@@ -1,4 +1,4 @@
-"""The learning rate of every step."""
+"""The learning-rate schedule."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ from trainer.engine.step import Stepper
 from trainer.recipe import Optim
 
 ONE_CYCLE = {"start": 1 / 25, "rising": 0.3, "end": 1 / 25e4}
-"""Where torch's OneCycleLR begins and ends, relative to its highest rate, and the share of steps up to that."""
+"""First and last rate of torch's OneCycleLR, relative to its max rate, and the share of steps that rise to it."""
 
 
 def decay(optim: Optim, step: int, total_steps: int) -> float:
-    """The factor on the learning rate of the ``step``-th optimizer step (from 0); its least once all are taken.
+    """Return the learning-rate factor of the ``step``-th optimizer step (from 0); later steps have the last factor.
 
-    A plateau's is left to :class:`Plateau`.
+    The factor of schedule plateau comes from :class:`Plateau`.
     """
     floor, ratio = optim.min_lr / optim.lr, optim.warmup_ratio
-    if optim.schedule == "range_test":  # Smith 2015: a rate for every step, the same factor apart
+    if optim.schedule == "range_test":  # Smith 2015: rates grow by a constant factor
         return floor ** (1 - min(1.0, step / max(1, total_steps - 1)))
-    if optim.schedule == "one_cycle":  # Smith and Topin 2017, as torch's OneCycleLR counts
+    if optim.schedule == "one_cycle":  # Smith and Topin 2017; counts like torch's OneCycleLR
         share = ONE_CYCLE["rising"] if ratio is None else ratio
         peak, end = (optim.warmup_steps or share * total_steps) - 1, floor or ONE_CYCLE["end"]
         if step <= peak:
@@ -47,7 +47,7 @@ def _cosine(start: float, end: float, progress: float) -> float:
 
 
 class Plateau:
-    """What torch's ReduceLROnPlateau multiplies the learning rate by, as it hears of validation losses."""
+    """The learning-rate factor of torch's ReduceLROnPlateau, updated from validation losses."""
 
     def __init__(self, optim: Optim) -> None:
         alone = SGD([torch.zeros(())], lr=1.0)
@@ -56,21 +56,21 @@ class Plateau:
 
     @property
     def factor(self) -> float:
-        """From 1 down to the least learning rate, relative to the highest."""
+        """The factor, from 1 down to min_lr / lr."""
         return float(self.rule.optimizer.param_groups[0]["lr"])
 
     def state_dict(self) -> dict[str, Any]:
-        """As JSON, which has no infinity."""
+        """Return the state as JSON, which cannot represent infinity."""
         best = self.rule.best if math.isfinite(self.rule.best) else None
         return {"factor": self.factor, "best": best, "bad": self.rule.num_bad_epochs}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         best, bad, factor = state["best"], state["bad"], state["factor"]
         if type(bad) is not int or not 0 < factor <= 1:
-            raise ValueError(f"{state} is no state of a plateau")
+            raise ValueError(f"{state} is not a plateau state")
         self.rule.best = math.inf if best is None else float(best)
         self.rule.num_bad_epochs, self.rule.optimizer.param_groups[0]["lr"] = bad, float(factor)
-        self.rule.last_epoch = 1  # it has heard of some
+        self.rule.last_epoch = 1  # positive: it has received losses
 
 
 def lr_factor(
@@ -80,15 +80,15 @@ def lr_factor(
     skipped_steps: Callable[[], int] = lambda: 0,
     plateau: Plateau | None = None,
 ) -> Callable[[int], float]:
-    """For ``LambdaLR``: decay, warm-up and scaling with the batch size, over the ``total_steps`` of a run.
+    """Return the function of ``LambdaLR``: decay, warm-up and batch size scaling over the ``total_steps`` of a run.
 
     The scaling is linear (Goyal et al. 2017) or by the square root (Krizhevsky 2014).
 
     Args:
-        batch_size_at: from a step (from 0, skipped ones counted) to its batch size.
-        skipped_steps: how many steps were skipped so far. A schedule does not move with them, so what is left of it is
-            spread over the steps that are left: it reaches its end with the last step all the same.
-        plateau: of schedule plateau.
+        batch_size_at: from a step (from 0, including skipped ones) to its batch size.
+        skipped_steps: returns the number of skipped steps so far. A schedule does not advance on them. Its rest is
+            spread over the remaining steps, so that it still ends with the last step.
+        plateau: for schedule plateau only.
     """
 
     def factor(step: int) -> float:
@@ -102,9 +102,9 @@ def lr_factor(
 
 
 class LearningRate(LambdaLR):
-    """``LambdaLR`` whose state, as JSON, is where it is and the rates that it has given: its function stays its own.
+    """``LambdaLR`` whose state is JSON: the position and the rates, without the function.
 
-    ``plateau`` is what that function asks for its factor, where it does.
+    ``plateau`` is the part that the function reads its factor from, if any.
     """
 
     def __init__(self, optimizer: Optimizer, factor: Callable[[int], float], plateau: Plateau | None = None) -> None:
@@ -112,13 +112,13 @@ class LearningRate(LambdaLR):
         super().__init__(optimizer, factor)
 
     def evaluated(self, loss: float) -> None:
-        """Take in a validation loss, the same on all ranks."""
+        """Update the plateau with a validation loss, equal on all ranks."""
         if self.plateau is not None:
             self.plateau.rule.step(loss)
             self.refresh()
 
     def refresh(self) -> None:
-        """Compute the rates of the next step again: the plateau or the number of skipped steps has changed."""
+        """Recompute the rates of the next step after the plateau or the number of skipped steps has changed."""
         self._set(self._computed(self.last_epoch))
 
     def state_dict(self) -> dict[str, Any]:
@@ -128,7 +128,7 @@ class LearningRate(LambdaLR):
         return state | ({"plateau": self.plateau.state_dict()} if self.plateau is not None and has_heard else {})
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Continue with the saved rates, unless the recipe now asks for others."""
+        """Restore the saved rates, unless the recipe now defines different ones."""
         if self.plateau is not None and "plateau" in state_dict:
             self.plateau.load_state_dict(state_dict["plateau"])
         steps, computed = state_dict["steps"], self._computed(state_dict["steps"])
@@ -139,13 +139,13 @@ class LearningRate(LambdaLR):
 
     def _set(self, rates: Sequence[float]) -> None:
         for group, rate in zip(self.optimizer.param_groups, rates, strict=True):
-            if hasattr(group["lr"], "fill_"):  # torchao's
+            if hasattr(group["lr"], "fill_"):  # a tensor, with torchao
                 group["lr"].fill_(float(rate))
             else:
                 group["lr"] = float(rate)
 
     def _computed(self, step: int) -> list[float]:
-        """The rates that the function has for ``step``, with all that was skipped so far."""
+        """Compute the rates of ``step``, given the steps skipped so far."""
         return [float(base) * factor(step) for base, factor in zip(self.base_lrs, self.lr_lambdas, strict=True)]
 
 

@@ -1,4 +1,4 @@
-"""One exact optimizer step: forward, backward, sync on the last micro-step, clip, update."""
+"""One exact optimizer step: forward and backward of each micro-batch, synchronisation, clipping, update."""
 
 from __future__ import annotations
 
@@ -27,37 +27,33 @@ if TYPE_CHECKING:
 
 
 ASYNCHRONOUS = ("cuda",)
-"""Types of devices on which operations are launched ahead, so that reading a result is a wait."""
+"""Types of devices that run operations asynchronously, so that reading a result makes the host wait."""
 
 
 @dataclass(slots=True)
 class StepResult:
-    """What a step did. ``losses`` are means over the whole batch and all ranks, ``loss`` is their sum.
+    """The result of one optimizer step over the whole batch and all ranks."""
 
-    ``grad_norm`` is the global norm before clipping. Where it, or a loss, is not finite, or nothing has a weight, the
-    step is ``skipped``: no weight moved.
-    """
-
-    loss: float
-    losses: dict[str, float]
-    grad_norm: float
+    loss: float  # sum of ``losses``
+    losses: dict[str, float]  # mean of each loss over the whole batch
+    grad_norm: float  # global norm of the gradients before clipping
     lr: float
     samples: int
-    skipped: bool
-    tokens: int = 0  # of the samples, without padding; 0 where lengths are not known
+    skipped: bool  # whether no weight moved: a loss or the norm is not finite, or the batch has weight 0
+    tokens: int = 0  # tokens of the samples without padding; 0 if lengths are unknown
 
 
 class Phases:
-    """Hears where a step is, as it goes on, and does nothing; what wants to know is a subclass."""
+    """No-op hooks, called when a step enters a phase. Subclass to observe."""
 
     def begin_step(self) -> None:
-        """An optimizer step begins."""
+        """Called when an optimizer step begins."""
 
     def enter(self, phase: Literal["forward", "backward", "step"], micro: MicroBatch | None = None) -> None:
-        """``phase`` begins, and the one before it ends; a forward says of which micro-batch."""
+        """Called when ``phase`` begins and the previous one ends; ``micro`` is given for a forward only."""
 
     def end_step(self) -> None:
-        """The step has ended, and it did not fail."""
+        """Called when a step has ended without an error."""
 
 
 class Stepper(Forward):
@@ -69,21 +65,21 @@ class Stepper(Forward):
         model: Model,
         module: nn.Module,
         optimizer: Optimizer,
-        scheduler: LearningRate | None = None,  # stepped once per optimizer step, but not by a skipped one
+        scheduler: LearningRate | None = None,  # stepped after every optimizer step that is not skipped
         *,
-        sync: GradientSync | None = None,  # by default, as the strategy wrapped the module
-        clip_norm: float | None = None,  # largest global gradient norm
+        sync: GradientSync | None = None,  # by default chosen from the strategy's wrapper
+        clip_norm: float | None = None,  # max global gradient norm
         correct_batchnorm: bool = True,  # see BatchNormStatistics
-        phases: Phases | None = None,  # is told of every phase
+        phases: Phases | None = None,
         copies: int = 1,  # ranks that take the same share of a batch: memory.tensor_parallel
-        average: Callable[[int], None] | None = None,  # called when a step was taken, after so many: optim.ema
+        average: Callable[[int], None] | None = None,  # optim.ema; called with the number of updates so far
     ) -> None:
         super().__init__(fabric, model, module)
         self.scheduler, self.clip_norm, self.correct_batchnorm = scheduler, clip_norm, correct_batchnorm
         self.phases, self.world_size = phases or Phases(), fabric.world_size // copies
         self.copies, self.average = copies, average
         self.check = LossCheck(model)
-        self.generator = torch.default_generator  # of dropout; far cheaper to seed than by torch.manual_seed
+        self.generator = torch.default_generator  # for dropout; seeding it is much faster than torch.manual_seed
         if self.device.type == "cuda":
             torch.cuda.init()
             self.generator = torch.cuda.default_generators[self.device.index or 0]
@@ -91,23 +87,23 @@ class Stepper(Forward):
         self.attach(module, optimizer, sync)
 
     def attach(self, module: nn.Module, optimizer: Optimizer, sync: GradientSync | None = None) -> None:
-        """Train this module with this optimizer from now on."""
+        """Train ``module`` with ``optimizer`` from now on."""
         self.use(module)
         self.optimizer = optimizer
         self.parameters = [p for group in optimizer.param_groups for p in group["params"]]
         self.sync = sync or gradient_sync(self.module, self.model, self.parameters)
         batchnorm = BatchNormStatistics(self.module, self.correct_batchnorm)
         self.batchnorm = batchnorm if batchnorm.layers else None
-        # The result of a step that is not settled yet, or what waits for it; and who gets it.
+        # The result of the last step until it is settled, or a function that waits for it; and its receiver.
         self.launched: tuple[StepResult | Callable[[], StepResult], Callable[[StepResult], None]] | None = None
         self.reads_late = self.device.type in ASYNCHRONOUS and self.can_read_late()
 
     def can_read_late(self) -> bool:
-        """Whether the host need not know a step's norm and losses before the next forward: a step that is not finite is
-        skipped by the optimizer's kernel, or cannot be skipped at all.
+        """Return whether the next forward may start before the host knows the norm and the losses of a step.
 
-        Torch's fused Adam and AdamW skip so. Its fused SGD would leave the momentum uninitialised if the first step is
-        skipped. A loss scale, and batch statistics that must be put back, are the host's.
+        This requires that the device itself skips a step that is not finite, or that no step can be skipped. The fused
+        Adam and AdamW of torch skip on the device. Its fused SGD would leave the momentum uninitialised if the first
+        step is skipped. A loss scale and the statistics of BatchNorm are updated by the host, which must know first.
         """
         is_fused = type(self.optimizer) in (Adam, AdamW) and all(g["fused"] for g in self.optimizer.param_groups)
         is_here = all(p.device.type == self.device.type for p in self.parameters)
@@ -115,17 +111,17 @@ class Stepper(Forward):
 
     @property
     def scaler(self) -> Any:
-        """The loss scale of fp16; ``None`` without one."""
+        """The loss scaler of fp16, or ``None``."""
         return getattr(self.precision, "scaler", None)
 
     def state_dict(self) -> dict[str, Any]:
-        """The same on all ranks, as JSON; weights and optimizer are for who holds the module."""
+        """Return the state as JSON, equal on all ranks; it has no weights and no optimizer state."""
         parts = {"scheduler": self.scheduler, "scaler": self.scaler}
         states = {name: part.state_dict() if part is not None else None for name, part in parts.items()}
         return {"skipped_steps": self.skipped_steps, **states, "overlapped": self.sync.overlapped}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        self.skipped_steps = state["skipped_steps"]  # which the schedule asks for
+        self.skipped_steps = state["skipped_steps"]  # first, because the schedule reads it
         if self.scheduler is not None:
             self.scheduler.load_state_dict(state["scheduler"])
         if self.scaler is not None and state["scaler"]:
@@ -134,21 +130,24 @@ class Stepper(Forward):
             self.sync.overlap()
 
     def step(self, window: Window) -> StepResult:
-        """One exact optimizer step on one batch."""
+        """Take one exact optimizer step on one batch; ``window`` is this rank's share of it."""
         self.launch(window)
         return self.settle()
 
     def launch(self, window: Window, then: Callable[[StepResult], None] = lambda result: None) -> None:
-        """Launch a step. Its result goes to ``then``: in the next step, when the device has a forward to do, or as soon
-        as :meth:`settle` is called."""
+        """Start a step and pass its result to ``then`` later.
+
+        This happens in the first forward of the next step, while the device is busy, or in :meth:`settle`.
+        """
         self.phases.begin_step()
         totals = self.accumulate(window)
         self.phases.enter("step")
-        self.launched = self.update(self.clip_gradients(), totals, window), then
+        norm = self.clip_gradients()
+        self.launched = self.update(norm, totals, window), then
         self.phases.end_step()
 
     def settle(self) -> StepResult:
-        """Wait for the result of the step that was launched last."""
+        """Wait for the result of the last launched step."""
         assert self.launched is not None
         (outcome, then), self.launched = self.launched, None
         result = outcome() if callable(outcome) else outcome
@@ -156,57 +155,59 @@ class Stepper(Forward):
         return result
 
     def accumulate(self, window: Window) -> LossTotals:
-        """Forward and backward, micro-batch by micro-batch; the gradients are then those of the whole batch."""
-        totals = (TotalsInOrder if self.sync.in_order else LossTotals)(window, self.world_size, self.copies)
-        if self.check:
-            self.compare(self.check, window)
-        self.sync.begin(window)
-        if self.batchnorm:
-            self.batchnorm.remember()
+        """Run forward and backward on each micro-batch; the gradients are then those of the whole batch."""
+        totals = self.begin(window)
+        last_loss = len(self.model.loss_names)
         for micro in window:
             self.prepare(micro, len(window))
             self.phases.enter("forward", micro)
-            for number, loss in enumerate(self.losses(micro.batch, micro.packed), start=1):
-                if self.launched is not None:  # the device has this forward to do while the host reads
+            for number, loss in enumerate(self.losses(micro.batch, micro.packed), start=1):  # one graph at a time
+                if self.launched is not None:  # read the result of the previous step while the device computes
                     self.settle()
                 self.phases.enter("backward")
-                if micro.is_last and number == len(self.model.loss_names):
+                if micro.is_last and number == last_loss:
                     self.sync.before_last_backward()
+                # The scale is the number of ranks / the weight of the whole batch.
                 self.precision.backward(loss.total, self.module, totals.scale(loss, micro.is_empty))
                 totals.add(loss, micro.is_empty)
-                if number < len(self.model.loss_names):  # the last backward goes on until gradients are synchronised
+                if number < last_loss:  # the last backward phase includes the synchronisation of the gradients
                     self.phases.enter("forward", micro)
         if self.check and self.check.end(len(window)):
             self.check = None
         self.sync.after()
         return totals
 
-    def compare(self, check: LossCheck, window: Window) -> None:
-        """Let ``check`` compare the losses of some samples of ``window``, which leaves no trace."""
-        self.phases.enter("forward", window.micro_batches[0])
-        check.compare(self, window, self.fabric.world_size, self.generator)
-
-    def abandon(self) -> None:
-        """Leave a step wherever it is, as if it had not begun."""
-        self.sync.abandon()  # first: what goes on in another thread may leave gradients behind
-        for parameter in (*self.parameters, *self.module.parameters()):
-            parameter.grad = None
-        if self.scaler is not None and self.scaler._scale is not None:  # else there is nothing it could have unscaled
-            self.scaler.update(self.scaler.get_scale())  # the same scale; forgets that gradients were unscaled
+    def begin(self, window: Window) -> LossTotals:
+        """Prepare a window; in the first steps, also check that its losses are sums over samples."""
+        if self.check:
+            self.phases.enter("forward", window.micro_batches[0])
+            self.check.compare(self, window, self.fabric.world_size, self.generator)
+        self.sync.begin(window)
         if self.batchnorm:
-            self.batchnorm.restore()
-        if not self.steps_taken:
-            self.check = LossCheck(self.model)
+            self.batchnorm.remember()
+        return (TotalsInOrder if self.sync.in_order else LossTotals)(window, self.world_size, self.copies)
 
     def prepare(self, micro: MicroBatch, micro_steps: int) -> None:
-        """Bring everything that a micro-step depends on into the state that it asks for."""
+        """Set the seed, synchronisation on the last micro-step only, and the momentum of BatchNorm."""
         self.generator.manual_seed(micro.seed)
         self.sync.before(micro.is_last)
         if self.batchnorm:
             self.batchnorm.set(micro_steps, micro.is_empty)
 
+    def abandon(self) -> None:
+        """Cancel a step at any point, as if it had not begun."""
+        self.sync.abandon()  # first, because work in another thread may still write gradients
+        for parameter in (*self.parameters, *self.module.parameters()):
+            parameter.grad = None
+        if self.scaler is not None and self.scaler._scale is not None:  # otherwise no gradient was unscaled
+            self.scaler.update(self.scaler.get_scale())  # keeps the scale, and forgets that gradients were unscaled
+        if self.batchnorm:
+            self.batchnorm.restore()
+        if not self.steps_taken:
+            self.check = LossCheck(self.model)
+
     def clip_gradients(self) -> Tensor:
-        """Scale the gradients down to ``clip_norm`` if they exceed it; return the global norm they had."""
+        """Scale the gradients down to ``clip_norm`` if their norm exceeds it; return the norm before that."""
         if self.sync.applied:
             return self.sync.norm()
         self.precision.unscale_gradients(self.optimizer)
@@ -215,14 +216,16 @@ class Stepper(Forward):
         return norm.to(self.device)  # offloaded gradients are in host memory
 
     def update(self, norm: Tensor, totals: LossTotals, window: Window) -> StepResult | Callable[[], StepResult]:
-        """Step the optimizer, or skip, on all ranks alike: the norm and the losses are those of the whole batch.
-        Returns the result, or what waits for it."""
+        """Update the weights or skip; all ranks decide the same, from the norm and the losses of the whole batch.
+
+        Return the result, or a function that waits for it.
+        """
         first = self.optimizer.param_groups[0]
-        lr = float(first["lr"]) / first.get("lr_scale", 1.0)  # torchao's is a tensor on the CPU
+        lr = float(first["lr"]) / first.get("lr_scale", 1.0)  # with torchao, lr is a tensor on the CPU
         gathered = totals.gather(norm)
         conclude = partial(self.conclude, totals, window, lr)
         if self.reads_late:
-            arriving = gathered.to("cpu", non_blocking=True)  # torch pins it
+            arriving = gathered.to("cpu", non_blocking=True)  # torch allocates pinned memory for it
             arrived = torch.cuda.current_stream().record_event() if gathered.is_cuda else None
             outcome: StepResult | Callable[[], StepResult] = partial(conclude, arriving, arrived)
             if any(window.weights.values()):
@@ -231,30 +234,30 @@ class Stepper(Forward):
                 del self.optimizer.found_inf  # type: ignore[attr-defined]
         else:
             outcome = conclude(gathered)
-        for parameter in self.parameters:  # what optimizer.zero_grad does, without its bookkeeping
+        for parameter in self.parameters:  # same effect as optimizer.zero_grad, without its overhead
             parameter.grad = None
         return outcome
 
     def conclude(
         self, totals: LossTotals, window: Window, lr: float, gathered: Tensor, arrived: torch.cuda.Event | None = None
     ) -> StepResult:
-        """Read what the step has come to, update if the device has not done so, and count the step."""
+        """Read the norm and the losses, update the weights if the device has not done so, and count the step."""
         grad_norm, losses = totals.read(gathered, arrived)
         is_weighted = any(window.weights.values())
         skipped = not all(map(math.isfinite, (grad_norm, *losses.values()))) or not is_weighted
         if skipped and self.sync.applied:
             raise RunError(
-                f"{why_skipped(grad_norm, losses)} in a step whose weights were updated during the backward, so it "
+                f"{why_skipped(grad_norm, losses)}, but the weights were already updated during backward, so the step "
                 "cannot be skipped: lower optim.lr, look for bad samples, or set memory.optimizer_in_backward to false"
             )
         self.skipped_steps += skipped
         if skipped:
             self.sync.skip()
             if self.scaler:
-                self.scaler.update()  # fp16 must adapt
+                self.scaler.update()  # lowers the loss scale of fp16
             if self.batchnorm:
                 self.batchnorm.restore()
-            if self.scheduler is not None:  # the rest of the schedule is one step shorter
+            if self.scheduler is not None:  # the schedule now ends one step earlier
                 self.scheduler.refresh()
         else:
             if not self.reads_late:
@@ -266,14 +269,14 @@ class Stepper(Forward):
         if self.batchnorm and self.fabric.world_size > 1:
             self.batchnorm.share()
         self.steps_taken += 1
-        # The mean over no items at all is no number; 0 would be a perfect one.
+        # The mean over zero items is undefined, so report NaN. A loss of 0 would look perfect.
         loss = sum(losses.values()) if is_weighted else math.nan
         return StepResult(loss, losses, grad_norm, lr, window.samples, skipped, window.tokens)
 
 
 def why_skipped(grad_norm: float, losses: Mapping[str, float]) -> str:
-    """What of a skipped step was not finite, or else that nothing had a weight."""
+    """Return which values of a skipped step are not finite, or that the batch has weight 0."""
     bad = [f"loss {name!r} is {value}" for name, value in losses.items() if not math.isfinite(value)]
     if not bad and not math.isfinite(grad_norm):
         bad = [f"the gradient norm is {grad_norm}"]
-    return ", ".join(bad) or "nothing in the batch has a weight (no label besides -100)"
+    return ", ".join(bad) or "all items of the batch have weight 0 (for example, all labels are -100)"

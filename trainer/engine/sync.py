@@ -1,4 +1,4 @@
-"""When gradients are synchronised over the ranks: on the last micro-step of a window, and at no other time."""
+"""Synchronise gradients over the ranks on the last micro-step of a window only."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ from trainer.contract import Model
 from trainer.engine.window import Window
 from trainer.errors import RunError
 
-BUCKET = 25 * 2**20  # bytes of gradients that one collective reduces: DDP's default
+BUCKET = 25 * 2**20  # bytes of gradients per collective; DDP's default
 
 
 class GradientSync:
-    """One process: nothing to synchronise. The base class of all other ways."""
+    """The base class; synchronises nothing, for a single process."""
 
-    applied = False  # the weights have been updated already when the norm is known: such a step cannot be skipped
-    overlapped = False  # gradients are reduced while backward goes on, which a first step has found to be possible
-    in_order = False  # the ranks' gradients and losses are summed, not averaged, in the order of the micro-batches
+    applied = False  # whether weights are updated before the norm is known, so that a step cannot be skipped
+    overlapped = False  # whether gradients are reduced during backward, after a first step has shown this is possible
+    in_order = False  # whether gradients and losses are summed, not averaged, in the order of the micro-batches
 
     def __init__(self, parameters: Sequence[Tensor], model: Model | None = None) -> None:
         self.parameters = list(parameters)
@@ -35,47 +35,49 @@ class GradientSync:
         """Called before the first micro-step of a window."""
 
     def before(self, is_last: bool) -> None:
-        """Called before the forward of every micro-step: a wrapper's own state is never trusted."""
+        """Called before every forward to set the wrapper's synchronisation, whose own state is never trusted."""
 
     def before_last_backward(self) -> None:
-        """Called before the last backward of a window: a gradient that arrives there is complete."""
+        """Called before the last backward of a window, in which gradients become complete."""
 
     def after(self) -> None:
         """Called after the last backward of a window."""
 
     def clip(self, norm: Tensor, largest: float | None) -> None:
-        """Scale the gradients, which have this ``norm``, down to ``largest`` if they exceed it."""
+        """Scale the gradients down to norm ``largest`` if their ``norm`` exceeds it."""
         if largest is not None:
             nn.utils.clip_grads_with_norm_(self.parameters, largest, norm)
 
     def skip(self) -> None:
-        """Called in the place of the optimizer's step: no weight may have moved."""
+        """Called instead of the optimizer's step if it is skipped: no weight may have moved."""
 
     def abandon(self) -> None:
-        """Forget what a window has left behind so far."""
+        """Drop the state of a window that was not completed."""
 
     def overlap(self) -> None:
-        """Reduce while backward goes on, where that waits for a first step: an earlier start of the run took it."""
+        """Reduce during backward from the first step on, because this run took a first step before it was resumed."""
         self.overlapped = self.may_overlap
 
     @staticmethod
     def on_gradient(parameter: Tensor, method: Callable[..., None], *arguments: Any) -> None:
-        """Call a bound ``method`` with ``arguments`` and the parameter whenever its gradient has been accumulated. The
-        hook does not refer to the method's object: torch never frees a parameter whose hook leads back to it."""
+        """Call a bound ``method`` with ``arguments`` and the parameter after each accumulation of its gradient.
+
+        The hook has a weak reference: torch never frees a parameter whose hook refers back to it.
+        """
         weak = WeakMethod(method)
         parameter.register_post_accumulate_grad_hook(lambda p: (bound := weak()) and bound(*arguments, p))
 
     def norm(self) -> Tensor:
-        """The norm of the gradients of the whole batch: the same on all ranks. A scalar."""
+        """Return the norm of the gradients of the whole batch as a scalar, equal on all ranks."""
         return total_norm([p.grad for p in self.parameters if p.grad is not None], self.alike)
 
 
 class ReplicatedSync(GradientSync):
-    """DDP: the gradients are reduced when the last backward is done, exact whichever parameters a loss reaches.
+    """DDP: reduces gradients after the last backward, which is exact even if a loss does not reach all parameters.
 
-    DDP's own buckets fire once a backward and wait for every parameter in them, while backward goes on. With several
-    losses a micro-batch, or one that leaves parameters out, some would keep the gradient of their own rank. So they are
-    left to it only where gradients ``may_overlap``, and a first step has reached every parameter on every rank.
+    DDP itself reduces a bucket once per backward, when all its parameters have a gradient. With several losses per
+    micro-batch, or one that does not reach all parameters, some gradients would stay local to a rank. So DDP's buckets
+    are used only if gradients ``may_overlap`` and the first step reached every parameter on every rank.
     """
 
     def __init__(self, module: DistributedDataParallel, parameters: Sequence[Tensor], model: Model) -> None:
@@ -83,11 +85,11 @@ class ReplicatedSync(GradientSync):
         self.module = module
 
     def begin(self, window: Window) -> None:
-        # Every step starts with the buffers of the first rank, whatever forwards came before it.
+        # Every step starts with the buffers of the first rank, also after other forwards.
         self.module.require_forward_param_sync = True
 
     def before(self, is_last: bool) -> None:
-        # What DDP.no_sync() sets; the context manager would also restore a state that nobody here relies on.
+        # Same effect as DDP.no_sync(), without restoring an earlier state, which this code does not rely on.
         self.module.require_backward_grad_sync = is_last and self.overlapped
 
     def after(self) -> None:
@@ -95,24 +97,26 @@ class ReplicatedSync(GradientSync):
             self._require_reduced()
             return
         reached_by = add_missing(self.parameters)
-        # A parameter that no rank reached keeps grad=None, as in one process: the optimizer must not decay it.
+        # A parameter that no rank reached keeps grad=None, as in one process, so that the optimizer does not decay it.
         begin_mean([p.grad for p in self.parameters if p.grad is not None])()
         self.overlapped = self.may_overlap and min(reached_by) == torch.distributed.get_world_size()
 
     def _require_reduced(self) -> None:
-        """Check that every bucket was reduced: DDP itself would notice in the next step, after a wrong update."""
+        """Require that every bucket was reduced; DDP itself reports this one step later, after a wrong update."""
         try:
             self.module._check_reducer_finalized()
         except RuntimeError as error:
             raise RunError(
-                "some parameters got no gradient from the last micro-batch, so DDP did not reduce all gradients: set "
-                "`conditional = True` in the model's class, which reduces them after the last backward instead"
+                "some parameters received no gradient from the last micro-batch, so DDP did not reduce all gradients: "
+                "set `conditional = True` in the model class, to reduce them after the last backward instead"
             ) from error
 
 
 class ShardedSync(GradientSync):
-    """FSDP reduces each block's gradients to shards while backward goes on: ``every_micro_step`` (then no rank keeps
-    whole gradients), or in the last. ``replicas`` ranks hold each shard."""
+    """FSDP: reduces each block's gradients to shards during backward; ``replicas`` ranks hold each shard.
+
+    This happens in the last micro-step, or in ``every_micro_step``; no rank then keeps whole gradients.
+    """
 
     def __init__(
         self, module: FSDPModule, parameters: Sequence[Tensor], every_micro_step: bool = False, replicas: int = 1
@@ -125,22 +129,24 @@ class ShardedSync(GradientSync):
         self.module.set_is_last_backward(is_last or self.every_micro_step)
 
     def norm(self) -> Tensor:
-        """As for any parameters, from the shards of all ranks."""
+        """Return the norm from the shards of all ranks."""
         shards = [p.grad.to_local() for p in self.parameters if isinstance(p.grad, DTensor)]
         return norm_over_ranks(total_norm(shards, self.alike), self.replicas)
 
 
 @torch.no_grad()
 def ranks_that_reached(reached: Sequence[bool], device: torch.device) -> list[int]:
-    """For each parameter, how many ranks have a gradient for it."""
+    """Count for each parameter the ranks that have a gradient for it."""
     counts = torch.tensor([int(one) for one in reached], device=device)
     torch.distributed.all_reduce(counts)
     return counts.tolist()
 
 
 def add_missing(parameters: Sequence[Tensor], *facts: bool) -> list[int]:
-    """Give zeros as gradient to parameters that only other ranks have reached. Returns how many ranks have reached each
-    parameter, and then on how many each of ``facts`` is true."""
+    """Give zero gradients to parameters that only other ranks have reached.
+
+    Return the number of ranks that reached each parameter, followed by the number on which each of ``facts`` is true.
+    """
     counts = ranks_that_reached([*(p.grad is not None for p in parameters), *facts], parameters[0].device)
     for parameter, count in zip(parameters, counts, strict=False):
         if count and parameter.grad is None:
@@ -149,14 +155,17 @@ def add_missing(parameters: Sequence[Tensor], *facts: bool) -> list[int]:
 
 
 def buckets(tensors: Sequence[Tensor]) -> list[list[int]]:
-    """The positions of ``tensors`` in buckets, as DDP makes them: of one device and dtype, a sparse tensor alone."""
+    """Group the positions of ``tensors`` into buckets like DDP: one device and dtype each, sparse tensors alone."""
     given = [t._values() if t.is_sparse else t for t in tensors], [BUCKET], [t.is_sparse for t in tensors]
     return torch.distributed._compute_bucket_assignment_by_size(*given)[0] if tensors else []
 
 
 def begin_mean(tensors: Sequence[Tensor], group: torch.distributed.ProcessGroup | None = None) -> Callable[[], None]:
-    """Start to replace every tensor by its mean over the ranks of ``group``, by default all, in place: one collective
-    for each bucket. All ranks give tensors of the same shapes and dtypes in the same order. The result waits for it."""
+    """Start to replace every tensor by its mean over the ranks of ``group`` (default: all), in place.
+
+    There is one collective per bucket. All ranks must pass tensors of the same shapes and dtypes in the same order.
+    Return a function that waits for the result.
+    """
     works: list[Any] = []
     for first, *others in buckets(tensors):
         if others:
@@ -164,7 +173,7 @@ def begin_mean(tensors: Sequence[Tensor], group: torch.distributed.ProcessGroup 
                 for position in (first, *others):
                     torch.distributed.all_reduce(tensors[position], group=group)
             works.append(work)
-        else:  # one that may be sparse, and that gloo would copy
+        else:  # may be sparse; gloo would copy it when coalescing
             works.append(torch.distributed.all_reduce(tensors[first], group=group, async_op=True))
 
     def finish() -> None:
@@ -178,16 +187,18 @@ def begin_mean(tensors: Sequence[Tensor], group: torch.distributed.ProcessGroup 
 
 @torch.no_grad()
 def norm_over_ranks(local: Tensor, replicas: int = 1, group: torch.distributed.ProcessGroup | None = None) -> Tensor:
-    """The norm of gradients whose shards are each on ``replicas`` ranks, from this rank's ``local`` norm. ``group`` (by
-    default all ranks) must be able to reduce tensors on the device of ``local``."""
+    """Return the global norm from the ``local`` norm of this rank's shards, each held by ``replicas`` ranks.
+
+    ``group`` (default: all ranks) must be able to reduce tensors on the device of ``local``.
+    """
     square = local.double().square()
     torch.distributed.all_reduce(square, group=group)
     return (square / replicas).sqrt().to(local.dtype)
 
 
 def total_norm(gradients: list[Tensor], alike: bool) -> Tensor:
-    """The norm of all gradients together: ``get_total_norm``, at half its cost where all are of one device and type."""
-    # torch 2.11 knows no norm of a sparse tensor; that of its values is the same, once each stands there once.
+    """Return the norm of all gradients, at half the cost of ``get_total_norm`` if device and dtype are ``alike``."""
+    # torch 2.11 has no norm for sparse tensors. The norm of the coalesced values is the same.
     gradients = [g.coalesce().values() if g.is_sparse else g for g in gradients]
     if not alike or not gradients:
         return nn.utils.get_total_norm(gradients, error_if_nonfinite=False)
@@ -195,7 +206,7 @@ def total_norm(gradients: list[Tensor], alike: bool) -> Tensor:
 
 
 def reshard(module: nn.Module) -> None:
-    """Free whole weights that an evaluation left behind under FSDP: the optimizer must find shards."""
+    """Reshard weights that an evaluation under FSDP left gathered, because the optimizer must find shards."""
     if isinstance(module, FSDPModule):
         for part in module.modules():
             if isinstance(part, FSDPModule):
@@ -205,7 +216,7 @@ def reshard(module: nn.Module) -> None:
 def gradient_sync(
     module: nn.Module, model: Model, parameters: Sequence[Tensor], every_micro_step: bool = False, replicas: int = 1
 ) -> GradientSync:
-    """The way to synchronise the gradients of ``module``, as the strategy wrapped it; the rest is for FSDP alone."""
+    """Return the synchronisation for a wrapped ``module``; the last two arguments are for FSDP only."""
     if isinstance(module, FSDPModule):
         return ShardedSync(module, parameters, every_micro_step, replicas)
     if not isinstance(module, DistributedDataParallel):

@@ -1,4 +1,7 @@
-"""The losses of a step: what each is divided by, and what they add up to. The watchdog knows this file by its name."""
+"""Divide each loss by its weight in the batch, and sum the losses of a step.
+
+The watchdog recognises this file by its path.
+"""
 
 from __future__ import annotations
 
@@ -12,19 +15,20 @@ from trainer.values import Loss
 
 
 class LossTotals:
-    """Sums up the losses of one window, on the device."""
+    """Sums the losses of one window on the device."""
 
     def __init__(self, window: Window, world_size: int, copies: int = 1) -> None:
-        """``world_size`` ranks share the batch; each share is on ``copies`` ranks, which are tensor parallel."""
+        """Share the batch among ``world_size`` groups of ``copies`` tensor-parallel ranks."""
         self.weights, self.world_size, self.factor, self.copies = window.weights, world_size, world_size, copies
         self.everybody = world_size * copies
         self.parts: dict[str, list[Tensor]] = {name: [] for name in window.weights}
         self.scales: dict[str, Tensor] = {}
 
     def scale(self, loss: Loss, is_empty: bool) -> Tensor:
-        """Where backward starts from: ranks / weight of the batch (DDP takes the mean over ranks), or 0.
+        """Return the initial gradient of backward: ranks / weight of the batch, or 0 for an empty micro-batch.
 
-        The same gradient as backward of loss × scale, with three operations less.
+        The factor of ranks undoes the mean that DDP takes. The gradient equals that of loss × scale, but needs three
+        operations less.
         """
         if loss.name not in self.scales:
             weight = self.weights[loss.name] or 1.0
@@ -33,57 +37,64 @@ class LossTotals:
         return torch.zeros_like(scale) if is_empty else scale
 
     def add(self, loss: Loss, is_empty: bool) -> None:
-        """Count a loss of one micro-batch; one of an empty micro-batch counts nothing."""
+        """Add a loss of one micro-batch; add 0 for an empty one."""
         total = loss.total.detach()
         self.parts[loss.name].append(torch.zeros_like(total) if is_empty else total)
 
     def gather(self, norm: Tensor) -> Tensor:
-        """``norm`` and the losses as one vector on the device: of every micro-batch, or summed over the ranks, in a
-        collective, and then how many ranks took part in it."""
+        """Return ``norm`` and the losses as one vector on the device.
+
+        One rank gives the losses of every micro-batch. Several give their sums over the ranks, from a collective, and
+        the number of ranks that took part in it.
+        """
         if self.everybody == 1:
             return torch.stack([norm, *chain.from_iterable(self.parts.values())])
-        # In float64: thousands of samples would lose digits in float32.
+        # Use float64: a sum over thousands of samples would lose digits in float32.
         sums = [torch.stack(parts).sum(dtype=torch.float64) for parts in self.parts.values()]
         return self._over_ranks(norm, torch.stack(sums))
 
     def _over_ranks(self, norm: Tensor, numbers: Tensor) -> Tensor:
-        """``norm``, and ``numbers`` in float64 summed over the ranks."""
+        """Sum ``numbers`` (float64) over the ranks, and put ``norm`` before them."""
         if self.everybody > 1:
             numbers = torch.cat([numbers, numbers.new_ones(1)])
             torch.distributed.all_reduce(numbers)
         return torch.cat([norm.detach().to(numbers).reshape(1), numbers])
 
     def must_skip(self, gathered: Tensor) -> Tensor:
-        """1 on the device if what :meth:`gather` returned is not finite or lacks a rank, else 0: the ``found_inf`` of
-        torch's fused optimizers, without dimensions, which DTensor takes as the same on all ranks."""
+        """Return ``found_inf`` for torch's fused optimizers: 1 if ``gathered`` is not finite or lacks a rank, else 0.
+
+        The scalar stays on the device. DTensor takes a tensor without dimensions as equal on all ranks.
+        """
         is_fine = gathered.isfinite().all()
         if self.everybody > 1:
             is_fine &= gathered[-1] == self.everybody
         return is_fine.logical_not().to(torch.float32)
 
     def read(self, gathered: Tensor, arrived: torch.cuda.Event | None = None) -> tuple[float, dict[str, float]]:
-        """The norm, and the mean of every loss over the whole batch: the one host sync of a step. ``gathered`` may be
-        on its way to pinned memory until ``arrived``."""
+        """Return the norm and the mean of every loss over the whole batch. This is the only host sync of a step.
+
+        The copy of ``gathered`` to pinned memory is complete after ``arrived``.
+        """
         if arrived is not None:
             arrived.synchronize()
         norm, *numbers = gathered.tolist()
-        # NCCL says nothing of a collective that was aborted while a rank waited.
+        # NCCL reports no error for a collective that was aborted while a rank waited.
         if self.everybody > 1 and numbers.pop() != self.everybody:
-            raise RuntimeError("the ranks did not all come to the end of the step: its collectives were aborted")
+            raise RuntimeError("not all ranks reached the end of the step: its collectives were aborted")
         left = (number / self.copies for number in numbers)
         sums = zip(self.weights.items(), self._counts(), strict=True)
         return norm, {name: sum(islice(left, count)) / (weight or 1.0) for (name, weight), count in sums}
 
     def _counts(self) -> list[int]:
-        """How many numbers each loss is the sum of."""
+        """Count the numbers of each loss in the gathered vector."""
         return [1 if self.everybody > 1 else len(parts) for parts in self.parts.values()]
 
 
 class TotalsInOrder(LossTotals):
     """Adds the losses of all ranks in the order of the micro-batches: the same bits on any number of ranks.
 
-    Gradients are summed over the ranks, not averaged, so each starts from 1 / weight: a factor of the number of ranks
-    would be taken back exactly only where nothing is denormal.
+    Gradients are summed over the ranks, not averaged, so backward starts from 1 / weight. Multiplying by the number of
+    ranks and dividing again would be inexact for denormal numbers.
     """
 
     def __init__(self, window: Window, world_size: int, copies: int = 1) -> None:
@@ -92,7 +103,7 @@ class TotalsInOrder(LossTotals):
 
     def gather(self, norm: Tensor) -> Tensor:
         own = torch.stack([torch.stack(parts) for parts in self.parts.values()]).double()
-        places = own.new_zeros(*own.shape, self.world_size)  # each is filled by one rank: adding zeros rounds nothing
+        places = own.new_zeros(*own.shape, self.world_size)  # one rank fills each place; adding zeros does not round
         places[..., torch.distributed.get_rank() if self.world_size > 1 else 0] = own
         return self._over_ranks(norm, places.flatten())
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from dataclasses import dataclass
 
-from trainer.engine.window import Cut, cut_at, share_of
+from trainer.engine.cut import Cut, cut_at, share_of
 from trainer.errors import RecipeError, require
 from trainer.memory.knobs import HALF, described, left_open
 from trainer.memory.refusals import require_compatible

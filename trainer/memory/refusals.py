@@ -7,7 +7,7 @@ from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from trainer.engine.window import Cut
+from trainer.engine.cut import Cut
 from trainer.errors import RecipeError, require
 from trainer.memory.knobs import ADAM, UNPROVEN
 from trainer.recipe import Memory, Optim, Recipe

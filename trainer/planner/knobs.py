@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from itertools import product
 from typing import Any
 
+from trainer.engine.cut import share_of
 from trainer.fakegpu.network import Cluster
 from trainer.memory.knobs import LOSSY, SEARCHED, UNPROVEN, left_open
 from trainer.recipe import Memory, Recipe
@@ -121,8 +122,6 @@ def micro_batch_sizes(recipe: Recipe, ranks: int) -> list[int | None]:
     given = recipe.memory.micro_batch_size != "auto" or recipe.accumulate is not None
     if given or recipe.batch_size is None or recipe.run.deterministic:  # for which it must not depend on the ranks
         return [None]
-    from trainer.engine.window import share_of  # imports torch, and flags that cannot work are refused without
-
     share = -(-recipe.batch_size // share_of(recipe.memory, 0, ranks)[1])
     return list(dict.fromkeys(-(-share // micro_steps) for micro_steps in range(1, share + 1)))
 

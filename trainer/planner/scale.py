@@ -14,7 +14,7 @@ from functools import partial
 from itertools import groupby
 from typing import Any
 
-from trainer.engine.window import cut_at
+from trainer.engine.cut import cut_at
 from trainer.errors import RecipeError
 from trainer.fakegpu.cost import ESTIMATES
 from trainer.fakegpu.gpus import outside

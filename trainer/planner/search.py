@@ -22,8 +22,8 @@ from functools import partial
 from math import inf
 from typing import Any, NamedTuple
 
+from trainer.engine.cut import cut_at, cut_batch, share_of, tokens_of
 from trainer.engine.order import batch_indices
-from trainer.engine.window import cut_at, cut_batch, share_of, tokens_of
 from trainer.errors import RecipeError, require
 from trainer.fakegpu.cost import ESTIMATES
 from trainer.fakegpu.events import Category

@@ -23,13 +23,14 @@ from torch.utils._pytree import tree_leaves, tree_map
 from trainer.contract import Model
 from trainer.data.loader import loader_of
 from trainer.engine.check import LossCheck
+from trainer.engine.cut import cut_batch, fullest, share_of
 from trainer.engine.deterministic import Node, PartialSums, TreeSync
 from trainer.engine.feed import evaluation_cut, evaluation_micro_batches, windows_of
 from trainer.engine.loop import evaluate
 from trainer.engine.quarantine import Quarantine
 from trainer.engine.rehearsal import rehearse
 from trainer.engine.step import Phases, Stepper
-from trainer.engine.window import MicroBatch, Window, cut_batch, fullest, share_of
+from trainer.engine.window import MicroBatch, Window
 from trainer.fakegpu.events import Trace
 from trainer.fakegpu.patches import FakeStream, patch_libraries
 from trainer.fakegpu.patches import replace as replace_attributes

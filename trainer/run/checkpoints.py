@@ -49,7 +49,7 @@ class Checkpointer:
         who = fabric.global_rank, fabric.world_size, self.origin.attempt, session.recipe.run.hang_after
         kept = self.wishes.keep_last, self.keep_best, self.best.score_of
         self.writer = Writer(self.folder, *who, *kept, self._move, warn)
-        session.agreement.votes = self._votes
+        session.agreement.collect(self._votes)
 
     def _votes(self) -> tuple[float, float, float]:
         """Whether this rank should stop, a checkpoint is due (by the first rank's clock), and the last one failed."""

@@ -21,8 +21,9 @@ from torch import Tensor, nn
 from trainer.checkpoint.export import save_model
 from trainer.checkpoint.folder import CheckpointFolder
 from trainer.checkpoint.manifest import MOST_BYTES, sealed
+from trainer.engine.cut import padding_share, share_of
 from trainer.engine.loop import count_steps
-from trainer.engine.window import Windows, padding_share, share_of
+from trainer.engine.window import Windows
 from trainer.errors import RunError, Stopped, require
 from trainer.memory.plan import Plan, idle_ranks, plan_warnings
 from trainer.memory.stack import Stack

@@ -1,4 +1,4 @@
-"""What a run will need, before it starts: the planner's decisions, and a prediction to compare with what comes."""
+"""Before a run starts: the planner's decisions, and a prediction of its memory to compare with the measurement."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from trainer.errors import RecipeError, RunError, require
+from trainer.errors import RecipeError, RunError
 from trainer.fakegpu.gpus import GPU, host_as_device
 from trainer.fakegpu.target import Target, budget_bytes, gpu_here
 from trainer.launching.world import World
@@ -32,36 +32,38 @@ from trainer.system.files import read_object, write_atomic
 from trainer.system.processes import ProcessId
 from trainer.system.text import GB, gigabytes
 
-PATIENCE = 20.0  # seconds that training waits for its prediction; one that takes longer is shown at the end
-MAX_SECONDS = 1800.0  # that the other ranks of a machine wait for the plan: its search may tokenise a large dataset
-MAX_BYTES = 1 << 20  # of an answer: some settings, or why there are none
+PATIENCE = 20.0  # max seconds that training waits for its prediction, which is otherwise shown at the end
+MAX_SECONDS = 1800.0  # max wait of the other ranks for the plan, whose search may tokenise a large dataset
+MAX_BYTES = 1 << 20  # max size of a plan file
 
 IN_A_GROUP = (
-    "this process has joined its group of ranks already, whose connections a forked process would keep open when a "
-    "rank fails: leave that to the trainer, or use trainer plan"
+    "this process has already joined a process group, and a forked process would keep its connections open after a "
+    "rank fails: let the trainer create the group, or use trainer plan"
 )
 
-PLAN_VARIABLE = "TRAINER_PLANNED"  # hands the decision to the processes that Fabric starts
+PLAN_VARIABLE = "TRAINER_PLANNED"  # environment variable with the plan, for the processes that Fabric starts
 
 
 def this_device(accelerator: str) -> GPU:
-    """The device that ranks of this machine compute on."""
+    """Return the device on which the ranks of this machine compute."""
     if accelerator == "cpu":
         return host_as_device()
     if (found := gpu_here()) is None:
-        raise RunError("torch sees a GPU, but cannot say which")
+        raise RunError("torch sees a GPU but cannot identify it: check the driver with nvidia-smi")
     return found
 
 
 def decided(recipe: Recipe, world: World) -> tuple[Recipe, World]:
-    """Both, with ``memory.precision=auto`` decided for the first GPU of this machine, or its CPU."""
-    is_open = recipe.memory.precision == "auto"  # else the card need not be asked for
+    """Resolve ``memory.precision=auto`` for the first GPU of this machine, or for its CPU."""
+    is_open = recipe.memory.precision == "auto"  # otherwise the device is not needed
     return (with_precision(recipe, this_device(world.accelerator).capability) if is_open else recipe), world
 
 
 def planned(recipe: Recipe, world: World, say: Callable[[str], None]) -> tuple[Recipe, Prediction | None]:
-    """The recipe with the knobs decided that it leaves to the planner; all ranks of a machine get the same. With it
-    goes its prediction, if it was made here. Where no plan fits the budget, a ``RecipeError`` says what is missing."""
+    """Let the planner decide the open knobs of the recipe, the same on all ranks of a machine.
+
+    Return the recipe, and its prediction if this process made it. RecipeError if no plan fits the budget.
+    """
     if not wants_plan(recipe):
         return recipe, None
     found: list[Candidate] = []
@@ -85,12 +87,12 @@ def _search(recipe: Recipe, world: World, say: Callable[[str], None]) -> Candida
     for line in (f"planner: {report.chosen.plan}: {report.chosen.reason}", *report.explanations):
         say(line)
     if world.nodes > 1:
-        say(f"planner: the nodes are taken to be joined by {target.joined_by}; trainer plan --interconnect compares")
+        say(f"planner: assumes {target.joined_by} between the nodes; trainer plan --interconnect compares others")
     return report.chosen
 
 
 def _agreed(recipe: Recipe, world: World, decide: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-    """What the first process of this machine decides, on all of them."""
+    """Return the decision of the first process of this machine on all of its processes."""
     if world.size == 1:
         return decide()
     if world.started_by_fabric:  # Fabric starts the others from this process, with its environment
@@ -98,7 +100,7 @@ def _agreed(recipe: Recipe, world: World, decide: Callable[[], dict[str, Any]]) 
         known: Any = None
         with suppress(ValueError):
             known = json.loads(os.environ.get(PLAN_VARIABLE, "null"))
-        if not isinstance(known, dict) or known.get("of") != asked:  # also of an earlier run of this process
+        if not isinstance(known, dict) or known.get("of") != asked:  # may be from an earlier run of this process
             known = {"of": asked, "settings": decide()}
             os.environ[PLAN_VARIABLE] = json.dumps(known)
         return known["settings"]
@@ -106,18 +108,21 @@ def _agreed(recipe: Recipe, world: World, decide: Callable[[], dict[str, Any]]) 
 
 
 def _meeting_place() -> Path:
-    """A file that the processes of this machine and launch have in common, where nobody else can look or put one."""
+    """Return a file that the processes of one launch share, in a folder that only this user can access.
+
+    No store is used: it is opened after the plan, which decides if there is one, and the planner forks before that.
+    """
     folder = Path(tempfile.gettempdir()) / f"trainer-{os.getuid()}"
     with suppress(FileExistsError):
         folder.mkdir(0o700)
     found = folder.lstat()
     if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or found.st_mode & 0o077:
         raise RunError(
-            f"{folder} must be a folder of yours that nobody else may use (mode 0700), for the ranks of this machine "
-            "to agree on a plan: remove it, or set TMPDIR to a folder of your own"
+            f"{folder} must be a folder that belongs to you with mode 0700, so that the ranks of this machine can "
+            "share a plan: remove it, or set TMPDIR to a private folder"
         )
     names = ("TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT", "MASTER_PORT", "SLURM_JOB_ID", "SLURM_STEP_ID")
-    launcher = ProcessId.of(os.getppid())  # with its start: an earlier one may have had its number
+    launcher = ProcessId.of(os.getppid())  # includes its start time, because process numbers are reused
     launch = "|".join([str(launcher), str(os.getuid()), *(os.environ.get(name, "") for name in names)])
     return folder / f"plan-{hashlib.sha256(launch.encode()).hexdigest()[:20]}.json"
 
@@ -125,26 +130,27 @@ def _meeting_place() -> Path:
 def _through_file(place: Path, decide: Callable[[], dict[str, Any]]) -> dict[str, Any]:
     if not first_here():
         answer = _awaited(place)
-        require("error" not in answer, str(answer.get("error")))
+        if "error" in answer:
+            raise RecipeError(str(answer["error"]))
         return answer["settings"]
     write_atomic(place, json.dumps({"decides": ProcessId.own().to_dict()}))
     try:
         settings = decide()
     except BaseException as error:
-        write_atomic(place, json.dumps({"error": str(error) or type(error).__name__}))  # else the others wait for it
+        write_atomic(place, json.dumps({"error": str(error) or type(error).__name__}))  # the others wait for it
         raise
     write_atomic(place, json.dumps({"settings": settings}))
     return settings
 
 
 def forget_plan(world: World) -> None:
-    """Remove what the ranks of this machine agreed by; called when all of them have read it."""
+    """Remove the file of the plan; called after all ranks of this machine have read it."""
     if world.size > 1 and not world.started_by_fabric and first_here():
         _meeting_place().unlink(missing_ok=True)
 
 
 def _awaited(place: Path) -> dict[str, Any]:
-    """The decision of the first rank, or why it has none; the folder of ``place`` is this user's alone."""
+    """Wait for the decision of the first rank, or for its error."""
     until = time.monotonic() + MAX_SECONDS
     while time.monotonic() < until:
         answer = read_object(place, MAX_BYTES)
@@ -152,23 +158,23 @@ def _awaited(place: Path) -> dict[str, Any]:
             return answer
         first = ProcessId.from_dict(answer["decides"]) if answer else None
         if first and first.is_here() and first.state() == "gone":
-            raise RunError("the first rank of this machine was killed while it decided on a plan: nothing is lost")
+            raise RunError("the first rank of this machine was killed while planning, before training: start it again")
         time.sleep(0.1)
-    raise RunError(f"the first rank of this machine decided on no plan within {MAX_SECONDS:g} s: look at what it says")
+    raise RunError(f"the first rank of this machine made no plan within {MAX_SECONDS:g} s: read its output")
 
 
 @dataclass
 class Forecast:
-    """The prediction of a run that is about to start, made beside it."""
+    """The prediction of a run, made in a process that runs in parallel to its start."""
 
-    child: Child | None  # the process that makes it; None where there can be none, and failure says why
+    child: Child | None  # the predicting process, if any
     device: GPU
-    limit: int  # bytes that the run may take: the budget, or what the device has
+    limit: int  # max bytes of the run: the budget, or the memory of the device
     prediction: Prediction | None = None
     failure: str | None = None
 
     def ready(self, seconds: float = PATIENCE) -> bool:
-        """Whether the prediction is there, after waiting ``seconds`` for it."""
+        """Wait up to ``seconds`` for the prediction; return whether it is available."""
         is_pending = self.prediction is None and self.failure is None
         if self.child is not None and is_pending and self.child.wait(seconds):
             result = self.child.result()
@@ -179,28 +185,28 @@ class Forecast:
         return self.prediction is not None
 
     def lines(self) -> list[str]:
-        """What a person should know before training."""
+        """Return the lines that a user should read before training."""
         found = self.prediction if self.ready() else None
         if found is None:
-            late = "it takes longer than usual and is shown at the end"
-            return [f"predicted peak: not known: {self.failure or late}"]
+            late = "the prediction takes longer than usual and is shown at the end"
+            return [f"predicted peak: unknown: {self.failure or late}"]
         kind = " of host memory on top of the idle process" if self.device.name == "cpu" else " reserved"
         verdict = "DOES NOT FIT" if found.retries is None else "fits"
-        near = " (but hardly)" if verdict == "fits" and found.reserved * (1 + MARGIN) > self.limit else ""
+        near = " (barely)" if verdict == "fits" and found.reserved * (1 + MARGIN) > self.limit else ""
         near = f" (after {found.retries} retries of torch's allocator)" if found.retries else near
-        there = f"there are {gigabytes(self.limit)}"
-        lines = [f"predicted peak: {gigabytes(found.reserved)}{kind}; {there}: {verdict}{near}"]
+        peak, limit = gigabytes(found.reserved), gigabytes(self.limit)
+        lines = [f"predicted peak: {peak}{kind}; {limit} available: {verdict}{near}"]
         if verdict != "fits":
             lines.append("warning: the run will probably run out of memory; --memory.budget 90% finds a plan that fits")
         return lines + [f"note: {note}" for note in found.notes]
 
     def peak_seconds(self) -> float | None:
-        """That of the prediction, once it is there and if the device's peak is of a data sheet."""
+        """Return the predicted seconds at peak speed, if available and if the peak comes from a data sheet."""
         is_known = not self.device.estimated and self.ready(0.0)
         return self.prediction.peak_seconds if is_known and self.prediction is not None else None
 
     def beside(self, measured: Mapping[str, Any]) -> dict[str, Any]:
-        """What ``summary.json`` says of the prediction, beside what was ``measured``, its section of memory."""
+        """Return the entries of ``summary.json`` on the prediction, given its ``measured`` memory."""
         if not self.ready(0.0) or self.prediction is None:
             return {}
         reserved, peak = self.prediction.reserved / GB, measured.get("reserved_gb")
@@ -215,13 +221,13 @@ class Forecast:
         }
 
     def close(self) -> None:
-        """End a prediction that nobody waits for any more."""
+        """End a prediction that is no longer needed."""
         if self.child is not None:
             self.child.kill()
 
 
 def forecast(recipe: Recipe, plan: Plan, world: World, known: Prediction | None = None) -> Forecast | None:
-    """Begin to predict what the run will need, unless it is ``known``: in the first process, with ``run.predict``."""
+    """Start to predict the memory of the run in its first process if ``run.predict`` is set, unless it is ``known``."""
     if not recipe.run.predict or not first_here() or os.environ.get("RANK", os.environ.get("SLURM_PROCID", "0")) != "0":
         return None
     device = this_device(world.accelerator)

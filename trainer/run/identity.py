@@ -40,6 +40,11 @@ class Origin:
         """Fingerprint of the prepared data; takes seconds, so it is made when it is first needed, on the first rank."""
         return fingerprint(self._data)
 
+    @property
+    def known_dataset(self) -> str | None:
+        """The fingerprint of the data if :attr:`dataset` has been computed."""
+        return vars(self).get("dataset")
+
     @cached_property
     def data_files(self) -> dict[str, str]:
         """A short hash of every file of the data, where those are kept apart."""

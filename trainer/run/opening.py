@@ -1,4 +1,4 @@
-"""From a recipe to a session: every value is decided once, in the order in which one needs the other."""
+"""Open a session from a recipe: decide every value once, in the order of their dependencies."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import torch
 from lightning.fabric import Fabric
 
 from trainer.engine.feed import fill_from_data
-from trainer.errors import RunError, require
+from trainer.errors import RecipeError, RunError
 from trainer.faults.regroup import keep_ranks_alive, recovers
 from trainer.faults.signals import SECONDS_TO_LEAVE, ended_after, watch_start
 from trainer.launching.company import have_met, keep_company
@@ -32,13 +32,15 @@ from trainer.system.reports import placed
 from trainer.system.text import parse_budget
 from trainer.system.waiting import doing
 
-SECONDS_TO_START = 60.0  # how much later than on the first machine a rank may have started on another, at least
+SECONDS_TO_START = 60.0  # min wait for ranks on machines that start later
 
 
 @contextmanager
 def training_session(recipe: Recipe, source: str | None = None) -> Iterator[Session]:
-    """Decide what the recipe leaves open, launch the processes, prepare model and data, and make the run directory;
-    ``source`` is the packaged name or the path of its file, if it has one."""
+    """Decide open settings, launch the processes, prepare model and data, and create the run directory.
+
+    ``source`` is the packaged name or the path of the recipe file, if there is one.
+    """
     require_loggers(recipe.run.logger)
     recipe.data.require_files()
     doing("looking for devices")
@@ -46,16 +48,17 @@ def training_session(recipe: Recipe, source: str | None = None) -> Iterator[Sess
     require_recordable(recipe, world.accelerator)
     unprepared = recipe.data.train
     recipe, known = planned(recipe, world, partial(print, flush=True))
-    plan = decide_plan(recipe, world.size)  # refuse what cannot work before other processes are started
+    plan = decide_plan(recipe, world.size)  # reject invalid settings before other processes start
     outlook = forecast(recipe, plan, world, known)
     if recovers(recipe, plan):
         keep_ranks_alive()
     with _launched(recipe, plan, world, outlook) as (fabric, world):
         found = sorted({*from_all(fabric, recipe.memory.precision)})
-        require(len(found) == 1, f"memory.precision is {' and '.join(found)}, by the GPUs of the machines: give one")
-        if recipe.run.dir is not None:  # looked at again when it is made; data may take long
+        if len(found) > 1:
+            raise RecipeError(f"memory.precision=auto is {' and '.join(found)} on different machines: set one of them")
+        if recipe.run.dir is not None:  # checked again on creation; preparing data may take long
             on_first(fabric, partial(require_unused, _absolute(recipe.run.dir), recipe.run.resume))
-        still = recipe.data.train is unprepared  # else planned() has prepared it
+        still = recipe.data.train is unprepared  # otherwise planned() has prepared it
         on_first_rank_first(fabric, partial(_prepare, recipe, model=True, data=still))
         have_met()
         forget_plan(world)
@@ -72,7 +75,7 @@ def _absolute(folder: str) -> Path:
 
 @contextmanager
 def evaluation_session(recipe: Recipe, folder: Path) -> Iterator[Session]:
-    """The same for the trained model in ``folder``: nothing is left to decide, and nothing will be written."""
+    """Open a session for the trained model in ``folder``, without planning and without a run directory."""
     require_loggers(recipe.run.logger)
     recipe.data.require_files()
     recipe, world = decided(*find_world(recipe))
@@ -93,7 +96,7 @@ def evaluation_session(recipe: Recipe, folder: Path) -> Iterator[Session]:
 def _launched(
     recipe: Recipe, plan: Plan, world: World, outlook: Forecast | None = None
 ) -> Iterator[tuple[Fabric, World]]:
-    """The ranks, met in a group that is left in the end, unless somebody else has made it."""
+    """Launch the ranks and join their process group; leave it at the end unless it existed before."""
     joined = torch.distributed.is_initialized()
     try:
         patience = max(SECONDS_TO_START, recipe.run.hang_after)
@@ -106,8 +109,8 @@ def _launched(
         world = announced(world, plan, say)
         if (threads := host_threads(world, plan)) is not None:
             torch.set_num_threads(threads)
-            say(f"memory.cpu_offload: {threads} thread(s) a rank update the weights; torchrun set OMP_NUM_THREADS=1")
-        if recipe.memory.budget is not None and fabric.device.type == "cuda":  # a run that errs must not take it all
+            say(f"memory.cpu_offload: {threads} thread(s) per rank update the weights; torchrun set OMP_NUM_THREADS=1")
+        if recipe.memory.budget is not None and fabric.device.type == "cuda":  # a faulty run must not take all memory
             total = torch.cuda.get_device_properties(fabric.device).total_memory
             share = min(1.0, parse_budget(recipe.memory.budget, total) / total)
             torch.cuda.set_per_process_memory_fraction(share, fabric.device)
@@ -117,7 +120,7 @@ def _launched(
             outlook.close()
         if not joined and torch.distributed.is_initialized():
             with ended_after(SECONDS_TO_LEAVE):
-                torch.distributed.destroy_process_group()  # else gloo aborts one process in five at its exit
+                torch.distributed.destroy_process_group()  # otherwise gloo aborts one process in five at exit
 
 
 def _prepare(recipe: Recipe, model: bool, data: bool) -> None:
@@ -128,11 +131,13 @@ def _prepare(recipe: Recipe, model: bool, data: bool) -> None:
         if data:
             recipe.data.prepare(recipe.model.tokenizer_or_none())
         name = type(recipe.data).__name__
-        require(recipe.data.train is not None, f"{name}.prepare() has not set train: set it to the samples to train on")
+        if recipe.data.train is None:
+            raise RecipeError(f"{name}.prepare() has not set train: set it to the training samples")
         for split, words in (("train", "training"), ("val", "validation"), ("test", "test")):
             samples = getattr(recipe.data, split)
-            hint = "" if split == "train" else f": leave {name}.{split} at None"
-            require(samples is None or len(samples) > 0, f"the {words} set is empty{hint}")
+            if samples is not None and len(samples) == 0:
+                hint = "add samples" if split == "train" else f"leave {name}.{split} at None"
+                raise RecipeError(f"the {words} set is empty: {hint}")
 
 
 def _filled(recipe: Recipe) -> Recipe:

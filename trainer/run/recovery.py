@@ -1,4 +1,4 @@
-"""After an out of memory: the same step again, in micro-batches of half the size."""
+"""Recovery from out of memory: retry the step in micro-batches of half the size."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ from trainer.run.directory import write_status
 from trainer.run.session import Session, host_sum
 from trainer.run.state import Tensors
 
-GRAPH = ("forward", "backward")  # which a smaller micro-batch helps, and in which no weight has been updated yet
+GRAPH = ("forward", "backward")  # phases that a smaller micro-batch helps, before any weight is updated
 
 
 class Recovery:
-    """Mends a step that ran out of memory on any rank: called by the engine with the error that ended it.
+    """Recovers from out of memory on any rank; the engine calls it with the error that ended a step.
 
-    On one device without FSDP the step is given up and taken again. Otherwise a rank may have failed inside a
-    collective, so all ranks leave the process group, keep in host memory what training has changed (``tensors``), meet
-    in a new group, ``build`` and shard the model anew, put everything back and take the step again.
+    On one device without FSDP, the step is simply retried. Otherwise a rank may have failed inside a collective. All
+    ranks then leave the process group, keep the changed ``tensors`` in host memory, and meet in a new group. They
+    ``build`` and shard the model again, restore the tensors, and retry the step.
     """
 
     def __init__(
@@ -44,8 +44,8 @@ class Recovery:
         self.regrouping = Regrouping(session.fabric) if several and self.wanted else None
 
     def __call__(self, error: Exception) -> bool:
-        """Whether the step can be taken again."""
-        if not self.wanted or self.stepper.sync.applied:  # then some weights are updated already
+        """Recover from ``error`` if possible; return whether the step can be retried."""
+        if not self.wanted or self.stepper.sync.applied:  # with ``applied``, some weights are already updated
             return False
         why = self._reason(error)
         if why is None:
@@ -58,16 +58,16 @@ class Recovery:
         self.session.recut(cut)
         self.recoveries += 1
         write_status(self.session, "running")
-        self.say(f"{why}: the step is taken again, from here on in micro-batches of at most {cut.micro_batch_size}")
+        self.say(f"{why}: retrying the step; micro-batches now have at most {cut.micro_batch_size} samples")
         return True
 
     def close(self) -> None:
-        """Training has ended: nothing is mended any more."""
+        """End the listening for other ranks, after training."""
         if self.regrouping is not None:
             self.regrouping.close()
 
     def _reason(self, error: Exception) -> str | None:
-        """What happened, if it is an out of memory, here or on another rank, that smaller micro-batches may mend."""
+        """Describe an out of memory, on this or another rank, that smaller micro-batches may avoid; else ``None``."""
         phase, regrouping = self.session.monitor.phase, self.regrouping
         if is_out_of_memory(error):
             if phase not in GRAPH or not self.windows.can_halve():
@@ -76,18 +76,18 @@ class Recovery:
             if regrouping is not None:
                 regrouping.call(why)
             return why
-        # Once this rank's part is aborted there is no group any more, of which torch says so by a ValueError.
+        # After this rank has aborted its part there is no process group any more, and torch raises a ValueError.
         is_broken = isinstance(error, RuntimeError) or not torch.distributed.is_initialized()
         is_broken = is_broken and not isinstance(error, RunError)
         return regrouping.called() if is_broken and regrouping is not None else None
 
     def _start_again(self) -> None:
-        """Build everything on the ranks anew, with what training has changed."""
+        """Reconnect the ranks, rebuild model and optimizer, then restore everything that training has changed."""
         stepper, session = self.stepper, self.session
         assert stepper.scheduler is not None
         kept, position = self.tensors.on_host(), stepper.scheduler.state_dict()
         self._let_go()
-        session.agreement.total = list  # the other one keeps the connections of its group
+        session.agreement.connect(list)  # the old sum would keep the connections of its group
         if self.regrouping is not None:
             self.regrouping.meet()
         self.build()
@@ -95,10 +95,10 @@ class Recovery:
         self.tensors.make_state(kept)
         self.tensors.load_state_dict(kept)
         stepper.module.train()
-        session.agreement.total = host_sum(session.fabric)
+        session.agreement.connect(host_sum(session.fabric))
 
     def _let_go(self) -> None:
-        """Free the device of the old model before there is a new one."""
+        """Free the device memory of the old model before a new one is built."""
         empty, parameter = torch.nn.Module(), torch.nn.Parameter(torch.zeros(()))
         self.tensors.stack.become(Stack(empty, empty))
         self.stepper.scheduler = None
@@ -110,7 +110,7 @@ class Recovery:
 
 
 def forget(error: BaseException | None) -> None:
-    """Free what the frames that ``error`` came through still hold: activations, most of all."""
+    """Free what the frames in the traceback of ``error`` still hold, mainly activations."""
     while error is not None:
         traceback.clear_frames(error.__traceback__)
         error = error.__cause__ or error.__context__

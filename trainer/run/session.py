@@ -1,4 +1,4 @@
-"""A launched, checked and loaded recipe: what training and evaluation share; and what its ranks agree on."""
+"""A launched recipe with its prepared data, and the exchange of values between its ranks."""
 
 from __future__ import annotations
 
@@ -17,12 +17,13 @@ from torch import Tensor
 
 from trainer.data.loader import Loader, loader_of
 from trainer.data.workers import decide_workers
+from trainer.engine.cut import Cut, cut_batch, share_of
 from trainer.engine.feed import evaluation_cut, evaluation_micro_batches, windows_of
 from trainer.engine.forward import Forward
 from trainer.engine.loop import evaluate
 from trainer.engine.quarantine import BadSampleAt, Quarantine
-from trainer.engine.window import Cut, MicroBatch, Windows, cut_batch, share_of
-from trainer.errors import EvaluationStopped, RecipeError, RunError, Stopped, require
+from trainer.engine.window import MicroBatch, Windows
+from trainer.errors import EvaluationStopped, RecipeError, RunError, Stopped
 from trainer.faults.signals import StopSignals, end_start_watch
 from trainer.faults.watchdog import Watchdog
 from trainer.launching.world import World
@@ -41,10 +42,10 @@ T = TypeVar("T")
 
 
 class Session:
-    """A recipe whose processes are launched and whose data is prepared, and the watch over its ranks.
+    """A recipe whose processes are launched and whose data is prepared, with the watchdog of this rank.
 
-    Made by all ranks together, when everything is imported and nothing of the model is there. Nothing of it changes but
-    the plan's cut, by :meth:`recut`, and who watches, by :meth:`guarded`.
+    All ranks create it together, after the imports and before the model. Only two things change later: the cut of the
+    plan, by :meth:`recut`, and the watchdog and signal handlers, by :meth:`guarded`.
     """
 
     def __init__(
@@ -53,7 +54,7 @@ class Session:
         self.recipe, self.plan, self.fabric, self.world, self.forecast = recipe, plan, fabric, world, forecast
         self.monitor, self.agreement = Monitor(fabric.device), Agreement(host_sum(fabric))
 
-        def report(quarantine: Quarantine, new: list[BadSampleAt]) -> None:  # no method: that would be a circle
+        def report(quarantine: Quarantine, new: list[BadSampleAt]) -> None:  # not a method, to avoid a reference cycle
             if fabric.global_rank == 0:
                 report_bad_samples(quarantine, new, recipe.run.dir)
 
@@ -63,32 +64,32 @@ class Session:
 
     @property
     def is_first(self) -> bool:
-        """Whether this is the rank that prints and writes."""
+        """Whether this is the first rank, which prints and writes."""
         return self.fabric.global_rank == 0
 
     @property
     def run_dir(self) -> Path:
-        """What a run that trains writes to."""
+        """The run directory of a training run."""
         return Path(str(self.recipe.run.dir))
 
     def recut(self, cut: Cut) -> None:
-        """Batches are cut like this from now on."""
+        """Set the cut of all later batches."""
         self.plan = replace(self.plan, first_cut=cut)
 
     def asked_to_stop(self) -> str | None:
-        """The name of the signal that asked this process to stop, if one has."""
+        """Return the name of the signal that asked this process to stop, if any."""
         return self.signals.received if self.signals is not None else None
 
     @contextmanager
     def guarded(self) -> Iterator[None]:
-        """Watch over this rank and the others meanwhile, and note signals that ask to stop.
+        """Run the watchdog of this rank and record signals that ask to stop.
 
-        What is raised within is reported with rank, step, phase and samples, and told to the other ranks; a collective
-        that broke because another rank ended becomes the :class:`PeerError` that says why that one did. Within another
-        such block it is only this: errors are told before what lies between the two is cleaned up.
+        An exception is reported with rank, step, phase and samples, and announced to the other ranks. A collective that
+        failed because another rank ended raises a :class:`PeerError` with the reason of that rank. A nested block only
+        does this, so that errors are announced before the outer block cleans up.
 
         Raises:
-            OutOfMemory: for any out of memory: where it was and what to try.
+            OutOfMemory: for any out of memory, with its place and settings to try.
         """
         if self.watchdog is not None:
             with self._explained(self.watchdog):
@@ -113,7 +114,7 @@ class Session:
         except BaseException as error:
             if isinstance(error, Stopped) and self.signals is not None:
                 self.signals.leaving = True
-            raw = not isinstance(error, RunError) and is_out_of_memory(error)  # else a message, which may quote one
+            raw = not isinstance(error, RunError) and is_out_of_memory(error)  # a RunError may only quote one
             explained = watchdog.explain(self._out_of_memory(error) if raw else error)
             if explained is error:
                 raise
@@ -133,7 +134,7 @@ def _loader(session: Session, split: Any) -> Loader:
 
 
 def training_windows(session: Session) -> Windows:
-    """This rank's share of the training batches."""
+    """Return this rank's share of the training batches."""
     recipe, ranks = session.recipe, (session.fabric.global_rank, session.fabric.world_size)
     loader = _loader(session, recipe.data.train)
     once = counted_once(recipe.memory, ranks[0], session.agreement)
@@ -142,7 +143,7 @@ def training_windows(session: Session) -> Windows:
 
 
 def evaluation(session: Session, forward: Forward, split: str) -> Callable[[], EvaluationResult] | None:
-    """A function that evaluates on ``split``, every sample once over all ranks; ``None`` if there is no such split."""
+    """Return a function that evaluates on ``split``, each sample once over all ranks; ``None`` without that split."""
     model, fabric, monitor = session.recipe.model, session.fabric, session.monitor
     dataset = getattr(session.recipe.data, split)
     if dataset is None:
@@ -165,10 +166,10 @@ def evaluation(session: Session, forward: Forward, split: str) -> Callable[[], E
         pieces = cut_batch(range(len(dataset)), cut, shares, lengths, model.packs())
         own = pieces, loader, session.quarantine, share, shares, once
         for micro in evaluation_micro_batches(split, *own, on_load=partial(monitor.doing, "evaluation")):
-            micro.is_empty |= rank % memory.tensor_parallel > 0  # another rank counts the same samples
-            # An evaluation may take longer than a scheduler waits after its signal.
+            micro.is_empty |= rank % memory.tensor_parallel > 0  # another rank counts these samples
+            # Check per micro-batch: an evaluation may take longer than a scheduler waits after its signal.
             if any(session.agreement.total([float(session.asked_to_stop() is not None)])):
-                raise EvaluationStopped(f"the evaluation of {split} was left: a rank was asked to stop")
+                raise EvaluationStopped(f"the evaluation of {split} was not completed: a rank was asked to stop")
             monitor.batch, mistakes.samples = micro.batch, micro.indices
             yield micro
 
@@ -180,7 +181,7 @@ def evaluation(session: Session, forward: Forward, split: str) -> Callable[[], E
 
 
 class Evaluated(NamedTuple):
-    """All that an evaluation looks for, as one."""
+    """The metrics, mistakes and scores of an evaluation, updated together."""
 
     metrics: ClassificationMetrics
     mistakes: Mistakes
@@ -195,44 +196,50 @@ class Evaluated(NamedTuple):
             part.update(loss)
 
     def compute(self) -> EvaluationResult:
-        """A collective."""
+        """Return the result over all ranks. A collective."""
         result = self.metrics.compute()
         others = {**result.others, **self.scores.compute(result.loss)}
         return replace(result, others=others, mistakes=self.mistakes.worst())
 
 
-# What the ranks decide together, most of it without a collective of its own.
+# Decisions of all ranks, most of them without an additional collective.
 #
-# Before every step the ranks sum the weights of the batch on the host. What each has to tell the others (it was asked
-# to stop, a checkpoint is due) travels in the same sum, so all know it at the same step boundary, at no cost.
+# Before every step the ranks sum the weights of the batch on the host. Votes of each rank (it was asked to stop, a
+# checkpoint is due) are part of the same sum, so all ranks know them at the same step boundary, at no extra cost.
 
 Sum = Callable[[list[float]], list[float]]
 
 
 class Agreement:
-    """Sums floats over the ranks, and the votes of this rank with them."""
+    """Sums floats over the ranks, together with the votes of this rank."""
 
     def __init__(self, total: Sum) -> None:
+        self.connect(total)
+        self.collect(tuple)
+        self.agreed: list[float] = []  # sums of the votes in the last call
+
+    def connect(self, total: Sum) -> None:
+        """Sum by ``total`` from now on; by ``list`` while this rank is in no process group."""
         self.total = total
-        self.votes: Callable[[], Sequence[float]] = tuple
-        """Gives numbers, as many on every rank, whenever all sum something."""
-        self.agreed: list[float] = []
-        """The sums of the votes, as of the last call."""
+
+    def collect(self, votes: Callable[[], Sequence[float]]) -> None:
+        """Add the numbers that ``votes`` returns to every sum; all ranks must return the same number of them."""
+        self._votes = votes
 
     def __call__(self, values: list[float]) -> list[float]:
-        totals = self.total([*values, *self.votes()])
+        totals = self.total([*values, *self._votes()])
         self.agreed = totals[len(values) :]
         return totals[: len(values)]
 
 
 def host_sum(fabric: Fabric) -> Sum:
-    """Sums floats over the ranks on the host: through gloo, so that no rank waits for its GPU. A collective."""
-    beside = fabric.world_size > 1 and fabric.device.type == "cuda"
-    return _sum_over(fabric, torch.device("cpu"), torch.distributed.new_group(backend="gloo") if beside else None)
+    """Return a sum over the ranks on the host, through gloo, so that no rank waits for its GPU. A collective."""
+    needs_gloo = fabric.world_size > 1 and fabric.device.type == "cuda"
+    return _sum_over(fabric, torch.device("cpu"), torch.distributed.new_group(backend="gloo") if needs_gloo else None)
 
 
 def _sum_over(fabric: Fabric, device: torch.device, group: Any = None) -> Sum:
-    """Sums on ``device``, by default in whatever group the ranks are in by then."""
+    """Return a sum over the ranks on ``device``; without ``group``, in the default group at the time of the call."""
 
     def total(values: list[float]) -> list[float]:
         tensor = torch.tensor(values, dtype=torch.float64, device=device)
@@ -243,10 +250,10 @@ def _sum_over(fabric: Fabric, device: torch.device, group: Any = None) -> Sum:
 
 
 def counted_once(memory: Memory, rank: int, total: Sum) -> Sum:
-    """``total`` over the shares of a batch: of ranks that are tensor parallel the first one counts.
+    """Return ``total`` over the shares of a batch: of several tensor-parallel ranks, only the first counts.
 
-    They must have read the same samples. If not (a file that only one of them could read), all ranks are told so
-    before any computes: their parts of one activation would be of different samples.
+    These ranks must have read the same samples, because they compute parts of the same activations. If they have not
+    (for example, only one could read a file), all ranks raise an error before they compute.
     """
     copies = memory.tensor_parallel
 
@@ -257,7 +264,7 @@ def counted_once(memory: Memory, rank: int, total: Sum) -> Sum:
         if not alike:
             raise RunError(
                 f"memory.tensor_parallel={copies}: ranks that share every block have read different samples, or could "
-                "not read the same ones: look for a disk that only some of them reach, and go on with run.resume auto"
+                "not read the same ones: look for a disk that only some of them reach, then use run.resume auto"
             )
         return sums
 
@@ -265,7 +272,7 @@ def counted_once(memory: Memory, rank: int, total: Sum) -> Sum:
 
 
 def on_first(fabric: Fabric, decide: Callable[[], T]) -> T:
-    """What ``decide`` returns on the first rank, on all ranks, as JSON has it; what it refuses, all refuse alike."""
+    """Run ``decide`` on the first rank; return its result as JSON, or raise its RecipeError, on all ranks."""
     outcome: tuple[Any, str | None] = (None, None)
     if fabric.global_rank == 0:
         try:
@@ -273,12 +280,13 @@ def on_first(fabric: Fabric, decide: Callable[[], T]) -> T:
         except RecipeError as error:
             outcome = None, str(error)
     value, refusal = from_first(fabric, outcome)
-    require(refusal is None, str(refusal))
+    if refusal is not None:
+        raise RecipeError(refusal)
     return value
 
 
 def from_first(fabric: Fabric, value: Any) -> Any:
-    """What the first rank gives, on all ranks: as JSON has it, for torch's own broadcast of objects unpickles them."""
+    """Broadcast the value of the first rank as JSON, because torch's broadcast of objects unpickles them."""
     if fabric.world_size == 1:
         return value
     content = _packed(fabric, value)
@@ -291,7 +299,7 @@ def from_first(fabric: Fabric, value: Any) -> Any:
 
 
 def from_all(fabric: Fabric, value: Any) -> list[Any]:
-    """What every rank gives, in their order, likewise."""
+    """Gather the values of all ranks as JSON, in the order of the ranks."""
     if fabric.world_size == 1:
         return [value]
     content = _packed(fabric, value)
@@ -305,7 +313,10 @@ def from_all(fabric: Fabric, value: Any) -> list[Any]:
 
 
 def rows_of_all(fabric: Fabric, rows: Tensor | None) -> Tensor | None:
-    """The rows that the ranks have, in their order, in host memory; a rank may have none. A collective."""
+    """Concatenate the rows of all ranks in host memory, in the order of the ranks. A collective.
+
+    A rank may have none. The result is ``None`` on all ranks except the first, and if no rank has rows.
+    """
     if fabric.world_size == 1:
         return rows
     pieces = []

@@ -1,30 +1,33 @@
-"""A run from its model to its results: the parts put together, trained, and written down however it ends."""
+"""One run: build its parts, train, evaluate, and write the results however it ends."""
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable
 from contextlib import nullcontext
+from dataclasses import dataclass
 from typing import Any
 
-from torch import Tensor, nn
+from torch import Tensor
 from torch.optim import Optimizer
-from torch.utils._pytree import tree_leaves
 
 from trainer.checkpoint.writer import HISTORY
+from trainer.engine.cut import share_of
+from trainer.engine.events import Listener
 from trainer.engine.loop import Engine, NonFiniteError, count_steps, epoch_at
 from trainer.engine.schedule import LearningRate, Plateau, PlateauListener, lr_factor
 from trainer.engine.step import Stepper
 from trainer.engine.sync import GradientSync
-from trainer.engine.window import share_of
-from trainer.errors import EvaluationStopped, Stopped, require
+from trainer.engine.window import Windows
+from trainer.errors import EvaluationStopped, RecipeError, Stopped
 from trainer.memory.initialize import build_module
 from trainer.memory.parameter_groups import choose_trained, describe_groups
 from trainer.memory.stack import Stack, apply_stack, build_updates, refused_alike, whole_state
+from trainer.recipe import Recipe
 from trainer.report.loggers import close_loggers
 from trainer.report.metrics import EvaluationResult
 from trainer.report.progress import Progress
 from trainer.report.summary import Summary, summary_text, versions
+from trainer.run.attention import note_attention
 from trainer.run.best import Best
 from trainer.run.checkpoints import Checkpointer
 from trainer.run.directory import describe_run, open_loggers, report_text, write_recipe, write_results, written_to
@@ -40,123 +43,158 @@ from trainer.system.waiting import doing
 SPLITS = ("train", "val", "test")
 
 
+@dataclass(frozen=True)
+class Parts:
+    """The parts of a run that :func:`build` makes from a session; a recovery changes the stack and stepper in place."""
+
+    split: str  # evaluated while the run trains: val, or test without a validation set
+    best: Best
+    own: list[Listener]  # custom listeners of the recipe
+    windows: Windows
+    stopwatch: Stopwatch
+    profile: Profile | None
+    stack: Stack
+    stepper: Stepper  # the only owner of the optimizer, so that a recovery can free it
+    tensors: Tensors
+    attention: list[str]  # see note_attention
+
+
+def build(session: Session) -> Parts:
+    """Check the remaining settings, then build the batches, the model and the stepper of a run."""
+    recipe, fabric, monitor = session.recipe, session.fabric, session.monitor
+    if recipe.optim.schedule == "plateau" and recipe.data.val is None:
+        raise RecipeError("optim.schedule=plateau needs a validation set: create one, for example by data.val_fraction")
+    split = "test" if recipe.data.val is None else "val"
+    best, own = Best(recipe, split), own_listeners(recipe.listeners)
+    windows = training_windows(session)
+    require_profilable(recipe.run.profile, count_steps(windows, recipe.epochs, recipe.max_steps))
+    stopwatch = Stopwatch(session.forecast.peak_seconds if session.forecast else lambda: None)
+    profile = Profile(session, recipe.run.profile, stopwatch) if recipe.run.profile else None
+    phases = profile or monitor
+    windows.on_load = stopwatch.timed(phases.load)
+
+    seed_random_state(recipe.seed, share_of(recipe.memory, fabric.global_rank, fabric.world_size)[0])
+    stack, optimizer, sync = build_model(session)
+
+    def average(updates: int) -> None:
+        assert stack.averages is not None
+        stack.averages.update(updates)
+
+    stepper = Stepper(
+        fabric,
+        recipe.model,
+        stack.wrapped,
+        optimizer,
+        sync=sync,
+        clip_norm=recipe.optim.clip_norm,
+        correct_batchnorm=recipe.memory.correct_batchnorm,
+        phases=phases,
+        copies=recipe.memory.tensor_parallel,
+        average=average if recipe.optim.ema is not None else None,
+    )
+    monitor.enter(None)
+    # If the whole module is compiled, a hook in it would be compiled too.
+    attention = note_attention(stepper.module) if recipe.memory.compile != "model" else []
+    set_schedule(recipe, windows, stepper)
+    tensors = Tensors(stack, stepper, recipe.model.in_base(stack.module))
+    return Parts(split, best, own, windows, stopwatch, profile, stack, stepper, tensors, attention)
+
+
+def build_model(session: Session) -> tuple[Stack, Optimizer, GradientSync]:
+    """Build the model with all memory techniques of the plan, its optimizer and its gradient synchronisation."""
+    recipe, fabric, plan = session.recipe, session.fabric, session.plan
+    doing("building the model")
+    module = build_module(fabric, recipe.model, recipe.seed, plan)
+    with refused_alike(fabric):
+        choose_trained(module, recipe.model, recipe.optim)
+    stack = apply_stack(fabric, recipe.model, module, plan, recipe.seed)
+    return stack, *build_updates(fabric, recipe.model, stack, recipe.optim, plan)
+
+
+def set_schedule(recipe: Recipe, windows: Windows, stepper: Stepper) -> None:
+    """Give the stepper its learning-rate schedule over all steps of the run."""
+    total = count_steps(windows, recipe.epochs, recipe.max_steps)
+    epoch_of = epoch_at(windows, recipe.epochs)
+    plateau = Plateau(recipe.optim) if recipe.optim.schedule == "plateau" else None
+    factor = lr_factor(
+        recipe.optim,
+        total,
+        batch_size_at=lambda step: windows.cut_at(epoch_of(step)).batch_size,
+        skipped_steps=lambda: stepper.skipped_steps,
+        plateau=plateau,
+    )
+    stepper.scheduler = LearningRate(stepper.optimizer, factor, plateau)
+
+
 class Training:
-    """The parts of one run; ``source`` is the packaged name or the path of the recipe file, if there is one."""
+    """Wires the parts of one run together, trains, evaluates, and writes the results however the run ends.
+
+    ``source`` is the packaged name or the path of the recipe file, if there is one.
+    """
 
     def __init__(self, session: Session, source: str | None, progress: Progress, resumption: Resumption) -> None:
-        self.session, self.progress, recipe = session, progress, session.recipe
-        why = "optim.schedule=plateau needs a validation set: give the data one (data.val_fraction, say)"
-        require(recipe.data.val is not None or recipe.optim.schedule != "plateau", why)
-        self.split = "val" if recipe.data.val is not None else "test"
-        self.best, self.resumption, own = Best(recipe, self.split), resumption, own_listeners(recipe.listeners)
-        self.windows = training_windows(session)
-        require_profilable(recipe.run.profile, count_steps(self.windows, recipe.epochs, recipe.max_steps))
-        self.stopwatch = Stopwatch(session.forecast.peak_seconds if session.forecast else lambda: None)
-        self.profile = Profile(session, recipe.run.profile, self.stopwatch) if recipe.run.profile else None
-        heard = self.profile or session.monitor
-        self.windows.on_load = self.stopwatch.timed(heard.load)
-        fabric = session.fabric
-        seed_random_state(recipe.seed, share_of(recipe.memory, fabric.global_rank, fabric.world_size)[0])
-        self.stack, optimizer, sync = build(session)
-        # It alone holds the optimizer, so that a recovery can free it.
-        self.stepper = Stepper(
-            session.fabric,
-            recipe.model,
-            self.stack.wrapped,
-            optimizer,
-            sync=sync,
-            clip_norm=recipe.optim.clip_norm,
-            correct_batchnorm=recipe.memory.correct_batchnorm,
-            phases=heard,
-            copies=recipe.memory.tensor_parallel,
-            average=self.average if recipe.optim.ema is not None else None,
-        )
-        del optimizer, sync
-        session.monitor.enter(None)
-        # Within a module that is compiled as a whole a hook would be compiled, too.
-        self.attention = note_attention(self.stepper.module) if recipe.memory.compile != "model" else []
-        self.schedule()
-        tensors = Tensors(self.stack, self.stepper, recipe.model.in_base(self.stack.module))
-        resumption.restore_tensors(tensors)
+        self.session, self.progress, self.resumption = session, progress, resumption
+        self.parts = parts = build(session)
+        resumption.restore_tensors(parts.tensors)
         self.loggers = open_loggers(session, resumption.step, resumption.origin.run)
         if session.is_first:
             write_recipe(session, source)
-            lines = [*describe_run(session, self.stack, self.windows), *describe_groups(self.stepper.optimizer)]
-            for line in lines:
+            for line in [*describe_run(session, parts.stack, parts.windows), *describe_groups(parts.stepper.optimizer)]:
                 (progress.notice if line.startswith("warning: ") else progress.message)(line)
-        self.logging = LoggingListener(self.loggers, self.stopwatch, self.split)
-        shown = ProgressListener(progress, self.stopwatch, session.monitor, self.split)
-        self.recovery = Recovery(session, tensors, self.windows, self.build_again, progress.notice)
-        state = State(tensors, self.stopwatch, RandomState(session.fabric.device), self.best)
+        self.logging = LoggingListener(self.loggers, parts.stopwatch, parts.split)
+        shown = ProgressListener(progress, parts.stopwatch, session.monitor, parts.split)
+        self.recovery = Recovery(session, parts.tensors, parts.windows, self.rebuild, progress.notice)
+        state = State(parts.tensors, parts.stopwatch, RandomState(session.fabric.device), parts.best)
         self.checkpointer = Checkpointer(session, resumption, state, self._history)
-        heard_first = (self.stopwatch, PlateauListener(self.stepper))
+        first = (parts.stopwatch, PlateauListener(parts.stepper), parts.best)
         self.engine = Engine(
-            self.stepper,
-            self.windows,
-            self.evaluation(self.split) if recipe.run.evaluate else None,
-            [*heard_first, self.best, shown, self.logging, *own, state.generators, *filter(None, [self.profile])],
+            parts.stepper,
+            parts.windows,
+            self.evaluation(parts.split) if session.recipe.run.evaluate else None,
+            [*first, shown, self.logging, *parts.own, state.generators, *filter(None, [parts.profile])],
             self.recovery,
             self.checkpointer,
-            self.best.is_over,
-            overlaps=not own,  # a listener of the recipe may look at weights, which FSDP gathers during a forward
+            parts.best.is_over,
+            overlaps=not parts.own,  # custom listeners may read weights, which FSDP gathers during a forward
         )
         resumption.restore(self.engine, state)
         self.checkpointer.begin_at(self.engine.counters.step)
+        # Entry of summary.json about the step whose weights are in model/; None for the last step.
+        self.kept: dict[str, Any] | None = None
 
-    def build_again(self) -> None:
-        """A new model and all that updates it, for those who hold the stack and the stepper."""
-        stack, optimizer, sync = build(self.session)
-        self.stack.become(stack)
-        self.stepper.attach(stack.wrapped, optimizer, sync)
-        self.schedule()
-
-    def average(self, updates: int) -> None:
-        """Update the averages of the weights, whichever they are by then."""
-        assert self.stack.averages is not None
-        self.stack.averages.update(updates)
+    def rebuild(self) -> None:
+        """Build the model and its optimizer again, into the same stack and stepper."""
+        parts = self.parts
+        stack, optimizer, sync = build_model(self.session)
+        parts.stack.become(stack)
+        parts.stepper.attach(stack.wrapped, optimizer, sync)
+        set_schedule(self.session.recipe, parts.windows, parts.stepper)
 
     def evaluation(self, split: str) -> Callable[[], EvaluationResult] | None:
-        """A function that evaluates on ``split``, if there is one: the averages of the weights with ``optim.ema``."""
-        run = evaluation(self.session, self.stepper, split)
+        """Return a function that evaluates on ``split``, with averaged weights if ``optim.ema`` is set; or ``None``."""
+        run, stack = evaluation(self.session, self.parts.stepper, split), self.parts.stack
+        if run is None:
+            return None
 
         def averaged() -> EvaluationResult:
-            assert run is not None
-            with self.stack.averages.applied() if self.stack.averages is not None else nullcontext():
+            with stack.averages.applied() if stack.averages is not None else nullcontext():
                 return run()
 
-        return averaged if run is not None else None
-
-    def schedule(self) -> None:
-        """Give the stepper its learning-rate schedule, over all steps of the run."""
-        recipe, windows, stepper = self.session.recipe, self.windows, self.stepper
-        total = count_steps(windows, recipe.epochs, recipe.max_steps)
-        epoch_of = epoch_at(windows, recipe.epochs)
-        plateau = Plateau(recipe.optim) if recipe.optim.schedule == "plateau" else None
-        factor = lr_factor(
-            recipe.optim,
-            total,
-            batch_size_at=lambda step: windows.cut_at(epoch_of(step)).batch_size,
-            skipped_steps=lambda: stepper.skipped_steps,
-            plateau=plateau,
-        )
-        stepper.scheduler = LearningRate(stepper.optimizer, factor, plateau)
-
-    kept: dict[str, Any] | None = None
-    """What ``summary.json`` says of the step whose weights are in ``model/``; ``None`` for the last."""
+        return averaged
 
     def run(self) -> Summary:
         """Train and evaluate, and write the results however that ends."""
-        session, engine, recipe = self.session, self.engine, self.session.recipe
+        session, engine, recipe, parts = self.session, self.engine, self.session.recipe, self.parts
         result: EvaluationResult | None = None
         state: dict[str, Tensor] = {}
         status = "failed"
-        all_ranks = False  # whether it is certain that every rank ends in this way
+        all_ranks = False  # whether every rank is known to end in this way
         try:
-            # What is raised is told to the other ranks before results are written.
+            # Report an exception to the other ranks before writing results.
             with session.guarded(), written_to(session.run_dir):
                 try:
                     doing("taking the first step")
-                    if recipe.memory.micro_batch_size == "auto" and not self.stepper.sync.applied:
+                    if recipe.memory.micro_batch_size == "auto" and not parts.stepper.sync.applied:
                         engine.rehearse(recipe.epochs)
                     engine.fit(recipe.epochs, recipe.max_steps, recipe.eval_every, recipe.run.max_skipped_steps)
                     self.checkpointer.at_end(engine)
@@ -164,7 +202,7 @@ class Training:
                     result = self._test()
                 except EvaluationStopped:
                     self.checkpointer.stop(engine)
-                state = whole_state(self.stack)
+                state = whole_state(parts.stack)
             status, all_ranks = "finished", True
         except NonFiniteError:
             all_ranks = True
@@ -176,35 +214,35 @@ class Training:
             status = "interrupted"
             raise
         finally:
-            if self.profile is not None:
-                self.profile.close()
+            if parts.profile is not None:
+                parts.profile.close()
             self.checkpointer.close()
             self.recovery.close()
             self.progress.close()
             summary = self._summary(status, result, all_ranks)
             if session.is_first:
                 close_loggers(self.loggers, status)
-                write_results(session, self.stack.module, state, summary, result)
+                write_results(session, parts.stack.module, state, summary, result)
         if session.is_first:
             if result is not None:
                 print(report_text(result, session.recipe.data))
             writes = getattr(recipe.model, "task", None) == "language"
             print(summary_text(summary, session.run_dir, writes))
-            if self.profile is not None and self.profile.summary:
-                print(self.profile.summary)
+            if parts.profile is not None and parts.profile.summary:
+                print(parts.profile.summary)
         session.fabric.barrier()
         return summary
 
     def _summary(self, status: str, result: EvaluationResult | None, all_ranks: bool) -> Summary:
-        """What ``summary.json`` will hold; a collective if ``all_ranks`` of the run are known to come here."""
-        session, counters, stopwatch = self.session, self.engine.counters, self.stopwatch
+        """Return the content of ``summary.json``; a collective if ``all_ranks`` are known to call this."""
+        session, counters, parts = self.session, self.engine.counters, self.parts
         recipe, world, cut = session.recipe, session.world, session.plan.first_cut
         memory = session.monitor.report(all_ranks)
         if session.forecast is not None:
             memory |= session.forecast.beside(memory)
         final_split = "val" if recipe.data.test is None else "test"
         figures = result.figures() if result else {}
-        figures |= {"loss": figures.pop("loss")} if figures else {}  # what is told first is what people ask for
+        figures |= {"loss": figures.pop("loss")} if figures else {}  # loss last: users look for other metrics first
         return Summary(
             status=status,
             steps=counters.step,
@@ -214,57 +252,56 @@ class Training:
             launcher=world.launcher,
             nodes=world.nodes,
             backend=world.backend,
-            batch_size=min(cut.batch_size, self.windows.size),
+            batch_size=min(cut.batch_size, parts.windows.size),
             micro_batch_size=cut.micro_batch_size,
             accumulate=recipe.accumulate if isinstance(recipe.accumulate, dict) else cut.accumulate,
             metrics={final_split: figures} if result else {},
             best=self.kept,
             memory=memory,
-            **stopwatch.speed._asdict(),
-            seconds=stopwatch.seconds,
+            **parts.stopwatch.speed._asdict(),
+            seconds=parts.stopwatch.seconds,
             versions=versions(),
             data=self._data(status == "finished"),
-            attention=self.attention,
+            attention=parts.attention,
         )
 
     def _data(self, finished: bool) -> dict[str, Any]:
-        """What ``summary.json`` says of the data; its fingerprint takes seconds, on the first rank."""
+        """Return the entry of ``summary.json`` about the data; the fingerprint takes seconds on the first rank."""
         data, origin = self.session.recipe.data, self.resumption.origin
         sizes = {split: None if getattr(data, split) is None else len(getattr(data, split)) for split in SPLITS}
-        known = vars(origin).get("dataset")
+        known = origin.known_dataset
         if finished and self.session.is_first:
             try:
                 known = origin.dataset
-            except Exception as error:  # anybody's data; the run has come to its end without it
+            except Exception as error:  # a custom dataset may fail; the run is complete without it
                 self.progress.warning(f"the data has no fingerprint ({cause(error)})")
         return {"class": type(data).__name__, **sizes, "fingerprint": known}
 
     def _take_best(self) -> dict[str, Any] | None:
-        """Put the weights of the best step in place of the last ones; what ``summary.json`` says of it."""
-        best, counters = self.best, self.engine.counters
+        """Load the weights of the best step; return the entry of ``summary.json`` about it."""
+        best, counters = self.parts.best, self.engine.counters
         if best.is_over():
-            why = f"{best.since} evaluations in a row found no better {best.column} than {best.figure:.4f} of step"
-            self.progress.notice(f"training ends after step {counters.step:,}, by run.patience: {why} {best.step:,}")
+            why = f"no better {best.column} than {best.figure:.4f} of step {best.step:,} in {best.since} evaluations"
+            self.progress.notice(f"run.patience={best.patience}: training ends after step {counters.step:,}: {why}")
         if not best.step:
             return None
-        step = best.step
-        if step != counters.step:
-            tensors = self.checkpointer.state.tensors
-            if problem := self.resumption.restore_best(step, tensors):
+        if best.step != counters.step:
+            if problem := self.resumption.restore_best(best.step, self.parts.tensors):
                 self.progress.warning(f"{problem}: model/ has the weights of the last step instead of the best")
                 return None
             self.engine.last_result = best.result
-        return {"step": step, "figure": best.column, "best": best.figure, "last": best.last}
+        return {"step": best.step, "figure": best.column, "best": best.figure, "last": best.last}
 
     def _test(self) -> EvaluationResult | None:
-        """The final figures of the model that is kept: on the test set, or on what is evaluated while it trains."""
-        session, engine, step = self.session, self.engine, self.kept["step"] if self.kept else self.engine.counters.step
+        """Evaluate the kept model on the test set, or else return the last evaluation of training."""
+        session, engine, split = self.session, self.engine, self.parts.split
         if not session.recipe.run.evaluate:
             return None
         on_test = self.evaluation("test")
-        if on_test is not None and (self.split == "val" or engine.last_result is None):
+        if on_test is not None and (split == "val" or engine.last_result is None):
             result = on_test()
-            if self.split == "val":
+            if split == "val":
+                step = self.kept["step"] if self.kept else engine.counters.step
                 figures = {f"test_{name}": value for name, value in result.figures().items()}
                 self.logging.log(figures, step)
             return result
@@ -277,42 +314,3 @@ class Training:
             logger.save()
         path = self.session.run_dir / HISTORY
         return path.read_bytes() if path.exists() else b""
-
-
-def build(session: Session) -> tuple[Stack, Optimizer, GradientSync]:
-    """The model with every memory technique of the plan, and what updates it."""
-    recipe, fabric, plan = session.recipe, session.fabric, session.plan
-    doing("building the model")
-    module = build_module(fabric, recipe.model, recipe.seed, plan)
-    with refused_alike(fabric):
-        choose_trained(module, recipe.model, recipe.optim)
-    stack = apply_stack(fabric, recipe.model, module, plan, recipe.seed)
-    return stack, *build_updates(fabric, recipe.model, stack, recipe.optim, plan)
-
-
-KERNELS = re.compile(r"ScaledDotProduct(\w+?)Attention(?:ForCpu)?Backward|SafeSoftmaxBackward|(Liger\w+)Function")
-"""Autograd's names of the backward of each kernel of attention, of the softmax of math, and of Liger's kernels."""
-
-
-def note_attention(module: nn.Module) -> list[str]:
-    """A list that the first forward with gradients fills: torch's kernels of attention, and Liger's, by what the
-    backward calls; the compiler hides them."""
-    found: list[str] = []
-
-    def look(_: nn.Module, __: Any, output: Any) -> None:
-        starts = [leaf.grad_fn for leaf in tree_leaves(output) if isinstance(leaf, Tensor) and leaf.grad_fn is not None]
-        if not starts:
-            return
-        handle.remove()
-        left, seen = starts, set(starts)
-        while left:
-            node = left.pop()
-            if kind := KERNELS.match(node.name()):
-                found.append(kind[2] or (kind[1] or "math").lower())
-            new = {after for after, _ in node.next_functions if after is not None} - seen
-            seen |= new
-            left += new
-        found[:] = sorted(set(found))
-
-    handle = module.register_forward_hook(look)
-    return found

@@ -1,0 +1,229 @@
+"""Divide a batch into micro-batches and ranks: pure functions of counts and lengths, without torch.
+
+A step is exact however its batch is cut, so a cut may serve speed and memory: by count, by length or by tokens.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, insort
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from heapq import heappop, heappush
+
+from trainer.contract import PADDING_MULTIPLE
+from trainer.errors import RecipeError
+from trainer.recipe import Memory, Recipe
+
+
+@dataclass(frozen=True)
+class Cut:
+    """The sizes into which the batches of an epoch are cut."""
+
+    batch_size: int  # samples per step over all ranks
+    micro_batch_size: int  # max samples of a micro-batch
+    accumulate: int  # micro-batches per step and rank in a full batch (a token budget may require more)
+    micro_batch_tokens: int | None = None  # max tokens of a micro-batch, including padding
+    any_ranks: bool = False  # the same micro-batches on any number of ranks, plus empty ones if they do not divide
+
+    def halved(self, world_size: int) -> Cut | None:
+        """Return the same batches in micro-batches of half the size, or ``None`` if these hold one sample already."""
+        if self.micro_batch_size == 1:
+            return None
+        size = -(-self.micro_batch_size // 2)
+        tokens = self.micro_batch_tokens and -(-self.micro_batch_tokens // 2)
+        return Cut(self.batch_size, size, -(-self.batch_size // (world_size * size)), tokens, self.any_ranks)
+
+
+def decide_cut(
+    batch_size: int | None,
+    micro_batch_size: int | None,
+    accumulate: int | None,
+    world_size: int,
+    micro_batch_tokens: int | None = None,
+    any_ranks: bool = False,
+) -> Cut:
+    """Derive those of batch size, micro-batch size and accumulation that are ``None``."""
+    if batch_size is None:
+        if accumulate is None or micro_batch_size is None:
+            raise RecipeError("batch_size is not set: set it, or set both accumulate and memory.micro_batch_size")
+        size = micro_batch_size * accumulate * world_size
+        return Cut(size, micro_batch_size, accumulate, micro_batch_tokens, any_ranks)
+    share = -(-batch_size // world_size)
+    size = micro_batch_size or -(-share // (accumulate or 1))
+    derived = -(-share // size)
+    if accumulate is not None and accumulate != derived:
+        raise RecipeError(
+            f"batch_size={batch_size} contradicts accumulate={accumulate} with memory.micro_batch_size={size} on "
+            f"{world_size} rank(s), which make {size * accumulate * world_size}: leave out one of the three"
+            if micro_batch_size
+            else f"batch_size={batch_size} on {world_size} rank(s) cannot be cut into accumulate={accumulate} "
+            f"micro-batches: those of {size} samples make {derived}; use accumulate {derived}, or set "
+            "memory.micro_batch_size instead"
+        )
+    return Cut(batch_size, min(size, batch_size if any_ranks else share), derived, micro_batch_tokens, any_ranks)
+
+
+def share_of(memory: Memory, rank: int, world_size: int) -> tuple[int, int]:
+    """Return which share of a batch ``rank`` takes, and the number of shares.
+
+    Ranks that are tensor parallel with each other are neighbours and take the same share.
+    """
+    copies = memory.tensor_parallel
+    return rank // copies, max(1, world_size // copies)  # too few ranks are rejected elsewhere
+
+
+def cut_at(recipe: Recipe, world_size: int, epoch: int) -> Cut:
+    """Return the cut of ``epoch`` on ``world_size`` ranks.
+
+    In a schedule of ``accumulate`` such as ``{0: 8, 4: 2}``, a value holds from its epoch up to the next one named.
+    """
+    memory, accumulate = recipe.memory, recipe.accumulate
+    _, world_size = share_of(memory, 0, world_size)
+    if isinstance(accumulate, Mapping):
+        accumulate = accumulate[max(start for start in accumulate if start <= epoch)]
+    size = None if memory.micro_batch_size == "auto" else memory.micro_batch_size
+    tokens, any_ranks = memory.micro_batch_tokens, recipe.run.deterministic
+    return decide_cut(recipe.batch_size, size, accumulate, world_size, tokens, any_ranks)
+
+
+def padded(length: int) -> int:
+    """Round ``length`` up to a multiple of ``PADDING_MULTIPLE``."""
+    return -(-length // PADDING_MULTIPLE) * PADDING_MULTIPLE
+
+
+def cut_batch(
+    indices: Sequence[int], cut: Cut, world_size: int, lengths: Sequence[int] | None = None, packs: bool = False
+) -> list[list[int]]:
+    """Cut a batch into a multiple of ``world_size`` micro-batches; rank r takes every ``world_size``-th, from r on.
+
+    Their sizes differ by at most one sample, so all ranks have the same peak. A micro-batch is empty only if there are
+    fewer samples than micro-batches. With ``lengths``, samples of similar length share a micro-batch, the longest
+    first: the peak comes first, and all ranks pad by similar amounts. With ``packs`` there is no padding. Lengths are
+    then mixed so that all micro-batches have about the same number of tokens: the peak is lower, and no rank waits.
+    """
+    if cut.any_ranks:
+        pieces = cut_batch(indices, replace(cut, any_ranks=False), 1, lengths, packs)
+        return pieces + [[] for _ in range(-len(pieces) % world_size)]
+    order = list(indices) if lengths is None else sorted(indices, key=lambda index: -lengths[index])
+    if lengths is None or cut.micro_batch_tokens is None:
+        bounds = _equal_bounds(len(order), cut.micro_batch_size, world_size)
+        if lengths is not None and packs:
+            return _dealt(order, len(bounds), -(-len(order) // len(bounds)), lengths)
+        return [order[start:end] for start, end in bounds]
+    if packs:
+        return _packs(order, cut.micro_batch_tokens, cut.micro_batch_size, world_size, lengths)
+    return _pieces_by_tokens(order, cut, world_size, lengths)
+
+
+@lru_cache  # nearly all batches have the same size
+def _equal_bounds(size: int, micro_batch_size: int, world_size: int) -> list[tuple[int, int]]:
+    count = world_size * -(-size // (world_size * micro_batch_size))
+    least, longer = divmod(size, count)
+    bounds = [piece * least + min(piece, longer) for piece in range(count + 1)]
+    return list(zip(bounds, bounds[1:], strict=False))
+
+
+def _dealt(by_length: Sequence[int], count: int, most: int, lengths: Sequence[int]) -> list[list[int]]:
+    """Put each sample, the longest first, into the micro-batch with the fewest tokens that has room (Graham 1969).
+
+    There are ``count`` micro-batches of at most ``most`` samples.
+    """
+    pieces: list[list[int]] = [[] for _ in range(count)]
+    waiting = [(0, number) for number in range(count)]
+    for index in by_length:
+        tokens, number = heappop(waiting)
+        pieces[number].append(index)
+        if len(pieces[number]) < most:
+            heappush(waiting, (tokens + lengths[index], number))
+    return sorted(pieces, key=lambda piece: -tokens_of(piece, lengths, packs=True))
+
+
+def _packs(
+    by_length: Sequence[int], budget: int, most: int, world_size: int, lengths: Sequence[int]
+) -> list[list[int]]:
+    """Make as few packs of at most ``budget`` tokens and ``most`` samples as best-fit decreasing finds.
+
+    Their number is rounded up to a multiple of ``world_size``. They are filled evenly if all samples then fit;
+    otherwise the fullest packs are halved.
+    """
+    packs = _best_fit(by_length, budget, most, lengths)
+    count = len(packs) + -len(packs) % world_size
+    even = _dealt(by_length, count, most, lengths)
+    if all(tokens_of(pack, lengths, True) <= budget for pack in even if len(pack) > 1):
+        packs = even
+    while len(packs) < count:
+        fullest = max(
+            range(len(packs)), key=lambda place: (len(packs[place]) > 1, tokens_of(packs[place], lengths, True))
+        )
+        packs += _dealt(packs.pop(fullest), 2, most, lengths)
+    packs.sort(key=lambda pack: -tokens_of(pack, lengths, True))
+    # The ranks compute the packs of one micro-step at the same time; these have similar sizes. Give the fullest of
+    # them to the rank that has had the fewest tokens so far.
+    totals, dealt = [0] * world_size, []
+    for start in range(0, count, world_size):
+        takers = sorted(range(world_size), key=totals.__getitem__)
+        taken = dict(zip(takers, packs[start : start + world_size], strict=True))
+        totals = [total + tokens_of(taken[rank], lengths, True) for rank, total in enumerate(totals)]
+        dealt += [taken[rank] for rank in range(world_size)]
+    return dealt
+
+
+def _best_fit(by_length: Sequence[int], budget: int, most: int, lengths: Sequence[int]) -> list[list[int]]:
+    """Pack by best-fit decreasing (Johnson 1974); a sample longer than ``budget`` gets its own pack."""
+    packs: list[list[int]] = []
+    with_room: dict[int, list[int]] = {}  # from a number of tokens to the packs with room for exactly that many
+    rooms: list[int] = []  # the keys in order; at most as many as tokens in the budget, for any number of samples
+    for index in by_length:
+        place = bisect_left(rooms, lengths[index])
+        room = rooms[place] if place < len(rooms) else budget
+        if place == len(rooms):
+            packs.append([])
+            number = len(packs) - 1
+        else:
+            number = with_room[room].pop()
+            if not with_room[room]:
+                del with_room[room], rooms[place]
+        packs[number].append(index)
+        left = room - lengths[index]
+        if left > 0 and len(packs[number]) < most:
+            if left not in with_room:
+                insort(rooms, left)
+            with_room.setdefault(left, []).append(number)
+    return packs
+
+
+def _pieces_by_tokens(by_length: list[int], cut: Cut, world_size: int, lengths: Sequence[int]) -> list[list[int]]:
+    """Fill micro-batches greedily, then halve the largest in place until ``world_size`` divides their number."""
+    assert cut.micro_batch_tokens is not None
+    pieces: list[list[int]] = []
+    tokens = longest = 0  # in the last micro-batch; a sample longer than the budget is alone in its micro-batch
+    for index in by_length:
+        if not pieces or len(pieces[-1]) == cut.micro_batch_size or tokens + longest > cut.micro_batch_tokens:
+            pieces.append([])
+            tokens, longest = 0, padded(lengths[index])
+        pieces[-1].append(index)
+        tokens += longest
+    while len(pieces) % world_size:
+        largest = max(range(len(pieces)), key=lambda place: len(pieces[place]))
+        middle = (len(pieces[largest]) + 1) // 2
+        pieces[largest : largest + 1] = [pieces[largest][:middle], pieces[largest][middle:]]
+    return pieces
+
+
+def tokens_of(piece: Sequence[int], lengths: Sequence[int], packs: bool = False) -> int:
+    """Count the tokens of a micro-batch, with padding to its longest sample unless it is packed."""
+    if packs or not piece:
+        return sum(lengths[index] for index in piece)
+    return len(piece) * padded(max(lengths[index] for index in piece))
+
+
+def fullest(pieces: Sequence[list[int]], lengths: Sequence[int] | None, packs: bool = False) -> list[int]:
+    """Return the first micro-batch with the most tokens; ``pieces`` are in the order of :func:`cut_batch`."""
+    return pieces[0] if lengths is None else max(pieces, key=lambda piece: tokens_of(piece, lengths, packs))
+
+
+def padding_share(pieces: Sequence[Sequence[int]], lengths: Sequence[int]) -> float:
+    """Return the share of padding among the tokens of ``pieces``, each padded to its longest sample."""
+    total = sum(tokens_of(piece, lengths) for piece in pieces)
+    return 1 - sum(tokens_of(piece, lengths, True) for piece in pieces) / total if total else 0.0
