@@ -492,15 +492,13 @@ class Recipe:
         why = f"data={self.data!r} must be a trainer.Data: subclass it and define prepare()"
         require(isinstance(self.data, Data), why)
         _check("", self, positive=("batch_size", "max_steps", "eval_every", "epochs"))
-        self.data.seen_by = self.model
-        task, known = getattr(self.model, "task", None), self.data.tasks
+        task, known = self.model.task, self.data.tasks
         if task is not None:
             has = f"{type(self.data).__name__} has labels for {' and '.join(known)}"
             why = f"model.task={task} does not fit the data, {has}: use one of these, or other data (docs/tasks.md)"
             require(not known or task in known, why)
-            self.data.prepared_for = task
-        self.run.require_figures(task, getattr(self.model, "num_classes", None))
-        workers = getattr(self.data, "workers", 0)
+        self.run.require_figures(task, self.model.num_classes)
+        workers = self.data.workers
         fits = workers is None or (isinstance(workers, int) and workers <= MOST_WORKERS)
         require(fits, f"data.workers={workers}: each is a process; say an integer of {MOST_WORKERS} at most")
         require(0 <= self.seed < 2**63, f"seed={self.seed!r} must be an integer in [0, 2^63)")

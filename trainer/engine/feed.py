@@ -8,7 +8,7 @@ from functools import partial
 
 import numpy as np
 
-from trainer.contract import Data, Model
+from trainer.contract import Data, DrawnInputs, Model, Packable, Preparable, as_samples, capability
 from trainer.engine.quarantine import Quarantine, Reduce
 from trainer.engine.window import Cut, Fetch, MicroBatch, OnLoad, Windows, cut_at, micro_batch, share_of
 from trainer.errors import listed, require
@@ -20,7 +20,7 @@ EVALUATION_FACTOR = 2  # evaluation keeps no activations: its micro-batches may 
 
 def fill_from_data(model: Model, data: Data) -> Model:
     """The model with the fields that were left at ``None`` taken from the dataset; where both know, they must agree."""
-    names, classes = getattr(data, "class_names", None) or (), getattr(data, "num_classes", None)
+    names, classes = data.class_names or (), data.num_classes
     # Names that no file can hold are of folders that are not UTF-8, or of broken JSON.
     broken = [ascii(name) for name in names if str(name).encode(errors="replace").decode() != str(name)]
     require(not broken, f"data: class {listed(broken)} is not UTF-8 text: rename its folder or label")
@@ -29,9 +29,15 @@ def fill_from_data(model: Model, data: Data) -> Model:
         f"{type(data).__name__} has {len(names)} class_names for num_classes={classes}: give each class a name",
     )
     changes = {}
-    for name in ("num_classes", "image_size", "channels", "class_names"):
-        own, known = getattr(model, name, None), getattr(data, name, None)
-        if known is None or not hasattr(model, name):
+    pairs = {
+        "num_classes": (model.num_classes, classes),
+        "image_size": (model.image_size, data.image_size),
+        "channels": (model.channels, data.channels),
+        "class_names": (model.class_names, data.class_names),
+    }
+    fields = {field.name for field in dataclasses.fields(model)} if dataclasses.is_dataclass(model) else ()
+    for name, (own, known) in pairs.items():
+        if known is None or (own is None and name not in fields):
             continue
         if own is None:
             changes[name] = known
@@ -39,7 +45,7 @@ def fill_from_data(model: Model, data: Data) -> Model:
             fix = f"model.{name}={own} does not fit the data, which has {known}: leave model.{name} at null"
             require(own == known, fix)
     model = dataclasses.replace(model, **changes) if changes else model  # type: ignore[type-var]
-    return model.suited_to(data)
+    return model.suited_to(data) if isinstance(model, Preparable) else model
 
 
 def windows_of(
@@ -52,8 +58,8 @@ def windows_of(
 ) -> Windows:
     """One rank's share of the training batches of a prepared recipe; see ``Windows``. ``reduce`` sums over the shares
     (of ranks with the same one, one counts). Without a ``quarantine``, bad samples are left out on this rank only."""
-    train = recipe.data.train
-    lengths = getattr(train, "lengths", None)
+    train, drawn = as_samples(recipe.data.train), capability(recipe.model, DrawnInputs)
+    lengths = train.lengths
     require(
         recipe.memory.micro_batch_tokens is None or lengths is not None,
         f"memory.micro_batch_tokens={recipe.memory.micro_batch_tokens} needs the length of every sample, which "
@@ -62,7 +68,7 @@ def windows_of(
     mixing = recipe.data.mixing()
     name = type(recipe.model).__name__
     require(
-        mixing is None or recipe.model.mixes,
+        mixing is None or drawn.mixes,
         f"data.mixup, data.cutmix: {name}.losses() knows of one label a sample: set them to 0; or let it read "
         "batch['mixed_labels'] and batch['lam'] (docs/augmentation.md) and say so by mixes = True",
     )
@@ -77,11 +83,11 @@ def windows_of(
         world_size=shares,
         reduce=reduce,
         lengths=lengths,
-        packs=recipe.model.packs(),
-        groups=getattr(train, "groups", None),
+        packs=capability(recipe.model, Packable).packs(),
+        groups=train.groups,
         chances=_chances(recipe.data),
-        probably_longest=getattr(train, "longest", ()),
-        augmented=bool(getattr(train, "augmented", False)) or recipe.model.seeded,
+        probably_longest=train.longest,
+        augmented=bool(train.augmented) or drawn.seeded,
         mixing=mixing,
         quarantine=Quarantine(limit=None) if quarantine is None else quarantine,
         changes=sorted(recipe.accumulate) if isinstance(recipe.accumulate, Mapping) else (),
@@ -98,7 +104,7 @@ def _chances(data: Data) -> Chances | None:
     fits = bool(np.isfinite(array).all()) and array.min(initial=0) >= 0 and array.sum() > 0
     require(fits, f"{said} must be finite numbers of at least 0, and not all of them 0")
     streamed = f"{name} reads groups of samples one after the other, of which none can be drawn by itself"
-    require(getattr(data.train, "groups", None) is None, f"{streamed}: leave out chances()")
+    require(as_samples(data.train).groups is None, f"{streamed}: leave out chances()")
     return Chances(relative)
 
 

@@ -9,7 +9,7 @@ import torch
 from lightning.fabric import Fabric
 from torch import nn
 
-from trainer.contract import Model
+from trainer.contract import Model, Streamable, capability
 from trainer.memory.plan import Plan
 from trainer.memory.precision import weights_dtype
 from trainer.weights.streaming import allocate, default_dtype, fill, skeleton_on_meta
@@ -54,7 +54,7 @@ def build_on_meta(model: Model, seed: int, dtype: torch.dtype | None = None) -> 
     is of all floating-point ones. It may be sharded before :func:`materialise`."""
     torch.manual_seed(seed)
     with default_dtype(dtype):
-        return skeleton_on_meta(model).train()
+        return skeleton_on_meta(capability(model, Streamable)).train()
 
 
 def materialise(
@@ -76,4 +76,4 @@ def materialise(
         RecipeError: naming what the files lack, have in another shape, or what is still on meta.
     """
     allocate(module, device, dtype)
-    fill(module, model, seed)
+    fill(module, capability(model, Streamable), seed)

@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_leaves, tree_map
 
-from trainer.contract import Model
+from trainer.contract import Model, Packable, Streamable, as_samples, capability, without_weights
 from trainer.data.loader import loader_of
 from trainer.engine.check import LossCheck
 from trainer.engine.deterministic import Node, PartialSums, TreeSync
@@ -83,7 +83,7 @@ def _evaluated(recipe: Recipe, plan: Plan) -> list[MicroBatch]:
     if dataset is None or not recipe.run.evaluate:
         return []
     cut = evaluation_cut(plan.first_cut, len(dataset))
-    lengths, packs = getattr(dataset, "lengths", None), recipe.model.packs()
+    lengths, packs = as_samples(dataset).lengths, capability(recipe.model, Packable).packs()
     shares = share_of(plan.memory, 0, plan.world_size)[1]
     piece = fullest(cut_batch(range(len(dataset)), cut, shares, lengths, packs), lengths, packs)
     return list(evaluation_micro_batches("val", [piece], loader_of(recipe, dataset), Quarantine(limit=None)))
@@ -152,8 +152,10 @@ def _notes(recipe: Recipe, plan: Plan, module: nn.Module) -> list[str]:
 
 
 def _empty(recipe: Recipe, plan: Plan) -> nn.Module:
-    model = recipe.model.unloaded()
-    build = model.skeleton if type(model).build is Model.build else model.build  # the default reads the weights
+    model = without_weights(recipe.model)
+    build = model.build
+    if isinstance(model, Streamable) and type(model).build is Streamable.build:  # the default reads the weights
+        build = model.skeleton
     with default_dtype(weights_dtype(plan.memory) or torch.float32):
         module = on_meta(build).train()
     choose_trained(module, recipe.model, recipe.optim)

@@ -11,6 +11,7 @@ from pathlib import Path
 import torch
 from lightning.fabric import Fabric
 
+from trainer.contract import Exportable, Preparable, capability, prepare_data, splits_of
 from trainer.engine.feed import fill_from_data
 from trainer.errors import RunError, require
 from trainer.faults.regroup import keep_ranks_alive, recovers
@@ -76,7 +77,7 @@ def evaluation_session(recipe: Recipe, folder: Path) -> Iterator[Session]:
     require_loggers(recipe.run.logger)
     recipe.data.require_files()
     recipe, world = decided(*find_world(recipe))
-    if recipe.model.own_format:
+    if isinstance(recipe.model, Exportable) and recipe.model.own_format:
         recipe = recipe.replace(model=recipe.model.saved_in(folder))
     if world.size % (copies := recipe.memory.tensor_parallel):  # any number of ranks can evaluate
         recipe = recipe.replace(memory=replace(recipe.memory, tensor_parallel=1, sequence_parallel=False))
@@ -123,16 +124,17 @@ def _launched(
 def _prepare(recipe: Recipe, model: bool, data: bool) -> None:
     doing("preparing model and data")
     with placed("preparing model and data"):
+        prepared = capability(recipe.model, Preparable)
         if model:
-            recipe.model.prepare()
+            prepared.prepare()
         if data:
-            recipe.data.prepare(recipe.model.tokenizer_or_none())
+            prepare_data(recipe.data, recipe.model, prepared.tokenizer_or_none())
         name = type(recipe.data).__name__
         require(recipe.data.train is not None, f"{name}.prepare() has not set train: set it to the samples to train on")
-        for split, words in (("train", "training"), ("val", "validation"), ("test", "test")):
-            samples = getattr(recipe.data, split)
+        words = {"train": "training", "val": "validation", "test": "test"}
+        for split, samples in splits_of(recipe.data).items():
             hint = "" if split == "train" else f": leave {name}.{split} at None"
-            require(samples is None or len(samples) > 0, f"the {words} set is empty{hint}")
+            require(len(samples) > 0, f"the {words[split]} set is empty{hint}")
 
 
 def _filled(recipe: Recipe) -> Recipe:

@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves
 
 from trainer.checkpoint.writer import HISTORY
+from trainer.contract import Streamable, capability, splits_of
 from trainer.engine.loop import Engine, NonFiniteError, count_steps, epoch_at
 from trainer.engine.schedule import LearningRate, Plateau, PlateauListener, lr_factor
 from trainer.engine.step import Stepper
@@ -76,7 +77,7 @@ class Training:
         # Within a module that is compiled as a whole a hook would be compiled, too.
         self.attention = note_attention(self.stepper.module) if recipe.memory.compile != "model" else []
         self.schedule()
-        tensors = Tensors(self.stack, self.stepper, recipe.model.in_base(self.stack.module))
+        tensors = Tensors(self.stack, self.stepper, capability(recipe.model, Streamable).in_base(self.stack.module))
         resumption.restore_tensors(tensors)
         self.loggers = open_loggers(session, resumption.step, resumption.origin.run)
         if session.is_first:
@@ -188,7 +189,7 @@ class Training:
         if session.is_first:
             if result is not None:
                 print(report_text(result, session.recipe.data))
-            writes = getattr(recipe.model, "task", None) == "language"
+            writes = recipe.model.task == "language"
             print(summary_text(summary, session.run_dir, writes))
             if self.profile is not None and self.profile.summary:
                 print(self.profile.summary)
@@ -230,7 +231,7 @@ class Training:
     def _data(self, finished: bool) -> dict[str, Any]:
         """What ``summary.json`` says of the data; its fingerprint takes seconds, on the first rank."""
         data, origin = self.session.recipe.data, self.resumption.origin
-        sizes = {split: None if getattr(data, split) is None else len(getattr(data, split)) for split in SPLITS}
+        sizes = dict.fromkeys(SPLITS) | {name: len(split) for name, split in splits_of(data).items()}
         known = vars(origin).get("dataset")
         if finished and self.session.is_first:
             try:
