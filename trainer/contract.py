@@ -27,7 +27,7 @@ PADDING_MULTIPLE = 8
 class OptionalAttributes:
     """Base class with typed attributes that a subclass may define. An undefined one has the value in ``DEFAULTS``.
 
-    The defaults are no class attributes, because dataclasses would take them as defaults of fields with these names.
+    The defaults are not class attributes: a dataclass would use those as defaults of its fields with the same names.
     """
 
     DEFAULTS: ClassVar[Mapping[str, Any]] = {}
@@ -56,7 +56,7 @@ class Model(OptionalAttributes):
 
     samples_interact: ClassVar[bool] = False
     """Whether the loss of a sample depends on other samples of its micro-batch (in-batch negatives, load balancing).
-    The size of micro-batches then changes the gradient, and the plan says so. Without it, such losses are refused."""
+    The size of micro-batches then changes the gradient, which the plan reports. Without this flag, such losses are refused."""
 
     blocks: Sequence[type] = ()
     """Classes of the repeated modules (encoder layers): the unit of sharding, checkpointing and offload."""
@@ -325,7 +325,7 @@ class Samples(OptionalAttributes):
     labels: Sequence[Any] | None
     """The label of every sample, in order."""
     groups: Groups | None
-    """Samples that are fast to read one after the other, if random access is slow."""
+    """Groups of neighbouring samples, if reading in random order is slow."""
     bytes_per_token: float | None
     """Average bytes of text per predicted token, for the metric bits_per_byte."""
     __getitems__: Callable[[Sequence[int]], Any] | None
@@ -342,7 +342,7 @@ class Samples(OptionalAttributes):
     chosen: Sequence[int] | None
     """The rows of ``table`` that are the samples."""
 
-    DEFAULTS = {
+    DEFAULTS: ClassVar[Mapping[str, Any]] = {
         "augmented": False,
         "longest": (),
         **dict.fromkeys(("lengths", "labels", "groups", "bytes_per_token", "__getitems__")),

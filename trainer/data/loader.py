@@ -161,9 +161,10 @@ class Loader:
         counted = batch if isinstance(batch, list) else _first_of(batch)
         found, asked = len(counted) if counted is not None else len(indices), len(indices)
         if found != asked and (counted is batch or not found or found % asked):
+            where = f"{type(self.split.original).__name__}.__getitems__ was asked for {asked} samples"
             raise SampleError(
-                f"{type(self.split.original).__name__}.__getitems__ was asked for {asked} samples "
-                f"({self._describe(indices)}) and returned {found}: it must return every sample it is asked for, and no other"
+                f"{where} ({self._describe(indices)}) and returned {found}: it must return every sample it is asked "
+                "for, and no other"
             )
 
     def _guard(self, indices: Sequence[int], function: Callable[[Any], Any], argument: Any) -> Any:

@@ -52,9 +52,11 @@ class Mixture(Loading):
 
     def __getattr__(self, name: str) -> Any:
         """What is not here is that of the first dataset: ``class_names``, ``load_image``, ..."""
-        if name.startswith("_") or not self.__dict__.get("_built"):
-            raise AttributeError(f"Mixture has no {name}")
-        return getattr(self._built[0][0], name)
+        if self.__dict__.get("_built") and not name.startswith("_"):
+            return getattr(self._built[0][0], name)
+        if name in self.DEFAULTS:
+            return self.DEFAULTS[name]
+        raise AttributeError(f"Mixture has no {name}")
 
     @property
     def datasets(self) -> list[Data]:
