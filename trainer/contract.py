@@ -12,7 +12,7 @@ import warnings
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
-from trainer.errors import RecipeError
+from trainer.errors import RecipeError, deprecated
 from trainer.values import IGNORED_LABEL, Groups, ImageInput, Loss, Mixing, Outline, Pretrained, Task
 
 if TYPE_CHECKING:
@@ -56,7 +56,7 @@ class Model(OptionalAttributes):
 
     samples_interact: ClassVar[bool] = False
     """Whether the loss of a sample depends on other samples of its micro-batch (in-batch negatives, load balancing).
-    The size of micro-batches then changes the gradient, which the plan reports. Without this flag, such losses are refused."""
+    The size of micro-batches then changes the gradient, which the plan reports. By default such losses are refused."""
 
     blocks: Sequence[type] = ()
     """Classes of the repeated modules (encoder layers): the unit of sharding, checkpointing and offload."""
@@ -522,13 +522,13 @@ class Data(OptionalAttributes):
     @property
     def seen_by(self) -> Model | None:
         """Deprecated: the argument ``model`` of ``prepare``."""
-        _deprecated("Data.seen_by", "the argument model of prepare(tokenizer, model)")
+        deprecated("Data.seen_by", "the argument model of prepare(tokenizer, model)")
         return self._model
 
     @property
     def prepared_for(self) -> Task:
         """Deprecated: ``model.task`` of the argument ``model`` of ``prepare``."""
-        _deprecated("Data.prepared_for", "model.task of prepare(tokenizer, model)")
+        deprecated("Data.prepared_for", "model.task of prepare(tokenizer, model)")
         return self._task
 
     @property
@@ -545,7 +545,3 @@ def prepare_data(data: Data, model: Model | None, tokenizer: Any) -> None:
         data.prepare(tokenizer, model=model)
     else:
         data.prepare(tokenizer)
-
-
-def _deprecated(name: str, replacement: str) -> None:
-    warnings.warn(f"{name} is deprecated and will be removed: use {replacement}", DeprecationWarning, stacklevel=3)

@@ -74,7 +74,7 @@ class Subject:
     def _bytes(self, left_out: Collection[str] = ()) -> int:
         optim, memory = self.recipe.optim, self.recipe.memory
         dtype = weights_dtype(memory)
-        tensors = trial_of(optim).moments if optim.is_own else STATE_TENSORS.get(optim.kind, 0)
+        tensors = trial_of(optim).moments if optim.is_custom else STATE_TENSORS.get(optim.kind, 0)
         tensors += optim.name in ("sgd", "rmsprop") and optim.momentum > 0
         total = sum(buffer.nbytes for buffer in self.module.buffers())
         for name, parameter in self.module.named_parameters():

@@ -29,7 +29,7 @@ CONDITIONAL = "which is conditional (some micro-batches leave parameters without
 def require_compatible(recipe: Recipe, world_size: int, cuts: Sequence[Cut]) -> None:
     """Refuse settings that contradict each other, with the key, the reason and what to change; ``cuts`` are those of
     every phase of an accumulation schedule."""
-    if recipe.optim.is_own:
+    if recipe.optim.is_custom:
         from trainer.memory.own_optimizer import own_refusals
 
         reason = next(own_refusals(recipe.optim, recipe.memory), None)

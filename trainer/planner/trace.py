@@ -52,7 +52,7 @@ from trainer.weights.streaming import allocate, default_dtype, on_meta
 
 
 @dataclass
-class Samples:
+class TracedSamples:
     """What the traced steps are fed, on the host."""
 
     # The first batch of the run, with no more micro-steps than differ from each other: the first and the last or, of
@@ -64,7 +64,7 @@ class Samples:
     varies: bool  # whether samples differ in length
 
 
-def draw_samples(recipe: Recipe, plan: Plan) -> Samples:
+def draw_samples(recipe: Recipe, plan: Plan) -> TracedSamples:
     """The samples that ``plan`` would meet first, and the longest ones, from the recipe's prepared data."""
     ranks, loader = plan.world_size, loader_of(recipe, recipe.data.train)
     _, shares = share_of(plan.memory, 0, ranks)
@@ -75,7 +75,7 @@ def draw_samples(recipe: Recipe, plan: Plan) -> Samples:
     if len(own) > most:
         own = [own[0], *own[len(own) // 2 :][: most - 2], own[-1]]
     first, skipped = replace(window, micro_batches=own), len(window) - len(own)
-    return Samples(first, windows.longest(recipe.epochs), _evaluated(recipe, plan), skipped, varies)
+    return TracedSamples(first, windows.longest(recipe.epochs), _evaluated(recipe, plan), skipped, varies)
 
 
 def _evaluated(recipe: Recipe, plan: Plan) -> list[MicroBatch]:
@@ -92,7 +92,7 @@ def _evaluated(recipe: Recipe, plan: Plan) -> list[MicroBatch]:
 def trace_run(
     recipe: Recipe,
     plan: Plan,
-    samples: Samples,
+    samples: TracedSamples,
     target: Target,
     nodes: int = 1,
     look: Callable[[nn.Module], None] | None = None,
@@ -166,7 +166,7 @@ class _Run(Phases):
     def __init__(self, recipe: Recipe, plan: Plan, fabric: Fabric, tracer: Tracer) -> None:
         self.recipe, self.plan, self.fabric, self.tracer = recipe, plan, fabric, tracer
 
-    def take(self, module: nn.Module, samples: Samples) -> None:
+    def take(self, module: nn.Module, samples: TracedSamples) -> None:
         """Build, rehearse, step, evaluate and gather."""
         self.tracer.enter("init")
         self.stack = stack = self._build(module)

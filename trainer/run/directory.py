@@ -165,7 +165,7 @@ def open_loggers(session: Session, resumed_at: int, run: str) -> list[Any]:
     config = {name: redact(str(part)) if dataclasses.is_dataclass(part) else part for name, part in parts.items()}
     task = recipe.model.task or "single_label"
     has_metrics = task == "language" or recipe.model.num_classes is not None
-    asked = [figure if isinstance(figure, str) else figure.name for figure in recipe.run.asked_figures()]
+    asked = [figure if isinstance(figure, str) else figure.name for figure in recipe.run.requested_metrics()]
     figures = [name for name in dict.fromkeys((*FIGURES[task if has_metrics else None], *asked)) if name != "loss"]
     return make_loggers(recipe.run.logger, session.run_dir, config, extra, figures, resumed_at, recipe.run, run)
 

@@ -150,7 +150,7 @@ def evaluation(session: Session, forward: Forward, split: str) -> Callable[[], E
         return None
     loader = _loader(session, dataset)
     classes, task = model.num_classes, model.task or "single_label"
-    asked, per_token = session.recipe.run.asked_figures(), dataset.bytes_per_token
+    asked, per_token = session.recipe.run.requested_metrics(), dataset.bytes_per_token
     metrics = ClassificationMetrics(classes, fabric.device, model.loss_names, task, asked)
     mistakes = Mistakes(task == "single_label" and classes is not None, fabric.device)
     gather, decide = partial(rows_of_all, fabric), partial(on_first, fabric)
