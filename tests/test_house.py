@@ -102,3 +102,26 @@ def test_no_file_imports_itself_by_way_of_others():
         TopologicalSorter(graph).prepare()
     except CycleError as error:
         pytest.fail(" imports ".join(reversed(error.args[1])))
+
+
+INTERFACES = {"data", "dataset", "first", "split", "_split", "samples", "train", "val", "test", "model"}
+MAX_LOOKUPS = 10
+
+
+def test_attributes_of_data_splits_and_models_are_not_looked_up_by_name():
+    """Count ``getattr`` and ``hasattr`` whose first argument is called like a dataset, a split or a model, or is the
+    ``type`` of one, as in ``getattr(recipe.model, "task", None)``. Typed attributes with defaults replace them."""
+
+    def last_name(node: ast.AST) -> str:
+        if isinstance(node, ast.Call) and ast.unparse(node.func) == "type" and node.args:
+            return last_name(node.args[0])
+        return node.attr if isinstance(node, ast.Attribute) else node.id if isinstance(node, ast.Name) else ""
+
+    found = [
+        f"{module}:{node.lineno}"
+        for module, path in FILES.items()
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in ("getattr", "hasattr")
+        if last_name(node.args[0]) in INTERFACES
+    ]
+    assert len(found) <= MAX_LOOKUPS, found

@@ -1,13 +1,19 @@
-"""What a model and a dataset are: the contract between the engine and whatever is trained. Imports no torch."""
+"""The interfaces of models, metrics, datasets and splits. Imports no torch.
+
+A custom model subclasses :class:`Model` and defines ``build`` and ``losses``; the other members of :class:`Model` are
+optional. Everything below the line "Optional capabilities" is for models that do more than train.
+"""
 
 from __future__ import annotations
 
 import dataclasses
+import inspect
+import warnings
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
-from trainer.errors import RecipeError
-from trainer.values import IGNORED_LABEL, ImageInput, Loss, Mixing, Outline, Pretrained, Task
+from trainer.errors import RecipeError, deprecated
+from trainer.values import IGNORED_LABEL, Groups, ImageInput, Loss, Mixing, Outline, Pretrained, Task
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -15,245 +21,527 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
 
 PADDING_MULTIPLE = 8
-"""Texts are padded to a multiple of this many tokens: tensor cores want it."""
+"""Texts are padded to a multiple of this many tokens, because tensor cores need it for full speed."""
 
 
-class Model:
-    """What is trained. A model of one's own is a dataclass that subclasses this and defines ``build`` and ``losses``.
+class OptionalAttributes:
+    """Base class with typed attributes that a subclass may define. An undefined one has the value in ``DEFAULTS``.
 
-    To start on meta as well (``memory.init=meta``), it defines ``skeleton`` and ``pretrained``, of which ``build`` is
-    then made. Fields that the dataset knows better (``num_classes``, ``image_size``, ``class_names``) may be ``None``:
-    they are filled from the dataset's attributes of the same names before ``build`` is called.
+    The defaults are not class attributes: a dataclass would use those as defaults of its fields with the same names.
+    """
+
+    DEFAULTS: ClassVar[Mapping[str, Any]] = {}
+
+    if not TYPE_CHECKING:  # otherwise mypy would accept any attribute
+
+        def __getattr__(self, name: str) -> Any:
+            if name in self.DEFAULTS:
+                return self.DEFAULTS[name]
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+
+
+class Model(OptionalAttributes):
+    """A model to train. A custom model is a dataclass that subclasses this and defines ``build`` and ``losses``.
+
+    The fields ``num_classes``, ``class_names``, ``image_size`` and ``channels`` may be ``None``: before ``build`` is
+    called, they are filled from the attributes of the dataset with the same names.
     """
 
     loss_names: ClassVar[tuple[str, ...]] = ("loss",)
-    """The names of the losses that ``losses`` yields for every micro-batch, in order."""
+    """The names of the losses that ``losses`` yields for every micro-batch, in this order."""
 
     conditional: ClassVar[bool] = False
-    """Whether some micro-batches leave some parameters without a gradient (a branch not taken, say). Under DDP
-    gradients are then reduced after the last backward instead of during it: exact, but not overlapped."""
+    """Whether some micro-batches leave some parameters without a gradient, for example by a branch that is not taken.
+    DDP then reduces gradients after the last backward instead of during it: exact, but without overlap."""
 
     samples_interact: ClassVar[bool] = False
-    """Whether the loss of a sample depends on the others of its micro-batch (in-batch negatives, load balancing): the
-    cut then changes the gradient, which the plan says; without it, such losses are refused."""
-
-    mixes: ClassVar[bool] = False
-    """Whether ``losses`` knows of mixed samples (mixup, CutMix): where the batch has ``mixed_labels``, the loss is
-    ``lam`` times that of ``labels`` and 1 - ``lam`` times that of ``mixed_labels``; ``lam`` is one number for all."""
-
-    @property
-    def seeded(self) -> bool:
-        """Whether ``losses`` reads ``batch["seeds"]``, int64 (n,): numbers to draw by for each training sample, the
-        same however the batch is cut; evaluations have none."""
-        return False
+    """Whether the loss of a sample depends on other samples of its micro-batch (in-batch negatives, load balancing).
+    The size of micro-batches then changes the gradient, which the plan reports. By default such losses are refused."""
 
     blocks: Sequence[type] = ()
     """Classes of the repeated modules (encoder layers): the unit of sharding, checkpointing and offload."""
 
-    def tensor_parallel_plan(self, module: nn.Module) -> Mapping[str, str]:
-        """How ranks share the blocks of ``module`` (``memory.tensor_parallel``): from names of linear layers, in which
-        ``*`` stands for what is between two dots, to ``colwise`` for those that begin a part (queries, keys, values, an
-        MLP's first) and ``rowwise`` for the one that ends it; docs/your-own-model.md has an example. Empty: unknown."""
-        return {}
+    task: Task | None
+    """What the model predicts; ``None`` if the model does not define it."""
+    num_classes: int | None
+    class_names: list[str] | None
+    image_size: int | None
+    channels: int | None
+    weights: Any
+    """The pretrained weights that ``build`` reads; ``None`` for random weights."""
+    lora: Any
 
-    lossy: Sequence[str] = ()
-    """What of it trains something else than the whole model, in words (LoRA of rank 8, say); the plan names it."""
-
-    def prepare(self) -> None:
-        """Fetch what ``build`` reads (weights, configuration); called once a node before any rank builds."""
+    DEFAULTS = dict.fromkeys(("task", "num_classes", "class_names", "image_size", "channels", "weights", "lora"))
 
     def build(self) -> nn.Module:
-        """Create the module on the current default device, in the current default dtype; by default the ``skeleton``,
-        filled from what is ``pretrained``."""
-        if not self.starts_on_meta():
-            raise NotImplementedError(f"{type(self).__name__} must define build() -> nn.Module")
-        from trainer.weights.streaming import build_streamed
-
-        return build_streamed(self)
-
-    def skeleton(self) -> nn.Module:
-        """Create the module as ``build`` does, in the current default dtype, but load no weights: called where
-        parameters go to meta as soon as they are made, and buffers are real."""
-        raise RecipeError(f"{type(self).__name__} cannot start on meta: define skeleton() and pretrained()")
-
-    def adapt(self, module: nn.Module) -> nn.Module:
-        """What trains of the module that ``skeleton`` makes, in place: with adapters, say. By default all of it."""
-        return module
-
-    def pretrained(self) -> Pretrained:
-        """Say where each value of the adapted module that ``skeleton`` makes comes from; reads files' headers only."""
-        raise RecipeError(f"{type(self).__name__} cannot start on meta: define skeleton() and pretrained()")
-
-    def base_files(self) -> Sequence[Path]:
-        """The files that hold frozen weights: a checkpoint has their hashes, and leaves out what they hold."""
-        return ()
-
-    def in_base(self, module: nn.Module) -> Collection[str]:
-        """The names of the parameters of the trained ``module`` that are as ``base_files`` have them."""
-        return ()
-
-    def unloaded(self) -> Model:
-        """This model with random weights, so that ``build`` reads none: by default without its field ``weights``."""
-        if getattr(self, "weights", None) is None:
-            return self
-        return dataclasses.replace(self, weights=None)  # type: ignore[type-var]
-
-    def suited_to(self, data: Data) -> Model:
-        """This model with what it takes from ``data``, prepared, besides the fields that both have."""
-        return self
-
-    def outlined(self, outline: Outline) -> Model:
-        """This model as it is planned with data of which no more than ``outline`` is here: by default as it is."""
-        return self
-
-    @classmethod
-    def starts_on_meta(cls) -> bool:
-        """Whether both ``skeleton`` and ``pretrained`` are defined."""
-        return cls.skeleton is not Model.skeleton and cls.pretrained is not Model.pretrained
+        """Create the module on the current default device, in the current default dtype."""
+        raise NotImplementedError(f"{type(self).__name__} must define build() -> nn.Module")
 
     def losses(self, module: nn.Module, batch: Any) -> Iterator[Loss]:
-        """Yield one :class:`Loss` per name in ``loss_names``; each graph is freed before the next is asked for."""
+        """Yield one :class:`Loss` per name in ``loss_names``. Each graph is freed before the next loss is requested."""
         raise NotImplementedError(f"{type(self).__name__} must define losses(module, batch) -> Iterator[Loss]")
 
     def weigh(self, batch: Any) -> dict[str, float]:
-        """The weight of every loss of a micro-batch, from its host copy, before any forward: by default the entries of
-        ``batch["labels"]`` that are not ``-100``, samples for a classifier, tokens for a tagger or a language model."""
-        if self.mixes and "mixed_labels" in batch:
+        """Return the weight of every loss of a micro-batch, from its copy on the host, before any forward.
+
+        The default counts the entries of ``batch["labels"]`` that are not ``-100``: samples for a classifier, tokens
+        for a tagger or a language model.
+        """
+        if "mixed_labels" in batch and capability(self, DrawnInputs).mixes:
             return weigh_mixed(batch, self.weigh)
         try:
             labels = batch["labels"]
             entries = labels.numel()
         except (KeyError, TypeError, IndexError, AttributeError) as error:
             raise RecipeError(
-                f"{type(self).__name__} has no weigh(), and its micro-batches no tensor 'labels' to count the entries "
-                "of: define weigh(batch), a dict from each loss's name to how many items it is the sum of"
+                f"{type(self).__name__} has no weigh(), and its micro-batches have no tensor 'labels' to count: "
+                "define weigh(batch) and return a dict from each loss's name to the number of items in its sum"
             ) from error
-        if entries <= 64:  # a sample each, usually: a list is several times faster than tensor operations
+        if entries <= 64:  # usually one per sample: a list is several times faster than tensor operations
             ignored = labels.flatten().tolist().count(IGNORED_LABEL)
         else:
             ignored = int((labels == IGNORED_LABEL).count_nonzero())
         return dict.fromkeys(self.loss_names, float(entries - ignored))
 
-    def packs(self) -> bool:
-        """Whether ``packed`` leaves padding out, so that a micro-batch has as many tokens as its samples together."""
-        return False
+    def __init_subclass__(cls, **options: Any) -> None:
+        super().__init_subclass__(**options)
+        if cls.__module__ != __name__:
+            _add_capabilities(cls)
 
-    def packed(self, batch: Any) -> Any:
-        """A collated micro-batch as ``losses`` gets it, made from the host copy before that goes to the device."""
-        return batch
 
-    def tokenizer_or_none(self) -> Any:
-        """The tokenizer that the dataset must use, for text models."""
-        return None
+# Optional capabilities of a model. A model subclasses those that it needs, as in ``class Net(Streamable, Exportable)``.
+# Callers ask ``isinstance(model, Streamable)``, or ``capability(model, Packable).packs()`` for a default answer.
 
-    def image_input(self) -> ImageInput | None:
-        """The images that it was trained on, for datasets that leave their size or normalisation to the model."""
-        return None
+
+class Streamable(Model):
+    """A model that can start on meta (``memory.init=meta``) or keep frozen weights out of checkpoints.
+
+    To start on meta, define ``skeleton`` and ``pretrained``. The default ``build`` then uses both.
+    """
+
+    def build(self) -> nn.Module:
+        """Build the ``skeleton`` and fill it with the values that ``pretrained`` names."""
+        if not self.starts_on_meta():
+            return super().build()
+        from trainer.weights.streaming import build_streamed
+
+        return build_streamed(self)
+
+    def skeleton(self) -> nn.Module:
+        """Create the module as ``build`` does, in the current default dtype, but load no weights. Parameters go to meta
+        as soon as they are created; buffers are real."""
+        raise RecipeError(f"{type(self).__name__} cannot start on meta: define skeleton() and pretrained()")
+
+    def pretrained(self) -> Pretrained:
+        """Return where each value of the adapted ``skeleton`` comes from. Reads only the headers of files."""
+        raise RecipeError(f"{type(self).__name__} cannot start on meta: define skeleton() and pretrained()")
+
+    def adapt(self, module: nn.Module) -> nn.Module:
+        """Change the module from ``skeleton`` in place to what trains, for example by adding adapters."""
+        return module
+
+    def base_files(self) -> Sequence[Path]:
+        """Return the files with frozen weights. A checkpoint stores their hashes instead of the weights."""
+        return ()
+
+    def in_base(self, module: nn.Module) -> Collection[str]:
+        """Return the names of the parameters of the trained ``module`` whose values ``base_files`` hold."""
+        return ()
+
+    def unloaded(self) -> Model:
+        """Return this model with random weights, so that ``build`` reads no file. Default: ``weights`` is ``None``."""
+        return without_weights(self)
+
+    @classmethod
+    def starts_on_meta(cls) -> bool:
+        """Return whether both ``skeleton`` and ``pretrained`` are defined."""
+        return cls.skeleton is not Streamable.skeleton and cls.pretrained is not Streamable.pretrained
+
+
+class Exportable(Model):
+    """A model that decides how it is saved after training. The default is ``model.safetensors`` and ``config.json``."""
 
     own_format: ClassVar[bool] = False
-    """Whether ``save`` and ``saved_in`` keep a trained model in a format of its own (a Hugging Face folder, say);
-    by default it is kept as ``model.safetensors`` and ``config.json``."""
+    """Whether ``save`` and ``saved_in`` write and read a custom format, for example a Hugging Face folder."""
 
     def merged(self) -> Model:
-        """This model as it is saved: without what is only there while it trains, such as adapters."""
+        """Return this model as it is saved: without parts that exist only in training, such as adapters."""
         return self
 
     def merged_state(self, module: nn.Module, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """The whole tensors ``state`` of the trained ``module``, as they fit what ``merged().build()`` makes."""
+        """Convert ``state``, the whole tensors of the trained ``module``, to the names of ``merged().build()``."""
         return dict(state)
 
     def save(self, module: nn.Module, folder: Path, state: Mapping[str, Tensor]) -> None:
-        """Write the trained model to an empty ``folder``, for a model with ``own_format``. The weights of ``module``
-        may be sharded; ``state`` holds all weights and persistent buffers by name, whole."""
+        """Write the trained model to an empty ``folder``. Required with ``own_format``. The weights of ``module`` may
+        be sharded; ``state`` holds all weights and persistent buffers by name, whole."""
         raise NotImplementedError(f"{type(self).__name__} has own_format and must define save(module, folder, state)")
 
     def saved_in(self, folder: Path) -> Model:
-        """This model with everything that ``build`` reads taken from ``folder``, for a model with ``own_format``."""
+        """Return this model so that ``build`` reads everything from ``folder``. Required with ``own_format``."""
         raise NotImplementedError(f"{type(self).__name__} has own_format and must define saved_in(folder)")
 
 
+class Packable(Model):
+    """A model that changes micro-batches before the forward pass, for example to leave out padding."""
+
+    def packs(self) -> bool:
+        """Return whether ``packed`` removes padding, so that a micro-batch has exactly the tokens of its samples."""
+        return False
+
+    def packed(self, batch: Any) -> Any:
+        """Convert a collated micro-batch to the input of ``losses``, on the host, before it goes to the device."""
+        return batch
+
+
+class DrawnInputs(Model):
+    """A model whose ``losses`` reads random draws of the loader from the batch: mixed labels, or a seed per sample."""
+
+    mixes: ClassVar[bool] = False
+    """Whether ``losses`` accepts mixed samples (mixup, CutMix). If the batch has ``mixed_labels``, the loss is ``lam``
+    times the loss of ``labels`` plus 1 - ``lam`` times that of ``mixed_labels``; ``lam`` is one number for all."""
+
+    @property
+    def seeded(self) -> bool:
+        """Whether ``losses`` reads ``batch["seeds"]``, int64 (n,): one seed per training sample, independent of how the
+        batch is split. Evaluation batches have no seeds."""
+        return False
+
+
+class Preparable(Model):
+    """A model that fetches files before ``build``, or that shares facts with the dataset."""
+
+    def prepare(self) -> None:
+        """Fetch what ``build`` reads (weights, configuration). Called once per node before any rank builds."""
+
+    def suited_to(self, data: Data) -> Model:
+        """Return this model adjusted to the prepared ``data``, in addition to the fields that both have."""
+        return self
+
+    def tokenizer_or_none(self) -> Any:
+        """Return the tokenizer that the dataset must use, for text models."""
+        return None
+
+    def image_input(self) -> ImageInput | None:
+        """Return which images the model was trained on, for datasets that leave size or normalisation to the model."""
+        return None
+
+
+class Plannable(Model):
+    """A model that supports tensor parallelism, plans without data, or training of only a part."""
+
+    lossy: Sequence[str] = ()
+    """Why training differs from training the whole model, in words ("LoRA of rank 8"); shown in the plan."""
+
+    def outlined(self, outline: Outline) -> Model:
+        """Return the model to plan with if the data is missing and only ``outline`` is known."""
+        return self
+
+    def tensor_parallel_plan(self, module: nn.Module) -> Mapping[str, str]:
+        """Return how ranks share the blocks of ``module`` (``memory.tensor_parallel``). Empty: not supported.
+
+        Keys are names of linear layers, in which ``*`` stands for the text between two dots. The value is ``colwise``
+        for layers that begin a part (queries, keys, values, the first of an MLP) and ``rowwise`` for the layer that
+        ends it. docs/your-own-model.md has an example.
+        """
+        return {}
+
+
+CAPABILITIES: tuple[type[Model], ...] = (Streamable, Exportable, Packable, DrawnInputs, Preparable, Plannable)
+M = TypeVar("M", bound=Model)
+
+
+def capability(model: Model, kind: type[M]) -> M:
+    """Return ``model`` if it is a ``kind``, otherwise an instance of ``kind`` whose members have their defaults.
+
+    Ask it only for members whose default does not depend on the model.
+    """
+    return model if isinstance(model, kind) else kind()
+
+
+def without_weights(model: Model) -> Model:
+    """Return ``model`` with random weights: what its ``unloaded`` returns, or a copy with ``weights=None``."""
+    if isinstance(model, Streamable) and type(model).unloaded is not Streamable.unloaded:
+        return model.unloaded()
+    if model.weights is None:
+        return model
+    return dataclasses.replace(model, weights=None)  # type: ignore[type-var]
+
+
+def _add_capabilities(cls: type[Model]) -> None:
+    """Add the capabilities as bases to a class that defines their members without subclassing them (deprecated)."""
+    missing = [kind for kind in CAPABILITIES if not issubclass(cls, kind) and _members(kind) & vars(cls).keys()]
+    if not missing:
+        return
+    names = ", ".join(kind.__name__ for kind in missing)
+    defined = ", ".join(sorted(set().union(*map(_members, missing)) & vars(cls).keys()))
+    text = f"{cls.__qualname__} defines {defined}: subclass trainer.contract.{names} instead of only trainer.Model"
+    warnings.warn(text, DeprecationWarning, stacklevel=3)
+    others = [base for base in cls.__bases__ if base is not Model]
+    cls.__bases__ = (*others, *missing)  # so that super() and isinstance work as if the class had been written so
+
+
+def _members(kind: type[Model]) -> set[str]:
+    return {name for name in vars(kind) if not name.startswith("_")} - {"build"}
+
+
 class Metric:
-    """A figure of an evaluation that no name of ``run.metrics`` stands for: ``Run(metrics=["f1_macro", Top3()])``."""
+    """A custom metric, for metrics without a name in ``run.metrics``: ``Run(metrics=["f1_macro", Top3()])``."""
 
     name: ClassVar[str]
-    """What it is called in ``metrics.csv``, in loggers and by ``run.best``."""
+    """The name in ``metrics.csv``, in loggers and for ``run.best``."""
     higher_is_better: ClassVar[bool] = True
 
     def compute(self, predictions: Tensor, targets: Tensor) -> float:
-        """The figure of a whole evaluation; called once, on the first rank.
+        """Return the value for a whole evaluation. Called once, on the first rank.
 
         Args:
-            predictions: what the model gives as ``Loss.logits``, of all items over all ranks, in the host's memory and
-                in no particular order; float32 or float64, shape ``(items, ...)``.
-            targets: ``Loss.targets`` of the same items, shape ``(items, ...)``; those that are -100 are left out.
+            predictions: what the model yields as ``Loss.logits``, of all items over all ranks, in host memory and in no
+                particular order; float32 or float64, shape ``(items, ...)``.
+            targets: ``Loss.targets`` of the same items, shape ``(items, ...)``; items with target -100 are left out.
         """
         raise NotImplementedError(f"{type(self).__name__} must define compute(predictions, targets) -> float")
 
 
 def weigh_mixed(batch: Mapping[str, Any], weigh: Callable[[Any], dict[str, float]]) -> dict[str, float]:
-    """The weights of a micro-batch of mixed samples: of its labels and its mixed labels, each by its share."""
+    """Return the weights of a micro-batch of mixed samples: those of both labels, weighted by their shares."""
     plain = {key: value for key, value in batch.items() if key not in ("mixed_labels", "lam")}
     share, own, other = float(batch["lam"][0]), weigh(plain), weigh({**plain, "labels": batch["mixed_labels"]})
-    return {name: other[name] + share * (own[name] - other[name]) for name in own}  # exact where they are equal
+    return {name: other[name] + share * (own[name] - other[name]) for name in own}  # exact if both are equal
 
 
-class Data:
-    """Where samples come from. A dataset of one's own is a dataclass that subclasses this.
+class Samples(OptionalAttributes):
+    """Base class of a split. A subclass defines ``__len__`` and ``__getitem__``; everything else is optional.
 
-    After ``prepare``, ``train``, ``val`` and ``test`` are map-style datasets (``len`` and ``[i]``) or ``None``.
-    Such a dataset may also have ``lengths`` (tokens of each sample, for cutting a batch by length), ``augmented``
-    (``True`` when ``[i]`` draws random numbers; torch, NumPy and ``random`` are then seeded per sample),
-    ``__getitems__(indices)`` that returns a collated batch at once, ``groups`` (:class:`Groups`, where reading all over
-    it would be slow), ``longest`` (samples that are likely to be the longest, where ``lengths`` are not known),
-    ``labels`` (that of every sample, in their order), ``describe(i)``, the file or row of a sample for error messages,
-    and ``fingerprint()``, a text that differs wherever the content of the split does: a run is resumed on the same data
-    only. Without it, the fingerprint is made of the size, the lengths and up to 64 samples.
+    A list, a torch ``Dataset`` or a ``datasets.Dataset`` is a split, too: :func:`as_samples` reads the same attributes.
+    """
 
-    ``workers`` processes load ahead (``None``: up to 4 a rank on a GPU); a micro-batch that takes one of them more than
-    ``worker_timeout`` seconds ends the run. Up to ``max_bad_samples`` samples, over all splits and ranks, may turn out
-    not to be loadable: they are left out, as if they had no weight. Any of the three may be a field, and so a flag.
+    augmented: bool
+    """Whether ``[i]`` draws random numbers. torch, NumPy and ``random`` are then seeded per sample."""
+    lengths: Sequence[int] | None
+    """Tokens of each sample, to split a batch by length."""
+    longest: Sequence[int]
+    """Samples that are probably the longest, if ``lengths`` are unknown."""
+    labels: Sequence[Any] | None
+    """The label of every sample, in order."""
+    groups: Groups | None
+    """Groups of neighbouring samples, if reading in random order is slow."""
+    bytes_per_token: float | None
+    """Average bytes of text per predicted token, for the metric bits_per_byte."""
+    __getitems__: Callable[[Sequence[int]], Any] | None
+    """Return a collated batch, or a list of samples, for several indices at once."""
+
+    samples: Sequence[Any] | None
+    """``(path, label)`` of every sample, if each is an image file (torchvision's convention)."""
+    digests: Sequence[bytes] | None
+    """A hash of the content of every sample, without its label. Used to find duplicates."""
+    images: Tensor | None
+    """All images, if they are in memory. Used to find duplicates."""
+    table: Any
+    """The ``datasets.Dataset`` with ``input_ids`` that the samples come from. Used to find duplicates."""
+    chosen: Sequence[int] | None
+    """The rows of ``table`` that are the samples."""
+
+    DEFAULTS: ClassVar[Mapping[str, Any]] = {
+        "augmented": False,
+        "longest": (),
+        **dict.fromkeys(("lengths", "labels", "groups", "bytes_per_token", "__getitems__")),
+        **dict.fromkeys(("samples", "digests", "images", "table", "chosen")),
+    }
+
+    @property
+    def original(self) -> Any:
+        """The split as the dataset defines it: this object, or the object that :func:`as_samples` adapted."""
+        return self
+
+    def __len__(self) -> int:
+        raise NotImplementedError(f"{type(self).__name__} must define __len__()")
+
+    def __getitem__(self, index: int) -> Any:
+        raise NotImplementedError(f"{type(self).__name__} must define __getitem__(index)")
+
+    def describe(self, index: int) -> str:
+        """Return the file or row of a sample, for error messages."""
+        return f"sample {index} of {type(self.original).__name__}"
+
+    def fingerprint(self) -> str | None:
+        """Return a text that differs if the content differs: a run resumes only on the same data.
+
+        ``None`` (the default) stands for a hash of the size, the lengths and up to 64 samples.
+        """
+        return None
+
+    def files(self) -> Mapping[str, str]:
+        """Return a short hash of every file by its name, so that a resumed run can name the file that changed."""
+        return {}
+
+
+class DrawnSamples(Samples):
+    """A split that loads samples one by one and converts a whole micro-batch at once, which is faster for images."""
+
+    def draw(self, index: int) -> Any:
+        """Return a sample before conversion."""
+        raise NotImplementedError(f"{type(self).__name__} must define draw(index)")
+
+    def together(self, drawn: Sequence[Any]) -> Any:
+        """Return the micro-batch of samples from ``draw``."""
+        raise NotImplementedError(f"{type(self).__name__} must define together(drawn)")
+
+
+class _AdaptedSamples(Samples):
+    """A split of another class with the attributes of :class:`Samples`; missing ones have their defaults."""
+
+    def __init__(self, split: Any) -> None:
+        self._split = split
+
+    if not TYPE_CHECKING:
+
+        def __getattr__(self, name: str) -> Any:
+            default = super().__getattr__(name)
+            value = getattr(self._split, name, default)
+            return default if value is None else value
+
+    @property
+    def original(self) -> Any:
+        return self._split
+
+    def __len__(self) -> int:
+        return len(self._split)
+
+    def __getitem__(self, index: int) -> Any:
+        return self._split[index]
+
+    def describe(self, index: int) -> str:
+        return getattr(self._split, "describe", super().describe)(index)
+
+    def fingerprint(self) -> str | None:
+        return getattr(self._split, "fingerprint", super().fingerprint)()
+
+    def files(self) -> Mapping[str, str]:
+        return getattr(self._split, "files", super().files)()
+
+
+def as_samples(split: Any) -> Samples:
+    """Return ``split`` as :class:`Samples`: unchanged if it is one, otherwise adapted."""
+    return split if isinstance(split, Samples) else _AdaptedSamples(split)
+
+
+def splits_of(data: Data) -> dict[str, Samples]:
+    """Return the splits of a prepared dataset by name: train, val and test, if they exist."""
+    found = {"train": data.train, "val": data.val, "test": data.test}
+    return {name: as_samples(split) for name, split in found.items() if split is not None}
+
+
+class Data(OptionalAttributes):
+    """A dataset. A custom dataset is a dataclass that subclasses this and defines ``prepare``.
+
+    After ``prepare``, ``train``, ``val`` and ``test`` are splits or ``None``: objects with ``len`` and ``[i]``, and
+    with any of the attributes of :class:`Samples`.
     """
 
     tasks: ClassVar[Sequence[Task]] = ()
-    """The tasks of models that it has labels for; empty where only its author knows."""
-
-    seen_by: Model | None = None
-    """The model of the recipe, which says what the dataset leaves open: see ``Model.image_input``."""
-
-    prepared_for: Task = "single_label"
-    """The task of the model, as its recipe says before ``prepare`` is called."""
+    """The tasks that the dataset has labels for; empty if unknown."""
 
     train: Any = None
     val: Any = None
     test: Any = None
+
     workers: int | None = 0
+    """Processes that load ahead; ``None`` is up to 4 per rank on a GPU. May be a field, and so a flag."""
     worker_timeout: float = 300.0
+    """Seconds that a micro-batch may take a worker before the run ends. May be a field, and so a flag."""
     max_bad_samples: int = 0
+    """Samples, over all splits and ranks, that may be left out because they cannot be loaded; they have no weight. May
+    be a field, and so a flag."""
+
+    num_classes: int | None
+    class_names: Sequence[str] | None
+    image_size: int | None
+    channels: int | None
+    max_length: int | None
+    """Maximum number of tokens of a sample."""
+    text_column: str | None
+    """The column of tables with the text, for ``trainer predict``."""
+    val_fraction: float | None
+    """The share of the training samples that is held out for validation; ``None`` without such a setting."""
+    answers: ClassVar[bool]
+    """Whether a model answers a text or a list of messages; otherwise it continues the text."""
+    belonging: ClassVar[Mapping[str, Sequence[str]]]
+    """By a setting, other settings that are reset if the setting changes, because they belong to its old value."""
+    load_image: Callable[[str], Tensor] | None
+    """Read an image file as an evaluation sees it, for ``trainer predict``."""
+    encode: Callable[[Sequence[Any], Any], Any] | None
+    """Convert texts, with a tokenizer, to a batch without labels, for ``trainer predict``."""
+
+    DEFAULTS: ClassVar[Mapping[str, Any]] = {
+        "answers": False,
+        "belonging": {},
+        **dict.fromkeys(("num_classes", "class_names", "image_size", "channels", "max_length")),
+        **dict.fromkeys(("text_column", "val_fraction", "load_image", "encode")),
+    }
+
+    _model: Model | None = None
 
     def require_files(self) -> None:
-        """Refuse files that must be here and are not: called before torch is imported, or anything is fetched."""
+        """Refuse missing files. Called before torch is imported and before anything is downloaded."""
 
-    def prepare(self, tokenizer: Any = None) -> None:
-        """Find, download, check and tokenise; called on every rank, the first rank of a node first."""
-        raise NotImplementedError(f"{type(self).__name__} must define prepare(tokenizer)")
+    def prepare(self, tokenizer: Any = None, model: Model | None = None) -> None:
+        """Find, download, check and tokenise. Called on every rank, on the first rank of a node first.
+
+        Args:
+            tokenizer: the tokenizer of the model; ``None`` for models without one.
+            model: the model of the recipe, for its ``task`` and ``image_input``. May be left out of the signature.
+        """
+        raise NotImplementedError(f"{type(self).__name__} must define prepare(tokenizer, model)")
+
+    def use_model(self, model: Model) -> None:
+        """Remember the model that the samples are for. Called before ``outline``, ``prepare`` and predictions."""
+        self._model = model
 
     def outline(self) -> Outline | None:
-        """What the dataset holds, where its files are not here: ``trainer plan`` then makes samples up. ``None`` where
-        they are here, or nobody knows: they are prepared, as for a run."""
+        """Return what the dataset holds if its files are missing: ``trainer plan`` then creates fake samples. ``None``
+        if the files exist, or if nothing is known: they are then prepared as for a run."""
         return None
 
     def mixing(self) -> Mixing | None:
-        """How the training samples of a batch are mixed with each other, ``pixel_values`` (n, channels, H, W) and
-        ``labels``; ``None`` if they are not."""
+        """Return how the training samples of a batch are mixed: ``pixel_values`` (n, channels, H, W) and ``labels``;
+        ``None`` if they are not."""
         return None
 
     def chances(self) -> Sequence[float] | None:
-        """How likely each training sample is drawn, with replacement, relative to the others, once they are prepared;
-        ``None`` where an epoch has each of them once."""
+        """Return the relative probability of each training sample, drawn with replacement, after ``prepare``; ``None``
+        if an epoch has each sample once."""
         return None
 
     def collate(self, samples: Sequence[Any]) -> Any:
-        """Make a micro-batch (any nest of tensors; the built-in models read a dict with ``labels``) of samples."""
+        """Make a micro-batch of samples: any nest of tensors; the built-in models read a dict with ``labels``."""
         from torch.utils.data import default_collate
 
         return default_collate(list(samples))
+
+    @property
+    def seen_by(self) -> Model | None:
+        """Deprecated: the argument ``model`` of ``prepare``."""
+        deprecated("Data.seen_by", "the argument model of prepare(tokenizer, model)")
+        return self._model
+
+    @property
+    def prepared_for(self) -> Task:
+        """Deprecated: ``model.task`` of the argument ``model`` of ``prepare``."""
+        deprecated("Data.prepared_for", "model.task of prepare(tokenizer, model)")
+        return self._task
+
+    @property
+    def _task(self) -> Task:
+        return (self._model and self._model.task) or "single_label"
+
+
+def prepare_data(data: Data, model: Model | None, tokenizer: Any) -> None:
+    """Call ``data.prepare`` with what it accepts: ``prepare(tokenizer)`` without the model keeps working."""
+    if model is not None:
+        data.use_model(model)
+    parameters = inspect.signature(data.prepare).parameters.values()
+    if any(one.name == "model" or one.kind is one.VAR_KEYWORD for one in parameters):
+        data.prepare(tokenizer, model=model)
+    else:
+        data.prepare(tokenizer)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from difflib import get_close_matches
 from functools import lru_cache
@@ -57,6 +58,11 @@ def nearest(word: str, known: Iterable[str], cutoff: float = 0.6, prefix: str = 
     names = {name.lower(): name for name in reversed(list(known))}  # of several, the first
     close = get_close_matches(word.lower(), names, 1, cutoff)
     return f"; did you mean {prefix}{names[close[0]]}?" if close else ""
+
+
+def deprecated(name: str, replacement: str) -> None:
+    """Warn the caller of the function that calls this: ``name`` works for one more release."""
+    warnings.warn(f"{name} is deprecated and will be removed: use {replacement}", DeprecationWarning, stacklevel=3)
 
 
 def require(condition: bool, message: str) -> None:

@@ -8,10 +8,10 @@ import re
 from collections.abc import Callable, Mapping
 from dataclasses import KW_ONLY, dataclass, field
 from functools import cache
-from typing import Any, Literal, get_origin, get_type_hints
+from typing import Any, Literal, TypeVar, get_origin, get_type_hints
 
 from trainer.contract import Data, Metric, Model
-from trainer.errors import nearest, require, require_choice, require_positive, require_types
+from trainer.errors import RecipeError, deprecated, nearest, require, require_choice, require_positive, require_types
 from trainer.system.text import parse_budget, parse_duration
 
 DecidedPrecision = Literal["32-true", "64-true", "bf16-mixed", "16-mixed", "bf16-true", "16-true"]
@@ -40,6 +40,14 @@ REPORTED = {
 """What the evaluations of each task may have, besides the loss."""
 
 _hints: Any = cache(get_type_hints)
+T = TypeVar("T")
+
+
+def within(interval: str, default: T, note: str = "") -> T:
+    """Return a field whose value must be null or in ``interval``, such as ``[0, 1)``; ``note`` ends the message."""
+    return field(default=default, metadata={"interval": interval, "note": note})
+
+
 MOST_WORKERS = 1024  # processes that a run may start on a machine
 
 NOT_OFFERED = {
@@ -113,115 +121,120 @@ class Optim:
     _: KW_ONLY
     factory: Any = field(default=None, metadata={"setting": False})
     arguments: dict[str, Any] = field(default_factory=dict, hash=False)
-    lr: float = 1e-3
-    weight_decay: float = 0.0
-    momentum: float = 0.0
+    lr: float = within("(0, inf)", 1e-3)
+    weight_decay: float = within("[0, inf)", 0.0)
+    momentum: float = within("[0, 1)", 0.0)
     nesterov: bool = False
     betas: list[float] | None = None
-    eps: float | None = None
+    eps: float | None = within("(0, inf)", None)
     schedule: Schedule = "constant"
     min_lr: float = 0.0
-    warmup_steps: int = 0
-    warmup_ratio: float | None = None
-    plateau_patience: int = 10
-    plateau_factor: float = 0.1
-    layer_decay: float | None = None
+    warmup_steps: int = within("[0, inf)", 0)
+    warmup_ratio: float | None = within("[0, 1)", None, "; it is a fraction of all steps")
+    plateau_patience: int = within("[0, inf)", 10)
+    plateau_factor: float = within("(0, 1)", 0.1)
+    layer_decay: float | None = within("(0, 1]", None)
     groups: dict[str, Any] = field(default_factory=dict, hash=False)
-    ema: float | None = None
+    ema: float | None = within("[0, 1)", None, "; null is no average")
     ema_warmup: bool = False
-    clip_norm: float | None = None
+    clip_norm: float | None = within("(0, inf]", None, "; null turns clipping off")
     scale_lr: ScaleLR = "none"
     reference_batch_size: int | None = None
 
     def __post_init__(self) -> None:
         _check("optim.", self, positive=("reference_batch_size",))
-        require(0 < self.lr < math.inf, f"optim.lr={self.lr} must be greater than 0, and finite")
-        decay = self.weight_decay
-        require(0 <= decay < math.inf, f"optim.weight_decay={decay} must not be negative, and be finite")
-        require(0 <= self.momentum < 1, f"optim.momentum={self.momentum} must be in [0, 1)")
         self._check_name()
-        why = f"optim.momentum={self.momentum} has no meaning for {self.name}: use optim.name sgd or rmsprop"
-        require(not self.momentum or self.name in ("sgd", "rmsprop"), why)
-        why = "optim.nesterov=true is for optim.name sgd with optim.momentum: give both, or use false"
-        require(not self.nesterov or (self.name == "sgd" and self.momentum > 0), why)
-        if self.betas is not None:
-            why = f"optim.betas={self.betas} has no meaning for {self.name}: use null, or adamw, adam or lion"
-            require(self.name in ("adamw", "adam", "lion"), why)
-            fits = len(self.betas) == 2 and all(0 <= beta < 1 for beta in self.betas)
-            require(fits, f"optim.betas={self.betas} must be two numbers in [0, 1), as in [0.9, 0.999]")
-        if self.eps is not None:
-            why = f"optim.eps={self.eps} has no meaning for {self.name}: leave it at null"
-            require(self.name in ("adamw", "adam", "adagrad", "rmsprop"), why)
-            require(0 < self.eps < math.inf, f"optim.eps={self.eps} must be greater than 0, and finite")
-        require(self.ema is None or 0 <= self.ema < 1, f"optim.ema={self.ema} must be in [0, 1); null is no average")
+        self._check_arguments()
+        self._check_moments()
         self._check_schedule()
         self._check_groups()
-        why = f"optim.clip_norm={self.clip_norm} must be greater than 0; null turns clipping off"
-        require(self.clip_norm is None or self.clip_norm > 0, why)
-        is_known = self.scale_lr == "none" or self.reference_batch_size is not None
-        why = f"optim.scale_lr={self.scale_lr} needs optim.reference_batch_size"
-        require(is_known, f"{why}, the batch size that optim.lr was chosen for")
+        if self.scale_lr != "none" and self.reference_batch_size is None:
+            key = f"optim.scale_lr={self.scale_lr}"
+            raise RecipeError(f"{key} needs optim.reference_batch_size, the batch size that optim.lr was chosen for")
 
     @property
     def kind(self) -> str:
-        """The name of the optimizer, or of what makes it."""
+        """The name of the optimizer, or of its factory."""
         return self.name if self.factory is None else getattr(self.factory, "__qualname__", "a factory")
 
     @property
-    def is_own(self) -> bool:
-        """Whether it is none of those that have a name here."""
+    def is_custom(self) -> bool:
+        """Whether the optimizer is none of the built-in names."""
         return self.factory is not None or self.name not in OPTIMIZERS
 
     @property
+    def is_own(self) -> bool:
+        """Deprecated: ``is_custom``."""
+        deprecated("Optim.is_own", "Optim.is_custom")
+        return self.is_custom
+
+    @property
     def is_code(self) -> bool:
-        """Whether ``name`` is of a module of anybody's own: importing that executes it."""
+        """Whether ``name`` is in a module outside torch: importing it executes user code."""
         return self.name not in OPTIMIZERS and re.fullmatch(re.escape(TORCH) + r"[A-Za-z]\w*", self.name) is None
 
     def _check_name(self) -> None:
-        dotted = "." in self.name and all(word.isidentifier() for word in self.name.split("."))
-        why = f"optim.name={self.name!r} must be {'|'.join(OPTIMIZERS)}, or a full name as torch.optim.NAdam is"
-        require(dotted or self.name in OPTIMIZERS, f"{why}{nearest(self.name, OPTIMIZERS)}")
-        require(self.factory is None or callable(self.factory), f"optim.factory={self.factory!r} is no function")
-        why = "optim.factory makes the optimizer, and optim.name says another: leave out one"
-        require(self.factory is None or self.name == "adamw", why)
-        why = f"optim.arguments={self.arguments} are for an optimizer by its full name; {self.name} has fields of optim"
-        require(self.is_own or not self.arguments, why)
+        is_path = "." in self.name and all(word.isidentifier() for word in self.name.split("."))
+        if not is_path and self.name not in OPTIMIZERS:
+            wanted = f"must be {'|'.join(OPTIMIZERS)}, or a full name such as torch.optim.NAdam"
+            raise RecipeError(f"optim.name={self.name!r} {wanted}{nearest(self.name, OPTIMIZERS)}")
+        if self.factory is None:
+            return
+        require(callable(self.factory), f"optim.factory={self.factory!r} must be a function or class")
+        require(self.name == "adamw", f"optim.factory and optim.name={self.name} exclude each other: leave out one")
+
+    def _check_arguments(self) -> None:
+        if not self.is_custom and self.arguments:
+            fix = f"set the fields of optim for {self.name}"
+            raise RecipeError(f"optim.arguments={self.arguments} are for an optimizer by its full name: {fix}")
         for name in ("params", "lr", "weight_decay"):
-            why = f"optim.arguments has {name}: that is " + ("what is trained" if name == "params" else f"optim.{name}")
-            require(name not in self.arguments, why)
+            if name in self.arguments:
+                fix = "leave it out" if name == "params" else f"set optim.{name} instead"
+                raise RecipeError(f"optim.arguments has {name}, which the trainer passes itself: {fix}")
         for name in ("momentum", "nesterov", "betas", "eps"):
-            why = f"optim.{name} is for the optimizers with names of their own here: put it into optim.arguments"
-            require(not (self.is_own and getattr(self, name)), why)
+            if self.is_custom and getattr(self, name):
+                raise RecipeError(f"optim.{name} is for the built-in optimizers: put it into optim.arguments")
+
+    def _check_moments(self) -> None:
+        if self.momentum and self.name not in ("sgd", "rmsprop"):
+            raise RecipeError(f"optim.momentum={self.momentum} has no meaning for {self.name}: use sgd or rmsprop")
+        if self.nesterov and not (self.name == "sgd" and self.momentum):
+            raise RecipeError("optim.nesterov=true needs optim.name sgd and optim.momentum: give both, or use false")
+        if self.betas is not None:
+            if self.name not in ("adamw", "adam", "lion"):
+                fix = "use null, or adamw, adam or lion"
+                raise RecipeError(f"optim.betas={self.betas} has no meaning for {self.name}: {fix}")
+            if len(self.betas) != 2 or not all(0 <= beta < 1 for beta in self.betas):
+                raise RecipeError(f"optim.betas={self.betas} must be two numbers in [0, 1), such as [0.9, 0.999]")
+        if self.eps is not None and self.name not in ("adamw", "adam", "adagrad", "rmsprop"):
+            raise RecipeError(f"optim.eps={self.eps} has no meaning for {self.name}: leave it at null")
 
     def _check_schedule(self) -> None:
-        least, steps, ratio = self.min_lr, self.warmup_steps, self.warmup_ratio
-        require(0 <= least <= self.lr, f"optim.min_lr={least} must be between 0 and optim.lr={self.lr}")
-        why = f"optim.min_lr={least} has no meaning for optim.schedule=constant: use 0, or another schedule"
-        require(not least or self.schedule != "constant", why)
-        grows = "optim.schedule=range_test grows from optim.min_lr, which must be more than 0, and has no warm-up"
-        require(self.schedule != "range_test" or (least > 0 and not steps and ratio is None), grows)
-        require(steps >= 0, f"optim.warmup_steps={steps} must not be negative")
-        why = f"optim.warmup_ratio={ratio} must be a fraction of all steps, from 0 to less than 1"
-        require(ratio is None or 0 <= ratio < 1, why)
-        why = f"optim.warmup_steps={steps} and optim.warmup_ratio={ratio} say the same thing twice: leave out one"
-        require(not steps or ratio is None, why)
-        patience, factor = self.plateau_patience, self.plateau_factor
-        require(patience >= 0, f"optim.plateau_patience={patience} must not be negative")
-        require(0 < factor < 1, f"optim.plateau_factor={factor} must be between 0 and 1")
+        low, steps, ratio = self.min_lr, self.warmup_steps, self.warmup_ratio
+        require(0 <= low <= self.lr, f"optim.min_lr={low} must be between 0 and optim.lr={self.lr}")
+        if low and self.schedule == "constant":
+            fix = "use 0, or another schedule"
+            raise RecipeError(f"optim.min_lr={low} has no meaning for optim.schedule=constant: {fix}")
+        if self.schedule == "range_test" and (low == 0 or steps or ratio is not None):
+            fix = "set optim.min_lr to more than 0, and no warm-up"
+            raise RecipeError(f"optim.schedule=range_test grows from optim.min_lr: {fix}")
+        if steps and ratio is not None:
+            both = f"optim.warmup_steps={steps} and optim.warmup_ratio={ratio}"
+            raise RecipeError(f"{both} exclude each other: leave out one")
 
     def _check_groups(self) -> None:
-        decay = self.layer_decay
-        require(decay is None or 0 < decay <= 1, f"optim.layer_decay={decay} must be greater than 0 and at most 1")
+        known = ", ".join(GROUP_SETTINGS)
         for pattern, settings in self.groups.items():
             key = f"optim.groups[{pattern!r}]"
-            fits = isinstance(settings, Mapping) and len(settings) > 0
-            require(fits, f"{key}={settings!r} must be a mapping with any of {', '.join(GROUP_SETTINGS)}")
+            if not isinstance(settings, Mapping) or not settings:
+                raise RecipeError(f"{key}={settings!r} must be a mapping with any of {known}")
             for name, value in settings.items():
-                meant = nearest(str(name), GROUP_SETTINGS, 0.3) or f"; there are {', '.join(GROUP_SETTINGS)}"
-                require(name in GROUP_SETTINGS, f"{key} has no {name}{meant}")
-                wanted, is_so = GROUP_SETTINGS[name]
-                fits = isinstance(value, bool) if name == "frozen" else type(value) in (int, float) and is_so(value)
-                require(fits, f"{key}.{name}={value!r} must be {wanted}")
+                if name not in GROUP_SETTINGS:
+                    hint = nearest(str(name), GROUP_SETTINGS, 0.3) or f"; there are {known}"
+                    raise RecipeError(f"{key} has no {name}{hint}")
+                wanted, fits = GROUP_SETTINGS[name]
+                is_right = isinstance(value, bool) if name == "frozen" else type(value) in (int, float) and fits(value)
+                require(is_right, f"{key}.{name}={value!r} must be {wanted}")
 
 
 @dataclass(frozen=True)
@@ -301,9 +314,10 @@ class Memory:
         if self.budget is not None:
             parse_budget(self.budget, 0)
         kept = self.activation_checkpointing
-        fraction = isinstance(kept, int | float) and not isinstance(kept, bool) and 0 <= kept <= 1
-        why = f"memory.activation_checkpointing={kept!r} is neither none, selective, full, auto nor a fraction of the "
-        require(fraction or kept in ("none", "selective", "full", "auto"), f"{why}blocks between 0 and 1")
+        is_fraction = isinstance(kept, int | float) and not isinstance(kept, bool) and 0 <= kept <= 1
+        if not is_fraction and kept not in ("none", "selective", "full", "auto"):
+            wanted = "must be none, selective, full, auto or a fraction of the blocks from 0 to 1"
+            raise RecipeError(f"memory.activation_checkpointing={kept!r} {wanted}")
 
 
 @dataclass(frozen=True)
@@ -320,7 +334,7 @@ class Checkpoint:
     _: KW_ONLY
     every: int | str | None = "15min"
     keep_last: int = 2
-    keep_best: int = 0
+    keep_best: int = within("[0, inf)", 0)
     asynchronous: bool = True
 
     def __post_init__(self) -> None:
@@ -329,7 +343,6 @@ class Checkpoint:
             parse_duration(self.every)
         elif self.every is not None:
             require_positive("checkpoint.every", self.every)
-        require(self.keep_best >= 0, f"checkpoint.keep_best={self.keep_best!r} must be an integer of at least 0")
 
 
 @dataclass(frozen=True)
@@ -395,7 +408,7 @@ class Run:
     recover: bool = True
     resume: str = "none"
     allow_change: list[str] = field(default_factory=list)
-    hang_after: float = 600.0
+    hang_after: float = within(f"(0, {MOST_SECONDS}]", 600.0, " seconds")
     deterministic: bool = False
 
     def __post_init__(self) -> None:
@@ -407,49 +420,67 @@ class Run:
             require_positive("run.devices", self.devices, MOST_WORKERS)
         known = "auto, none or the path of a checkpoint or run directory"
         require(bool(self.resume), f"run.resume is empty: give {known}")
-        meant = MEANT.get(("run.resume", str(self.resume).lower()))
-        require(meant is None, f"run.resume={self.resume!r} must be {known}; did you mean {meant}?")
-        figures, own = [*HIGHER, *LOWER], [metric for metric in self.metrics if isinstance(metric, Metric)]
-        for metric in own:
-            name = str(getattr(metric, "name", ""))
-            why = f"run.metrics: {type(metric).__name__}.name={name!r} must be a word of its own, such as top3"
-            require(name.isidentifier() and name not in (*figures, "last"), why)
-            figures.append(name)
-        for figure in self.metrics:
-            if isinstance(figure, str):
-                _require_figure(f"run.metrics={figure!r}", figure, figures)
-        chosen = self.chosen()
-        if chosen not in (None, "last"):
-            _require_figure(f"run.best={self.best!r}", str(chosen), figures)
-        if not self.evaluate or chosen == "last":
-            why = f"run.patience={self.patience} needs evaluations to compare: leave out run."
-            require(self.patience is None, why + ("best=last" if chosen == "last" else "evaluate=false"))
-            why = f"run.best={self.best!r} needs evaluations: leave out run.evaluate=false"
-            require(chosen in (None, "last"), why)
-        why = f"run.hang_after={self.hang_after} must be greater than 0 seconds, and at most {MOST_SECONDS:,}"
-        require(0 < self.hang_after <= MOST_SECONDS, why)
+        if (meant := MEANT.get(("run.resume", str(self.resume).lower()))) is not None:
+            raise RecipeError(f"run.resume={self.resume!r} must be {known}; did you mean {meant}?")
+        self._check_metrics()
 
-    def chosen(self) -> str | None:
-        """The figure that ``best`` names, without the split that may stand before it."""
+    def _check_metrics(self) -> None:
+        names = [*HIGHER, *LOWER]
+        for metric in self.metrics:
+            if isinstance(metric, Metric):
+                name = str(getattr(metric, "name", ""))
+                if not name.isidentifier() or name in (*names, "last"):
+                    key = f"run.metrics: {type(metric).__name__}.name={name!r}"
+                    raise RecipeError(f"{key} must be a new identifier, such as top3")
+                names.append(name)
+        for metric in self.metrics:
+            if isinstance(metric, str):
+                _require_metric(f"run.metrics={metric!r}", metric, names)
+        best = self.best_metric()
+        if best not in (None, "last"):
+            _require_metric(f"run.best={self.best!r}", str(best), names)
+        if self.patience is not None and (best == "last" or not self.evaluate):
+            fix = "best=last" if best == "last" else "evaluate=false"
+            raise RecipeError(f"run.patience={self.patience} needs evaluations to compare: leave out run.{fix}")
+        if not self.evaluate and best not in (None, "last"):
+            raise RecipeError(f"run.best={self.best!r} needs evaluations: leave out run.evaluate=false")
+
+    def best_metric(self) -> str | None:
+        """Return the metric that ``best`` names, without the prefix for its split."""
         return self.best if self.best is None else self.best.removeprefix("val_").removeprefix("test_")
 
-    def asked_figures(self) -> list[str | Metric]:
-        """What every evaluation has besides the task's own figures: ``metrics``, and what ``best`` needs."""
+    def requested_metrics(self) -> list[str | Metric]:
+        """Return the metrics of every evaluation in addition to those of the task: ``metrics``, and that of ``best``."""
         names = {metric if isinstance(metric, str) else metric.name for metric in self.metrics}
-        chosen = self.chosen()
-        return [*self.metrics, *([] if chosen in (None, "last", *names) else [str(chosen)])]
+        best = self.best_metric()
+        return [*self.metrics, *([] if best in (None, "last", *names) else [str(best)])]
 
-    def require_figures(self, task: str | None, num_classes: int | None) -> None:
-        """Refuse figures that a model of ``task`` has not; ``None`` is one of anybody's own that does not say so."""
+    def validate_metrics(self, task: str | None, num_classes: int | None) -> None:
+        """Refuse metrics that a model of ``task`` cannot have; ``None`` is a custom model without a ``task``."""
         task = task or ("single_label" if num_classes else None)
         offered = REPORTED.get(task or "", (*HIGHER, *LOWER))
-        for name in (figure for figure in self.asked_figures() if isinstance(figure, str)):
+        for name in (metric for metric in self.requested_metrics() if isinstance(metric, str)):
             key = f"run.metrics={name}" if name in self.metrics else f"run.best={self.best}"
-            known = name == "loss" or name in offered
-            require(known, f"{key} is not for {task} models: choose of {', '.join(sorted(offered))}")
-            for_two = name not in ("f1", "precision", "recall") or num_classes in (None, 2)
-            fix = f"say {name}_macro, the mean over the classes, or {name}_micro"
-            require(for_two, f"{key} is of class 1 of two, and there are {num_classes}: {fix}")
+            if name != "loss" and name not in offered:
+                raise RecipeError(f"{key} is not for {task} models: choose one of {', '.join(sorted(offered))}")
+            if name in ("f1", "precision", "recall") and num_classes not in (None, 2):
+                fix = f"use {name}_macro, the mean over the classes, or {name}_micro"
+                raise RecipeError(f"{key} needs 2 classes, and there are {num_classes}: {fix}")
+
+    def chosen(self) -> str | None:
+        """Deprecated: ``best_metric``."""
+        deprecated("Run.chosen", "Run.best_metric")
+        return self.best_metric()
+
+    def asked_figures(self) -> list[str | Metric]:
+        """Deprecated: ``requested_metrics``."""
+        deprecated("Run.asked_figures", "Run.requested_metrics")
+        return self.requested_metrics()
+
+    def require_figures(self, task: str | None, num_classes: int | None) -> None:
+        """Deprecated: ``validate_metrics``."""
+        deprecated("Run.require_figures", "Run.validate_metrics")
+        self.validate_metrics(task, num_classes)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -479,7 +510,7 @@ class Recipe:
     accumulate: int | dict[int, int] | None = None
     epochs: int = 1
     max_steps: int | None = None
-    seed: int = 0
+    seed: int = within(f"[0, {2**63})", 0)
     eval_every: int | None = None
     memory: Memory = field(default_factory=Memory)
     checkpoint: Checkpoint = field(default_factory=Checkpoint)
@@ -487,58 +518,80 @@ class Recipe:
     listeners: list[Any] = field(default_factory=list, metadata={"setting": False})
 
     def __post_init__(self) -> None:
-        why = f"model={self.model!r} must be a trainer.Model: subclass it and define build() and losses()"
-        require(isinstance(self.model, Model), why)
-        why = f"data={self.data!r} must be a trainer.Data: subclass it and define prepare()"
-        require(isinstance(self.data, Data), why)
+        if not isinstance(self.model, Model):
+            fix = "subclass it and define build() and losses()"
+            raise RecipeError(f"model={self.model!r} must be a trainer.Model: {fix}")
+        if not isinstance(self.data, Data):
+            raise RecipeError(f"data={self.data!r} must be a trainer.Data: subclass it and define prepare()")
         _check("", self, positive=("batch_size", "max_steps", "eval_every", "epochs"))
-        self.data.seen_by = self.model
-        task, known = getattr(self.model, "task", None), self.data.tasks
-        if task is not None:
+        self._check_task()
+        self._check_batch()
+        workers = self.data.workers
+        if workers is not None and not (isinstance(workers, int) and workers <= MOST_WORKERS):
+            raise RecipeError(f"data.workers={workers} must be an integer of at most {MOST_WORKERS}: each is a process")
+        if self.optim.schedule == "plateau" and not self.run.evaluate:
+            fix = "use true, or another schedule"
+            raise RecipeError(f"optim.schedule=plateau needs evaluations, and run.evaluate is false: {fix}")
+
+    def _check_task(self) -> None:
+        task, known = self.model.task, self.data.tasks
+        if task is not None and known and task not in known:
             has = f"{type(self.data).__name__} has labels for {' and '.join(known)}"
-            why = f"model.task={task} does not fit the data, {has}: use one of these, or other data (docs/tasks.md)"
-            require(not known or task in known, why)
-            self.data.prepared_for = task
-        self.run.require_figures(task, getattr(self.model, "num_classes", None))
-        workers = getattr(self.data, "workers", 0)
-        fits = workers is None or (isinstance(workers, int) and workers <= MOST_WORKERS)
-        require(fits, f"data.workers={workers}: each is a process; say an integer of {MOST_WORKERS} at most")
-        require(0 <= self.seed < 2**63, f"seed={self.seed!r} must be an integer in [0, 2^63)")
-        counts: dict[str, Any] = {} if self.accumulate is None else {"accumulate": self.accumulate}
-        if isinstance(self.accumulate, Mapping):
-            why = f"accumulate={self.accumulate} must say what holds from epoch 0 on, as in {{0: 8, 4: 2}}"
-            require(0 in self.accumulate, why)
-            for epoch in self.accumulate:
-                why = f"accumulate={self.accumulate}: epoch {epoch!r} must be an integer of at least 0"
-                require(isinstance(epoch, int) and epoch >= 0, why)
-            counts = {f"accumulate[{epoch}]": count for epoch, count in self.accumulate.items()}
-        for key, count in counts.items():
-            require_positive(key, count)
-        cut = self.accumulate is not None and self.memory.micro_batch_size != "auto"
-        why = "batch_size is missing: give it, or give accumulate and memory.micro_batch_size (batch_size ="
-        require(self.batch_size is not None or cut, f"{why} micro_batch_size × accumulate × ranks)")
-        why = "optim.schedule=plateau waits for evaluations, and run.evaluate is false: use true, or another schedule"
-        require(self.run.evaluate or self.optim.schedule != "plateau", why)
+            fix = "use one of these, or other data (docs/tasks.md)"
+            raise RecipeError(f"model.task={task} does not fit the data, {has}: {fix}")
+        self.run.validate_metrics(task, self.model.num_classes)
+
+    def _check_batch(self) -> None:
+        accumulate = self.accumulate
+        if isinstance(accumulate, Mapping):
+            require(0 in accumulate, f"accumulate={accumulate} must have an entry for epoch 0, such as {{0: 8, 4: 2}}")
+            for epoch, count in accumulate.items():
+                if not isinstance(epoch, int) or epoch < 0:
+                    raise RecipeError(f"accumulate={accumulate}: epoch {epoch!r} must be an integer of at least 0")
+                require_positive(f"accumulate[{epoch}]", count)
+        elif accumulate is not None:
+            require_positive("accumulate", accumulate)
+        if self.batch_size is None and (accumulate is None or self.memory.micro_batch_size == "auto"):
+            fix = "give it, or give accumulate and memory.micro_batch_size"
+            raise RecipeError(f"batch_size is missing: {fix} (batch_size = micro_batch_size × accumulate × ranks)")
 
     def replace(self, **changes: Any) -> Recipe:
-        """A copy with ``changes`` applied and checked."""
+        """Return a copy with ``changes``, checked like a new recipe."""
         return dataclasses.replace(self, **changes)
 
 
-def _require_figure(said: str, name: str, known: list[str]) -> None:
-    begun = [f"; did you mean {one}?" for one in known if one.startswith(name)]  # acc
-    near = begun[0] if begun else nearest(name, known)
-    require(name in known, f"{said} is no figure that is known{near} (there are {', '.join(known)})")
+def _require_metric(setting: str, name: str, known: list[str]) -> None:
+    if name not in known:
+        begun = [f"; did you mean {one}?" for one in known if one.startswith(name)]  # acc
+        hint = begun[0] if begun else nearest(name, known)
+        raise RecipeError(f"{setting} is not a known metric{hint} (there are {', '.join(known)})")
 
 
 def _check(section: str, settings: Any, positive: tuple[str, ...]) -> None:
-    """The types of all fields, the choices of those that have some, and the ``positive`` ones, where they are given."""
+    """Check the types, choices and ranges of all fields, and that the ``positive`` ones are integers from 1."""
     require_types(section, settings)
     for name, hint in _hints(type(settings)).items():
         if get_origin(hint) is Literal:
             key, value = section + name, getattr(settings, name)
-            require((key, value) not in NOT_OFFERED, f"{key}={value} is refused: {NOT_OFFERED.get((key, value))}")
+            if (key, value) in NOT_OFFERED:
+                raise RecipeError(f"{key}={value} is refused: {NOT_OFFERED[key, value]}")
             require_choice(key, value, hint)
     for name in positive:
         if getattr(settings, name) not in (None, "auto"):
             require_positive(section + name, getattr(settings, name))
+    for one in dataclasses.fields(settings):
+        value, interval = getattr(settings, one.name), one.metadata.get("interval")
+        if interval is not None and value is not None and not _is_within(value, interval):
+            raise RecipeError(f"{section}{one.name}={value} must be {_in_words(interval)}{one.metadata['note']}")
+
+
+def _is_within(value: float, interval: str) -> bool:
+    low, high = map(float, interval[1:-1].split(","))
+    return (low < value or (interval[0] == "[" and value == low)) and (
+        value < high or (interval[-1] == "]" and value == high)
+    )
+
+
+def _in_words(interval: str) -> str:
+    words = {"(0, inf)": "greater than 0, and finite", "(0, inf]": "greater than 0", "[0, inf)": "at least 0"}
+    return words.get(interval, f"in {interval}")

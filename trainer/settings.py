@@ -96,8 +96,9 @@ def change(recipe: Recipe, *levels: Mapping[str, Any]) -> Recipe:
 def _of_other_data(recipe: Recipe, before: Mapping[str, Any], asked: Mapping[str, Any]) -> dict[str, Any]:
     """Defaults for settings that were only set ``before`` and belong to other data: files for validation, say."""
     data: Any = recipe.data
-    belonging = getattr(data, "belonging", {})
-    left = [names for key, names in belonging.items() if asked.get(f"data.{key}") not in (None, before[f"data.{key}"])]
+    left = [
+        names for key, names in data.belonging.items() if asked.get(f"data.{key}") not in (None, before[f"data.{key}"])
+    ]
     defaults = {field.name: field.default for field in dataclasses.fields(data)} if left else {}
     return {f"data.{one}": defaults[one] for names in left for one in names if f"data.{one}" not in asked}
 

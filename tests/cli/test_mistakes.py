@@ -348,11 +348,11 @@ BEFORE_TRAINING = {
     ),
     "a figure of Lightning": (
         "fit vit_digits --run.metrics acc",
-        "run.metrics='acc' is no figure that is known; did you mean accuracy? (there are …)",
+        "run.metrics='acc' is not a known metric; did you mean accuracy? (there are …)",
     ),
     "a figure of another task": (
         "fit vit_digits --run.metrics rmse",
-        "run.metrics=rmse is not for single_label models: choose of accuracy, auroc, …",
+        "run.metrics=rmse is not for single_label models: choose one of accuracy, auroc, …",
     ),
     "a file of streamed texts": (
         "fit distilbert_streaming --data.train_files TMP/nope",
@@ -360,7 +360,7 @@ BEFORE_TRAINING = {
     ),
     "layer decay": (
         "fit vit_digits --optim.layer_decay 1.5",
-        "optim.layer_decay=1.5 must be greater than 0 and at most 1",
+        "optim.layer_decay=1.5 must be in (0, 1]",
     ),
     "a group's key": (
         """fit vit_digits --optim.groups {"head*":{"lr":10}}""",

@@ -7,10 +7,17 @@ import torch
 from helpers.problems import tokenizer_folder
 from transformers import AutoTokenizer
 
+from trainer.contract import Model
 from trainer.data import TextFiles
 from trainer.data.fingerprint import fingerprint
 from trainer.errors import RecipeError
 from trainer.values import IGNORED_LABEL
+
+
+def model_of(task):
+    model = Model()
+    model.task = task
+    return model
 
 
 def prepared(tmp_path, task, rows, name="a.jsonl", **settings):
@@ -21,8 +28,7 @@ def prepared(tmp_path, task, rows, name="a.jsonl", **settings):
     (tmp_path / name).write_text("\n".join(lines) + "\n")
     file = str(tmp_path / name)
     data = TextFiles(file, test_file=file, max_length=8, cache_dir=str(tmp_path / "cache"), **settings)
-    data.prepared_for = task
-    data.prepare(AutoTokenizer.from_pretrained(tokenizer_folder()))
+    data.prepare(AutoTokenizer.from_pretrained(tokenizer_folder()), model_of(task))
     return data
 
 
@@ -98,7 +104,8 @@ def test_a_label_that_training_has_not_is_named_by_its_row(task, tmp_path):
     ):
         data.prepare(data._pad.tokenizer)
     (tmp_path / "b.jsonl").write_text('{"text": "w4", "label": [1, 2]}\n')
-    data.train_file, data.prepared_for = str(tmp_path / "n.jsonl"), "regression"
+    data.train_file = str(tmp_path / "n.jsonl")
+    data.use_model(model_of("regression"))
     (tmp_path / "n.jsonl").write_text('{"text": "w4", "label": 1}\n')
     with pytest.raises(RecipeError, match=r"b.jsonl row 1 .*: label 2 numbers, but 1 in the training data"):
         data.prepare(data._pad.tokenizer)

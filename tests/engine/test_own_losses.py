@@ -200,7 +200,7 @@ def test_each_of_several_losses_is_compared_and_a_batch_without_labels_needs_a_w
     code, _, error = fitted(tmp_path, "Two()")
     require_line(code, error, "loss 'right' of some samples", "Two")
     code, _, error = fitted(tmp_path / "other", "Unweighed()", data="named='y'")
-    require_line(code, error, r"has no weigh\(\), and its micro-batches no tensor 'labels'", "Unweighed")
+    require_line(code, error, r"has no weigh\(\), and its micro-batches have no tensor 'labels'", "Unweighed")
 
 
 @pytest.mark.parametrize("model", ["Own()", "Own(norm=True)", "Own('drawn')", "Interacting()"])

@@ -150,7 +150,7 @@ def test_bits_a_byte_are_of_the_loss_and_of_data_that_know_their_bytes():
 
 
 def fits(metrics, task, num_classes):
-    Run(metrics=metrics).require_figures(task, num_classes)
+    Run(metrics=metrics).validate_metrics(task, num_classes)
 
 
 @pytest.mark.parametrize(
@@ -158,13 +158,13 @@ def fits(metrics, task, num_classes):
     [
         (
             lambda: fits(["mae"], "single_label", 3),
-            "run.metrics=mae is not for single_label models: choose of acc",
+            "run.metrics=mae is not for single_label models: choose one of acc",
         ),
         (
             lambda: fits(["f1"], None, 3),
-            "run.metrics=f1 is of class 1 of two, and there are 3: say f1_macro",
+            "run.metrics=f1 needs 2 classes, and there are 3: use f1_macro",
         ),
-        (lambda: Run(metrics=["f1-macro"]), "run.metrics='f1-macro' is no figure that is known; did you mean f1_macro"),
+        (lambda: Run(metrics=["f1-macro"]), "run.metrics='f1-macro' is not a known metric; did you mean f1_macro"),
         (lambda: Run(best="val_acuracy"), "run.best='val_acuracy' is no figure .* did you mean accuracy"),
         (lambda: Run(patience=2, best="last"), "run.patience=2 needs evaluations to compare: leave out run.best=last"),
         (lambda: Run(best="loss", evaluate=False), "run.best='loss' needs evaluations: leave out run.evaluate=false"),

@@ -216,7 +216,7 @@ def test_a_lower_figure_of_ones_own_is_better_and_the_first_of_equals_is_kept(tm
             {"patience": 2},
             r"run.patience=2: there is no validation set.*data.val_fraction 0.1, say\), or say run.best te",
         ),
-        ({"best": "test_mae"}, "run.best=test_mae is not for single_label models: choose of"),
+        ({"best": "test_mae"}, "run.best=test_mae is not for single_label models: choose one of"),
     ],
 )
 def test_a_test_set_does_not_choose_and_what_the_model_has_not_is_refused(run, message, tmp_path):

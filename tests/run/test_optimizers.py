@@ -668,16 +668,16 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"nesterov": True}, "optim.nesterov=true is for optim.name sgd with optim.momentum"),
     ({"min_lr": 1.0, "schedule": "cosine"}, "optim.min_lr=1.0 must be between 0 and optim.lr=0.001"),
     ({"min_lr": 1e-5}, "optim.min_lr=1e-05 has no meaning for optim.schedule=constant"),
-    ({"warmup_ratio": 1.0}, "optim.warmup_ratio=1.0 must be a fraction of all steps"),
+    ({"warmup_ratio": 1.0}, "optim.warmup_ratio=1.0 must be in [0, 1); it is a fraction of all steps"),
     ({"warmup_ratio": 0.1, "warmup_steps": 5}, "optim.warmup_steps=5 and optim.warmup_ratio=0.1 say the same thing"),
     ({"ema": 1.0}, "optim.ema=1.0 must be in [0, 1); null is no average"),
-    ({"layer_decay": 0.0}, "optim.layer_decay=0.0 must be greater than 0 and at most 1"),
+    ({"layer_decay": 0.0}, "optim.layer_decay=0.0 must be in (0, 1]"),
     ({"groups": {"*": {"lr": 2}}}, "optim.groups['*'] has no lr; did you mean lr_scale?"),
     ({"groups": {"*": {"lr_scale": 0}}}, "optim.groups['*'].lr_scale=0 must be a factor greater than 0; frozen: true"),
     ({"groups": {"*": {"frozen": 1}}}, "optim.groups['*'].frozen=1 must be true or false"),
     ({"groups": {"*": 3}}, "optim.groups['*']=3 must be a mapping with any of lr_scale, weight_decay, frozen"),
-    ({"plateau_patience": -1}, "optim.plateau_patience=-1 must not be negative"),
-    ({"plateau_factor": 1.0}, "optim.plateau_factor=1.0 must be between 0 and 1"),
+    ({"plateau_patience": -1}, "optim.plateau_patience=-1 must be at least 0"),
+    ({"plateau_factor": 1.0}, "optim.plateau_factor=1.0 must be in (0, 1)"),
 ]
 
 

@@ -15,6 +15,7 @@ from trainer.after.predict import predict
 from trainer.checkpoint.manifest import Manifest
 from trainer.cli import _exit_code, run
 from trainer.commands import doctor as command
+from trainer.contract import Data, Model
 from trainer.doctor.subject import ok, warning
 from trainer.engine.quarantine import BadSampleAt, Quarantine
 from trainer.errors import Stopped
@@ -35,22 +36,16 @@ MEANT = r"a\x1b[2J\x1b]0;b\x07\x9b2J\u202ec"
 """How it begins wherever it is printed."""
 
 
-class Digits:
+class Digits(Model, Data):
     """Classes and a model of such names, for ``predict``."""
 
     class_names = (NAME, f"{NAME}2")
-    own_format = False
-
-    def tokenizer_or_none(self):
-        return None
+    encode, answers = None, False
 
     def build(self):
         import torch
 
         return torch.nn.Linear(4, 2)
-
-    def packed(self, batch):
-        return batch
 
     def losses(self, module, batch):
         yield SimpleNamespace(logits=module(batch["pixel_values"]))

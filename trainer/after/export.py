@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from trainer.after.predict import Reader, checked
 from trainer.checkpoint.export import load_model
+from trainer.contract import Exportable, capability
 from trainer.errors import RecipeError, RunError, require, require_package
 from trainer.models.hub import ADAPTER_FOLDER, HubModel, positions
 from trainer.models.lora import ADAPTERS, as_in_nf4, name_in_peft
@@ -65,7 +66,7 @@ def export(recipe: Recipe, run_dir: str | Path, to: str, output: str | None, rep
             require_package("--to onnx", package, "onnx")
     folder = checked(run_dir)
     trained: Any = recipe.model
-    model: Any = trained.saved_in(folder) if trained.own_format else trained
+    model: Any = trained.saved_in(folder) if capability(trained, Exportable).own_format else trained
     why = f"--to hf is for models of transformers, and {type(model).__name__} is none: --to onnx, or --to hub as it is"
     require(to != "hf" or isinstance(model, HubModel), why)
     if to == "peft":
@@ -102,7 +103,7 @@ class _Outputs(nn.Module):
 
     def forward(self, *tensors: Tensor) -> Tensor:
         batch, model = dict(zip(self.names, tensors, strict=True)), self.model
-        first, task = tensors[0], getattr(model, "task", "single_label")
+        first, task = tensors[0], model.task or "single_label"
         if task == "language":
             return self.module(**batch).logits
         if task in ("multi_label", "regression"):

@@ -23,6 +23,7 @@ from torch.utils._pytree import tree_map
 from trainer.after.generate import NEW_TOKENS, require_room, write
 from trainer.checkpoint.export import filled_as_saved, load_model
 from trainer.checkpoint.manifest import require_sealed, require_sealed_text
+from trainer.contract import Packable, Preparable, capability
 from trainer.errors import RecipeError, require, require_choice, require_positive
 from trainer.recipe import DecidedPrecision, Recipe
 from trainer.report.progress import Progress, warn
@@ -69,10 +70,10 @@ def predict(
     """
     asked = PredictOptions(**how)
     asked.check()
-    asked.check_task(getattr(recipe.model, "task", "single_label"))
+    asked.check_task(recipe.model.task or "single_label")
     folder = checked(run_dir)
     model: Any = filled_as_saved(recipe.model, folder)
-    recipe = recipe.replace(model=model)  # of which the data takes what it leaves open
+    recipe.data.use_model(model)
     reader = Reader(model, recipe.data, texts or (), images or ())
     doing("loading the model")
     if asked.temperature and asked.seed is None:
@@ -209,9 +210,9 @@ class Reader:
     """How the data and the model of a run make samples of texts, or of image files."""
 
     def __init__(self, model: Any, data: Any, texts: Sequence[str], images: Sequence[str]) -> None:
-        self.data, self.tokenizer = data, model.tokenizer_or_none()
+        self.data, self.tokenizer = data, capability(model, Preparable).tokenizer_or_none()
         name, source = type(model).__name__, type(data).__name__
-        reads_texts, reads_images = self.tokenizer is not None and hasattr(data, "encode"), hasattr(data, "load_image")
+        reads_texts, reads_images = self.tokenizer is not None and data.encode is not None, data.load_image is not None
         no_text = f"{name} has no tokenizer" if self.tokenizer is None else f"{source} has no encode(texts, tokenizer)"
         no_image = f"{source} has no load_image(path)"
         instead = "; it reads images: --image" if reads_images else ""
@@ -220,7 +221,7 @@ class Reader:
         require(not images or reads_images, f"--image needs an image model: {no_image}{instead}")
         why = f"nothing can be read to predict on: {no_text}, and {no_image}: define one (docs/after-training.md)"
         require(reads_texts or reads_images, why)
-        self.of_images, self.answers = bool(images) or not reads_texts, getattr(data, "answers", False)
+        self.of_images, self.answers = bool(images) or not reads_texts, data.answers
 
     def inputs(self, paths: Sequence[str], given: Sequence[str], column: str | None, scratch: Path) -> Inputs:
         """Texts or images that are ``given`` as they are, then what ``paths`` name: files, folders and patterns."""
@@ -266,7 +267,7 @@ class Reader:
 
         rows = find_file(path, scratch)
         table = rows.read(str(scratch))
-        name, has = column or getattr(self.data, "text_column", None), ", ".join(map(repr, table.column_names))
+        name, has = column or self.data.text_column, ", ".join(map(repr, table.column_names))
         kind = "images" if self.of_images else "texts"
         require(name is not None, f"--column is missing: which column of {path} names the {kind}? It has {has}")
         hint = did_you_mean(str(name), table.column_names)
@@ -341,7 +342,7 @@ def answers(
     model: Any, module: nn.Module, reader: Reader, inputs: Iterable[Input], asked: PredictOptions
 ) -> Iterator[list[Answer]]:
     """The answers to ``inputs``, in order, a batch at a time."""
-    waiting, done, writes = iter(inputs), 0, getattr(model, "task", None) == "language"
+    waiting, done, writes = iter(inputs), 0, model.task == "language"
 
     def batch_of(samples: Sequence[Any]) -> dict[str, Any]:
         batch = reader.batch(samples)
@@ -371,7 +372,7 @@ def answers(
 def _answer(model: Any, reader: Reader, given: Input, said: Said | str, sample: Any) -> Answer:
     if isinstance(said, str):
         return Answer(given, [], [], written=said, before="" if reader.answers else sample)
-    words = sample.split() if getattr(model, "task", None) == "token" else []
+    words = sample.split() if model.task == "token" else []
     classes, values, all_of = said
     cut_off = max(0, len(words) - len(classes))
     return Answer(given, [*classes, *[None] * cut_off], [*values, *[0.0] * cut_off], all_of, words)
@@ -396,12 +397,12 @@ Said = tuple[list[int | None], list[float], list[float]]
 @torch.no_grad()
 def _said(model: Any, module: nn.Module, batch: dict[str, Any], asked: PredictOptions) -> list[Said]:
     """What the model says of each sample; its labels are made up, as no loss is read and ``losses()`` wants some."""
-    task, device = getattr(model, "task", "single_label"), next(chain(module.parameters(), module.buffers())).device
+    task, device = model.task or "single_label", next(chain(module.parameters(), module.buffers())).device
     words, count = batch.pop("words", None), len(next(iter(batch.values())))
     like = {"token": words, "multi_label": torch.zeros(count, model.num_classes) if task == "multi_label" else None}
     like["regression"] = torch.zeros(count, model.num_classes) if task == "regression" else None
     labels = torch.zeros_like(like[task]) if like.get(task) is not None else torch.zeros(count, dtype=torch.long)
-    packed = model.packed({**batch, "labels": labels})
+    packed = capability(model, Packable).packed({**batch, "labels": labels})
     packed = tree_map(partial(_placed, device=device, kind=asked.own_kind), packed)
     with asked.context(device):
         logits = next(iter(model.losses(module, packed))).logits
@@ -429,7 +430,7 @@ def _written(
 ) -> list[str]:
     """What a language model writes after each text, of these places among all that are asked about."""
     device = next(module.parameters()).device
-    new, tokenizer = asked.max_new_tokens or NEW_TOKENS, model.tokenizer_or_none()
+    new, tokenizer = asked.max_new_tokens or NEW_TOKENS, capability(model, Preparable).tokenizer_or_none()
     with asked.context(device):
         return write(module, tokenizer, batch, places, new, asked.temperature or 0.0, asked.top_p, asked.seed or 0)
 
@@ -466,11 +467,11 @@ def classify(
         RecipeError: at the end, when some inputs could not be read, naming the first: the others are answered.
     """
     module.to(asked.on(), asked.own_kind).eval()
-    names = list(getattr(model, "class_names", None) or [])
-    classes = getattr(model, "num_classes", None) or len(names)
+    names = list(model.class_names or [])
+    classes = model.num_classes or len(names)
     why = f"--top-k={asked.top_k} is more than the {classes} classes of the model"
     require(not classes or asked.top_k <= classes, why)
-    task: Task = getattr(model, "task", "single_label")
+    task: Task = model.task or "single_label"
     found, bad, done, begun = list[Any](), list[str](), 0, time.monotonic()
 
     def name_of(number: int | None) -> str:

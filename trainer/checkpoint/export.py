@@ -16,6 +16,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from trainer.checkpoint.manifest import MOST_BYTES, seal_folder
+from trainer.contract import Exportable, capability
 from trainer.errors import require
 from trainer.system.files import errno_of, read_object, staged_file, write_atomic
 from trainer.system.redact import redact_value
@@ -38,12 +39,13 @@ def save_model(model: Model, module: nn.Module, folder: Path, state: Mapping[str
     """
     state = module.state_dict() if state is None else state
     try:
-        if model.own_format:
+        exported = capability(model, Exportable)
+        if exported.own_format:
             with as_it_came(module):
-                model.save(module, folder, state)
+                exported.save(module, folder, state)
         else:
             with staged_file(folder / WEIGHTS) as part:
-                save_file(_unique_tensors(model.merged_state(module, state)), part, metadata={"format": "pt"})
+                save_file(_unique_tensors(exported.merged_state(module, state)), part, metadata={"format": "pt"})
             config = json.dumps(_config(model), indent=2, allow_nan=False, ensure_ascii=False)
             write_atomic(folder / CONFIG, f"{config}\n")
     except SafetensorError as error:  # of the disk; its text has the error's name, but not its number
@@ -54,10 +56,11 @@ def save_model(model: Model, module: nn.Module, folder: Path, state: Mapping[str
 def load_model(model: Model, folder: Path) -> nn.Module:
     """Build the module of ``model`` on the current default device, with the weights that are in ``folder``; a
     ``RecipeError`` says that they are missing, corrupt or those of another model."""
-    if model.own_format:
-        return model.saved_in(folder).build()
-    model = model.merged()
-    if getattr(model, "weights", None) is not None:  # pretrained ones would be fetched only to be overwritten
+    if isinstance(model, Exportable):
+        if model.own_format:
+            return model.saved_in(folder).build()
+        model = model.merged()
+    if model.weights is not None:  # pretrained ones would be fetched only to be overwritten
         model = dataclasses.replace(model, weights=None)  # type: ignore[type-var]
     module = model.build()
     load_weights(module, folder / WEIGHTS)
@@ -67,7 +70,7 @@ def load_model(model: Model, folder: Path) -> nn.Module:
 def filled_as_saved(model: Model, folder: Path) -> Model:
     """``model`` with its open fields as the model in ``folder`` has them, which was filled from its data; one with
     ``own_format`` takes all that it reads from there."""
-    if model.own_format:
+    if isinstance(model, Exportable) and model.own_format:
         return model.saved_in(folder)
     saved = read_object(folder / CONFIG, MOST_BYTES).get("fields", {})
     own: Any = dataclasses.fields(model) if dataclasses.is_dataclass(model) else ()

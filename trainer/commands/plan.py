@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from trainer.commands import TRUST, OwnFlags
 from trainer.commands.recipes import Asked, asked_for, count, new_folder
+from trainer.contract import without_weights
 from trainer.errors import RecipeError, RunError, require
 from trainer.fakegpu.gpus import NO_GPU, gpu_named, host_as_device
 from trainer.recipe import Recipe
@@ -120,7 +121,7 @@ def _planned(asked: Asked, own: dict[str, str]) -> tuple[dict[str, Any], str]:
         from trainer.weights.streaming import on_meta
 
     def planned_size() -> Size:
-        module = on_meta(search.recipe.model.unloaded().build)
+        module = on_meta(without_weights(search.recipe.model).build)
         choose_trained(module, search.recipe.model, search.recipe.optim)
         return size_of(module)
 

@@ -21,6 +21,7 @@ from torchvision.transforms import v2
 from torchvision.transforms.v2 import functional as F
 from tqdm import tqdm
 
+from trainer.contract import DrawnSamples
 from trainer.data.cache import content_of
 from trainer.data.common import reason
 from trainer.data.fingerprint import Content
@@ -136,7 +137,7 @@ def _name_of(transform: Callable[..., Any]) -> str:
     return repr(transform) if isinstance(transform, torch.nn.Module) else name
 
 
-class ImageSplit:
+class ImageSplit(DrawnSamples):
     """What samples of images share. A loader may :meth:`draw` each by itself, and scale all :meth:`together`."""
 
     def __init__(self, pixels: Pixels) -> None:
@@ -158,6 +159,9 @@ class ImageSplit:
 
 class ImageArrays(ImageSplit):
     """The ``rows`` of ``images``, uint8 ``(n, 1 or 3, H, W)``, and ``labels``, int64 ``(n,)``; converted when read."""
+
+    images: Tensor
+    labels: Any
 
     def __init__(self, images: Tensor, labels: Tensor, source: str, rows: Sequence[int], pixels: Pixels) -> None:
         whole = len(rows) == len(images)
@@ -196,6 +200,9 @@ class CheckedFile(NamedTuple):
 class ImageFiles(ImageSplit):
     """Images, as ``(path, class)``, read when asked for; ``checked`` by :func:`check_images`, and others perhaps."""
 
+    samples: Sequence[tuple[str, int]]
+    digests: list[bytes]
+
     def __init__(self, samples: Sequence[tuple[str, int]], pixels: Pixels, checked: Mapping[str, CheckedFile]) -> None:
         self.samples = samples
         super().__init__(pixels)
@@ -206,7 +213,7 @@ class ImageFiles(ImageSplit):
         return len(self.samples)
 
     @property
-    def labels(self) -> list[int]:
+    def labels(self) -> list[int]:  # type: ignore[override]
         """The class of every sample."""
         return [label for _, label in self.samples]
 

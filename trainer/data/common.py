@@ -110,8 +110,8 @@ class Sampled(BuiltIn):
             return None
         import numpy as np
 
-        why = f"data.sampling={self.sampling!r} goes by one class a sample: with model.task={self.prepared_for}"
-        require(self.prepared_for == "single_label", f"{why} use uniform")
+        why = f"data.sampling={self.sampling!r} goes by one class a sample: with model.task={self._task}"
+        require(self._task == "single_label", f"{why} use uniform")
         labels = np.asarray(self.train.labels)
         if self.sampling == "balanced":
             return (1 / np.bincount(labels, minlength=self.num_classes).clip(min=1))[labels]

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from trainer.contract import Data
+from trainer.contract import Data, as_samples, splits_of
 from trainer.data.loader import generators_kept, seed_generators
 from trainer.errors import require
 
@@ -35,7 +35,7 @@ def fingerprint(data: Data) -> str:
     * for any other split: its size, its ``lengths`` and ``augmented``, and up to 64 evenly spread samples, drawn with
       fixed seeds. A change of another sample is not seen. One that cannot be loaded counts as such.
     """
-    content = Content(1, getattr(data, "num_classes", None), list(getattr(data, "class_names", None) or []))
+    content = Content(1, data.num_classes, list(data.class_names or []))
     for name, split in (("train", data.train), ("val", data.val), ("test", data.test)):
         content.add(name)
         content.add(None if split is None else split_fingerprint(split))
@@ -47,21 +47,21 @@ def fingerprint(data: Data) -> str:
 def data_files(data: Data) -> dict[str, str]:
     """A short hash of every file of a dataset whose splits define ``files()``: what to name when one has changed."""
     found: dict[str, str] = {}
-    for name, split in (("train", data.train), ("val", data.val), ("test", data.test)):
-        if callable(getattr(split, "files", None)):
-            found |= {f"{name}/{file}": digest for file, digest in split.files().items()}
+    for name, split in splits_of(data).items():
+        found |= {f"{name}/{file}": digest for file, digest in split.files().items()}
     return found
 
 
 def split_fingerprint(split: Any) -> str:
     """Of one split; see :func:`fingerprint`."""
-    if callable(getattr(split, "fingerprint", None)):
-        found = split.fingerprint()
+    samples = as_samples(split)
+    if (found := samples.fingerprint()) is not None:
         said = f"{type(split).__name__}.fingerprint() returned {found!r}: it must return a text"
         require(isinstance(found, str), said)
         return found
-    size, lengths = len(split), getattr(split, "lengths", None)
-    content = Content(size, bool(getattr(split, "augmented", False)))
+    split = samples.original
+    size, lengths = len(split), samples.lengths
+    content = Content(size, bool(samples.augmented))
     content.add(None if lengths is None else np.asarray(lengths))
     tables = sys.modules.get("datasets")  # where it was not imported, this is none of its tables
     if tables is not None and isinstance(split, tables.Dataset):

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple
 from zipfile import BadZipFile, ZipFile
 
+from trainer.contract import Model, Preparable, capability
 from trainer.data.common import Sampled, hold_out, local_path, reason, require_share
 from trainer.errors import RecipeError, listed, require, require_choice, require_positive
 from trainer.system.machine import available_bytes
@@ -131,7 +132,7 @@ class _Images(Augmentation, Sampled):
         return self._pixels()(read_image(str(path), self._mode))
 
     @property
-    def channels(self) -> int:
+    def channels(self) -> int:  # type: ignore[override]
         """Channels of a sample: 3 when colour, or grey that is normalised by ImageNet's three; else 1."""
         return len(self._mean_and_std[0])
 
@@ -144,8 +145,9 @@ class _Images(Augmentation, Sampled):
 
     def _seen(self) -> ImageInput | None:
         """The images that the model was trained on; it reads files to tell them."""
-        if self._asked[0] is not self.seen_by:
-            self._asked = self.seen_by, self.seen_by.image_input() if self.seen_by is not None else None
+        if self._asked[0] is not self._model:
+            seen = None if self._model is None else capability(self._model, Preparable).image_input()
+            self._asked = self._model, seen
         return self._asked[1]
 
     def _pixels(self, augmented: bool = False) -> Pixels:
@@ -192,8 +194,10 @@ class Digits(_Images):
         fraction = self.test_fraction
         require(0 < fraction < 1, f"data.test_fraction={fraction} must be more than 0 and less than 1")
 
-    def prepare(self, tokenizer: Any = None) -> None:
+    def prepare(self, tokenizer: Any = None, model: Model | None = None) -> None:
         """Read the images from scikit-learn's files and split them."""
+        if model is not None:
+            self.use_model(model)
         import torch
 
         from trainer.data.arrays import read_digits
@@ -224,7 +228,9 @@ class _Downloaded(_Images):
         shape = (self.channels, self.image_size, self.image_size)
         return self._outlined(*self._counts, 10, {"pixel_values": ("float32", shape)})
 
-    def prepare(self, tokenizer: Any = None) -> None:
+    def prepare(self, tokenizer: Any = None, model: Model | None = None) -> None:
+        if model is not None:
+            self.use_model(model)
         classes, train, test = self._read()
         self._set_classes(classes)
         source, found = type(self).__name__, (("train", train), ("test", test))
@@ -344,11 +350,13 @@ class ImageFolder(_Images):
         train = root / "train" if (root / "train").is_dir() else root
         require(len(_folders_in(train)) > 0, f"{key}: {train} holds no folders of classes: {wanted}")
 
-    def prepare(self, tokenizer: Any = None) -> None:
+    def prepare(self, tokenizer: Any = None, model: Model | None = None) -> None:
         """List and check the files."""
         from trainer.data.arrays import ImageFiles, check_images
         from trainer.data.cache import cache_folder
 
+        if model is not None:
+            self.use_model(model)
         files = self._list()
         paths = [path for samples in files.values() for path, _ in samples]
         checked = check_images(paths, self.max_bad_samples, cache_folder(self.cache_dir))

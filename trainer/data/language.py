@@ -11,6 +11,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
+from trainer.contract import Model
 from trainer.data.common import local_path
 from trainer.data.text import Padded, files_of, placed, require_named, rows_of_hub, shard_files, written_with
 from trainer.errors import listed, require, require_choice, require_positive
@@ -133,11 +134,13 @@ class LanguageData(Padded):
         tensors = dict.fromkeys(("input_ids", "attention_mask", "labels"), ("int64", (self.max_length,)))
         return Outline(tensors, OUTLINED - held, held or val, test, length=self.max_length)
 
-    def prepare(self, tokenizer: Any = None) -> None:
+    def prepare(self, tokenizer: Any = None, model: Model | None = None) -> None:
         """Read, check and tokenise; what was tokenised before is taken from the cache. Says what there is to learn."""
         from trainer.data.cache import cache_folder
         from trainer.data.sequences import Sequences, Survey, padder, tokenised
 
+        if model is not None:
+            self.use_model(model)
         self.require_files()
         self._pad = padder(tokenizer, self.max_length)
         reader, cache = self._reader(tokenizer), cache_folder(self.cache_dir)

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
-from trainer.contract import Data
+from trainer.contract import Data, DrawnInputs, DrawnSamples, Packable, as_samples, capability
 from trainer.data.common import reason
 from trainer.data.mix import mixed
 from trainer.data.workers import load_in_workers
@@ -71,16 +71,17 @@ class Loader:
         seeded: bool = False,
         packed: Callable[[Any], Any] | None = None,
     ) -> None:
-        self.split, self.collate, self.num_classes, self.max_bad_samples = split, collate, num_classes, max_bad_samples
+        self.split, self.collate = as_samples(split), collate
+        self.num_classes, self.max_bad_samples = num_classes, max_bad_samples
         self.workers, self.pin_memory, self.worker_timeout = workers, pin_memory, worker_timeout
         self.seeded, self.packed = seeded, packed
         self.at_once = 1  # micro-batches that are taken together, for a window: as many are loaded ahead
-        self.augmented = bool(getattr(split, "augmented", False))
-        self.sample: Any = getattr(split, "__getitem__", None)
+        self.augmented = bool(self.split.augmented)
+        self.sample: Any = self.split.__getitem__
         # Of a split that draws samples and makes a micro-batch of them itself; unless the dataset has its own way.
-        if hasattr(type(split), "together") and getattr(collate, "__func__", None) is Data.collate:
+        if isinstance(split, DrawnSamples) and getattr(collate, "__func__", None) is Data.collate:
             self.sample, self.collate = split.draw, split.together
-        self.whole = None if self.augmented else getattr(split, "__getitems__", None)
+        self.whole = None if self.augmented else self.split.__getitems__
 
     def __call__(self, requests: Iterable[Request]) -> Iterator[Any]:
         """Yield one micro-batch per request; raises :class:`SampleError`, and ``WorkerError`` where a worker ends."""
@@ -160,9 +161,10 @@ class Loader:
         counted = batch if isinstance(batch, list) else _first_of(batch)
         found, asked = len(counted) if counted is not None else len(indices), len(indices)
         if found != asked and (counted is batch or not found or found % asked):
+            where = f"{type(self.split.original).__name__}.__getitems__ was asked for {asked} samples"
             raise SampleError(
-                f"{type(self.split).__name__}.__getitems__ was asked for {asked} samples ({self._describe(indices)}) "
-                f"and returned {found}: it must return every sample it is asked for, and no other"
+                f"{where} ({self._describe(indices)}) and returned {found}: it must return every sample it is asked "
+                "for, and no other"
             )
 
     def _guard(self, indices: Sequence[int], function: Callable[[Any], Any], argument: Any) -> Any:
@@ -175,8 +177,7 @@ class Loader:
             raise SampleError(f"{self._describe(indices)} could not be loaded: {reason(error)}") from error
 
     def _describe(self, indices: Sequence[int]) -> str:
-        describe = getattr(self.split, "describe", lambda i: f"sample {i} of {type(self.split).__name__}")
-        shown = ", ".join(describe(i) for i in indices[:4])
+        shown = ", ".join(self.split.describe(i) for i in indices[:4])
         return shown if len(indices) <= 4 else f"{shown} or one of the {len(indices) - 4} after it"
 
     def _without_bad(self, request: Request) -> Any:
@@ -221,19 +222,18 @@ class Loader:
 
 def loader_of(recipe: Recipe, split: Any, workers: int = 0, pin_memory: bool = False) -> Loader:
     """What loads ``split`` of a recipe's prepared data."""
-    data = recipe.data
-    classes = getattr(recipe.model, "num_classes", None)
-    classes = getattr(data, "num_classes", None) if classes is None else classes
+    model, data = recipe.model, recipe.data
+    classes = data.num_classes if model.num_classes is None else model.num_classes
     return Loader(
         split,
         data.collate,
         workers=workers,
         pin_memory=pin_memory,
-        num_classes=None if getattr(recipe.model, "task", None) == "regression" else classes,
+        num_classes=None if model.task == "regression" else classes,
         max_bad_samples=data.max_bad_samples,
         worker_timeout=data.worker_timeout,
-        seeded=recipe.model.seeded,
-        packed=recipe.model.packed,
+        seeded=capability(model, DrawnInputs).seeded,
+        packed=model.packed if isinstance(model, Packable) else None,
     )
 
 

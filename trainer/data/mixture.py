@@ -10,16 +10,13 @@ from dataclasses import MISSING, dataclass, field, fields
 from itertools import accumulate, chain
 from typing import Any, cast
 
-from trainer.contract import Data
+from trainer.contract import Data, Model, Samples, as_samples, prepare_data, splits_of
 from trainer.data.common import Loading
 from trainer.data.images import CIFAR10, Digits, FashionMNIST, ImageFolder
 from trainer.data.language import Conversations, Documents
 from trainer.data.text import HubText, IMDb, TextFiles
 from trainer.errors import require, require_types
 from trainer.values import Mixing, Task
-
-ALIKE = ("num_classes", "class_names", "image_size", "channels", "max_length")
-"""What all datasets of a mixture must agree on."""
 
 KINDS: dict[str, Any] = {
     kind.__name__: kind
@@ -55,17 +52,22 @@ class Mixture(Loading):
 
     def __getattr__(self, name: str) -> Any:
         """What is not here is that of the first dataset: ``class_names``, ``load_image``, ..."""
-        if name.startswith("_") or not self.__dict__.get("_built"):
-            raise AttributeError(f"Mixture has no {name}")
-        return getattr(self._built[0][0], name)
+        if self.__dict__.get("_built") and not name.startswith("_"):
+            return getattr(self._built[0][0], name)
+        if name in self.DEFAULTS:
+            return self.DEFAULTS[name]
+        raise AttributeError(f"Mixture has no {name}")
 
     @property
     def datasets(self) -> list[Data]:
-        """Those of the parts, which know what this one was told of the model."""
-        found = [data for data, _ in self.__dict__.get("_built", ())]  # there are none before its fields are filled
-        for data in found:
-            data.prepared_for, data.seen_by = self.prepared_for, self.seen_by
-        return found
+        """The datasets of the parts."""
+        return [data for data, _ in self.__dict__.get("_built", ())]  # none before the fields are set
+
+    def use_model(self, model: Model) -> None:
+        """Remember the model, in every dataset, too."""
+        super().use_model(model)
+        for data in self.datasets:
+            data.use_model(model)
 
     @property
     def tasks(self) -> Sequence[Task]:  # type: ignore[override]
@@ -78,15 +80,14 @@ class Mixture(Loading):
         for data in self.datasets:
             data.require_files()
 
-    def prepare(self, tokenizer: Any = None) -> None:
+    def prepare(self, tokenizer: Any = None, model: Model | None = None) -> None:
         """Prepare all, and see whether they go together."""
         for data in self.datasets:
-            data.prepare(tokenizer)
+            prepare_data(data, model or self._model, tokenizer)
         first = self.datasets[0]
         for number, data in enumerate(self.datasets[1:], start=2):
             names = f"part {number} ({type(data).__name__}) and part 1 ({type(first).__name__})"
-            for key in ALIKE:
-                ours, theirs = getattr(data, key, None), getattr(first, key, None)
+            for (key, ours), theirs in zip(_alike(data).items(), _alike(first).values(), strict=True):
                 require(ours == theirs, f"Mixture: {names} differ in {key}, {ours} and {theirs}: make them the same")
             same = type(data).collate is type(first).collate
             require(same, f"Mixture: {names} make other batches of their samples: mix datasets of one kind")
@@ -94,12 +95,11 @@ class Mixture(Loading):
             require(data.mixing() == first.mixing(), f"{said}, so make them the same")
         for number, data in enumerate(self.datasets, start=1):
             streamed = f"Mixture: part {number} ({type(data).__name__}) reads its samples group by group"
-            require(getattr(data.train, "groups", None) is None, f"{streamed}, so none can be drawn by itself")
+            require(as_samples(data.train).groups is None, f"{streamed}, so none can be drawn by itself")
         self.train = Joined([data.train for data in self.datasets], self.mixing())
-        held = ([getattr(data, part) for data in self.datasets] for part in ("val", "test"))
-        self.val, self.test = (
-            Joined(found) if (found := [split for split in splits if split is not None]) else None for splits in held
-        )
+        splits = [splits_of(data) for data in self.datasets]
+        held = ([found[part] for found in splits if part in found] for part in ("val", "test"))
+        self.val, self.test = (Joined(found) if found else None for found in held)
 
     def chances(self) -> Sequence[float]:
         """Of every training sample: its dataset's weight, times its chance among those of its dataset."""
@@ -119,6 +119,17 @@ class Mixture(Loading):
     def collate(self, samples: Sequence[Any]) -> Any:
         """As every dataset does."""
         return self._built[0][0].collate(samples)
+
+
+def _alike(data: Data) -> dict[str, Any]:
+    """The attributes that all datasets of a mixture must have in common."""
+    return {
+        "num_classes": data.num_classes,
+        "class_names": data.class_names,
+        "image_size": data.image_size,
+        "channels": data.channels,
+        "max_length": data.max_length,
+    }
 
 
 def _built(number: int, part: Any) -> tuple[Data, float]:
@@ -149,15 +160,15 @@ def _built(number: int, part: Any) -> tuple[Data, float]:
     return cast(Data, data), float(weight)
 
 
-class Joined:
+class Joined(Samples):
     """Splits, one after the other; ``settings`` are what its fingerprint is made of besides their content."""
 
     def __init__(self, splits: Sequence[Any], settings: Any = None) -> None:
-        self.splits, self.settings = splits, settings
+        self.splits, self.settings = list(map(as_samples, splits)), settings
         self.starts = [0, *accumulate(map(len, splits))]
-        self.augmented = any(getattr(split, "augmented", False) for split in splits)
-        if all(hasattr(split, "lengths") for split in splits):
-            self.lengths = list(map(int, chain.from_iterable(split.lengths for split in splits)))
+        self.augmented = any(split.augmented for split in self.splits)
+        lengths = [split.lengths for split in self.splits if split.lengths is not None]
+        self.lengths = list(map(int, chain.from_iterable(lengths))) if len(lengths) == len(splits) else None
 
     def __len__(self) -> int:
         return self.starts[-1]
@@ -171,16 +182,16 @@ class Joined:
         return split[own]
 
     @property
-    def labels(self) -> list[Any]:
-        """The label of every sample."""
-        if not all(hasattr(split, "labels") for split in self.splits):
-            raise AttributeError("some of the datasets do not know their labels")
-        return list(chain.from_iterable(split.labels for split in self.splits))
+    def labels(self) -> list[Any] | None:  # type: ignore[override]
+        """The label of every sample; ``None`` if a part does not know its labels."""
+        labels = [found for split in self.splits if (found := split.labels) is not None]
+        return list(chain.from_iterable(labels)) if len(labels) == len(self.splits) else None
 
     def describe(self, index: int) -> str:
         split, own = self._at(index)
-        named = f"sample {own} of {type(split).__name__} {self.splits.index(split) + 1}"
-        return split.describe(own) if hasattr(split, "describe") else named
+        described = split.describe(own)
+        is_default = described == f"sample {own} of {type(split.original).__name__}"
+        return f"{described} {self.splits.index(split) + 1}" if is_default else described
 
     def fingerprint(self) -> str:
         """Of the content of all, in order."""

@@ -20,6 +20,7 @@ from numpy import ndarray
 from torch import Tensor
 from transformers.utils.chat_template_utils import render_jinja_template
 
+from trainer.contract import Samples
 from trainer.data.cache import hash_of
 from trainer.data.common import hold_out, local_path, reason
 from trainer.data.fingerprint import Content, add_rows, blocks
@@ -483,10 +484,11 @@ def tokenised(rows: Rows, reader: RowReader, cache: Path) -> datasets.Dataset:
     return made(rows, key, pick, encode_rows, cache, features=datasets.Features(kinds), batch_size=ROWS_AT_ONCE)
 
 
-class Sequences:
+class Sequences(Samples):
     """The ``chosen`` samples of ``tables`` that :func:`tokenised` made of ``rows``; on disk, as those of texts."""
 
-    augmented = False
+    lengths: Sequence[int]
+    chosen: Sequence[int]
 
     def __init__(
         self,
@@ -526,7 +528,7 @@ class Sequences:
         return begins[np.asarray(self.chosen, dtype=np.int64)]
 
     @property
-    def bytes_per_token(self) -> float | None:
+    def bytes_per_token(self) -> float | None:  # type: ignore[override]
         """Bytes of the documents for each token that is predicted; ``None`` of conversations."""
         size = int(self.column("bytes").sum())
         return size / int(self.column("predicted").sum()) if size else None

@@ -18,6 +18,7 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 from torch import Tensor
 
+from trainer.contract import Samples
 from trainer.data.cache import checksum, content_of
 from trainer.data.common import reason
 from trainer.data.fingerprint import MOST_BYTES, Content
@@ -185,11 +186,9 @@ class Labelled:
         return {**tokens, "labels": [self.settings[str(label)] for _, label in rows]}
 
 
-class StreamedSplit:
+class StreamedSplit(Samples):
     """The samples that ``encode`` makes of all shards, one after the other, of which ``mixed`` at least are shuffled
     with each other."""
-
-    augmented = False
 
     def __init__(self, shards: Sequence[Shard], encode: Encode, pad: Padder, mixed: int) -> None:
         self.encode, self.pad = encode, pad
@@ -198,7 +197,7 @@ class StreamedSplit:
         self.groups = Groups(self.reader.sizes, mixed)
 
     @property
-    def longest(self) -> list[int]:
+    def longest(self) -> Sequence[int]:  # type: ignore[override]
         """The samples of the first row group by the length of their text, the longest first."""
         try:
             cells = self.reader.table(0).column(self.encode.columns[0])

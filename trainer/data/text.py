@@ -10,6 +10,7 @@ from glob import escape, glob
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from trainer.contract import Model
 from trainer.data.common import BuiltIn, Sampled, hold_out, local_path
 from trainer.errors import RecipeError, listed, require, require_positive
 from trainer.values import Outline
@@ -87,7 +88,7 @@ class Texts(Padded):
         check_tokenizer(tokenizer, self.max_length)
         for text, place in placed(texts):
             require_text(text, partial(str, place), self.max_length, "--text")
-        read: Sequence[Any] = [text.split() for text in texts] if self.prepared_for == "token" else texts
+        read: Sequence[Any] = [text.split() for text in texts] if self._task == "token" else texts
         if self.pair_column is not None:
             read = [tuple(text.split("\t")) for text in texts]
             both = (
@@ -100,16 +101,18 @@ class Texts(Padded):
 class _Tokenised(Sampled, Texts):
     """What the text datasets share that are tokenised before training."""
 
-    def prepare(self, tokenizer: Any = None) -> None:
+    def prepare(self, tokenizer: Any = None, model: Model | None = None) -> None:
         """Read, check and tokenise; what was tokenised before is taken from the cache."""
         from trainer.data.cache import cache_folder
         from trainer.data.labels import names_of
         from trainer.data.tokens import Padder, Tokens, check_tokenizer, label_numbers, label_texts, tokenise
 
+        if model is not None:
+            self.use_model(model)
         check_tokenizer(tokenizer, self.max_length)
         cache, columns = cache_folder(self.cache_dir), (self.text_column, self.label_column)
         found = self._find(cache)
-        task, source = self.prepared_for, found["train"].source
+        task, source = self._task, found["train"].source
         pair = self.pair_column
         why = f"data.pair_column={pair!r} is not for model.task=token, which has a label for each word: leave it out"
         require(pair is None or task != "token", why)
@@ -151,11 +154,11 @@ class _Tokenised(Sampled, Texts):
         column = f"{source}: data.label_column={self.label_column!r}"
         why = f"{column} has {len(labels):,} different numbers such as {labels[0]}, which looks like regression"
         fix = "say --model.task regression, or name the column of the classes"
-        require(self.prepared_for != "single_label" or not _is_continuous(labels), f"{why}: {fix}")
+        require(self._task != "single_label" or not _is_continuous(labels), f"{why}: {fix}")
         self._set_classes(sort_classes(labels))
         one = f"{column} is {self.class_names[0]!r} in every row, and a classifier needs two classes or more"
         require(
-            self.num_classes > 1 or self.prepared_for == "multi_label",
+            self.num_classes > 1 or self._task == "multi_label",
             f"{one}: add rows of another class, or name the column of the classes",
         )
         return {name: index for index, name in enumerate(self.class_names)}
@@ -327,7 +330,7 @@ class HubText(_Tokenised):
 
     def _classes(self, source: str, labels: Sequence[str]) -> dict[str, int]:
         named = self._names
-        if named is None or self.prepared_for != "single_label":
+        if named is None or self._task != "single_label":
             return super()._classes(source, labels)
         self._set_classes(named)
         return {str(number): number for number in range(len(named))}
@@ -386,11 +389,13 @@ class StreamedText(Texts):
             if (pattern := getattr(self, key)) is not None:
                 shard_files(f"data.{key}={pattern!r}", pattern)
 
-    def prepare(self, tokenizer: Any = None) -> None:
+    def prepare(self, tokenizer: Any = None, model: Model | None = None) -> None:
         """Look into the files; texts are read and tokenised later."""
         from trainer.data.shards import MOST_LABELS, Labelled, StreamedSplit
         from trainer.data.tokens import Padder, check_tokenizer
 
+        if model is not None:
+            self.use_model(model)
         check_tokenizer(tokenizer, self.max_length)
         found = {part: self._find(part) for part in ("train", "val", "test") if getattr(self, f"{part}_files")}
         key = f"data.label_column={self.label_column!r}"

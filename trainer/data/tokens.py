@@ -20,7 +20,7 @@ import torch
 from datasets.fingerprint import Hasher
 from torch import Tensor
 
-from trainer.contract import PADDING_MULTIPLE
+from trainer.contract import PADDING_MULTIPLE, Samples
 from trainer.data.cache import cached, hash_of
 from trainer.data.fingerprint import Content, add_rows, blocks, tokenizer_hash
 from trainer.data.labels import RowLabels, numbers, row_labels, several, tagged
@@ -69,13 +69,14 @@ class Padder:
         return [gap + one if left else one + gap for one, gap in zip(values, gaps, strict=True)]
 
 
-class Tokens:
+class Tokens(Samples):
     """The ``chosen`` rows of a ``table`` that :func:`tokenise` made of ``rows``, which have the labels ``of_rows``.
 
     The table is on disk: processes that read it share its pages.
     """
 
-    augmented = False
+    lengths: Sequence[int]
+    chosen: Sequence[int]
 
     def __init__(
         self,
@@ -105,7 +106,7 @@ class Tokens:
         return self.pad({**self._stored(rows), "labels": [self.of_rows[row] for row in rows]})
 
     @property
-    def labels(self) -> Sequence[Any]:
+    def labels(self) -> Sequence[Any]:  # type: ignore[override]
         """The label of every sample."""
         return [self.of_rows[row] for row in self.chosen]
 

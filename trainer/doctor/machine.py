@@ -21,6 +21,7 @@ import torch.distributed as dist
 from packaging.requirements import Requirement
 
 from trainer.checkpoint.parts import PartsReader, describe_parts, whole, write_parts
+from trainer.contract import without_weights
 from trainer.data.workers import SHARED, SMALL_SHARED, decide_workers
 from trainer.doctor.subject import Finding, Subject, fail, ok, skipped, warning
 from trainer.errors import RecipeError
@@ -307,7 +308,7 @@ def round_trip(subject: Subject) -> Finding:
 def _there_and_back(subject: Subject, folder: Path) -> dict[str, Any]:
     """Save and load the weights of a new model; the seconds that each took, and what came back different."""
     torch.manual_seed(subject.recipe.seed)
-    module = subject.recipe.model.unloaded().build()
+    module = without_weights(subject.recipe.model).build()
     tensors: dict[str, torch.Tensor] = {f"weights/{name}": parameter for name, parameter in module.named_parameters()}
     tensors |= {f"buffers/{name}": buffer for name, buffer in module.named_buffers()}
     parts = {name: whole(tensor.detach().contiguous()) for name, tensor in tensors.items()}

@@ -12,6 +12,7 @@ import torch
 from PIL import Image
 from torch import Tensor
 
+from trainer.contract import Preparable, Samples, capability, splits_of
 from trainer.data.fingerprint import Content, spread
 from trainer.data.loader import stray_labels
 from trainer.doctor.subject import Finding, Status, Subject, fail, ok, skipped, warning
@@ -32,13 +33,10 @@ Problem = tuple[str, str, str]  # where it is, what it is, and the fix
 
 def samples(subject: Subject) -> Iterator[Finding]:
     """Load an evenly spread part of each split, and look at labels, tokens and pixels."""
-    data = subject.recipe.data
-    classes = getattr(subject.recipe.model, "num_classes", None)
-    classes = getattr(data, "num_classes", None) if classes is None else classes
-    classes = None if getattr(subject.recipe.model, "task", None) == "regression" else classes
-    for name in SPLITS:
-        if (split := getattr(data, name)) is None:
-            continue
+    model, data = subject.recipe.model, subject.recipe.data
+    classes = data.num_classes if model.num_classes is None else model.num_classes
+    classes = None if model.task == "regression" else classes
+    for name, split in splits_of(data).items():
         check, positions = f"{name} samples", spread(len(split), LOOKED_AT)
         unloadable: list[Problem] = []
         problems: list[Problem] = []
@@ -74,7 +72,7 @@ def _problems(subject: Subject, sample: Any, classes: int | None) -> Iterator[tu
             text = f"label {stray} is none of the {classes} classes 0 to {classes - 1}"
             yield text, "mend it, or model.num_classes"
     ids = sample.get("input_ids")
-    tokenizer = subject.recipe.model.tokenizer_or_none() if ids is not None else None
+    tokenizer = capability(subject.recipe.model, Preparable).tokenizer_or_none() if ids is not None else None
     if tokenizer is not None and not set(torch.as_tensor(ids).flatten().tolist()) - set(tokenizer.all_special_ids):
         yield "the text is empty, or all of it is unknown to the tokenizer", "remove it, or another model.tokenizer"
     pixels = sample.get("pixel_values")
@@ -82,12 +80,14 @@ def _problems(subject: Subject, sample: Any, classes: int | None) -> Iterator[tu
         yield "pixels are not finite", "mend the image, or data.normalize"
 
 
-def _describe(name: str, split: Any, position: int) -> str:
-    return split.describe(position) if hasattr(split, "describe") else f"{name} sample {position}"
+def _describe(name: str, split: Samples, position: int) -> str:
+    described = split.describe(position)
+    is_default = described == f"sample {position} of {type(split.original).__name__}"
+    return f"{name} sample {position}" if is_default else described
 
 
-def _image_modes(check: str, split: Any, positions: Sequence[int]) -> Iterator[Finding]:
-    files = getattr(split, "samples", None)
+def _image_modes(check: str, split: Samples, positions: Sequence[int]) -> Iterator[Finding]:
+    files = split.samples
     if not isinstance(files, Sequence) or not files or not isinstance(files[0], tuple):
         return
     found: defaultdict[str, list[str]] = defaultdict(list)
@@ -105,36 +105,35 @@ def _image_modes(check: str, split: Any, positions: Sequence[int]) -> Iterator[F
 
 def duplicates(subject: Subject) -> Iterator[Finding]:
     """Whether samples that are trained on are in the validation or test set, too."""
-    data = subject.recipe.data
-    known = {key: position for position, key in reversed(list(keys(data.train).items()))}
-    compared = [name for name in ("val", "test") if getattr(data, name) is not None]
-    if not compared:
+    splits = splits_of(subject.recipe.data)
+    train = splits.pop("train")
+    known = {key: position for position, key in reversed(list(keys(train).items()))}
+    if not splits:
         yield skipped("there is neither a validation nor a test set")
-    for name in compared:
-        split = getattr(data, name)
+    for name, split in splits.items():
         of_split = keys(split)
         found = [position for position, key in of_split.items() if key in known]
         if not found:
             yield ok(f"no {name} sample is in the training set")
             continue
-        twin = _describe("train", data.train, known[of_split[found[0]]])
+        twin = _describe("train", train, known[of_split[found[0]]])
         text = f"{len(found)} of the {name} samples ({listed(found)}) are in the training set, too: "
         text += f"{_describe(name, split, found[0])} is {twin}"
         yield warning(text, "remove them from one of the two, or the figures will be too good")
 
 
-def keys(split: Any) -> dict[int, bytes]:
+def keys(split: Samples) -> dict[int, bytes]:
     """A hash of each sample's content without its label, by its position: of all samples of files, arrays and texts, up
     to ``COMPARED``; of another split, of those that are looked at."""
-    if hasattr(split, "digests"):
+    if split.digests is not None:
         return dict(enumerate(split.digests[:COMPARED]))
-    if isinstance(getattr(split, "images", None), Tensor):
+    if isinstance(split.images, Tensor):
         images = split.images[:COMPARED].contiguous()
         return {position: hashlib.sha256(image.numpy()).digest() for position, image in enumerate(images)}
-    if hasattr(split, "table") and hasattr(split, "chosen"):
+    if split.table is not None and split.chosen is not None:
         tokens = split.table.select(list(split.chosen)[:COMPARED])["input_ids"]
         return {position: hashlib.sha256(repr(list(ids)).encode()).digest() for position, ids in enumerate(tokens)}
-    if getattr(split, "augmented", False):
+    if split.augmented:
         return {}
     found = {}
     for position in spread(len(split), LOOKED_AT):
@@ -149,7 +148,7 @@ def keys(split: Any) -> dict[int, bytes]:
 
 def vocabulary(subject: Subject) -> Iterator[Finding]:
     """Whether the model has a row for every token that the tokenizer makes."""
-    tokenizer = subject.recipe.model.tokenizer_or_none()
+    tokenizer = capability(subject.recipe.model, Preparable).tokenizer_or_none()
     if tokenizer is None:
         return
     embed = getattr(subject.module, "get_input_embeddings", None)
@@ -166,8 +165,7 @@ def model_and_data(subject: Subject) -> Finding:
     """Prepare them: files, columns, classes and weights' configuration are checked on the way."""
     subject.recipe = prepared(subject.recipe)
     subject.ready = True
-    data = subject.recipe.data
-    sizes = ", ".join(f"{len(getattr(data, name)):,} {name}" for name in SPLITS if getattr(data, name) is not None)
+    sizes = ", ".join(f"{len(split):,} {name}" for name, split in splits_of(subject.recipe.data).items())
     return ok(f"{type(subject.recipe.model).__name__} of {size_of(subject.module)}; {sizes}")
 
 

@@ -10,6 +10,7 @@ from typing import Literal
 
 from torch import nn
 
+from trainer.contract import Streamable, capability, without_weights
 from trainer.errors import RecipeError, RunError
 from trainer.launching.world import World
 from trainer.memory.own_optimizer import trial_of
@@ -51,7 +52,7 @@ class Subject:
     @cached_property
     def module(self) -> nn.Module:
         """The model, without memory for its weights; only when ``ready``."""
-        module = on_meta(self.recipe.model.unloaded().build)
+        module = on_meta(without_weights(self.recipe.model).build)
         choose_trained(module, self.recipe.model, self.recipe.optim)
         return module
 
@@ -63,7 +64,7 @@ class Subject:
     @cached_property
     def checkpoint_bytes(self) -> int:
         """Of one checkpoint: weights that no file has, buffers and the optimizer's state."""
-        return self._bytes(self.recipe.model.in_base(self.module))
+        return self._bytes(capability(self.recipe.model, Streamable).in_base(self.module))
 
     @cached_property
     def state_bytes(self) -> int:
@@ -73,7 +74,7 @@ class Subject:
     def _bytes(self, left_out: Collection[str] = ()) -> int:
         optim, memory = self.recipe.optim, self.recipe.memory
         dtype = weights_dtype(memory)
-        tensors = trial_of(optim).moments if optim.is_own else STATE_TENSORS.get(optim.kind, 0)
+        tensors = trial_of(optim).moments if optim.is_custom else STATE_TENSORS.get(optim.kind, 0)
         tensors += optim.name in ("sgd", "rmsprop") and optim.momentum > 0
         total = sum(buffer.nbytes for buffer in self.module.buffers())
         for name, parameter in self.module.named_parameters():

@@ -8,7 +8,7 @@ from functools import partial
 
 import numpy as np
 
-from trainer.contract import Data, Model
+from trainer.contract import Data, DrawnInputs, Model, Packable, Preparable, as_samples, capability
 from trainer.engine.cut import Cut, cut_at, share_of
 from trainer.engine.quarantine import Quarantine, Reduce
 from trainer.engine.window import Fetch, MicroBatch, OnLoad, Windows, micro_batch
@@ -21,7 +21,7 @@ EVALUATION_FACTOR = 2  # evaluation keeps no activations: its micro-batches may 
 
 def fill_from_data(model: Model, data: Data) -> Model:
     """Fill fields of the model that are ``None`` from the dataset; values that both define must agree."""
-    names, classes = getattr(data, "class_names", None) or (), getattr(data, "num_classes", None)
+    names, classes = data.class_names or (), data.num_classes
     # A name that cannot be encoded comes from a folder name that is not UTF-8, or from broken JSON.
     broken = [ascii(name) for name in names if str(name).encode(errors="replace").decode() != str(name)]
     require(not broken, f"data: class {listed(broken)} is not UTF-8 text: rename its folder or label")
@@ -30,16 +30,22 @@ def fill_from_data(model: Model, data: Data) -> Model:
         f"{type(data).__name__} has {len(names)} class_names for num_classes={classes}: give each class a name",
     )
     changes = {}
-    for name in ("num_classes", "image_size", "channels", "class_names"):
-        own, known = getattr(model, name, None), getattr(data, name, None)
-        if known is None or not hasattr(model, name):
+    pairs = {
+        "num_classes": (model.num_classes, classes),
+        "image_size": (model.image_size, data.image_size),
+        "channels": (model.channels, data.channels),
+        "class_names": (model.class_names, data.class_names),
+    }
+    fields = {field.name for field in dataclasses.fields(model)} if dataclasses.is_dataclass(model) else ()
+    for name, (own, known) in pairs.items():
+        if known is None or (own is None and name not in fields):
             continue
         if own is None:
             changes[name] = known
         elif name != "class_names":
             require(own == known, f"model.{name}={own} does not fit the data, which has {known}: set it to null")
     model = dataclasses.replace(model, **changes) if changes else model  # type: ignore[type-var]
-    return model.suited_to(data)
+    return model.suited_to(data) if isinstance(model, Preparable) else model
 
 
 def windows_of(
@@ -55,8 +61,8 @@ def windows_of(
     ``reduce`` sums over the shares, and counts ranks that have the same share once. Without a ``quarantine``, bad
     samples are left out on this rank only.
     """
-    train = recipe.data.train
-    lengths = getattr(train, "lengths", None)
+    train, drawn = as_samples(recipe.data.train), capability(recipe.model, DrawnInputs)
+    lengths = train.lengths
     require(
         recipe.memory.micro_batch_tokens is None or lengths is not None,
         f"memory.micro_batch_tokens={recipe.memory.micro_batch_tokens} needs the length of every sample, which "
@@ -65,7 +71,7 @@ def windows_of(
     mixing = recipe.data.mixing()
     name = type(recipe.model).__name__
     require(
-        mixing is None or recipe.model.mixes,
+        mixing is None or drawn.mixes,
         f"data.mixup, data.cutmix: {name}.losses() supports one label per sample: set both to 0, or read "
         "batch['mixed_labels'] and batch['lam'] in it (docs/augmentation.md) and set mixes = True",
     )
@@ -80,11 +86,11 @@ def windows_of(
         world_size=shares,
         reduce=reduce,
         lengths=lengths,
-        packs=recipe.model.packs(),
-        groups=getattr(train, "groups", None),
+        packs=capability(recipe.model, Packable).packs(),
+        groups=train.groups,
         chances=_chances(recipe.data),
-        probably_longest=getattr(train, "longest", ()),
-        augmented=bool(getattr(train, "augmented", False)) or recipe.model.seeded,
+        probably_longest=train.longest,
+        augmented=bool(train.augmented) or drawn.seeded,
         mixing=mixing,
         quarantine=Quarantine(limit=None) if quarantine is None else quarantine,
         changes=sorted(recipe.accumulate) if isinstance(recipe.accumulate, Mapping) else (),
@@ -102,7 +108,7 @@ def _chances(data: Data) -> Chances | None:
     fits = bool(np.isfinite(array).all()) and array.min(initial=0) >= 0 and array.sum() > 0
     if not fits:
         raise RecipeError(f"{said} must return finite numbers of at least 0, and not only zeros")
-    if getattr(data.train, "groups", None) is not None:
+    if as_samples(data.train).groups is not None:
         raise RecipeError(f"{name} reads groups of samples in sequence and cannot draw single ones: omit chances()")
     return Chances(relative)
 

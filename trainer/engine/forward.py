@@ -10,7 +10,7 @@ from lightning.fabric import Fabric
 from lightning.fabric.plugins.precision import Precision
 from torch import nn
 
-from trainer.contract import Model
+from trainer.contract import Model, Packable, capability
 from trainer.values import Loss
 
 if TYPE_CHECKING:
@@ -27,7 +27,8 @@ class Forward:
     check: LossCheck | None = None  # checks the losses of the first steps
 
     def __init__(self, fabric: Fabric, model: Model, module: nn.Module) -> None:
-        self.model, self.device, self.precision = model, fabric.device, fabric.strategy.precision
+        self.model, self.pack = model, capability(model, Packable).packed
+        self.device, self.precision = fabric.device, fabric.strategy.precision
         self.use(module)
         self.has_context = type(self.precision).forward_context is not Precision.forward_context
         self.fabric = fabric
@@ -47,7 +48,7 @@ class Forward:
             batch: collated, on the host.
             packed: the result of the model's ``packed`` for it, if a loader has computed that already.
         """
-        packed = self.model.packed(batch) if packed is None else packed
+        packed = self.pack(batch) if packed is None else packed
         return self._in_context(batch, packed) if self.has_context else self._of_model(batch, packed)
 
     def _of_model(self, batch: Any, packed: Any) -> Iterator[Loss]:

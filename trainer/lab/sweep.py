@@ -77,7 +77,7 @@ def sweep(argv: list[str]) -> None:
     for name in TAKEN[:2]:
         require(all(name != given for given, _ in flags), f"--{name} is the sweep's to set: use --out")
     words = [reference, *as_words(passed)]
-    chosen = recipe.run.chosen()
+    chosen = recipe.run.best_metric()
     compared = recipe.run.evaluate and chosen != "last"
     require(compared, "a sweep compares by run.best: leave out run.best=last and run.evaluate=false")
     both = "give --over KEY=LOW..HIGH (or KEY=A,B,C), once or more, or --folds 5, or --find-lr"
@@ -417,7 +417,7 @@ def evaluations(run_dir: Path, recipe: Recipe) -> list[tuple[str, float, int]]:
     with suppress(OSError), open(run_dir / "metrics.csv", newline="") as file:
         rows = list(csv.DictReader(file))
         split = "test" if (recipe.run.best or "").startswith("test_") else "val"
-        name = recipe.run.chosen()
+        name = recipe.run.best_metric()
         if name is None:
             name = "accuracy" if any(row.get(f"{split}_accuracy") for row in rows) else "loss"
         column = f"{split}_{name}"

@@ -9,7 +9,8 @@ import torch
 from lightning.fabric import Fabric
 from torch import nn
 
-from trainer.contract import Model
+from trainer.contract import Model, Streamable
+from trainer.errors import RecipeError
 from trainer.memory.plan import Plan
 from trainer.memory.precision import weights_dtype
 from trainer.weights.streaming import allocate, default_dtype, fill, skeleton_on_meta
@@ -49,12 +50,18 @@ def home_of_weights(fabric: Fabric, plan: Plan) -> torch.device:
     return HOST if cut or plan.memory.cpu_offload != "none" else fabric.device
 
 
+def _streamable(model: Model) -> Streamable:
+    if isinstance(model, Streamable):
+        return model
+    raise RecipeError(f"{type(model).__name__} cannot start on meta: define skeleton() and pretrained()")
+
+
 def build_on_meta(model: Model, seed: int, dtype: torch.dtype | None = None) -> nn.Module:
     """The module of ``model``, which has a ``skeleton``, with parameters on meta and real buffers on the CPU; ``dtype``
     is of all floating-point ones. It may be sharded before :func:`materialise`."""
     torch.manual_seed(seed)
     with default_dtype(dtype):
-        return skeleton_on_meta(model).train()
+        return skeleton_on_meta(_streamable(model)).train()
 
 
 def materialise(
@@ -76,4 +83,4 @@ def materialise(
         RecipeError: naming what the files lack, have in another shape, or what is still on meta.
     """
     allocate(module, device, dtype)
-    fill(module, model, seed)
+    fill(module, _streamable(model), seed)

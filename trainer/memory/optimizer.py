@@ -64,7 +64,7 @@ def _optimizer_of(groups: Any, optim: Optim, memory: Memory, device: torch.devic
         from trainer.memory.lean_adam import lean_adam
 
         return lean_adam(groups, optim, memory, device, **given(optim))
-    if optim.is_own:
+    if optim.is_custom:
         return make_own(groups, optim)
     if optim.name == "lion":
         require_package("optim.name=lion", "timm", "lean")

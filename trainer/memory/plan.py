@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from dataclasses import dataclass
 
+from trainer.contract import Plannable, capability
 from trainer.engine.cut import Cut, cut_at, share_of
 from trainer.errors import RecipeError, require
 from trainer.memory.knobs import HALF, described, left_open
@@ -104,7 +105,7 @@ def _lossy(recipe: Recipe) -> list[str]:
         found.append(f"{memory.optimizer_state_bits}-bit optimizer state")
     if memory.matmul_precision != "highest":
         found.append(f"fp32 products rounded to {ROUNDED[memory.matmul_precision]}")
-    return [*found, *recipe.model.lossy]
+    return [*found, *capability(recipe.model, Plannable).lossy]
 
 
 def plan_warnings(recipe: Recipe, on_gpu: bool) -> list[str]:

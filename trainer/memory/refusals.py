@@ -7,6 +7,7 @@ from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from trainer.contract import Streamable
 from trainer.engine.cut import Cut
 from trainer.errors import RecipeError, require
 from trainer.memory.knobs import ADAM, UNPROVEN
@@ -28,7 +29,7 @@ CONDITIONAL = "which is conditional (some micro-batches leave parameters without
 def require_compatible(recipe: Recipe, world_size: int, cuts: Sequence[Cut]) -> None:
     """Refuse settings that contradict each other, with the key, the reason and what to change; ``cuts`` are those of
     every phase of an accumulation schedule."""
-    if recipe.optim.is_own:
+    if recipe.optim.is_custom:
         from trainer.memory.own_optimizer import own_refusals
 
         reason = next(own_refusals(recipe.optim, recipe.memory), None)
@@ -53,7 +54,7 @@ def _strategy(recipe: Recipe, world_size: int, _: Sequence[Cut]) -> Iterator[str
     replicas, kind = memory.replicas, type(recipe.model).__name__
     if memory.strategy == "single" and world_size > 1:
         yield f"memory.strategy=single cannot use {world_size} ranks: use ddp, fsdp or auto, or run.devices 1"
-    if getattr(recipe.model, "task", None) == "regression" and memory.precision in ("bf16-true", "16-true"):
+    if recipe.model.task == "regression" and memory.precision in ("bf16-true", "16-true"):
         mixed = memory.precision.replace("true", "mixed")
         yield f"memory.precision={memory.precision} would round the labels of model.task=regression: use {mixed}"
     if replicas > 1 and not sharded:
@@ -85,7 +86,7 @@ def _tensor_parallel(recipe: Recipe, world_size: int, _: Sequence[Cut]) -> Itera
     memory, key = recipe.memory, f"memory.tensor_parallel={recipe.memory.tensor_parallel}"
     if world_size % memory.tensor_parallel:
         yield f"{key} does not divide {world_size} rank(s): use a divisor (1 is off), or more run.devices"
-    adapters = getattr(recipe.model, "lora", None)
+    adapters = recipe.model.lora
     if adapters is not None and adapters.rank:
         yield f"{key} splits whole layers, not the adapters of model.lora: use one of the two"
     if recipe.optim.name == "adafactor":
@@ -133,8 +134,8 @@ def _state(recipe: Recipe, _: int, __: Sequence[Cut]) -> Iterator[str]:
 
 def _meta(recipe: Recipe, _: int, __: Sequence[Cut]) -> Iterator[str]:
     model, key = recipe.model, "memory.init=meta"
-    weights = getattr(model, "weights", "its own")
-    if not model.starts_on_meta():
+    weights = vars(model).get("weights", "its own")
+    if not (isinstance(model, Streamable) and model.starts_on_meta()):
         kind = type(model).__name__
         yield f"{key} cannot start {kind}: it has no skeleton() and pretrained(); use memory.init device"
     if weights is None:

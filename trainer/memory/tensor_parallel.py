@@ -35,7 +35,7 @@ from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map
 
-from trainer.contract import Model
+from trainer.contract import Model, Plannable, capability
 from trainer.engine.sync import GradientSync, ShardedSync, add_missing, begin_mean, buckets, norm_over_ranks, total_norm
 from trainer.errors import RecipeError, RunError, require
 from trainer.memory.sharding import DATA, TENSOR, local
@@ -58,7 +58,11 @@ def split_over_ranks(module: nn.Module, model: Model, mesh: DeviceMesh, by_token
     Raises:
         RecipeError: when there is no plan, or the ranks do not divide what is to be split, or no tokens to be shared.
     """
-    plan, region, key = model.tensor_parallel_plan(module), _Region(mesh), f"memory.tensor_parallel={mesh.size()}"
+    plan, region, key = (
+        capability(model, Plannable).tensor_parallel_plan(module),
+        _Region(mesh),
+        f"memory.tensor_parallel={mesh.size()}",
+    )
     kind = type(model).__name__
     require(
         bool(plan),

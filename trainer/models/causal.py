@@ -56,7 +56,7 @@ class CausalLM(TextModel):
 
     auto = "AutoModelForCausalLM"
     head_is_new = False
-    task: ClassVar[Task] = "language"
+    task: ClassVar[Task] = "language"  # type: ignore[misc]
 
     def __post_init__(self) -> None:
         super().__post_init__()

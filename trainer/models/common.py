@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from itertools import chain
 from typing import TYPE_CHECKING, Any, Literal, cast
 
-from trainer.contract import Model, weigh_mixed
+from trainer.contract import Preparable, as_samples, weigh_mixed
 from trainer.errors import RecipeError, require, require_choice, require_positive, require_types
 from trainer.values import IGNORED_LABEL, Loss, Task
 from trainer.weights.blocks import find_blocks
@@ -80,7 +80,7 @@ class Objective:
         require(alone, f"model.loss.huber_delta={self.huber_delta} is for model.loss.distance huber")
 
 
-class Supervised(Model):
+class Supervised(Preparable):
     """What models share that learn from labels. A setting that one of them does not explain is explained here.
 
     Args:
@@ -100,7 +100,7 @@ class Supervised(Model):
         if weights is None:
             return self
         if weights == "balanced":
-            labels = getattr(data.train, "labels", None)
+            labels = as_samples(data.train).labels
             unknown = f"model.loss.class_weights=balanced needs the training labels, and {type(data).__name__}'s train"
             require(labels is not None, f"{unknown} has no attribute labels: add it, or give the weights as a list")
             weights = balanced_weights(self.task, cast(Any, labels), self.num_classes or 0, self.class_names)

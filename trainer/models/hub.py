@@ -10,6 +10,7 @@ from os.path import isdir
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, cast
 
+from trainer.contract import Preparable
 from trainer.errors import RecipeError, RunError, nearest, require
 from trainer.models.common import MOST_LAYERS, Supervised, require_filled, train_last_blocks
 from trainer.models.lora import OWN, Adaptable, LoRA, reset_adapters, save_adapters
@@ -187,7 +188,7 @@ def refuse_code(name: str, config: Any) -> None:
     )
 
 
-class HubModel(Adaptable):
+class HubModel(Adaptable, Preparable):
     """What the models share that a class of transformers makes, of a configuration or of weights.
 
     Args:

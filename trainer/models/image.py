@@ -10,6 +10,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from trainer.contract import DrawnInputs
 from trainer.errors import nearest, require, require_choice, require_package
 from trainer.models.common import ImageTask, Objective
 from trainer.models.hub import HubClassifier, is_local
@@ -26,7 +27,7 @@ TIMM = "timm/"
 
 
 @dataclass
-class ImageClassifier(HubClassifier):
+class ImageClassifier(HubClassifier, DrawnInputs):
     """Any ``AutoModelForImageClassification`` of transformers: ViT, DINOv2, Swin, ConvNeXt, ResNet; or any of timm.
 
     The loss is computed here from the logits, never by the model itself.

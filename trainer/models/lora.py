@@ -9,7 +9,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
-from trainer.contract import Model
+from trainer.contract import Exportable, Plannable, Streamable
 from trainer.errors import require, require_choice, require_package
 from trainer.models.common import head_parameters
 from trainer.values import Pretrained
@@ -66,7 +66,7 @@ class LoRA:
         require(alone, f"{both} trains whole ones and nothing before them: use one of the two")
 
 
-class Adaptable(Model):
+class Adaptable(Streamable, Exportable, Plannable):
     """A model of which adapters may train instead of its weights."""
 
     lora: LoRA

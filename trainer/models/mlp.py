@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from trainer.contract import DrawnInputs, Plannable
 from trainer.errors import require, require_choice
 from trainer.models.common import ImageTask, Objective, Supervised, require_filled
 from trainer.values import Loss
@@ -15,7 +16,7 @@ if TYPE_CHECKING:
 
 
 @dataclass
-class MLP(Supervised):
+class MLP(Supervised, DrawnInputs, Plannable):
     """Linear layers with ReLU on the pixels: 784-512-512-10 on Fashion-MNIST.
 
     Args:

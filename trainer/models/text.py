@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Literal, cast
 
+from trainer.contract import Packable
 from trainer.errors import require, require_choice
 from trainer.models.bytes import BYTES, byte_tokenizer
 from trainer.models.common import Objective
@@ -41,7 +42,7 @@ NO_TOKENIZER = "none"
 PACKED = ("distilbert", "bert", "roberta", "xlm-roberta", "modernbert")  # types that compute without padding
 
 
-class TextModel(HubModel):
+class TextModel(HubModel, Packable):
     """What the models of texts share: a tokenizer.
 
     Args:

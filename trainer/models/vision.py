@@ -9,6 +9,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, cast
 
+from trainer.contract import DrawnInputs
 from trainer.errors import RecipeError, require, require_choice, require_positive
 from trainer.models.common import (
     MOST_FEATURES,
@@ -31,7 +32,7 @@ POSITIONS = "encoder.pos_embedding"
 
 
 @dataclass
-class VisionTransformer(Supervised, Adaptable):
+class VisionTransformer(Supervised, Adaptable, DrawnInputs):
     """torchvision's ViT (Dosovitskiy et al. 2021): one of its five sizes, or a shape of your own.
 
     Args:

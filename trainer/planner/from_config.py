@@ -206,10 +206,9 @@ def _shape(said: str, task: str, tokens: int | None, config: Mapping[str, Any], 
 def trained_by(reference: str, recipe: Recipe) -> tuple[str, dict[str, str]]:
     """The recipe (empty if none) and the flags that train what ``reference`` names; a packaged one for ``hf:MODEL``."""
     model: Any = recipe.model
-    head = getattr(model, "head", None)
-    if head is None:
+    if not isinstance(model, FromConfig):
         return reference, {}
-    if head != "sequence-classification":
+    if model.head != "sequence-classification":
         return "", {}
     name = reference.removeprefix(PREFIX)
     folder = Path(local_folder(name)).expanduser()

@@ -6,14 +6,14 @@ from array import array
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from trainer.contract import Data
+from trainer.contract import Data, Model, Samples
 from trainer.values import Outline
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 
-class Alike:
+class Alike(Samples):
     """``count`` samples that are all alike: zeros in the shapes of an outline, and masks that leave nothing out."""
 
     def __init__(self, outline: Outline, count: int) -> None:
@@ -42,14 +42,13 @@ class MadeUp(Data):
 
     def __init__(self, outline: Outline, data: Data | None = None, notes: Sequence[str] = ()) -> None:
         self.num_classes, self.notes = outline.num_classes, list(notes)
-        for name in ("class_names", "image_size", "channels"):
-            setattr(self, name, getattr(data, name, None))
         if data is not None:
+            self.class_names, self.image_size, self.channels = data.class_names, data.image_size, data.channels
             self.workers, self.notes = data.workers, [*notes, said(outline)]
         counts = (outline.train, outline.val, outline.test)
         self.train, self.val, self.test = (Alike(outline, count) if count else None for count in counts)
 
-    def prepare(self, tokenizer: Any = None) -> None:
+    def prepare(self, tokenizer: Any = None, model: Model | None = None) -> None:
         """Nothing: it is made."""
 
 

@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from typing import Any
 
-from trainer.contract import Data
+from trainer.contract import Data, Plannable, Preparable, capability, prepare_data, without_weights
 from trainer.engine.feed import fill_from_data
 from trainer.errors import RecipeError, require
 from trainer.fakegpu.cost import StepCost, changed, cost_of, of_whole_step, peak_seconds
@@ -113,11 +113,14 @@ class Prediction:
 def prepared(recipe: Recipe, outlines: bool = False) -> Recipe:
     """The recipe with its data prepared and its model filled from it; no weights are fetched or read. ``outlines`` lets
     missing data be made up of its outline, as ``notes`` say, and a text model go without its tokenizer."""
+    recipe.data.use_model(recipe.model)
     outline = recipe.data.outline() if outlines else None
     recipe.data.require_files()
     try:
-        model = recipe.model if outline is None else recipe.model.outlined(outline)
-        bare = model.unloaded()
+        model = recipe.model
+        if outline is not None and isinstance(model, Plannable):
+            model = model.outlined(outline)
+        bare = capability(without_weights(model), Preparable)
         bare.prepare()
     except RecipeError as error:
         if not isinstance(error.__cause__, OSError):
@@ -129,7 +132,7 @@ def prepared(recipe: Recipe, outlines: bool = False) -> Recipe:
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # what is forked must not wait for its threads
     data = recipe.data if outline is None else MadeUp(outline, recipe.data)
     try:
-        data.prepare(bare.tokenizer_or_none())
+        prepare_data(data, recipe.model, bare.tokenizer_or_none())
     except (RecipeError, OSError) as error:
         if not outlines or type(data).outline is not Data.outline or type(data).__module__.startswith("trainer."):
             raise

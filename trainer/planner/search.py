@@ -22,6 +22,7 @@ from functools import partial
 from math import inf
 from typing import Any, NamedTuple
 
+from trainer.contract import Packable, as_samples, capability
 from trainer.engine.cut import cut_at, cut_batch, share_of, tokens_of
 from trainer.engine.order import batch_indices
 from trainer.errors import RecipeError, require
@@ -288,12 +289,15 @@ class Search:
     def _padding(self, sizes: Sequence[int | None]) -> dict[int, float]:
         """By samples of a micro-batch, the part of the most tokens of a batch: texts of like length pad less in small
         ones, which may thus be faster. All 1 without lengths, and where all have the same."""
-        lengths: Any = getattr(self.recipe.data.train, "lengths", None)
+        lengths: Any = as_samples(self.recipe.data.train).lengths
         tokens: dict[int, int] = {}
         for size in sizes if lengths is not None and len({*lengths}) > 1 else ():
             cut = cut_at(knobs.applied(self.recipe, with_size({}, size)), self.devices, 0)
             batch = batch_indices(self.recipe.seed, 0, 0, len(lengths), cut.batch_size)
-            packs, shares = self.recipe.model.packs(), share_of(self.recipe.memory, 0, self.devices)[1]
+            packs, shares = (
+                capability(self.recipe.model, Packable).packs(),
+                share_of(self.recipe.memory, 0, self.devices)[1],
+            )
             pieces = cut_batch(batch, cut, shares, lengths, packs)
             tokens[size or 0] = sum(tokens_of(one, lengths, packs) for one in pieces)
         return {size or 0: tokens[size or 0] / max(tokens.values()) if tokens else 1.0 for size in sizes}

@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_leaves, tree_map
 
-from trainer.contract import Model
+from trainer.contract import Model, Packable, Streamable, as_samples, capability, without_weights
 from trainer.data.loader import loader_of
 from trainer.engine.check import LossCheck
 from trainer.engine.cut import cut_batch, fullest, share_of
@@ -53,7 +53,7 @@ from trainer.weights.streaming import allocate, default_dtype, on_meta
 
 
 @dataclass
-class Samples:
+class TracedSamples:
     """What the traced steps are fed, on the host."""
 
     # The first batch of the run, with no more micro-steps than differ from each other: the first and the last or, of
@@ -65,7 +65,7 @@ class Samples:
     varies: bool  # whether samples differ in length
 
 
-def draw_samples(recipe: Recipe, plan: Plan) -> Samples:
+def draw_samples(recipe: Recipe, plan: Plan) -> TracedSamples:
     """The samples that ``plan`` would meet first, and the longest ones, from the recipe's prepared data."""
     ranks, loader = plan.world_size, loader_of(recipe, recipe.data.train)
     _, shares = share_of(plan.memory, 0, ranks)
@@ -76,7 +76,7 @@ def draw_samples(recipe: Recipe, plan: Plan) -> Samples:
     if len(own) > most:
         own = [own[0], *own[len(own) // 2 :][: most - 2], own[-1]]
     first, skipped = replace(window, micro_batches=own), len(window) - len(own)
-    return Samples(first, windows.longest(recipe.epochs), _evaluated(recipe, plan), skipped, varies)
+    return TracedSamples(first, windows.longest(recipe.epochs), _evaluated(recipe, plan), skipped, varies)
 
 
 def _evaluated(recipe: Recipe, plan: Plan) -> list[MicroBatch]:
@@ -84,7 +84,7 @@ def _evaluated(recipe: Recipe, plan: Plan) -> list[MicroBatch]:
     if dataset is None or not recipe.run.evaluate:
         return []
     cut = evaluation_cut(plan.first_cut, len(dataset))
-    lengths, packs = getattr(dataset, "lengths", None), recipe.model.packs()
+    lengths, packs = as_samples(dataset).lengths, capability(recipe.model, Packable).packs()
     shares = share_of(plan.memory, 0, plan.world_size)[1]
     piece = fullest(cut_batch(range(len(dataset)), cut, shares, lengths, packs), lengths, packs)
     return list(evaluation_micro_batches("val", [piece], loader_of(recipe, dataset), Quarantine(limit=None)))
@@ -93,7 +93,7 @@ def _evaluated(recipe: Recipe, plan: Plan) -> list[MicroBatch]:
 def trace_run(
     recipe: Recipe,
     plan: Plan,
-    samples: Samples,
+    samples: TracedSamples,
     target: Target,
     nodes: int = 1,
     look: Callable[[nn.Module], None] | None = None,
@@ -153,8 +153,10 @@ def _notes(recipe: Recipe, plan: Plan, module: nn.Module) -> list[str]:
 
 
 def _empty(recipe: Recipe, plan: Plan) -> nn.Module:
-    model = recipe.model.unloaded()
-    build = model.skeleton if type(model).build is Model.build else model.build  # the default reads the weights
+    model = without_weights(recipe.model)
+    build = model.build
+    if isinstance(model, Streamable) and type(model).build is Streamable.build:  # the default reads the weights
+        build = model.skeleton
     with default_dtype(weights_dtype(plan.memory) or torch.float32):
         module = on_meta(build).train()
     choose_trained(module, recipe.model, recipe.optim)
@@ -165,7 +167,7 @@ class _Run(Phases):
     def __init__(self, recipe: Recipe, plan: Plan, fabric: Fabric, tracer: Tracer) -> None:
         self.recipe, self.plan, self.fabric, self.tracer = recipe, plan, fabric, tracer
 
-    def take(self, module: nn.Module, samples: Samples) -> None:
+    def take(self, module: nn.Module, samples: TracedSamples) -> None:
         """Build, rehearse, step, evaluate and gather."""
         self.tracer.enter("init")
         self.stack = stack = self._build(module)

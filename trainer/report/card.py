@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from trainer.contract import Exportable, Preparable, capability
 from trainer.recipe import Recipe
 from trainer.system.redact import redact
 from trainer.system.text import escaped
@@ -35,13 +36,16 @@ class Trained:
 def card_of(recipe: Recipe, run_dir: Path, trained: Trained) -> str:
     """The model card of what the run in ``run_dir``, which has its ``recipe.yaml``, has trained."""
     model: Any = recipe.model
-    kind = "token" if getattr(model, "task", None) == "token" else "text"
-    if model.tokenizer_or_none() is None:
-        kind = "image" if hasattr(recipe.data, "load_image") else ""
-    weights = getattr(model, "weights", None)
+    kind = "token" if model.task == "token" else "text"
+    if capability(model, Preparable).tokenizer_or_none() is None:
+        kind = "image" if recipe.data.load_image is not None else ""
+    weights = model.weights
     base = weights if isinstance(weights, str) and weights.count("/") == 1 and not Path(weights).exists() else None
-    library, task = "transformers" if model.own_format else None, f"{kind}-classification" if kind else None
-    task = "text-generation" if getattr(model, "task", None) == "language" else task
+    library, task = (
+        "transformers" if capability(model, Exportable).own_format else None,
+        f"{kind}-classification" if kind else None,
+    )
+    task = "text-generation" if model.task == "language" else task
     text = (run_dir / "recipe.yaml").read_text(encoding="utf-8").partition("\n# sha256")[0]
     return model_card(run_dir.name, trained, text, task, library, base)
 

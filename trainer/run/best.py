@@ -28,7 +28,7 @@ class Best(Listener):
         run = recipe.run
         self.split, self.patience = split, run.patience
         self.own = [metric for metric in run.metrics if isinstance(metric, Metric)]
-        chosen, on_test = run.chosen(), (run.best or "").startswith("test_")
+        chosen, on_test = run.best_metric(), (run.best or "").startswith("test_")
         self.is_chosen = run.evaluate and chosen != "last" and (split == "val" or on_test)
         self.name = chosen if self.is_chosen else None
         """The figure that is compared; ``None`` until the first evaluation where the recipe names none."""

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from trainer.checkpoint.export import save_model
 from trainer.checkpoint.folder import CheckpointFolder
 from trainer.checkpoint.manifest import MOST_BYTES, sealed
+from trainer.contract import splits_of
 from trainer.engine.cut import padding_share, share_of
 from trainer.engine.loop import count_steps
 from trainer.engine.window import Windows
@@ -163,10 +164,10 @@ def open_loggers(session: Session, resumed_at: int, run: str) -> list[Any]:
     parts = {field.name: getattr(recipe, field.name) for field in dataclasses.fields(recipe)}
     # Sections as text, without their secrets.
     config = {name: redact(str(part)) if dataclasses.is_dataclass(part) else part for name, part in parts.items()}
-    task = getattr(recipe.model, "task", "single_label")
-    task = task if task == "language" or getattr(recipe.model, "num_classes", None) is not None else None
-    asked = [figure if isinstance(figure, str) else figure.name for figure in recipe.run.asked_figures()]
-    figures = [name for name in dict.fromkeys((*FIGURES[task], *asked)) if name != "loss"]
+    task = recipe.model.task or "single_label"
+    has_metrics = task == "language" or recipe.model.num_classes is not None
+    asked = [figure if isinstance(figure, str) else figure.name for figure in recipe.run.requested_metrics()]
+    figures = [name for name in dict.fromkeys((*FIGURES[task if has_metrics else None], *asked)) if name != "loss"]
     return make_loggers(recipe.run.logger, session.run_dir, config, extra, figures, resumed_at, recipe.run, run)
 
 
@@ -202,9 +203,8 @@ def write_evaluation(folder: Path, result: EvaluationResult, data: Any) -> None:
     write_atomic(folder / "classification_report.txt", report_text(result, data) + "\n")
     if result.confusion is not None:
         split = "val" if data.test is None else "test"
-        samples, names = getattr(data, split), getattr(data, "class_names", None) or range(len(result.confusion))
-        describe = getattr(samples, "describe", f"sample {{}} of {type(samples).__name__}".format)
-        write_mistakes(folder, result.confusion, result.mistakes, list(map(str, names)), split, describe)
+        samples, names = splits_of(data)[split], data.class_names or range(len(result.confusion))
+        write_mistakes(folder, result.confusion, result.mistakes, list(map(str, names)), split, samples.describe)
 
 
 def report_text(result: EvaluationResult, data: Any) -> str:
@@ -212,7 +212,7 @@ def report_text(result: EvaluationResult, data: Any) -> str:
     if result.confusion is None:
         figures = {**result.losses, **result.others}
         return "\n".join(f"{escaped(name)} {value:.6f}" for name, value in figures.items())
-    names = getattr(data, "class_names", None)
+    names = data.class_names
     return classification_report(result.confusion, None if names is None else [escaped(name) for name in names])
 
 
@@ -257,7 +257,7 @@ def unmeant(recipe: Recipe, plan: Plan, samples: int, steps: int) -> list[str]:
         found.append("cpu_offload optimizer with ddp: each rank has all masters; memory.strategy fsdp shares them")
     if recipe.run.evaluate and recipe.data.val is None and recipe.data.test is None:
         fix = "--data.val_fraction 0.1 holds out a tenth of the training set"
-        fix = fix if hasattr(recipe.data, "val_fraction") else f"set {type(recipe.data).__name__}.val in prepare()"
+        fix = fix if recipe.data.val_fraction is not None else f"set {type(recipe.data).__name__}.val in prepare()"
         found.append(f"nothing is evaluated: there is neither a validation set nor a test set; {fix}")
     return found
 

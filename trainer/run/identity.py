@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from trainer.checkpoint.manifest import Manifest, cut_off
-from trainer.contract import Model
+from trainer.contract import Model, Preparable, Streamable, capability
 from trainer.data.fingerprint import data_files, fingerprint, tokenizer_hash
 from trainer.errors import RecipeError, listed, require
 from trainer.memory.knobs import KNOBS
@@ -32,7 +32,8 @@ class Origin:
         drawn = from_first(session.fabric, [secrets.token_hex(8), secrets.token_hex(4)])
         self.run, self.attempt = run or drawn[0], drawn[1]
         self.recipe, self.defaults = flat_settings(session.recipe), default_settings(session.recipe)
-        self._data, self._tokenizer = session.recipe.data, session.recipe.model.tokenizer_or_none()
+        self._data = session.recipe.data
+        self._tokenizer = capability(session.recipe.model, Preparable).tokenizer_or_none()
         self._model = session.recipe.model
 
     @cached_property
@@ -64,7 +65,7 @@ class Origin:
 def base_hashes(model: Model) -> dict[str, str]:
     """The sha256 of every file of ``model`` that checkpoints leave out, by its name."""
     doing("hashing the frozen weights")
-    return {path.name: hash_file(path) for path in model.base_files()}
+    return {path.name: hash_file(path) for path in capability(model, Streamable).base_files()}
 
 
 def require_same_base(path: Path, manifest: Manifest, model: Model) -> None:

@@ -11,6 +11,7 @@ from pathlib import Path
 import torch
 from lightning.fabric import Fabric
 
+from trainer.contract import Exportable, Preparable, capability, prepare_data, splits_of
 from trainer.engine.feed import fill_from_data
 from trainer.errors import RecipeError, RunError
 from trainer.faults.regroup import keep_ranks_alive, recovers
@@ -79,7 +80,7 @@ def evaluation_session(recipe: Recipe, folder: Path) -> Iterator[Session]:
     require_loggers(recipe.run.logger)
     recipe.data.require_files()
     recipe, world = decided(*find_world(recipe))
-    if recipe.model.own_format:
+    if isinstance(recipe.model, Exportable) and recipe.model.own_format:
         recipe = recipe.replace(model=recipe.model.saved_in(folder))
     if world.size % (copies := recipe.memory.tensor_parallel):  # any number of ranks can evaluate
         recipe = recipe.replace(memory=replace(recipe.memory, tensor_parallel=1, sequence_parallel=False))
@@ -126,18 +127,19 @@ def _launched(
 def _prepare(recipe: Recipe, model: bool, data: bool) -> None:
     doing("preparing model and data")
     with placed("preparing model and data"):
+        prepared = capability(recipe.model, Preparable)
         if model:
-            recipe.model.prepare()
+            prepared.prepare()
         if data:
-            recipe.data.prepare(recipe.model.tokenizer_or_none())
+            prepare_data(recipe.data, recipe.model, prepared.tokenizer_or_none())
         name = type(recipe.data).__name__
         if recipe.data.train is None:
             raise RecipeError(f"{name}.prepare() has not set train: set it to the training samples")
-        for split, words in (("train", "training"), ("val", "validation"), ("test", "test")):
-            samples = getattr(recipe.data, split)
-            if samples is not None and len(samples) == 0:
+        words = {"train": "training", "val": "validation", "test": "test"}
+        for split, samples in splits_of(recipe.data).items():
+            if len(samples) == 0:
                 hint = "add samples" if split == "train" else f"leave {name}.{split} at None"
-                raise RecipeError(f"the {words} set is empty: {hint}")
+                raise RecipeError(f"the {words[split]} set is empty: {hint}")
 
 
 def _filled(recipe: Recipe) -> Recipe:

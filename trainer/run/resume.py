@@ -29,7 +29,7 @@ from trainer.checkpoint.manifest import (
 )
 from trainer.checkpoint.parts import PartsReader
 from trainer.checkpoint.writer import HISTORY, sign_of
-from trainer.contract import Model
+from trainer.contract import Model, Streamable, capability, without_weights
 from trainer.engine.loop import Engine
 from trainer.engine.rehearsal import rehearse
 from trainer.errors import RecipeError, RunError, require
@@ -280,8 +280,11 @@ def load_whole_model(found: Found, model: Model) -> nn.Module:
     require_same_base(found.path, found.manifest, model)
     own = next((reader.read(name).dtype for name in reader.shapes if name.startswith("weights/")), None)
     with default_dtype(own if found.manifest.base else None):
-        module = (model if found.manifest.base else model.unloaded()).build()
-    base, misfit = model.in_base(module) if found.manifest.base else (), f"{found.path} does not fit the model"
+        module = (model if found.manifest.base else without_weights(model)).build()
+    base, misfit = (
+        capability(model, Streamable).in_base(module) if found.manifest.base else (),
+        f"{found.path} does not fit the model",
+    )
     wanted: dict[str, Tensor] = {
         f"ema/{name}" if f"ema/{name}" in reader.shapes else f"weights/{name}": parameter
         for name, parameter in module.named_parameters()

@@ -9,12 +9,13 @@ from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar, cast
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from lightning.fabric import Fabric
 from torch import Tensor
 
+from trainer.contract import Packable, capability, splits_of
 from trainer.data.loader import Loader, loader_of
 from trainer.data.workers import decide_workers
 from trainer.engine.cut import Cut, cut_batch, share_of
@@ -36,7 +37,7 @@ from trainer.report.mistakes import Mistakes, of_all_ranks
 from trainer.report.scores import Scores
 from trainer.run.forecast import Forecast
 from trainer.run.listeners import report_bad_samples
-from trainer.values import Loss, Task
+from trainer.values import Loss
 
 T = TypeVar("T")
 
@@ -145,25 +146,25 @@ def training_windows(session: Session) -> Windows:
 def evaluation(session: Session, forward: Forward, split: str) -> Callable[[], EvaluationResult] | None:
     """Return a function that evaluates on ``split``, each sample once over all ranks; ``None`` without that split."""
     model, fabric, monitor = session.recipe.model, session.fabric, session.monitor
-    dataset = getattr(session.recipe.data, split)
+    dataset = splits_of(session.recipe.data).get(split)
     if dataset is None:
         return None
     loader = _loader(session, dataset)
-    classes, task = getattr(model, "num_classes", None), cast(Task, getattr(model, "task", "single_label"))
-    asked, per_token = session.recipe.run.asked_figures(), getattr(dataset, "bytes_per_token", None)
+    classes, task = model.num_classes, model.task or "single_label"
+    asked, per_token = session.recipe.run.requested_metrics(), dataset.bytes_per_token
     metrics = ClassificationMetrics(classes, fabric.device, model.loss_names, task, asked)
     mistakes = Mistakes(task == "single_label" and classes is not None, fabric.device)
     gather, decide = partial(rows_of_all, fabric), partial(on_first, fabric)
     others = [one for one in asked if one not in metrics.names]
-    scores = Scores(others, getattr(model, "task", None), classes, gather, decide, per_token, split)
+    scores = Scores(others, model.task, classes, gather, decide, per_token, split)
     memory, rank = session.recipe.memory, fabric.global_rank
     share, shares = share_of(memory, rank, fabric.world_size)
     once = counted_once(memory, rank, _sum_over(fabric, fabric.device))
 
     def micro_batches() -> Iterator[MicroBatch]:
         cut = evaluation_cut(session.plan.first_cut, len(dataset))  # smaller after a recovery
-        lengths = getattr(dataset, "lengths", None)
-        pieces = cut_batch(range(len(dataset)), cut, shares, lengths, model.packs())
+        packs = capability(model, Packable).packs()
+        pieces = cut_batch(range(len(dataset)), cut, shares, dataset.lengths, packs)
         own = pieces, loader, session.quarantine, share, shares, once
         for micro in evaluation_micro_batches(split, *own, on_load=partial(monitor.doing, "evaluation")):
             micro.is_empty |= rank % memory.tensor_parallel > 0  # another rank counts these samples

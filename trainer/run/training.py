@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from trainer.checkpoint.writer import HISTORY
+from trainer.contract import Streamable, capability, splits_of
 from trainer.engine.cut import share_of
 from trainer.engine.events import Listener
 from trainer.engine.loop import Engine, NonFiniteError, count_steps, epoch_at
@@ -96,7 +97,7 @@ def build(session: Session) -> Parts:
     # If the whole module is compiled, a hook in it would be compiled too.
     attention = note_attention(stepper.module) if recipe.memory.compile != "model" else []
     set_schedule(recipe, windows, stepper)
-    tensors = Tensors(stack, stepper, recipe.model.in_base(stack.module))
+    tensors = Tensors(stack, stepper, capability(recipe.model, Streamable).in_base(stack.module))
     return Parts(split, best, own, windows, stopwatch, profile, stack, stepper, tensors, attention)
 
 
@@ -226,7 +227,7 @@ class Training:
         if session.is_first:
             if result is not None:
                 print(report_text(result, session.recipe.data))
-            writes = getattr(recipe.model, "task", None) == "language"
+            writes = recipe.model.task == "language"
             print(summary_text(summary, session.run_dir, writes))
             if parts.profile is not None and parts.profile.summary:
                 print(parts.profile.summary)
@@ -268,7 +269,7 @@ class Training:
     def _data(self, finished: bool) -> dict[str, Any]:
         """Return the entry of ``summary.json`` about the data; the fingerprint takes seconds on the first rank."""
         data, origin = self.session.recipe.data, self.resumption.origin
-        sizes = {split: None if getattr(data, split) is None else len(getattr(data, split)) for split in SPLITS}
+        sizes = dict.fromkeys(SPLITS) | {name: len(split) for name, split in splits_of(data).items()}
         known = origin.known_dataset
         if finished and self.session.is_first:
             try:

@@ -22,7 +22,7 @@ from trainer.weights.files import shortened
 from trainer.weights.nf4 import AT_ONCE, GROUP, NF4Linear, quantise
 
 if TYPE_CHECKING:
-    from trainer.contract import Model
+    from trainer.contract import Streamable
 
 MOST_INDEX, PIECE = 64 * 2**20, 1 << 22
 """Bytes of the list of tensors and the files that they are in; and elements of a tensor that are copied at a time: all
@@ -101,7 +101,7 @@ def default_dtype(dtype: torch.dtype | None) -> Iterator[None]:
         torch.set_default_dtype(before)
 
 
-def skeleton_on_meta(model: Model) -> nn.Module:
+def skeleton_on_meta(model: Streamable) -> nn.Module:
     """The skeleton of ``model``, adapted, with its parameters on meta and its buffers real, on the CPU."""
     return on_meta(lambda: model.adapt(model.skeleton()))
 
@@ -158,7 +158,7 @@ def _register(module: nn.Module, name: str, parameter: nn.Parameter) -> None:
     module.get_submodule(path)._parameters[leaf] = parameter
 
 
-def build_streamed(model: Model) -> nn.Module:
+def build_streamed(model: Streamable) -> nn.Module:
     """The module on the default device with its pretrained weights; what is new is drawn from torch's current seed."""
     module = skeleton_on_meta(model)
     allocate(module, torch.get_default_device())
@@ -233,7 +233,7 @@ def own_part(tensor: Tensor) -> Slice:
 
 
 @torch.no_grad()
-def fill(module: nn.Module, model: Model, seed: int) -> None:
+def fill(module: nn.Module, model: Streamable, seed: int) -> None:
     """Fill ``module``, an allocated skeleton of ``model``, sharded or not; ``seed`` draws parameters that no file has.
     A ``RecipeError`` names what is missing, of another shape, or still on meta."""
     pretrained = model.pretrained()
