@@ -180,9 +180,9 @@ def test_weights_of_another_body_are_refused_in_both_ways(tmp_path):
     save_file(state, tmp_path / "model.safetensors", metadata={"format": "pt"})
     lost = r"position_embeddings\.weight, \S+q_lin\.weight are missing or of another shape"
     for start in (on_meta, on_device):
-        with pytest.raises(RecipeError, match=rf"are not those of this distilbert: .*{lost}"):
+        with pytest.raises(RecipeError, match=rf"do not fit this distilbert: .*{lost}"):
             start(text(weights=folder))
-        with pytest.raises(RecipeError, match=r"are not those of this custom: .* and 9 more differ"):
+        with pytest.raises(RecipeError, match=r"do not fit this custom: .* and 9 more differ"):
             start(vit(weights=vit_file))
 
 
@@ -204,7 +204,7 @@ def test_files_that_cannot_be_streamed_are_refused(tmp_path):
         (
             lambda: None,
             VisionTransformer("vit_b_16", weights="w.pt", num_classes=2, image_size=224),
-            r"is a pickle, of",
+            r"is a pickle, which",
         ),
     ):
         spoil()

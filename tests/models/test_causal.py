@@ -136,7 +136,9 @@ def test_a_saved_folder_holds_what_was_trained_and_a_tied_head_once(family, tmp_
 
     monkeypatch.setattr(module, "save_pretrained", damaged)
     (tmp_path / "bad").mkdir()
-    with pytest.raises(RunError, match=r"bad does not hold what was trained: \S+ would be loaded with other values"):
+    with pytest.raises(
+        RunError, match=r"bad does not match the trained weights: \S+ would be loaded with different values"
+    ):
         save_model(model, module, tmp_path / "bad")
 
 

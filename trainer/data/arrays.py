@@ -270,8 +270,10 @@ def check_images(paths: Sequence[str], most_bad: int, cache: Path) -> dict[str, 
     faults = [f"{path} ({found.fault})" for path, found in checked.items() if found.fault]
     shown = "; ".join(faults[:5]) + (f"; and {len(faults) - 5} more" if len(faults) > 5 else "")
     allowed = f" (data.max_bad_samples={most_bad})" if most_bad else ""
-    said = f"{len(faults)} of {len(paths)} images cannot be read{allowed}: {shown}. Replace or remove them"
-    require(len(faults) <= most_bad, said)
+    if len(faults) > most_bad:
+        raise RecipeError(
+            f"{len(faults)} of {len(paths)} images cannot be read{allowed}: {shown}. Replace or remove them"
+        )
     return checked
 
 

@@ -67,8 +67,10 @@ class BuiltIn(Loading):
         require(bad >= 0, f"data.max_bad_samples={bad} must not be negative; 0 ends the run at the first bad sample")
         for name in ("val_file", "val_files", "val_split"):
             value = getattr(self, name, None)
-            both = f"data.{name}={value!r} and data.val_fraction={fraction} exclude each other: give one"
-            require(value is None or fraction == 0, both)
+            if value is not None and fraction != 0:
+                raise RecipeError(
+                    f"data.{name}={value!r} and data.val_fraction={fraction} exclude each other: give one"
+                )
 
     def _outlined(
         self, train: int, test: int, num_classes: int, tensors: Mapping[str, tuple[str, tuple[int, ...]]], **more: Any
@@ -97,8 +99,10 @@ class Sampled(BuiltIn):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        wanted = f"data.sampling={self.sampling!r} must be uniform, balanced or a mapping from classes to numbers"
-        require(self.sampling in ("uniform", "balanced") or isinstance(self.sampling, Mapping), wanted)
+        if self.sampling not in ("uniform", "balanced") and (not isinstance(self.sampling, Mapping)):
+            raise RecipeError(
+                f"data.sampling={self.sampling!r} must be uniform, balanced or a mapping from classes to numbers"
+            )
         if isinstance(self.sampling, Mapping):
             for name, weight in self.sampling.items():
                 is_number = isinstance(weight, int | float) and not isinstance(weight, bool) and 0 <= weight < math.inf
@@ -110,8 +114,11 @@ class Sampled(BuiltIn):
             return None
         import numpy as np
 
-        why = f"data.sampling={self.sampling!r} goes by one class a sample: with model.task={self.prepared_for}"
-        require(self.prepared_for == "single_label", f"{why} use uniform")
+        if self.prepared_for != "single_label":
+            raise RecipeError(
+                f"data.sampling={self.sampling!r} goes by one class a sample: with model.task={self.prepared_for} use "
+                "uniform"
+            )
         labels = np.asarray(self.train.labels)
         if self.sampling == "balanced":
             return (1 / np.bincount(labels, minlength=self.num_classes).clip(min=1))[labels]
@@ -164,9 +171,12 @@ def hold_out(
     why = f"a part would have {min(sizes)} samples of {len(classes)} classes"
     if counts.min() < 2:
         why = f"class {classes[counts.argmin()]} has one sample, and needs two"
-    said = f"{key}={fraction} of {len(codes)} samples cannot hold every class ({why})"
     fits = counts.min() >= 2 and min(sizes) >= len(classes)
-    require(fits, f"{said}: use another fraction or more samples")
+    if not fits:
+        raise RecipeError(
+            f"{key}={fraction} of {len(codes)} samples cannot hold every class ({why}): use another fraction or more "
+            "samples"
+        )
     generator = np.random.RandomState(seed)  # as scikit-learn does
     if fold is not None:  # the classes one after the other, dealt out in turn
         classwise = [np.flatnonzero(codes == code)[generator.permutation(count)] for code, count in enumerate(counts)]

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from trainer.contract import Data
 from trainer.data.loader import generators_kept, seed_generators
-from trainer.errors import require
+from trainer.errors import RecipeError
 
 SAMPLES = 64  # that are looked at where a split has no fingerprint of its own
 
@@ -57,8 +57,8 @@ def split_fingerprint(split: Any) -> str:
     """Of one split; see :func:`fingerprint`."""
     if callable(getattr(split, "fingerprint", None)):
         found = split.fingerprint()
-        said = f"{type(split).__name__}.fingerprint() returned {found!r}: it must return a text"
-        require(isinstance(found, str), said)
+        if not isinstance(found, str):
+            raise RecipeError(f"{type(split).__name__}.fingerprint() returned {found!r}: it must return a text")
         return found
     size, lengths = len(split), getattr(split, "lengths", None)
     content = Content(size, bool(getattr(split, "augmented", False)))

@@ -370,24 +370,38 @@ class ImageFolder(_Images):
         key, root = f"data.root={self.root!r}", local_path(self.root)
         folders = {part: root / part for part in ("train", "val", "test") if (root / part).is_dir()} or {"train": root}
         found = {part: _folders_in(folder) for part, folder in folders.items()}
-        advice = "add one, or hold out part of the training images with --data.val_fraction 0.1"
         measured = len(found) > 1 or self.val_fraction > 0
-        require(measured, f"{key} holds neither a test nor a val folder: {advice}")
-        both = f"data.val_fraction={self.val_fraction} and the folder {root / 'val'} exclude each other: set it to 0"
-        require("val" not in found or self.val_fraction == 0, both)
+        if not measured:
+            raise RecipeError(
+                f"{key} holds neither a test nor a val folder: add one, or hold out part of the training images with "
+                "--data.val_fraction 0.1"
+            )
+        if "val" in found and self.val_fraction != 0:
+            raise RecipeError(
+                f"data.val_fraction={self.val_fraction} and the folder {root / 'val'} exclude each other: set it to 0"
+            )
         self._set_classes(found["train"])
-        only = f"{key}: {folders['train']} has only the class folder {self.class_names[0]!r}"
-        require(self.num_classes > 1, f"{only}, and a classifier needs two or more: add a folder for each class")
+        if self.num_classes <= 1:
+            raise RecipeError(
+                f"{key}: {folders['train']} has only the class folder {self.class_names[0]!r}, and a classifier needs "
+                "two or more: add a folder for each class"
+            )
         index, samples = {name: number for number, name in enumerate(self.class_names)}, {}
         for part, folder in folders.items():
             differing = ", ".join(sorted(set(found[part]) ^ set(self.class_names)))
-            said = f"{key}: the classes of train and {part} differ in {differing}"
-            require(not differing, f"{said}: every class needs a folder, with images, in both")
+            if differing:
+                raise RecipeError(
+                    f"{key}: the classes of train and {part} differ in {differing}: every class needs a folder, with "
+                    "images, in both"
+                )
             files = make_dataset(str(folder), index, IMG_EXTENSIONS, allow_empty=True)
             files = [file for file in files if "/." not in file[0].removeprefix(str(folder))]
             empty = sorted(index.keys() - {self.class_names[label] for _, label in files})
-            kinds = f"images ({' '.join(IMG_EXTENSIONS)})"
-            require(not empty, f"{key}: {folder / listed(empty)} holds no {kinds}: remove the folder, or add some")
+            if empty:
+                raise RecipeError(
+                    f"{key}: {folder / listed(empty)} holds no images ({' '.join(IMG_EXTENSIONS)}): remove the folder, "
+                    "or add some"
+                )
             samples[part] = files
         return samples
 
@@ -433,5 +447,8 @@ def _require_room(path: Path) -> None:
     except (BadZipFile, ValueError, OSError):  # told by who reads it
         return
     free = available_bytes()
-    text = f"data.root: {path} comes to {size / 1e9:.1f} GB, of {free / 1e9:.1f} GB that this machine has free"
-    require(size < free, f"{text}: use a folder of images")
+    if not size < free:
+        raise RecipeError(
+            f"data.root: {path} comes to {size / 1e9:.1f} GB, of {free / 1e9:.1f} GB that this "
+            "machine has free: use a folder of images"
+        )

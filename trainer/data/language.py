@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from trainer.data.common import local_path
 from trainer.data.text import Padded, files_of, placed, require_named, rows_of_hub, shard_files, written_with
-from trainer.errors import listed, require, require_choice, require_positive
+from trainer.errors import RecipeError, listed, require, require_choice, require_positive
 from trainer.values import Outline
 
 if TYPE_CHECKING:
@@ -92,22 +92,29 @@ class LanguageData(Padded):
         require(self.max_length > 1, "data.max_length=1 leaves nothing to predict: raise it")
         require_positive("data.shuffle_buffer", self.shuffle_buffer)
         self._separator = written_with(self.encoding, self.separator)
-        both = f"data.train_files={self.train_files!r} and data.name={self.name!r} exclude each other: give one"
-        require(self.train_files is None or self.name is None, both)
+        if self.train_files is not None and self.name is not None:
+            raise RecipeError(
+                f"data.train_files={self.train_files!r} and data.name={self.name!r} exclude each other: give one"
+            )
         for key in ("val_files", "test_files") if self.name else ("val_split", "test_split", "config", "revision"):
             value, fits = getattr(self, key), "train_files" if self.name else "name"
             require(value is None, f"data.{key}={value!r} goes with data.{fits}, which is not given: leave it out")
         for key, off in (("name", None), ("val_fraction", 0)) if self.streamed else ():
-            fix = "give files for each part by data.train_files and data.val_files"
-            require(getattr(self, key) == off, f"data.{key}={getattr(self, key)!r} is not for data.streamed: {fix}")
+            if getattr(self, key) != off:
+                raise RecipeError(
+                    f"data.{key}={getattr(self, key)!r} is not for data.streamed: give files for each part by "
+                    "data.train_files and data.val_files"
+                )
 
     def require_files(self) -> None:
         """Refuse folders and patterns of nothing."""
         if self.name is not None:
             require_named(self.name)
             return
-        missing = "data.train_files is missing: give a file, folder or pattern, or by data.name a data set of the hub"
-        require(self.train_files is not None, missing)
+        if self.train_files is None:
+            raise RecipeError(
+                "data.train_files is missing: give a file, folder or pattern, or by data.name a data set of the hub"
+            )
         for part in ("train", "val", "test"):
             self._paths(part)
 
@@ -197,8 +204,11 @@ class LanguageData(Padded):
             shards = find_shards(self._paths(part), cache)
             columns = [reader.columns(shard.path, shard.columns) for shard in shards]
             for shard, names in zip(shards, columns, strict=True):
-                other = f"{shard.path} has {listed(names)}, and {shards[0].path} {listed(columns[0])}"
-                require(names == columns[0], f"{other}: a stream needs the same columns in all files")
+                if names != columns[0]:
+                    raise RecipeError(
+                        f"{shard.path} has {listed(names)}, and {shards[0].path} {listed(columns[0])}: a stream needs "
+                        "the same columns in all files"
+                    )
             files = listed([shard.path for shard in shards])
             require(any(shard.groups for shard in shards), f"data.{part}_files: no rows in {files}")
             # What is evaluated is read from the first row to the last: one row group at a time is enough.
@@ -258,8 +268,11 @@ class Conversations(LanguageData):
         return ChatReader(tokenizer, self.max_length, self.messages_column, pair, template, self.loss_on)
 
     def _prepare_stream(self, reader: Any, cache: Path) -> None:
-        now = "data.chat_template: the template writes today's date (strftime_now), and a stream is tokenised anew in"
-        require("strftime_now" not in reader.template, f"{now} every epoch: give it with a date that stays")
+        if "strftime_now" in reader.template:
+            raise RecipeError(
+                "data.chat_template: the template writes today's date (strftime_now), and a stream is tokenised anew "
+                "in every epoch: give it with a date that stays"
+            )
         super()._prepare_stream(reader, cache)
 
 

@@ -17,7 +17,7 @@ from trainer.contract import Data
 from trainer.data.common import reason
 from trainer.data.mix import mixed
 from trainer.data.workers import load_in_workers
-from trainer.errors import RecipeError, require
+from trainer.errors import RecipeError
 from trainer.recipe import Recipe
 from trainer.values import IGNORED_LABEL, BadSample, Incomplete, Packed, Request
 
@@ -111,8 +111,10 @@ class Loader:
     def _load(self, request: Request) -> Any:
         batch = self._mixed(request)
         if self.seeded and request.seeds is not None:
-            said = f"the model draws by batch['seeds'], which a {type(batch).__name__} cannot take: collate to a dict"
-            require(isinstance(batch, Mapping), said)
+            if not isinstance(batch, Mapping):
+                raise RecipeError(
+                    f"the model draws by batch['seeds'], which a {type(batch).__name__} cannot take: collate to a dict"
+                )
             batch = {**batch, "seeds": torch.tensor(request.seeds)}
         packed = batch if self.packed is None else self._guard(request.indices, self.packed, batch)
         return batch if packed is batch else PackedInMemory(batch, packed)

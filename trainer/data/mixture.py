@@ -15,7 +15,7 @@ from trainer.data.common import Loading
 from trainer.data.images import CIFAR10, Digits, FashionMNIST, ImageFolder
 from trainer.data.language import Conversations, Documents
 from trainer.data.text import HubText, IMDb, TextFiles
-from trainer.errors import require, require_types
+from trainer.errors import RecipeError, require, require_types
 from trainer.values import Mixing, Task
 
 ALIKE = ("num_classes", "class_names", "image_size", "channels", "max_length")
@@ -90,11 +90,17 @@ class Mixture(Loading):
                 require(ours == theirs, f"Mixture: {names} differ in {key}, {ours} and {theirs}: make them the same")
             same = type(data).collate is type(first).collate
             require(same, f"Mixture: {names} make other batches of their samples: mix datasets of one kind")
-            said = f"Mixture: {names} differ in data.mixup, data.cutmix or data.mix_probability: a batch is of both"
-            require(data.mixing() == first.mixing(), f"{said}, so make them the same")
+            if data.mixing() != first.mixing():
+                raise RecipeError(
+                    f"Mixture: {names} differ in data.mixup, data.cutmix or data.mix_probability: a batch is of both, "
+                    "so make them the same"
+                )
         for number, data in enumerate(self.datasets, start=1):
-            streamed = f"Mixture: part {number} ({type(data).__name__}) reads its samples group by group"
-            require(getattr(data.train, "groups", None) is None, f"{streamed}, so none can be drawn by itself")
+            if getattr(data.train, "groups", None) is not None:
+                raise RecipeError(
+                    f"Mixture: part {number} ({type(data).__name__}) reads its samples group by group, so none can be "
+                    "drawn by itself"
+                )
         self.train = Joined([data.train for data in self.datasets], self.mixing())
         held = ([getattr(data, part) for data in self.datasets] for part in ("val", "test"))
         self.val, self.test = (

@@ -224,10 +224,14 @@ def require_moderate(path: Path, metadata: pq.FileMetaData) -> None:
         for at, column in enumerate(map(group.column, range(group.num_columns))):
             unpacked, packed, name = column.total_uncompressed_size, column.total_compressed_size, column.path_in_schema
             place, values[at] = f"{path} row group {number}: {name}", values[at] + column.num_values
-            grown = f"{place} of {packed:,} bytes would be unpacked to {unpacked:,}: write it again, or remove it"
-            require(unpacked <= max(MOST_LINE, GROWTH * packed), grown)
-            many = f"{path}: {name} has more than {most:,} values, too many for the size of the file: remove the file"
-            require(values[at] <= most, many)
+            if not unpacked <= max(MOST_LINE, GROWTH * packed):
+                raise RecipeError(
+                    f"{place} of {packed:,} bytes would be unpacked to {unpacked:,}: write it again, or remove it"
+                )
+            if not values[at] <= most:
+                raise RecipeError(
+                    f"{path}: {name} has more than {most:,} values, too many for the size of the file: remove the file"
+                )
             size = column.num_values * max(8, metadata.schema.column(at).length)
             require(size <= MOST_DECODED, f"{place} would be decoded to {size:,} bytes: write smaller row groups")
 
@@ -250,8 +254,10 @@ def read_group(path: Path | str, file: pq.ParquetFile, group: int, columns: Sequ
                         told = f"{path} row {row + at + 1} (the first is row 1): {name} has {counts[at]:,} {what}"
                         raise RecipeError(f"{told}, and the max is {most:,}: split or remove the row")
             row += len(chunk)
-        large = f"{path} row group {group}: {column} would be decoded to {decoded:,} bytes"
-        require(decoded <= MOST_DECODED, f"{large}: write smaller row groups")
+        if not decoded <= MOST_DECODED:
+            raise RecipeError(
+                f"{path} row group {group}: {column} would be decoded to {decoded:,} bytes: write smaller row groups"
+            )
     return table
 
 
@@ -269,8 +275,8 @@ def _texts_of(place: str, name: str, array: Any, starts: np.ndarray) -> Iterator
         yield name, array, starts
     else:  # such as a text column that has the same path as another, which Arrow would decode
         known = types.is_primitive, types.is_null, types.is_decimal, types.is_fixed_size_binary
-        fix = "rename it, or write it as text"
-        require(any(check(kind) for check in known), f"{place}: {name} cannot be checked as {kind}: {fix}")
+        if not any(check(kind) for check in known):
+            raise RecipeError(f"{place}: {name} cannot be checked as {kind}: rename it, or write it as text")
 
 
 def _csv_options(path: Path, written: CsvFormat) -> dict[str, Any]:

@@ -122,8 +122,11 @@ class DocumentReader:
 
     def __init__(self, tokenizer: Any, max_length: int, column: str) -> None:
         self.tokenizer, self.max_length, self.column, self.end = tokenizer, max_length, column, tokenizer.eos_token_id
-        none = "the tokenizer of model.tokenizer has no end of text (eos_token), which stands behind each document"
-        require(self.end is not None, f"{none}: choose another")
+        if self.end is None:
+            raise RecipeError(
+                "the tokenizer of model.tokenizer has no end of text (eos_token), which stands behind each document: "
+                "choose another"
+            )
         self.begin = [one for one in tokenizer("")["input_ids"] if one != self.end]
         self.settings = ["documents", column, max_length]
 
@@ -219,9 +222,12 @@ class ChatReader:
             check_columns(source, found, messages_column=self.column)
             return [self.column, *tools]
         messages = next((name for name in ("messages", "conversations") if name in found), None)
-        both = f"data.prompt_column={self.pair[0]!r} and data.completion_column={self.pair[1]!r}"
-        none = f"{source} has no column messages or conversations, nor {both}; it has {', '.join(map(repr, found))}"
-        require(messages is not None or {*self.pair} <= {*found}, f"{none}: name its own by data.messages_column, say")
+        if messages is None and (not {*self.pair} <= {*found}):
+            raise RecipeError(
+                f"{source} has no column messages or conversations, nor data.prompt_column={self.pair[0]!r} and "
+                f"data.completion_column={self.pair[1]!r}; it has {', '.join(map(repr, found))}: name its own by "
+                "data.messages_column, say"
+            )
         return [*(self.pair if messages is None else [messages]), *tools]
 
     def __call__(self, rows: Sequence[Mapping[str, Any]]) -> list[list[Sample] | str]:
@@ -436,8 +442,10 @@ def _message(given: Any, name: str) -> dict[str, Any]:
         found |= {"role": SHAREGPT.get(role, role) if isinstance(role, str) else role}
         found |= {"content": found.pop("value")} if "value" in found else {}
     role, content = found.get("role"), found.get("content")
-    none = f"has the role {role!r:.40} in {name}, which is none of {', '.join(ROLES)}"
-    require(role in ROLES, f"{none}{nearest(str(role), ROLES)}")
+    if role not in ROLES:
+        raise RecipeError(
+            f"has the role {role!r:.40} in {name}, which is none of {', '.join(ROLES)}{nearest(str(role), ROLES)}"
+        )
     calls = content is None and "tool_calls" in found
     require(isinstance(content, str) or calls, f"has no text but {content!r:.40} in {name} for its content")
     return found
@@ -633,8 +641,7 @@ class Survey:
         said = f"{self._counted(count)} cannot be learned from"
         fix = f", raise data.max_length={self.max_length}" if any(why.endswith(CUT) for why in self.bad) else ""
         fix += f", or leave them out by --data.max_bad_samples {count}" if self.learned else ""
-        refused = f"{said}, more than data.max_bad_samples={most}: {shown}. Mend or remove them{fix}"
-        require(count <= most, refused)
+        require(count <= most, f"{said}, more than data.max_bad_samples={most}: {shown}. Mend or remove them{fix}")
         if self.bad:
             say(f"{said}, and are left out: {shown}")
 

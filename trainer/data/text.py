@@ -74,8 +74,8 @@ class Texts(Padded):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        both = f"data.text_column and data.label_column are both {self.text_column!r}: they must differ"
-        require(self.text_column != self.label_column, both)
+        if self.text_column == self.label_column:
+            raise RecipeError(f"data.text_column and data.label_column are both {self.text_column!r}: they must differ")
 
     def encode(self, texts: Sequence[str], tokenizer: Any) -> dict[str, Tensor]:
         """Make a batch, without labels, of any texts: tokenised, truncated and padded as the dataset's own.
@@ -90,10 +90,11 @@ class Texts(Padded):
         read: Sequence[Any] = [text.split() for text in texts] if self.prepared_for == "token" else texts
         if self.pair_column is not None:
             read = [tuple(text.split("\t")) for text in texts]
-            both = (
-                f"data.pair_column={self.pair_column!r} makes a sample of two texts: write them with a tab between them"
-            )
-            require(all(len(text) == 2 and all(map(str.strip, text)) for text in read), both)
+            if not all(len(text) == 2 and all(map(str.strip, text)) for text in read):
+                raise RecipeError(
+                    f"data.pair_column={self.pair_column!r} makes a sample of two texts: write them with a tab between "
+                    "them"
+                )
         return Padder(tokenizer, self.max_length)(encode(read, tokenizer, self.max_length))
 
 
@@ -111,8 +112,10 @@ class _Tokenised(Sampled, Texts):
         found = self._find(cache)
         task, source = self.prepared_for, found["train"].source
         pair = self.pair_column
-        why = f"data.pair_column={pair!r} is not for model.task=token, which has a label for each word: leave it out"
-        require(pair is None or task != "token", why)
+        if pair is not None and task == "token":
+            raise RecipeError(
+                f"data.pair_column={pair!r} is not for model.task=token, which has a label for each word: leave it out"
+            )
         common: Any = partial(tokenise, tokenizer=tokenizer, max_length=self.max_length, cache=cache, task=task)
         read = partial(common, pair_column=pair)
         tables = {part: read(rows, *columns) for part, rows in found.items()}
@@ -149,15 +152,17 @@ class _Tokenised(Sampled, Texts):
         By default classes are the distinct labels in sorted order, numbers by value.
         """
         column = f"{source}: data.label_column={self.label_column!r}"
-        why = f"{column} has {len(labels):,} different numbers such as {labels[0]}, which looks like regression"
-        fix = "say --model.task regression, or name the column of the classes"
-        require(self.prepared_for != "single_label" or not _is_continuous(labels), f"{why}: {fix}")
+        if self.prepared_for == "single_label" and _is_continuous(labels):
+            raise RecipeError(
+                f"{column} has {len(labels):,} different numbers such as {labels[0]}, which looks like regression: say "
+                "--model.task regression, or name the column of the classes"
+            )
         self._set_classes(sort_classes(labels))
-        one = f"{column} is {self.class_names[0]!r} in every row, and a classifier needs two classes or more"
-        require(
-            self.num_classes > 1 or self.prepared_for == "multi_label",
-            f"{one}: add rows of another class, or name the column of the classes",
-        )
+        if self.num_classes <= 1 and self.prepared_for != "multi_label":
+            raise RecipeError(
+                f"{column} is {self.class_names[0]!r} in every row, and a classifier needs two classes or more: add "
+                "rows of another class, or name the column of the classes"
+            )
         return {name: index for index, name in enumerate(self.class_names)}
 
 
@@ -402,8 +407,8 @@ class StreamedText(Texts):
             require(len(set(names)) == len(names), "data.classes holds a label twice: give each label once")
         self._set_classes(names)
         require(len(names) > 1, f"data.train_files={self.train_files!r}: there is only {self.class_names}")
-        many = f"{key} has more than {MOST_LABELS:,} different labels: name the column of the classes"
-        require(len(names) <= MOST_LABELS, many)
+        if len(names) > MOST_LABELS:
+            raise RecipeError(f"{key} has more than {MOST_LABELS:,} different labels: name the column of the classes")
         columns, numbers = (self.text_column, self.label_column), {name: number for number, name in enumerate(names)}
         self._pad = Padder(tokenizer, self.max_length)
         read = Labelled(columns, numbers, self._pad)

@@ -134,8 +134,8 @@ def check_tokenizer(tokenizer: Any, max_length: int) -> None:
     key = f"data.max_length={max_length}"
     require(max_length <= limit, f"{key} is more than the {limit} tokens of the model's tokenizer: lower it")
     require(max_length > special, f"{key} leaves no room beside {special} special tokens: raise it")
-    said = "the tokenizer of model.tokenizer has no padding token: choose another, or set its pad_token"
-    require(tokenizer.pad_token is not None, said)
+    if tokenizer.pad_token is None:
+        raise RecipeError("the tokenizer of model.tokenizer has no padding token: choose another, or set its pad_token")
 
 
 def encode(texts: Sequence[Any], tokenizer: Any, max_length: int) -> dict[str, list[list[int]]]:
@@ -146,8 +146,11 @@ def encode(texts: Sequence[Any], tokenizer: Any, max_length: int) -> dict[str, l
     """
     found: dict[str, list[list[int]]] = {}
     cut = bool(texts) and isinstance(texts[0], list)
-    slow = "model.task=token needs a fast tokenizer, which says what word a token is of, and that of model.tokenizer is"
-    require(not cut or tokenizer.is_fast, f"{slow} none: choose another")
+    if cut and (not tokenizer.is_fast):
+        raise RecipeError(
+            "model.task=token needs a fast tokenizer, which says what word a token is of, and that of model.tokenizer "
+            "is none: choose another"
+        )
     for chunk in chunks(texts):
         read = list(map(list, zip(*chunk, strict=True))) if isinstance(chunk[0], tuple) else [chunk]
         encoded = encoded_by(tokenizer, *read, truncation=True, max_length=max_length, is_split_into_words=cut)

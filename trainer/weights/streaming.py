@@ -305,8 +305,11 @@ def _codes(files: WeightFiles, stored: Stored, name: str, layer: NF4Linear, part
         wanted = Slice(torch.empty(lines.stop - lines.start, width, device="meta"), (lines.start, 0))
         read = torch.cat([value for _, value in _pieces(files, stored, name, layer.shape, wanted)]).flatten()
         value = read[begin - lines.start * width : end - lines.start * width].to(part.local.device, torch.float32)
-        infinite = f"{stored.key} in {stored.file} has numbers that are not finite, which NF4 has no codes for"
-        require(bool(value.isfinite().all()), f"{infinite}: use model.lora.base full, or other weights")
+        if not value.isfinite().all():
+            raise RecipeError(
+                f"{stored.key} in {stored.file} has numbers that are not finite, which NF4 has no codes for: use "
+                "model.lora.base full, or other weights"
+            )
         yield slice(start - first, stop - first), quantise(value)
 
 
