@@ -73,7 +73,7 @@ def test_local_weights_are_loaded_a_head_that_fits_is_kept_and_positions_are_int
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: small_vit(weights="nowhere/w.safetensors").build(), r"nowhere/w\.safetensors is not there"),
+        (lambda: small_vit(weights="nowhere/w.safetensors").build(), r"nowhere/w\.safetensors does not exist"),
         (lambda: small_vit(weights="DEFAULT").build(), r"model\.weights=DEFAULT is a torchvision name"),
         (lambda: small_vit(image_size=9).build(), r"image_size=9 is not a multiple of the patch size 4.*image_size 8"),
         (lambda: small_vit(num_classes=None).build(), r"model\.num_classes of VisionTransformer is not set"),
