@@ -107,7 +107,7 @@ ENCODER = {"num_hidden_layers": 1, "hidden_size": 16, "num_attention_heads": 2, 
     ],
 )
 def test_models_that_see_what_they_are_to_predict_are_refused(name, config, why):
-    with pytest.raises(RecipeError, match=rf"model.name='{name}' sees the tokens .* to predict \({why}\): take a deco"):
+    with pytest.raises(RecipeError, match=rf"model.name='{name}' sees the tokens .* predict \({why}\): use a decoder"):
         CausalLM(name, config=config, tokenizer="none").build()
 
 

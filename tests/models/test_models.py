@@ -100,7 +100,7 @@ def test_local_weights_are_loaded_a_head_that_fits_is_kept_and_positions_are_int
         (lambda: text(tokenizer="./nowhere").prepare(), r"model\.tokenizer=\./nowhere is not a folder"),
         (
             lambda: text(tokenizer=None).prepare(),
-            r"model\.tokenizer is missing: model\.name=distilbert is a",
+            r"model\.tokenizer is missing, and model\.name=distilbert is a model type",
         ),
         (lambda: text(name="file:///no/such").prepare(), r"model\.name=file:///no/such is not a folder"),
     ],

@@ -29,7 +29,7 @@ TEXT_TASKS = {task: name for name, (base, task, _) in reversed(OBJECTIVES.items(
 @pytest.mark.parametrize(
     ("task", "loss", "said"),
     [
-        ("single_label", {"class_weights": []}, "class_weights=\\[\\]: give balanced, or a list"),
+        ("single_label", {"class_weights": []}, "class_weights=\\[\\] must be balanced, or a list"),
         ("single_label", {"class_weights": [1.0, -1.0]}, "numbers of at least 0"),
         ("single_label", {"class_weights": "even"}, "class_weights='even'.*balanced"),
         ("single_label", {"label_smoothing": 1.0}, "label_smoothing=1.0 must be at least 0 and less than 1"),
@@ -92,7 +92,7 @@ def test_balanced_weights_are_those_of_scikit_learn():
             torch.zeros(3),
             r"single_label needs classes, int64 \(3,\), but got .*type float32: for",
         ),
-        ("single_label", torch.zeros(3, CLASSES), "for several labels a sample multi_label"),
+        ("single_label", torch.zeros(3, CLASSES), "for several labels per sample multi_label"),
         (
             "multi_label",
             torch.zeros(3, dtype=torch.long),

@@ -9,7 +9,7 @@ from itertools import chain
 from math import isfinite
 from typing import TYPE_CHECKING, Any
 
-from trainer.errors import RecipeError, require
+from trainer.errors import RecipeError
 from trainer.values import IGNORED_LABEL, Task
 
 if TYPE_CHECKING:

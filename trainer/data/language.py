@@ -48,8 +48,8 @@ class LanguageData(Padded):
         streamed: read Parquet files by row group and tokenise each row when it is loaded, as StreamedText.
         shuffle_buffer: min number of samples of a stream that are shuffled with each other.
         val_fraction: share of the training rows held out for validation: whole conversations or documents.
-        encoding: encoding of csv and text files, such as cp1252 (Excel's) or latin-1; null is UTF-8, and for csv with a
-            byte order mark of UTF-16, UTF-16.
+        encoding: encoding of csv and text files, such as cp1252 (Excel's) or latin-1; null is UTF-8, or UTF-16 for csv
+            files that start with its byte order mark.
         separator: separator of the cells of csv files, a character or tab; null chooses the one of , ; tab and | that
             is most frequent in the header.
         cache_dir: folder of the cache for tokens; by default that of the datasets library.

@@ -61,7 +61,7 @@ class Mixture(Loading):
 
     @property
     def datasets(self) -> list[Data]:
-        """Those of the parts, which know what this one was told of the model."""
+        """The datasets of the parts, with this dataset's information about the model."""
         found = [data for data, _ in self.__dict__.get("_built", ())]  # there are none before its fields are filled
         for data in found:
             data.prepared_for, data.seen_by = self.prepared_for, self.seen_by
