@@ -154,7 +154,7 @@ class ShardReader:
 
 
 class Encode(Protocol):
-    """The protocol of encoders, which convert rows to columns such as ``input_ids`` and ``labels``, one entry per row."""
+    """Protocol of encoders, which convert rows to columns such as ``input_ids`` and ``labels``, one entry per row."""
 
     @property
     def columns(self) -> Sequence[str]:

@@ -128,7 +128,7 @@ class Tokens:
 
 
 def check_tokenizer(tokenizer: Any, max_length: int) -> None:
-    """Check that there is a tokenizer and that it supports ``max_length``."""
+    """Check that the tokenizer exists and supports ``max_length``."""
     require(tokenizer is not None, "text data needs a text model: use one with model.tokenizer, such as TextClassifier")
     limit, special = tokenizer.model_max_length, tokenizer.num_special_tokens_to_add()
     key = f"data.max_length={max_length}"
