@@ -178,7 +178,7 @@ def test_weights_of_another_body_are_refused_in_both_ways(tmp_path):
     del state["distilbert.transformer.layer.1.attention.q_lin.weight"]
     state["distilbert.embeddings.position_embeddings.weight"] = torch.zeros(3, 3)
     save_file(state, tmp_path / "model.safetensors", metadata={"format": "pt"})
-    lost = r"position_embeddings\.weight, \S+q_lin\.weight are missing or of another shape"
+    lost = r"position_embeddings\.weight, \S+q_lin\.weight are missing or have another shape"
     for start in (on_meta, on_device):
         with pytest.raises(RecipeError, match=rf"do not fit this distilbert: .*{lost}"):
             start(text(weights=folder))

@@ -218,9 +218,7 @@ class ChatReader:
         tools = [TOOLS] if TOOLS in found else []
         if tools and TOOLS not in self.template and source not in self.unwritten:
             self.unwritten.add(source)
-            say(
-                f"{source} has a column {TOOLS}, which the chat template ignores: give a data.chat_template that uses it"
-            )
+            say(f"{source} has a column {TOOLS}, which the chat template ignores: give another data.chat_template")
         if self.column is not None:
             check_columns(source, found, messages_column=self.column)
             return [self.column, *tools]

@@ -153,7 +153,9 @@ def require_moderate_config(said: str, config: Mapping[str, Any]) -> None:
         require(labels <= MAX_LABELS, f"{said}: {key} has {labels:,} labels, and the max is {MAX_LABELS:,}: lower it")
         if COUNT.match(str(key)):
             if max(count, len(numbers)) > MOST_LAYERS:
-                raise RecipeError(f"{said}: {key} means {count:,} layers, and the max is {MOST_LAYERS:,}: lower it")
+                raise RecipeError(
+                    f"{said}: {key} stands for {count:,} layers, and the max is {MOST_LAYERS:,}: lower it"
+                )
             ends = str(key).endswith(("layers", "depths", "block_sizes"))
             if ends and min(numbers, default=1) < (not str(key).endswith("layers")):  # a decoder may have no layers
                 raise RecipeError(f"{said}: {key} {value!r:.80} must be at least 1")
