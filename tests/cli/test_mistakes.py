@@ -564,8 +564,8 @@ IN_TRAINING = {
     "a typo in a hub name": (
         "fit text_files --data.train_file TMP/semicolon.csv --model.tokenizer distilbert/distilbert-base-uncasd",
         "model.tokenizer='distilbert/distilbert-base-uncasd' cannot be loaded: it is neither a local folder nor in the "
-        "hub's cache, and HF_HUB_OFFLINE is set, so the hub is not asked. Give a local folder as save_pretrained writes it, "
-        "or bytes, which needs no files; unset HF_HUB_OFFLINE to ask the hub",
+        "hub's cache, and HF_HUB_OFFLINE is set, so the hub is not asked. Give a local folder as save_pretrained "
+        "writes it, or bytes, which needs no files; unset HF_HUB_OFFLINE to ask the hub",
     ),
     "plateau without validation": (
         "fit vit_digits --optim.schedule plateau",

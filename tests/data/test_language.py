@@ -278,7 +278,7 @@ def test_tools_go_to_the_template_and_nothing_that_only_other_rows_have(chats, k
     with pytest.raises(RecipeError, match=r"row 1 .* has a text that is not JSON \('x'\) instead of a list of tools"):
         chats([{**rows[0], "tools": "x"}], chat_template=TOOLED)
     chats([*ROWS[:1], {**ROWS[1], "tools": [{}]}])
-    assert capfd.readouterr().err.count("has a column tools, which the chat template does not write") == 1
+    assert capfd.readouterr().err.count("has a column tools, which the chat template ignores") == 1
 
 
 def test_what_is_cut_is_counted_and_what_is_learned_is_said(chats, capfd):
@@ -506,7 +506,7 @@ def test_settings_that_will_not_do_are_refused_by_name(tmp_path, tokenizer, chat
     no(r"data\.train_files is missing", train_files=None)
     no(r"data\.train_files=.*: use it at most 8 times", train_files="**/" * 1000 + "a.txt")
     no(r"data\.train_files='.*nothing': there is no such folder or file", train_files=str(tmp_path / "nothing"))
-    no(r"is no \.parquet file", streamed=True, chat_template="chatml")
+    no(r"is not a \.parquet file", streamed=True, chat_template="chatml")
     for message, settings in (
         (r"data\.train_files='a' and data\.name='b' exclude each other", {"train_files": "a", "name": "b"}),
         (r"data\.val_split='v' goes with data\.name, which is not given", {"val_split": "v"}),

@@ -168,8 +168,8 @@ def hold_out(
     if counts.min() < 2:
         why = f"class {classes[counts.argmin()]} has one sample, and needs two"
     if counts.min() < 2 or min(sizes) < len(classes):
-        parts = f"{key}={fraction} of {len(codes)} samples cannot contain every class ({why})"
-        raise RecipeError(f"{parts}: use another fraction or more samples")
+        short = f"{key}={fraction} of {len(codes)} samples cannot contain every class ({why})"
+        raise RecipeError(f"{short}: use another fraction or more samples")
     generator = np.random.RandomState(seed)  # as scikit-learn does
     if fold is not None:  # assign the samples, sorted by class, to the folds in turn
         classwise = [np.flatnonzero(codes == code)[generator.permutation(count)] for code, count in enumerate(counts)]
