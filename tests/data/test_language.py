@@ -510,12 +510,12 @@ def test_settings_that_will_not_do_are_refused_by_name(tmp_path, tokenizer, chat
     for message, settings in (
         (r"data\.train_files='a' and data\.name='b' exclude each other", {"train_files": "a", "name": "b"}),
         (r"data\.val_split='v' needs data\.name, which is not set", {"val_split": "v"}),
-        (r"data\.val_files='v' goes with data\.train_files", {"name": "a", "val_files": "v"}),
+        (r"data\.val_files='v' needs data\.train_files", {"name": "a", "val_files": "v"}),
         (r"data\.val_files='v' and data\.val_fraction=0\.1 exclude", {"val_files": "v", "val_fraction": 0.1}),
         (r"data\.val_fraction=0\.1 is not supported with data\.streamed", {"streamed": True, "val_fraction": 0.1}),
         (r"data\.max_length=1 leaves nothing to predict", {"max_length": 1}),
         (r"data\.loss_on='user' is not one of assistant, all", {"loss_on": "user"}),
-        (r"data\.encoding='utf9' is no encoding", {"encoding": "utf9"}),
+        (r"data\.encoding='utf9' is not an encoding", {"encoding": "utf9"}),
     ):
         with pytest.raises(RecipeError, match=message):
             Conversations(**settings)
