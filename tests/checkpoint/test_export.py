@@ -139,8 +139,8 @@ def test_every_format_of_weights_is_read_and_a_truncated_pickle_is_named(tmp_pat
 @pytest.mark.parametrize(
     ("name", "content", "message"),
     [
-        ("w.pth", {"epoch": 3, "model": {}}, r"w\.pth holds more than tensors: epoch \(int\), model \(dict\)"),
-        ("w.pth", [], r"w\.pth holds a list"),
+        ("w.pth", {"epoch": 3, "model": {}}, r"w\.pth contains more than tensors, epoch \(int\), model \(dict\)"),
+        ("w.pth", [], r"w\.pth contains a list"),
         ("w.h5", {}, r"w\.h5 is not a weight file"),
     ],
 )

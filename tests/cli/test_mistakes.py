@@ -496,11 +496,11 @@ IN_TRAINING = {
         "fit TMP/twice.py",
         "Net: losses() yields 'loss' twice: yield each of loss_names once per micro-batch",
     ),
-    "rows of a table": (f"{TEXTS} TMP/header.csv", "TMP/header.csv has no rows: add some, or name another file"),
+    "rows of a table": (f"{TEXTS} TMP/header.csv", "TMP/header.csv has no rows: add some, or give another file"),
     "a class": (
         f"{TEXTS} TMP/one.csv",
         (
-            "TMP/one.csv: data.label_column='label' is 'gut' in every row, and a classifier needs two classes or "
+            "TMP/one.csv: data.label_column='label' is 'gut' in every row, but a classifier needs two classes or "
             "more: add rows of another class, or name the column of the classes"
         ),
     ),
@@ -508,7 +508,7 @@ IN_TRAINING = {
         f"{TEXTS} TMP/numbers.csv",
         (
             "TMP/numbers.csv: data.label_column='label' has 40 different numbers such as 0.000, which looks like "
-            "regression: say --model.task regression, or name the column of the classes"
+            "regression: use --model.task regression, or name the column of the classes"
         ),
     ),
     "a column": (
@@ -521,7 +521,7 @@ IN_TRAINING = {
     ),
     "a folder for a table": (
         f"{TEXTS} TMP/run",
-        "data.train_file='TMP/run': TMP/run is a folder: give the file in it, by --data.train_file FILE",
+        "data.train_file='TMP/run': TMP/run is a folder: give a file in it by --data.train_file FILE",
     ),
     "a table": (
         f"{TEXTS} TMP/nowhere.csv",
@@ -529,43 +529,43 @@ IN_TRAINING = {
     ),
     "Excel's table": (
         f"{TEXTS} TMP/latin.csv",
-        "TMP/latin.csv line 2 is not utf-8 (byte 0xfc …): if that looks right, say --data.encoding cp1252 (Excel's), "
-        "else the encoding that it has; or save it as UTF-8",
+        "TMP/latin.csv line 2 is not utf-8 (byte 0xfc …): if that looks right, use --data.encoding cp1252 (Excel's), "
+        "otherwise give the file's encoding, or save it as UTF-8",
     ),
     "an empty class": (
         f"{IMAGES} TMP/empty",
-        "data.root='TMP/empty': TMP/empty/train/leer holds no images (.jpg …): remove the folder, or add some",
+        "data.root='TMP/empty': TMP/empty/train/leer contains no images (.jpg …): remove the folder, or add images",
     ),
     "a document": (
         "fit lm_bytes --data.train_files TMP/blank.txt",
-        "data.train_files='TMP/blank.txt': there is no document with words in it: name other files",
+        "data.train_files='TMP/blank.txt': every document is empty: give other files",
     ),
     "a document's encoding": (
         "fit lm_bytes --data.train_files TMP/latin.py",
-        "1 document cannot be learned from, more than data.max_bad_samples=0: TMP/latin.py is no text in utf-8 (…): "
-        "save it so, or leave it out. Mend or remove them",
+        "1 document cannot be learned from, more than data.max_bad_samples=0: TMP/latin.py is not utf-8 text (…): "
+        "save it in that encoding, or leave it out. Fix or remove them",
     ),
     "a broken line": (
         f"{CHATS} TMP/broken.jsonl",
-        "TMP/broken.jsonl cannot be read as jsonl (ValueError: line 3: Invalid control character at): mend the file",
+        "TMP/broken.jsonl cannot be read as jsonl (ValueError: line 3: Invalid control character at): fix the file",
     ),
     "a chat that is cut before the answer": (
         f"{CHATS} TMP/cut.jsonl --data.max_length 128",
         "1 conversation cannot be learned from, more than data.max_bad_samples=0: TMP/cut.jsonl row 2 (the first is "
-        "row 1, blank lines are not counted) has no word of the assistant within data.max_length. Mend or remove them, "
-        "raise data.max_length=128, or leave them out by --data.max_bad_samples 1",
+        "row 1, blank lines are not counted) has no text of the assistant within data.max_length. Fix or remove them, "
+        "raise data.max_length=128, or skip them with --data.max_bad_samples 1",
     ),
     "a template that refuses all": (
         f"{CHATS} TMP/cut.jsonl --data.chat_template TMP/refuses.jinja",
         "2 conversations cannot be learned from, more than data.max_bad_samples=0: TMP/cut.jsonl row 1 (the first is "
-        "row 1, blank lines are not counted) is refused by the chat template (TemplateError: no questions here); "
-        "TMP/cut.jsonl row 2 is refused by the chat template (TemplateError: no questions here). Mend or remove them",
+        "row 1, blank lines are not counted) is rejected by the chat template (TemplateError: no questions here); "
+        "TMP/cut.jsonl row 2 is rejected by the chat template (TemplateError: no questions here). Fix or remove them",
     ),
     "a typo in a hub name": (
         "fit text_files --data.train_file TMP/semicolon.csv --model.tokenizer distilbert/distilbert-base-uncasd",
-        "model.tokenizer='distilbert/distilbert-base-uncasd' cannot be loaded: it is no folder here, nor in the hub's "
-        "cache, and HF_HUB_OFFLINE is set, so the hub is not asked. Give a local folder as save_pretrained writes it, "
-        "or bytes, which needs no files; unset HF_HUB_OFFLINE to ask the hub",
+        "model.tokenizer='distilbert/distilbert-base-uncasd' cannot be loaded: it is neither a local folder nor in the "
+        "hub's cache, and HF_HUB_OFFLINE is set, so the hub is not asked. Give a local folder as save_pretrained "
+        "writes it, or bytes, which needs no files; unset HF_HUB_OFFLINE to ask the hub",
     ),
     "plateau without validation": (
         "fit vit_digits --optim.schedule plateau",

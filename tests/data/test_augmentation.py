@@ -93,7 +93,9 @@ def test_what_a_sample_is_changes_the_fingerprint_and_defaults_do_not():
 
 def test_an_own_transform_that_gives_no_image_is_refused_by_name_and_one_that_fails_names_its_sample():
     data = prepared(Digits(transform=scaled))
-    with pytest.raises(RecipeError, match=r"data\.transform: scaled made torch\.float32 \(1, 8, 8\) of an image of"):
+    with pytest.raises(
+        RecipeError, match=r"data\.transform: scaled returned torch\.float32 \(1, 8, 8\) for an image torch"
+    ):
         list(Loader(data.train, data.collate)([Request([0], [1])]))
     data = prepared(Digits(transform=lambda image: image[5]))
     with pytest.raises(SampleError, match=r"scikit-learn digits image \d+ .* could not be loaded: IndexError"):
@@ -104,12 +106,15 @@ def test_an_own_transform_that_gives_no_image_is_refused_by_name_and_one_that_fa
     ("settings", "message"),
     [
         ({"augment": "randaug"}, r"data\.augment='randaug' is not one of none, flip, crop_flip, randaugment"),
-        ({"augment": "flip", "mirror": False}, r"data\.mirror=false leaves nothing of data\.augment=flip"),
+        ({"augment": "flip", "mirror": False}, r"data\.mirror=false disables all of data\.augment=flip"),
         ({"random_resized_crop": 1.5}, r"data\.random_resized_crop=1\.5 must be a number from 0 to 1; null is off"),
-        ({"random_resized_crop": 0}, r"data\.random_resized_crop=0 leaves nothing"),
+        ({"random_resized_crop": 0}, r"data\.random_resized_crop=0 would be an empty image"),
         ({"erasing": -0.1}, r"data\.erasing=-0\.1 must be a number from 0 to 1; 0 is off"),
         ({"color_jitter": "0.4"}, r"data\.color_jitter='0\.4' must be a number"),
-        ({"transform": "my.function"}, r"data\.transform='my\.function' is no function: give one in a Python recipe"),
+        (
+            {"transform": "my.function"},
+            r"data\.transform='my\.function' is not a function: give one in a Python recipe",
+        ),
     ],
 )
 def test_settings_that_cannot_work_are_refused(settings, message):

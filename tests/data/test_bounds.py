@@ -35,7 +35,7 @@ def png(path, width, height):
 @pytest.mark.parametrize(("width", "height"), [(1, 170_000_000), (13_000, 13_000), (1, 300), (70_000, 1000)], ids=str)
 def test_an_image_that_would_take_the_machine_is_refused_by_its_header(tmp_path, width, height):
     png(tmp_path / "bomb.png", width, height)
-    said = rf"bomb\.png.*it has {width:,} x {height:,} pixels; at most 89,000,000 are read"
+    said = rf"bomb\.png.*it has {width:,} x {height:,} pixels; the max is 89,000,000"
     with pytest.raises(RecipeError, match=said):
         check_images([str(tmp_path / "bomb.png")], 0, tmp_path / "cache")
     with pytest.raises(RecipeError, match=said):
@@ -96,7 +96,7 @@ def test_an_absurd_text_is_named_with_its_row_and_a_whole_book_is_cut(tmp_path, 
     (tmp_path / "book.csv").write_text(f"text,label\na film,0\n{LONG[:20_000]},1\n")
     assert len(prepared(texts(tmp_path / "book.csv"), tokenizer).train[1]["input_ids"]) == 16
     (tmp_path / "absurd.csv").write_text(f"text,label\na film,0\n{LONG[:20_000]}words,1\n")
-    said = r"absurd\.csv row 3 .*has 20,005 characters in 'text', and 20,000"
+    said = r"absurd\.csv row 3 .*has 20,005 characters in 'text', and the max is 20,000"
     refused(said, texts(tmp_path / "absurd.csv"), tokenizer)
 
 
@@ -134,7 +134,9 @@ def test_a_line_of_json_without_an_end_and_a_column_given_twice_are_refused(tmp_
     refused(said, texts(tmp_path / "long.jsonl"), tokenizer)
     (tmp_path / "twice.csv").write_text("text,text,label\na,b,1\nc,d,0\n")
     refused(
-        r"twice\.csv cannot be read as csv .*column 'text' is given twice", texts(tmp_path / "twice.csv"), tokenizer
+        r"twice\.csv cannot be read as csv .*column 'text' is twice in the header",
+        texts(tmp_path / "twice.csv"),
+        tokenizer,
     )
 
 

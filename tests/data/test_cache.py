@@ -93,7 +93,7 @@ def test_a_build_that_fails_leaves_nothing_behind_and_a_cache_that_cannot_be_wri
     ("damage", "fault"),
     [
         (lambda place: os.truncate(place / "content", 3), "content has 3 bytes instead of 5"),
-        (lambda place: (place / "content").write_text("bailt"), "content is not what was written"),
+        (lambda place: (place / "content").write_text("bailt"), "content has changed since it was written"),
         (lambda place: (place / "content").unlink(), "content is missing"),
         (lambda place: (place / MANIFEST).write_text("[1]"), f"{MANIFEST} cannot be read"),
     ],
@@ -103,7 +103,7 @@ def test_a_broken_one_is_named_and_made_again(made, capsys, damage, fault):
     place = made.use()
     damage(place)
     made.use()
-    assert f"{place} is broken ({fault}): it is made again" in capsys.readouterr().err
+    assert f"{place} is damaged ({fault}): rebuilding it" in capsys.readouterr().err
     made.use()
     assert (len(made), capsys.readouterr().err) == (2, "")
 
@@ -210,4 +210,4 @@ def test_tokens_are_made_once_stay_on_disk_and_are_made_again_when_a_bit_flips(
     content[len(content) // 2] ^= 1
     file.write_bytes(content)
     assert reviews().fingerprint() == before
-    assert "tokens.arrow is not what was written): it is made again" in capsys.readouterr().err
+    assert "tokens.arrow has changed since it was written): rebuilding it" in capsys.readouterr().err

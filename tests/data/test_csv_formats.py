@@ -26,7 +26,7 @@ def test_separators_and_encodings_that_a_file_shows_are_found(tmp_path, tokenize
 
 @pytest.mark.parametrize("encoding", ["cp1252", "latin-1"])
 def test_an_encoding_that_nothing_shows_is_asked_for_and_taken(tmp_path, tokenizer, encoding, capfd):
-    said = r"a\.csv line 2 is not utf-8 \(byte 0xf6 in '.*sehr schön;gut.*, as cp1252 .*--data\.encoding cp1252"
+    said = r"a\.csv line 2 is not utf-8 \(byte 0xf6 in '.*sehr schön;gut.* as cp1252.*--data\.encoding cp1252"
     refused(said, table(tmp_path, TEXT.format(";"), encoding), tokenizer)
     assert capfd.readouterr().err == ""  # no line of a library's
     data = prepared(table(tmp_path, TEXT.format(";"), encoding, encoding=encoding), tokenizer)
@@ -44,8 +44,8 @@ def test_what_is_told_goes_before_what_is_found(tmp_path, tokenizer):
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"encoding": "utf-88"}, r"data\.encoding='utf-88' is no encoding that Python knows"),
-        ({"encoding": "base64"}, r"data\.encoding='base64' is no encoding"),  # a codec, but not of texts
+        ({"encoding": "utf-88"}, r"data\.encoding='utf-88' is not an encoding of Python"),
+        ({"encoding": "base64"}, r"data\.encoding='base64' is not an encoding"),  # a codec, but not of texts
         ({"separator": "::"}, r"data\.separator='::' must be one character"),
     ],
 )
@@ -60,7 +60,7 @@ def test_tables_without_rows_classes_or_a_file_say_what_to_do(tmp_path, tokenize
     every = "a.csv: data.label_column='label' is 'gut' in every row, .* two classes or more: add rows of another class"
     refused(every, table(tmp_path, "text,label\na,gut\nb,gut\n"), tokenizer)
     numbers = "".join(f"film {number},{number / 7:.3f}\n" for number in range(30))
-    looks = r"has 30 different numbers such as 0\.000, which looks like regression: say --model\.task regression"
+    looks = r"has 30 different numbers such as 0\.000, which looks like regression: use --model\.task regression"
     refused(looks, table(tmp_path, f"text,label\n{numbers}"), tokenizer)
     whole = "".join(f"film {number},{number}.0\n" for number in range(30))
     assert prepared(table(tmp_path, f"text,label\n{whole}"), tokenizer).num_classes == 30

@@ -60,7 +60,7 @@ def test_a_pair_is_encoded_as_one_sample_of_two_texts(folder, tokenizer):
             data.encode(["two dogs\tone dog"], tokenizer)["input_ids"][0, : len(wanted["input_ids"])].tolist()
             == (wanted["input_ids"])
         )
-        with pytest.raises(RecipeError, match=r"data\.pair_column='second' makes a sample of two texts"):
+        with pytest.raises(RecipeError, match=r"data\.pair_column='second' needs two texts per sample"):
             data.encode(["two dogs"], tokenizer)
     alone = prepared(hub(folder), tokenizer)  # of the same rows: nothing of the one is taken for the other
     assert alone.train[1]["input_ids"] == tokenizer("two dogs")["input_ids"]

@@ -187,11 +187,13 @@ def test_folders_that_people_have_are_read_or_said_how_they_must_be(folder):
     assert (len(data.train), len(data.val), data.class_names) == (6, 4, ["cat", "ship"])
     for part in ("train", "test"):
         (folder / part / "empty").mkdir()
-    refused(rf"{folder}/train/empty holds no images \(\.jpg .*remove the folder, or add some", ImageFolder(str(folder)))
-    refused(r"train/cat holds no folders of classes: give one with train/CLASS", ImageFolder(str(folder / "train/cat")))
+    refused(
+        rf"{folder}/train/empty contains no images \(\.jpg .*remove the folder, or add images", ImageFolder(str(folder))
+    )
+    refused(r"train/cat contains no class folders: give one with train/CLASS", ImageFolder(str(folder / "train/cat")))
     for name in ("empty", "ship"):
         shutil.rmtree(folder / "train" / name)
-    refused("has only the class folder 'cat', and a classifier needs two or more", ImageFolder(str(folder)))
+    refused("has only the class folder 'cat', but a classifier needs two or more", ImageFolder(str(folder)))
 
 
 @pytest.mark.parametrize("name", FORMATS)
@@ -251,7 +253,7 @@ def test_a_broken_npz_and_one_that_comes_to_more_than_the_memory_are_refused(sam
     written[at + 24 : at + 28] = (0xFFFFFFFE).to_bytes(4, "little")
     path.write_bytes(written)
     monkeypatch.setattr("trainer.data.images.available_bytes", lambda: 2**32 - 1000)
-    refused(r"bomb\.npz comes to 4\.3 GB, of 4\.3 GB that this machine has free", CIFAR10(str(path)))
+    refused(r"bomb\.npz needs 4\.3 GB, but this machine has 4\.3 GB free", CIFAR10(str(path)))
 
 
 @pytest.mark.parametrize(

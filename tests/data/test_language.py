@@ -147,12 +147,12 @@ def test_a_template_that_ends_no_turn_is_told_of_before_training(chats, capfd):
     tokenizer = byte_pairs()
     chats(tokenizer=tokenizer, chat_template=endless)
     assert (
-        "does not learn to stop: give a data.chat_template that ends its words with {{ eos_token }}"
+        "does not learn to stop: give a data.chat_template that ends its text with {{ eos_token }}"
         in capfd.readouterr().err
     )
     assert tokenizer.eos_token == "<|end|>"
     with pytest.raises(
-        RecipeError, match=r"data\.chat_template=chatml needs the token <\|im_end\|>, which model\.tokenizer has"
+        RecipeError, match=r"data\.chat_template=chatml needs the token <\|im_end\|>, which model\.tokenizer lacks"
     ):
         chats(tokenizer=sentence_pieces_without_turns())
 
@@ -218,14 +218,14 @@ BAD = [
         {"messages": messages([("user", "hello"), ("asistant", "good")])},
         "the role 'asistant' in message 2 .*did you mean assistant",
     ),
-    ({"messages": "good"}, "a text that is no JSON"),
+    ({"messages": "good"}, "a text that is not JSON"),
     ({"text": "good"}, "has no messages"),
-    ({"messages": [{"role": "user", "content": 3}]}, "has no text but 3 in message 1 of messages"),
+    ({"messages": [{"role": "user", "content": 3}]}, "has 3 instead of a text in message 1 of messages"),
     ({"messages": ["good"]}, "has 'good' for message 1"),
-    ({"messages": messages([("user", "hello")])}, "has no word of the assistant"),
+    ({"messages": messages([("user", "hello")])}, "has no text of the assistant"),
     (
         {"messages": messages([("user", "hello " * 99), ("assistant", "good")])},
-        "no word of the assistant within data.max_length",
+        "no text of the assistant within data.max_length",
     ),
     ({"messages": messages([("user", "\ud800"), ("assistant", "good")])}, "is not UTF-8 text"),
 ]
@@ -239,7 +239,7 @@ def test_rows_that_nothing_can_be_learned_from_are_counted_named_and_limited(cha
     assert [data.train.describe(index).split(" (")[0] for index in (0, 1)] == [
         f"{tmp_path}/chats.jsonl row {n}" for n in (1, 10)
     ]
-    assert f"warning: {len(BAD)} conversations cannot be learned from, and are left out: " in said.err
+    assert f"warning: {len(BAD)} conversations cannot be learned from and are skipped: " in said.err
     assert "and 3 more" in said.err
     for limit, (_, why) in enumerate(BAD):
         with pytest.raises(RecipeError, match=f"1 conversation .*data.max_bad_samples=0: .*row 2 .*{why}"):
@@ -275,10 +275,10 @@ def test_tools_go_to_the_template_and_nothing_that_only_other_rows_have(chats, k
             json.dumps([{"name": name, name: 0}]) + "\n<|im_start|>"
         )
     assert "has a column tools" not in capfd.readouterr().err
-    with pytest.raises(RecipeError, match=r"row 1 .* has no list of tools but a text that is no JSON \('x'\)"):
+    with pytest.raises(RecipeError, match=r"row 1 .* has a text that is not JSON \('x'\) instead of a list of tools"):
         chats([{**rows[0], "tools": "x"}], chat_template=TOOLED)
     chats([*ROWS[:1], {**ROWS[1], "tools": [{}]}])
-    assert capfd.readouterr().err.count("has a column tools, which the chat template does not write") == 1
+    assert capfd.readouterr().err.count("has a column tools, which the chat template ignores") == 1
 
 
 def test_what_is_cut_is_counted_and_what_is_learned_is_said(chats, capfd):
@@ -291,11 +291,8 @@ def test_what_is_cut_is_counted_and_what_is_learned_is_said(chats, capfd):
     prompt = length - answered - 1  # with the line break behind the turn
     cut = prompt + 200 + 2 - 64
     said = capfd.readouterr()
-    assert (
-        f"data: train: 2 conversations, {64 + length} tokens, of which {64 - prompt + answered} are predicted"
-        in said.out
-    )
-    assert f"warning: train: 1 of 2 conversations are cut, by {cut} tokens: raise data.max_length=64" in said.err
+    assert f"data: train: 2 conversations, {64 + length} tokens ({64 - prompt + answered} predicted)" in said.out
+    assert f"warning: train: 1 of 2 conversations are truncated, by {cut} tokens: raise data.max_length=64" in said.err
     batch = data.train.__getitems__([1, 0])
     assert {key: tuple(value.shape) for key, value in batch.items()} == dict.fromkeys(batch, (2, 64))
     assert batch["labels"][0, length:].eq(-100).all()
@@ -338,12 +335,9 @@ def test_every_token_of_a_document_but_the_first_is_predicted_once(library, capf
     assert predicted == sum(number * 3 for number in range(1, 30))
     said = capfd.readouterr()
     count = sum(map(len, pieces.values()))
-    assert (
-        f"train: 29 documents, {predicted + 29:,} tokens, of which {predicted:,} are predicted, in {count} pieces"
-        in said.out
-    )
-    assert f"1 of {count + 1} documents are empty, and left out ({library}/00.txt)" in said.err
-    assert f"{library}: files of other kinds are not read: .png (1)" in said.err
+    assert f"train: 29 documents, {predicted + 29:,} tokens ({predicted:,} predicted), in {count} pieces" in said.out
+    assert f"1 of {count + 1} documents are empty and skipped ({library}/00.txt)" in said.err
+    assert f"{library}: skipping files of other types: .png (1)" in said.err
 
 
 def test_whole_documents_are_held_out(library):
@@ -360,13 +354,14 @@ def test_files_that_are_no_text_are_named(library, tmp_path):
     (library / "bad.txt").write_bytes(b"caf\xe9")
     (library / "zero.txt").write_bytes(b"a\0b")
     with pytest.raises(
-        RecipeError, match=r"2 documents .*bad\.txt is no text in utf-8.*zero\.txt is no text \(it has a character 0\)"
+        RecipeError,
+        match=r"2 documents .*bad\.txt is not utf-8 text.*zero\.txt is not text \(it contains the character 0\)",
     ):
         documents(library)
     data = documents(library / "bad.txt", encoding="latin-1")
     assert bytes(data.train[0]["input_ids"][:-1]).decode() == "café"
     assert len(documents(library, max_bad_samples=2).train) == len(documents(library / "**" / "??.*").train)
-    with pytest.raises(RecipeError, match=r"data\.train_files='.*00\.txt': there is no document with words in it"):
+    with pytest.raises(RecipeError, match=r"data\.train_files='.*00\.txt': every document is empty"):
         documents(library / "00.txt")
 
 
@@ -376,7 +371,7 @@ def test_a_document_of_which_the_tokenizer_leaves_nothing_is_empty(tmp_path, cap
     (tmp_path / "a.txt").write_text("\u200b")
     (tmp_path / "b.txt").write_text("hello\u200b")
     assert len(documents(tmp_path, tokenizer).train) == 1
-    assert f"1 of 2 documents are empty, and left out ({tmp_path}/a.txt)" in capfd.readouterr().err
+    assert f"1 of 2 documents are empty and skipped ({tmp_path}/a.txt)" in capfd.readouterr().err
 
 
 def test_documents_of_rows_are_those_of_files(library, tmp_path):
@@ -421,10 +416,10 @@ def test_rows_of_a_stream_that_nothing_can_be_learned_from_are_left_out_by_name(
     assert isinstance(found, Incomplete)
     assert (found.kept, [bad.position for bad in found.bad]) == ([0, 2], [3, 4])
     reasons = [bad.reason for bad in found.bad]
-    assert "row 4 (the first is row 1) has no word of the assistant" in reasons[0]
+    assert "row 4 (the first is row 1) has no text of the assistant" in reasons[0]
     assert "row 5 (the first is row 1) has the role 'usr' in message 2" in reasons[1]
     today = "{{ strftime_now('%d %b') }}" + CHATML
-    with pytest.raises(RecipeError, match=r"today's date \(strftime_now\), and a stream is tokenised anew"):
+    with pytest.raises(RecipeError, match=r"today's date \(strftime_now\), but a stream is tokenised again"):
         chats(str(tmp_path / "rows.parquet"), streamed=True, chat_template=today)
 
 
@@ -494,33 +489,33 @@ def test_settings_that_will_not_do_are_refused_by_name(tmp_path, tokenizer, chat
             words or byte_pairs(),
         )
 
-    no(r"has no chat template: give one by data\.chat_template, a \.jinja file or its text; or chatml")
-    no(r"data\.chat_template='none\.jinja' is no Jinja text, nor a file", chat_template="none.jinja")
-    no(r"data\.chat_template: line 1 of the template is no Jinja", chat_template="{% for %}")
+    no(r"has no chat template: set data\.chat_template to a \.jinja file, its text, or chatml")
+    no(r"data\.chat_template='none\.jinja' is neither Jinja text nor a readable file", chat_template="none.jinja")
+    no(r"data\.chat_template: line 1 of the template is not valid Jinja", chat_template="{% for %}")
     words = byte_pairs()
     words.chat_template = {"default": 5}
-    no(r"the chat template of model\.tokenizer is no text but 5: mend it", words=words)
+    no(r"the chat template of model\.tokenizer is 5, not a text: fix it", words=words)
     no(r"data\.messages_column='message': .*did you mean 'messages'", messages_column="message", chat_template="chatml")
     no(
         r"has no column messages or conversations, nor data\.prompt_column='prompt' .*it has 'text'",
         train_files=jsonl(tmp_path / "b.jsonl", [{"text": ""}]),
         chat_template="chatml",
     )
-    no(r"has no end of text \(eos_token\), which stands behind each document", Documents, words=tokenizer)
+    no(r"has no end of text \(eos_token\), which must follow each document", Documents, words=tokenizer)
     no(r"data\.text_column='text': .*a\.jsonl has no such column; it has 'messages'", Documents)
     no(r"data\.train_files is missing", train_files=None)
-    no(r"data\.train_files=.*: write it 8 times at most", train_files="**/" * 1000 + "a.txt")
+    no(r"data\.train_files=.*: use it at most 8 times", train_files="**/" * 1000 + "a.txt")
     no(r"data\.train_files='.*nothing': there is no such folder or file", train_files=str(tmp_path / "nothing"))
-    no(r"is no \.parquet file", streamed=True, chat_template="chatml")
+    no(r"is not a \.parquet file", streamed=True, chat_template="chatml")
     for message, settings in (
         (r"data\.train_files='a' and data\.name='b' exclude each other", {"train_files": "a", "name": "b"}),
-        (r"data\.val_split='v' goes with data\.name, which is not given", {"val_split": "v"}),
-        (r"data\.val_files='v' goes with data\.train_files", {"name": "a", "val_files": "v"}),
+        (r"data\.val_split='v' needs data\.name, which is not set", {"val_split": "v"}),
+        (r"data\.val_files='v' needs data\.train_files", {"name": "a", "val_files": "v"}),
         (r"data\.val_files='v' and data\.val_fraction=0\.1 exclude", {"val_files": "v", "val_fraction": 0.1}),
-        (r"data\.val_fraction=0\.1 is not for data\.streamed", {"streamed": True, "val_fraction": 0.1}),
+        (r"data\.val_fraction=0\.1 is not supported with data\.streamed", {"streamed": True, "val_fraction": 0.1}),
         (r"data\.max_length=1 leaves nothing to predict", {"max_length": 1}),
         (r"data\.loss_on='user' is not one of assistant, all", {"loss_on": "user"}),
-        (r"data\.encoding='utf9' is no encoding", {"encoding": "utf9"}),
+        (r"data\.encoding='utf9' is not an encoding", {"encoding": "utf9"}),
     ):
         with pytest.raises(RecipeError, match=message):
             Conversations(**settings)

@@ -114,7 +114,7 @@ class Short(Squares):
 @pytest.mark.parametrize("collated", [False, True])
 @pytest.mark.parametrize("change", [-1, 1, -5])
 def test_another_number_of_samples_than_asked_for_is_refused(change, collated):
-    said = rf"Short\.__getitems__ was asked for 5 samples \(sample 1 of Short, .*\) and returned {5 + change}: it must"
+    said = rf"Short\.__getitems__ returned {5 + change} instead of 5 samples \(sample 1 of Short, .*\): it must"
     with pytest.raises(SampleError, match=said):
         load(Short(change, collated), [Request([1, 2, 3, 4, 5])])
     several = load(Short(5, True), [Request([1, 2])])  # a sample may have several labels

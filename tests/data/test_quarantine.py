@@ -284,7 +284,7 @@ def test_a_prediction_and_the_rehearsal_leave_them_out_without_counting(own):
 @pytest.mark.parametrize(
     ("labels", "message"),
     [
-        ([0, 4, 5], r"^file 2 has the label 5, but there are 5 classes, 0 to 4"),
+        ([0, 4, 5], r"^file 2 has the label 5, but valid labels are 0 to 4 \(5 classes\)"),
         ([0, -1, 4], r"^file 1 has the label -1"),
         ([0, -100, 4], None),
     ],
@@ -335,7 +335,7 @@ def test_a_run_with_a_wrong_label_ends_with_one_line(tmp_path, capsys):
     assert run(["fit", str(path), "--run.dir", str(tmp_path / "run")]) == 2
     (line,) = [line for line in capsys.readouterr().err.splitlines() if "error" in line]
     assert line.startswith("trainer: error: sample ")
-    assert "has the label 2, but there are 2 classes, 0 to 1" in line
+    assert "has the label 2, but valid labels are 0 to 1 (2 classes)" in line
 
 
 def test_micro_batches_of_an_evaluation_are_as_many_on_every_rank():

@@ -151,7 +151,7 @@ def test_a_hub_that_cannot_be_reached_names_the_other_ways(tokenizer, monkeypatc
 def test_a_tokenizer_is_needed_and_must_serve_max_length(tokenizer):
     refused(r"model\.tokenizer", IMDb())
     refused(r"data\.max_length=4096 is more than the 512 tokens", IMDb(max_length=4096), tokenizer)
-    refused("no room beside 2 special tokens", IMDb(max_length=2), tokenizer)
+    refused("no room for text with 2 special tokens", IMDb(max_length=2), tokenizer)
 
 
 def test_texts_are_encoded_for_prediction_as_for_training(reviews, tokenizer):

@@ -59,7 +59,7 @@ def load(act, **settings):
     ],
 )
 def test_a_dead_worker_is_named_with_what_it_was_loading(act, ended):
-    said = rf"^data worker 1 of 2 \(pid \d+\) {ended} while it loaded samples (1, )?6, 7"
+    said = rf"^data worker 1 of 2 \(pid \d+\) {ended} while loading samples (1, )?6, 7"
     with pytest.raises(WorkerError, match=said):
         load(act)
 

@@ -253,12 +253,14 @@ def test_what_cannot_be_mixed_is_refused():
     recipe.data.train = [0]
     with pytest.raises(RecipeError, match=r"OwnLabels\.losses\(\) supports one label per sample: set both to 0, or"):
         windows_of(recipe, iter)
-    with pytest.raises(RecipeError, match=r"data\.mixup and data\.cutmix mix batches of tensors with a row for each"):
+    with pytest.raises(
+        RecipeError, match=r"data\.mixup and data\.cutmix need batches of tensors with one row per sample"
+    ):
         mixed({"input_ids": torch.ones(2, 3), "labels": torch.ones(2)}, [0], [1], Mix([1], None, 0.5))
     for settings, message in (
-        ({"mixup": -0.1}, r"data\.mixup=-0\.1 must be a number of at least 0"),
+        ({"mixup": -0.1}, r"data\.mixup=-0\.1 must be a number from 0 to 1000"),
         ({"cutmix": "1"}, r"data\.cutmix='1' must be a number"),
-        ({"mix_probability": 0.5}, r"data\.mix_probability=0\.5 mixes nothing without data\.mixup or data\.cutmix"),
+        ({"mix_probability": 0.5}, r"data\.mix_probability=0\.5 has no effect without data\.mixup or data\.cutmix"),
         ({"mixup": 0.2, "mix_probability": 1.5}, r"data\.mix_probability=1\.5 must be a number from 0 to 1"),
     ):
         with pytest.raises(RecipeError, match=message):

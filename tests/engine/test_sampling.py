@@ -140,7 +140,7 @@ def test_chances_that_cannot_be_are_refused(chances, message):
     [
         ("balance", r"data\.sampling='balance' must be uniform, balanced or a mapping"),
         ({"1": -2.0}, r"data\.sampling: 1: -2\.0 must be a number of at least 0"),
-        ({"seven": 1.0}, r"data\.sampling: there is no class seven; there are 0, 1"),
+        ({"seven": 1.0}, r"data\.sampling: there is no class seven; the classes are 0, 1"),
         ({"7": 1.0}, r"data\.sampling gives no number for 0, 1, 2"),
         ({str(digit): 0.0 for digit in range(10)}, r"data\.sampling gives 0 to every class that has samples"),
     ],

@@ -344,7 +344,10 @@ def test_folds_without_a_finite_value_are_left_out_of_the_mean_and_counted(recip
         ),
         (["--over=data.val_fraction=0,0.5"], NOT_COMPARED[:70]),
         (["--folds=1"], "--folds=1: each part is validated by a model of the others"),
-        (["--folds=2", "--data.val_fold=1", "--data.val_fraction=0.3"], "data.val_fold=1 is one of the parts of size"),
+        (
+            ["--folds=2", "--data.val_fold=1", "--data.val_fraction=0.3"],
+            "data.val_fold=1 with data.val_fraction=0.3: the fraction must be",
+        ),
     ],
 )
 def test_what_cannot_be_varied_is_refused_before_anything_runs(recipe_file, flags, message, tmp_path, capsys):

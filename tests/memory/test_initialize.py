@@ -178,11 +178,11 @@ def test_weights_of_another_body_are_refused_in_both_ways(tmp_path):
     del state["distilbert.transformer.layer.1.attention.q_lin.weight"]
     state["distilbert.embeddings.position_embeddings.weight"] = torch.zeros(3, 3)
     save_file(state, tmp_path / "model.safetensors", metadata={"format": "pt"})
-    lost = r"position_embeddings\.weight, \S+q_lin\.weight are missing or of another shape"
+    lost = r"position_embeddings\.weight, \S+q_lin\.weight are missing or have another shape"
     for start in (on_meta, on_device):
-        with pytest.raises(RecipeError, match=rf"are not those of this distilbert: .*{lost}"):
+        with pytest.raises(RecipeError, match=rf"do not fit this distilbert: .*{lost}"):
             start(text(weights=folder))
-        with pytest.raises(RecipeError, match=r"are not those of this custom: .* and 9 more differ"):
+        with pytest.raises(RecipeError, match=r"do not fit this custom: .* and 9 more differ"):
             start(vit(weights=vit_file))
 
 
@@ -193,18 +193,18 @@ def test_files_that_cannot_be_streamed_are_refused(tmp_path):
     file.write_bytes(b"\xff" * 500)
     for spoil, model, message in (
         (lambda: None, vit(weights=str(file)), r"w\.safetensors is corrupt or not a safetensors file"),
-        (lambda: None, vit(weights=f"{file}.safetensors"), r"w\.safetensors\.safetensors is not there"),
+        (lambda: None, vit(weights=f"{file}.safetensors"), r"w\.safetensors\.safetensors does not exist"),
         (
             (tmp_path / "model-00002-of-00002.safetensors").unlink,
             text(weights=folder),
-            r"model-00002-of-00002\.safetensors is not there",
+            r"model-00002-of-00002\.safetensors does not exist",
         ),
         (lambda: index.write_text("{}"), text(weights=folder), r"index\.json is corrupt or not an index"),
         (index.unlink, text(weights=folder), r"has neither model\.safetensors nor model\.safetensors\.index\.json"),
         (
             lambda: None,
             VisionTransformer("vit_b_16", weights="w.pt", num_classes=2, image_size=224),
-            r"is a pickle, of",
+            r"is a pickle, which",
         ),
     ):
         spoil()
@@ -313,10 +313,10 @@ class Forgetful(TiedModel):
         (lambda f: TiedModel(f, classes=6, new=()), {}, r"head\.weight in .* is \(2, 10\), but .* is \(6, 10\)"),
         (lambda f: TiedModel(f, new=("head.weight",)), {"x": torch.ones(1)}, r"names x, which the module does not"),
         (lambda f: TiedModel(f), {"output.weight": torch.ones(10, 4)}, r"embedding\.weight and output\.weight are one"),
-        (lambda f: MetaBuffer(f), {}, r"late still on meta"),
+        (lambda f: MetaBuffer(f), {}, r"late are still on meta"),
         (lambda f: NoReset(f, new=()), {}, r"the module is new, and TiedNetwork has no reset_parameters"),
-        (lambda f: Forgetful(f), {}, r"head\.bias are new, and pretrained\(\)\.initialise gives them no values"),
-        (lambda f: Linear(4, 10, f, ("weight",)), {"weight": torch.ones(10, 4)}, r"no value is known for bias"),
+        (lambda f: Forgetful(f), {}, r"head\.bias are new, and pretrained\(\)\.initialise does not set their values"),
+        (lambda f: Linear(4, 10, f, ("weight",)), {"weight": torch.ones(10, 4)}, r"bias have no value"),
         (lambda f: Linear(4, 10, f), {"weight": torch.ones(10, 4)}, r"has no tensor bias"),
         (
             lambda f: MLP(image_size=4, channels=3, num_classes=2),

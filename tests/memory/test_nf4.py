@@ -297,7 +297,7 @@ def test_weights_that_are_not_finite_are_refused_with_file_and_tensor(tmp_path):
     state = load_file(folder / "model.safetensors")
     state["distilbert.transformer.layer.1.ffn.lin1.weight"][3, 5] = torch.nan
     save_file(state, folder / "model.safetensors", {"format": "pt"})
-    message = r"layer\.1\.ffn\.lin1\.weight in .*model\.safetensors has numbers that are not finite.*lora\.base full"
+    message = r"layer\.1\.ffn\.lin1\.weight in .*model\.safetensors has values that are not finite.*lora\.base full"
     with pytest.raises(RecipeError, match=message):
         adapted("text", str(folder)).build()
 

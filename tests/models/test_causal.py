@@ -107,7 +107,7 @@ ENCODER = {"num_hidden_layers": 1, "hidden_size": 16, "num_attention_heads": 2, 
     ],
 )
 def test_models_that_see_what_they_are_to_predict_are_refused(name, config, why):
-    with pytest.raises(RecipeError, match=rf"model.name='{name}' sees the tokens .* to predict \({why}\): take a deco"):
+    with pytest.raises(RecipeError, match=rf"model.name='{name}' sees the tokens .* predict \({why}\): use a decoder"):
         CausalLM(name, config=config, tokenizer="none").build()
 
 
@@ -136,7 +136,9 @@ def test_a_saved_folder_holds_what_was_trained_and_a_tied_head_once(family, tmp_
 
     monkeypatch.setattr(module, "save_pretrained", damaged)
     (tmp_path / "bad").mkdir()
-    with pytest.raises(RunError, match=r"bad does not hold what was trained: \S+ would be loaded with other values"):
+    with pytest.raises(
+        RunError, match=r"bad does not match the trained weights: \S+ would be loaded with different values"
+    ):
         save_model(model, module, tmp_path / "bad")
 
 

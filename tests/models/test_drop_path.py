@@ -141,7 +141,7 @@ def test_what_cannot_be_is_refused():
     shape = {"patch_size": 4, "heads": 2, "width": 16, "mlp_width": 32}
     with pytest.raises(RecipeError, match=r"model\.drop_path=1\.0 must be in \[0, 1\)"):
         VisionTransformer("vit_b_16", drop_path=1.0)
-    with pytest.raises(RecipeError, match=r"model\.drop_path=0\.1 begins with 0, so it leaves out nothing"):
+    with pytest.raises(RecipeError, match=r"model\.drop_path=0\.1 has no effect with model\.layers=1"):
         VisionTransformer("custom", layers=1, drop_path=0.1, **shape)
     loader = Loader([(torch.ones(2), 1)], Data().collate, seeded=True)
     with pytest.raises(RecipeError, match=r"the model draws by batch\['seeds'\], which a list cannot take"):

@@ -166,10 +166,10 @@ def test_adapters_have_the_type_and_device_of_their_weights(name):
 @pytest.mark.parametrize(
     ("name", "targets", "message"),
     [
-        ("vit", ["out_proj"], r"'out_proj' is the end of no linear layer.*choose from mlp\.0, mlp\.3$"),
+        ("vit", ["out_proj"], r"no linear layer's name in a block ends in 'out_proj': choose from mlp\.0, mlp\.3$"),
         ("vit", ["self_attention"], r"choose from mlp\.0, mlp\.3$"),
-        ("distilbert", ["q_lin", "query"], r"'query' is .*choose from attention\.q_lin, .*, ffn\.lin1, ffn\.lin2$"),
-        ("distilbert", ["lin"], r"'lin' is the end of no linear layer"),
+        ("distilbert", ["q_lin", "query"], r"ends in 'query': choose from attention\.q_lin, .*, ffn\.lin1, ffn\.lin2$"),
+        ("distilbert", ["lin"], r"no linear layer's name in a block ends in 'lin'"),
     ],
 )
 def test_a_target_that_matches_nothing_is_refused_with_the_candidates(name, targets, message):
@@ -183,9 +183,9 @@ def test_a_target_that_matches_nothing_is_refused_with_the_candidates(name, targ
         ({"rank": -1}, r"model\.lora\.rank=-1 must be an integer of at least 0"),
         ({"rank": 2, "alpha": 0.0}, r"model\.lora\.alpha=0\.0 must be greater than 0"),
         ({"rank": 2, "dropout": 1.0}, r"model\.lora\.dropout=1\.0 must be in"),
-        ({"rank": 2, "targets": []}, r"model\.lora\.targets=\[\] leaves nothing"),
+        ({"rank": 2, "targets": []}, r"model\.lora\.targets=\[\] adapts no layers"),
         ({"rank": 2, "base": "int4"}, r"model\.lora\.base='int4' .*nf4"),
-        ({"base": "nf4"}, r"model\.lora\.base=nf4 is of weights that are frozen, and model\.lora\.rank=0 trains them"),
+        ({"base": "nf4"}, r"model\.lora\.base=nf4 needs frozen weights, but model\.lora\.rank=0 trains them"),
     ],
 )
 def test_refusals_of_settings(options, message):

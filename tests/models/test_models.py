@@ -73,7 +73,7 @@ def test_local_weights_are_loaded_a_head_that_fits_is_kept_and_positions_are_int
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: small_vit(weights="nowhere/w.safetensors").build(), r"nowhere/w\.safetensors is not there"),
+        (lambda: small_vit(weights="nowhere/w.safetensors").build(), r"nowhere/w\.safetensors does not exist"),
         (lambda: small_vit(weights="DEFAULT").build(), r"model\.weights=DEFAULT is a torchvision name"),
         (lambda: small_vit(image_size=9).build(), r"image_size=9 is not a multiple of the patch size 4.*image_size 8"),
         (lambda: small_vit(num_classes=None).build(), r"model\.num_classes of VisionTransformer is not set"),
@@ -84,7 +84,7 @@ def test_local_weights_are_loaded_a_head_that_fits_is_kept_and_positions_are_int
         (lambda: VisionTransformer("vit_b_16", weights="IMAGENET").prepare(), r"IMAGENET1K_V1.*IMAGENET1K_SWAG"),
         (lambda: VisionTransformer("vit_x"), r"model\.name='vit_x' is not one of"),
         (lambda: VisionTransformer("custom", width=8), r"needs model\.patch_size, model\.layers"),
-        (lambda: VisionTransformer("vit_b_16", layers=3), r"model\.layers is fixed by model\.name=vit_b_16"),
+        (lambda: VisionTransformer("vit_b_16", layers=3), r"model\.layers cannot be set for model\.name=vit_b_16"),
         (lambda: small_vit(heads=3), r"model\.width=16 must be a multiple of model\.heads=3"),
         (lambda: small_vit(heads=0), r"model\.heads=0 must be an integer of at least 1"),
         (lambda: small_vit(dropout=1.0), r"model\.dropout=1\.0"),
@@ -100,7 +100,7 @@ def test_local_weights_are_loaded_a_head_that_fits_is_kept_and_positions_are_int
         (lambda: text(tokenizer="./nowhere").prepare(), r"model\.tokenizer=\./nowhere is not a folder"),
         (
             lambda: text(tokenizer=None).prepare(),
-            r"model\.tokenizer is missing: model\.name=distilbert is a",
+            r"model\.tokenizer is missing, and model\.name=distilbert is a model type",
         ),
         (lambda: text(name="file:///no/such").prepare(), r"model\.name=file:///no/such is not a folder"),
     ],
@@ -209,7 +209,7 @@ def test_a_corrupt_a_foreign_and_a_pickled_text_model_are_refused(tmp_path):
     state = load_file(weights)
     body = next(name for name in state if "attention.q_lin.weight" in name)
     save_file({**state, body: torch.zeros(3, 3)}, weights, metadata={"format": "pt"})
-    with pytest.raises(RecipeError, match=r"are not those of this distilbert: .*q_lin\.weight are missing or of"):
+    with pytest.raises(RecipeError, match=r"do not fit this distilbert: .*q_lin\.weight are missing or have"):
         model.saved_in(tmp_path).build()
     save_file({**state, "classifier.bias": torch.zeros(3)}, weights, metadata={"format": "pt"})
     assert model.saved_in(tmp_path).build().classifier.out_features == 5  # a head may be new

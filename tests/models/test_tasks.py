@@ -29,16 +29,16 @@ TEXT_TASKS = {task: name for name, (base, task, _) in reversed(OBJECTIVES.items(
 @pytest.mark.parametrize(
     ("task", "loss", "said"),
     [
-        ("single_label", {"class_weights": []}, "class_weights=\\[\\]: give balanced, or a list"),
+        ("single_label", {"class_weights": []}, "class_weights=\\[\\] must be balanced, or a list"),
         ("single_label", {"class_weights": [1.0, -1.0]}, "numbers of at least 0"),
         ("single_label", {"class_weights": "even"}, "class_weights='even'.*balanced"),
         ("single_label", {"label_smoothing": 1.0}, "label_smoothing=1.0 must be at least 0 and less than 1"),
         ("single_label", {"focal_gamma": -1.0}, "focal_gamma=-1.0 must be at least 0"),
         ("single_label", {"focal_gamma": 2.0, "label_smoothing": 0.1}, "exclude each other"),
-        ("single_label", {"distance": "mae"}, "distance=mae means nothing for model.task=single_label"),
+        ("single_label", {"distance": "mae"}, "distance=mae has no effect for model.task=single_label"),
         ("single_label", {"distance": "l1"}, "model.loss.distance='l1' is not one of mse, mae, huber"),
-        ("regression", {"label_smoothing": 0.1}, "label_smoothing=0.1 means nothing for model.task=regression"),
-        ("regression", {"class_weights": "balanced"}, "class_weights=balanced means nothing"),
+        ("regression", {"label_smoothing": 0.1}, "label_smoothing=0.1 has no effect for model.task=regression"),
+        ("regression", {"class_weights": "balanced"}, "class_weights=balanced has no effect"),
         ("regression", {"huber_delta": 2.0}, "huber_delta=2.0 is for model.loss.distance huber"),
         ("regression", {"distance": "huber", "huber_delta": 0.0}, "huber_delta=0.0 must be greater than 0"),
         ("token", {}, "model.task='token' is not one of single_label, multi_label, regression"),
@@ -90,15 +90,15 @@ def test_balanced_weights_are_those_of_scikit_learn():
         (
             "single_label",
             torch.zeros(3),
-            r"single_label needs classes, int64 \(3,\), and gets .*type float32: for",
+            r"single_label needs classes, int64 \(3,\), but got .*type float32: for",
         ),
-        ("single_label", torch.zeros(3, CLASSES), "for several labels a sample multi_label"),
+        ("single_label", torch.zeros(3, CLASSES), "for several labels per sample multi_label"),
         (
             "multi_label",
             torch.zeros(3, dtype=torch.long),
             r"0 or 1 for each label, \(3, 5\).*task single_label",
         ),
-        ("regression", torch.zeros(3), r"a number for each output, \(3, 5\), and gets labels of shape \(3, 1\)"),
+        ("regression", torch.zeros(3), r"a number for each output, \(3, 5\), but got labels of shape \(3, 1\)"),
     ],
 )
 def test_labels_of_another_task_are_refused(task, labels, said):

@@ -271,7 +271,7 @@ def test_what_is_done_to_logits_and_is_not_known_is_refused_by_name() -> None:
     with pytest.raises(RecipeError, match=r"Powered computes more .* \(its configuration has logit_power=3.0\)"):
         give_loss(module, 8)
     for wrong in (-1, True, 2.5):
-        with pytest.raises(RecipeError, match=f"model.loss_chunk={wrong} is no number of tokens"):
+        with pytest.raises(RecipeError, match=f"model.loss_chunk={wrong} must be a number of tokens"):
             language_model("llama", loss_chunk=wrong)
 
 
@@ -298,7 +298,7 @@ def test_an_adapted_head_is_one_of_the_targets() -> None:
     assert len(trained) == 2 * 3
     for ours, whole in zip(*found, strict=True):
         assert (ours - whole).norm() <= ROUNDING * whole.norm()
-    with pytest.raises(RecipeError, match=r"model.lora.targets: the weight of lm_head is the embedding's, too"):
+    with pytest.raises(RecipeError, match=r"model.lora.targets: lm_head shares its weight with the embedding"):
         language_model("gemma", lora=lora).build()
 
 

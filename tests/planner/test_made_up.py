@@ -119,7 +119,9 @@ def test_outlines_are_of_what_is_not_here(sample_data, tmp_path):
 
 def test_longer_texts_than_the_model_takes_are_refused_as_with_the_data():
     recipe = recipe_of(TextClassifier("distilbert"), IMDb(max_length=513))
-    with pytest.raises(RecipeError, match=r"data.max_length=513 is more than the 512 tokens that model.name='dist"):
+    with pytest.raises(
+        RecipeError, match=r"data.max_length=513 is more than the max of 512 tokens of model.name='dist"
+    ):
         prepared(recipe, outlines=True)
 
 

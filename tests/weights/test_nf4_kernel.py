@@ -170,7 +170,9 @@ def test_what_keeps_triton_from_running_is_a_warning(monkeypatch) -> None:
             raise RuntimeError("Failed to find C compiler.\nPlease specify one")
 
     monkeypatch.setattr(nf4_kernel, "nothing", Broken())
-    with pytest.warns(UserWarning, match=r"no kernel on GPU 3 \(RuntimeError: Failed to find C compiler\.\): NF4"):
+    with pytest.warns(
+        UserWarning, match=r"cannot run a kernel on GPU 3 \(RuntimeError: Failed to find C compiler\.\): NF4"
+    ):
         assert not fused._launches.__wrapped__(3)
 
 

@@ -1,6 +1,6 @@
-"""Datasets: typed settings that become train, val and test. Importing this imports no torch.
+"""Datasets: typed settings that become train, val and test splits. Importing this imports no torch.
 
-What cannot be used is refused with a ``RecipeError`` that names the setting, file, row or sample.
+Unusable data raises a ``RecipeError`` that names the setting, file, row or sample.
 """
 
 from trainer.data.images import CIFAR10, Digits, FashionMNIST, ImageFolder

@@ -25,26 +25,26 @@ from trainer.contract import DrawnSamples
 from trainer.data.cache import content_of
 from trainer.data.common import reason
 from trainer.data.fingerprint import Content
-from trainer.errors import RecipeError, require
+from trainer.errors import RecipeError
 from trainer.system.files import open_regular, read_regular
 
 FORMATS = ("JPEG", "PNG", "PPM", "BMP", "TIFF", "WEBP", "GIF")
-"""What is read, whatever a file's name says. PIL knows others that start programs: Ghostscript reads EPS."""
+"""Formats that are read, regardless of the file's name. PIL has others that start programs, such as Ghostscript."""
 
 MOST_BYTES, MOST_PIXELS, MOST_SIDE, MOST_RATIO = 2**29, 89_000_000, 65_535, 200
-"""Of an image's file, and of the image, known from its header. PIL takes 30 bytes for each row, and resizing gives the
-shorter side ``image_size`` pixels, and the longer side as many times more as it is longer."""
+"""Limits of an image file and of the image in its header. PIL needs 30 bytes per row, and resizing the shorter side to
+``image_size`` scales the longer side with it."""
 
 
 POLICIES = {"randaugment": v2.RandAugment, "autoaugment": v2.AutoAugment, "trivialaugment": v2.TrivialAugmentWide}
 
 
 class Pixels:
-    """Turn raw images into a model's input.
+    """The transform from raw images to a model's input.
 
-    Resizes the shorter side to ``image_size`` pixels (bilinear, antialiased), cuts the centre square, draws the
-    augmentation, scales to [0, 1] and normalises by a ``mean`` and ``std`` of each channel of the raw image, or of all.
-    Grey stays one channel, unless it is normalised like three. The rest is what ``Augmentation`` says.
+    Resizes the shorter side to ``image_size`` pixels (bilinear, antialiased), crops the centre square, applies the
+    augmentation, scales to [0, 1] and normalises by ``mean`` and ``std``, per channel of the raw image or one for all.
+    Grey stays one channel, unless it is normalised by three. See ``Augmentation`` for the other settings.
     """
 
     def __init__(
@@ -86,11 +86,11 @@ class Pixels:
             self.changes.append(v2.RandomErasing(erasing, value=255 * sum(mean) / len(mean)))
 
     def __call__(self, images: Tensor) -> Tensor:
-        """``(..., 1 or 3, H, W)`` uint8 to ``(..., channels, image_size, image_size)`` float32."""
+        """Transform ``(..., 1 or 3, H, W)`` uint8 to ``(..., channels, image_size, image_size)`` float32."""
         return self.scaled(self.cut(images))
 
     def cut(self, images: Tensor) -> Tensor:
-        """All that is done to the bytes: ``(..., 1 or 3, image_size, image_size)``, with one draw for all of them."""
+        """Resize, crop and augment bytes to ``(..., 1 or 3, image_size, image_size)``, with one draw for all."""
         if self.transform is not None:
             images = self._transformed(self.transform, images)
         if self.crop is not None:
@@ -106,16 +106,18 @@ class Pixels:
         found = transform(image)
         is_image = isinstance(found, Tensor) and found.dtype == torch.uint8 and found.ndim == 3 and 0 not in found.shape
         what = f"{found.dtype} {tuple(found.shape)}" if isinstance(found, Tensor) else type(found).__name__
-        require(
-            is_image and len(found) == len(image),
-            f"data.transform: {_name_of(transform)} made {what} of an image of torch.uint8 {tuple(image.shape)}: "
-            "return torch.uint8 (channels, height, width) of as many channels; scaling comes later",
-        )
+        if not is_image or len(found) != len(image):
+            raise RecipeError(
+                f"data.transform: {_name_of(transform)} returned {what} for an image torch.uint8 {tuple(image.shape)}: "
+                "return torch.uint8 (channels, height, width) with the same number of channels; scaling comes later"
+            )
         return found
 
     def _moved(self, images: Tensor) -> Tensor:
-        """What v2.RandomCrop with a reflected border and v2.RandomHorizontalFlip make of them, with the same draws: as
-        both only move pixels, where each comes from is all that is computed."""
+        """Apply v2.RandomCrop with a reflected border and v2.RandomHorizontalFlip, with the same draws.
+
+        Both only move pixels, so indexing is enough and faster.
+        """
         if self.augment == "flip":
             return images.flip(-1) if torch.rand(1) < 0.5 else images
         places, last = np.arange(self.size[0]), self.size[0] - 1
@@ -125,30 +127,30 @@ class Pixels:
         return torch.from_numpy(images.numpy().take(rows, -2).take(columns, -1))
 
     def scaled(self, images: Tensor) -> Tensor:
-        """Bytes to normalised float32: of a whole micro-batch at once, and in place, it takes a third of the time."""
+        """Convert bytes to normalised float32. Whole micro-batches at once, in place, take a third of the time."""
         channels = max(images.shape[-3], len(self.mean))
         scaled = torch.empty(*images.shape[:-3], channels, *self.size)
         return scaled.copy_(images).mul_(1 / 255).sub_(self.mean).div_(self.std)
 
 
 def _name_of(transform: Callable[..., Any]) -> str:
-    """The same in every process: a function's name; of an object, such as one of torchvision's, its settings, too."""
+    """Return a name that is equal in every process: a function's name, or the repr of a module with its settings."""
     name = getattr(transform, "__qualname__", None) or type(transform).__qualname__
     return repr(transform) if isinstance(transform, torch.nn.Module) else name
 
 
 class ImageSplit(DrawnSamples):
-    """What samples of images share. A loader may :meth:`draw` each by itself, and scale all :meth:`together`."""
+    """Base class of image splits. A loader may :meth:`draw` each sample alone, and scale all :meth:`together`."""
 
     def __init__(self, pixels: Pixels) -> None:
         self.pixels, self.augmented = pixels, pixels.augmented
 
     def draw(self, index: int) -> tuple[Tensor, int]:
-        """The bytes of a sample, cut and augmented, ``(1 or 3, image_size, image_size)``, and its label."""
+        """Return a sample's cropped and augmented bytes, ``(1 or 3, image_size, image_size)``, and its label."""
         raise NotImplementedError
 
     def together(self, drawn: Sequence[tuple[Tensor, int]]) -> dict[str, Tensor]:
-        """The micro-batch of samples that were drawn."""
+        """Collate drawn samples to a micro-batch."""
         images, labels = zip(*drawn, strict=True)
         return {"pixel_values": self.pixels.scaled(torch.stack(images)), "labels": torch.tensor(labels)}
 
@@ -176,7 +178,7 @@ class ImageArrays(ImageSplit):
         return self.pixels.cut(self.images[index]), int(self.labels[index])
 
     def __getitems__(self, indices: Sequence[int]) -> dict[str, Tensor]:
-        """A whole batch at once; augmented images are drawn one by one, for a batch would share its draws."""
+        """Return a whole batch. Augmented images are drawn one by one, because a batch would share its draws."""
         if self.augmented:
             return self.together([self.draw(i) for i in indices])
         chosen = torch.as_tensor(indices)
@@ -186,19 +188,19 @@ class ImageArrays(ImageSplit):
         return f"{self.source} image {self.rows[index]} (the first is image 0)"
 
     def fingerprint(self) -> str:
-        """Of every pixel and label, in order, and of the transform."""
+        """Hash every pixel and label, in order, and the transform."""
         return Content("images", self.images, self.labels, self.pixels.settings).hexdigest()
 
 
 class CheckedFile(NamedTuple):
-    """The sha256 of a file, in hexadecimal (empty where it cannot be read), and what is wrong with it as an image."""
+    """The sha256 of a file, in hexadecimal (empty if unreadable), and the reason if it is not a valid image."""
 
     digest: str
     fault: str | None
 
 
 class ImageFiles(ImageSplit):
-    """Images, as ``(path, class)``, read when asked for; ``checked`` by :func:`check_images`, and others perhaps."""
+    """Images as ``(path, class)``, read on access. ``checked`` comes from :func:`check_images`, for at least these."""
 
     samples: Sequence[tuple[str, int]]
     digests: list[bytes]
@@ -219,7 +221,7 @@ class ImageFiles(ImageSplit):
 
     def draw(self, index: int) -> tuple[Tensor, int]:
         path, label = self.samples[index]
-        if path in self.broken:  # a decoder may make something of it all the same
+        if path in self.broken:  # a decoder may still return something
             raise _unreadable(path, self.broken[path])
         return self.pixels.cut(read_image(path, "RGB")), label
 
@@ -227,7 +229,7 @@ class ImageFiles(ImageSplit):
         return self.samples[index][0]
 
     def fingerprint(self) -> str:
-        """Of every byte of every file as it was checked, and its label, in order, and of the transform."""
+        """Hash every byte of every checked file and its label, in order, and the transform."""
         return Content("files", b"".join(self.digests), np.asarray(self.labels), self.pixels.settings).hexdigest()
 
 
@@ -236,9 +238,9 @@ def read_image(path: str, mode: str) -> Tensor:
     try:
         with open_regular(path, MOST_BYTES) as file, Image.open(file, formats=FORMATS) as image:
             _refuse_bomb(image)
-            if image.format == "JPEG" and image.mode == mode == "RGB":  # PIL takes half as long again for the same bits
+            if image.format == "JPEG" and image.mode == mode == "RGB":  # PIL takes 1.5 times as long for the same bits
                 file.seek(0)
-                with suppress(RuntimeError):  # PIL says better what is wrong, or can read it
+                with suppress(RuntimeError):  # PIL may read it, or gives a better message
                     return decode_jpeg(torch.frombuffer(bytearray(file.read()), dtype=torch.uint8))
             return F.pil_to_tensor(image.convert(mode))
     except Exception as error:  # PIL raises OSError, SyntaxError, ValueError, struct.error... for broken files
@@ -250,22 +252,25 @@ def _unreadable(path: str, why: str) -> RecipeError:
 
 
 def _refuse_bomb(image: Image.Image) -> None:
-    """Check the header before anything is decoded: a few bytes can stand for gigabytes."""
+    """Reject an oversized image by its header, because a few bytes can expand to gigabytes."""
     width, height = image.size
     short, long = sorted(image.size)
     if width * height > MOST_PIXELS or long > MOST_SIDE or long > MOST_RATIO * max(1, short):
         raise ValueError(
-            f"it has {width:,} x {height:,} pixels; at most {MOST_PIXELS:,} are read, {MOST_SIDE:,} on a side, and "
-            f"{MOST_RATIO} times as many on one side as on the other: make it smaller"
+            f"it has {width:,} x {height:,} pixels; the max is {MOST_PIXELS:,} in total, {MOST_SIDE:,} per side, and "
+            f"a ratio of {MOST_RATIO} between the sides: make it smaller"
         )
 
 
 def check_images(paths: Sequence[str], most_bad: int, cache: Path) -> dict[str, CheckedFile]:
-    """Read every file, hash it and check its structure, decoding as little as possible; refuse more than ``most_bad``.
-    One rank of a machine reads, once: ``cache`` remembers sound files. Faults may be those of the disk or network."""
+    """Read and hash every file and check its structure with little decoding; reject more than ``most_bad`` bad files.
+
+    Only one rank per machine reads, and ``cache`` remembers valid files. Bad files are checked again, because the cause
+    may be the disk or the network.
+    """
 
     def look(files: Sequence[Path]) -> list[CheckedFile]:
-        with ThreadPoolExecutor(8) as pool:  # reading waits for the disk, or the network
+        with ThreadPoolExecutor(8) as pool:  # reading is bound by the disk or the network
             found = pool.map(_check, files)
             return list(tqdm(found, total=len(files), desc="checking images", unit="image", disable=None, leave=False))
 
@@ -277,8 +282,9 @@ def check_images(paths: Sequence[str], most_bad: int, cache: Path) -> dict[str, 
     faults = [f"{path} ({found.fault})" for path, found in checked.items() if found.fault]
     shown = "; ".join(faults[:5]) + (f"; and {len(faults) - 5} more" if len(faults) > 5 else "")
     allowed = f" (data.max_bad_samples={most_bad})" if most_bad else ""
-    said = f"{len(faults)} of {len(paths)} images cannot be read{allowed}: {shown}. Replace or remove them"
-    require(len(faults) <= most_bad, said)
+    if len(faults) > most_bad:
+        unreadable = f"{len(faults)} of {len(paths)} images cannot be read{allowed}: {shown}"
+        raise RecipeError(f"{unreadable}. Replace or remove them")
     return checked
 
 
@@ -289,12 +295,12 @@ def _check(path: Path) -> CheckedFile:
         digest = hashlib.sha256(content).hexdigest()
         with Image.open(io.BytesIO(content), formats=FORMATS) as image:
             _refuse_bomb(image)
-            if image.format == "JPEG":  # verify() looks at nothing of it; at an eighth of its size, decoding is cheap
+            if image.format == "JPEG":  # verify() checks nothing here; decoding at an eighth of the size is cheap
                 image.draft("RGB", (1, 1))
                 image.load()
             else:
                 image.verify()
-    except UnidentifiedImageError:  # its message has the address of the buffer
+    except UnidentifiedImageError:  # its message contains the address of the buffer
         return CheckedFile(digest, "UnidentifiedImageError: no known image format")
     except Exception as error:  # as in read_image
         return CheckedFile(digest, reason(error))
@@ -302,12 +308,14 @@ def _check(path: Path) -> CheckedFile:
 
 
 def read_digits() -> tuple[np.ndarray, np.ndarray]:
-    """scikit-learn's digits from its file (importing it takes a second or more): pixels, float64 ``(1797, 8, 8)`` from
-    0 to 16, and classes, int64 ``(1797,)``."""
+    """Read scikit-learn's digits from its file, because importing it takes a second or more.
+
+    Returns pixels, float64 ``(1797, 8, 8)`` from 0 to 16, and classes, int64 ``(1797,)``.
+    """
     package = find_spec("sklearn")
     folders = package.submodule_search_locations if package is not None else None
     path = Path(next(iter(folders or ["sklearn"]))) / "datasets" / "data" / "digits.csv.gz"
-    if not path.is_file():  # another scikit-learn may keep them elsewhere, and knows where
+    if not path.is_file():  # another version of scikit-learn may store the file elsewhere
         from sklearn.datasets import load_digits
 
         digits = load_digits()

@@ -1,4 +1,4 @@
-"""What is made of data once and kept on disk: found by its content, made by one process while the others wait."""
+"""On-disk cache of processed data, keyed by content. One process builds an entry while the others wait."""
 
 from __future__ import annotations
 
@@ -21,25 +21,25 @@ from trainer.system.text import escaped
 
 MANIFEST = "manifest.json"
 CHUNK, MOST_NOTED = 1 << 20, 1 << 30
-"""Bytes of a file that are hashed together; and of a note on the content of files: some hundred for each of them."""
+"""Bytes of a file that are hashed at once; and max bytes of a note on files, which has some hundred bytes per file."""
 
 SETTLED_NS = 2_000_000_000
-"""A file that was changed less than this before it is looked at may be changed again without a new time of change."""
+"""Nanoseconds after a change of a file in which another change may leave its time of change the same."""
 
 
 def cache_folder(cache_dir: str | None) -> Path:
-    """Where to keep what is made: in ``cache_dir``, or in the cache of ``datasets`` (``HF_DATASETS_CACHE``)."""
+    """Return the folder of the cache: in ``cache_dir``, or in the cache of ``datasets`` (``HF_DATASETS_CACHE``)."""
     import datasets
 
     return Path(cache_dir if cache_dir is not None else datasets.config.HF_DATASETS_CACHE) / "trainer"
 
 
 def cached(root: Path, key: str, what: str, build: Callable[[Path], None]) -> Path:
-    """The folder that ``build`` has filled for ``key``, in this process or another one, now or earlier.
+    """Return the folder that ``build`` fills for ``key``, from the cache if possible.
 
-    One process of a machine builds, others wait; those of other machines too, where ``root`` is on a file system that
-    locks files between them. The folder gets its name by one move when it is complete. One that is not what was built
-    is built again, and that is said. The ``key`` is a hash of everything that decides the content.
+    One process builds while the others wait, also across machines if ``root`` is on a file system that locks files
+    between them. A complete folder is moved to its name atomically. A damaged one is rebuilt with a warning. The
+    ``key`` is a hash of everything that determines the content.
     """
     place = root / key
     try:
@@ -49,16 +49,15 @@ def cached(root: Path, key: str, what: str, build: Callable[[Path], None]) -> Pa
                 with _locked(root / f"{key}.lock", what):
                     if fault := _fault(place):
                         _build(place, fault, build)
-    except (OSError, NotImplementedError) as error:  # the latter where files cannot be locked
+    except (OSError, NotImplementedError) as error:  # NotImplementedError if files cannot be locked
         why = getattr(error, "strerror", None) or error
-        fix = "set data.cache_dir to a folder of yours on a disk that can lock files"
+        fix = "set data.cache_dir to a folder that you own, on a disk that can lock files"
         raise RecipeError(f"the cache {root} cannot be used ({why}): {fix}") from error
     return place
 
 
 def _locked(path: Path, what: str) -> AbstractContextManager[Any]:
-    """The kernel lets go of it when this process ends, however that is."""
-    lock = FileLock(path)
+    lock = FileLock(path)  # the kernel releases it even if this process is killed
     try:
         return lock.acquire(timeout=2)
     except Timeout:
@@ -68,9 +67,9 @@ def _locked(path: Path, what: str) -> AbstractContextManager[Any]:
 
 def _build(place: Path, fault: str, build: Callable[[Path], None]) -> None:
     if place.exists():
-        print(escaped(f"trainer: warning: {place} is broken ({fault}): it is made again"), file=sys.stderr, flush=True)
+        print(escaped(f"trainer: warning: {place} is damaged ({fault}): rebuilding it"), file=sys.stderr, flush=True)
         shutil.rmtree(place)
-    for part in place.parent.glob(f".{place.name}.*.part"):  # of a dead process of any machine: this one has the lock
+    for part in place.parent.glob(f".{place.name}.*.part"):  # left by a dead process, because this one has the lock
         shutil.rmtree(part)
     with staged_folder(place) as folder:
         build(folder)
@@ -79,7 +78,7 @@ def _build(place: Path, fault: str, build: Callable[[Path], None]) -> None:
 
 
 def _fault(place: Path) -> str | None:
-    """What is wrong with a folder of the cache; ``None`` for one that is as it was built."""
+    """Return the reason why a folder of the cache is damaged, or ``None`` if it is intact."""
     try:
         files: Any = json.loads(read_regular(place / MANIFEST, MOST_NOTED))
         for name, (size, digest) in files.items():
@@ -87,7 +86,7 @@ def _fault(place: Path) -> str | None:
             if path.stat().st_size != size:
                 return f"{name} has {path.stat().st_size} bytes instead of {size}"
             if checksum(path) != digest:
-                return f"{name} is not what was written"
+                return f"{name} has changed since it was written"
     except FileNotFoundError as error:
         return f"{Path(error.filename).name} is missing"
     except OSError as error:
@@ -98,12 +97,12 @@ def _fault(place: Path) -> str | None:
 
 
 def checksums(paths: Sequence[Path]) -> list[str]:
-    """Of every byte of every file."""
+    """Hash every byte of every file."""
     return list(map(hash_file, paths))
 
 
 def checksum(path: Path, most_bytes: float = MOST_BYTES) -> str:
-    """The sha256 of a file, in hexadecimal: of all of it up to ``most_bytes``, of evenly spread blocks beyond."""
+    """Return the sha256 of a file in hexadecimal. Beyond ``most_bytes`` only evenly spread blocks are hashed."""
     size = path.stat().st_size
     if size <= most_bytes:
         return hash_file(path)
@@ -122,20 +121,20 @@ def content_of(
     *asked: Any,
     worth_keeping: Callable[[Sequence[Any]], bool] = bool,
 ) -> list[Any]:
-    """What ``look`` says of the files; not asked again while their paths, inodes, sizes and times of change stay.
+    """Return the results of ``look`` for the files, cached while their paths, inodes, sizes and change times stay.
 
-    Sizes and times of writing alone would not do: ``cp -p``, ``rsync -t`` and ``tar -x`` give another content the time
-    of the old one, but the time of the change of the inode they cannot give it.
+    Sizes and modification times are not enough: ``cp -p``, ``rsync -t`` and ``tar -x`` can restore them for other
+    content. They cannot set the inode's change time (ctime).
 
     Args:
-        root: of the cache.
+        root: folder of the cache.
         paths: the files.
-        look: says of each of them a hash of its content, or what else JSON can hold.
-        asked: what decides the answers besides the contents.
-        worth_keeping: whether the answers may be given again.
+        look: returns a hash of the content, or another JSON value, for each file.
+        asked: further inputs that determine the results.
+        worth_keeping: whether the results may be cached.
     """
     seen, settled = [], False
-    with suppress(OSError):  # told by who looks into it
+    with suppress(OSError):  # look() reports the error
         stats = [(str(path.absolute()), path.stat()) for path in paths]
         seen = [(name, stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns, stat.st_ino) for name, stat in stats]
         settled = all(time.time_ns() - stat.st_ctime_ns > SETTLED_NS for _, stat in stats)
@@ -147,7 +146,7 @@ def content_of(
         found = look(paths)
     except OSError as error:
         raise RecipeError(
-            f"{error.filename} cannot be read ({error.strerror}): check that it is there and may be read"
+            f"{error.filename} cannot be read ({error.strerror}): check that it exists and its permissions"
         ) from error
     if settled and worth_keeping(found):
         write_note(note, found)
@@ -155,7 +154,7 @@ def content_of(
 
 
 def read_note(note: Path) -> Any:
-    """What :func:`write_note` has put there; ``None`` where nothing is, or what is there is damaged."""
+    """Return what :func:`write_note` has written; ``None`` if it is missing or damaged."""
     with suppress(OSError, ValueError, TypeError, LookupError, RecursionError):
         known = json.loads(read_regular(note, MOST_NOTED))
         if known["digest"] == hash_of(known["found"]):
@@ -164,11 +163,11 @@ def read_note(note: Path) -> Any:
 
 
 def write_note(note: Path, found: Any) -> None:
-    """Keep what JSON can hold, whole or not at all: it saves time, no more, so that no error of the disk is told."""
+    """Write JSON atomically, best effort: the note only saves time, so disk errors are ignored."""
     with suppress(OSError), staged_file(note, sync_folder=False) as part:
         part.write_text(json.dumps({"found": found, "digest": hash_of(found)}))
 
 
 def hash_of(*values: Any) -> str:
-    """A key for values that JSON can hold."""
+    """Return a key for JSON values."""
     return hashlib.sha256(json.dumps(values).encode()).hexdigest()[:40]

@@ -1,4 +1,4 @@
-"""What image and text datasets share: settings, paths, fixed stratified splits. No heavy import."""
+"""Shared code of image and text datasets: settings, paths, fixed stratified splits. No heavy import."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ if TYPE_CHECKING:
 
 @dataclass(kw_only=True)
 class Loading(Data):
-    """The settings of how samples are loaded.
+    """Settings of loading samples.
 
     Args:
-        workers: processes that load data; 0 loads in the main process, null is up to 4 a rank on a GPU, and else 0.
-        worker_timeout: seconds that a micro-batch may take a worker, before it counts as hung and ends the run.
-        max_bad_samples: samples that may be left out, over all ranks, because they cannot be loaded.
+        workers: processes that load data; 0 loads in the main process, null is up to 4 per rank on a GPU, else 0.
+        worker_timeout: max seconds for a worker to load a micro-batch; after that it counts as hung and ends the run.
+        max_bad_samples: max number of samples, over all ranks, that are skipped because they cannot be loaded.
     """
 
     workers: int | None = 0
@@ -36,12 +36,12 @@ class Loading(Data):
 
 
 class BuiltIn(Loading):
-    """What the datasets of this package share. A setting that one of them does not explain is explained here.
+    """Base class of the datasets of this package. It documents the settings that they share.
 
     Args:
         val_fraction: share of the training samples held out for validation; always the same samples.
-        val_fold: which part of that size is held out, from 0, where the training samples are cut in such parts, for
-            cross-validation; val_fraction is then 1/2, 1/3, ... Null holds out one that overlaps with them all.
+        val_fold: index, from 0, of the fold to hold out for cross-validation. val_fraction is then the size of a fold:
+            1/2, 1/3, ... Null holds out a random sample that is not one of the folds.
     """
 
     tasks: ClassVar[Sequence[Task]] = ("single_label",)
@@ -54,26 +54,25 @@ class BuiltIn(Loading):
         fraction, workers, seconds, bad = self.val_fraction, self.workers, self.worker_timeout, self.max_bad_samples
         require(0 <= fraction < 1, f"data.val_fraction={fraction} must be at least 0 and less than 1")
         if (fold := self.val_fold) is not None:
-            why = f"data.val_fold={fold} is one of the parts of size data.val_fraction={fraction}"
             parts = round(1 / fraction) if fraction else 0
-            whole = parts > 1 and math.isclose(parts * fraction, 1, abs_tol=1e-3)
-            require(whole, f"{why}, which must be 1/2, 1/3, ...: give 0.2 for five parts, say")
-            require(0 <= fold < parts, f"{why}: give 0 to {parts - 1}")
+            given = f"data.val_fold={fold} with data.val_fraction={fraction}"
+            if parts <= 1 or not math.isclose(parts * fraction, 1, abs_tol=1e-3):
+                raise RecipeError(f"{given}: the fraction must be 1/2, 1/3, ..., such as 0.2 for five folds")
+            require(0 <= fold < parts, f"{given}: the fold must be from 0 to {parts - 1}")
         require((workers or 0) >= 0, f"data.workers={workers} must not be negative; 0 loads in the main process")
-        require(
-            0 < seconds <= MOST_SECONDS,
-            f"data.worker_timeout={seconds} must be more than 0 seconds, and at most {MOST_SECONDS:,}",
-        )
+        if not 0 < seconds <= MOST_SECONDS:
+            raise RecipeError(f"data.worker_timeout={seconds} must be more than 0 and at most {MOST_SECONDS:,} seconds")
         require(bad >= 0, f"data.max_bad_samples={bad} must not be negative; 0 ends the run at the first bad sample")
         for name in ("val_file", "val_files", "val_split"):
             value = getattr(self, name, None)
-            both = f"data.{name}={value!r} and data.val_fraction={fraction} exclude each other: give one"
-            require(value is None or fraction == 0, both)
+            if value is not None and fraction != 0:
+                both = f"data.{name}={value!r} and data.val_fraction={fraction}"
+                raise RecipeError(f"{both} exclude each other: give one")
 
     def _outlined(
         self, train: int, test: int, num_classes: int, tensors: Mapping[str, tuple[str, tuple[int, ...]]], **more: Any
     ) -> Outline:
-        """What is known of ``train`` samples, of which some are held out, and ``test`` samples, with a label each."""
+        """Return the outline of ``train`` samples, some of them held out, and ``test`` samples, with one label each."""
         held = math.ceil(self.val_fraction * train)
         return Outline({**tensors, "labels": ("int64", ())}, train - held, held, test, num_classes, **more)
 
@@ -83,12 +82,12 @@ class BuiltIn(Loading):
 
 @dataclass(kw_only=True)
 class Sampled(BuiltIn):
-    """A dataset with labels, which may draw its training samples by their class, and hold out some of them.
+    """A dataset with labels, which can draw training samples by class and hold out some for validation.
 
     Args:
-        sampling: uniform has each training sample once an epoch. balanced draws with replacement, all classes equally
-            often; a mapping such as {cat: 1, lynx: 10} draws a sample of a class so many times as often as one of
-            another. An epoch then has as many draws as there are samples.
+        sampling: uniform uses each training sample once per epoch. balanced draws with replacement, all classes equally
+            often. A mapping such as {cat: 1, lynx: 10} gives the sample weight of each class: a lynx is drawn 10 times
+            as often as a cat. An epoch then has one draw per training sample.
     """
 
     sampling: Literal["uniform", "balanced"] | dict[str, float] = "uniform"
@@ -97,28 +96,31 @@ class Sampled(BuiltIn):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        wanted = f"data.sampling={self.sampling!r} must be uniform, balanced or a mapping from classes to numbers"
-        require(self.sampling in ("uniform", "balanced") or isinstance(self.sampling, Mapping), wanted)
+        if self.sampling not in ("uniform", "balanced") and not isinstance(self.sampling, Mapping):
+            allowed = "must be uniform, balanced or a mapping from classes to numbers"
+            raise RecipeError(f"data.sampling={self.sampling!r} {allowed}")
         if isinstance(self.sampling, Mapping):
             for name, weight in self.sampling.items():
                 is_number = isinstance(weight, int | float) and not isinstance(weight, bool) and 0 <= weight < math.inf
                 require(is_number, f"data.sampling: {name}: {weight!r} must be a number of at least 0")
 
     def chances(self) -> Sequence[float] | None:
-        """As ``sampling`` says, of the classes of the training samples."""
+        """Return the sample weights of the training samples according to ``sampling``."""
         if self.sampling == "uniform":
             return None
         import numpy as np
 
-        why = f"data.sampling={self.sampling!r} goes by one class a sample: with model.task={self._task}"
-        require(self._task == "single_label", f"{why} use uniform")
+        if self._task != "single_label":
+            raise RecipeError(
+                f"data.sampling={self.sampling!r} needs one class per sample: with model.task={self._task} use uniform"
+            )
         labels = np.asarray(self.train.labels)
         if self.sampling == "balanced":
             return (1 / np.bincount(labels, minlength=self.num_classes).clip(min=1))[labels]
         given = {str(name): float(weight) for name, weight in self.sampling.items()}
         unknown, missing = sorted({*given} - {*self.class_names}), [c for c in self.class_names if c not in given]
         if unknown:
-            hint = nearest(unknown[0], self.class_names) or f"; there are {listed(self.class_names)}"
+            hint = nearest(unknown[0], self.class_names) or f"; the classes are {listed(self.class_names)}"
             raise RecipeError(f"data.sampling: there is no class {listed(unknown)}{hint}")
         require(not missing, f"data.sampling gives no number for {listed(missing)}: give one for each class")
         found = np.asarray([given[name] for name in self.class_names])[labels]
@@ -127,18 +129,18 @@ class Sampled(BuiltIn):
 
 
 def require_share(key: str, value: Any, off: str = "0") -> None:
-    """Refuse a ``value`` that is no number from 0 to 1."""
+    """Check that ``value`` is a number from 0 to 1."""
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
     require(is_number and 0 <= value <= 1, f"{key}={value!r} must be a number from 0 to 1; {off} is off")
 
 
 def local_path(text: str) -> Path:
-    """The path that ``text`` names: a path, one that starts with ``~``, or a ``file://`` URL."""
+    """Convert a path, possibly with ``~``, or a ``file://`` URL to a ``Path``."""
     return Path(url2pathname(urlparse(text).path)) if text.startswith("file://") else Path(text).expanduser()
 
 
 def reason(error: BaseException) -> str:
-    """The first line of what went wrong at the bottom of a chain of exceptions, with its type."""
+    """Return type and first line of the root cause of a chain of exceptions."""
     while error.__cause__ is not None:
         error = error.__cause__
     lines = str(error).strip().splitlines()
@@ -148,15 +150,15 @@ def reason(error: BaseException) -> str:
 def hold_out(
     labels: Sequence[int], fraction: float, key: str, seed: int = 0, fold: int | None = None
 ) -> tuple[Sequence[int], Sequence[int]]:
-    """Cut the positions of ``labels`` in two: ``(kept, held out)``, both sorted, with each class in proportion.
+    """Split the positions of ``labels`` into ``(kept, held out)``, both sorted and stratified by class.
 
-    They do not follow the run's seed: runs with different seeds are measured on the same samples. They are those of
-    scikit-learn's ``train_test_split``; to import it takes as long as all else before the first step of a small run.
-    With a ``fold``, that one of 1 / ``fraction`` parts is held out, each with its share of every class.
+    The split does not depend on the run's seed, so that runs with different seeds are measured on the same samples. It
+    equals scikit-learn's ``train_test_split``, whose import would double the start time of a small run. With a
+    ``fold``, that one of 1 / ``fraction`` stratified folds is held out.
     """
     if fraction == 0:
         return range(len(labels)), []
-    require(len(labels) > 0, f"{key}={fraction} of no samples at all: look whether the files of data are whole")
+    require(len(labels) > 0, f"{key}={fraction}, but there are no samples: check that the data files are complete")
     import numpy as np
 
     classes, codes, counts = np.unique(np.asarray(labels), return_inverse=True, return_counts=True)
@@ -164,11 +166,11 @@ def hold_out(
     why = f"a part would have {min(sizes)} samples of {len(classes)} classes"
     if counts.min() < 2:
         why = f"class {classes[counts.argmin()]} has one sample, and needs two"
-    said = f"{key}={fraction} of {len(codes)} samples cannot hold every class ({why})"
-    fits = counts.min() >= 2 and min(sizes) >= len(classes)
-    require(fits, f"{said}: use another fraction or more samples")
+    if counts.min() < 2 or min(sizes) < len(classes):
+        short = f"{key}={fraction} of {len(codes)} samples cannot contain every class ({why})"
+        raise RecipeError(f"{short}: use another fraction or more samples")
     generator = np.random.RandomState(seed)  # as scikit-learn does
-    if fold is not None:  # the classes one after the other, dealt out in turn
+    if fold is not None:  # assign the samples, sorted by class, to the folds in turn
         classwise = [np.flatnonzero(codes == code)[generator.permutation(count)] for code, count in enumerate(counts)]
         parts, dealt = round(1 / fraction), np.concatenate(classwise)
         place = np.arange(len(dealt)) % parts
@@ -185,7 +187,7 @@ def hold_out(
 
 
 def _in_proportion(counts: ndarray, draws: int, generator: RandomState) -> ndarray:
-    """``draws`` dealt out in proportion to ``counts``: the largest remainders are rounded up, ties by lot."""
+    """Distribute ``draws`` in proportion to ``counts``. The largest remainders are rounded up, ties at random."""
     import numpy as np
 
     exact = counts / counts.sum() * draws

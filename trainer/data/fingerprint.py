@@ -1,4 +1,4 @@
-"""Whether a dataset, or a tokenizer, is the one that a run was started with: hashes of what is in them."""
+"""Content hashes of datasets and tokenizers, to detect changes since the start of a run."""
 
 from __future__ import annotations
 
@@ -16,24 +16,24 @@ from torch import Tensor
 
 from trainer.contract import Data, as_samples, splits_of
 from trainer.data.loader import generators_kept, seed_generators
-from trainer.errors import require
+from trainer.errors import RecipeError
 
-SAMPLES = 64  # that are looked at where a split has no fingerprint of its own
+SAMPLES = 64  # number of samples that are hashed if a split defines no fingerprint
 
 
 def fingerprint(data: Data) -> str:
-    """Of the content of a prepared dataset, as sha256 in hexadecimal: train, val and test, in order, and the classes.
+    """Return the sha256, in hexadecimal, of a prepared dataset: train, val and test, in order, and the classes.
 
-    Equal for equal content, wherever it lies and whatever its files are called; it depends on no process, number of
-    workers or ranks. Different when a sample, a label, the order, the tokenisation or the augmentation differs:
+    Equal content gives an equal hash, independent of paths, file names, processes, workers and ranks. The hash detects
+    a change of a sample, a label, the order, the tokenisation or the augmentation:
 
     * always, for arrays (every pixel), folders of images (every byte of every file) and texts (every token, up to 1 GiB
       of them);
-    * for a dataset of one's own whose splits define ``fingerprint() -> str``, as far as that sees;
-    * for a ``datasets.Dataset``: every row up to 1 GiB, of a larger one evenly spread blocks of rows, and up to 64
-      samples as they come out of it (formats and transforms show there);
-    * for any other split: its size, its ``lengths`` and ``augmented``, and up to 64 evenly spread samples, drawn with
-      fixed seeds. A change of another sample is not seen. One that cannot be loaded counts as such.
+    * for a custom dataset whose splits define ``fingerprint() -> str``, as that function does;
+    * for a ``datasets.Dataset``: in every row up to 1 GiB, in evenly spread blocks of rows of a larger one, and in up
+      to 64 samples as returned (which shows formats and transforms);
+    * for any other split: in its size, ``lengths`` and ``augmented``, and in up to 64 evenly spread samples, drawn with
+      fixed seeds. Changes of other samples are not detected. A sample that cannot be loaded is hashed as such.
     """
     content = Content(1, data.num_classes, list(data.class_names or []))
     for name, split in (("train", data.train), ("val", data.val), ("test", data.test)):
@@ -45,7 +45,7 @@ def fingerprint(data: Data) -> str:
 
 
 def data_files(data: Data) -> dict[str, str]:
-    """A short hash of every file of a dataset whose splits define ``files()``: what to name when one has changed."""
+    """Return a short hash of every file of a dataset whose splits define ``files()``, to name changed files."""
     found: dict[str, str] = {}
     for name, split in splits_of(data).items():
         found |= {f"{name}/{file}": digest for file, digest in split.files().items()}
@@ -53,17 +53,17 @@ def data_files(data: Data) -> dict[str, str]:
 
 
 def split_fingerprint(split: Any) -> str:
-    """Of one split; see :func:`fingerprint`."""
+    """Return the hash of one split; see :func:`fingerprint`."""
     samples = as_samples(split)
     if (found := samples.fingerprint()) is not None:
-        said = f"{type(split).__name__}.fingerprint() returned {found!r}: it must return a text"
-        require(isinstance(found, str), said)
+        if not isinstance(found, str):
+            raise RecipeError(f"{type(split).__name__}.fingerprint() returned {found!r}: it must return a string")
         return found
     split = samples.original
     size, lengths = len(split), samples.lengths
     content = Content(size, bool(samples.augmented))
     content.add(None if lengths is None else np.asarray(lengths))
-    tables = sys.modules.get("datasets")  # where it was not imported, this is none of its tables
+    tables = sys.modules.get("datasets")  # if it was not imported, this is not one of its tables
     if tables is not None and isinstance(split, tables.Dataset):
         for rows in blocks(size, split.data.nbytes * size // max(1, split.data.num_rows)):
             add_rows(content, split, rows)
@@ -73,17 +73,17 @@ def split_fingerprint(split: Any) -> str:
             seed_generators(index)
             try:
                 sample = split[index]
-            except Exception as error:  # the loader deals with it, when it is this sample's turn
+            except Exception as error:  # the loader handles it when it loads this sample
                 sample = f"cannot be loaded: {type(error).__name__}"
             content.add(sample)
     return content.hexdigest()
 
 
 def tokenizer_hash(tokenizer: Any) -> str | None:
-    """Of what decides a tokenizer's output, as sha256 in hexadecimal; ``None`` for none.
+    """Return the sha256, in hexadecimal, of everything that determines a tokenizer's output; ``None`` for none.
 
-    Vocabulary, merges, normaliser, special tokens, and the sides of padding and truncation count. The chat template
-    does not, nor does what every use may change: whether padding or truncation is switched on, and to which length.
+    This covers vocabulary, merges, normaliser, special tokens, and the sides of padding and truncation. It excludes the
+    chat template and settings of single calls: whether padding or truncation is on, and to which length.
     """
     if tokenizer is None:
         return None
@@ -99,14 +99,16 @@ def tokenizer_hash(tokenizer: Any) -> str | None:
     return content.hexdigest()
 
 
-# A hash of content: of numbers, texts, tensors and nests of them, the same in every process and on every machine.
+# A hash of numbers, texts, tensors and nested containers, equal in every process and on every machine.
 
-DEEPEST = 16  # a sample that refers to itself must not be followed for ever
+DEEPEST = 16  # max depth of nesting, because a sample may refer to itself
 
 
 class Content:
-    """A sha256 that is fed with values: kind, size and order count, the order of a mapping's keys does not; of objects
-    of an unusual kind, the type's name and attributes."""
+    """A sha256 over values. Type, size and order matter, except the order of a mapping's keys.
+
+    Objects of other types are hashed by type name and attributes.
+    """
 
     def __init__(self, *values: Any, depth: int = 0) -> None:
         self._hash = hashlib.sha256()
@@ -182,27 +184,27 @@ class Content:
             self.add(attributes, depth)
 
 
-# The content of tables on disk, block by block, however they are chunked in their files.
+# The content of tables on disk, block by block, independent of the chunks in their files.
 
-MOST_BYTES, BLOCK = 1 << 30, 1024  # bytes read of a table, which is all of a smaller one; rows read at once
+MOST_BYTES, BLOCK = 1 << 30, 1024  # max bytes read of a table; rows read at once
 
 
 def spread(size: int, count: int) -> list[int]:
-    """Up to ``count`` evenly spread numbers from 0 to ``size`` - 1, the first and the last among them."""
+    """Return up to ``count`` evenly spread numbers from 0 to ``size`` - 1, including both ends."""
     if size <= count:
         return list(range(size))
     return [number * (size - 1) // (count - 1) for number in range(count)]
 
 
 def blocks(size: int, total_bytes: int) -> list[range]:
-    """Rows to read of ``size`` that take ``total_bytes``: blocks of them, all or evenly spread ones."""
+    """Return the blocks of rows to read from ``size`` rows of ``total_bytes``: all, or evenly spread ones."""
     count = -(-size // BLOCK)
     wanted = count if total_bytes <= MOST_BYTES else max(2, count * MOST_BYTES // total_bytes)
     return [range(block * BLOCK, min((block + 1) * BLOCK, size)) for block in spread(count, wanted)]
 
 
 def add_rows(content: Content, table: Any, rows: Sequence[int]) -> None:
-    """Feed the ``rows`` of a ``datasets.Dataset``: columns, types and values, missing ones too."""
+    """Add the ``rows`` of a ``datasets.Dataset``: columns, types and values, including missing ones."""
     found = table.with_format("arrow")[rows]
     for name in found.column_names:
         content.add(name)
@@ -210,7 +212,7 @@ def add_rows(content: Content, table: Any, rows: Sequence[int]) -> None:
 
 
 def _add_array(content: Content, array: Any) -> None:
-    import pyarrow as pa  # here: few runs need it to begin
+    import pyarrow as pa  # imported here, because few runs need it at the start
     import pyarrow.compute as pc
 
     kind = array.type

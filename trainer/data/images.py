@@ -20,11 +20,11 @@ if TYPE_CHECKING:
     from trainer.data.arrays import Pixels
 
 DRAWN = ("augment", "mirror", "random_resized_crop", "color_jitter", "erasing", "transform")
-"""The settings of what is drawn for each image."""
+"""Settings of the random changes of each image."""
 
-MOST_ALPHA = 1000  # beyond it, all shares are a half
+MOST_ALPHA = 1000  # above it, all shares are close to 1/2
 USUAL_SIZE = 224
-MOST_PIXELS = 20_000  # along an edge: one such image is 5 GB
+MOST_PIXELS = 20_000  # per side: one such image is 5 GB
 Augment = Literal["none", "flip", "crop_flip", "randaugment", "autoaugment", "trivialaugment"]
 Normalize = Literal["dataset", "imagenet", "model"]
 Statistics = tuple[tuple[float, ...], tuple[float, ...]]
@@ -41,26 +41,27 @@ class _Part(NamedTuple):
 
 @dataclass(kw_only=True)
 class Augmentation:
-    """How training images are changed at random, each by draws of its own: of (seed, epoch, sample) alone.
+    """Random changes of training images. The draws depend only on seed, epoch and sample.
 
-    In this order: transform, random_resized_crop, augment, color_jitter, erasing.
+    The order is transform, random_resized_crop, augment, color_jitter, erasing.
 
     Args:
-        augment: none, flip (mirrored half of the time), crop_flip (also shifted by up to 1/8 of the size, the border
-            reflected); or mirrored half of the time and then changed by torchvision's randaugment (Cubuk et al. 2020),
-            autoaugment (Cubuk et al. 2019, the policy of ImageNet) or trivialaugment (Müller and Hutter 2021).
-        mirror: whether augment mirrors; false for digits, letters and all that has a left and a right.
-        random_resized_crop: instead of the centre square a random part of the image, of at least this share of its
-            area and of 3:4 to 4:3, resized (Szegedy et al. 2015); 0.08 is usual from random weights, null is off.
+        augment: none, flip (mirrored with probability 1/2), crop_flip (also shifted by up to 1/8 of the size, with a
+            reflected border); or mirrored with probability 1/2, followed by torchvision's randaugment (Cubuk et al.
+            2020), autoaugment (Cubuk et al. 2019, ImageNet policy) or trivialaugment (Müller and Hutter 2021).
+        mirror: whether augment mirrors; set false for digits, letters and other images where left and right differ.
+        random_resized_crop: use a random part of the image instead of the centre square, with at least this share of
+            its area and an aspect ratio of 3:4 to 4:3, resized (Szegedy et al. 2015); 0.08 is usual for training from
+            random weights, null is off.
         color_jitter: change brightness, contrast and saturation by factors of up to 1 plus or minus this.
         erasing: probability that a rectangle of 2 to 33 % of the image is filled with grey (Zhong et al. 2017).
-        transform: a function of a Python recipe's own, from the uint8 image as read (channels, height, width) to the
-            one that is taken in its place; it may draw from the global generators of torch, NumPy and random.
-        mixup: mix every training image, and its label, with another one of its batch (Zhang et al. 2018), its share
-            drawn from a beta distribution with both parameters this; 0.2 and 0.8 are usual, 0 is off.
+        transform: a custom function in a Python recipe, from the uint8 image as read (channels, height, width) to its
+            replacement. It may draw from the global generators of torch, NumPy and random.
+        mixup: mix every training image, and its label, with another one of its batch (Zhang et al. 2018). The share
+            is drawn from a beta distribution with both parameters equal to this; 0.2 and 0.8 are usual, 0 is off.
         cutmix: paste a rectangle of another image of its batch into every training image and mix the labels by area
             (Yun et al. 2019); 1.0 is usual, 0 is off. With mixup, each batch draws one of the two.
-        mix_probability: that a batch is mixed at all.
+        mix_probability: probability that a batch is mixed.
     """
 
     augment: Augment = "none"
@@ -74,41 +75,42 @@ class Augmentation:
     mix_probability: float = 1.0
 
     def mixing(self) -> Mixing | None:
-        """Mixup, CutMix or one of them a batch, as the settings say."""
+        """Return the settings of mixup and CutMix, or ``None`` if both are off."""
         is_mixed = self.mixup > 0 or self.cutmix > 0
         return Mixing(self.mixup, self.cutmix, self.mix_probability) if is_mixed else None
 
     def _require_augmentation(self) -> None:
         require_choice("data.augment", self.augment, Augment)
-        why = "data.mirror=false leaves nothing of data.augment=flip: use data.augment none"
-        require(self.mirror or self.augment != "flip", why)
+        if not self.mirror and self.augment == "flip":
+            raise RecipeError("data.mirror=false disables all of data.augment=flip: use data.augment none")
         require_share("data.color_jitter", self.color_jitter)
         require_share("data.erasing", self.erasing)
         if self.random_resized_crop is not None:
             require_share("data.random_resized_crop", self.random_resized_crop, "null")
-            require(self.random_resized_crop > 0, "data.random_resized_crop=0 leaves nothing of an image: null is off")
+            require(self.random_resized_crop > 0, "data.random_resized_crop=0 would be an empty image: null is off")
         for name in ("mixup", "cutmix"):
             alpha = getattr(self, name)
             is_number = isinstance(alpha, int | float) and not isinstance(alpha, bool)
-            why = f"data.{name}={alpha!r} must be a number of at least 0 and at most {MOST_ALPHA}; 0 is off"
-            require(is_number and 0 <= alpha <= MOST_ALPHA, why)
+            if not is_number or not 0 <= alpha <= MOST_ALPHA:
+                raise RecipeError(f"data.{name}={alpha!r} must be a number from 0 to {MOST_ALPHA}; 0 is off")
         require_share("data.mix_probability", self.mix_probability)
-        why = f"data.mix_probability={self.mix_probability} mixes nothing without data.mixup or data.cutmix"
-        require(self.mix_probability == 1 or self.mixing() is not None, f"{why}: set one, such as data.mixup 0.2")
-        why = f"data.transform={self.transform!r} is no function: give one in a Python recipe, transform=my_function"
-        require(self.transform is None or callable(self.transform), why)
+        if self.mix_probability != 1 and self.mixing() is None:
+            unused = f"data.mix_probability={self.mix_probability} has no effect without data.mixup or data.cutmix"
+            raise RecipeError(f"{unused}: set one, such as data.mixup 0.2")
+        if self.transform is not None and not callable(self.transform):
+            wrong = f"data.transform={self.transform!r} is not a function"
+            raise RecipeError(f"{wrong}: give one in a Python recipe, transform=my_function")
 
 
 class _Images(Augmentation, Sampled):
-    """What the image datasets share.
+    """Base class of image datasets.
 
     Args:
         image_size: height and width that images are resized to, in pixels.
         val_fraction: share of the training images held out for validation; always the same images.
-        normalize: subtract and divide by the mean and standard deviation of this dataset, or of imagenet, which most
-            pretrained models expect, or of the images that the model says it was trained on (imagenet where it does
-            not).
-        workers: processes that load data; 0 loads in the main process, null is up to 4 a rank on a GPU, and else 0.
+        normalize: normalise by mean and standard deviation of dataset (this dataset), imagenet (which most pretrained
+            models expect), or model (its training images; imagenet if the model does not specify them).
+        workers: processes that load data; 0 loads in the main process, null is up to 4 per rank on a GPU, else 0.
     """
 
     image_size: int | None
@@ -126,14 +128,14 @@ class _Images(Augmentation, Sampled):
         require_choice("data.normalize", self.normalize, Normalize)
 
     def load_image(self, path: str | Path) -> Tensor:
-        """Read any image file as the evaluation sees it: float32 ``(channels, image_size, image_size)``."""
+        """Read any image file as in evaluation: float32 ``(channels, image_size, image_size)``."""
         from trainer.data.arrays import read_image
 
         return self._pixels()(read_image(str(path), self._mode))
 
     @property
     def channels(self) -> int:  # type: ignore[override]
-        """Channels of a sample: 3 when colour, or grey that is normalised by ImageNet's three; else 1."""
+        """Channels of a sample: 3 for colour, and for grey normalised by ImageNet's three; otherwise 1."""
         return len(self._mean_and_std[0])
 
     @property
@@ -144,7 +146,7 @@ class _Images(Augmentation, Sampled):
         return self._statistics if self.normalize == "dataset" else IMAGENET
 
     def _seen(self) -> ImageInput | None:
-        """The images that the model was trained on; it reads files to tell them."""
+        """Return the format of the model's training images, which it reads from files."""
         if self._asked[0] is not self._model:
             seen = None if self._model is None else capability(self._model, Preparable).image_input()
             self._asked = self._model, seen
@@ -174,7 +176,7 @@ class _Images(Augmentation, Sampled):
 
 @dataclass
 class Digits(_Images):
-    """scikit-learn's handwritten digits: 1,797 real grey images of 8 × 8 pixels, with no download.
+    """scikit-learn's handwritten digits: 1,797 real grey images of 8 × 8 pixels, without a download.
 
     Args:
         test_fraction: share of all images held out as the test set; always the same images.
@@ -211,7 +213,7 @@ class Digits(_Images):
 
 @dataclass
 class _Downloaded(_Images):
-    """What the public image datasets share; ``_read`` gives the classes, and images and labels for train and test."""
+    """Base class of public image datasets. ``_read`` returns the classes, and images and labels of train and test."""
 
     root: str = "data"
     download: bool = True
@@ -219,8 +221,8 @@ class _Downloaded(_Images):
     normalize: Normalize = "imagenet"
     workers: int | None = field(default=None, kw_only=True)
 
-    _place: ClassVar[str]  # of the files in ``root``
-    _counts: ClassVar[tuple[int, int]]  # samples of train and test
+    _place: ClassVar[str]  # path of the files in ``root``
+    _counts: ClassVar[tuple[int, int]]  # number of samples of train and test
 
     def outline(self) -> Outline | None:
         if not self.download or self.root.endswith(".npz") or (local_path(self.root) / self._place).is_dir():
@@ -241,15 +243,15 @@ class _Downloaded(_Images):
         raise NotImplementedError
 
     def _open(self, source: Callable[..., Any], folder: Path, url: str) -> list[Any]:
-        """Call a torchvision dataset, for train and test, and say what to do when it fails."""
+        """Create a torchvision dataset for train and test. A failure becomes an error with a fix."""
         try:
             return [source(str(local_path(self.root)), train=train, download=self.download) for train in (True, False)]
-        except Exception as error:  # RuntimeError, OSError, URLError; and whatever a broken file makes its reader raise
-            advice = f"not found, or not readable, in {folder}: set --data.download true, or data.root to where it is"
+        except Exception as error:  # RuntimeError, OSError, URLError; readers of broken files raise others
+            advice = f"not found, or not readable, in {folder}: set --data.download true, or data.root to its folder"
             if self.download:
                 advice = (
-                    f"could not be downloaded from {url} to {folder}, or not read there: check the network; or copy "
-                    "the files there from another machine; delete broken ones"
+                    f"could not be downloaded from {url} to {folder}, or not be read there: check the network, or copy "
+                    "the files there from another machine, and delete broken files"
                 )
             name = type(self).__name__
             raise RecipeError(f"data.root={self.root!r}: {name} {advice} ({reason(error)})") from error
@@ -260,8 +262,8 @@ class FashionMNIST(_Downloaded):
     """Fashion-MNIST: 60,000 training and 10,000 test images of clothing, grey, 28 × 28 pixels.
 
     Args:
-        root: folder that holds, or gets by download, FashionMNIST/raw with the four idx files.
-        download: fetch the files (30 MB) when they are not there.
+        root: folder that contains, or gets by download, FashionMNIST/raw with the four idx files.
+        download: download the files (30 MB) if they are missing.
     """
 
     image_size: int = 28
@@ -277,13 +279,12 @@ class FashionMNIST(_Downloaded):
 
         folder = local_path(self.root) / self._place
         train, test = self._open(Source, folder, Source.mirrors[0])
-        for part in (train, test):  # where there are files of an old torchvision, it takes whatever is in them
+        for part in (train, test):  # files of an old torchvision are loaded without a check
             images, labels = part.data, part.targets
             fits = isinstance(images, Tensor) and isinstance(labels, Tensor) and images.dtype == uint8
-            require(
-                fits and images.ndim == 3 and labels.shape == images.shape[:1],
-                f"data.root: {folder.parent} holds no grey images with labels: delete it to have it downloaded again",
-            )
+            if not fits or images.ndim != 3 or labels.shape != images.shape[:1]:
+                wrong = f"data.root: {folder.parent} contains no grey images with labels"
+                raise RecipeError(f"{wrong}: delete it to download it again")
         return Source.classes, *((part.data[:, None], part.targets.long()) for part in (train, test))
 
 
@@ -291,12 +292,12 @@ class FashionMNIST(_Downloaded):
 class CIFAR10(_Downloaded):
     """CIFAR-10: 50,000 training and 10,000 test images of animals and vehicles, 32 × 32 pixels.
 
-    The public download is read by torchvision, which checks the MD5 of every file before it reads it.
+    torchvision reads the public download and checks the MD5 of every file first.
 
     Args:
-        root: folder that holds, or gets by download, cifar-10-batches-py; or an .npz file with images (uint8, n × 32 ×
-            32 × 3), labels, split (0 train, 1 test) and class_names.
-        download: fetch the files (170 MB) when they are not there.
+        root: folder that contains, or gets by download, cifar-10-batches-py; or an .npz file with images (uint8, n ×
+            32 × 32 × 3), labels, split (0 train, 1 test) and class_names.
+        download: download the files (170 MB) if they are missing.
     """
 
     _statistics = (0.4914, 0.4822, 0.4465), (0.2470, 0.2435, 0.2616)
@@ -319,19 +320,19 @@ class CIFAR10(_Downloaded):
 
 @dataclass
 class ImageFolder(_Images):
-    """Images of one's own: ROOT/train/CLASS/*.png, and so for test and val; the folder names are the classes.
+    """Custom images: ROOT/train/CLASS/*.png, and the same for test and val; the folder names are the classes.
 
-    ROOT/CLASS/*.png will do, with a val_fraction. Hidden files and folders are left out.
+    ROOT/CLASS/*.png also works, with a val_fraction. Hidden files and folders are ignored.
 
-    Images are resized by their shorter side, cut to the centre square and normalised. Every file is opened and checked
-    before training begins.
+    Images are resized by their shorter side, cropped to the centre square and normalised. Every file is opened and
+    checked before training begins.
 
     Args:
-        root: folder that holds train, and also val or test, or both; or the folders of the classes themselves.
-        image_size: height and width of the images after resizing, in pixels; null takes what the model was trained on,
-            or 224.
-        val_fraction: share of the training images held out for validation when there is no val folder.
-        cache_dir: folder that remembers which files were found sound; by default that of the datasets library.
+        root: folder that contains train, and val or test or both; or the class folders themselves.
+        image_size: height and width of the images after resizing, in pixels; null takes the size of the model's
+            training images, or 224.
+        val_fraction: share of the training images held out for validation if there is no val folder.
+        cache_dir: folder of the cache of checked files; by default that of the datasets library.
     """
 
     root: str
@@ -341,14 +342,14 @@ class ImageFolder(_Images):
     workers: int | None = field(default=None, kw_only=True)
 
     def require_files(self) -> None:
-        """Refuse a root without folders of classes."""
+        """Check that the root contains class folders."""
         key, root = f"data.root={self.root!r}", local_path(self.root)
         wanted = "give one with train/CLASS/*.jpg and test/CLASS/*.jpg by --data.root FOLDER, or one with CLASS/*.jpg"
         require(root.is_dir(), f"{key}: there is no folder {root}: {wanted} and --data.val_fraction 0.1")
         split = (root / "val").is_dir() or (root / "test").is_dir()
         require(not split or (root / "train").is_dir(), f"{key}: there is no folder {root / 'train'}: {wanted}")
         train = root / "train" if (root / "train").is_dir() else root
-        require(len(_folders_in(train)) > 0, f"{key}: {train} holds no folders of classes: {wanted}")
+        require(bool(_folders_in(train)), f"{key}: {train} contains no class folders: {wanted}")
 
     def prepare(self, tokenizer: Any = None, model: Model | None = None) -> None:
         """List and check the files."""
@@ -371,37 +372,48 @@ class ImageFolder(_Images):
         )
 
     def _list(self) -> dict[str, list[tuple[str, int]]]:
-        """The files of every part and their classes; sets ``class_names`` and ``num_classes``."""
+        """Return the files of every part and their classes. Sets ``class_names`` and ``num_classes``."""
         from torchvision.datasets.folder import IMG_EXTENSIONS, make_dataset
 
         self.require_files()
         key, root = f"data.root={self.root!r}", local_path(self.root)
         folders = {part: root / part for part in ("train", "val", "test") if (root / part).is_dir()} or {"train": root}
         found = {part: _folders_in(folder) for part, folder in folders.items()}
-        advice = "add one, or hold out part of the training images with --data.val_fraction 0.1"
-        measured = len(found) > 1 or self.val_fraction > 0
-        require(measured, f"{key} holds neither a test nor a val folder: {advice}")
-        both = f"data.val_fraction={self.val_fraction} and the folder {root / 'val'} exclude each other: set it to 0"
-        require("val" not in found or self.val_fraction == 0, both)
+        if len(found) == 1 and self.val_fraction == 0:
+            raise RecipeError(
+                f"{key} contains neither a test nor a val folder: add one, or hold out part of the training images "
+                "with --data.val_fraction 0.1"
+            )
+        if "val" in found and self.val_fraction != 0:
+            raise RecipeError(
+                f"data.val_fraction={self.val_fraction} and the folder {root / 'val'} exclude each other: set it to 0"
+            )
         self._set_classes(found["train"])
-        only = f"{key}: {folders['train']} has only the class folder {self.class_names[0]!r}"
-        require(self.num_classes > 1, f"{only}, and a classifier needs two or more: add a folder for each class")
+        if self.num_classes <= 1:
+            raise RecipeError(
+                f"{key}: {folders['train']} has only the class folder {self.class_names[0]!r}, but a classifier needs "
+                "two or more: add a folder for each class"
+            )
         index, samples = {name: number for number, name in enumerate(self.class_names)}, {}
         for part, folder in folders.items():
             differing = ", ".join(sorted(set(found[part]) ^ set(self.class_names)))
-            said = f"{key}: the classes of train and {part} differ in {differing}"
-            require(not differing, f"{said}: every class needs a folder, with images, in both")
+            if differing:
+                differ = f"{key}: the classes of train and {part} differ in {differing}"
+                raise RecipeError(f"{differ}: every class needs a folder with images in both")
             files = make_dataset(str(folder), index, IMG_EXTENSIONS, allow_empty=True)
             files = [file for file in files if "/." not in file[0].removeprefix(str(folder))]
             empty = sorted(index.keys() - {self.class_names[label] for _, label in files})
-            kinds = f"images ({' '.join(IMG_EXTENSIONS)})"
-            require(not empty, f"{key}: {folder / listed(empty)} holds no {kinds}: remove the folder, or add some")
+            if empty:
+                raise RecipeError(
+                    f"{key}: {folder / listed(empty)} contains no images ({' '.join(IMG_EXTENSIONS)}): remove the "
+                    "folder, or add images"
+                )
             samples[part] = files
         return samples
 
 
 def _folders_in(folder: Path) -> list[str]:
-    """The names of the folders in ``folder``, sorted; hidden ones, such as Jupyter's, are none of anybody's classes."""
+    """Return the sorted names of the folders in ``folder``, except hidden ones such as Jupyter's."""
     return sorted(entry.name for entry in folder.iterdir() if entry.is_dir() and not entry.name.startswith("."))
 
 
@@ -414,32 +426,33 @@ def _read_npz(path: Path) -> tuple[list[str], tuple[Any, Any], tuple[Any, Any]]:
     try:
         with np.load(path, allow_pickle=False) as arrays:
             images, labels, split, names = found = [arrays[key] for key in keys]
-    except Exception as error:  # zip, zlib, KeyError and ValueError, all for a file that is not what it should be
+    except Exception as error:  # errors of zip and zlib, KeyError and ValueError, all for an invalid file
         said = f"data.root: {path} cannot be read ({reason(error)}): it needs images, labels, split and class_names"
         raise RecipeError(said) from error
     for key, array in zip(keys, found, strict=True):
-        require(isinstance(array, np.ndarray), f"data.root: {key} in {path} is no array")
+        require(isinstance(array, np.ndarray), f"data.root: {key} in {path} is not an array")
     lists = labels.ndim == split.ndim == names.ndim == 1 and labels.dtype.kind in "iu"
     require(lists, f"data.root: labels, split and class_names in {path} must be lists, labels of integers")
     shape, kind = images.shape, images.dtype
-    fits = kind == np.uint8 and images.ndim == 4 and shape[3] == 3 and 0 not in shape[1:]
-    require(fits, f"data.root: images in {path} are {kind} {shape}, not uint8 (n, height, width, 3)")
+    if kind != np.uint8 or images.ndim != 4 or shape[3] != 3 or 0 in shape[1:]:
+        raise RecipeError(f"data.root: images in {path} are {kind} {shape}, not uint8 (n, height, width, 3)")
     fits = len(images) == len(labels) == len(split)
     fits = fits and int(labels.min(initial=0)) >= 0 and int(labels.max(initial=0)) < len(names)
-    require(fits, f"data.root: images, labels, split and class_names in {path} do not belong together")
-    labels = labels.astype(np.int64)  # torch knows no other order of bytes
+    require(fits, f"data.root: images, labels, split and class_names in {path} do not match each other")
+    labels = labels.astype(np.int64)  # torch needs the native byte order
     train, test = ((images[split == part], labels[split == part]) for part in (0, 1))
     require(len(train[0]) > 0 and len(test[0]) > 0, f"data.root: {path} needs rows with split 0 (train) and 1 (test)")
     return [str(name) for name in names], train, test
 
 
 def _require_room(path: Path) -> None:
-    """A zip file of kilobytes may come to terabytes; what its directory says is the most that will be read."""
+    """Check the unpacked size in the zip directory, because a zip file of kilobytes may expand to terabytes."""
     try:
         with ZipFile(path) as file:
             size = sum(entry.file_size for entry in file.infolist())
-    except (BadZipFile, ValueError, OSError):  # told by who reads it
+    except (BadZipFile, ValueError, OSError):  # the reader reports it
         return
     free = available_bytes()
-    text = f"data.root: {path} comes to {size / 1e9:.1f} GB, of {free / 1e9:.1f} GB that this machine has free"
-    require(size < free, f"{text}: use a folder of images")
+    if size >= free:
+        needed = f"data.root: {path} needs {size / 1e9:.1f} GB, but this machine has {free / 1e9:.1f} GB free"
+        raise RecipeError(f"{needed}: use a folder of images")

@@ -1,4 +1,4 @@
-"""Labels of texts that are no single class: read from cells, kept as JSON, and made into what a model learns from."""
+"""Labels of texts other than a single class: read from cells, stored as JSON, converted to training labels."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from itertools import chain
 from math import isfinite
 from typing import TYPE_CHECKING, Any
 
-from trainer.errors import RecipeError, require
+from trainer.errors import RecipeError
 from trainer.values import IGNORED_LABEL, Task
 
 if TYPE_CHECKING:
@@ -19,50 +19,53 @@ SEPARATOR = "|"  # between the labels, or numbers, of a cell of text
 
 
 def several(cell: Any, place: Callable[[], str], column: str) -> list[str]:
-    """The labels of a cell: a list, or a text with ``|`` between them; there may be none."""
+    """Return the labels of a cell: a list, or a text with ``|`` between them; possibly empty."""
     if isinstance(cell, str):
         return [label.strip() for label in cell.split(SEPARATOR) if label.strip()]
     if not isinstance(cell, Sequence) or not all(isinstance(label, str | int) and label != "" for label in cell):
         fix = "write a list of labels, or a text such as one|two; [] or an empty text for none"
-        raise RecipeError(f"{place()}: {column} {cell!r} are no labels of model.task=multi_label: {fix}")
+        raise RecipeError(f"{place()}: {column} {cell!r} is not a list of labels for model.task=multi_label: {fix}")
     return list(map(str, cell))
 
 
 def numbers(cell: Any, place: Callable[[], str], column: str) -> list[float]:
-    """The numbers of a cell: one, a list of them, or a text of one or of several with ``|`` between them."""
+    """Return the numbers of a cell: a number, a list, or a text of one or several with ``|`` between them."""
     parts = cell.split(SEPARATOR) if isinstance(cell, str) else cell if isinstance(cell, Sequence) else [cell]
     try:
         found = [float(part) for part in parts if not isinstance(part, bool)]
     except (TypeError, ValueError):
         found = []
     if not found or len(found) < len(parts) or not all(map(isfinite, found)):
-        fix = "write a number such as 3.5, or say --model.task single_label if it is a class"
-        raise RecipeError(f"{place()}: {column} {cell!r} is no number, which model.task=regression needs: {fix}")
+        fix = "write a number such as 3.5, or use --model.task single_label if it is a class"
+        raise RecipeError(f"{place()}: {column} {cell!r} is not a number, but model.task=regression needs one: {fix}")
     return found
 
 
 def words(cell: Any, place: Callable[[], str], column: str) -> list[str]:
-    """The words of a cell, or their tags: a list, or a text with blanks between them."""
+    """Return the words of a cell, or their tags: a list, or a text with spaces between them."""
     found = cell.split() if isinstance(cell, str) else cell
     is_list = isinstance(found, Sequence) and all(isinstance(word, str | int) and str(word).strip() for word in found)
     if not is_list or not found:
-        fix = 'write a list such as ["Ada", "wrote"], or a text with blanks between the words'
-        raise RecipeError(f"{place()}: {column} {cell!r:.80} is no list of words, which model.task=token needs: {fix}")
+        fix = 'write a list such as ["Ada", "wrote"], or a text with spaces between the words'
+        wrong = f"{column} {cell!r:.80} is not a list of words, but model.task=token needs one"
+        raise RecipeError(f"{place()}: {wrong}: {fix}")
     return list(map(str, found))
 
 
 def tagged(cells: tuple[Any, Any], place: Callable[[], str], columns: tuple[str, str]) -> tuple[list[str], list[str]]:
-    """The words of a row, and a tag for each."""
+    """Return the words of a row, and one tag per word."""
     text, tags = (words(cell, place, column) for cell, column in zip(cells, columns, strict=True))
     if len(text) != len(tags):
         counts = f"{len(text)} words in {columns[0]!r} and {len(tags)} tags in {columns[1]!r}"
-        raise RecipeError(f"{place()} has {counts}: model.task=token needs a tag for each word")
+        raise RecipeError(f"{place()} has {counts}: give one tag per word for model.task=token")
     return text, tags
 
 
 class RowLabels:
-    """The labels of the rows of a ``table``, made from their JSON on access: a tuple of floats for each label or number
-    of a text, or a list with the class of each token."""
+    """The labels of the rows of a ``table``, decoded from JSON on access.
+
+    A label is a tuple of floats with one per class or number, or a list with the class of each token.
+    """
 
     def __init__(self, table: Dataset, make: Callable[[Any], Any]) -> None:
         self.table, self.make = table, make
@@ -75,21 +78,28 @@ class RowLabels:
 
 
 def names_of(texts: Sequence[str], task: Task, source: str, column: str) -> list[str]:
-    """What the outputs of a model are called that learns labels with such ``texts``: labels and tags, not sorted; or
-    the column, numbered where it has several numbers."""
+    """Return the names of the model's outputs for labels with these ``texts``.
+
+    They are the labels or tags, unsorted; for regression the name of the column, numbered if it has several numbers.
+    """
     found = list(map(json.loads, texts))
     if task != "regression":
         return list(dict.fromkeys(name for name in chain.from_iterable(found) if name is not None))
     counts = set(map(len, found))
     few, many = min(counts), max(counts)
-    require(few == many, f"{source}: {column} has {few} numbers in one row and {many} in another: write as many in all")
+    if few != many:
+        differ = f"{source}: {column} has {few} numbers in one row and {many} in another"
+        raise RecipeError(f"{differ}: write the same number in all rows")
     return [column] if many == 1 else [f"{column}_{number}" for number in range(1, many + 1)]
 
 
 def row_labels(
     table: Dataset, task: Task, classes: Mapping[str, int], texts: Sequence[str], unknown: Callable[[str, str], str]
 ) -> RowLabels:
-    """The labels of ``table``, which has ``texts``; ``unknown`` says where one of them has a name that is no class."""
+    """Return the labels of ``table``, whose distinct label texts are ``texts``.
+
+    ``unknown`` describes the place of a label text with an unknown class.
+    """
     if task == "regression":
         for text in texts:
             found = len(json.loads(text))

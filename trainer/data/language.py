@@ -1,5 +1,7 @@
-"""Datasets of language models. Every batch is int64 ``(n, length)``, padded on the right: ``input_ids``,
-``attention_mask``, and ``labels`` as transformers has them, not shifted, -100 where nothing is to be learned."""
+"""Datasets of language models. Every batch is int64 ``(n, length)``, padded on the right.
+
+It has ``input_ids``, ``attention_mask`` and, as in transformers, unshifted ``labels`` with -100 for ignored tokens.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 from trainer.contract import Model
 from trainer.data.common import local_path
 from trainer.data.text import Padded, files_of, placed, require_named, rows_of_hub, shard_files, written_with
-from trainer.errors import listed, require, require_choice, require_positive
+from trainer.errors import RecipeError, listed, require, require_choice, require_positive
 from trainer.values import Outline
 
 if TYPE_CHECKING:
@@ -26,34 +28,34 @@ TABLES = (".jsonl", ".parquet", ".csv", ".tsv")
 _OF_HUB = ("config", "revision", "train_split", "val_split", "test_split")
 
 OUTLINED = 10_000
-"""Samples that a plan is made for where nobody knows how many there are."""
+"""Number of samples that a plan assumes if it is unknown."""
 
 
 @dataclass
 class LanguageData(Padded):
-    """What the datasets of language models share.
+    """Base class of the datasets of language models.
 
     Args:
-        train_files: what is trained on: a file, a folder, or a pattern such as books/**/*.txt; taken in the order of
-            their names.
-        val_files: for validation (optional).
-        test_files: for testing (optional).
-        name: instead of files a data set of the Hugging Face hub, or a folder that ``datasets.load_dataset`` reads.
-        config: the part of a data set of the hub that has several.
-        revision: a branch, tag or commit of the hub's.
-        train_split: of the hub's; as everywhere in datasets train[:10%] is a part of a split.
-        val_split: of the hub's, for validation (optional).
-        test_split: of the hub's, for testing (optional).
-        max_length: most tokens of a sample.
-        streamed: read Parquet files row group by row group and tokenise each row when it is its turn, as StreamedText.
-        shuffle_buffer: samples of a stream that are shuffled with each other, at least.
-        val_fraction: share of the training rows held out for validation, whole conversations or documents.
-        encoding: of csv and text files, such as cp1252 (Excel's) or latin-1; null is UTF-8, and of csv UTF-16 where the
-            file says so.
-        separator: between the cells of csv files, a character or tab; null is the one of , ; tab and | that the header
-            has most of.
+        train_files: training files: a file, a folder, or a pattern such as books/**/*.txt; sorted by name.
+        val_files: validation files (optional).
+        test_files: test files (optional).
+        name: instead of files a dataset of the Hugging Face hub, or a folder that ``datasets.load_dataset`` reads.
+        config: the configuration of a hub dataset that has several.
+        revision: a branch, tag or commit of the hub dataset.
+        train_split: training split of the hub dataset; as in datasets, train[:10%] is a part of a split.
+        val_split: validation split of the hub dataset (optional).
+        test_split: test split of the hub dataset (optional).
+        max_length: max number of tokens of a sample.
+        streamed: read Parquet files by row group and tokenise each row when it is loaded, as StreamedText.
+        shuffle_buffer: min number of samples of a stream that are shuffled with each other.
+        val_fraction: share of the training rows held out for validation: whole conversations or documents.
+        encoding: encoding of csv and text files, such as cp1252 (Excel's) or latin-1; null is UTF-8, or UTF-16 for csv
+            files that start with its byte order mark.
+        separator: separator of the cells of csv files, a character or tab; null chooses the one of , ; tab and | that
+            is most frequent in the header.
         cache_dir: folder of the cache for tokens; by default that of the datasets library.
-        max_bad_samples: samples that may be left out, over all ranks, because nothing can be learned from them.
+        max_bad_samples: max number of samples, over all ranks, that are skipped because nothing can be learned from
+            them.
     """
 
     tasks = ("language",)
@@ -80,35 +82,41 @@ class LanguageData(Padded):
         "train_files": ("name", *_OF_HUB, "val_files", "test_files"),
         "name": ("train_files", "val_files", "test_files", *_OF_HUB),
     }
-    """What goes with other data than a flag or YAML names by the first, and is left out unless it is named as well."""
+    """Settings of a recipe that are dropped if a flag or YAML sets the key, unless they are set there as well."""
 
     answers: ClassVar[bool] = False
-    """Whether what a model writes answers a text, or a list of messages; else it goes on with it."""
+    """Whether the model answers a text or a list of messages; otherwise it continues the text."""
 
-    _kinds: ClassVar[Sequence[str]] = TABLES  # of files that are read of a folder
-    _called: ClassVar[str]  # what a row is
+    _kinds: ClassVar[Sequence[str]] = TABLES  # suffixes of files that are read from a folder
+    _called: ClassVar[str]  # word for a row in messages
 
     def __post_init__(self) -> None:
         super().__post_init__()
         require(self.max_length > 1, "data.max_length=1 leaves nothing to predict: raise it")
         require_positive("data.shuffle_buffer", self.shuffle_buffer)
         self._separator = written_with(self.encoding, self.separator)
-        both = f"data.train_files={self.train_files!r} and data.name={self.name!r} exclude each other: give one"
-        require(self.train_files is None or self.name is None, both)
+        if self.train_files is not None and self.name is not None:
+            both = f"data.train_files={self.train_files!r} and data.name={self.name!r}"
+            raise RecipeError(f"{both} exclude each other: give one")
         for key in ("val_files", "test_files") if self.name else ("val_split", "test_split", "config", "revision"):
             value, fits = getattr(self, key), "train_files" if self.name else "name"
-            require(value is None, f"data.{key}={value!r} goes with data.{fits}, which is not given: leave it out")
+            require(value is None, f"data.{key}={value!r} needs data.{fits}, which is not set: leave it out")
         for key, off in (("name", None), ("val_fraction", 0)) if self.streamed else ():
-            fix = "give files for each part by data.train_files and data.val_files"
-            require(getattr(self, key) == off, f"data.{key}={getattr(self, key)!r} is not for data.streamed: {fix}")
+            if getattr(self, key) != off:
+                raise RecipeError(
+                    f"data.{key}={getattr(self, key)!r} is not supported with data.streamed: give files for each part "
+                    "by data.train_files and data.val_files"
+                )
 
     def require_files(self) -> None:
-        """Refuse folders and patterns of nothing."""
+        """Check that the folders and patterns match files."""
         if self.name is not None:
             require_named(self.name)
             return
-        missing = "data.train_files is missing: give a file, folder or pattern, or by data.name a data set of the hub"
-        require(self.train_files is not None, missing)
+        if self.train_files is None:
+            raise RecipeError(
+                "data.train_files is missing: give a file, folder or pattern, or a dataset of the hub by data.name"
+            )
         for part in ("train", "val", "test"):
             self._paths(part)
 
@@ -124,7 +132,7 @@ class LanguageData(Padded):
         )
 
     def outline(self) -> Outline | None:
-        """Samples as long as ``max_length`` allows, where they are of the hub and not here."""
+        """Return an outline of hub data that is not downloaded yet, with samples of ``max_length`` tokens."""
         from trainer.data.rows import is_cached
 
         if self.name is None or local_path(self.name).is_dir() or is_cached(self.name, self.cache_dir):
@@ -135,7 +143,7 @@ class LanguageData(Padded):
         return Outline(tensors, OUTLINED - held, held or val, test, length=self.max_length)
 
     def prepare(self, tokenizer: Any = None, model: Model | None = None) -> None:
-        """Read, check and tokenise; what was tokenised before is taken from the cache. Says what there is to learn."""
+        """Read, check and tokenise the data, using the cache, and print a summary."""
         from trainer.data.cache import cache_folder
         from trainer.data.sequences import Sequences, Survey, padder, tokenised
 
@@ -157,7 +165,7 @@ class LanguageData(Padded):
         for part, split in parts.items():
             files = getattr(self, f"{part}_files")
             key = f"data.name={self.name!r}, {part}" if self.name else f"data.{part}_files={files!r}"
-            require(len(split) > 0, f"{key}: there is no {self._called} with words in it: name other files")
+            require(len(split) > 0, f"{key}: every {self._called} is empty: give other files")
         self.train, held = parts["train"].parted(self.val_fraction, self.val_fold)
         self.val, self.test = parts.get("val", held), parts.get("test")
 
@@ -165,7 +173,7 @@ class LanguageData(Padded):
         return [part for part in ("train", "val", "test") if getattr(self, f"{part}_files") is not None]
 
     def _rows(self, part: str, reader: Any, cache: Path) -> list[Rows]:
-        """The tables of a split, and all its other files as one, each of which is a text."""
+        """Return the tables of a split; its text files form one table."""
         from trainer.data.rows import CsvFormat, find_file, find_lines, find_texts
         from trainer.data.sequences import say
 
@@ -177,7 +185,7 @@ class LanguageData(Padded):
             elif path.suffix.lower() in TABLES:
                 found.append(find_file(path, cache, CsvFormat(self.encoding, self._separator)))
             else:
-                require(self._called == "document", f"{path} is none of {', '.join(TABLES)}: convert it to one of them")
+                require(self._called == "document", f"{path} must be one of {', '.join(TABLES)}: convert it")
                 texts.append(path)
         folder = local_path(str(getattr(self, f"{part}_files")))
         if folder.is_dir():
@@ -187,7 +195,7 @@ class LanguageData(Padded):
             )
             if others:
                 kinds = listed([f"{kind} ({count:,})" for kind, count in others.most_common()])
-                say(f"{folder}: files of other kinds are not read: {kinds}; a pattern such as **/*.rs takes any")
+                say(f"{folder}: skipping files of other types: {kinds}; a pattern such as **/*.rs reads any type")
         return [*found, *([find_texts(str(folder), texts, cache, self.encoding or "utf-8")] if texts else [])]
 
     def _prepare_stream(self, reader: Any, cache: Path) -> None:
@@ -200,20 +208,23 @@ class LanguageData(Padded):
             shards = find_shards(self._paths(part), cache)
             columns = [reader.columns(shard.path, shard.columns) for shard in shards]
             for shard, names in zip(shards, columns, strict=True):
-                other = f"{shard.path} has {listed(names)}, and {shards[0].path} {listed(columns[0])}"
-                require(names == columns[0], f"{other}: a stream needs the same columns in all files")
+                if names != columns[0]:
+                    raise RecipeError(
+                        f"{shard.path} has {listed(names)}, but {shards[0].path} has {listed(columns[0])}: a stream "
+                        "needs the same columns in all files"
+                    )
             files = listed([shard.path for shard in shards])
             require(any(shard.groups for shard in shards), f"data.{part}_files: no rows in {files}")
-            # What is evaluated is read from the first row to the last: one row group at a time is enough.
+            # Evaluation reads from the first row to the last, so one row group at a time is enough.
             mixed = self.shuffle_buffer if part == "train" else 1
             setattr(self, part, StreamedSplit(shards, FromStream(reader, columns[0]), self._pad, mixed))
 
     def _reader(self, tokenizer: Any) -> Any:
-        """What makes tokens of rows."""
+        """Return the reader that tokenises rows."""
         raise NotImplementedError
 
     def encode(self, texts: Sequence[Any], tokenizer: Any) -> dict[str, Tensor]:
-        """Batch prompts without labels: users' words, messages of conversations, or beginnings of documents; uncut."""
+        """Batch prompts without labels and without truncation: user texts, messages, or beginnings of documents."""
         from trainer.data.sequences import padder
 
         given = [text for text, _ in placed(texts)]
@@ -223,20 +234,19 @@ class LanguageData(Padded):
 
 @dataclass
 class Conversations(LanguageData):
-    """Conversations with an assistant, written by the tokenizer's chat template, from .jsonl, .parquet, .csv or .tsv
-    files or the hub.
+    """Conversations with an assistant, from .jsonl, .parquet, .csv or .tsv files or the hub.
 
     A row has messages, a list of ``{"role": ..., "content": ...}`` (or ShareGPT's ``from`` and ``value``; in csv as
-    JSON), or else a prompt and a completion: texts, or such lists. A column ``tools``, JSON schemas of functions that a
-    model may call, goes to the template as well.
+    JSON), or a prompt and a completion, which are texts or such lists. The tokenizer's chat template formats them. It
+    also gets the column ``tools``, if present: JSON schemas of functions that the model may call.
 
     Args:
-        messages_column: null takes messages, or conversations.
-        prompt_column: where there are no messages, what the user says.
-        completion_column: where there are no messages, what the assistant answers.
-        chat_template: null is the tokenizer's own; else a file with one in Jinja, the text of one, or chatml, for a
-            tokenizer that has its tokens. It is saved with the model, and what ends a turn becomes its end of text.
-        loss_on: assistant learns the assistant's words, with the token that ends its turn; all learns every token.
+        messages_column: column of the messages; null uses messages or conversations.
+        prompt_column: column of the user's text if there are no messages.
+        completion_column: column of the assistant's answer if there are no messages.
+        chat_template: null is the tokenizer's template; otherwise a Jinja file, Jinja text, or chatml if the tokenizer
+            has its tokens. It is saved with the model, and the token that ends a turn becomes the end of text.
+        loss_on: assistant trains on the assistant's text, with the token that ends its turn; all on every token.
     """
 
     messages_column: str | None = None
@@ -257,26 +267,29 @@ class Conversations(LanguageData):
 
         pair, template = (self.prompt_column, self.completion_column), self.chat_template
         if self._pad is None and getattr(tokenizer, "chat_template", None):
-            template = None  # to predict: the model was saved with it, and a file of it may be elsewhere
+            template = None  # for prediction: the saved tokenizer has the template, and its file may have moved
         return ChatReader(tokenizer, self.max_length, self.messages_column, pair, template, self.loss_on)
 
     def _prepare_stream(self, reader: Any, cache: Path) -> None:
-        now = "data.chat_template: the template writes today's date (strftime_now), and a stream is tokenised anew in"
-        require("strftime_now" not in reader.template, f"{now} every epoch: give it with a date that stays")
+        if "strftime_now" in reader.template:
+            raise RecipeError(
+                "data.chat_template: the template writes today's date (strftime_now), but a stream is tokenised again "
+                "in every epoch: give a template with a fixed date"
+            )
         super()._prepare_stream(reader, cache)
 
 
 @dataclass
 class Documents(LanguageData):
-    """Texts to read on from: files of which each is a document (.txt, .md, .rst, .py; by a pattern any), or .jsonl,
-    .parquet, .csv and .tsv files, or the hub, with a document in each row.
+    """Documents to continue, one per text file, or one per row of tables or of a hub dataset.
 
-    After each document stands the tokenizer's end of text. One of more than ``max_length`` tokens is cut in pieces that
-    overlap by a token: every token but the first of a document is predicted once. Of a stream only the first piece is
-    read.
+    Text files are .txt, .md, .rst, .py, or any matched by a pattern; tables are .jsonl, .parquet, .csv and .tsv. The
+    tokenizer's end of text follows each document. A document of more than ``max_length`` tokens is split into pieces
+    that overlap by one token, so that every token except the first is predicted once. A stream uses only the first
+    piece.
 
     Args:
-        text_column: of rows.
+        text_column: column of the text in tables.
     """
 
     text_column: str = "text"

@@ -1,4 +1,4 @@
-"""From requests (which samples make a micro-batch) to micro-batches, in order, in this process or in workers."""
+"""Loading of micro-batches from requests (lists of samples), in order, in this process or in workers."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from trainer.contract import Data, DrawnInputs, DrawnSamples, Packable, as_sampl
 from trainer.data.common import reason
 from trainer.data.mix import mixed
 from trainer.data.workers import load_in_workers
-from trainer.errors import RecipeError, require
+from trainer.errors import RecipeError
 from trainer.recipe import Recipe
 from trainer.values import IGNORED_LABEL, BadSample, Incomplete, Packed, Request
 
 
 class SampleError(RecipeError):
-    """A sample could not be loaded. The message names its file or row, and the cause."""
+    """Raised if a sample cannot be loaded. The message names its file or row, and the cause."""
 
 
 class _Failure(NamedTuple):
@@ -31,31 +31,30 @@ class _Failure(NamedTuple):
 
 
 class PackedInMemory(Packed):
-    """One that torch's DataLoader pins: of both forms, what goes to the device."""
+    """A packed micro-batch whose ``packed`` part, which goes to the device, is pinned by torch's DataLoader."""
 
     def pin_memory(self) -> Packed:
         return Packed(self.batch, tree_map_only(Tensor, Tensor.pin_memory, self.packed))
 
 
 class Loader:
-    """Load the micro-batches that are asked for, one a request, in order.
+    """Loads one micro-batch per request, in order.
 
-    What comes out does not depend on ``workers``: sample ``i`` of an ``augmented`` split is drawn with the global
-    generators (torch's of the CPU, NumPy's, that of ``random``) seeded by its own seed, and the caller's are left as
-    they were.
+    The result does not depend on ``workers``: each sample of an ``augmented`` split is drawn with the global generators
+    (torch's CPU generator, NumPy's, and ``random``) seeded by the sample's seed. The caller's states are restored.
 
     Args:
-        split: a map-style dataset, as :class:`trainer.contract.Data` describes it. Where ``__getitems__`` returns a
-            list, it is taken for samples, torch's convention, and anything else for a collated batch.
-        collate: makes a micro-batch of a list of samples.
-        workers: processes that load ahead; 0 loads in this process, when a micro-batch is asked for.
+        split: a map-style dataset, as :class:`trainer.contract.Data` describes it. If ``__getitems__`` returns a list,
+            it holds samples, torch's convention; anything else is a collated batch.
+        collate: collates a list of samples to a micro-batch.
+        workers: processes that load ahead; 0 loads in this process, on request.
         pin_memory: put the tensors in page-locked memory, for asynchronous copies to a GPU.
-        num_classes: classes that integer ``labels`` of a micro-batch are of; ``None`` does not look at them.
-        max_bad_samples: with more than 0, what cannot be loaded is left out: such a micro-batch comes as
+        num_classes: number of classes to check integer ``labels`` against; ``None`` skips the check.
+        max_bad_samples: above 0, samples that cannot be loaded are skipped. Their micro-batch is returned as
             :class:`trainer.values.Incomplete`. The caller counts them: :class:`trainer.engine.quarantine.Quarantine`.
-        worker_timeout: seconds that a micro-batch may take a worker.
-        seeded: add ``seeds``, int64 ``(n,)``, to what was requested with seeds.
-        packed: the model's. A micro-batch that it changes comes as :class:`trainer.values.Packed`.
+        worker_timeout: max seconds for a worker to load a micro-batch.
+        seeded: add ``seeds``, int64 ``(n,)``, to micro-batches requested with seeds.
+        packed: the model's ``packed``. A micro-batch that it changes is returned as :class:`trainer.values.Packed`.
     """
 
     def __init__(
@@ -75,27 +74,27 @@ class Loader:
         self.num_classes, self.max_bad_samples = num_classes, max_bad_samples
         self.workers, self.pin_memory, self.worker_timeout = workers, pin_memory, worker_timeout
         self.seeded, self.packed = seeded, packed
-        self.at_once = 1  # micro-batches that are taken together, for a window: as many are loaded ahead
+        self.at_once = 1  # micro-batches per window, which are taken together and loaded ahead
         self.augmented = bool(self.split.augmented)
         self.sample: Any = self.split.__getitem__
-        # Of a split that draws samples and makes a micro-batch of them itself; unless the dataset has its own way.
+        # Use the split's own drawing and collating if it has them, unless the dataset overrides collate().
         if isinstance(split, DrawnSamples) and getattr(collate, "__func__", None) is Data.collate:
             self.sample, self.collate = split.draw, split.together
         self.whole = None if self.augmented else self.split.__getitems__
 
     def __call__(self, requests: Iterable[Request]) -> Iterator[Any]:
-        """Yield one micro-batch per request; raises :class:`SampleError`, and ``WorkerError`` where a worker ends."""
-        if self.workers == 0 and not self.pin_memory:  # a DataLoader would add its overhead and nothing else
+        """Yield one micro-batch per request. Raises :class:`SampleError`, and ``WorkerError`` if a worker ends."""
+        if self.workers == 0 and not self.pin_memory:  # a DataLoader would only add overhead
             yield from map(self._fetch, requests)
             return
-        # Workers start anew for every pass, in a few tenths of a second: no state is carried between passes.
+        # Workers are restarted for every pass, in a few tenths of a second, so that passes share no state.
         for item in load_in_workers(self, requests, self.workers, self.pin_memory, self.worker_timeout, self.at_once):
             if isinstance(item, _Failure):
                 raise SampleError(item.message)
             yield item
 
     def __getitem__(self, request: Request) -> Any:
-        """What a worker hands over: no exception, which would have a traceback for its message on the other side."""
+        """Load a request in a worker. Failures are returned, because a raised one would have a traceback as message."""
         try:
             return self._fetch(request)
         except RecipeError as error:
@@ -112,8 +111,9 @@ class Loader:
     def _load(self, request: Request) -> Any:
         batch = self._mixed(request)
         if self.seeded and request.seeds is not None:
-            said = f"the model draws by batch['seeds'], which a {type(batch).__name__} cannot take: collate to a dict"
-            require(isinstance(batch, Mapping), said)
+            if not isinstance(batch, Mapping):
+                kind = type(batch).__name__
+                raise RecipeError(f"the model draws by batch['seeds'], but the batch is a {kind}: collate to a dict")
             batch = {**batch, "seeds": torch.tensor(request.seeds)}
         packed = batch if self.packed is None else self._guard(request.indices, self.packed, batch)
         return batch if packed is batch else PackedInMemory(batch, packed)
@@ -121,7 +121,7 @@ class Loader:
     def _mixed(self, request: Request) -> Any:
         if request.mix is None:
             return self._checked(request)
-        # A partner that is in the micro-batch itself is loaded once.
+        # A partner that is also in the micro-batch is loaded once.
         own, partners = _paired(request.indices, request.seeds), _paired(request.mix.partners, request.mix.seeds)
         rows = {sample: row for row, sample in enumerate(dict.fromkeys([*own, *partners]))}
         loaded = self._checked(Request(*_unpaired(list(rows), request.seeds)))
@@ -131,12 +131,12 @@ class Loader:
         batch = self._collated(request.indices, request.seeds)
         if self.num_classes is not None and (stray := stray_labels(batch, self.num_classes)):
             (label, row), named = stray[0], request.indices
-            # A collate that makes several rows of a sample, or one of several, leaves open whose label it is.
+            # If collate changes the number of rows, the sample of the label is unknown.
             if row is not None and len(batch["labels"]) == len(named):
                 named = [named[row]]
+            valid = f"valid labels are 0 to {self.num_classes - 1} ({self.num_classes} classes)"
             raise SampleError(
-                f"{self._describe(named)} has the label {label}, but there are {self.num_classes} classes, 0 to "
-                f"{self.num_classes - 1}: mend the label, or set num_classes to more"
+                f"{self._describe(named)} has the label {label}, but {valid}: fix the label, or raise num_classes"
             )
         return batch
 
@@ -157,22 +157,21 @@ class Loader:
         return self._guard(indices, self.collate, samples)
 
     def _require_all(self, batch: Any, indices: Sequence[int]) -> None:
-        """Refuse another number of samples than requested; of a collated batch, a multiple is allowed."""
+        """Check that all requested samples were returned; a collated batch may have a multiple of rows."""
         counted = batch if isinstance(batch, list) else _first_of(batch)
         found, asked = len(counted) if counted is not None else len(indices), len(indices)
         if found != asked and (counted is batch or not found or found % asked):
-            where = f"{type(self.split.original).__name__}.__getitems__ was asked for {asked} samples"
             raise SampleError(
-                f"{where} ({self._describe(indices)}) and returned {found}: it must return every sample it is asked "
-                "for, and no other"
+                f"{type(self.split.original).__name__}.__getitems__ returned {found} instead of {asked} samples "
+                f"({self._describe(indices)}): it must return exactly the requested samples"
             )
 
     def _guard(self, indices: Sequence[int], function: Callable[[Any], Any], argument: Any) -> Any:
-        """``function(argument)``, where any failure names the samples at ``indices``."""
+        """Call ``function(argument)``; a failure raises an error that names the samples at ``indices``."""
         try:
             return function(argument)
         except (RecipeError, MemoryError):
-            raise  # the one names the file itself, the other is nobody's fault
+            raise  # a RecipeError names the file itself, and no sample is the cause of a MemoryError
         except Exception as error:
             raise SampleError(f"{self._describe(indices)} could not be loaded: {reason(error)}") from error
 
@@ -181,7 +180,7 @@ class Loader:
         return shown if len(indices) <= 4 else f"{shown} or one of the {len(indices) - 4} after it"
 
     def _without_bad(self, request: Request) -> Any:
-        """The micro-batch without the samples that cannot be loaded; with itself is mixed whose partner cannot."""
+        """Load the micro-batch without bad samples. A sample with a bad partner is mixed with itself."""
         own, mix = _paired(request.indices, request.seeds), request.mix
         faults = [self._fault(*sample) for sample in own]
         bad, good = [fault for fault in faults if fault], [not fault for fault in faults]
@@ -193,7 +192,7 @@ class Loader:
             found = [sample if self._fault(*partner) else partner for sample, partner in pairs]
             partners, seeds = _unpaired(found, mix.seeds)
             mix = mix._replace(partners=partners, seeds=seeds)
-        # Samples that only fail together, such as images of different sizes, end the run here.
+        # Samples that fail only together, such as images of different sizes, raise an error here.
         asked = Request(*_unpaired(own, request.seeds), mix)
         batch = self._load(asked)
         return Incomplete(batch, asked.indices, bad) if bad else batch
@@ -207,7 +206,7 @@ class Loader:
         return None
 
     def _borrowed(self, bad: Sequence[BadSample]) -> Any:
-        """A micro-batch of another sample, which weighs nothing."""
+        """Load a micro-batch of another sample, to be used with weight 0."""
         size, failed = len(self.split), list(bad)
         for step in range(1, min(self.max_bad_samples + 1, size - 1) + 1):
             index = (bad[-1].position + step) % size
@@ -215,13 +214,13 @@ class Loader:
                 return self._load(Request([index], [0]))
             failed.append(fault)
         raise SampleError(
-            f"{len(failed)} samples in a row cannot be loaded, data.max_bad_samples is {self.max_bad_samples}; "
+            f"{len(failed)} samples in a row cannot be loaded (data.max_bad_samples={self.max_bad_samples}); "
             f"the last is {failed[-1].description}: {failed[-1].reason}"
         )
 
 
 def loader_of(recipe: Recipe, split: Any, workers: int = 0, pin_memory: bool = False) -> Loader:
-    """What loads ``split`` of a recipe's prepared data."""
+    """Return the loader of ``split`` of a recipe's prepared data."""
     model, data = recipe.model, recipe.data
     classes = data.num_classes if model.num_classes is None else model.num_classes
     return Loader(
@@ -246,25 +245,27 @@ def _unpaired(samples: Sequence[tuple[int, int]], like: Any) -> tuple[list[int],
 
 
 def _first_of(batch: Any) -> Any:
-    """The part of a collated batch that is counted: its ``labels``, or else the first; ``None`` if there is none."""
+    """Return the part of a collated batch to count: its ``labels``, otherwise the first; ``None`` if there is none."""
     if isinstance(batch, Mapping):
         batch = [batch["labels"]] if "labels" in batch else list(batch.values())
     parts = batch if isinstance(batch, list | tuple) else [batch]
     return next((part for part in parts if hasattr(part, "__len__") and getattr(part, "ndim", 1) != 0), None)
 
 
-# Labels that no class has: found on the host, before a kernel reads outside its bounds.
-SMALL = 64  # entries up to which a list is faster than tensor operations
+# Labels out of range: detected on the host, before a kernel reads out of bounds.
+SMALL = 64  # max number of labels for which a list is faster than tensor operations
 
 
 def stray_labels(batch: Any, num_classes: int) -> list[tuple[int, int | None]]:
-    """Labels in ``batch["labels"]``, integers ``(n, ...)`` in host memory, outside of ``num_classes``, each with its
-    row (``None`` for a tensor without rows); -100 is no label."""
+    """Return the labels out of range, each with its row (``None`` for a tensor without rows); -100 is ignored.
+
+    ``batch["labels"]`` are integers ``(n, ...)`` in host memory.
+    """
     labels = batch.get("labels") if isinstance(batch, Mapping) else None
     if not isinstance(labels, Tensor) or labels.is_floating_point() or labels.dtype == torch.bool or labels.is_cuda:
         return []
     found = labels.flatten() if labels.numel() <= SMALL else torch.stack(torch.aminmax(labels))
-    # As numbers of Python: beside a tensor of 8 bits torch would cut num_classes off at 8 bits.
+    # Compare Python integers: in a comparison with an 8-bit tensor, torch would truncate num_classes to 8 bits.
     if all(0 <= label < num_classes for label in found.tolist()):
         return []
     labels = labels.long()
@@ -273,21 +274,21 @@ def stray_labels(batch: Any, num_classes: int) -> list[tuple[int, int | None]]:
     return list(zip(labels[stray].tolist(), rows, strict=True))
 
 
-# The global random generators that a sample may draw from: seeded for it, and put back.
+# The global random generators that a sample may draw from: seeded for each sample, and restored.
 
 
 def seed_generators(seed: int) -> None:
-    """Seed torch's generator of the CPU, NumPy's global one and that of ``random``; ``seed`` is in [0, 2^63)."""
-    # Not torch.manual_seed: it would seed the GPUs too, and dropout there with them.
+    """Seed torch's CPU generator, NumPy's global one and ``random``; ``seed`` is in [0, 2^63)."""
+    # Not torch.manual_seed(), which would also seed the GPUs and thereby their dropout.
     torch.random.default_generator.manual_seed(seed)
     random.seed(seed)
-    # Both are a Mersenne Twister: of the same words, NumPy would draw the numbers that random draws.
+    # Both are Mersenne Twisters: with the same seed, NumPy would draw the same numbers as random.
     np.random.seed([seed & 0xFFFFFFFF, seed >> 32, 1])
 
 
 @contextmanager
 def generators_kept() -> Iterator[None]:
-    """Put the three generators back into the state that they are in now."""
+    """Restore the current states of the three generators at the end of the context."""
     generator = torch.random.default_generator
     before = generator.get_state(), random.getstate(), np.random.get_state()
     try:

@@ -8,24 +8,24 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from trainer.errors import require
+from trainer.errors import RecipeError
 from trainer.values import Mix
 
 
 def mixed(batch: Any, own: Sequence[int], partners: Sequence[int], mix: Mix) -> dict[str, Tensor]:
     """Mix the rows ``own`` of a collated batch with its rows ``partners``.
 
-    ``pixel_values``, float ``(rows, channels, H, W)``, are mixed; ``mixed_labels`` are the partners' ``labels``, and
-    ``lam`` float32 ``(n,)`` is the share of a sample's own label; of all else the rows ``own`` remain. A row is
-    computed by itself, so its bits do not depend on the others.
+    ``pixel_values``, float ``(rows, channels, H, W)``, are mixed. ``mixed_labels`` are the partners' ``labels``, and
+    ``lam``, float32 ``(n,)``, is the share of a sample's own label. Other entries keep the rows ``own``. Each row is
+    computed alone, so its bits do not depend on the other rows.
     """
     pixels = batch.get("pixel_values") if isinstance(batch, Mapping) else None
     whole = isinstance(pixels, Tensor) and pixels.ndim == 4 and pixels.is_floating_point() and "labels" in batch
-    require(
-        whole and all(isinstance(value, Tensor) and len(value) == len(batch["labels"]) for value in batch.values()),
-        "data.mixup and data.cutmix mix batches of tensors with a row for each sample, pixel_values (n, channels, "
-        "height, width) and labels: set them to 0 for other data",
-    )
+    if not whole or not all(isinstance(part, Tensor) and len(part) == len(batch["labels"]) for part in batch.values()):
+        raise RecipeError(
+            "data.mixup and data.cutmix need batches of tensors with one row per sample, pixel_values (n, channels, "
+            "height, width) and labels: set them to 0 for other data"
+        )
     taken = {key: value[list(own)] for key, value in batch.items()}
     mixing, others, share = taken["pixel_values"], batch["pixel_values"][list(partners)], mix.share
     if mix.centre is None:
@@ -38,8 +38,10 @@ def mixed(batch: Any, own: Sequence[int], partners: Sequence[int], mix: Mix) -> 
 
 
 def rectangle(share: float, centre: tuple[float, float], height: int, width: int) -> tuple[slice, slice, float]:
-    """The rows and columns that CutMix takes of the partner, and the share, in 256ths, that is left: the image's sides
-    times the root of 1 - ``share``, cut off at the border (Yun et al. 2019)."""
+    """Return rows and columns that CutMix takes from the partner, and the remaining share, in 256ths.
+
+    The rectangle's sides are the image's times the root of 1 - ``share``, clipped at the border (Yun et al. 2019).
+    """
     sides = []
     for place, size in zip(centre, (height, width), strict=True):
         middle, half = int(place * size), int(size * (1 - share) ** 0.5) // 2

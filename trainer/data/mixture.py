@@ -1,4 +1,4 @@
-"""Several datasets as one, each drawn from as often as its weight says."""
+"""A weighted mixture of several datasets."""
 
 from __future__ import annotations
 
@@ -15,30 +15,30 @@ from trainer.data.common import Loading
 from trainer.data.images import CIFAR10, Digits, FashionMNIST, ImageFolder
 from trainer.data.language import Conversations, Documents
 from trainer.data.text import HubText, IMDb, TextFiles
-from trainer.errors import require, require_types
+from trainer.errors import RecipeError, require, require_types
 from trainer.values import Mixing, Task
 
 KINDS: dict[str, Any] = {
     kind.__name__: kind
     for kind in (CIFAR10, Conversations, Digits, Documents, FashionMNIST, HubText, IMDb, ImageFolder, TextFiles)
 }
-"""The datasets of this package that a flag can name; streams have no samples that could be drawn."""
+"""Datasets of this package that a flag can name. Streams are missing, because their samples cannot be drawn singly."""
 
-GIVE = "give a dataset and its weight for each part, or [CLASS, {its settings}, weight]"
+GIVE = "give a dataset and its weight for each part, or [CLASS, {settings}, weight]"
 
 
 @dataclass
 class Mixture(Loading):
     """Datasets with weights: ``Mixture([(photos, 0.7), (drawings, 0.3)])``.
 
-    A place of an epoch is drawn of a dataset by its weight, whatever its size, and there of all its training samples,
-    or as its own ``sampling`` says, with replacement. An epoch has as many draws as there are training samples in all.
-    The validation and test sets are those of all datasets that have one, one after the other.
+    Each draw of an epoch chooses a dataset by its weight, independent of its size, and one of its training samples,
+    uniformly or according to its ``sampling``, with replacement. An epoch has as many draws as there are training
+    samples in total. The validation and test sets are the concatenations of those of the datasets.
 
     Args:
         parts: pairs of a dataset and a weight above 0, or, for YAML and flags, [[ImageFolder, {root: photos}, 0.7],
-            ...]. The weights need not sum to 1. All have the same classes, and samples of one size; the settings of
-            loading below hold for all of them.
+            ...]. The weights need not sum to 1. All need the same classes, and samples of one size. The settings of
+            loading below apply to all of them.
     """
 
     parts: list[Any]
@@ -48,10 +48,10 @@ class Mixture(Loading):
         require(isinstance(self.parts, list | tuple) and len(self.parts) > 0, f"data.parts={self.parts!r}: {GIVE}")
         self._built = [_built(number, part) for number, part in enumerate(self.parts, start=1)]
         total = sum(weight for _, weight in self._built)
-        require(total < math.inf, "data.parts: the weights add up to more than a number can hold: give smaller ones")
+        require(total < math.inf, "data.parts: the sum of the weights overflows: give smaller weights")
 
     def __getattr__(self, name: str) -> Any:
-        """What is not here is that of the first dataset: ``class_names``, ``load_image``, ..."""
+        """Return other attributes of the first dataset: ``class_names``, ``load_image``, ..."""
         if self.__dict__.get("_built") and not name.startswith("_"):
             return getattr(self._built[0][0], name)
         if name in self.DEFAULTS:
@@ -64,24 +64,24 @@ class Mixture(Loading):
         return [data for data, _ in self.__dict__.get("_built", ())]  # none before the fields are set
 
     def use_model(self, model: Model) -> None:
-        """Remember the model, in every dataset, too."""
+        """Store the model here and in every dataset."""
         super().use_model(model)
         for data in self.datasets:
             data.use_model(model)
 
     @property
     def tasks(self) -> Sequence[Task]:  # type: ignore[override]
-        """Those that every dataset has labels for."""
+        """The tasks for which every dataset has labels."""
         known = [data.tasks for data in self.datasets if data.tasks]
         return [task for task in known[0] if all(task in tasks for tasks in known)] if known else ()
 
     def require_files(self) -> None:
-        """Of all datasets."""
+        """Check the files of all datasets."""
         for data in self.datasets:
             data.require_files()
 
     def prepare(self, tokenizer: Any = None, model: Model | None = None) -> None:
-        """Prepare all, and see whether they go together."""
+        """Prepare all datasets, and check that they match."""
         for data in self.datasets:
             prepare_data(data, model or self._model, tokenizer)
         first = self.datasets[0]
@@ -89,20 +89,26 @@ class Mixture(Loading):
             names = f"part {number} ({type(data).__name__}) and part 1 ({type(first).__name__})"
             for (key, ours), theirs in zip(_alike(data).items(), _alike(first).values(), strict=True):
                 require(ours == theirs, f"Mixture: {names} differ in {key}, {ours} and {theirs}: make them the same")
-            same = type(data).collate is type(first).collate
-            require(same, f"Mixture: {names} make other batches of their samples: mix datasets of one kind")
-            said = f"Mixture: {names} differ in data.mixup, data.cutmix or data.mix_probability: a batch is of both"
-            require(data.mixing() == first.mixing(), f"{said}, so make them the same")
+            if type(data).collate is not type(first).collate:
+                raise RecipeError(f"Mixture: {names} collate batches differently: mix datasets of one kind")
+            if data.mixing() != first.mixing():
+                raise RecipeError(
+                    f"Mixture: {names} differ in data.mixup, data.cutmix or data.mix_probability, but share batches: "
+                    "make them the same"
+                )
         for number, data in enumerate(self.datasets, start=1):
-            streamed = f"Mixture: part {number} ({type(data).__name__}) reads its samples group by group"
-            require(as_samples(data.train).groups is None, f"{streamed}, so none can be drawn by itself")
+            if as_samples(data.train).groups is not None:
+                raise RecipeError(
+                    f"Mixture: part {number} ({type(data).__name__}) reads its samples group by group, so single "
+                    "samples cannot be drawn: use a dataset that is not streamed"
+                )
         self.train = Joined([data.train for data in self.datasets], self.mixing())
         splits = [splits_of(data) for data in self.datasets]
         held = ([found[part] for found in splits if part in found] for part in ("val", "test"))
         self.val, self.test = (Joined(found) if found else None for found in held)
 
     def chances(self) -> Sequence[float]:
-        """Of every training sample: its dataset's weight, times its chance among those of its dataset."""
+        """Return the sample weights: the dataset's weight times the sample's share within its dataset."""
         import numpy as np
 
         found = []
@@ -113,11 +119,11 @@ class Mixture(Loading):
         return cast(Any, np.concatenate(found))
 
     def mixing(self) -> Mixing | None:
-        """That of every dataset."""
+        """Return the mixup and CutMix settings, which are equal in all datasets."""
         return self._built[0][0].mixing()
 
     def collate(self, samples: Sequence[Any]) -> Any:
-        """As every dataset does."""
+        """Collate as every dataset does."""
         return self._built[0][0].collate(samples)
 
 
@@ -133,35 +139,36 @@ def _alike(data: Data) -> dict[str, Any]:
 
 
 def _built(number: int, part: Any) -> tuple[Data, float]:
-    """A dataset and its weight, of what stands for them in ``data.parts``."""
+    """Build a dataset and its weight from an entry of ``data.parts``."""
     *given, weight = part if isinstance(part, tuple | list) and part else (None, None)
     data, named = given[0] if given else None, f"data.parts: part {number}"
     if isinstance(data, str) and len(given) < 3:
-        require(data in KINDS, f"{named}: there is no dataset {data}; there are {', '.join(KINDS)}")
+        require(data in KINDS, f"{named}: there is no dataset {data}: use one of {', '.join(KINDS)}")
         settings = given[1] if len(given) == 2 else {}
         require(isinstance(settings, dict), f"{named}: {settings!r} must be a mapping of settings of {data}")
         kind = KINDS[data]
         names = [field.name for field in fields(kind) if field.init]
         for key in settings:
-            require(key in names, f"{named}: {data} has no setting {key}; it has {', '.join(names)}")
+            require(key in names, f"{named}: {data} has no setting {key}: use one of {', '.join(names)}")
         required = [
             field.name for field in fields(kind) if field.init and field.default is field.default_factory is MISSING
         ]
         for key in required:
             require(key in settings, f"{named}: {data} needs the setting {key}: add it")
-        draft = object.__new__(kind)  # whose settings nothing has looked at yet
+        draft = object.__new__(kind)  # without validation of the settings
         draft.__dict__ |= {field.name: field.default for field in fields(kind)} | settings
         require_types(f"{named}: {data}.", draft)
         data = kind(**settings)
     require(isinstance(data, Data) and len(given) in (1, 2), f"{named} is {part!r}: {GIVE}")
     is_number = isinstance(weight, int | float) and not isinstance(weight, bool) and 0 < weight <= sys.float_info.max
-    kind_of = type(data).__name__
-    require(is_number, f"{named} ({kind_of}) has the weight {weight!r:.40}: it must be a finite number greater than 0")
+    if not is_number:
+        wrong = f"{named} ({type(data).__name__}) has the weight {weight!r:.40}"
+        raise RecipeError(f"{wrong}: it must be a finite number greater than 0")
     return cast(Data, data), float(weight)
 
 
 class Joined(Samples):
-    """Splits, one after the other; ``settings`` are what its fingerprint is made of besides their content."""
+    """A concatenation of splits. Its fingerprint covers their content and ``settings``."""
 
     def __init__(self, splits: Sequence[Any], settings: Any = None) -> None:
         self.splits, self.settings = list(map(as_samples, splits)), settings
@@ -194,7 +201,7 @@ class Joined(Samples):
         return f"{described} {self.splits.index(split) + 1}" if is_default else described
 
     def fingerprint(self) -> str:
-        """Of the content of all, in order."""
+        """Hash the content of all splits, in order."""
         from trainer.data.fingerprint import Content, split_fingerprint
 
         return Content("joined", self.settings, *map(split_fingerprint, self.splits)).hexdigest()

@@ -1,4 +1,4 @@
-"""Rows of text and label as they lie in files or on the hub, each of which can be named to a person."""
+"""Rows of text and label in files or on the hub. Messages can name the place of each row."""
 
 from __future__ import annotations
 
@@ -36,32 +36,32 @@ _KINDS = {
     ".parquet": ("parquet", 1, "the first is row 1"),
     ".jsonl": ("json", 1, "the first is row 1, blank lines are not counted"),
 }
-"""What reads it, the number of its first row, and how rows are numbered."""
+"""By suffix: the reader of ``datasets``, the number of the first row, and how rows are counted."""
 
 SEPARATORS = (",", ";", "\t", "|")
-MOST_REASON = 400  # characters of what a library says
-NO_ROWS = "add some, or name another file"
+MOST_REASON = 400  # max characters of a library's message
+NO_ROWS = "add some, or give another file"
 
 MOST_LINE, MOST_DECODED = 32_000_000, 4_000_000_000
-"""Bytes of a line, a cell or a file of one text; and of the texts in a row group, which are in memory together."""
+"""Max bytes of a line, a cell or a text file; and of the decoded texts of a row group, which are in memory at once."""
 
 GROWTH, VALUES_PER_BYTE, MAX_VALUES, MOST_COLUMNS = 1_000, 100, 500_000, 10_000
-"""How far a column of Parquet may grow when it is unpacked, how many of its values a byte of the file may stand for,
-how many texts a row may have in a column of lists, and columns of which the names are compared."""
+"""Max ratio of unpacked to packed bytes of a Parquet column, of its values to the bytes of the file, max texts per row
+in a column of lists, and max columns whose names are compared."""
 
 
 @dataclass(frozen=True)
 class Rows:
-    """One split as it was found."""
+    """The rows of one split, not read yet."""
 
-    content: str  # a hash of what is in it
-    read: Callable[[str], datasets.Dataset]  # puts the rows on disk, with a cache in the folder that it is given
+    content: str  # hash of the content
+    read: Callable[[str], datasets.Dataset]  # reads the rows to disk, with a cache in the given folder
     source: str
     first: int = 0
-    counting: str = ""  # how rows are numbered, from ``first`` on
-    files: Sequence[str] = ()  # of every row, where each has its own
-    names: Mapping[str, Sequence[str]] = field(default_factory=dict)  # of the classes, by column, where it says them
-    as_json: bool = False  # cells are JSON texts
+    counting: str = ""  # how rows are counted, starting with ``first``
+    files: Sequence[str] = ()  # file of every row, if each row has its own
+    names: Mapping[str, Sequence[str]] = field(default_factory=dict)  # class names by column, if the source has them
+    as_json: bool = False  # whether cells are JSON texts
 
     def describe(self, index: int) -> str:
         if self.files:
@@ -70,14 +70,15 @@ class Rows:
 
 
 def check_columns(source: str, found: Sequence[str], **wanted: str) -> None:
-    """Refuse a missing column: ``text_column="text"`` says which field asks for which."""
+    """Check that the columns exist; ``text_column="text"`` maps the setting to its column."""
     for key, name in wanted.items():
-        none = f"data.{key}={name!r}: {source} has no such column; it has {', '.join(map(repr, found))}"
-        require(name in found, none + nearest(repr(name), map(repr, found)))
+        if name not in found:
+            missing = f"data.{key}={name!r}: {source} has no such column; it has {', '.join(map(repr, found))}"
+            raise RecipeError(missing + nearest(repr(name), map(repr, found)))
 
 
 class CsvFormat(NamedTuple):
-    """How the cells of a .csv file are written; what is ``None`` is found out."""
+    """The format of a .csv file. ``None`` is detected."""
 
     encoding: str | None = None
     separator: str | None = None
@@ -87,32 +88,32 @@ FOUND = CsvFormat()
 
 
 def find_file(path: Path, cache: Path, written: CsvFormat = FOUND) -> Rows:
-    """The rows of a .csv, .tsv, .parquet or .jsonl file; that it is empty or malformed is said when they are read."""
+    """Return the rows of a .csv, .tsv, .parquet or .jsonl file. Reading them later checks that they are valid."""
     kind = path.suffix.lower()
     require(path.is_file(), f"there is no file {path}: check the path")
-    require(kind in _KINDS, f"{path} is none of {', '.join(_KINDS)}: convert it to one of them")
+    require(kind in _KINDS, f"{path} must be one of {', '.join(_KINDS)}: convert it")
     (content,) = content_of(cache, [path], checksums)
     told = f" {written}" if any(written) else ""
     return Rows(f"{kind} {content}{told}", partial(_read_file, path, kind, written), str(path), *_KINDS[kind][1:])
 
 
 def _read_file(path: Path, kind: str, written: CsvFormat, cache_dir: str) -> datasets.Dataset:
-    logging.getLogger("datasets.packaged_modules").setLevel(logging.CRITICAL)  # what they say of errors, ours say, too
+    logging.getLogger("datasets.packaged_modules").setLevel(logging.CRITICAL)  # our errors include theirs
     try:
         _refuse_bombs(path, kind)
         options = {"cache_dir": cache_dir} | (_csv_options(path, written) if _KINDS[kind][0] == "csv" else {})
         table = datasets.load_dataset(_KINDS[kind][0], data_files=str(path), split="train", **options)
     except RecipeError:
         raise
-    except Exception as error:  # each format's reader has its own exceptions
+    except Exception as error:  # the readers of the formats raise different exceptions
         require("corresponds to no data" not in str(error), f"{path} has no rows: {NO_ROWS}")
-        raise RecipeError(f"{path} cannot be read as {kind[1:]} ({reason(error)}): mend the file") from error
+        raise RecipeError(f"{path} cannot be read as {kind[1:]} ({reason(error)}): fix the file") from error
     require(len(table) > 0, f"{path} has no rows: {NO_ROWS}")
     return table
 
 
 def _lines(path: Path) -> Iterator[dict[str, Any]]:
-    """Every row, parsed here: one that is nested some thousand times would end the process within datasets."""
+    """Yield every parsed row. A row with thousands of nested levels would crash the process within datasets."""
     empty = True
     with open_regular(path) as file:
         for number, line in enumerate(iter(partial(file.readline, MOST_LINE + 1), b""), start=1):
@@ -122,7 +123,7 @@ def _lines(path: Path) -> Iterator[dict[str, Any]]:
             except (ValueError, RecursionError) as error:
                 raise ValueError(f"line {number}: {getattr(error, 'msg', error)}") from None
             if not isinstance(row, dict):
-                raise ValueError(f"line {number} holds no JSON object")  # noqa: TRY004
+                raise ValueError(f"line {number} is not a JSON object")  # noqa: TRY004
             if line.strip():
                 empty = False
                 yield row
@@ -130,9 +131,9 @@ def _lines(path: Path) -> Iterator[dict[str, Any]]:
 
 
 def find_lines(path: Path, cache: Path, pick: Callable[[Sequence[str]], Sequence[str]]) -> Rows:
-    """The rows of a .jsonl file whose cells may be of other types in each row: kept as JSON, each by itself.
+    """Return the rows of a .jsonl file whose cells may change type between rows. Each cell is stored as JSON.
 
-    Of all columns that are found, those that ``pick`` returns are read.
+    Reads the columns that ``pick`` selects from all columns.
     """
     (content,) = content_of(cache, [path], checksums)
     return Rows(f"lines {content}", partial(_read_lines, path, pick), str(path), *_KINDS[".jsonl"][1:], as_json=True)
@@ -140,14 +141,16 @@ def find_lines(path: Path, cache: Path, pick: Callable[[Sequence[str]], Sequence
 
 def _read_lines(path: Path, pick: Callable[[Sequence[str]], Sequence[str]], cache_dir: str) -> datasets.Dataset:
     try:
-        columns = tuple(pick(list(dict.fromkeys(name for row in _lines(path) for name in row))))  # a list is cut apart
+        columns = tuple(
+            pick(list(dict.fromkeys(name for row in _lines(path) for name in row)))
+        )  # a tuple, because from_generator splits lists
         told: Any = {"path": path, "columns": columns}
         features = datasets.Features({name: datasets.Value("large_string") for name in columns})
         return datasets.Dataset.from_generator(_read_cells, features, cache_dir=cache_dir, gen_kwargs=told)
     except RecipeError:
         raise
     except Exception as error:  # datasets wraps what the generator raises
-        raise RecipeError(f"{path} cannot be read as jsonl ({reason(error)}): mend the file") from error
+        raise RecipeError(f"{path} cannot be read as jsonl ({reason(error)}): fix the file") from error
 
 
 def _read_cells(path: Path, columns: Sequence[str]) -> Iterator[dict[str, str]]:
@@ -156,7 +159,7 @@ def _read_cells(path: Path, columns: Sequence[str]) -> Iterator[dict[str, str]]:
 
 
 def find_texts(source: str, paths: Sequence[Path], cache: Path, encoding: str) -> Rows:
-    """A row for each file: its ``text``, or the ``problem`` why it has none."""
+    """Return one row per file, with its ``text``, or the ``problem`` why it has none."""
     content = hash_of("texts", content_of(cache, paths, checksums), encoding)
     return Rows(content, partial(_read_documents, paths, encoding), source, files=list(map(str, paths)))
 
@@ -175,21 +178,21 @@ def _documents(paths: Sequence[str], encoding: str) -> Iterator[dict[str, str]]:
         except OSError as error:
             problem = f"cannot be read: {error.strerror}"
         except ValueError as error:
-            problem = f"is no text in {encoding} ({reason(error)}): save it so, or leave it out"
+            problem = f"is not {encoding} text ({reason(error)}): save it in that encoding, or leave it out"
         if "\0" in text:
-            text, problem = "", "is no text (it has a character 0): leave it out"
+            text, problem = "", "is not text (it contains the character 0): leave it out"
         yield {"text": text, "problem": problem}
 
 
 def _require_short(what: str, line: bytes) -> None:
     if len(line) > MOST_LINE:
-        raise ValueError(f"{what} has more than {MOST_LINE / 1e6:g} MB: no text is that long")
+        raise ValueError(f"{what} has more than {MOST_LINE / 1e6:g} MB, the max for a text")
 
 
 def _refuse_bombs(path: Path, kind: str) -> None:
-    """Check a file before datasets reads it: a few kB can stand for gigabytes."""
-    if Extractor.infer_extractor_format(path) is not None:  # datasets would unpack one, whatever its name says
-        raise RecipeError(f"{path} is compressed or an archive: unpack it first, where you can see what is in it")
+    """Reject archives and oversized content before datasets reads the file: a few kB can expand to gigabytes."""
+    if Extractor.infer_extractor_format(path) is not None:  # datasets would unpack it, regardless of its name
+        raise RecipeError(f"{path} is compressed or an archive: unpack it first, and check its content")
     for _ in _lines(path) if kind == ".jsonl" else ():
         pass
     if kind == ".parquet":
@@ -201,15 +204,15 @@ def _refuse_bombs(path: Path, kind: str) -> None:
 
 
 def _text_columns(metadata: pq.FileMetaData) -> list[str]:
-    """The paths of all columns of texts or bytes, those within lists and structs included."""
+    """Return the paths of all columns of texts or bytes, including those within lists and structs."""
     columns = map(metadata.schema.column, range(metadata.num_columns))
     return [column.path for column in columns if column.physical_type == "BYTE_ARRAY"]
 
 
 def open_parquet(path: Path | str, **options: Any) -> pq.ParquetFile:
-    """Open a file so that all texts stay dictionary-encoded when they are read: each distinct text is in memory once.
+    """Open a file with dictionary-encoded texts, so that each distinct text is in memory once.
 
-    An extension type, such as Arrow's for JSON, would decode them: it is ignored.
+    Extension types, such as Arrow's for JSON, would decode them and are disabled.
     """
     metadata = pq.read_metadata(path)
     texts = _text_columns(metadata)
@@ -217,23 +220,25 @@ def open_parquet(path: Path | str, **options: Any) -> pq.ParquetFile:
 
 
 def require_moderate(path: Path, metadata: pq.FileMetaData) -> None:
-    """Refuse a file of which a column would grow out of all proportion. It trusts the footer."""
+    """Reject a file with a column that would expand excessively according to the footer."""
     values, most = [0] * metadata.num_columns, max(1_000_000, VALUES_PER_BYTE * path.stat().st_size)
     for number in range(metadata.num_row_groups):
         group = metadata.row_group(number)
         for at, column in enumerate(map(group.column, range(group.num_columns))):
             unpacked, packed, name = column.total_uncompressed_size, column.total_compressed_size, column.path_in_schema
             place, values[at] = f"{path} row group {number}: {name}", values[at] + column.num_values
-            grown = f"{place} of {packed:,} bytes would be unpacked to {unpacked:,}: write it again, or remove it"
-            require(unpacked <= max(MOST_LINE, GROWTH * packed), grown)
-            many = f"{path}: {name} has more than {most:,} values, too many for the size of the file: remove the file"
-            require(values[at] <= most, many)
+            if unpacked > max(MOST_LINE, GROWTH * packed):
+                grown = f"{place} of {packed:,} bytes would be unpacked to {unpacked:,}"
+                raise RecipeError(f"{grown}: write the file again, or remove it")
+            if values[at] > most:
+                many = f"{path}: {name} has more than {most:,} values, too many for the size of the file"
+                raise RecipeError(f"{many}: remove the file")
             size = column.num_values * max(8, metadata.schema.column(at).length)
             require(size <= MOST_DECODED, f"{place} would be decoded to {size:,} bytes: write smaller row groups")
 
 
 def read_group(path: Path | str, file: pq.ParquetFile, group: int, columns: Sequence[str]) -> pa.Table:
-    """Read ``columns`` of a row group of :func:`open_parquet`; refuse texts and lists that would take the machine."""
+    """Read ``columns`` of a row group of :func:`open_parquet`; reject texts and lists that would exhaust memory."""
     # Arrow's own threads do not survive a fork.
     table = file.read_row_group(group, columns=list(columns), use_threads=False)
     before = sum(file.metadata.row_group(other).num_rows for other in range(group))
@@ -250,13 +255,14 @@ def read_group(path: Path | str, file: pq.ParquetFile, group: int, columns: Sequ
                         told = f"{path} row {row + at + 1} (the first is row 1): {name} has {counts[at]:,} {what}"
                         raise RecipeError(f"{told}, and the max is {most:,}: split or remove the row")
             row += len(chunk)
-        large = f"{path} row group {group}: {column} would be decoded to {decoded:,} bytes"
-        require(decoded <= MOST_DECODED, f"{large}: write smaller row groups")
+        if decoded > MOST_DECODED:
+            large = f"{path} row group {group}: {column} would be decoded to {decoded:,} bytes"
+            raise RecipeError(f"{large}: write smaller row groups")
     return table
 
 
 def _texts_of(place: str, name: str, array: Any, starts: np.ndarray) -> Iterator[tuple[str, Any, np.ndarray]]:
-    """The texts of each field of a column; row ``i`` has those from ``starts[i]`` to ``starts[i + 1]``."""
+    """Yield the texts of each field of a column; row ``i`` has those from ``starts[i]`` to ``starts[i + 1]``."""
     kind, types = array.type, pa.types
     if types.is_struct(kind):
         for number, field in enumerate(kind):
@@ -267,14 +273,14 @@ def _texts_of(place: str, name: str, array: Any, starts: np.ndarray) -> Iterator
         yield from _texts_of(place, name, array.values, array.offsets.to_numpy()[starts])
     elif types.is_dictionary(kind):
         yield name, array, starts
-    else:  # such as a text column that has the same path as another, which Arrow would decode
+    else:  # such as a text column with the same path as another, which Arrow would decode
         known = types.is_primitive, types.is_null, types.is_decimal, types.is_fixed_size_binary
-        fix = "rename it, or write it as text"
-        require(any(check(kind) for check in known), f"{place}: {name} cannot be checked as {kind}: {fix}")
+        if not any(check(kind) for check in known):
+            raise RecipeError(f"{place}: {name} cannot be checked as {kind}: rename it, or write it as text")
 
 
 def _csv_options(path: Path, written: CsvFormat) -> dict[str, Any]:
-    """Read every cell as it stands: no review that says "null" turns into a missing one, no label into 1.0."""
+    """Return options that read every cell as text: "null" does not become missing, and a label 1 not 1.0."""
     encoding = _encoding_of(path, written.encoding)
     with open_regular(path) as file:
         header = io.TextIOWrapper(file, encoding).readline(MOST_LINE + 1)
@@ -285,16 +291,16 @@ def _csv_options(path: Path, written: CsvFormat) -> dict[str, Any]:
     named = [name for name in given[:MOST_COLUMNS] if isinstance(name, str) and name]
     twice = sorted({name for name in named if named.count(name) > 1})
     if twice:
-        raise ValueError(f"the column {twice[0]!r} is given twice in the header")
+        raise ValueError(f"the column {twice[0]!r} is twice in the header")
     columns = pandas.read_csv(path, nrows=0, **common).columns
     features = datasets.Features({name: datasets.Value("string") for name in columns})
     return {**common, "features": features, "keep_default_na": False}
 
 
 def _encoding_of(path: Path, told: str | None) -> str:
-    """The encoding of a file: the one that is ``told``, or UTF-8, or what its first bytes say; all of it must fit.
+    """Return the encoding of a file: ``told`` if given, otherwise that of its first bytes, or UTF-8.
 
-    Another that fits is proposed, but not taken: every byte is some letter in latin-1, be it the right one or not.
+    The whole file must decode. Another encoding is suggested but never used, because latin-1 accepts any bytes.
     """
     with open_regular(path) as file:
         start = file.read(4)
@@ -310,25 +316,25 @@ def _encoding_of(path: Path, told: str | None) -> str:
                 beside = error.object[max(0, error.start - 12) : error.start + 12]
                 raise RecipeError(
                     f"{path} line {line} is not {encoding} (byte 0x{error.object[error.start]:02x} in "
-                    f"{beside.decode('cp1252', 'replace')!r}, as cp1252 reads it): if that looks right, say "
-                    "--data.encoding cp1252 (Excel's), else the encoding that it has; or save it as UTF-8"
+                    f"{beside.decode('cp1252', 'replace')!r} as cp1252): if that looks right, use --data.encoding "
+                    "cp1252 (Excel's), otherwise give the file's encoding, or save it as UTF-8"
                 ) from None
             lines += part.count(b"\n")
     return encoding
 
 
 def _separator_of(header: str) -> str:
-    """Of those that are common, the one that cuts the ``header`` in most columns; a comma where none does."""
+    """Return the common separator that splits the ``header`` into the most columns; a comma if none does."""
     return max(SEPARATORS, key=lambda sign: len(next(csv.reader([header], delimiter=sign), [])))
 
 
 def find_folders(root: Path, part: str, classes: Sequence[tuple[str, int]], cache: Path) -> Rows:
-    """The rows ROOT/PART/NAME/*.txt, one text a file, in UTF-8, for every ``(name, label)`` of ``classes``."""
+    """Return the rows ROOT/PART/NAME/*.txt, one UTF-8 text per file, for every ``(name, label)`` of ``classes``."""
     files: list[tuple[str, int]] = []
     for name, label in classes:
         folder = root / part / name
         texts = sorted(folder.glob("*.txt"))
-        require(len(texts) > 0, f"{folder} is missing or holds no .txt files")
+        require(len(texts) > 0, f"{folder} is missing or contains no .txt files: add them")
         files += [(str(path), label) for path in texts]
     paths = [path for path, _ in files]
     content = hash_of(content_of(cache, list(map(Path, paths)), checksums), [label for _, label in files])
@@ -354,7 +360,7 @@ def _read_texts(files: list[tuple[str, int]]) -> Iterator[dict[str, Any]]:
 
 
 def is_cached(name: str, cache_dir: str | None) -> bool:
-    """Whether a dataset of the Hugging Face hub has been loaded before: no hub is asked."""
+    """Return whether a dataset of the Hugging Face hub is in the local cache, without a request to the hub."""
     return (Path(cache_dir or datasets.config.HF_DATASETS_CACHE) / name.replace("/", "___")).is_dir()
 
 
@@ -367,8 +373,10 @@ def find_hub(
     config: str | None = None,
     revision: str | None = None,
 ) -> dict[str, Rows]:
-    """Load ``splits``, by the parts that they are for, of a dataset of the Hugging Face hub or of its cache, or of a
-    folder; ``advice`` is what to look at where the setting ``data.key``, the ``name``, is not what is wrong."""
+    """Load ``splits``, by part, of a dataset of the Hugging Face hub, its cache, or a folder.
+
+    ``advice`` names further settings to check in the error about ``data.key``, whose value is ``name``.
+    """
     options: dict[str, Any] = {"split": list(splits.values()), "cache_dir": cache_dir, "revision": revision}
     here = Path(name).is_dir()
     why_not = None if here else away()
@@ -378,15 +386,15 @@ def find_hub(
                 _refuse_bombs(path, path.suffix.lower())
         with room_in(cache_folder(cache_dir).parent, "set data.cache_dir to a folder on another disk"):
             tables = datasets.load_dataset(name, config, **options)
-    except Exception as error:  # connection, authentication, missing dataset, missing split: one list would not do
+    except Exception as error:  # many classes: connection, authentication, missing dataset, missing split
         if isinstance(error, RunError | RecipeError):
             raise
-        # Which parts and splits there are stands behind the first line.
+        # The available configurations and splits are after the first line.
         why = why_not or f"{type(error).__name__}: {' '.join(str(error).split())[:MOST_REASON]}"
         if here:
             raise RecipeError(f"data.{key}={name!r} could not be loaded ({why}): check the folder, {advice}") from error
         raise RecipeError(
-            f"data.{key}={name!r} is no folder here and could not be loaded from https://huggingface.co/datasets/"
+            f"data.{key}={name!r} is not a local folder and could not be loaded from https://huggingface.co/datasets/"
             f"{name} ({why}): check the name and the network, {advice}; {of_hub()}"
         ) from error
     if why_not:
@@ -394,7 +402,7 @@ def find_hub(
     counting = "the first is row 0, as on the hub"
     return {
         part: Rows(
-            table._fingerprint,  # of its revision there
+            table._fingerprint,  # depends on the revision on the hub
             partial(_as_loaded, table),
             f"{name} {splits[part]}",
             0,

@@ -1,4 +1,4 @@
-"""Samples of language models: rows made tokens, with what is to be predicted of them; and what is said of both."""
+"""Samples of language models: tokenisation of rows, their labels, and the summary before training."""
 
 from __future__ import annotations
 
@@ -44,16 +44,16 @@ from trainer.system.text import escaped
 from trainer.values import IGNORED_LABEL
 
 MOST_CHARACTERS = 10_000_000
-"""Of a document, which is tokenised as a whole: each takes more than a hundred bytes meanwhile."""
+"""Max characters of a document, which is tokenised as a whole and needs more than 100 bytes per character."""
 
 MAX_MESSAGES, SECONDS, MEMORY = 5_000, 10.0, 800_000_000
-"""Of a conversation; and of CPU time and of memory that a chat template may take to write it."""
+"""Max messages of a conversation; and max CPU time in seconds and memory in bytes of a chat template to render it."""
 
 WRITERS: dict[str, Bounded] = {}
-"""What renders the chat templates that this process has met, by what decides the texts."""
+"""Renderers of chat templates in this process, by a hash of everything that determines their output."""
 
 ROWS_AT_ONCE, MOST_TEMPLATE, SHOWN = 128, 1_000_000, 5
-EMPTY, CUT = "is empty", "has no word of the assistant within data.max_length"
+EMPTY, CUT = "is empty", "has no text of the assistant within data.max_length"
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
 TOOLS = "tools"
@@ -68,34 +68,34 @@ CHATML = (
 
 
 class Sample(NamedTuple):
-    """Tokens that go through a model together."""
+    """One sequence of tokens."""
 
     ids: ndarray  # int32 (length,)
-    labels: ndarray  # int32 (length,), not shifted; -100 where nothing is to be predicted
-    lost: int = 0  # tokens after these that were cut off
-    place: int = 0  # of several pieces of a document
-    bytes: int = 0  # of the document in UTF-8, at its first piece
+    labels: ndarray  # int32 (length,), not shifted; -100 for tokens that are not predicted
+    lost: int = 0  # number of tokens that were truncated after these
+    place: int = 0  # index of this piece of a document
+    bytes: int = 0  # UTF-8 bytes of the document, only set in its first piece
 
 
 class RowReader(Protocol):
-    """Makes samples of rows."""
+    """The protocol of readers, which convert rows to samples."""
 
     tokenizer: Any
     settings: list[Any]
-    """What decides the samples besides the tokenizer, as JSON can hold it."""
+    """Everything except the tokenizer that determines the samples, as JSON values."""
 
     def columns(self, source: str, found: Sequence[str]) -> Sequence[str]:
-        """Those to read of the columns that are ``found``."""
+        """Return the columns to read from those ``found``."""
 
     def __call__(self, rows: Sequence[Mapping[str, Any]]) -> list[list[Sample] | str]:
-        """Of each row, its cells by ``columns``, the samples, or what is wrong with it."""
+        """Return the samples of each row, which maps columns to cells, or the reason why it is invalid."""
 
     def prompts(self, texts: Sequence[Any]) -> list[list[int]]:
-        """The tokens of texts that a model is to go on from; of a chat also of lists of messages."""
+        """Return the tokens of texts to continue; for chats also of lists of messages."""
 
 
 def padder(tokenizer: Any, max_length: int) -> Padder:
-    """Pads on the right, whatever the tokenizer does, with any token where it has none for that: masks leave it out."""
+    """Return a padder that always pads on the right, with any token if there is no padding token: it is masked."""
     if tokenizer is not None:
         tokenizer = copy.deepcopy(tokenizer)
         tokenizer.padding_side = "right"
@@ -106,25 +106,28 @@ def padder(tokenizer: Any, max_length: int) -> Padder:
 
 
 def ids_of(texts: Sequence[str], tokenizer: Any) -> Iterator[ndarray]:
-    """The tokens of each text alone, none of them special unless it is written in the text."""
+    """Yield the tokens of each text, without special tokens except those written in the text."""
     for chunk in chunks(texts) if texts else ():
         encoded = encoded_by(tokenizer, chunk, add_special_tokens=False, return_token_type_ids=False)
         yield from (np.asarray(ids, dtype=np.int32) for ids in encoded["input_ids"])
 
 
 def _require_text(text: Any, most: int) -> None:
-    require(isinstance(text, str), f"has no text but {text!r:.40}")
+    require(isinstance(text, str), f"has {text!r:.40} instead of a text")
     require(len(text) <= most, f"has {len(text):,} characters, and the max is {most:,}: cut it")
     require(text.encode(errors="replace").decode() == text, "is not UTF-8 text")
 
 
 class DocumentReader:
-    """A text, with the tokenizer's end of text behind it, in pieces that overlap by a token."""
+    """Reads a text, followed by the tokenizer's end of text, in pieces that overlap by one token."""
 
     def __init__(self, tokenizer: Any, max_length: int, column: str) -> None:
         self.tokenizer, self.max_length, self.column, self.end = tokenizer, max_length, column, tokenizer.eos_token_id
-        none = "the tokenizer of model.tokenizer has no end of text (eos_token), which stands behind each document"
-        require(self.end is not None, f"{none}: choose another")
+        if self.end is None:
+            raise RecipeError(
+                "the tokenizer of model.tokenizer has no end of text (eos_token), which must follow each document: "
+                "choose another"
+            )
         self.begin = [one for one in tokenizer("")["input_ids"] if one != self.end]
         self.settings = ["documents", column, max_length]
 
@@ -157,18 +160,18 @@ class DocumentReader:
 
 
 class _Written(NamedTuple):
-    """A conversation as the template writes it."""
+    """A conversation rendered by the chat template."""
 
     text: str
-    spans: list[tuple[int, int]]  # of characters that are to be predicted
+    spans: list[tuple[int, int]]  # character spans to predict
 
     def parts(self) -> list[tuple[int, int]]:
-        """The spans and what is between them."""
+        """Return the spans and the gaps between them."""
         return list(pairwise(sorted({0, len(self.text), *chain.from_iterable(self.spans)})))
 
 
 class ChatReader:
-    """A conversation as the chat template writes it, of which the assistant's words are to be predicted."""
+    """Reads conversations rendered by the chat template; the assistant's text is predicted."""
 
     def __init__(
         self,
@@ -182,7 +185,7 @@ class ChatReader:
         self.tokenizer, self.max_length, self.column, self.pair = tokenizer, max_length, column, pair
         self.template, self.loss_on = _template(tokenizer, template), loss_on
         self.marked = search(r"\{%-?\s*generation\s*-?%\}", self.template) is not None
-        self.unwritten = set[str]()  # sources with tools that it does not write
+        self.unwritten = set[str]()  # sources with a column of tools that the template ignores
         added = tokenizer.get_added_vocab()
         self.special = {*added.values(), *tokenizer.all_special_ids}
         self.special_texts = tuple(filter(None, {*added, *tokenizer.all_special_tokens}))
@@ -191,38 +194,42 @@ class ChatReader:
         own = f"the chat template of model.tokenizer ({tokenizer.name_or_path})"
         self.named = own if template is None else f"data.chat_template={template[:300]!r}"
         self.write: Callable[..., Any] = self._write
-        if self.template != CHATML:  # it may come from anywhere, and is a program
+        if self.template != CHATML:  # a template is a program, possibly from an untrusted source
             key = hash_of(*self.settings, tokenizer.special_tokens_map, sorted(self.special_texts))
             self.write = WRITERS.setdefault(key, Bounded(self._write, SECONDS, MEMORY))
         self._look_at_ends(template)
 
     def _look_at_ends(self, given: str | None) -> None:
-        """See on a conversation of two words how the template ends a turn of the assistant."""
+        """Render a short conversation to find how the template ends a turn of the assistant."""
         probe = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
         (found,) = self([{"messages": probe}])
         if isinstance(found, str) or self.loss_on == "all":
             return
         last = found[0].labels[found[0].labels != IGNORED_LABEL][-1:].tolist()
         if last and last[0] in self.special:
-            if given is not None:  # where a served model is to stop
+            if given is not None:  # the token at which a served model must stop
                 self.tokenizer.eos_token = self.tokenizer.convert_ids_to_tokens(last[0])
             return
-        fix = "give a data.chat_template that ends its words with {{ eos_token }}"
-        ends = "the chat template ends no turn of the assistant with a token that is learned"
-        say(f"{ends}, so that the model does not learn to stop: {fix}")
+        say(
+            "the chat template does not end the assistant's turn with a trained token, so the model does not learn to "
+            "stop: give a data.chat_template that ends its text with {{ eos_token }}"
+        )
 
     def columns(self, source: str, found: Sequence[str]) -> Sequence[str]:
         tools = [TOOLS] if TOOLS in found else []
         if tools and TOOLS not in self.template and source not in self.unwritten:
             self.unwritten.add(source)
-            say(f"{source} has a column {TOOLS}, which the chat template does not write: give a data.chat_template")
+            say(f"{source} has a column {TOOLS}, which the chat template ignores: give another data.chat_template")
         if self.column is not None:
             check_columns(source, found, messages_column=self.column)
             return [self.column, *tools]
         messages = next((name for name in ("messages", "conversations") if name in found), None)
-        both = f"data.prompt_column={self.pair[0]!r} and data.completion_column={self.pair[1]!r}"
-        none = f"{source} has no column messages or conversations, nor {both}; it has {', '.join(map(repr, found))}"
-        require(messages is not None or {*self.pair} <= {*found}, f"{none}: name its own by data.messages_column, say")
+        if messages is None and not {*self.pair} <= {*found}:
+            raise RecipeError(
+                f"{source} has no column messages or conversations, nor data.prompt_column={self.pair[0]!r} and "
+                f"data.completion_column={self.pair[1]!r}; it has {', '.join(map(repr, found))}: name its column, for "
+                "example by data.messages_column"
+            )
         return [*(self.pair if messages is None else [messages]), *tools]
 
     def __call__(self, rows: Sequence[Mapping[str, Any]]) -> list[list[Sample] | str]:
@@ -245,7 +252,10 @@ class ChatReader:
     def _bounded(
         self, messages: list[dict[str, Any]], tools: list[Any] | None = None, prompt: bool = False
     ) -> _Written | str:
-        """A conversation as the template writes it, or what is wrong with it; without an answer, as a ``prompt``."""
+        """Render a conversation with bounded time and memory, or return the reason why it is invalid.
+
+        With ``prompt`` the result ends where the answer begins.
+        """
         size = sum(len(message.get("content") or "") for message in messages)
         if size > self.most:
             return f"has {size:,} characters, and the max is {self.most:,}: cut it"
@@ -253,26 +263,26 @@ class ChatReader:
             found = self.write(messages, tools, prompt)
         except Failed as error:
             where = f"{error} for the conversation that begins with {messages[0].get('content')!r:.40}"
-            raise RecipeError(f"{self.named} {where}: mend the template, or split the conversation") from error
+            raise RecipeError(f"{self.named} {where}: fix the template, or split the conversation") from error
         except RecursionError:
             return "is nested too deeply"
         return found if isinstance(found, str) else _Written(*found)
 
     def _write(self, messages: list[dict[str, Any]], tools: list[Any] | None, prompt: bool) -> _Written | str:
-        """The same without any bound on time and memory."""
+        """Do the same without bounds on time and memory."""
         try:
             written = _Written(*self._render(messages, prompt=True)) if prompt else self._with_spans(messages, tools)
-            require(bool(written.text), "is written as nothing at all by the chat template")
+            require(bool(written.text), "is rendered as an empty text by the chat template")
             _require_text(written.text, self.most)
         except jinja2.TemplateSyntaxError as error:
-            said = f"data.chat_template: line {error.lineno} of the template is no Jinja ({error.message}): mend it"
-            raise RecipeError(said) from error
+            where = f"data.chat_template: line {error.lineno} of the template"
+            raise RecipeError(f"{where} is not valid Jinja ({error.message}): fix it") from error
         except RecipeError as error:
             return str(error)
         except MemoryError:
             raise
-        except Exception as error:  # what a template raises, or Jinja of it
-            return f"is refused by the chat template ({reason(error)})"
+        except Exception as error:  # raised by the template, or by Jinja
+            return f"is rejected by the chat template ({reason(error)})"
         return written
 
     def _with_spans(self, messages: list[dict[str, Any]], tools: list[Any] | None) -> _Written:
@@ -288,11 +298,11 @@ class ChatReader:
             after, _ = self._render(messages[: number + 1], tools)
             if not (whole.startswith(after) and after.startswith(before)):
                 raise RecipeError(
-                    f"is written otherwise by the chat template up to message {number + 1} than as a whole, so that "
-                    "nobody can say which tokens are the assistant's: give a data.chat_template with {% generation %} "
-                    "around its words, as chatml has it, or say data.loss_on all"
+                    f"is rendered differently by the chat template up to message {number + 1} than as a whole, so the "
+                    "assistant's tokens cannot be determined: give a data.chat_template with {% generation %} around "
+                    "its text, like chatml, or set data.loss_on all"
                 )
-            words = after[len(before) :].rstrip()  # what stands behind the end of a turn is not of it
+            words = after[len(before) :].rstrip()  # space after the end of a turn does not belong to it
             end = len(before) + len(words) if words.endswith(self.special_texts) else len(after)
             spans += [(len(before), end)] if len(before) < end else []
         return _Written(whole, spans)
@@ -316,18 +326,20 @@ class ChatReader:
         return text, [*spans[0]] if marked else []
 
     def _sample(self, written: _Written, ids: Iterator[ndarray]) -> list[Sample] | str:
-        """The tokens are those of the whole text, unless one of them is of words on both sides of a border: a model
-        that generates has its prompt up to there, so there they are cut."""
+        """Return the sample, with the tokens of the whole text if no token crosses the border of a span.
+
+        Otherwise the parts are tokenised separately, because in generation the prompt ends at such a border.
+        """
         whole, parts = next(ids), written.parts()
         pieces = [next(ids) for _ in parts]
         starts = {start for start, _ in written.spans}
         tokens = np.concatenate(pieces)
         learned = np.repeat([start in starts for start, _ in parts], list(map(len, pieces)))
         if not np.array_equal(tokens, whole) and self._decoded(tokens) != self._decoded(whole):
-            # A tokenizer that writes a blank before any text: SentencePiece's.
+            # A tokenizer that adds a space before every text, such as SentencePiece's.
             tokens, found = whole, self._by_characters(written)
             if found is None:
-                return "has words of the assistant that the tokenizer joins with what stands before: mend the template"
+                return "has text of the assistant that shares a token with the text before it: fix the template"
             learned = found
         labels = np.where(learned, tokens, IGNORED_LABEL).astype(np.int32)
         lost = max(0, len(tokens) - self.max_length)
@@ -337,7 +349,7 @@ class ChatReader:
         return self.tokenizer.decode(ids.tolist(), clean_up_tokenization_spaces=False)
 
     def _by_characters(self, written: _Written) -> ndarray | None:
-        """Which tokens of the whole text are to be predicted; ``None`` where one has characters of two parts."""
+        """Return which tokens of the whole text are predicted; ``None`` if a token has characters of two parts."""
         if not self.tokenizer.is_fast:
             return None
         found = self.tokenizer(written.text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
@@ -350,47 +362,51 @@ class ChatReader:
     def prompts(self, texts: Sequence[Any]) -> list[list[int]]:
         chats = [_said(one, "prompt") for one in texts]
         for chat in chats:
-            while chat and chat[-1]["role"] == "assistant":  # an answer that is there: the model is to give its own
+            while (
+                chat and chat[-1]["role"] == "assistant"
+            ):  # drop existing answers, because the model generates its own
                 chat.pop()
         texts = []
         for found in (self._bounded(chat, prompt=True) for chat in chats):
             if isinstance(found, str):
-                raise RecipeError(f"without an answer, it {found}")
+                raise RecipeError(f"the conversation without an answer {found}")
             texts.append(found.text)
         return [ids.tolist() for ids in ids_of(texts, self.tokenizer)]
 
 
 def _template(tokenizer: Any, given: str | None) -> str:
-    """The chat template, which the tokenizer has from here on."""
+    """Return the chat template; a ``given`` one is also set in the tokenizer."""
     if given is None:
         try:
             found = tokenizer.get_chat_template()
         except ValueError as error:
-            none = (
-                "the tokenizer of model.tokenizer has no chat template: give one by data.chat_template, a .jinja file"
-            )
-            raise RecipeError(f"{none} or its text; or chatml, where it has the token <|im_end|>") from error
-        require(isinstance(found, str), f"the chat template of model.tokenizer is no text but {found!r:.40}: mend it")
+            raise RecipeError(
+                "the tokenizer of model.tokenizer has no chat template: set data.chat_template to a .jinja file, its "
+                "text, or chatml if the tokenizer has the token <|im_end|>"
+            ) from error
+        require(isinstance(found, str), f"the chat template of model.tokenizer is {found!r:.40}, not a text: fix it")
         return found
     text, path = given, local_path(given)
     if given == "chatml":
-        fix = "give a data.chat_template that ends the assistant's words with {{ eos_token }}"
-        known = "<|im_end|>" in tokenizer.get_vocab()
-        require(known, f"data.chat_template=chatml needs the token <|im_end|>, which model.tokenizer has not: {fix}")
+        if "<|im_end|>" not in tokenizer.get_vocab():
+            raise RecipeError(
+                "data.chat_template=chatml needs the token <|im_end|>, which model.tokenizer lacks: give a "
+                "data.chat_template that ends the assistant's text with {{ eos_token }}"
+            )
         text = CHATML
     elif "{{" not in given and "{%" not in given:
         try:
             text = read_regular(path, MOST_TEMPLATE).decode()
         except (OSError, ValueError) as error:
             why = getattr(error, "strerror", None) or reason(error)
-            fix = "give the file of one, its text, or chatml"
-            raise RecipeError(f"data.chat_template={given!r} is no Jinja text, nor a file ({why}): {fix}") from error
+            wrong = f"data.chat_template={given!r} is neither Jinja text nor a readable file ({why})"
+            raise RecipeError(f"{wrong}: give a Jinja file, its text, or chatml") from error
     tokenizer.chat_template = text
     return text
 
 
 def messages_of(cells: Sequence[Any]) -> list[dict[str, Any]]:
-    """The messages of a row that has them in one cell, or a prompt and a completion."""
+    """Return the messages of a row, from one cell, or from a prompt and a completion."""
     if len(cells) == 2:
         return [
             message for cell, name in zip(cells, ("prompt", "completion"), strict=True) for message in _said(cell, name)
@@ -399,10 +415,10 @@ def messages_of(cells: Sequence[Any]) -> list[dict[str, Any]]:
 
 
 def _tools(cell: Any) -> list[Any] | None:
-    """The functions that a model may call, as JSON schemas; ``None`` for none."""
+    """Return the JSON schemas of functions that the model may call, or ``None``."""
     found = _parsed(cell, TOOLS) or None
-    fits = found is None or (isinstance(found, list) and all(isinstance(one, dict) for one in found))
-    require(fits, f"has no list of {TOOLS} but {found!r:.40}")
+    if found is not None and not (isinstance(found, list) and all(isinstance(one, dict) for one in found)):
+        raise RecipeError(f"has {found!r:.40} instead of a list of {TOOLS}")
     return found
 
 
@@ -411,7 +427,7 @@ def _parsed(cell: Any, name: str) -> Any:
         try:
             return json.loads(cell)
         except (ValueError, RecursionError):
-            raise RecipeError(f"has no list of {name} but a text that is no JSON ({cell!r:.40})") from None
+            raise RecipeError(f"has a text that is not JSON ({cell!r:.40}) instead of a list of {name}") from None
     return cell
 
 
@@ -423,40 +439,44 @@ def _said(cell: Any, name: str) -> list[dict[str, Any]]:
 
 
 def _listed(cell: Any, name: str) -> list[dict[str, Any]]:
-    whole = isinstance(cell, list) and len(cell) > 0
-    require(whole, f"has no {name}" if cell in (None, []) else f"has no list of messages but {cell!r:.40}")
+    if not isinstance(cell, list) or not cell:
+        raise RecipeError(f"has no {name}" if cell in (None, []) else f"has {cell!r:.40} instead of a list of messages")
     require(len(cell) <= MAX_MESSAGES, f"has {len(cell):,} messages, and the max is {MAX_MESSAGES:,}: split it")
     return [_message(one, f"message {number} of {name}") for number, one in enumerate(cell, start=1)]
 
 
 def _message(given: Any, name: str) -> dict[str, Any]:
     require(isinstance(given, Mapping), f"has {given!r:.40} for {name}, which must have a role and a content")
-    found = {key: value for key, value in given.items() if value is not None}  # a table has what other rows have
+    found = {key: value for key, value in given.items() if value is not None}  # keys that only other rows use
     if "from" in found and "role" not in found:
         role = found.pop("from")
         found |= {"role": SHAREGPT.get(role, role) if isinstance(role, str) else role}
         found |= {"content": found.pop("value")} if "value" in found else {}
     role, content = found.get("role"), found.get("content")
-    none = f"has the role {role!r:.40} in {name}, which is none of {', '.join(ROLES)}"
-    require(role in ROLES, f"{none}{nearest(str(role), ROLES)}")
-    calls = content is None and "tool_calls" in found
-    require(isinstance(content, str) or calls, f"has no text but {content!r:.40} in {name} for its content")
+    if role not in ROLES:
+        raise RecipeError(
+            f"has the role {role!r:.40} in {name}, which must be one of {', '.join(ROLES)}{nearest(str(role), ROLES)}"
+        )
+    if not isinstance(content, str) and not (content is None and "tool_calls" in found):
+        raise RecipeError(f"has {content!r:.40} instead of a text in {name} for its content")
     return found
 
 
-# Rows of files, as samples in a table on disk.
+# Rows of files, converted to samples in a table on disk.
 
 
 def told(cell: Any) -> Any:
-    """A cell of a table without what it has of other rows: Arrow gives all structs of a column the same keys."""
+    """Remove keys that only other rows use. Arrow gives all structs of a column the same keys, with ``None``."""
     if isinstance(cell, Mapping):
         return {key: told(value) for key, value in cell.items() if value is not None}
     return list(map(told, cell)) if isinstance(cell, list) else cell
 
 
 def tokenised(rows: Rows, reader: RowReader, cache: Path) -> datasets.Dataset:
-    """The samples of all rows, from the cache on disk, with their ``row``; of a row without any, what the ``problem``
-    is. Of documents without ``labels``: they are the tokens."""
+    """Return the samples of all rows with their ``row``, using the cache on disk.
+
+    A row without samples has a ``problem``. Documents have no ``labels``, because these equal the tokens.
+    """
     numbers = ("length", "predicted", "lost", "place", "bytes", "row")
     kinds: dict[str, Any] = {"input_ids": datasets.List(datasets.Value("int32")), "problem": datasets.Value("string")}
     kinds |= {"labels": kinds["input_ids"]} if isinstance(reader, ChatReader) else {}
@@ -485,7 +505,7 @@ def tokenised(rows: Rows, reader: RowReader, cache: Path) -> datasets.Dataset:
 
 
 class Sequences(Samples):
-    """The ``chosen`` samples of ``tables`` that :func:`tokenised` made of ``rows``; on disk, as those of texts."""
+    """The ``chosen`` samples of ``tables`` that :func:`tokenised` made from ``rows``; memory-mapped."""
 
     lengths: Sequence[int]
     chosen: Sequence[int]
@@ -506,15 +526,15 @@ class Sequences(Samples):
         self.lengths = compact(self.column("length"))
 
     def column(self, name: str) -> ndarray:
-        """Of the chosen samples."""
+        """Return a column of the chosen samples."""
         return self.table.data.column(name).to_numpy()[np.asarray(self.chosen, dtype=np.int64)]
 
     def of(self, positions: Sequence[int]) -> Sequences:
-        """Those of its samples."""
+        """Return a split of the samples at ``positions``."""
         return Sequences(self.tables, self.rows, self.pad, [self.chosen[position] for position in positions])
 
     def parted(self, fraction: float, fold: int | None) -> tuple[Sequences, Sequences | None]:
-        """Without a share of its rows, and those: all samples of a row stand on one side."""
+        """Split into kept and held-out samples. All samples of a row are on the same side."""
         if fraction == 0:
             return self, None
         _, rows = np.unique(self.row_numbers(), return_inverse=True)
@@ -523,13 +543,13 @@ class Sequences(Samples):
         return self.of(np.flatnonzero(~is_held).tolist()), self.of(np.flatnonzero(is_held).tolist())
 
     def row_numbers(self) -> ndarray:
-        """Of the row of each sample, over all tables."""
+        """Return the row number of each sample, over all tables."""
         begins = (self.table.data.column("place").to_numpy() == 0).cumsum()
         return begins[np.asarray(self.chosen, dtype=np.int64)]
 
     @property
     def bytes_per_token(self) -> float | None:  # type: ignore[override]
-        """Bytes of the documents for each token that is predicted; ``None`` of conversations."""
+        """Bytes of the documents per predicted token; ``None`` for conversations."""
         size = int(self.column("bytes").sum())
         return size / int(self.column("predicted").sum()) if size else None
 
@@ -540,7 +560,7 @@ class Sequences(Samples):
         return self._with_labels(self.tokens[self.chosen[index]])
 
     def __getitems__(self, indices: Sequence[int]) -> dict[str, Tensor]:
-        """A whole batch at once."""
+        """Return a whole batch."""
         return self.pad(self._with_labels(self.tokens[[self.chosen[index] for index in indices]]))
 
     def _with_labels(self, found: Mapping[str, Any]) -> dict[str, Any]:
@@ -552,7 +572,7 @@ class Sequences(Samples):
         return self.rows[number].describe(self.table[row]["row"])
 
     def fingerprint(self) -> str:
-        """Of every token and label (up to 1 GiB; beyond, of evenly spread blocks of samples), in order."""
+        """Hash every token and label, in order; above 1 GiB, evenly spread blocks of samples."""
         content = Content("sequences", np.asarray(self.lengths), self.pad.settings)
         for block in blocks(len(self), 4 * len(self.tokens.column_names) * sum(self.lengths)):
             add_rows(content, self.tokens, [self.chosen[position] for position in block])
@@ -560,7 +580,7 @@ class Sequences(Samples):
 
 
 class FromStream:
-    """The first sample of every row of a stream."""
+    """Encodes each row of a stream as its first sample."""
 
     def __init__(self, reader: RowReader, columns: Sequence[str]) -> None:
         self.reader, self.columns, self.settings = reader, columns, reader.settings
@@ -577,42 +597,42 @@ class FromStream:
         return {"input_ids": [one.ids.tolist() for one in samples], "labels": [one.labels.tolist() for one in samples]}
 
 
-# What is said of it all, before training.
+# The summary and the warnings before training.
 
 
 def say(message: str) -> None:
-    """Warn, in one line, once a machine."""
+    """Print a one-line warning, once per machine."""
     if first_here():
         print(escaped(f"trainer: warning: {message}"), file=sys.stderr, flush=True)
 
 
 def _unlabelled(lost: int) -> str:
-    return CUT if lost else "has no word of the assistant"
+    return CUT if lost else "has no text of the assistant"
 
 
 class Survey:
-    """Says what each split holds, and what is cut off or left out of it."""
+    """Prints a summary of each split, and what is truncated or skipped."""
 
     def __init__(self, called: str, max_length: int) -> None:
         self.called, self.max_length, self.bad, self.learned = called, max_length, list[str](), True
 
     def __call__(self, part: str, every: Sequences) -> list[int]:
-        """The samples of ``every`` that there is something to learn from."""
+        """Return the positions of the samples of ``every`` that have tokens to predict."""
         problems = every.table.data.column("problem")
         usable, empty = pc.equal(problems, "").to_numpy(), pc.equal(problems, EMPTY).to_numpy()
         predicted, lost, first = every.column("predicted"), every.column("lost"), every.column("place") == 0
         silent, learned = usable & (predicted == 0), usable & (predicted > 0)
         tokens = int(every.column("length")[learned].sum()) - int((learned & ~first).sum())
-        said = f"data: {part}: {self._counted(int((learned & first).sum()))}, {tokens:,} tokens, of which "
-        said += f"{int(predicted[learned].sum()):,} are predicted"
+        said = f"data: {part}: {self._counted(int((learned & first).sum()))}, {tokens:,} tokens "
+        said += f"({int(predicted[learned].sum()):,} predicted)"
         if int((learned & ~first).sum()):
             said += f", in {int(learned.sum()):,} pieces of at most {self.max_length:,}"
         if first_here():
             print(escaped(said), flush=True)
         cut = learned & (lost > 0)
         fix = f"raise data.max_length={self.max_length}"
-        self._tell(part, every, cut, f"are cut, by {int(lost[cut].sum()):,} tokens: {fix}")
-        self._tell(part, every, empty, "are empty, and left out")
+        self._tell(part, every, cut, f"are truncated, by {int(lost[cut].sum()):,} tokens: {fix}")
+        self._tell(part, every, empty, "are empty and skipped")
         for index in np.flatnonzero(silent | ~(usable | empty)).tolist():
             why = problems[index].as_py() or _unlabelled(int(lost[index]))
             self.bad.append(f"{every.describe(index)} {why}")
@@ -629,18 +649,18 @@ class Survey:
             say(f"{part}: {int(chosen.sum()):,} of {len(every):,} {self.called}s {what} ({names})")
 
     def check(self, most: int) -> None:
-        """Name the samples that are left out, or refuse them where they are more than ``most``."""
+        """Warn about the samples that are skipped, or reject them if they are more than ``most``."""
         count = len(self.bad)
         shown = "; ".join(_brief(self.bad[:SHOWN])) + (f"; and {count - SHOWN:,} more" if count > SHOWN else "")
         said = f"{self._counted(count)} cannot be learned from"
         fix = f", raise data.max_length={self.max_length}" if any(why.endswith(CUT) for why in self.bad) else ""
-        fix += f", or leave them out by --data.max_bad_samples {count}" if self.learned else ""
-        refused = f"{said}, more than data.max_bad_samples={most}: {shown}. Mend or remove them{fix}"
-        require(count <= most, refused)
+        fix += f", or skip them with --data.max_bad_samples {count}" if self.learned else ""
+        if count > most:
+            raise RecipeError(f"{said}, more than data.max_bad_samples={most}: {shown}. Fix or remove them{fix}")
         if self.bad:
-            say(f"{said}, and are left out: {shown}")
+            say(f"{said} and are skipped: {shown}")
 
 
 def _brief(places: Sequence[str]) -> list[str]:
-    """Rows that are named, of which only the first says how they are counted."""
+    """Shorten descriptions of rows: only the first states how rows are counted."""
     return [*places[:1], *(sub(r" \(the (first|header) is row[^)]*\)", "", place) for place in places[1:])]

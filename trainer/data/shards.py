@@ -1,4 +1,4 @@
-"""Parquet files read row group by row group: what is in them, and any row, with few groups in memory at a time."""
+"""Random access to rows of Parquet files, with few row groups in memory at a time."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ from trainer.errors import RecipeError
 from trainer.values import Groups
 
 MOST_LABELS, MOST_LONGEST, OPEN_FILES = 10_000, 1024, 8
-"""The last: files of which a process keeps the footer."""
+"""Max labels, max candidates for the longest samples, and max files that a process keeps open."""
 
 
 @dataclass(frozen=True)
 class Shard:
-    """A file of a dataset: the number and rows of each row group that has any, and the labels that were asked for."""
+    """A file of a dataset: index and number of rows of each row group with rows, and the distinct labels if needed."""
 
     path: str
     groups: Sequence[tuple[int, int]]
@@ -43,9 +43,9 @@ class Shard:
 
 
 def find_shards(paths: Sequence[Path], cache: Path, label_column: str | None = None) -> list[Shard]:
-    """What is in Parquet files: read from their footers, and remembered in ``cache`` while they do not change.
+    """Read the footers of Parquet files; cached in ``cache`` while the files do not change.
 
-    Of ``label_column``, if given, the different labels are asked for: it is read whole.
+    If ``label_column`` is given, all of it is read to find the distinct labels.
     """
     total = sum(path.stat().st_size for path in paths)
 
@@ -67,28 +67,27 @@ def _look_into(path: Path, label_column: str | None) -> tuple[list[tuple[int, in
             rows = [(group, metadata.row_group(group).num_rows) for group in range(metadata.num_row_groups)]
             rows = [(group, count) for group, count in rows if count]
             for group, _ in rows:
-                # A missing column is told by who knows the name of the setting, and too many labels are refused there.
+                # The caller knows the name of the setting, so it reports a missing column and rejects too many labels.
                 if label_column is not None and label_column in columns and len(labels) <= MOST_LABELS:
                     values = pc.unique(read_group(path, file, group, [label_column]).column(0)).to_pylist()
                     labels |= {str(value) for value in values if value is not None}
     except RecipeError:
         raise
-    except Exception as error:  # pyarrow raises OSError and ArrowInvalid, and others for damaged files
+    except Exception as error:  # pyarrow raises OSError, ArrowInvalid and others for damaged files
         raise _unreadable(str(path), error) from error
     return rows, columns, sorted(labels)
 
 
 def _unreadable(place: str, error: BaseException) -> RecipeError:
     return RecipeError(
-        f"{place} cannot be read as Parquet ({reason(error)}): it is damaged or was not written to its end; write it "
-        "again or remove it"
+        f"{place} cannot be read as Parquet ({reason(error)}): it is damaged or incomplete; write it again or remove it"
     )
 
 
 class ShardReader:
-    """The ``columns`` of all rows by their number, shard after shard.
+    """Reads ``columns`` of rows by their number over all shards.
 
-    Row groups of ``most_rows`` rows together are kept decoded, besides the last one read.
+    Keeps decoded row groups with up to ``most_rows`` rows in total, plus the one read last.
     """
 
     def __init__(self, shards: Sequence[Shard], columns: Sequence[str], most_rows: int) -> None:
@@ -103,16 +102,16 @@ class ShardReader:
         return self.starts[-1]
 
     def __getstate__(self) -> dict[str, Any]:
-        """For a process that is spawned: without what is open."""
+        """Return the state for a spawned process, without open files and tables."""
         return self.__dict__ | {"_tables": OrderedDict(), "_files": OrderedDict()}
 
     def row(self, index: int) -> tuple[Any, ...]:
-        """The values of ``columns`` in a row."""
+        """Return the values of ``columns`` in a row."""
         number = bisect_right(self.starts, index) - 1
         return tuple(column[index - self.starts[number]].as_py() for column in self.table(number).columns)
 
     def describe(self, index: int) -> str:
-        """The file of a row, and its number there."""
+        """Return the file of a row, and its number there."""
         number = bisect_right(self.starts, index) - 1
         shard, group = self.places[number]
         before = sum(count for other, count in self.shards[shard].groups if other < group)
@@ -120,7 +119,7 @@ class ShardReader:
         return f"{self.shards[shard].path} row {row} (the first is row 1)"
 
     def table(self, number: int) -> pa.Table:
-        """A row group."""
+        """Return a row group, from memory if possible."""
         if number not in self._tables:
             self._tables[number] = table = self._decode(number)
             rows = sum(map(len, self._tables.values()))
@@ -141,7 +140,7 @@ class ShardReader:
         if len(table) != self.sizes[number]:
             raise RecipeError(
                 f"{path} row group {group} has {len(table)} rows instead of {self.sizes[number]}: the file has changed "
-                "since the run began; start it again"
+                "since the run began; restart the run"
             )
         self.decoded += 1
         return table
@@ -156,21 +155,21 @@ class ShardReader:
 
 
 class Encode(Protocol):
-    """Makes samples of rows: ``input_ids``, ``labels`` and others, a list with one of each row."""
+    """Protocol of encoders, which convert rows to columns such as ``input_ids`` and ``labels``, one entry per row."""
 
     @property
     def columns(self) -> Sequence[str]:
-        """What it reads of a row, the longest text first."""
+        """The columns to read, the one with the longest text first."""
 
     settings: Any
-    """What decides the samples besides the tokenizer."""
+    """Everything except the tokenizer that determines the samples."""
 
     def __call__(self, rows: Sequence[tuple[Any, ...]], places: Sequence[Callable[[], str]]) -> Mapping[str, list[Any]]:
-        """The samples; raises a RecipeError with the place of a row of which there can be none."""
+        """Encode rows. Raises ``RecipeError`` with the place of an invalid row."""
 
 
 class Labelled:
-    """Tokens of texts with a label each, of ``columns``, whose ``classes`` are known by their text."""
+    """The encoder of texts with one label each; ``classes`` maps label texts to numbers."""
 
     def __init__(self, columns: tuple[str, str], classes: Mapping[str, int], pad: Padder) -> None:
         self.columns, self.settings, self.pad = columns, dict(classes), pad
@@ -181,30 +180,29 @@ class Labelled:
             require_label(label, place, self.columns[1])
             if str(label) not in self.settings:
                 unknown = f"{self.columns[1]} {str(label)!r} is not one of {', '.join(self.settings)}"
-                raise RecipeError(f"{place()}: {unknown}: mend it, or give all labels in data.classes")
+                raise RecipeError(f"{place()}: {unknown}: fix it, or give all labels in data.classes")
         tokens = encode([text for text, _ in rows], self.pad.tokenizer, self.pad.max_length)
         return {**tokens, "labels": [self.settings[str(label)] for _, label in rows]}
 
 
 class StreamedSplit(Samples):
-    """The samples that ``encode`` makes of all shards, one after the other, of which ``mixed`` at least are shuffled
-    with each other."""
+    """The samples that ``encode`` makes from all shards in order; at least ``mixed`` are shuffled with each other."""
 
     def __init__(self, shards: Sequence[Shard], encode: Encode, pad: Padder, mixed: int) -> None:
         self.encode, self.pad = encode, pad
         most = max(count for shard in shards for _, count in shard.groups)
-        self.reader = ShardReader(shards, encode.columns, 2 * (mixed + most))  # a batch may be of two stretches
+        self.reader = ShardReader(shards, encode.columns, 2 * (mixed + most))  # a batch may span two shuffle blocks
         self.groups = Groups(self.reader.sizes, mixed)
 
     @property
     def longest(self) -> Sequence[int]:  # type: ignore[override]
-        """The samples of the first row group by the length of their text, the longest first."""
+        """The samples of the first row group, sorted by the length of their text, the longest first."""
         try:
             cells = self.reader.table(0).column(self.encode.columns[0])
-            if pa.types.is_nested(cells.type):  # a list of messages is as long as all that they say
+            if pa.types.is_nested(cells.type):  # use the length of all messages
                 cells = pa.chunked_array([list(map(str, cells.to_pylist()))], pa.large_string())
             lengths = pc.utf8_length(cells.cast(pa.large_string()))
-        except (RecipeError, pa.ArrowException):  # told when it is their turn, where they may be allowed to be bad
+        except (RecipeError, pa.ArrowException):  # reported when they are loaded, where bad samples may be allowed
             return []
         order = pc.array_sort_indices(lengths.combine_chunks(), order="descending", null_placement="at_end")
         return order[:MOST_LONGEST].to_pylist()
@@ -216,7 +214,7 @@ class StreamedSplit(Samples):
         return {key: values[0] for key, values in self._encoded([index]).items()}
 
     def __getitems__(self, indices: Sequence[int]) -> dict[str, Tensor]:
-        """A whole batch at once."""
+        """Return a whole batch."""
         return self.pad(self._encoded(indices))
 
     def _encoded(self, indices: Sequence[int]) -> Mapping[str, list[Any]]:
@@ -227,11 +225,11 @@ class StreamedSplit(Samples):
         return self.reader.describe(index)
 
     def fingerprint(self) -> str:
-        """Of the files, in order (every byte, of more than 1 GiB spread blocks), and how they are read."""
+        """Hash the files, in order (every byte; above 1 GiB evenly spread blocks), and the settings of reading."""
         digests = [shard.digest for shard in self.reader.shards]
         return Content("shards", digests, self.encode.columns, self.encode.settings, self.pad.settings).hexdigest()
 
     def files(self) -> dict[str, str]:
-        """A short hash of every file, by its path within the folder of all."""
+        """Return a short hash of every file, by its path relative to the common folder."""
         folder = os.path.commonpath([os.path.dirname(shard.path) for shard in self.reader.shards])
         return {os.path.relpath(shard.path, folder): shard.digest[:16] for shard in self.reader.shards}

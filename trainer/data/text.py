@@ -25,14 +25,14 @@ if TYPE_CHECKING:
 
 PUBLIC_IMDB = "stanfordnlp/imdb"
 MOST_FLOATS = 20
-"""Different numbers that are still classes when they are not whole, such as half stars."""
+"""Max number of distinct non-integer labels that are treated as classes, such as half stars."""
 
 
 class Padded(BuiltIn):
-    """What all datasets share that a tokenizer reads."""
+    """Base class of datasets that need a tokenizer."""
 
     max_length: int
-    pair_column: str | None = None  # a setting of those that have pairs
+    pair_column: str | None = None  # a setting of datasets that support pairs
 
     _pad: Any = None
 
@@ -41,13 +41,13 @@ class Padded(BuiltIn):
         require_positive("data.max_length", self.max_length)
 
     def collate(self, samples: Sequence[Any]) -> dict[str, Tensor]:
-        """Pad samples of a prepared dataset to a batch."""
+        """Collate samples of a prepared dataset to a padded batch."""
         require(self._pad is not None, f"{type(self).__name__}: call prepare(tokenizer) before collate")
         return self._pad(samples)
 
 
 def placed(texts: Sequence[Any]) -> Iterator[tuple[Any, str]]:
-    """Each of the ``texts``, or lists of messages, that a person gave, and what it is called; refuses an empty one."""
+    """Yield the user's ``texts``, or lists of messages, each with a name for messages. Rejects empty ones."""
     require(len(texts) > 0, "no texts were given")
     for position, text in enumerate(texts, start=1):
         place = f"text {position} (the first is 1)" if len(texts) > 1 else "the text"
@@ -57,14 +57,14 @@ def placed(texts: Sequence[Any]) -> Iterator[tuple[Any, str]]:
 
 @dataclass(kw_only=True)
 class Texts(Padded):
-    """What all text datasets with labels share.
+    """Base class of text datasets with labels.
 
     Args:
         text_column: column of the texts.
         label_column: column of the labels: integers or strings.
-        pair_column: column of the second text of each row, where a sample is a pair of texts: two sentences, a question
-            and a passage; null where it is one text.
-        max_length: tokens that a text is cut to.
+        pair_column: column of the second text of each row if a sample is a pair of texts: two sentences, a question
+            and a passage; null for single texts.
+        max_length: max number of tokens; longer texts are truncated.
         cache_dir: folder of the cache for tokens; by default that of the datasets library.
     """
 
@@ -75,13 +75,14 @@ class Texts(Padded):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        both = f"data.text_column and data.label_column are both {self.text_column!r}: they must differ"
-        require(self.text_column != self.label_column, both)
+        if self.text_column == self.label_column:
+            raise RecipeError(f"data.text_column and data.label_column are both {self.text_column!r}: they must differ")
 
     def encode(self, texts: Sequence[str], tokenizer: Any) -> dict[str, Tensor]:
-        """Make a batch, without labels, of any texts: tokenised, truncated and padded as the dataset's own.
+        """Make a batch of texts without labels, tokenised, truncated and padded like the dataset's own texts.
 
-        For the task token it has ``words`` besides, as :func:`trainer.data.tokens.encode` of the words between blanks.
+        For the task token, texts are split at spaces, and the batch also has ``words``: see
+        :func:`trainer.data.tokens.encode`.
         """
         from trainer.data.tokens import Padder, check_tokenizer, encode, require_text
 
@@ -91,18 +92,17 @@ class Texts(Padded):
         read: Sequence[Any] = [text.split() for text in texts] if self._task == "token" else texts
         if self.pair_column is not None:
             read = [tuple(text.split("\t")) for text in texts]
-            both = (
-                f"data.pair_column={self.pair_column!r} makes a sample of two texts: write them with a tab between them"
-            )
-            require(all(len(text) == 2 and all(map(str.strip, text)) for text in read), both)
+            if not all(len(text) == 2 and all(map(str.strip, text)) for text in read):
+                pair = f"data.pair_column={self.pair_column!r} needs two texts per sample"
+                raise RecipeError(f"{pair}: write them with a tab between them")
         return Padder(tokenizer, self.max_length)(encode(read, tokenizer, self.max_length))
 
 
 class _Tokenised(Sampled, Texts):
-    """What the text datasets share that are tokenised before training."""
+    """Base class of text datasets that are tokenised before training."""
 
     def prepare(self, tokenizer: Any = None, model: Model | None = None) -> None:
-        """Read, check and tokenise; what was tokenised before is taken from the cache."""
+        """Read, check and tokenise the data, using the cache."""
         from trainer.data.cache import cache_folder
         from trainer.data.labels import names_of
         from trainer.data.tokens import Padder, Tokens, check_tokenizer, label_numbers, label_texts, tokenise
@@ -114,8 +114,9 @@ class _Tokenised(Sampled, Texts):
         found = self._find(cache)
         task, source = self._task, found["train"].source
         pair = self.pair_column
-        why = f"data.pair_column={pair!r} is not for model.task=token, which has a label for each word: leave it out"
-        require(pair is None or task != "token", why)
+        if pair is not None and task == "token":
+            wrong = f"data.pair_column={pair!r} is not for model.task=token, which has one label per word"
+            raise RecipeError(f"{wrong}: leave it out")
         common: Any = partial(tokenise, tokenizer=tokenizer, max_length=self.max_length, cache=cache, task=task)
         read = partial(common, pair_column=pair)
         tables = {part: read(rows, *columns) for part, rows in found.items()}
@@ -143,29 +144,31 @@ class _Tokenised(Sampled, Texts):
         self.val = split("train", held) if held else split("val")
 
     def _find(self, cache: Path) -> dict[str, Rows]:
-        """The rows of every split that there is."""
+        """Return the rows of every existing split."""
         raise NotImplementedError
 
     def _classes(self, source: str, labels: Sequence[str]) -> dict[str, int]:
-        """The class of every label text of the training data; sets ``class_names`` and ``num_classes``.
+        """Return the class of every label text of the training data. Sets ``class_names`` and ``num_classes``.
 
-        By default classes are the distinct labels in sorted order, numbers by value.
+        By default the classes are the distinct labels, sorted, numbers by value.
         """
         column = f"{source}: data.label_column={self.label_column!r}"
-        why = f"{column} has {len(labels):,} different numbers such as {labels[0]}, which looks like regression"
-        fix = "say --model.task regression, or name the column of the classes"
-        require(self._task != "single_label" or not _is_continuous(labels), f"{why}: {fix}")
+        if self._task == "single_label" and _is_continuous(labels):
+            raise RecipeError(
+                f"{column} has {len(labels):,} different numbers such as {labels[0]}, which looks like regression: use "
+                "--model.task regression, or name the column of the classes"
+            )
         self._set_classes(sort_classes(labels))
-        one = f"{column} is {self.class_names[0]!r} in every row, and a classifier needs two classes or more"
-        require(
-            self.num_classes > 1 or self._task == "multi_label",
-            f"{one}: add rows of another class, or name the column of the classes",
-        )
+        if self.num_classes <= 1 and self._task != "multi_label":
+            raise RecipeError(
+                f"{column} is {self.class_names[0]!r} in every row, but a classifier needs two classes or more: add "
+                "rows of another class, or name the column of the classes"
+            )
         return {name: index for index, name in enumerate(self.class_names)}
 
 
 def _is_continuous(labels: Sequence[str]) -> bool:
-    """Whether labels are numbers, more of them than classes are, and not all of them whole."""
+    """Return whether labels are numbers, not all of them integers, and too many to be classes."""
     try:
         numbers = list(map(float, labels))
     except ValueError:  # a word
@@ -174,7 +177,7 @@ def _is_continuous(labels: Sequence[str]) -> bool:
 
 
 def sort_classes(labels: Iterable[str]) -> list[str]:
-    """The different labels in order, numbers by value."""
+    """Return the distinct labels, sorted, numbers by value."""
     names = set(labels)
     numbers = all(name.removeprefix("-").isdecimal() and len(name) < 20 for name in names)
     return sorted(names, key=int) if numbers else sorted(names)
@@ -185,21 +188,21 @@ class IMDb(_Tokenised):
     """IMDb film reviews, negative (0) or positive (1): 25,000 for training, 25,000 for testing.
 
     Args:
-        root: a dataset on the Hugging Face hub; or a folder, or file:// URL of one, that holds train.csv and test.csv
-            or is an unpacked aclImdb (train/pos, train/neg, test/pos, test/neg).
+        root: a dataset on the Hugging Face hub; or a folder, or the file:// URL of one, that contains train.csv and
+            test.csv or is an unpacked aclImdb (train/pos, train/neg, test/pos, test/neg).
         label_column: column of the labels: 0 or 1, or negative or positive.
     """
 
     root: str = PUBLIC_IMDB
 
     def require_files(self) -> None:
-        """The folder, where ``root`` is no name of the hub."""
+        """Check that the folder exists, unless ``root`` is a name of the hub."""
         root = local_path(self.root)
         looks_local = self.root.startswith((".", "/", "~", "file:")) or self.root.count("/") != 1
         require(root.is_dir() or not looks_local, f"data.root={self.root!r}: there is no folder {root}")
 
     def outline(self) -> Outline | None:
-        """The reviews that would be downloaded, each as long as ``max_length`` allows."""
+        """Return the outline of the reviews to download, with ``max_length`` tokens each."""
         from trainer.data.rows import is_cached
 
         if self.root != PUBLIC_IMDB or local_path(self.root).is_dir() or is_cached(self.root, self.cache_dir):
@@ -220,11 +223,11 @@ class IMDb(_Tokenised):
             return find_hub("root", self.root, splits, f"{advice} to an unpacked aclImdb folder", self.cache_dir)
         if (root / "train.csv").is_file():
             return {part: find_file(root / f"{part}.csv", cache) for part in parts}
-        require(
-            (root / "train" / "pos").is_dir(),
-            f"{key}: {root} holds neither train.csv nor train/pos: set it to a folder with train.csv and test.csv, to "
-            "an unpacked aclImdb folder, or to stanfordnlp/imdb",
-        )
+        if not (root / "train" / "pos").is_dir():
+            raise RecipeError(
+                f"{key}: {root} contains neither train.csv nor train/pos: set it to a folder with train.csv and "
+                "test.csv, to an unpacked aclImdb folder, or to stanfordnlp/imdb"
+            )
         return {part: find_folders(root, part, (("neg", 0), ("pos", 1)), cache) for part in parts}
 
     def _classes(self, source: str, labels: Sequence[str]) -> dict[str, int]:
@@ -234,20 +237,21 @@ class IMDb(_Tokenised):
 
 @dataclass
 class TextFiles(_Tokenised):
-    """Texts of one's own with their labels, in .csv, .tsv, .parquet or .jsonl files.
+    """Custom texts with labels, in .csv, .tsv, .parquet or .jsonl files.
 
-    Classes are the distinct labels of the training file in sorted order, numbers by value. What a label is depends on
-    the model's task (docs/tasks.md): one class, several with | between them or in a list, a number or several, or, of a
-    list of words or a text with blanks between them, as many tags.
+    Classes are the distinct labels of the training file, sorted, numbers by value. The format of a label depends on
+    the model's task (docs/tasks.md): one class; several classes with | between them or in a list; one or more numbers;
+    or one tag per word, for texts that are lists of words or have spaces between words.
 
     Args:
         train_file: the training texts: a path or file:// URL.
         val_file: texts for validation (optional).
         test_file: texts for testing (optional).
-        val_fraction: share of the training texts held out for validation when there is no val_file.
-        encoding: of csv files, such as cp1252 (Excel's) or latin-1; null is UTF-8, or UTF-16 where the file says so.
-        separator: between the cells of csv files, a character or tab; null is the one of , ; tab and | that the header
-            has most of.
+        val_fraction: share of the training texts held out for validation if there is no val_file.
+        encoding: encoding of csv files, such as cp1252 (Excel's) or latin-1; null is UTF-8, or UTF-16 for files that
+            start with its byte order mark.
+        separator: separator of the cells of csv files, a character or tab; null chooses the one of , ; tab and | that
+            is most frequent in the header.
     """
 
     tasks = ("single_label", "multi_label", "regression", "token")
@@ -264,10 +268,10 @@ class TextFiles(_Tokenised):
         self._separator = written_with(self.encoding, self.separator)
 
     def require_files(self) -> None:
-        """Refuse files that are not there."""
+        """Check that the files exist."""
         for part, path in self._paths().items():
             key = f"data.{part}_file={getattr(self, f'{part}_file')!r}"
-            require(not path.is_dir(), f"{key}: {path} is a folder: give the file in it, by --data.{part}_file FILE")
+            require(not path.is_dir(), f"{key}: {path} is a folder: give a file in it by --data.{part}_file FILE")
             require(path.is_file(), f"{key}: there is no file {path}: give one by --data.{part}_file FILE")
 
     def _paths(self) -> dict[str, Path]:
@@ -283,32 +287,32 @@ class TextFiles(_Tokenised):
 
 
 def written_with(encoding: str | None, separator: str | None) -> str | None:
-    """The ``separator`` as a character; refuses what is none, and an unknown ``encoding``."""
+    """Return the ``separator`` as a character; reject an invalid one, and an unknown ``encoding``."""
     with suppress(LookupError):
         "".encode(encoding or "utf-8")
         found = {"tab": "\t", "\\t": "\t"}.get(separator or "", separator)
-        one = found is None or len(found) == 1
-        require(one, f"data.separator={separator!r} must be one character, such as ; or |, or tab")
+        if found is not None and len(found) != 1:
+            raise RecipeError(f"data.separator={separator!r} must be one character, such as ; or |, or tab")
         return found
-    known = "such as utf-8, utf-16, cp1252 (Excel's), latin-1 or shift_jis"
-    raise RecipeError(f"data.encoding={encoding!r} is no encoding that Python knows: give one {known}")
+    known = "use one such as utf-8, utf-16, cp1252 (Excel's), latin-1 or shift_jis"
+    raise RecipeError(f"data.encoding={encoding!r} is not an encoding of Python: {known}")
 
 
 @dataclass
 class HubText(_Tokenised):
-    """Texts with one label each of any dataset of the Hugging Face hub, or of a folder of data files in its forms.
+    """Texts with one label each, from any dataset of the Hugging Face hub, or a folder that datasets can load.
 
-    Classes are those that the dataset names, or else the distinct labels of the training split as in TextFiles.
+    Classes are those that the dataset names, otherwise the distinct labels of the training split as in TextFiles.
 
     Args:
-        name: on the hub, such as stanfordnlp/imdb or nyu-mll/glue; or a folder that ``datasets.load_dataset`` reads, of
-            .parquet, .csv or .jsonl files called train and test, say.
-        config: the part of a dataset that has several, such as mrpc of nyu-mll/glue.
-        revision: a branch, tag or commit of the hub's.
-        train_split: the training texts; as everywhere in datasets train[:10%] is a part of a split.
+        name: a hub dataset, such as stanfordnlp/imdb or nyu-mll/glue; or a folder that ``datasets.load_dataset`` reads,
+            for example with .parquet, .csv or .jsonl files called train and test.
+        config: the configuration of a dataset that has several, such as mrpc of nyu-mll/glue.
+        revision: a branch, tag or commit of the hub dataset.
+        train_split: the training texts; as in datasets, train[:10%] is a part of a split.
         val_split: texts for validation (optional).
-        test_split: texts for testing, or null; one without labels cannot be it.
-        val_fraction: share of the training texts held out for validation when there is no val_split.
+        test_split: texts for testing, or null; must have labels.
+        val_fraction: share of the training texts held out for validation if there is no val_split.
     """
 
     name: str
@@ -320,7 +324,7 @@ class HubText(_Tokenised):
     pair_column: str | None = None
 
     def require_files(self) -> None:
-        """Refuse a folder that is not there."""
+        """Check that a local folder exists."""
         require_named(self.name)
 
     def _find(self, cache: Path) -> dict[str, Rows]:
@@ -337,20 +341,20 @@ class HubText(_Tokenised):
 
 
 def require_named(name: str) -> None:
-    """Refuse a ``name`` that can be no data set of the hub, and is no folder here."""
+    """Check that ``name`` is a local folder or can be a dataset of the hub."""
     path = local_path(name)
     looks_local = name.startswith((".", "/", "~", "file:")) or name.count("/") > 1
     require(path.is_dir() or not looks_local, f"data.name={name!r}: there is no folder {path}")
 
 
 def rows_of_hub(data: Any) -> dict[str, Rows]:
-    """The splits that ``data`` asks for by its settings, which are those of :class:`HubText`."""
+    """Return the rows of the splits in the settings of ``data``, which are those of :class:`HubText`."""
     from trainer.data.rows import find_hub
 
     require_named(data.name)
     asked = {"train": data.train_split, "val": data.val_split, "test": data.test_split}
     splits = {part: split for part, split in asked.items() if split is not None}
-    advice = "and data.config, data.train_split, data.val_split and data.test_split (null where there is none)"
+    advice = "and data.config, data.train_split, data.val_split and data.test_split (null if there is none)"
     path = local_path(data.name)
     name = str(path) if path.is_dir() else data.name
     return find_hub("name", name, splits, advice, data.cache_dir, data.config, data.revision)
@@ -358,19 +362,20 @@ def rows_of_hub(data: Any) -> dict[str, Rows]:
 
 @dataclass
 class StreamedText(Texts):
-    """Texts with one label each in Parquet files of any number and size, tokenised when it is their turn.
+    """Texts with one label each in Parquet files of any number and size, tokenised when they are loaded.
 
-    Only Parquet: its files say where each row is, so any step of any epoch can be found without reading all before it.
+    Only Parquet is supported: its footers locate each row, so a run can resume at any step without reading from the
+    start.
 
     Args:
-        train_files: the training texts: a folder of .parquet files, or a pattern such as shards/train-*.parquet; taken
-            in the order of their names.
+        train_files: the training texts: a folder of .parquet files, or a pattern such as shards/train-*.parquet; sorted
+            by name.
         val_files: texts for validation (optional).
         test_files: texts for testing (optional).
-        classes: the labels, as texts, in the order of their classes; by default those that the training files have,
-            sorted, numbers by value.
-        shuffle_buffer: samples that are shuffled with each other, at least; about as many texts are held in memory.
-        cache_dir: folder that remembers what is in the files; by default that of the datasets library.
+        classes: the labels, as texts, in the order of their classes; by default those of the training files, sorted,
+            numbers by value.
+        shuffle_buffer: min number of samples that are shuffled with each other; about that many texts are in memory.
+        cache_dir: folder of the cache of footers; by default that of the datasets library.
     """
 
     train_files: str
@@ -384,13 +389,13 @@ class StreamedText(Texts):
         require_positive("data.shuffle_buffer", self.shuffle_buffer)
 
     def require_files(self) -> None:
-        """Refuse folders and patterns of nothing."""
+        """Check that the folders and patterns match files."""
         for key in ("train_files", "val_files", "test_files"):
             if (pattern := getattr(self, key)) is not None:
                 shard_files(f"data.{key}={pattern!r}", pattern)
 
     def prepare(self, tokenizer: Any = None, model: Model | None = None) -> None:
-        """Look into the files; texts are read and tokenised later."""
+        """Read the footers of the files; texts are read and tokenised later."""
         from trainer.data.shards import MOST_LABELS, Labelled, StreamedSplit
         from trainer.data.tokens import Padder, check_tokenizer
 
@@ -401,19 +406,21 @@ class StreamedText(Texts):
         key = f"data.label_column={self.label_column!r}"
         if self.classes is None:
             names = sort_classes(label for shard in found["train"] for label in shard.labels)
-            require(len(names) > 0, f"{key}: no row of the training files has one")
+            require(len(names) > 0, f"{key}: no row of the training files has a label: add labels")
         else:
             names = self.classes
-            require(len(set(names)) == len(names), "data.classes holds a label twice: give each label once")
+            require(len(set(names)) == len(names), "data.classes contains a label twice: give each label once")
         self._set_classes(names)
-        require(len(names) > 1, f"data.train_files={self.train_files!r}: there is only {self.class_names}")
-        many = f"{key} has more than {MOST_LABELS:,} different labels: name the column of the classes"
-        require(len(names) <= MOST_LABELS, many)
+        if len(names) < 2:
+            only = f"data.train_files={self.train_files!r}: the only class is {self.class_names}"
+            raise RecipeError(f"{only}, but a classifier needs two or more: add rows of another class")
+        if len(names) > MOST_LABELS:
+            raise RecipeError(f"{key} has more than {MOST_LABELS:,} different labels: name the column of the classes")
         columns, numbers = (self.text_column, self.label_column), {name: number for number, name in enumerate(names)}
         self._pad = Padder(tokenizer, self.max_length)
         read = Labelled(columns, numbers, self._pad)
         self.train = StreamedSplit(found["train"], read, self._pad, self.shuffle_buffer)
-        # What is evaluated is read from the first row to the last: one row group at a time is enough.
+        # Evaluation reads from the first row to the last, so one row group at a time is enough.
         self.val, self.test = (
             StreamedSplit(found[part], read, self._pad, mixed=1) if part in found else None for part in ("val", "test")
         )
@@ -434,24 +441,22 @@ class StreamedText(Texts):
 
 
 def files_of(key: str, pattern: str, kinds: Sequence[str]) -> list[Path]:
-    """Those that ``pattern`` stands for, in the order of their names; of a folder those of ``kinds``.
+    """Return the files that match ``pattern``, sorted by name; for a folder those of ``kinds``.
 
     Args:
         key: the setting and its value, for messages.
-        pattern: a folder, or a file or pattern, in which ** is any folders.
+        pattern: a folder, or a file or pattern, in which ** matches any folders.
         kinds: patterns of names within a folder.
     """
     path = local_path(pattern)
-    require(
-        "://" not in pattern.removeprefix("file://"),
-        f"{key} is no local path: download the files first (hf download for those of the hub)",
-    )
-    require(pattern.count("**") <= 8, f"{key:.200}: ** stands for any number of folders: write it 8 times at most")
+    if "://" in pattern.removeprefix("file://"):
+        raise RecipeError(f"{key} is not a local path: download the files first (hf download for files of the hub)")
+    require(pattern.count("**") <= 8, f"{key:.200}: the pattern contains ** more than 8 times: use it at most 8 times")
     if path.is_dir():
         names = {name for kind in kinds for name in glob(f"{escape(str(path))}/{kind}", recursive=True)}
-        require(
-            len(names) > 0, f"{key}: the folder {path} holds no {listed([Path(kind).suffix for kind in kinds])} files"
-        )
+        if not names:
+            kinds_of = listed([Path(kind).suffix for kind in kinds])
+            raise RecipeError(f"{key}: the folder {path} contains no {kinds_of} files: add some")
     else:
         names = {name for name in glob(str(path), recursive=True) if not Path(name).is_dir()}
         require(len(names) > 0, f"{key}: there is no such folder or file: give one by --{key.partition('=')[0]}")
@@ -459,12 +464,12 @@ def files_of(key: str, pattern: str, kinds: Sequence[str]) -> list[Path]:
 
 
 def shard_files(key: str, pattern: str) -> list[Path]:
-    """The .parquet files that ``pattern`` stands for."""
+    """Return the .parquet files that match ``pattern``."""
     found = files_of(key, pattern, ["*.parquet"])
     for name in found:
-        require(
-            name.suffix == ".parquet",
-            f"{key}: {name} is no .parquet file: of csv, jsonl and txt nobody knows where a row is without reading all "
-            "before it; write them as Parquet first (docs/data.md shows how)",
-        )
+        if name.suffix != ".parquet":
+            raise RecipeError(
+                f"{key}: {name} is not a .parquet file, and rows of csv, jsonl and txt cannot be located without "
+                "reading all rows before them: convert it to Parquet first (docs/data.md shows how)"
+            )
     return found

@@ -1,4 +1,4 @@
-"""Tokenised text: made once, cached on disk without padding, padded when a batch is made."""
+"""Tokenised text: tokenised once, cached on disk without padding, padded when batches are collated."""
 
 from __future__ import annotations
 
@@ -29,22 +29,22 @@ from trainer.errors import RecipeError, require
 from trainer.values import IGNORED_LABEL, Task
 
 CHARACTERS_AT_ONCE, CHARACTERS_A_TOKEN, LEAST_CHARACTERS = 2_000_000, 1_000, 1_000_000
-"""Of the texts that a tokenizer gets together, which takes some hundred MB; and of one text, for each token that is
-kept of it, and at least: a whole book."""
+"""Max characters that a tokenizer gets at once, which takes some hundred MB; and the limit of one text: this number
+per token of ``max_length``, or the last number, about a whole book, if that is larger."""
 
 _STORED = ("input_ids", "token_type_ids")
 FILE = "tokens.arrow"
 
 
 class Padder:
-    """Collate tokenised samples: pad them to the longest of them, rounded up, never beyond ``max_length``."""
+    """Collates tokenised samples: pads them to the longest, rounded up, but never beyond ``max_length``."""
 
     def __init__(self, tokenizer: Any, max_length: int) -> None:
         self.tokenizer, self.max_length = tokenizer, max_length
         self.settings = (max_length, tokenizer.pad_token_id, tokenizer.padding_side)
 
     def __call__(self, samples: Sequence[Mapping[str, Any]] | Mapping[str, Sequence[Any]]) -> dict[str, Tensor]:
-        """Samples, or columns of them, to ``input_ids``, ``attention_mask`` and others ``(n, length)``; all int64."""
+        """Pad samples, or their columns, to ``input_ids``, ``attention_mask`` and others ``(n, length)``; all int64."""
         columns = samples if isinstance(samples, Mapping) else {key: [s[key] for s in samples] for key in samples[0]}
         longest = max(map(len, columns["input_ids"]))
         batch = self.tokenizer.pad(
@@ -56,23 +56,23 @@ class Padder:
             verbose=False,
         )
         length = batch["input_ids"].shape[1]
-        for name in ("labels", "words"):  # lists of what each token has, or what a text has
+        for name in ("labels", "words"):  # values per text, or lists with one value per token
             if name in columns:
                 values = columns[name]
                 batch[name] = torch.tensor(self._beside(values, length) if isinstance(values[0], list) else values)
         return dict(batch)
 
     def _beside(self, values: Sequence[list[int]], length: int) -> list[list[int]]:
-        """What each token of some texts has, as long as these are when they are padded."""
+        """Pad lists of values per token to ``length``."""
         gaps = [[IGNORED_LABEL] * (length - len(one)) for one in values]
         left = self.tokenizer.padding_side == "left"
         return [gap + one if left else one + gap for one, gap in zip(values, gaps, strict=True)]
 
 
 class Tokens(Samples):
-    """The ``chosen`` rows of a ``table`` that :func:`tokenise` made of ``rows``, which have the labels ``of_rows``.
+    """The ``chosen`` rows of a ``table`` that :func:`tokenise` made from ``rows``, with their labels ``of_rows``.
 
-    The table is on disk: processes that read it share its pages.
+    The table is memory-mapped, so that processes share its pages.
     """
 
     lengths: Sequence[int]
@@ -88,7 +88,7 @@ class Tokens(Samples):
     ) -> None:
         self.table, self.of_rows, self.rows, self.pad = table, of_rows, rows, pad
         self.chosen, lengths = chosen, table.data.column("length").to_numpy()
-        if not isinstance(chosen, range):  # which is of all rows, and takes no memory
+        if not isinstance(chosen, range):  # a range covers all rows and takes no memory
             self.chosen = compact(chosen)
             lengths = lengths[self.chosen]
         self.lengths = compact(lengths)
@@ -101,7 +101,7 @@ class Tokens(Samples):
         return {**self._stored(row), "labels": self.of_rows[row]}
 
     def __getitems__(self, indices: Sequence[int]) -> dict[str, Tensor]:
-        """A whole batch at once."""
+        """Return a whole batch."""
         rows = [self.chosen[index] for index in indices]
         return self.pad({**self._stored(rows), "labels": [self.of_rows[row] for row in rows]})
 
@@ -118,7 +118,7 @@ class Tokens(Samples):
         return self.rows.describe(self.chosen[index])
 
     def fingerprint(self) -> str:
-        """Of every token (up to 1 GiB; beyond, of evenly spread blocks of texts), length and label, in order."""
+        """Hash every token (up to 1 GiB; above that, evenly spread blocks of texts), length and label, in order."""
         labels = self.labels
         labels = list(chain.from_iterable(labels)) if isinstance(labels[0], list) else labels
         content = Content("tokens", np.asarray(self.lengths), np.asarray(labels), self.pad.settings)
@@ -129,26 +129,29 @@ class Tokens(Samples):
 
 
 def check_tokenizer(tokenizer: Any, max_length: int) -> None:
-    """Refuse a tokenizer that cannot serve ``max_length``, or none at all."""
-    require(tokenizer is not None, "text data needs a text model: one with model.tokenizer, such as TextClassifier")
+    """Check that the tokenizer exists and supports ``max_length``."""
+    require(tokenizer is not None, "text data needs a text model: use one with model.tokenizer, such as TextClassifier")
     limit, special = tokenizer.model_max_length, tokenizer.num_special_tokens_to_add()
     key = f"data.max_length={max_length}"
     require(max_length <= limit, f"{key} is more than the {limit} tokens of the model's tokenizer: lower it")
-    require(max_length > special, f"{key} leaves no room beside {special} special tokens: raise it")
-    said = "the tokenizer of model.tokenizer has no padding token: choose another, or set its pad_token"
-    require(tokenizer.pad_token is not None, said)
+    require(max_length > special, f"{key} leaves no room for text with {special} special tokens: raise it")
+    if tokenizer.pad_token is None:
+        raise RecipeError("the tokenizer of model.tokenizer has no padding token: choose another, or set its pad_token")
 
 
 def encode(texts: Sequence[Any], tokenizer: Any, max_length: int) -> dict[str, list[list[int]]]:
-    """Tokenise and truncate: ``input_ids``, and ``token_type_ids`` where the tokenizer has them; no padding.
+    """Tokenise and truncate to ``input_ids``, and ``token_type_ids`` if the tokenizer has them, without padding.
 
-    Of texts that are lists of words also ``words``: for the first token of each word its number, for others -100. Of
-    tuples of two texts the tokens are those of both.
+    For texts that are lists of words there is also ``words``: the word's index for its first token, -100 for others.
+    Tuples of two texts are encoded as pairs.
     """
     found: dict[str, list[list[int]]] = {}
     cut = bool(texts) and isinstance(texts[0], list)
-    slow = "model.task=token needs a fast tokenizer, which says what word a token is of, and that of model.tokenizer is"
-    require(not cut or tokenizer.is_fast, f"{slow} none: choose another")
+    if cut and not tokenizer.is_fast:
+        raise RecipeError(
+            "model.task=token needs a fast tokenizer, which maps tokens to words, but that of model.tokenizer is slow: "
+            "choose another"
+        )
     for chunk in chunks(texts):
         read = list(map(list, zip(*chunk, strict=True))) if isinstance(chunk[0], tuple) else [chunk]
         encoded = encoded_by(tokenizer, *read, truncation=True, max_length=max_length, is_split_into_words=cut)
@@ -161,22 +164,22 @@ def encode(texts: Sequence[Any], tokenizer: Any, max_length: int) -> dict[str, l
 
 
 def encoded_by(tokenizer: Any, *texts: Sequence[Any], **options: Any) -> Any:
-    """What ``tokenizer`` makes of some texts, without masks; that it cannot is said in one line."""
+    """Encode texts with ``tokenizer``, without attention masks. A failure becomes a one-line ``RecipeError``."""
     try:
         return tokenizer(*texts, return_attention_mask=False, verbose=False, **options)
-    except Exception as error:  # of its Rust: a bare Exception
+    except Exception as error:  # its Rust code raises a bare Exception
         said = f"the tokenizer of model.tokenizer cannot encode a text ({error}): choose another"
         raise RecipeError(said) from error
 
 
 def _firsts(words: Sequence[int | None]) -> list[int]:
-    """The word of each token, but only of its first one; -100 for special tokens, too."""
+    """Return the word index of each token that starts a word, and -100 for other and special tokens."""
     pairs = zip(words, [None, *words[:-1]], strict=True)
     return [IGNORED_LABEL if word is None or word == before else word for word, before in pairs]
 
 
 def chunks(texts: Sequence[Any]) -> Iterator[list[Any]]:
-    """``texts`` in order, as many at once as have :data:`CHARACTERS_AT_ONCE` together, or one that has more."""
+    """Split ``texts`` into chunks of up to :data:`CHARACTERS_AT_ONCE` characters; a longer text is alone."""
     chunk: list[Any] = []
     characters = 0
     for text in texts:
@@ -190,28 +193,28 @@ def chunks(texts: Sequence[Any]) -> Iterator[list[Any]]:
 
 
 def require_text(text: Any, place: Callable[[], str], max_length: int, column: str) -> None:
-    """Refuse what is no text, an empty one, and one of which hardly anything would be kept, naming its ``place``.
+    """Reject a value that is missing, empty, or far longer than ``max_length`` keeps, naming its ``place``.
 
-    A tokenizer reads all of a text before it is cut, and takes more than a hundred bytes for each of its characters.
+    A tokenizer reads all of a text before truncating it, and needs more than 100 bytes per character.
     """
     if not isinstance(text, str) or not text.strip():
         raise RecipeError(f"{place()} has no text in {column!r}: add it or remove the row")
     most = max(LEAST_CHARACTERS, CHARACTERS_A_TOKEN * max_length)
     if len(text) > most:
         raise RecipeError(
-            f"{place()} has {len(text):,} characters in {column!r}, and {most:,} are the most that a text of "
-            f"data.max_length={max_length} tokens may have: cut it, or remove the row"
+            f"{place()} has {len(text):,} characters in {column!r}, and the max is {most:,} with "
+            f"data.max_length={max_length}: cut it, or remove the row"
         )
 
 
 def require_label(label: Any, place: Callable[[], str], column: str) -> None:
-    """Refuse a cell that holds nothing."""
+    """Reject an empty label."""
     if label is None or label == "" or (isinstance(label, float) and isnan(label)):
         raise RecipeError(f"{place()} has no {column}: add it or remove the row")
 
 
 def compact(values: Any) -> array[int]:
-    """Integers in 8 bytes each; a list takes 36."""
+    """Return integers in an array, 8 bytes each; a list takes 36."""
     return array("q", np.asarray(values, dtype=np.int64).tobytes())
 
 
@@ -225,10 +228,10 @@ def tokenise(
     task: Task = "single_label",
     pair_column: str | None = None,
 ) -> datasets.Dataset:
-    """The tokens of every row, with their ``length`` and their ``label_text``, from the cache on disk.
+    """Return the tokens of every row, with ``length`` and ``label_text``, using the cache on disk.
 
-    That is the label, or JSON of the task's labels: names, numbers, or the tag of each token, null but for the first of
-    a word.
+    ``label_text`` is the label, or JSON of the task's labels: names, numbers, or one tag per token, which is null
+    except for the first token of a word.
     """
     asked = ([] if task == "single_label" else [task]) + ([f"and {pair_column}"] if pair_column else [])
     columns = [text_column, label_column, *([pair_column] if pair_column else [])]
@@ -274,8 +277,10 @@ def made(
     cache: Path,
     **options: Any,
 ) -> datasets.Dataset:
-    """The table that ``encode_rows`` makes of the columns of ``rows`` that ``pick`` returns of those that there are,
-    from the cache on disk, where it is found by its ``key``."""
+    """Return the table that ``encode_rows`` makes from the columns of ``rows`` selected by ``pick``.
+
+    It is cached on disk under ``key``.
+    """
 
     def build(folder: Path) -> None:
         with TemporaryDirectory(dir=folder) as scratch:
@@ -296,20 +301,20 @@ def made(
 
 
 def words_of(tokenizer: Any) -> str:
-    """A hash of what decides a tokenizer's output: of one that has no state as text, of all of it."""
+    """Return a hash of everything that determines a tokenizer's output; all of a tokenizer without a Rust backend."""
     whole = tokenizer if getattr(tokenizer, "backend_tokenizer", None) is None else None
     return Hasher.hash((type(tokenizer).__name__, tokenizer_hash(tokenizer), whole))
 
 
 def label_texts(table: datasets.Dataset) -> list[str]:
-    """The different labels of a table that :func:`tokenise` made."""
+    """Return the distinct labels of a table from :func:`tokenise`."""
     return pc.unique(table.data.column("label_text")).to_pylist()
 
 
 def label_numbers(
     table: datasets.Dataset, rows: Rows, column: str, classes: Mapping[str, int], task: Task = "single_label"
 ) -> array[int] | RowLabels:
-    """The label of every row of a table that :func:`tokenise` made of ``rows`` for the task; all must be known."""
+    """Return the label of every row of a table from :func:`tokenise`. Rejects labels that are not in ``classes``."""
     if task != "single_label":
 
         def where(text: str, found: str) -> str:

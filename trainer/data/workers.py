@@ -1,4 +1,4 @@
-"""Loading in processes beside this one, whose death or standstill is found and named."""
+"""Loading in worker processes, with detection of workers that die or hang."""
 
 from __future__ import annotations
 
@@ -24,39 +24,44 @@ from trainer.system.streams import keep_streams
 from trainer.values import Request
 
 MAX_AHEAD = 128
-"""Micro-batches that all workers of a rank load ahead. Each tensor of one may hold a file descriptor, of which a
-process has 1,024 by default, and the window that is being computed is in memory, too."""
+"""Max micro-batches that all workers of a rank load ahead. Each of their tensors may hold a file descriptor (1,024 per
+process by default), and the current window is in memory too."""
 
-SECONDS_BETWEEN_LOOKS = 1.0  # at the workers, whether they live, while a micro-batch is waited for
-SHARED, SMALL_SHARED = Path("/dev/shm"), 1e9  # bytes below which workers may run out of it; containers have 64 MB
+SECONDS_BETWEEN_LOOKS = 1.0  # interval of checks that workers are alive while waiting for a micro-batch
+SHARED, SMALL_SHARED = Path("/dev/shm"), 1e9  # free bytes below which workers may run out; containers have 64 MB
 
 HINTS: dict[int, str] = {
-    signal.SIGKILL: "; the kernel does this when memory runs out: lower data.workers, or look into its log",
-    signal.SIGBUS: "; shared memory (/dev/shm) may be full: lower data.workers, or give it more",
-    signal.SIGSEGV: "; a library that decodes samples has crashed: load them with data.workers 0 to see where",
+    signal.SIGKILL: "; the kernel does this when memory runs out: lower data.workers, or check the kernel's log",
+    signal.SIGBUS: "; shared memory (/dev/shm) may be full: lower data.workers, or enlarge it",
+    signal.SIGSEGV: "; a library that decodes samples has crashed: set data.workers 0 to see where",
 }
 
 
 class WorkerError(RunError):
-    """A process that loads data died or hung. The message names it, how it ended and what it was loading."""
+    """Raised if a data worker died or hung. The message names the worker, its end, and its samples."""
 
 
 def decide_workers(data: Data, accelerator: str, ranks: int) -> int:
-    """``data.workers``; by default as many for each of the ``ranks`` of this machine as load for a GPU, none on a CPU,
-    whose cores compute. Processes, not threads: drawing a sample seeds the generators of its process."""
+    """Return ``data.workers`` or, if it is not set, a default for each of the ``ranks`` of this machine.
+
+    The default on a CPU is 0, because workers would take cores from the computation. Workers are processes, not
+    threads, because drawing a sample seeds the generators of its process.
+    """
     if data.workers is not None:
         return data.workers
-    small = SHARED.is_dir() and shutil.disk_usage(SHARED).free < SMALL_SHARED  # where they hand their batches over
+    small = SHARED.is_dir() and shutil.disk_usage(SHARED).free < SMALL_SHARED  # workers pass batches through it
     return 0 if accelerator == "cpu" or small else min(4, cores() // ranks)
 
 
 def load_in_workers(
     fetch: Any, requests: Iterable[Request], workers: int, pin_memory: bool, timeout: float, at_once: int = 1
 ) -> Iterator[Any]:
-    """Yield ``fetch[request]`` for every request, in order, by torch's DataLoader; see ``Loader``. A ``WorkerError``
-    comes a second or two after a dead worker's result is needed, and ``timeout`` seconds after a hung one's. Whoever
-    takes ``at_once`` results before computing anything finds as many loaded again the next time."""
-    if workers:  # tokenizers warns once per process about forks after it has used threads
+    """Yield ``fetch[request]`` for every request, in order, by torch's DataLoader; see ``Loader``.
+
+    Raises ``WorkerError`` one or two seconds after the result of a dead worker is needed, and ``timeout`` seconds after
+    that of a hung one. ``at_once`` results are loaded ahead, for a caller that takes that many before computing.
+    """
+    if workers:  # tokenizers warns about forks after it has used threads
         os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     watch = _Watch(timeout)
     loader: DataLoader[Any] = DataLoader(
@@ -69,7 +74,7 @@ def load_in_workers(
         pin_memory=pin_memory,
         timeout=SECONDS_BETWEEN_LOOKS if workers else 0,
         worker_init_fn=_begin if workers else None,
-        generator=torch.Generator(),  # else it draws a number from the global generator
+        generator=torch.Generator(),  # otherwise it would draw a number from the global generator
     )
     if not workers:
         yield from loader
@@ -78,9 +83,9 @@ def load_in_workers(
     try:
         watch.begin(iter(loader))
     finally:
-        # Torch's handler, set when workers are first started, would raise an error about one wherever this process
-        # happens to be, in a collective, say. What it would find is found by the watch.
-        if threading.current_thread() is threading.main_thread():  # which alone may set handlers; torch knows this
+        # Torch's handler would raise an error about a dead worker anywhere in this process, for example in a
+        # collective. The watch detects the same and names the worker's samples.
+        if threading.current_thread() is threading.main_thread():  # only the main thread may set handlers
             signal.signal(signal.SIGCHLD, handler)
     try:
         yield from watch
@@ -91,15 +96,19 @@ def load_in_workers(
         watch.close()
 
 
-ENDED_IN_BETWEEN = (EOFError, ConnectionError, FileNotFoundError)  # if a worker ends during a handover
+ENDED_IN_BETWEEN = (EOFError, ConnectionError, FileNotFoundError)  # raised if a worker ends while passing a batch
 
 SECONDS_TO_END, SECONDS_TO_LEAVE = 60.0, 2.0
-"""How long that worker may take to be gone, on a machine with much else to do; and all workers together to leave when
-nothing is asked of them any more: then they are killed."""
+"""Seconds to wait for such a worker to be gone, generous for a busy machine; and for all workers to leave after their
+last request, before they are killed."""
 
 
 class _Watch:
-    """Iterates over what workers load of the requests that it has noted, and looks after them while it waits."""
+    """Iterates over the results of workers, and checks while waiting that they are alive.
+
+    It wraps torch's private ``_workers`` and ``_shutdown_workers``, the only access to exit codes. This buys messages
+    that name the samples that a dead worker was loading.
+    """
 
     def __init__(self, timeout: float) -> None:
         self.timeout, self.done = timeout, 0
@@ -112,8 +121,8 @@ class _Watch:
 
     def begin(self, batches: Any) -> None:
         self.batches, self.shutdown = batches, batches._shutdown_workers
-        self.processes = list(batches._workers)  # the only way to their exit codes
-        batches._shutdown_workers = self.close  # torch calls it, too, when the last micro-batch was taken
+        self.processes = list(batches._workers)  # the only access to their exit codes
+        batches._shutdown_workers = self.close  # torch also calls it after the last micro-batch
 
     def __iter__(self) -> Iterator[Any]:
         since = time.monotonic()
@@ -131,12 +140,12 @@ class _Watch:
             since = time.monotonic()
 
     def _diagnose(self, error: Exception, waited: float) -> None:
-        """Return if the wait can go on."""
-        # Torch says "Caught ..." of an error that a worker has passed on; without it, a worker's end follows.
+        """Raise the cause of ``error``; return if the wait can continue."""
+        # Torch prefixes an error that a worker has passed on with "Caught"; otherwise the worker is ending.
         if isinstance(error, ENDED_IN_BETWEEN) and not str(error).startswith("Caught "):
             gone = wait([process.sentinel for process in self.processes], SECONDS_TO_END)
             for process in self.processes:
-                if process.sentinel in gone:  # which tells a little sooner than that there is an exit code
+                if process.sentinel in gone:  # the sentinel is ready shortly before the exit code
                     process.join(SECONDS_TO_END)
         for number, process in enumerate(self.processes):
             if not process.is_alive():
@@ -149,12 +158,12 @@ class _Watch:
     def _died(self, number: int) -> str:
         code = self.processes[number].exitcode
         if code >= 0:
-            advice = "; load them with data.workers 0 to see where it is ended"
+            advice = "; set data.workers 0 to see where it ends"
             return self._told(number, f"exited with code {code}", advice)
         return self._told(number, f"was killed by {signal.Signals(-code).name}", HINTS.get(-code, ""))
 
     def _hung(self) -> str:
-        advice = ": look at these samples and at the storage, or raise data.worker_timeout"
+        advice = ": check these samples and the storage, or raise data.worker_timeout"
         return self._told(self.done % len(self.processes), f"has not answered for {self.timeout:g} s", advice)
 
     def _told(self, number: int, what: str, advice: str) -> str:
@@ -164,7 +173,7 @@ class _Watch:
         more = f" and {len(indices) - 8} more" if len(indices) > 8 else ""
         samples = f"samples {', '.join(map(str, indices[:8]))}{more}" if indices else "nothing"
         name = f"data worker {number} of {workers} (pid {self.processes[number].pid})"
-        return f"{name} {what} while it loaded {samples}{advice}"
+        return f"{name} {what} while loading {samples}{advice}"
 
     def kill(self) -> None:
         for process in self.processes:
@@ -173,8 +182,8 @@ class _Watch:
             process.join()
 
     def close(self) -> None:
-        """Let the workers leave, and kill those that stay: torch waits 5 s for each that a thread keeps."""
-        self.batches._shutdown_workers = self.shutdown  # nothing to do for it, from here on
+        """Let the workers leave, and kill the others. Torch alone waits 5 s for each that a thread keeps alive."""
+        self.batches._shutdown_workers = self.shutdown  # restore torch's method
         late = threading.Timer(SECONDS_TO_LEAVE, lambda: [process.kill() for process in self.processes])
         late.daemon = True
         late.start()
@@ -183,13 +192,14 @@ class _Watch:
         finally:
             late.cancel()
             late.join()
-            self.kill()  # else the end of this process would wait for one that is stopped
+            self.kill()  # otherwise the exit of this process would wait for a stopped worker
 
 
 def _begin(worker: int) -> None:
     become_helper()
-    keep_streams()  # one that was not forked has those of Python
-    # Slurm signals every process of a job, whatever its group. What ends a worker is the rank, or the rank's end.
+    keep_streams()  # a worker that was not forked has Python's default streams
+    # Ignore signals, because Slurm sends them to every process of a job regardless of its group. A worker is ended by
+    # its rank, or with it.
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
 

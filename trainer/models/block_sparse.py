@@ -1,7 +1,7 @@
-"""BigBird's attention in blocks: its pattern, a kernel for any device, FlexAttention on GPUs, and the modules.
+"""BigBird's block-sparse attention: the pattern, a kernel for any device, FlexAttention on GPUs, and the modules.
 
-Source of the pattern: Zaheer et al. 2020, "Big Bird", as transformers' ``modeling_big_bird.py`` defines it, number by
-number: which blocks its seeds draw in training, and that in evaluation every block drawn is the first one.
+The pattern (Zaheer et al. 2020, "Big Bird") equals that of transformers' ``modeling_big_bird.py`` exactly, including
+the blocks that its seeds draw in training. In evaluation every drawn block is the first one.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ from trainer.errors import require
 from trainer.fakegpu.events import INNER_BYTES
 
 ROWS = 16  # blocks of queries at once: their keys, values and scores stay in a core's cache
-NEVER = -1e30  # added to the score of a key that is not attended to; finite, so that a text of padding alone has no NaN
-LONG_PLANS = (1024, 3072, 4096)  # tokens for which random blocks are drawn as in the paper's experiments
+NEVER = -1e30  # added to the score of a masked key; finite, so that a text of only padding gives no NaN
+LONG_PLANS = (1024, 3072, 4096)  # lengths in tokens whose random blocks are drawn as in the paper's experiments
 NAME = "block_sparse_attention"
 
 
@@ -35,11 +35,11 @@ NAME = "block_sparse_attention"
 
 @lru_cache(maxsize=64)
 def pattern(layers: int, heads: int, blocks: int, drawn: int, size: int, longest: int, training: bool) -> Any:
-    """How often each block of queries attends to each block of keys: uint8 of shape (layers, heads, blocks, blocks).
+    """Count how often each query block attends to each key block: uint8 (layers, heads, blocks, blocks).
 
-    The first and the last block attend to all and are attended to by all, every other one to itself, its neighbours
-    and ``drawn`` more, which may be among those: they count twice then. ``size`` is the tokens of a block, ``longest``
-    the most tokens of a text.
+    The first and the last block attend to all blocks and are attended to by all. Every other block attends to itself,
+    its neighbours and ``drawn`` random blocks, which count twice if they are also neighbours. ``size`` is the number
+    of tokens per block, ``longest`` the maximum number of tokens of a text.
     """
     at = np.arange(blocks)
     counts = np.zeros((layers, heads, blocks, blocks), np.uint8)
@@ -57,8 +57,10 @@ def pattern(layers: int, heads: int, blocks: int, drawn: int, size: int, longest
 def _drawn_blocks(
     layer: int, heads: int, blocks: int, drawn: int, size: int, longest: int
 ) -> Iterator[tuple[int, int, Any]]:
-    """Head, block of queries, and the blocks of keys drawn for it, in the order in which transformers draws."""
-    permuted = np.random.RandomState(layer).permutation  # the numbers of np.random.seed, without touching its state
+    """Yield head, query block, and the key blocks drawn for it, in the order in which transformers draws."""
+    permuted = np.random.RandomState(
+        layer
+    ).permutation  # as after np.random.seed(layer), without changing the global state
     if blocks * size in LONG_PLANS:
         last = 1024 // size - 1 if 2 * size < 1024 else longest // size - 1
         middle = np.arange(1, longest // size - 1)
@@ -79,24 +81,24 @@ def _drawn_blocks(
                 yield head, row, order[~np.isin(order, (row - 1, row, row + 1, 0, end - 1, special))][:drawn]
 
 
-# The kernel: queries of a few blocks at a time, with the keys and values that they attend to beside each other.
+# The kernel: a few query blocks at a time, with the keys and values that they attend to gathered next to each other.
 
 
 @torch.library.custom_op(f"trainer::{NAME}", mutates_args=())
 def block_sparse_attention(
     query: Tensor, key: Tensor, value: Tensor, mask: Tensor, counts: Tensor, width: int
 ) -> tuple[Tensor, Tensor]:
-    """Attention of blocks of queries to the blocks of keys that ``counts`` says, some of them several times.
+    """Compute attention of query blocks to the key blocks in ``counts``, some of which count several times.
 
     Args:
-        query, key, value: of shape (batch, heads, tokens, size); the blocks divide the tokens.
-        mask: (batch, tokens), true where a key is a token. What comes out for a query that is none has no meaning.
-        counts: uint8 (heads, blocks, blocks), as of :func:`pattern`.
-        width: the most blocks that any but the first and the last attends to.
+        query, key, value: shape (batch, heads, tokens, size); the number of tokens is a multiple of the blocks.
+        mask: (batch, tokens), true for tokens, false for padding. The output for a padding query is undefined.
+        counts: uint8 (heads, blocks, blocks), from :func:`pattern`.
+        width: maximum number of key blocks per query block, except the first and the last.
 
     Returns:
-        The context, of the shape of ``query``, and the logarithm of the sum of the exponentials of the scores, (batch,
-        heads, tokens), from which the backward computes the weights again: nothing of (tokens, tokens) is kept.
+        The context, of the shape of ``query``, and the log-sum-exp of the scores, (batch, heads, tokens). Backward
+        recomputes the weights from it, so no (tokens, tokens) tensor is kept.
     """
     out, sums = _fake(query, key, value, mask, counts, width)
     for b, h in product(*map(range, query.shape[:2])):
@@ -108,7 +110,7 @@ def block_sparse_attention(
             total = scores.sub_(most).exp_().sum(-1, keepdim=True)
             outs[rows] = scores.div_(total).to(value.dtype) @ _gathered(values, index)
             logs[rows] = total.log_().add_(most).squeeze(-1)
-            del scores  # before the next are there
+            del scores  # before the next scores are allocated
     return out, sums
 
 
@@ -124,7 +126,7 @@ def block_sparse_attention_backward(
     out: Tensor,
     sums: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The gradients of ``query``, ``key`` and ``value``; Dao et al. 2022, "FlashAttention", algorithm 4."""
+    """Compute the gradients of ``query``, ``key`` and ``value`` (Dao et al. 2022, "FlashAttention", algorithm 4)."""
     grads = _fake_backward(grad, query)
     scale = query.shape[-1] ** -0.5
     for b, h in product(*map(range, query.shape[:2])):
@@ -148,7 +150,7 @@ def block_sparse_attention_backward(
 
 
 def _parts(mask: Tensor, counts: Tensor, width: int, dtype: torch.dtype) -> Iterator[tuple[slice, Tensor, Tensor]]:
-    """Some blocks of queries of one head, the blocks of keys for each of them, and what is added to their scores."""
+    """Yield groups of query blocks of one head, the key blocks of each, and the bias on their scores."""
     blocks = len(counts)
     padding = torch.zeros(mask.shape, dtype=dtype, device=mask.device).masked_fill_(~mask, NEVER).view(blocks, -1)
     weight = counts.to(dtype).log_().clamp_(min=NEVER)
@@ -188,7 +190,7 @@ def _fake_backward(grad: Tensor, query: Tensor, *_: Any) -> tuple[Tensor, Tensor
 
 
 def _like(query: Tensor, number: int) -> list[Tensor]:
-    """Tensors of the shape of ``query`` whose heads lie beside each other, as linear layers read and write them."""
+    """Allocate tensors shaped like ``query`` with the heads of a token contiguous, the layout of linear layers."""
     batch, heads, tokens, size = query.shape
     return [query.new_empty(batch, tokens, heads, size).transpose(1, 2) for _ in range(number)]
 
@@ -201,7 +203,7 @@ def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> N
 
 def _backward(ctx: Any, grad: Tensor, _: Any) -> tuple[Tensor | None, ...]:
     *inputs, out, sums = ctx.saved_tensors
-    with torch.autocast(grad.device.type, enabled=False):  # in which somebody may call backward
+    with torch.autocast(grad.device.type, enabled=False):  # backward may be called under autocast
         return *block_sparse_attention_backward(grad, *inputs, ctx.width, out, sums), None, None, None
 
 
@@ -210,7 +212,7 @@ _rules = torch.library.Library("trainer", "FRAGMENT")
 
 
 def _in_lower_precision(op: Any, kind: str) -> Any:
-    """The rule of autocast, as for torch's own attention; ``register_autocast`` knows one dtype only."""
+    """Return the autocast rule of torch's own attention; ``register_autocast`` supports one dtype only."""
 
     def rule(*args: Any) -> Any:
         lower = torch.get_autocast_dtype(kind)
@@ -226,7 +228,7 @@ for _kind in ("cpu", "cuda"):
 
 @register_flop_formula(torch.ops.trainer.block_sparse_attention)
 def _flops(query: Any, key: Any, value: Any, mask: Any, counts: Any, width: int, *_: Any, **options: Any) -> int:
-    """Of two products of queries with keys or values; shapes in the place of tensors."""
+    """Count the FLOPs of the products of queries with keys or values. The arguments are shapes, not tensors."""
     batch, heads, tokens, size = query
     block = tokens // counts[-1]
     attended = 2 * block * tokens + (tokens - 2 * block) * width * block
@@ -239,8 +241,10 @@ def _flops_backward(grad: Any, *args: Any, **_: Any) -> int:
 
 
 def inner_bytes(op: Any, args: tuple[Any, ...], capability: tuple[int, int] | None) -> tuple[int, ...]:
-    """Sizes of what ``op``, one of the two above, allocates for itself at its fullest, called with ``args``. On a GPU
-    of that ``capability`` FlexAttention may do its work, which needs a number for each query in backward."""
+    """Return the sizes in bytes of the temporaries of ``op``, one of the two above, at its peak for ``args``.
+
+    On a GPU of this ``capability``, FlexAttention may replace it and needs one number per query in backward.
+    """
     backward = op is torch.ops.trainer.block_sparse_attention_backward.default
     query, _, _, _, counts, width = args[backward : 6 + backward]
     batch, heads, tokens, size = query.shape
@@ -249,10 +253,10 @@ def inner_bytes(op: Any, args: tuple[Any, ...], capability: tuple[int, int] | No
         return (batch * heads * tokens * exact,) if backward else ()
     blocks, block = counts.shape[-1], tokens // counts.shape[-1]
     rows, each = max(2, min(ROWS, blocks - 2)), query.element_size()
-    near = max(2 * blocks, min(ROWS, blocks - 2) * width) * block  # keys of a part: of all its blocks of queries
+    near = max(2 * blocks, min(ROWS, blocks - 2) * width) * block  # keys of one part, for all its query blocks
     gathered, scores, is_half = near * size * each, near * block * exact, exact > each
     in_half = near * block * each * is_half
-    of_head = 2 * tokens * size * each * (heads > 1)  # its keys and values beside each other
+    of_head = 2 * tokens * size * each * (heads > 1)  # contiguous copies of the head's keys and values
     if not backward:
         return of_head, gathered, scores, in_half, rows * block * size * each
     rounding = scores, scores, in_half, in_half
@@ -268,8 +272,8 @@ INNER_BYTES[torch.ops.trainer.block_sparse_attention_backward.default] = inner_b
 
 
 def attend(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, counts: Tensor, width: int) -> Tensor:
-    """The context of :func:`block_sparse_attention`, by the fastest way that there is for these tensors."""
-    real = query.is_cuda and type(query) is Tensor  # the planner's are neither on a GPU nor real
+    """Return the context of :func:`block_sparse_attention` from the fastest kernel for these tensors."""
+    real = query.is_cuda and type(query) is Tensor  # the planner's tensors are fake
     if (
         real
         and _has_flex(query, torch.cuda.get_device_capability(query.device))
@@ -286,10 +290,10 @@ def _has_flex(query: Tensor, capability: tuple[int, int] | None) -> bool:
 
 @cache
 def flex_works(device: torch.device, dtype: torch.dtype, size: int, block: int) -> bool:
-    """Whether FlexAttention runs for heads of ``size``, forward and backward; warns if not.
+    """Return whether FlexAttention runs for heads of ``size``, forward and backward; warn if not.
 
-    Its backward needs more shared memory than some GPUs have (pytorch/pytorch issues 133254, 180278 and 198224). What
-    it needs depends on the type, the size of a head and the tile, so two tiles are tried, once.
+    Its backward needs more shared memory than some GPUs have (pytorch/pytorch issues 133254, 180278 and 198224). The
+    amount depends on dtype, head size and tile, so a sequence of two tiles is tried, once.
     """
     tokens = 2 * _tile(block)
     counts = torch.ones(1, tokens // block, tokens // block, dtype=torch.int64, device=device)
@@ -300,7 +304,7 @@ def flex_works(device: torch.device, dtype: torch.dtype, size: int, block: int) 
             _flex_attention()(heads, heads, heads, score_mod=score_mod, block_mask=block_mask).sum().backward()
     except torch.OutOfMemoryError:
         raise
-    except Exception as error:  # of the compiler or of Triton, which have classes of their own for each
+    except Exception as error:  # the compiler and Triton raise many different classes
         cause = " ".join(str(error).split())[:200]
         warnings.warn(f"FlexAttention does not run on {device} ({cause}): a slower kernel is used", stacklevel=2)
         return False
@@ -308,7 +312,7 @@ def flex_works(device: torch.device, dtype: torch.dtype, size: int, block: int) 
 
 
 def flex_pattern(mask: Tensor, counts: Tensor, tokens: int) -> tuple[Any, Any]:
-    """``score_mod`` and ``block_mask`` of FlexAttention for ``mask`` and ``counts``."""
+    """Return FlexAttention's ``score_mod`` and ``block_mask`` for ``mask`` and ``counts``."""
     from torch.nn.attention.flex_attention import BlockMask
 
     size, tile = tokens // counts.shape[-1], _tile(tokens // counts.shape[-1])
@@ -329,7 +333,7 @@ def flex_pattern(mask: Tensor, counts: Tensor, tokens: int) -> tuple[Any, Any]:
 
 
 def _tile(size: int) -> int:
-    """Tokens of a tile of the block mask: a block, or as many as torch 2.11 wants, whose tiles are of 128 or more."""
+    """Return the tokens per tile of the block mask: one block, or a multiple of 128 for older torch such as 2.11."""
     new = tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 15)
     return size if size % 128 == 0 or (new and size >= 16 and size.bit_count() == 1) else math.lcm(size, 128)
 
@@ -345,7 +349,7 @@ def _flex_attention() -> Any:
 
 
 class SelfAttention(BigBirdSelfAttention):
-    """The self-attention of an encoder's layer: block-sparse where it is given ``counts``, else full, both fused."""
+    """The self-attention of an encoder layer: block-sparse if given ``counts``, otherwise full; both are fused."""
 
     def forward(  # type: ignore[override]
         self, hidden_states: Any, attention_mask: Any = None, counts: Any = None, width: int = 0, **_: Any
@@ -353,7 +357,7 @@ class SelfAttention(BigBirdSelfAttention):
         heads = (*hidden_states.shape[:-1], -1, self.attention_head_size)
         projections = (self.query, self.key, self.value)
         query, key, value = (linear(hidden_states).view(heads).transpose(1, 2) for linear in projections)
-        if counts is not None:  # as the model is defined, without dropout
+        if counts is not None:  # the model's definition has no dropout here
             context = attend(query, key, value, attention_mask, counts[self.layer_idx], width)
         else:
             dropout = self.dropout.p if self.training else 0.0
@@ -362,15 +366,15 @@ class SelfAttention(BigBirdSelfAttention):
 
 
 class Encoder(BigBirdModel):
-    """``BigBirdModel`` without a pooler, which never turns itself into another one.
+    """``BigBirdModel`` without the pooler, which never switches permanently to full attention.
 
-    ``config.attention_type`` says how texts attend whose batch is long enough for the pattern; a short batch attends
-    fully, that one alone.
+    ``config.attention_type`` applies to batches that are long enough for the pattern. A short batch uses full
+    attention; this does not affect later batches.
     """
 
     def forward(self, input_ids: Any = None, attention_mask: Any = None, **inputs: Any) -> Any:
         packed: dict[str, Any] = {name: inputs[name] for name in ("cu_seq_lens", "lengths") if name in inputs}
-        if packed and inputs.get("token_type_ids") is None:  # the embeddings have those of one text only
+        if packed and inputs.get("token_type_ids") is None:  # the embeddings' default covers one text only
             inputs["token_type_ids"] = torch.zeros_like(input_ids)
         names = ("token_type_ids", "position_ids", "inputs_embeds")
         states = self.embeddings(input_ids=input_ids, **{name: inputs.get(name) for name in names})
@@ -387,7 +391,7 @@ class Encoder(BigBirdModel):
             states, mask = pad(states, (0, 0, 0, -tokens % size)), pad(mask, (0, -tokens % size))
             sizes = (config.num_hidden_layers, config.num_attention_heads, states.shape[1] // size, drawn, size)
             counts = torch.from_numpy(pattern(*sizes, config.max_position_embeddings, self.training))
-            if states.is_cuda:  # without waiting for the GPU
+            if states.is_cuda:  # without a GPU sync
                 counts = counts.pin_memory().to(states.device, non_blocking=True)
             how = {"attention_mask": mask, "counts": counts, "width": 5 + (drawn if self.training else 0)}
         out = self.encoder(states, **how).last_hidden_state[:, :tokens]
@@ -395,7 +399,10 @@ class Encoder(BigBirdModel):
 
 
 def use_own_attention(module: Any) -> None:
-    """Let a classifier of transformers' ``BigBirdModel`` attend as here: neither its parameters nor names change."""
+    """Replace the attention of a transformers ``BigBirdModel`` classifier; parameters and their names stay.
+
+    Swapping ``__class__`` keeps parameters, names, hooks and the user's loading code, which a rebuilt module would not.
+    """
     for part in module.modules():
         if type(part) in (BigBirdModel, BigBirdSelfAttention):
             part.__class__ = Encoder if isinstance(part, BigBirdModel) else SelfAttention

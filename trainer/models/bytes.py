@@ -4,17 +4,17 @@ from __future__ import annotations
 
 from typing import Any
 
-BYTES = "bytes"  # the value of ``model.tokenizer`` that asks for it
+BYTES = "bytes"  # the value of ``model.tokenizer`` that selects it
 
 END, PAD = "<|endoftext|>", "<|pad|>"
 TURNS = ("<|im_start|>", "<|im_end|>")  # for chat templates, such as ChatML
 
 
 def byte_tokenizer() -> Any:
-    """A fast tokenizer of 260 tokens: 0 to 255 are the bytes of UTF-8, then come an end of text, padding, and the
-    beginning and the end of a turn. It is saved as any other, in files that ``AutoTokenizer`` reads.
+    """Build a fast tokenizer of 260 tokens: the bytes 0 to 255 of UTF-8, end of text, padding, start and end of a turn.
 
-    The same as transformers' ``ByT5Tokenizer``, but its loop over the bytes of a text is not Python's.
+    It is saved like any other tokenizer, in files that ``AutoTokenizer`` reads. transformers' ``ByT5Tokenizer`` also
+    works on bytes, but loops over them in Python.
     """
     from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast

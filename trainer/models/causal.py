@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, cast
 
-from trainer.errors import RunError, require, require_choice
+from trainer.errors import RecipeError, RunError, require_choice
 from trainer.models.lora import LoRA
 from trainer.models.text import NO_TOKENIZER, TextModel
 from trainer.values import Loss, Task
@@ -23,23 +23,22 @@ if TYPE_CHECKING:
 class CausalLM(TextModel):
     """Any ``AutoModelForCausalLM``: GPT-2, Llama, Qwen3, Gemma, SmolLM2, ...
 
-    The loss is computed here, never by the model itself: the sum of the cross entropy of every token that is to be
-    predicted from those before it. Its weight is the number of these tokens. Auxiliary losses of mixtures of experts,
-    which depend on how a batch is cut, are left out.
+    The loss is computed here, never by the model itself: the cross entropy summed over all predicted tokens, weighted
+    by their number. Auxiliary losses of mixtures of experts depend on how a batch is cut, so they are left out.
 
     Args:
         config: entries of the configuration to override, such as {num_hidden_layers: 2, hidden_size: 128}.
-        padding_free: compute on the tokens that are there only, the texts of a micro-batch one after another, each
-            attending to itself: the same gradient. null does so for the architectures that are certified for it
-            (docs/packing.md), but in no subclass with a module or losses of its own, unless it says true.
-        train_last_blocks: freeze all but the last n blocks and what follows them; a head that is tied to the embedding
-            stays frozen with it. null trains everything.
+        padding_free: skip padding: concatenate the texts of a micro-batch, each of which attends only to itself. The
+            gradient is the same. null enables it for certified architectures (docs/packing.md), except in subclasses
+            with a custom module or custom losses, which must set true.
+        train_last_blocks: freeze everything except the last n blocks and the layers after them; a head that is tied to
+            the embedding stays frozen with it. null trains everything.
         lora: train adapters in the blocks instead of all weights.
-        loss_chunk: how many tokens' logits are held at once; 0 holds those of all, which a long text and many words
-            make large. null is as many as take 64 MiB in fp32 (on NVIDIA GPUs 128 MiB in the type of the products), or
-            all of a model whose logits are no linear layer's.
-        kernels: liger computes RMSNorm, rotary embedding and gated MLPs by the Triton kernels of that package on CUDA
-            GPUs, none by torch's operations; auto is liger where it is installed and certified (docs/techniques.md).
+        loss_chunk: number of tokens whose logits are held at once; 0 holds all logits, which are large for long texts
+            and large vocabularies. null uses as many tokens as fit in 64 MiB in fp32 (on NVIDIA GPUs in 128 MiB in
+            the compute dtype), or all tokens if the logits do not come from a linear layer.
+        kernels: liger computes RMSNorm, rotary embedding and gated MLPs with the Triton kernels of that package on
+            CUDA GPUs, none with torch; auto uses liger if installed and certified (docs/techniques.md).
     """
 
     name: str = "llama"
@@ -52,7 +51,7 @@ class CausalLM(TextModel):
     train_last_blocks: int | None = None
     lora: LoRA = field(default_factory=LoRA)
     loss_chunk: int | None = None
-    kernels: Kernels = "auto"  # lossless but for rounding; to install the optional package is to ask for it
+    kernels: Kernels = "auto"  # lossless up to rounding; installing the optional package requests it
 
     auto = "AutoModelForCausalLM"
     head_is_new = False
@@ -62,30 +61,35 @@ class CausalLM(TextModel):
         super().__post_init__()
         require_choice("model.kernels", self.kernels, Kernels)
         whole = isinstance(self.loss_chunk, int) and not isinstance(self.loss_chunk, bool) and self.loss_chunk >= 0
-        fix = "say how many tokens, 0 for all, or null"
-        require(self.loss_chunk is None or whole, f"model.loss_chunk={self.loss_chunk!r} is no number of tokens: {fix}")
-        self._can_pack: bool | None = None  # not looked for yet
+        if self.loss_chunk is not None and not whole:
+            raise RecipeError(f"model.loss_chunk={self.loss_chunk!r} must be a number of tokens, 0 for all, or null")
+        self._can_pack: bool | None = None  # not determined yet
 
     def packs(self) -> bool:
-        """Whether the texts of a micro-batch lie in one row, as ``padding_free`` says."""
+        """Return whether micro-batches are packed into one row; see ``padding_free``."""
         if self._can_pack is None and self.padding_free is not False:
             from trainer.models.packed_attention import why_not
 
-            why = why_not(self.unloaded()._configuration())  # of a published one that is here, where a plan asks
-            refused = f"model.padding_free=true cannot be for model.name={self.name!r}: {why}"
-            require(why is None or self.padding_free is None, f"{refused}; leave it at null, which pads")
+            why = why_not(self.unloaded()._configuration())  # a plan may use a packaged configuration
+            if why is not None and self.padding_free is not None:
+                raise RecipeError(
+                    f"model.padding_free=true is not supported for model.name={self.name!r}, because {why}: leave it "
+                    "at null, which pads"
+                )
             own = ("build", "skeleton", "losses")
             plain = all(getattr(type(self), name) is getattr(CausalLM, name) for name in own)
             self._can_pack = why is None and (plain or self.padding_free is True)
         return bool(self._can_pack)
 
     def weigh(self, batch: Any) -> dict[str, float]:
-        """The number of tokens that are predicted: the labels that are not -100, but for the first of each row."""
+        """Return the number of predicted tokens: labels other than -100, without the first of each row."""
         return super().weigh({"labels": batch["labels"][:, 1:]} if "labels" in batch else batch)
 
     def packed(self, batch: Any) -> Any:
-        """The micro-batch, in one row where the module computes so, with the ``places`` of the tokens that predict:
-        known on the host, they need no waiting."""
+        """Pack the micro-batch into one row if supported, and add ``places``, the positions that predict a token.
+
+        The positions are computed on the host, so that no GPU sync is needed.
+        """
         if not isinstance(batch, Mapping) or "labels" not in batch:
             return batch
         from trainer.models.token_loss import predicted_places
@@ -97,26 +101,32 @@ class CausalLM(TextModel):
         return {**batch, "places": predicted_places(batch["labels"])}
 
     def losses(self, module: nn.Module, batch: Any) -> Iterator[Loss]:
-        """The cross entropy of the next tokens, from ``input_ids``, ``attention_mask`` and ``labels``, int64
-        ``(n, length)``, or ``packed``: position t predicts label t + 1, and -100 is not to be predicted."""
+        """Yield the cross entropy of the next tokens: position t predicts label t + 1, and -100 is ignored.
+
+        The batch has ``input_ids``, ``attention_mask`` and ``labels``, int64 ``(n, length)``, or is ``packed``.
+        """
         yield Loss(module(**batch), targets=batch["labels"][:, 1:])
 
     def save(self, module: nn.Module, folder: Path, state: Mapping[str, Tensor]) -> None:
-        """Write a folder that ``AutoModelForCausalLM`` and serving engines load, and read its weights again.
+        """Write a folder that ``AutoModelForCausalLM`` and serving engines load, and verify its weights.
 
         Raises:
-            RunError: when other values would be loaded than were saved.
+            RunError: if different values would be loaded than were saved.
         """
         self._complete_generation(cast(Any, module))
         super().save(module, folder, state)
         wrong = self._misread(folder, self.merged_state(module, state))
-        fix = "look at the disk, and write it again by trainer checkpoint export"
         if wrong is not None:
-            raise RunError(f"{folder} does not hold what was trained: {wrong} would be loaded with other values: {fix}")
+            raise RunError(
+                f"{folder} does not match the trained weights: {wrong} would be loaded with different values: check "
+                "the disk, and write the folder again with trainer checkpoint export"
+            )
 
     def _misread(self, folder: Path, merged: Mapping[str, Tensor]) -> str | None:
-        """The name of the first tensor that is loaded from ``folder`` otherwise than it is in ``merged``. One is read
-        at a time, but all of a model of which transformers computes weights from several in a file."""
+        """Return the name of the first tensor in ``folder`` that would be loaded with values other than ``merged``.
+
+        Tensors are read one at a time, except if transformers computes weights from several tensors of the file.
+        """
         import torch
         from transformers.conversion_mapping import get_model_conversion_mapping
         from transformers.core_model_loading import WeightConverter
@@ -139,28 +149,37 @@ class CausalLM(TextModel):
         return None
 
     def _of_data(self) -> dict[str, Any]:
-        """The size of the vocabulary, and the special tokens, of which a configuration has those of another."""
+        """Return the tokenizer's vocabulary size and special tokens, which replace the configuration's defaults."""
         tokenizer = self.tokenizer_or_none()
         if tokenizer is None:
             return {}
         special = {key: getattr(tokenizer, key) for key in ("bos_token_id", "eos_token_id", "pad_token_id")}
-        if special["pad_token_id"] == special["eos_token_id"]:  # or no gradient would reach the end's embedding
+        if (
+            special["pad_token_id"] == special["eos_token_id"]
+        ):  # otherwise the end token's embedding would get no gradient
             special["pad_token_id"] = None
         return {"vocab_size": len(tokenizer), **special}
 
     def _finished(self, module: nn.Module) -> nn.Module:
-        """The module, which gives the summed loss where it gets labels, and takes packed texts where it can."""
+        """Make the module return the summed loss when given labels, and accept packed texts if supported."""
         from trainer.models.liger import use_kernels
         from trainer.models.token_loss import give_loss
 
         module = super()._finished(module)
         ahead = _sees_ahead(module.config)
-        seen = f"model.name={self.name!r} sees the tokens that it is to predict ({ahead}): "
-        require(ahead is None, f"{seen}take a decoder, or set that by model.config")
-        tokenizer, words = self.tokenizer_or_none(), module.get_input_embeddings().weight.shape[0]  # type: ignore[operator]
-        few = f"model.tokenizer has {len(tokenizer or ())} words, and model.name={self.name!r} is made for {words}"
-        require(tokenizer is None or len(tokenizer) <= words, f"{few}: take the tokenizer that belongs to it")
-        # Before transformers 5.21, its ``sdpa`` left the cap of Gemma 2's scores out without a word.
+        if ahead is not None:
+            raise RecipeError(
+                f"model.name={self.name!r} sees the tokens that it must predict ({ahead}): use a decoder, or change "
+                "that setting with model.config"
+            )
+        tokenizer = self.tokenizer_or_none()
+        words = module.get_input_embeddings().weight.shape[0]  # type: ignore[operator]
+        if tokenizer is not None and len(tokenizer) > words:
+            raise RecipeError(
+                f"model.tokenizer has {len(tokenizer)} tokens, but model.name={self.name!r} supports {words}: use the "
+                "tokenizer of this model"
+            )
+        # Before transformers 5.21, its ``sdpa`` silently ignored the cap on Gemma 2's attention scores.
         if self.packs() or getattr(module.config, "attn_logit_softcapping", None) is not None:
             from trainer.models.packed_attention import NAME, register
 
@@ -171,12 +190,14 @@ class CausalLM(TextModel):
         return module
 
     def _complete_generation(self, module: Any) -> None:
-        """Let ``generation_config.json`` say what the weights came with, and the token that ends a text here, which a
-        chat template may have changed: without it a served model would not stop."""
+        """Set ``generation_config`` to that of the weights, plus this tokenizer's end token.
+
+        A chat template may have changed the end token; without it a served model would not stop.
+        """
         from transformers import GenerationConfig
 
         published = None if self.weights is None else self._folder(self.weights) / "generation_config.json"
-        if published is not None and published.is_file():  # which nobody has read where weights were streamed
+        if published is not None and published.is_file():  # not read yet if weights were streamed
             module.generation_config = GenerationConfig.from_dict(json.loads(published.read_text()))
         config, tokenizer = module.generation_config, self.tokenizer_or_none()
         if tokenizer is not None and tokenizer.eos_token_id is not None:
@@ -186,13 +207,13 @@ class CausalLM(TextModel):
             module.config.eos_token_id = tokenizer.eos_token_id
         try:
             config.validate(strict=True)
-        except ValueError:  # a temperature without do_sample, as some are published: it would not be saved
+        except ValueError:  # some published ones set a temperature without do_sample and could not be saved
             config.do_sample = True
 
 
 def _sees_ahead(config: Any) -> str | None:
-    """The entry of a configuration that lets a token see those behind it, as of encoders; ``None`` for none."""
+    """Return the setting that lets a token see later tokens, as in encoders, or ``None``."""
     entries = {"is_decoder": False, "is_causal": False, "causal": False, "use_bidirectional_attention": True}
-    if "gpt_neox" in config.model_type:  # which never reads it
+    if "gpt_neox" in config.model_type:  # GPT-NeoX ignores this setting
         del entries["is_decoder"]
     return next((f"{key}={value}" for key, value in entries.items() if getattr(config, key, None) is value), None)

@@ -1,4 +1,4 @@
-"""What the models share: tasks and their losses, blocks, freezing. Torch is imported on first use."""
+"""Shared code of the models: tasks and their losses, blocks, freezing. Torch is imported on first use."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
     from trainer.contract import Data
 
-MOST_FEATURES = 10**7  # of a layer, classes or pixels: beyond it a size in bytes may not fit into 64 bits
+MOST_FEATURES = 10**7  # features, classes or pixels; above it a size in bytes may exceed 64 bits
 MOST_LAYERS = 10_000  # each is built separately
 
 
@@ -30,18 +30,18 @@ CLASSES_OF = {"single_label": "class", "token": "class", "multi_label": "label"}
 
 @dataclass(frozen=True)
 class Objective:
-    """How predictions are compared with the labels: what is minimised is torch's mean over the whole batch.
+    """The loss function of supervised tasks. The objective is torch's mean over the whole batch.
 
     Args:
-        class_weights: one for each class, in their order, or balanced: samples / (classes × samples of the class), of
-            the training data. The mean is divided by the sum of the labels' weights. Of multi_label it is the weight
-            of a label that is there (torch's pos_weight), balanced is samples without it / samples with it, and the
+        class_weights: one weight per class, in order, or balanced: samples / (classes × samples of the class) in the
+            training data. The mean is divided by the sum of the labels' weights. For multi_label it is the weight of a
+            positive label (torch's pos_weight), balanced is negative samples / positive samples of each label, and the
             mean is divided by the number of labels.
-        label_smoothing: share of a label that is spread evenly over all classes (Szegedy et al. 2016); of multi_label,
-            over there and not there.
-        focal_gamma: the focal loss (Lin et al. 2017): cross entropy times (1 - probability of the label) to the power
-            of gamma, so that what is known already counts less; 0 is cross entropy.
-        distance: of regression: mse, mae or huber, which is mse / 2 up to huber_delta and linear beyond.
+        label_smoothing: share of a label that is spread evenly over all classes (Szegedy et al. 2016); for
+            multi_label, over positive and negative.
+        focal_gamma: exponent of the focal loss (Lin et al. 2017): cross entropy times (1 - probability of the label)
+            to the power of gamma, which gives less weight to easy samples; 0 is cross entropy.
+        distance: for regression: mse, mae or huber, which is mse / 2 up to huber_delta and linear beyond.
         huber_delta: in units of the labels.
     """
 
@@ -55,38 +55,41 @@ class Objective:
         require_types("model.loss.", self)
         require_choice("model.loss.distance", self.distance, Distance)
         weights, smoothing, gamma = self.class_weights, self.label_smoothing, self.focal_gamma
-        fix = "give balanced, or a list of numbers of at least 0, not all of them 0"
-        named = f"model.loss.class_weights={weights!r}"
-        if isinstance(weights, str):
-            require(weights == "balanced", f"{named} is no list: {fix}")
-        elif weights is not None:
-            require(all(0 <= one < math.inf for one in weights) and any(weights), f"{named}: {fix}")
+        valid = weights in (None, "balanced")
+        if not valid and not isinstance(weights, str):
+            valid = all(0 <= weight < math.inf for weight in weights or ()) and any(weights or ())
+        if not valid:
+            raise RecipeError(
+                f"model.loss.class_weights={weights!r} must be balanced, or a list of numbers of at least 0, not all 0"
+            )
         require(0 <= smoothing < 1, f"model.loss.label_smoothing={smoothing} must be at least 0 and less than 1")
-        require(0 <= gamma < math.inf, f"model.loss.focal_gamma={gamma} must be at least 0; the paper has 2")
-        both = f"model.loss.focal_gamma={gamma} and model.loss.label_smoothing={smoothing}"
-        require(not (gamma and smoothing), f"{both} exclude each other: set one to 0")
+        require(0 <= gamma < math.inf, f"model.loss.focal_gamma={gamma} must be at least 0; the paper uses 2")
+        if gamma and smoothing:
+            given = f"model.loss.focal_gamma={gamma} and model.loss.label_smoothing={smoothing}"
+            raise RecipeError(f"{given} exclude each other: set one to 0")
         require(0 < self.huber_delta < math.inf, f"model.loss.huber_delta={self.huber_delta} must be greater than 0")
 
     def require_fit(self, task: Task) -> None:
-        """Refuse what is set and means nothing for ``task``."""
+        """Reject settings that ``task`` does not use."""
         plain = Objective()
         of_classes = ("class_weights", "label_smoothing", "focal_gamma")
         foreign = of_classes if task == "regression" else ("distance", "huber_delta")
         for name in foreign:
             value, unset = getattr(self, name), getattr(plain, name)
-            fix = "leave it out" if task == "regression" else "use model.task regression, or leave it out"
-            require(value == unset, f"model.loss.{name}={value} means nothing for model.task={task}: {fix}")
-        alone = self.distance == "huber" or self.huber_delta == plain.huber_delta
-        require(alone, f"model.loss.huber_delta={self.huber_delta} is for model.loss.distance huber")
+            if value != unset:
+                fix = "leave it out" if task == "regression" else "use model.task regression, or leave it out"
+                raise RecipeError(f"model.loss.{name}={value} has no effect for model.task={task}: {fix}")
+        if self.distance != "huber" and self.huber_delta != plain.huber_delta:
+            raise RecipeError(f"model.loss.huber_delta={self.huber_delta} is for model.loss.distance huber")
 
 
 class Supervised(Preparable):
-    """What models share that learn from labels. A setting that one of them does not explain is explained here.
+    """Base class of models that learn from labels. It documents the settings that they share.
 
     Args:
         task: single_label, one class of several; multi_label, any number of labels; regression, one or more numbers;
             token, a class for each word of a text.
-        loss: how predictions are compared with the labels.
+        loss: the loss function.
     """
 
     task: Task
@@ -95,50 +98,57 @@ class Supervised(Preparable):
     class_names: list[str] | None
 
     def suited_to(self, data: Data) -> Supervised:
-        """This model with ``balanced`` class weights computed of the training labels of ``data``."""
+        """Return this model with ``balanced`` class weights computed from the training labels of ``data``."""
         weights = self.loss.class_weights
         if weights is None:
             return self
         if weights == "balanced":
             labels = as_samples(data.train).labels
-            unknown = f"model.loss.class_weights=balanced needs the training labels, and {type(data).__name__}'s train"
-            require(labels is not None, f"{unknown} has no attribute labels: add it, or give the weights as a list")
+            if labels is None:
+                raise RecipeError(
+                    f"model.loss.class_weights=balanced needs the training labels, and {type(data).__name__}'s train "
+                    "has no attribute labels: add it, or give the weights as a list"
+                )
             weights = balanced_weights(self.task, cast(Any, labels), self.num_classes or 0, self.class_names)
-        many = f"model.loss.class_weights has {len(weights)} weights for {self.num_classes} classes: give one for each"
-        require(len(weights) == self.num_classes, many)
+        if len(weights) != self.num_classes:
+            raise RecipeError(
+                f"model.loss.class_weights has {len(weights)} weights for {self.num_classes} classes: give one for each"
+            )
         return replace(cast(Any, self), loss=replace(self.loss, class_weights=list(weights)))
 
     def weigh(self, batch: Any) -> dict[str, float]:
-        """As torch's mean divides: the sum of the classes' weights, or the number of samples, labels or words."""
+        """Return the divisor of torch's mean: the sum of class weights, or the number of samples, labels or words."""
         if "labels" not in batch:
-            return super().weigh(batch)  # which says what is missing
+            return super().weigh(batch)  # raises an error that names the missing key
         labels = batch["labels"]
         if "mixed_labels" in batch:
             return weigh_mixed(batch, self.weigh)
-        if self.task == "regression":  # where -100 is a number like any other
+        if self.task == "regression":  # -100 is a regular value in regression
             return dict.fromkeys(self.loss_names, float(len(labels)))
         if self.task == "multi_label" or self.loss.class_weights is None:
             return super().weigh(batch)
         return dict.fromkeys(self.loss_names, float(self._weight_of(labels)))
 
     def loss_of_batch(self, logits: Tensor, batch: Mapping[str, Any]) -> Loss:
-        """``loss_of`` the labels of a micro-batch; of mixed samples (mixup, CutMix) that of both labels of each, by
-        their shares. So it is for classes with weights, smoothed labels, several labels and numbers alike."""
+        """Return ``loss_of`` the micro-batch; for mixed samples (mixup, CutMix), of both labels, by their shares.
+
+        This holds for weighted classes, smoothed labels, multiple labels and regression.
+        """
         own = self.loss_of(logits, batch["labels"])
         if "mixed_labels" not in batch:
             return own
         other = self.loss_of(logits, batch["mixed_labels"])
         share = batch["lam"][0].to(own.total.dtype)
-        weight = other.counted() + share.double() * (own.counted() - other.counted())  # exact where they are equal
+        weight = other.counted() + share.double() * (own.counted() - other.counted())  # exact if both are equal
         return replace(own, total=share * own.total + (1 - share) * other.total, weight=weight)
 
     def loss_of(self, logits: Tensor, labels: Tensor) -> Loss:
-        """The loss of a micro-batch, computed in at least fp32.
+        """Return the loss of a micro-batch, computed in at least fp32.
 
         Args:
-            logits: shape ``(n, classes)``; of tokens ``(n, length, classes)``.
-            labels: integers, shape ``(n,)``, of tokens ``(n, length)``, -100 is ignored; of multi_label 0 or 1, shape
-                ``(n, classes)``; of regression numbers, shape ``(n, outputs)`` or, of one output, ``(n,)``.
+            logits: shape ``(n, classes)``; for tokens ``(n, length, classes)``.
+            labels: integers, shape ``(n,)``, for tokens ``(n, length)``, -100 is ignored; for multi_label 0 or 1,
+                shape ``(n, classes)``; for regression numbers, shape ``(n, outputs)`` or, with one output, ``(n,)``.
         """
         import torch
 
@@ -168,7 +178,7 @@ class Supervised(Preparable):
         cross_entropy = torch.nn.functional.cross_entropy
         if gamma:
             each = cross_entropy(logits, labels, **options, reduction="none")
-            # Not 0, at which a power below 1 has no derivative.
+            # Clamp above 0, where a power with an exponent below 1 has no derivative.
             each = each * (-torch.expm1(-each)).clamp_min(torch.finfo(each.dtype).tiny) ** gamma
             total = (each if weights is None else each * weights[labels.clamp_min(0)]).sum()
         else:
@@ -191,17 +201,21 @@ class Supervised(Preparable):
         wanted, whole = tuple(logits.shape), not labels.is_floating_point()
         found = f"labels of shape {tuple(labels.shape)} and type {str(labels.dtype).removeprefix('torch.')}"
         if self.task in ("single_label", "token"):
-            numbers = "for numbers use --model.task regression, for several labels a sample multi_label"
-            fits = whole and tuple(labels.shape) == wanted[:-1]
-            require(fits, f"model.task={self.task} needs classes, int64 {wanted[:-1]}, and gets {found}: {numbers}")
+            if not whole or tuple(labels.shape) != wanted[:-1]:
+                raise RecipeError(
+                    f"model.task={self.task} needs classes, int64 {wanted[:-1]}, but got {found}: for numbers use "
+                    "--model.task regression, for several labels per sample multi_label"
+                )
         else:
             numbers = "a number for each output" if self.task == "regression" else "0 or 1 for each label"
-            fix = "for one class a sample use --model.task single_label"
-            fits = tuple(labels.shape) == wanted
-            require(fits, f"model.task={self.task} needs {numbers}, {wanted}, and gets {found}: {fix}")
+            if tuple(labels.shape) != wanted:
+                raise RecipeError(
+                    f"model.task={self.task} needs {numbers}, {wanted}, but got {found}: for one class per sample use "
+                    "--model.task single_label"
+                )
 
     def _weight_of(self, labels: Tensor) -> Tensor:
-        """The sum of the weights of the classes of ``labels``, in float64."""
+        """Sum the class weights of ``labels``, in float64."""
         import torch
 
         weights = self._weights(labels, torch.float64)
@@ -209,7 +223,7 @@ class Supervised(Preparable):
         return (weights[labels.clamp_min(0)] * (labels != IGNORED_LABEL)).sum()
 
     def _weights(self, like: Tensor, dtype: torch.dtype | None = None) -> Tensor | None:
-        """The class weights where ``like`` is, copied there once: a copy in every micro-step would be waited for."""
+        """Return the class weights on the device of ``like``. They are copied once: each copy would be a sync."""
         import torch
 
         if self.loss.class_weights is None:
@@ -218,7 +232,7 @@ class Supervised(Preparable):
         copies = self.__dict__.setdefault("_copies", {})
         key = (like.device, dtype)
         found = copies.get(key)
-        if found is None or type(like) is not torch.Tensor:  # one that only has a shape is no place to keep anything
+        if found is None or type(like) is not torch.Tensor:  # do not cache fake tensors
             found = torch.tensor(self.loss.class_weights, dtype=dtype, device=like.device)
             if type(like) is torch.Tensor:
                 copies[key] = found
@@ -226,7 +240,7 @@ class Supervised(Preparable):
 
 
 def balanced_weights(task: Task, labels: Sequence[Any], classes: int, names: Sequence[str] | None) -> list[float]:
-    """``balanced`` class weights, as :class:`Objective` says, of the labels of all training samples."""
+    """Return ``balanced`` class weights (see :class:`Objective`) from the labels of all training samples."""
     import numpy as np
 
     if task == "multi_label":
@@ -237,13 +251,16 @@ def balanced_weights(task: Task, labels: Sequence[Any], classes: int, names: Seq
         flat = flat[flat != IGNORED_LABEL]
         counts, samples = np.bincount(flat, minlength=classes).astype(np.float64), len(flat)
     empty = [names[number] if names else str(number) for number, count in enumerate(counts) if not count]
-    none = f"model.loss.class_weights=balanced: no training sample has the {CLASSES_OF[task]} {', '.join(empty[:1])}"
-    require(not empty, f"{none}: give the weights as a list")
+    if empty:
+        raise RecipeError(
+            f"model.loss.class_weights=balanced: no training sample has the {CLASSES_OF[task]} {', '.join(empty[:1])}: "
+            "give the weights as a list"
+        )
     return ((samples - counts) / counts if task == "multi_label" else samples / (classes * counts)).tolist()
 
 
 def classification_loss(logits: Tensor, labels: Tensor) -> Loss:
-    """Cross entropy summed over the items whose label is not -100, computed in at least fp32.
+    """Return the cross entropy summed over the items whose label is not -100, computed in at least fp32.
 
     Args:
         logits: shape ``(items, classes)``.
@@ -258,10 +275,10 @@ def classification_loss(logits: Tensor, labels: Tensor) -> Loss:
 
 
 def train_last_blocks(module: nn.Module, count: int, classes: Sequence[type] = ()) -> None:
-    """Freeze every parameter that is registered before the last ``count`` blocks; what follows them, the head, trains.
+    """Freeze every parameter that is registered before the last ``count`` blocks. The head after them trains.
 
     Raises:
-        RecipeError: when the model has fewer blocks.
+        RecipeError: if the model has fewer blocks.
     """
     blocks = find_blocks(module, classes)
     if not 0 <= count <= len(blocks):
@@ -273,7 +290,7 @@ def train_last_blocks(module: nn.Module, count: int, classes: Sequence[type] = (
 
 
 def head_parameters(module: nn.Module, blocks: Sequence[nn.Module]) -> list[nn.Parameter]:
-    """The parameters that are registered after all those of ``blocks``; none where there are no blocks."""
+    """Return the parameters that are registered after all those of ``blocks``; empty without blocks."""
     in_blocks = {p for block in blocks for p in block.parameters()}
     parameters = list(module.parameters())
     last = max((at for at, parameter in enumerate(parameters) if parameter in in_blocks), default=len(parameters))
@@ -281,9 +298,9 @@ def head_parameters(module: nn.Module, blocks: Sequence[nn.Module]) -> list[nn.P
 
 
 def require_filled(model: str, **fields: object) -> None:
-    """Refuse to build while a field that the dataset should have filled is still ``None``, or is no size."""
+    """Check that fields that the dataset fills are set and are valid sizes."""
     for name, value in fields.items():
         if value is None:
-            fix = f"give --model.{name}"
-            raise RecipeError(f"model.{name} of {model} is not set, and the dataset does not know it: {fix}")
+            known = "is not set and cannot be derived from the dataset"
+            raise RecipeError(f"model.{name} of {model} {known}: give --model.{name}")
         require_positive(f"model.{name}", value, MOST_FEATURES)

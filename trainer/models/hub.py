@@ -1,4 +1,4 @@
-"""What transformers reads from folders and from the hub, with no code executed that comes from there."""
+"""Models that transformers loads from folders and from the hub, without executing code from there."""
 
 from __future__ import annotations
 
@@ -27,25 +27,25 @@ POSITIONS = ("max_position_embeddings", "n_positions", "max_seq_len", "max_seque
 FROM_PADDING = ("roberta", "camembert", "longformer", "mpnet", "luke", "ibert", "xmod")  # in names of model types
 
 NO_DROPOUT = ("layerdrop", "path", "connect", "token")
-"""What a configuration may drop besides features and weights of attention: in names with ``drop``."""
+"""Parts of setting names with ``drop`` that are not a dropout rate of features or attention weights."""
 
 PROBLEM_TYPES = {name: f"{name}_classification" for name in ("single_label", "multi_label")}
 PROBLEM_TYPES["regression"] = "regression"
-"""How transformers calls the tasks of its classifiers of whole samples."""
+"""transformers' ``problem_type`` of our tasks for whole samples."""
 
 ADAPTER_FOLDER = "adapter"
-"""In the folder of a saved model."""
+"""Subfolder of a saved model with its adapters."""
 
 PEFT_TASKS = {"AutoModelForSequenceClassification": "SEQ_CLS", "AutoModelForTokenClassification": "TOKEN_CLS"}
 PEFT_TASKS["AutoModelForCausalLM"] = "CAUSAL_LM"
-"""What peft calls the task of a class of transformers."""
+"""peft's task type by transformers class."""
 
 MOST_TEXT = 500_000_000
-"""Bytes of a file of settings or words; the largest vocabularies take some ten millions."""
+"""Max bytes of a settings or vocabulary file; the largest vocabularies take some 10 MB."""
 
 
 def local_folder(source: str) -> str:
-    """The path of a ``file://`` URL; anything else as it is."""
+    """Return the path of a ``file://`` URL, or ``source`` itself."""
     return source.removeprefix("file://")
 
 
@@ -56,24 +56,25 @@ PUBLISHED = {
     **{f"meta-llama/Llama-{size}": f"Llama-{size}" for size in ("3.1-8B", "3.2-1B", "3.2-3B")},
     **{f"Qwen/Qwen{size}": f"Qwen{size}" for size in ("2.5-7B", "3-0.6B", "3-1.7B", "3-4B", "3-8B")},
 }
-"""Hub ids of packaged recipes and language models, and the folders here with the ``config.json`` they publish."""
+"""Hub ids of packaged recipes and language models, and the packaged folders with their ``config.json``."""
 
 
 def published(source: str) -> Path | None:
-    """The folder in this package that holds the ``config.json`` of the hub id ``source``."""
+    """Return the packaged folder with the ``config.json`` of the hub id ``source``, or ``None``."""
     name = None if is_local(source) else PUBLISHED.get(source)
     return None if name is None else Path(__file__).parent / "published" / name
 
 
 def is_local(source: str) -> bool:
-    """Whether ``source`` is a folder here."""
-    return isdir(local_folder(source))  # Path.is_dir raises an error for a name that is too long
+    """Return whether ``source`` is a local folder."""
+    return isdir(local_folder(source))  # Path.is_dir raises an error if the name is too long
 
 
 def from_hub(key: str, source: str, load: Any, *args: Any, **kwargs: Any) -> Any:
-    """Call ``load`` of transformers with the other arguments; what goes wrong, but lack of memory, becomes one line.
+    """Call a ``load`` function of transformers with the remaining arguments.
 
-    That names the setting ``model.key``, whose value ``source`` is a hub id, a folder or a ``file://`` URL of one.
+    Any failure except out of memory becomes a one-line error that names the setting ``model.key``. ``source``, its
+    value, is a hub id, a folder or the ``file://`` URL of a folder.
     """
     from safetensors import SafetensorError
 
@@ -81,32 +82,32 @@ def from_hub(key: str, source: str, load: Any, *args: Any, **kwargs: Any) -> Any
         raise RecipeError(f"model.{key}={source} is not a folder")
     if is_local(source):
         _require_files(Path(local_folder(source)))
-    here = is_local(source) or load.__name__ == "from_config"  # made of a configuration that was read before
+    here = is_local(source) or load.__name__ == "from_config"  # the configuration was read before
     why_not = "" if here else away()
     from huggingface_hub.constants import HF_HUB_CACHE
 
     try:
         with room_in(Path(HF_HUB_CACHE), "set HF_HOME to a folder on another disk"):
             found = load(*args, **kwargs)
-    except Exception as error:  # transformers checks little of what is in a file before it uses it
+    except Exception as error:  # transformers rarely validates a file before using it
         if isinstance(error, RunError | RecipeError) or (
             isinstance(error, MemoryError | RuntimeError) and "memory" in str(error)
         ):
-            raise  # no fault of the files
+            raise  # not caused by the files
         reason = next(iter(str(error).strip().splitlines()), "")
         if not isinstance(error, OSError | ValueError | SafetensorError):
             reason = f"{type(error).__name__}: {reason}."
         fix = "Give a local folder as save_pretrained writes it, or a hub id"
         if why_not and isinstance(error, OSError):
-            reason = f"it is no folder here, nor in the hub's cache, and {why_not}."
+            reason = f"it is neither a local folder nor in the hub's cache, and {why_not}."
             kinds = {"name": ", or a model type such as distilbert", "tokenizer": ", or bytes, which needs no files"}
             kind = kinds.get(key, "")
             fix = f"Give a local folder as save_pretrained writes it{kind}; {advice()}"
         if "trust_remote_code" in str(error):
-            reason = "it needs Python code that comes with it (auto_map), and no such remote code is executed."
+            reason = "it needs Python code from its repository (auto_map), and remote code is never executed."
             fix = (
-                "Give a model of an architecture that transformers has itself, or read the code and write a "
-                "trainer.Model that imports it"
+                "Use a model whose architecture is part of transformers, or review the code and write a trainer.Model "
+                "that imports it"
             )
         raise RecipeError(f"model.{key}={source!r} cannot be loaded: {reason.rstrip('.')}. {fix}") from error
     if why_not:
@@ -115,48 +116,50 @@ def from_hub(key: str, source: str, load: Any, *args: Any, **kwargs: Any) -> Any
 
 
 def _require_files(folder: Path) -> None:
-    """Refuse what transformers would wait for, or read without an end: a named pipe, a device, JSON of gigabytes."""
+    """Reject files that would block transformers or never end: named pipes, devices, JSON of gigabytes."""
     for path in folder.iterdir():
         if path.exists() and not path.is_dir():
             try:
                 require_regular(path.stat(), path)
             except OSError as error:
                 raise RecipeError(f"{path} cannot be read: {error.strerror}") from error
-            small = path.suffix not in (".json", ".txt") or path.stat().st_size <= MOST_TEXT
-            require(small, f"{path} is larger than {MOST_TEXT / 1e6:g} MB: too much for settings or words")
+            if path.suffix in (".json", ".txt") and path.stat().st_size > MOST_TEXT:
+                raise RecipeError(f"{path} is larger than {MOST_TEXT / 1e6:g} MB, the max for settings or vocabularies")
 
 
 def positions(config: Mapping[str, Any]) -> int | None:
-    """The most tokens that a model takes, from the settings in its ``config.json``; ``None`` where any number goes."""
+    """Return the max number of tokens of a model from its ``config.json``, or ``None`` if there is no limit."""
     kind = str(config.get("model_type"))
     found = next((config[name] for name in POSITIONS if isinstance(config.get(name), int)), 0)
-    if any(name in kind for name in FROM_PADDING):  # which do not use the positions up to that of the padding token
+    if any(name in kind for name in FROM_PADDING):  # their positions start after the padding token's id
         found -= 1 + (config.get("pad_token_id") or 0)
     return found if found > 0 and "t5" not in kind else None  # T5 has the entry, but only relative positions
 
 
 COUNT = re.compile(r"(?!.*(per_layer|_size$|_dim|channels)).*(layer|depth|blocks|block_sizes|experts|stages)")
-"""Names of settings that count layers, which are built one by one; the settings left out are sizes of tensors."""
+"""Matches names of settings that count layers, which are built one by one, and not sizes of tensors."""
 
-MAX_LABELS = 500_000  # each is a name in two mappings
+MAX_LABELS = 500_000  # each is stored in two mappings
 
 
 def require_moderate_config(said: str, config: Mapping[str, Any]) -> None:
-    """Refuse counts of layers and labels that would take the machine, before transformers builds anything of them."""
+    """Reject counts of layers and labels that would exhaust the machine when transformers builds them."""
     for key, value in config.items():
         if isinstance(value, Mapping):
             require_moderate_config(said, value)
         numbers = [one for one in (value if isinstance(value, list | tuple) else [value]) if isinstance(one, int)]
-        # A list has the layers of each stage, or the numbers of single layers.
+        # A list holds the number of layers per stage, or the indices of layers.
         count = sum(numbers) if "depth" in str(key) or "num" in str(key) else max(numbers, default=0)
         labels = len(value) if isinstance(value, Mapping) else count if key == "num_labels" else 0
         require(labels <= MAX_LABELS, f"{said}: {key} has {labels:,} labels, and the max is {MAX_LABELS:,}: lower it")
         if COUNT.match(str(key)):
-            many = f"{said}: {key} stands for {count:,} layers, and the max is {MOST_LAYERS:,}: lower it"
-            require(max(count, len(numbers)) <= MOST_LAYERS, many)
+            if max(count, len(numbers)) > MOST_LAYERS:
+                raise RecipeError(
+                    f"{said}: {key} stands for {count:,} layers, and the max is {MOST_LAYERS:,}: lower it"
+                )
             ends = str(key).endswith(("layers", "depths", "block_sizes"))
-            few = ends and min(numbers, default=1) < (not str(key).endswith("layers"))  # a decoder may have no layers
-            require(not few, f"{said}: {key} {value!r:.80} must be at least 1")
+            if ends and min(numbers, default=1) < (not str(key).endswith("layers")):  # a decoder may have no layers
+                raise RecipeError(f"{said}: {key} {value!r:.80} must be at least 1")
 
 
 def _read_config(source: str, **options: Any) -> Any:
@@ -167,37 +170,37 @@ def _read_config(source: str, **options: Any) -> Any:
 
 
 def refuse_code(name: str, config: Any) -> None:
-    """Refuse a ``config`` of the folder or hub id ``name`` for which transformers would run code from the hub."""
+    """Reject a ``config`` of the folder or hub id ``name`` for which transformers would run code from the hub."""
     wished = [getattr(config, key, None) for key in ("_attn_implementation", "_experts_implementation")]
     kernels = [text for text in map(str, wished) if "/" in text]
     asks = f"model.name={name!r}: its configuration asks for"
     require(
         not kernels,
-        f"{asks} the kernel {', '.join(kernels)}, which is code from the hub, and is not executed: take "
-        "attn_implementation out of its config.json",
+        f"{asks} the kernel {', '.join(kernels)}, which is code from the hub and is never executed: remove "
+        "attn_implementation from its config.json",
     )
     require(
         getattr(config, "quantization_config", None) is None,
-        f"{asks} quantised weights, which cannot be trained and may need code from the hub: give a model without "
+        f"{asks} quantised weights, which cannot be trained and may need code from the hub: use a model without "
         "quantization_config in its config.json",
     )
     require(
         "checkpoint_path" not in (getattr(config, "model_args", None) or {}),
-        f"{asks} timm's checkpoint_path, a file that may be a pickle: take it out of model_args, and give the weights "
-        "as a folder by model.weights",
+        f"{asks} timm's checkpoint_path, a file that may be a pickle: remove it from model_args, and give a folder of "
+        "weights with model.weights",
     )
 
 
 class HubModel(Adaptable, Preparable):
-    """What the models share that a class of transformers makes, of a configuration or of weights.
+    """Base class of models that a transformers class builds from a configuration or from weights.
 
     Args:
-        name: where the configuration comes from: a hub id, a local folder, or a model type such as distilbert.
+        name: the source of the configuration: a hub id, a local folder, or a model type such as distilbert.
         weights: a hub id or a local folder, as save_pretrained writes it; null for random weights.
         config: entries of the configuration to override, such as {num_hidden_layers: 2}.
-        revision: of everything that comes from the hub: a branch, tag or commit.
-        dropout: sets all dropout rates of the configuration; null leaves them.
-        train_last_blocks: freeze all but the last n blocks and the head; null trains everything.
+        revision: branch, tag or commit of everything that comes from the hub.
+        dropout: sets all dropout rates of the configuration; null keeps them.
+        train_last_blocks: freeze everything except the last n blocks and the head; null trains everything.
         lora: train adapters in the blocks, and the head, instead of all weights.
     """
 
@@ -210,7 +213,7 @@ class HubModel(Adaptable, Preparable):
 
     own_format = True
     auto: ClassVar[str]
-    """The class of transformers, an ``AutoModelFor…``, that makes the module."""
+    """Name of the transformers class, an ``AutoModelFor…``, that builds the module."""
 
     def __post_init__(self) -> None:
         require(self.dropout is None or 0 <= self.dropout < 1, f"model.dropout={self.dropout} must be in [0, 1)")
@@ -218,17 +221,17 @@ class HubModel(Adaptable, Preparable):
 
     def prepare(self) -> None:
         """Fetch configuration and weights into the hub's cache."""
-        import transformers.modeling_utils  # noqa: F401  now: what it takes of the host is not the run's memory
+        import transformers.modeling_utils  # noqa: F401  now, so that its host memory is not attributed to the run
 
         self._configuration()
         if self.weights is not None:
             self._folder(self.weights)
 
     def build(self) -> nn.Module:
-        """The module that transformers makes, with adapters if some are to train."""
+        """Build the module with transformers, and add adapters if requested."""
         if self.weights is None:
             return self.adapt(self.skeleton())
-        # What is quantised is whole nowhere, not here either.
+        # Quantised weights are never held in full precision, so they are streamed.
         return super().build() if self.lora.base == "nf4" else self._from_pretrained(self.weights)
 
     def _from_pretrained(self, weights: str) -> nn.Module:
@@ -237,18 +240,20 @@ class HubModel(Adaptable, Preparable):
 
         self._require_complete()
         require(
-            not Path(local_folder(weights), "adapter_config.json").exists(),  # transformers would load what it names
-            f"model.weights={weights} is or holds a PEFT adapter: merge it into its model and save that",
+            not Path(
+                local_folder(weights), "adapter_config.json"
+            ).exists(),  # transformers would load the base that it names
+            f"model.weights={weights} is or contains a PEFT adapter: merge it into its model and save the result",
         )
         module, found = self._load(
             "weights",
             weights,
             getattr(transformers, self.auto).from_pretrained,
             config=self._configuration(),
-            dtype=torch.get_default_dtype(),  # it does not look at it itself
+            dtype=torch.get_default_dtype(),  # from_pretrained ignores it otherwise
             trust_remote_code=False,
             use_safetensors=True,  # never a pickle
-            ignore_mismatched_sizes=True,  # a head for another number of classes is replaced
+            ignore_mismatched_sizes=True,  # replaces a head for another number of classes
             output_loading_info=True,
         )
         wrong = [*found["missing_keys"], *found["mismatched_keys"]]
@@ -259,28 +264,27 @@ class HubModel(Adaptable, Preparable):
         return module
 
     def skeleton(self) -> nn.Module:
-        """The module with random weights, without adapters."""
+        """Build the module with random weights, without adapters."""
         self._require_complete()
         return self._finished(self._from_configuration(self.auto))
 
     def _require_complete(self) -> None:
-        """Refuse to build while a setting is open that the dataset should have filled."""
+        """Check that all settings that the dataset fills are set."""
 
     def _from_configuration(self, auto: str) -> nn.Module:
-        """What the class of transformers with that name makes of the configuration, with random weights."""
+        """Build the module of transformers' class ``auto`` with random weights."""
         import torch
         import transformers
 
-        load, dtype = getattr(transformers, auto), torch.get_default_dtype()  # it does not look at that itself
+        load, dtype = getattr(transformers, auto), torch.get_default_dtype()  # from_config ignores it otherwise
         config = self._configuration()
         return from_hub("name", self.name, load.from_config, config, dtype=dtype, trust_remote_code=False)
 
     def _load(self, key: str, source: str, load: Any, **options: Any) -> Any:
-        """What a loader of transformers makes of ``source``, of the revision that is asked for."""
         return from_hub(key, source, load, local_folder(source), revision=self.revision, **options)
 
     def pretrained(self) -> Pretrained:
-        """The tensors of ``weights`` under the names that transformers loads them to; the head may be new."""
+        """Return the tensors of ``weights`` under their names in the module; the head may be new."""
         from trainer.weights.streaming import on_meta, stored_in, tied_names
 
         require(self.weights is not None, "there is nothing to stream: model.weights is null")
@@ -294,7 +298,7 @@ class HubModel(Adaptable, Preparable):
         return self.as_adapted(Pretrained(stored, new, _initialise), skeleton)
 
     def _folder(self, weights: str) -> Path:
-        """Where the files of ``weights`` are: a local folder, or one in the hub's cache, which is filled."""
+        """Return the local folder of ``weights``, downloaded to the hub's cache if necessary."""
         if is_local(weights):
             return Path(local_folder(weights))
         from huggingface_hub import snapshot_download
@@ -303,21 +307,21 @@ class HubModel(Adaptable, Preparable):
         return Path(from_hub("weights", weights, snapshot_download, weights, **options))
 
     def weight_files(self) -> Sequence[Path]:
-        """The safetensors files of ``weights``."""
+        """Return the safetensors files of ``weights``."""
         from trainer.weights.streaming import stored_in
 
         found = stored_in(self._folder(self.weights)) if self.weights is not None else {}
         return sorted({place.file for place, _ in found.values()})
 
     def _finished(self, module: nn.Module) -> nn.Module:
-        """The module without a cache, and with the parameters frozen that do not train."""
+        """Disable the KV cache, and freeze the parameters that do not train."""
         switch_cache_off(module)
         if self.train_last_blocks is not None:
             train_last_blocks(module, self.train_last_blocks, self.blocks)
         return module
 
     def _require_body(self, module: nn.Module, new: Collection[str]) -> None:
-        """Only a head may be new; transformers would fill anything else with random numbers as well."""
+        """Check that only the head is new. transformers would also fill other missing weights with random numbers."""
         from trainer.weights.files import shortened
 
         blocks = find_blocks(module, self.blocks)
@@ -325,39 +329,41 @@ class HubModel(Adaptable, Preparable):
         names, parameters = zip(*module.named_parameters(), strict=True)
         end = next((at for at, parameter in enumerate(parameters, 1) if parameter is last), len(names))
         lost = sorted(set(new) & set(names[: end if self.head_is_new else None]))
-        foreign = f"model.weights={self.weights!r} are not those of this {cast(Any, module).config.model_type}"
-        require(not lost, f"{foreign}: {shortened(lost)} are missing or of another shape")
+        if lost:
+            raise RecipeError(
+                f"model.weights={self.weights!r} do not fit this {cast(Any, module).config.model_type}: "
+                f"{shortened(lost)} are missing or have another shape"
+            )
 
     def save(self, module: nn.Module, folder: Path, state: Mapping[str, Tensor]) -> None:
-        """Write a folder that ``from_pretrained`` of the class ``auto`` loads. Where adapters have trained, ``adapter``
-        in it is what peft loads onto ``weights``."""
+        """Write a folder that ``from_pretrained`` loads. Its subfolder ``adapter`` holds trained adapters for peft."""
         merged, own = self.merged_state(module, state), cast(Any, module)
         dtype = next(value.dtype for value in merged.values() if value.is_floating_point())
         own.save_pretrained(folder, state_dict=merged)
-        config = copy.copy(own.config)  # has the type of the weights on the device; masters on the host are wider
+        config = copy.copy(own.config)  # its dtype is that of the device; master weights on the host are wider
         config.dtype = dtype
         config.save_pretrained(folder)
         if self.lora.rank and self.weights is not None:
             self.save_adapters(module, state, folder / ADAPTER_FOLDER)
 
     def save_adapters(self, module: nn.Module, state: Mapping[str, Tensor], folder: Path) -> None:
-        """Write what peft loads onto ``weights``; ``module`` and ``state`` are as for :func:`save_adapters`."""
+        """Write the adapters in peft's format, based on ``weights``; see :func:`save_adapters`."""
         weights = str(self.weights)
         source = str(Path(local_folder(weights)).absolute()) if is_local(weights) else weights
         facts = {"base_model_name_or_path": source, "revision": self.revision, "task_type": PEFT_TASKS.get(self.auto)}
         save_adapters(module, state, folder, **facts)
 
     def saved_in(self, folder: Path) -> Self:
-        """The model whose configuration and weights ``save`` wrote to ``folder``."""
+        """Return the model whose configuration and weights ``save`` wrote to ``folder``."""
         source: Any = {"name": str(folder), "weights": str(folder), "config": {}, "revision": None, "lora": LoRA()}
         return replace(self, **source)  # type: ignore[type-var]
 
     def _type(self) -> str | None:
-        """The model type, where it is all that ``name`` says; ``None`` for a folder or hub id."""
+        """Return the model type if ``name`` is one, ``None`` for a folder or hub id."""
         return self.name if not is_local(self.name) and is_model_type(self.name) else None
 
     def _of_data(self) -> dict[str, Any]:
-        """The settings of a configuration that is made of a model type alone which follow from the data."""
+        """Return the settings that the data determines, for a configuration made from a model type alone."""
         return {}
 
     def _configuration(self) -> Any:
@@ -383,11 +389,10 @@ class HubModel(Adaptable, Preparable):
             rates = {key for key, value in config.to_dict().items() if "drop" in key and type(value) in (int, float)}
             rates = {key for key in rates if not any(part in key for part in NO_DROPOUT)}
             changes = dict.fromkeys(rates, self.dropout) | changes
-        if kind is not None:  # settings that others are derived from must be there from the beginning
+        if kind is not None:  # other settings are derived from these, so they must be set at construction
             config = AutoConfig.for_model(kind, **{**of_data, **changes})
-            config.architectures = (
-                config.architectures or []
-            )  # of several for a task (DeiT), transformers takes the first
+            # If a task has several architectures (DeiT), transformers uses the first.
+            config.architectures = config.architectures or []
         for key, value in changes.items():
             setattr(config, key, value)
         if torch.get_default_dtype() == torch.float64 and getattr(config, "_experts_implementation", "") is None:
@@ -397,7 +402,7 @@ class HubModel(Adaptable, Preparable):
 
 
 class HubClassifier(HubModel, Supervised):
-    """What the classifiers of transformers share.
+    """Base class of transformers' classifiers.
 
     Args:
         num_classes: null takes the dataset's.
@@ -433,8 +438,10 @@ def _initialise(skeleton: Any) -> None:
 
 
 def _renaming(skeleton: Any, own: Mapping[str, Any]) -> Callable[[str], str]:
-    """From a key of a file to the name in the module ``own``, as transformers has it: with or without the prefix of
-    the base model, and with the names of old files made new."""
+    """Return a function from keys of a file to names in ``own``, as transformers maps them.
+
+    It adds or removes the base model's prefix, and updates the names of old files.
+    """
     from transformers.conversion_mapping import get_model_conversion_mapping
     from transformers.core_model_loading import WeightConverter, rename_source_key
 
@@ -446,8 +453,11 @@ def _renaming(skeleton: Any, own: Mapping[str, Any]) -> Callable[[str], str]:
         name, converter = rename_source_key(key, renamings, converters, prefix, own)  # type: ignore[arg-type]
         if name not in own and key in own:
             return key
-        several = f"{key} cannot be streamed: transformers computes {name} from several tensors of the file"
-        require(converter is None or name not in own, f"{several}; use memory.init device and model.lora.base full")
+        if converter is not None and name in own:
+            raise RecipeError(
+                f"{key} cannot be streamed: transformers computes {name} from several tensors of the file; use "
+                "memory.init device and model.lora.base full"
+            )
         return name
 
     return name_of

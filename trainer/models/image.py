@@ -33,8 +33,8 @@ class ImageClassifier(HubClassifier, DrawnInputs):
     The loss is computed here from the logits, never by the model itself.
 
     Args:
-        name: where the configuration comes from: a hub id, a local folder, or a model type such as vit; timm/NAME is
-            a model of timm, with random weights of this architecture where weights are null.
+        name: the source of the configuration: a hub id, a local folder, or a model type such as vit; timm/NAME is
+            a model of timm, with random weights if weights are null.
         config: entries of the configuration to override, such as {num_hidden_layers: 2}; for timm {model_args: {...}}
             are the arguments of timm.create_model.
         image_size: height and width of the images in pixels; null takes the dataset's.
@@ -61,13 +61,13 @@ class ImageClassifier(HubClassifier, DrawnInputs):
         require_choice("model.task", self.task, ImageTask)
 
     def losses(self, module: nn.Module, batch: Any) -> Iterator[Loss]:
-        """That of the task; the batch has ``pixel_values`` (n, 1 or 3, height, width) and ``labels``."""
+        """Yield the task's loss for ``pixel_values`` (n, 1 or 3, height, width) and ``labels``."""
         pixels = batch["pixel_values"]
         pixels = pixels.expand(-1, max(3, pixels.shape[1]), -1, -1)  # grey becomes three equal channels
         yield self.loss_of_batch(module(pixel_values=pixels).logits, batch)
 
     def image_input(self) -> ImageInput:
-        """What its image processor, or for timm its configuration, says of the images that it was trained on."""
+        """Return the input format in the image processor or, for timm, in the configuration."""
         config: Any = self._configuration()
         known = getattr(config, "pretrained_cfg", None) or {}
         if known.get("input_size"):
@@ -88,7 +88,7 @@ class ImageClassifier(HubClassifier, DrawnInputs):
     def _processor(self) -> Path | None:
         from transformers.utils import cached_file
 
-        if self.weights is None and self._type() is not None:  # there are no files behind the name
+        if self.weights is None and self._type() is not None:  # a model type has no files
             return None
         source = self.weights or self.name
         missing = {"_raise_exceptions_for_missing_entries": False, "_raise_exceptions_for_connection_errors": False}
@@ -96,7 +96,7 @@ class ImageClassifier(HubClassifier, DrawnInputs):
         return None if found is None else Path(found)
 
     def _type(self) -> str | None:
-        """Also timm's, of which transformers wraps every model."""
+        """Return the model type; transformers wraps every timm model as ``timm_wrapper``."""
         timm = self.name.startswith(TIMM) and self.weights is None and not is_local(self.name)
         return "timm_wrapper" if timm else super()._type()
 
@@ -111,7 +111,7 @@ class ImageClassifier(HubClassifier, DrawnInputs):
         import timm
 
         name = self.name.removeprefix(TIMM)
-        hint = nearest(name, timm.list_models(), prefix=TIMM) or "; timm.list_models() has their names"
+        hint = nearest(name, timm.list_models(), prefix=TIMM) or "; timm.list_models() lists them"
         require(timm.is_model(name), f"model.name={self.name!r}: timm {timm.__version__} has no such model{hint}")
         known = timm.get_pretrained_cfg(name)
         seen = {key: list(getattr(known, key)) for key in ("input_size", "mean", "std")} if known else {}
@@ -124,10 +124,10 @@ class ImageClassifier(HubClassifier, DrawnInputs):
         return config
 
     def _finished(self, module: nn.Module) -> nn.Module:
-        """The module, which interpolates its position embeddings where images are of another size than its own."""
+        """Interpolate position embeddings if the images have another size than the configuration."""
         module = super()._finished(module)
         for name, parameter in module.named_parameters():
-            if name.endswith("mask_token"):  # of pretraining: no loss reaches it, and DDP would wait for it
+            if name.endswith("mask_token"):  # used in pretraining only: it gets no gradient, and DDP would wait for it
                 parameter.requires_grad_(False)
         own: Any = getattr(module.config, "image_size", None)
         differs = self.image_size is not None and own not in (None, self.image_size, [self.image_size] * 2)

@@ -12,9 +12,13 @@ from torch.distributed.tensor import DTensor
 
 from trainer.errors import require, require_package
 
-NORMS = {"llama": (0.0, "llama"), "gemma": (1.0, "gemma"), "olmo2": (0.0, "gemma")}  # added to the weight; casts
+NORMS = {
+    "llama": (0.0, "llama"),
+    "gemma": (1.0, "gemma"),
+    "olmo2": (0.0, "gemma"),
+}  # offset added to the weight, casting mode
 ACTIVATIONS = {"SiLU": "SiLUMul", "SiLUActivation": "SiLUMul", "GELUTanh": "GELUMul"}
-ROTATE = "apply_rotary_pos_emb"  # in transformers' modules
+ROTATE = "apply_rotary_pos_emb"  # transformers' function
 # fmt: off
 PARTS = {
     "llama rotary mlp": "bamba falcon_h1 granite llama ministral mistral phi3 qwen2 qwen2_moe qwen3 smollm3",
@@ -26,11 +30,14 @@ PARTS = {
 }
 # fmt: on
 ARCHITECTURES = {kind: tuple(parts.split()) for parts, kinds in PARTS.items() for kind in kinds.split()}
-"""What benchmarks/liger.py has found: by model type, the parts with the right gradient; a norm comes first."""
+"""Parts with the right gradient by model type, as measured by benchmarks/liger.py; a norm comes first."""
 
 
 def use_kernels(module: Any, wish: str) -> None:
-    """Let the kernels compute parts of ``module``, as ``model.kernels`` says; a ``RecipeError`` if they cannot."""
+    """Install the kernels of ``model.kernels`` in ``module``; raise ``RecipeError`` if liger is set but unsupported.
+
+    Swapping ``__class__`` keeps parameters, names and hooks of the modules of transformers.
+    """
     parts, has_gpu = ARCHITECTURES.get(module.config.model_type, ()), torch.cuda.is_available()  # or a simulated GPU
     if wish == "liger":
         require_package("model.kernels=liger", "liger_kernel", "kernels")
@@ -53,7 +60,7 @@ def _takes(*tensors: Tensor) -> bool:
 
 @cache
 def _fused(kind: Any, name: str, *norm: Any) -> type:
-    """A subclass of the same name, which transformers looks at. On a CPU, sharded or in fp64 it computes as before."""
+    """Create a subclass with the same name, which transformers reads. No effect on a CPU, if sharded, or in fp64."""
     from liger_kernel import ops
 
     function, plain = getattr(ops, f"Liger{name}Function"), kind.forward
@@ -61,20 +68,20 @@ def _fused(kind: Any, name: str, *norm: Any) -> type:
     def rotate(query: Tensor, key: Tensor, cos: Tensor, sin: Tensor) -> Any:
         if not _takes(query, key, cos):
             return plain.__globals__[ROTATE](query, key, cos, sin)
-        # Copies, as the kernel works in place: selective checkpointing keeps the products as they are.
+        # Clone, because the kernel works in place and selective checkpointing keeps the original products.
         return function.apply(query.clone(), key.clone(), cos, sin)
 
     def forward(self: Any, hidden: Tensor, *args: Any) -> Any:
         if args or not _takes(hidden, *self.parameters(recurse=False)):
             return plain(self, hidden, *args)
-        if norm:  # never in place: a residual may share the gradient
+        if norm:  # not in place, because a residual may share the gradient
             eps = vars(self).get("variance_epsilon") or self.eps
             return function.apply(hidden, self.weight, eps, *norm, False, None)
         one = hasattr(self, "gate_up_proj")
         parts = self.gate_up_proj(hidden).chunk(2, -1) if one else (self.gate_proj(hidden), self.up_proj(hidden))
         return self.down_proj(function.apply(*parts))
 
-    if name == "Rope":  # a copy of the forward that finds ``rotate``; by a name, compilers would find transformers' own
+    if name == "Rope":  # copy forward with ``rotate`` in its globals; compilers would resolve a patched name again
         found = {key: value for key, value in plain.__globals__.items() if key != "__name__"} | {ROTATE: rotate}
         forward = type(plain)(plain.__code__, found, plain.__name__, plain.__defaults__, plain.__closure__)
     return type(kind.__name__, (kind,), {"forward": forward, "__module__": kind.__module__})

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from trainer.contract import Exportable, Plannable, Streamable
-from trainer.errors import require, require_choice, require_package
+from trainer.errors import RecipeError, require, require_choice, require_package
 from trainer.models.common import head_parameters
 from trainer.values import Pretrained
 from trainer.weights.blocks import find_blocks
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 ADAPTER = "default"
 BASE, OWN, CODES = ".base_layer.", ".lora_", ".codes"
-"""In the names of parameters: of a layer that peft has wrapped, of what it has added, of a weight that is quantised."""
+"""Parts of parameter names: a layer that peft has wrapped, a parameter that it has added, a quantised weight."""
 
 ADAPTERS = "adapter_model.safetensors"
 
@@ -34,13 +34,13 @@ class LoRA:
     """Train low-rank adapters and the head, and freeze the rest; saved models hold the merged weights.
 
     Args:
-        rank: of the adapters; 0 trains the weights themselves.
+        rank: rank of the adapters; 0 trains the weights themselves.
         alpha: an adapter's output is scaled by alpha / rank; null is twice the rank.
-        dropout: on the adapters' inputs.
+        dropout: dropout rate on the adapters' inputs.
         targets: the linear layers of a block that get an adapter, by the ends of their names, such as [q_lin, v_lin];
-            null takes those of the attention (of the MLP in VisionTransformer).
-        base: full, or nf4: all linear layers of the blocks keep their frozen weights in 4 bits, and are dequantised
-            for as long as one is used (QLoRA).
+            null selects those of the attention (of the MLP in VisionTransformer).
+        base: full, or nf4: the linear layers of the blocks keep their frozen weights in 4 bits; each is dequantised
+            only while it is used (QLoRA).
     """
 
     rank: int = 0
@@ -54,43 +54,47 @@ class LoRA:
         require(whole and self.rank >= 0, f"model.lora.rank={self.rank!r} must be an integer of at least 0 (off)")
         require(self.alpha is None or self.alpha > 0, f"model.lora.alpha={self.alpha} must be greater than 0, or null")
         require(0 <= self.dropout < 1, f"model.lora.dropout={self.dropout} must be in [0, 1)")
-        require(self.targets != [], "model.lora.targets=[] leaves nothing to adapt: name layers, or leave it at null")
+        require(self.targets != [], "model.lora.targets=[] adapts no layers: name layers, or leave it at null")
         require_choice("model.lora.base", self.base, Base)
-        frozen = "model.lora.base=nf4 is of weights that are frozen, and model.lora.rank=0 trains them: give a rank"
-        require(self.base == "full" or self.rank > 0, frozen)
+        if self.base != "full" and self.rank <= 0:
+            raise RecipeError("model.lora.base=nf4 needs frozen weights, but model.lora.rank=0 trains them: set a rank")
 
     def require_alone(self, train_last_blocks: int | None) -> None:
-        """Refuse two answers to the question of what trains."""
-        both = f"model.lora.rank={self.rank} adapts all blocks, and model.train_last_blocks={train_last_blocks}"
-        alone = not self.rank or train_last_blocks is None
-        require(alone, f"{both} trains whole ones and nothing before them: use one of the two")
+        """Check that adapters and ``train_last_blocks`` are not combined."""
+        if self.rank and train_last_blocks is not None:
+            raise RecipeError(
+                f"model.lora.rank={self.rank} adapts all blocks, but model.train_last_blocks={train_last_blocks} "
+                "trains only the last blocks, as a whole: use one of the two"
+            )
 
 
 class Adaptable(Streamable, Exportable, Plannable):
-    """A model of which adapters may train instead of its weights."""
+    """A model that can train adapters instead of its weights."""
 
     lora: LoRA
 
     adapted: ClassVar[Sequence[str] | None] = None
-    """The layers that get an adapter where ``lora.targets`` says nothing; ``None`` for those of the attention."""
+    """Layers that get an adapter if ``lora.targets`` is not set; ``None`` for those of the attention."""
 
     head_is_new: ClassVar[bool] = True
-    """Whether weights may be without the head, which then trains beside adapters, too."""
+    """Whether the weights may lack the head, which then trains together with the adapters."""
 
     @property
     def lossy(self) -> Sequence[str]:  # type: ignore[override]
-        """That adapters train, if they do, and what they are beside."""
+        """The lossy techniques of this model: LoRA, with its rank and NF4 weights."""
         on = " on NF4 weights" if self.lora.base == "nf4" else ""
         return (f"LoRA of rank {self.lora.rank}{on}",) if self.lora.rank else ()
 
     def adapt(self, module: nn.Module) -> nn.Module:
-        """``module`` with adapters, if they train."""
+        """Add adapters to ``module`` if ``lora.rank`` is set."""
         add_adapters(module, self.lora, self.blocks, self.adapted, self.head_is_new)
         return module
 
     def as_adapted(self, found: Pretrained, skeleton: nn.Module) -> Pretrained:
-        """``found`` by the names that parameters have in the module with adapters, which are new; ``skeleton``, on
-        meta and without them, gets them."""
+        """Rename ``found`` to the names of the module with adapters, and add the adapters as new parameters.
+
+        ``skeleton``, on meta and without adapters, gets them in place.
+        """
         import torch
 
         if not self.lora.rank:
@@ -101,15 +105,15 @@ class Adaptable(Streamable, Exportable, Plannable):
         return Pretrained(stored, {*found.new, *adapters_of(skeleton)}, found.initialise)
 
     def weight_files(self) -> Sequence[Path]:
-        """The files of ``weights``; none where they are random."""
+        """Return the files of ``weights``; empty for random weights."""
         return ()
 
     def base_files(self) -> Sequence[Path]:
-        """Those that hold what adapters train beside, if they do; of random weights a checkpoint holds all."""
+        """Return the files of the frozen base weights; empty without adapters or files, as a checkpoint holds all."""
         return self.weight_files() if self.lora.rank else ()
 
     def in_base(self, module: nn.Module) -> Collection[str]:
-        """All that is frozen but adapters, and what belongs to a head that may be new."""
+        """Return the names of the frozen parameters, except adapters and a head that may be new."""
         if not self.base_files():
             return ()
         head = set(head_parameters(module, find_blocks(module, self.blocks)) if self.head_is_new else ())
@@ -117,8 +121,10 @@ class Adaptable(Streamable, Exportable, Plannable):
         return {name for name, parameter in frozen.items() if parameter not in head}
 
     def draw_new(self, module: nn.Module, initialise: Callable[[nn.Module], object], new: Collection[str] = ()) -> None:
-        """Draw the adapters of ``module``, and what else is ``new``, again, as when weights are streamed: the way of
-        loading then changes no result."""
+        """Draw the adapters and ``new`` parameters of ``module`` again, exactly as when weights are streamed.
+
+        The result then does not depend on the way of loading.
+        """
         import torch
 
         from trainer.weights.streaming import draw_new, skeleton_on_meta
@@ -129,7 +135,7 @@ class Adaptable(Streamable, Exportable, Plannable):
                     module.get_parameter(name).copy_(value)
 
     def merged_state(self, module: nn.Module, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """``state`` with the adapters merged into the weights."""
+        """Return ``state`` with the adapters merged into the weights."""
         return merged_state(module, state) if self.lora.rank else dict(state)
 
 
@@ -140,12 +146,12 @@ def add_adapters(
     defaults: Sequence[str] | None = None,
     head: bool = True,
 ) -> None:
-    """Give linear layers of the blocks of ``module`` adapters, in place, and freeze all but these and the head.
+    """Add adapters to linear layers of the blocks of ``module``, in place, and freeze the rest except the head.
 
-    The class of ``module`` stays. An adapter starts at zero, so the outputs are those of before. At rank 0 nothing is
-    done. ``defaults`` take the place of ``lora.targets`` where those are ``None``; otherwise attention is adapted. A
-    ``head`` that is not new is frozen as well, but ``lora.targets`` may name it. With ``lora.base`` nf4 all linear
-    layers of the blocks are quantised, one after the other.
+    The class of ``module`` stays. An adapter starts at zero, so the outputs do not change. Rank 0 does nothing.
+    ``defaults`` is used if ``lora.targets`` is ``None``; if both are, attention is adapted. With ``head`` false the
+    head is frozen too, but ``lora.targets`` may name it. With ``lora.base`` nf4 all linear layers of the blocks are
+    quantised one by one.
     """
     if not lora.rank:
         return
@@ -161,8 +167,11 @@ def add_adapters(
     adapted = {id(layer): layer for layer in chosen}
     for name, layer in outside:
         tied = any(getattr(part, "weight", None) is layer.weight and part is not layer for part in module.modules())
-        why = f"model.lora.targets: the weight of {name} is the embedding's, too, and a merged one would differ"
-        require(id(layer) not in adapted or not tied, f"{why}: leave it out")
+        if id(layer) in adapted and tied:
+            raise RecipeError(
+                f"model.lora.targets: {name} shares its weight with the embedding, and a merged weight would differ: "
+                "leave it out"
+            )
     names = [name for name, layer in module.named_modules() if id(layer) in adapted]
     transposed = all(isinstance(layer, Conv1D) for layer in adapted.values())
     trained = [parameter for parameter in head_parameters(module, found) if parameter.requires_grad and head]
@@ -170,14 +179,14 @@ def add_adapters(
     settings: Any = {"lora_alpha": alpha, "lora_dropout": lora.dropout, "fan_in_fan_out": transposed}
     config = LoraConfig(r=lora.rank, target_modules=names, **settings)
     inject_adapter_in_model(config, module, ADAPTER)
-    for parameter in trained:  # peft froze whatever is not an adapter
+    for parameter in trained:  # peft froze everything except adapters
         parameter.requires_grad_(True)
     if lora.base == "nf4":
         _quantise(module, [layer for _, layer in layers])
 
 
 def _quantise(module: nn.Module, layers: Sequence[nn.Module]) -> None:
-    """Put an ``NF4Linear`` in the place of each of ``layers``, wherever it is in ``module``."""
+    """Replace each of ``layers`` by an ``NF4Linear`` everywhere in ``module``."""
     from trainer.weights.nf4 import NF4Linear
 
     plain, made = set(map(id, _plain(layers))), dict[Any, NF4Linear]()
@@ -189,7 +198,7 @@ def _quantise(module: nn.Module, layers: Sequence[nn.Module]) -> None:
 
 
 def _plain(layers: Sequence[nn.Module]) -> list[Any]:
-    """Those of ``layers`` that compute what their class says."""
+    """Return the ``layers`` with the unmodified forward of their class."""
     from torch import nn
     from transformers.pytorch_utils import Conv1D
 
@@ -197,7 +206,7 @@ def _plain(layers: Sequence[nn.Module]) -> list[Any]:
 
 
 def as_in_nf4(module: nn.Module, blocks: Sequence[type] = ()) -> None:
-    """Make the weights that ``lora.base`` nf4 quantises what becomes of them, in full."""
+    """Round the weights that ``lora.base`` nf4 quantises to their NF4 values, in full precision."""
     from trainer.weights.nf4 import NF4Linear
 
     layers = _linear_layers(find_blocks(module, blocks))
@@ -206,28 +215,28 @@ def as_in_nf4(module: nn.Module, blocks: Sequence[type] = ()) -> None:
 
 
 def plain_name(name: str) -> str:
-    """The name that a parameter of an adapted module has in one without adapters."""
+    """Return the name of a parameter in the same module without adapters."""
     plain = name.replace(BASE, ".")
     return f"{plain.removesuffix(CODES)}.weight" if plain.endswith(CODES) else plain
 
 
 def adapters_of(module: nn.Module) -> list[str]:
-    """The names of the parameters of adapters."""
+    """Return the names of the adapters' parameters."""
     return [name for name, _ in module.named_parameters() if OWN in name]
 
 
 def reset_adapters(module: nn.Module) -> None:
-    """Draw the adapters of ``module``, one after the other; what is on meta stays there."""
+    """Draw the adapters of ``module`` in order; those on meta stay there."""
     for part in module.modules():
         if ADAPTER in getattr(part, "lora_A", ()):
             part.reset_lora_parameters(ADAPTER, True)  # type: ignore[operator]
 
 
 def merged_state(module: nn.Module, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """``state`` with every adapter added to the weight that it adapts, under the names of a module without adapters.
+    """Merge every adapter into its weight, under the names of a module without adapters.
 
-    Weights in NF4 become whole, of the type of the others. ``module`` is what ``add_adapters`` made, possibly sharded
-    since; ``state`` its whole tensors, unchanged by this.
+    NF4 weights are dequantised to the dtype of the others. ``module`` comes from ``add_adapters`` and may be sharded;
+    ``state`` holds its full tensors and is not modified.
     """
     import torch
 
@@ -249,11 +258,11 @@ def merged_state(module: nn.Module, state: Mapping[str, Tensor]) -> dict[str, Te
 
 
 def save_adapters(module: nn.Module, state: Mapping[str, Tensor], folder: Path, **facts: Any) -> None:
-    """Write what trained of ``module`` as peft does, in ``adapter_config.json`` and ``adapter_model.safetensors``:
-    adapters, and whole layers of a head. Where parts of adapted layers trained as well, peft has no place for them, and
-    nothing is written.
+    """Write the trained adapters and head layers in peft's format.
 
-    ``state`` is as for :func:`merged_state`; ``facts`` are more of peft's configuration.
+    The files are ``adapter_config.json`` and ``adapter_model.safetensors``. If other parameters of adapted layers
+    trained too, nothing is written, because peft cannot store them. ``state`` is as for :func:`merged_state`;
+    ``facts`` are further settings of peft's configuration.
     """
     from safetensors.torch import save_file
 
@@ -270,12 +279,12 @@ def save_adapters(module: nn.Module, state: Mapping[str, Tensor], folder: Path, 
 
 
 def name_in_peft(name: str) -> str:
-    """The name of a parameter of an adapted module in the files of peft."""
+    """Return the name of an adapted module's parameter in peft's files."""
     return f"base_model.model.{name.replace(f'.{ADAPTER}.', '.')}"
 
 
 def _update(module: nn.Module, path: str, state: Mapping[str, Tensor]) -> Tensor:
-    """What the adapter of the layer ``path`` adds to its weight, in fp32 or wider."""
+    """Return the adapter's update of the weight of layer ``path``, in fp32 or wider."""
     import torch
 
     layer: Any = module.get_submodule(path)
@@ -286,7 +295,7 @@ def _update(module: nn.Module, path: str, state: Mapping[str, Tensor]) -> Tensor
 
 
 def _linear_layers(blocks: Sequence[nn.Module]) -> list[tuple[str, nn.Module]]:
-    """The linear layers of all blocks that are called as such, by their names within a block."""
+    """Return the linear layers of all blocks that are called as modules, with their names within a block."""
     from torch import nn
     from transformers.pytorch_utils import Conv1D
 
@@ -304,11 +313,12 @@ def _choose(layers: Sequence[tuple[str, nn.Module]], targets: Sequence[str] | No
     names = ", ".join(dict.fromkeys(name for name, _ in layers)) or "none"
     if targets is None:
         chosen = [layer for name, layer in layers if "attn" in name.lower() or "attention" in name.lower()]
-        found_none = "model.lora finds no attention among the linear layers of a block: give model.lora.targets, of"
-        require(len(chosen) > 0, f"{found_none} {names}")
+        if not chosen:
+            raise RecipeError(f"model.lora finds no attention layers in a block: set model.lora.targets, from {names}")
         return chosen
     ends = {target: [layer for name, layer in layers if f".{name}".endswith(f".{target}")] for target in targets}
     for target, chosen in ends.items():
-        unknown = f"model.lora.targets: {target!r} is the end of no linear layer's name in a block: choose from"
-        require(len(chosen) > 0, f"{unknown} {names}")
+        if not chosen:
+            missing = f"model.lora.targets: no linear layer's name in a block ends in {target!r}"
+            raise RecipeError(f"{missing}: choose from {names}")
     return [layer for chosen in ends.values() for layer in chosen]

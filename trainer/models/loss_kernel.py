@@ -1,8 +1,8 @@
-"""The loss in chunks on NVIDIA GPUs: one kernel from products of a head to losses, and one to their gradient.
+"""The chunked loss on NVIDIA GPUs: one kernel from a head's products to losses, and one for their gradient.
 
-Products stay in the type that they were computed in, everything else is fp32. Forward reads them once (online softmax,
-Milakov & Gimelshein 2018); backward writes the gradient in their place (as Liger Kernel, Hsu et al. 2024). Results
-differ from those of :mod:`trainer.models.token_loss`, the reference, by roundings of fp32.
+Products keep their dtype, everything else is fp32. Forward reads them once (online softmax, Milakov & Gimelshein
+2018). Backward overwrites them with the gradient (like Liger Kernel, Hsu et al. 2024). Results differ from the
+reference, :mod:`trainer.models.token_loss`, by fp32 rounding.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from torch.library import wrap_triton
 
 from trainer.weights.nf4_kernel import OPTIONS, jit, operator, rounded, tl
 
-BLOCK = 4096  # words of a row at a time
+BLOCK = 4096  # words of a row processed at a time
 LAUNCH = OPTIONS | {"num_warps": 8}
 
 
@@ -27,7 +27,7 @@ def _logits(products, scale, cap):
 
 @jit
 def _losses(products, targets, sums, losses, scale, cap, WORDS: tl.constexpr, BLOCK: tl.constexpr):
-    """The loss of one token: each lane has the largest of its logits, and the sum of exponentials below that."""
+    """Compute the loss of one token: each lane holds its largest logit and the sum of exponentials relative to it."""
     row = tl.program_id(0).to(tl.int64)
     products += row * WORDS
     largest, total = tl.full([BLOCK], -3e38, tl.float32), tl.zeros([BLOCK], tl.float32)
@@ -46,7 +46,7 @@ def _losses(products, targets, sums, losses, scale, cap, WORDS: tl.constexpr, BL
 
 @jit
 def _errors(products, sums, targets, gradient, start, words, scale, cap, BLOCK: tl.constexpr):
-    """The gradient of some products of one token, the first of which is that of word ``start``."""
+    """Compute the gradient of a range of products of one token, starting at word ``start``."""
     row = tl.program_id(0).to(tl.int64)
     at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     places = products + row * words + at
@@ -60,8 +60,10 @@ def _errors(products, sums, targets, gradient, start, words, scale, cap, BLOCK: 
 
 @operator("trainer::token_losses", mutates_args=())
 def token_losses(products: Tensor, targets: Tensor, scale: float, cap: float | None) -> tuple[Tensor, Tensor]:
-    """The logarithms of the sums of exponentials, and the losses, in fp32; ``(tokens, 1)`` each. ``products`` are
-    contiguous, in fp32, fp16 or bf16."""
+    """Return the log-sum-exps and the losses in fp32, ``(tokens, 1)`` each.
+
+    ``products`` are contiguous, in fp32, fp16 or bf16.
+    """
     sums, losses = _empty(products)
     tokens, words = products.shape
     wrap_triton(_losses)[(tokens,)](products, targets, sums, losses, scale, cap, words, BLOCK, **LAUNCH)
@@ -78,8 +80,10 @@ def _empty(products: Tensor, *_: object) -> tuple[Tensor, Tensor]:
 def token_errors_(
     products: Tensor, sums: Tensor, targets: Tensor, gradient: Tensor, start: int, scale: float, cap: float | None
 ) -> None:
-    """Write the gradient by ``products``, those of the words from ``start`` on, in their place. ``gradient`` is that of
-    the summed loss, in fp32."""
+    """Overwrite ``products`` with their gradient. They belong to the words from ``start`` on.
+
+    ``gradient`` is the gradient of the summed loss, in fp32.
+    """
     (tokens, words), given = products.shape, (products, sums, targets, gradient, start)
     wrap_triton(_errors)[(tokens, -(-words // BLOCK))](*given, words, scale, cap, BLOCK, **LAUNCH)
 

@@ -22,10 +22,10 @@ class MLP(Supervised, DrawnInputs, Plannable):
     Args:
         hidden: widths of the hidden layers.
         image_size: height and width of the images in pixels; null takes the dataset's.
-        channels: of the images; null takes the dataset's.
+        channels: channels of the images; null takes the dataset's.
         num_classes: null takes the dataset's.
         class_names: null takes the dataset's; saved with the model.
-        dropout: after every hidden layer.
+        dropout: dropout rate after every hidden layer.
     """
 
     hidden: list[int] = field(default_factory=lambda: [512, 512])
@@ -46,7 +46,7 @@ class MLP(Supervised, DrawnInputs, Plannable):
         require(0 <= self.dropout < 1, f"model.dropout={self.dropout} must be in [0, 1)")
 
     def build(self) -> nn.Module:
-        """Linear layers, from ``channels × image_size²`` inputs to ``num_classes`` logits."""
+        """Build linear layers from ``channels × image_size²`` inputs to ``num_classes`` logits."""
         from torch import nn
 
         sizes: dict[str, Any] = {key: getattr(self, key) for key in ("image_size", "channels", "num_classes")}
@@ -58,7 +58,7 @@ class MLP(Supervised, DrawnInputs, Plannable):
         return nn.Sequential(*layers, nn.Linear(widths[-1], sizes["num_classes"]))
 
     def tensor_parallel_plan(self, module: nn.Module) -> Mapping[str, str]:
-        """Every second layer sums what the one before it has split; a last one without a partner is on every rank."""
+        """Split every first layer of a pair and sum in the second; a last layer without a partner is replicated."""
         from torch import nn
 
         layers = [name for name, part in module.named_children() if isinstance(part, nn.Linear)]
@@ -66,5 +66,5 @@ class MLP(Supervised, DrawnInputs, Plannable):
         return {name: style for pair in pairs for name, style in zip(pair, ("colwise", "rowwise"), strict=True)}
 
     def losses(self, module: nn.Module, batch: Any) -> Iterator[Loss]:
-        """That of the task; the batch has ``pixel_values`` (n, channels, height, width) and ``labels``."""
+        """Yield the task's loss for ``pixel_values`` (n, channels, height, width) and ``labels``."""
         yield self.loss_of_batch(module(batch["pixel_values"]), batch)

@@ -1,9 +1,9 @@
-"""Models of transformers on packed rows: attention of each document within itself, and who is certified for it.
+"""transformers models on packed rows: attention within each document, and the architectures certified for it.
 
-The documents of a micro-batch lie one after another in a row without padding. All but attention works token by token;
-attention asks transformers' ``AttentionInterface`` for a function, which is ours: it knows where each document begins,
-and stores no (tokens x tokens) mask. What a model computes besides that, nobody but a test of that model knows:
-benchmarks/packing.py makes it, and ``ARCHITECTURES`` is what it has found.
+The documents of a micro-batch are concatenated in one row without padding. All layers except attention work token by
+token. Attention calls our function through transformers' ``AttentionInterface``. It knows where each document begins
+and stores no (tokens x tokens) mask. A model may also mix tokens elsewhere, which only a test of that model can find:
+``ARCHITECTURES`` holds the results of benchmarks/packing.py.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
-from trainer.errors import require
+from trainer.errors import RecipeError
 from trainer.models.unpadded import Lengths, Pattern, attend, pack, weighed
 
 NAME = "documents"
-"""Of the attention, as ``attn_implementation`` of a configuration names it."""
+"""The ``attn_implementation`` that selects this attention."""
 
 # fmt: off
 ARCHITECTURES: dict[str, str | None] = {
@@ -40,8 +40,8 @@ ARCHITECTURES: dict[str, str | None] = {
     "rwkv": "RwkvSelfAttention", "stablelm": "StableLmAttention",
 }
 # fmt: on
-"""What benchmarks/packing.py has found: by model type, ``None`` where packed documents do not see each other and the
-gradient is that of padded ones; else the module of which that cannot be said."""
+"""Results of benchmarks/packing.py by model type: ``None`` if packed documents do not see each other and the gradient
+equals the padded one, otherwise the module that violates this."""
 
 
 def documents(
@@ -60,16 +60,18 @@ def documents(
     cu_seq_lens: Tensor | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """Attention as transformers' layers call it, of ``(n, heads, tokens, size)`` to ``(n, tokens, heads, size)``.
+    """Compute attention for transformers' layers, from ``(n, heads, tokens, size)`` to ``(n, tokens, heads, size)``.
 
-    With ``lengths`` and ``cu_seq_lens``, of a row of documents, each within itself; else ``sdpa``, which also knows
-    here what transformers' does not: scores that are capped (``softcap``), and sinks (``s_aux``).
+    With ``lengths`` and ``cu_seq_lens``, each document of a row attends to itself. Otherwise this is ``sdpa``, extended
+    by capped scores (``softcap``) and sinks (``s_aux``), which transformers' version lacks.
     """
     causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
     pattern = Pattern(causal, sliding_window, scaling, softcap, s_aux)
     if lengths is not None and cu_seq_lens is not None:
-        biased = f"model.padding_free: {type(module).__name__} adds a bias to the scores of attention: set it to false"
-        require(kwargs.get("position_bias") is None, biased)
+        if kwargs.get("position_bias") is not None:
+            raise RecipeError(
+                f"model.padding_free: {type(module).__name__} adds a bias to the attention scores: set it to false"
+            )
         rows, keys, values = (part[0].transpose(0, 1) for part in (query, key, value))
         found = attend(rows, keys, values, lengths, cu_seq_lens, dropout, pattern)
         return found.unflatten(-1, (query.shape[1], -1))[None], None
@@ -82,13 +84,13 @@ def documents(
 
 
 def register() -> None:
-    """Let transformers know of the attention; it makes masks for padded micro-batches as for ``sdpa``."""
+    """Register the attention with transformers, with the masks of ``sdpa`` for padded micro-batches."""
     AttentionInterface.register(NAME, documents)
     AttentionMaskInterface.register(NAME, sdpa_mask)
 
 
 def why_not(config: Any) -> str | None:
-    """Why models of that configuration are not computed on packed rows; ``None`` where they are."""
+    """Return the reason why models of this configuration cannot use packed rows, or ``None`` if they can."""
     kind, implementation = config.model_type, config._attn_implementation
     if kind not in ARCHITECTURES:
         return f"benchmarks/packing.py has no certificate for model type {kind}"
@@ -97,36 +99,36 @@ def why_not(config: Any) -> str | None:
     if implementation not in (None, "sdpa", "eager", NAME):
         return f"its attention is set to {implementation}"
     if (rope := stretched(config)) is not None:
-        return f"rope_type {rope} turns a document by the length of the longest beside it"
+        return f"rope_type {rope} rotates a document by the length of the longest in its micro-batch"
     if not getattr(config, "is_causal", True) or getattr(config, "use_bidirectional_attention", None):
         return "its attention is not causal"
     if kind == "qwen2_moe" and "sliding_attention" in config.layer_types:
-        return "its Qwen2MoeAttention does not say how far it sees"
+        return "its Qwen2MoeAttention does not pass its sliding window"
     return None
 
 
 def stretched(config: Any) -> str | None:
-    """The kind of rotations of that configuration, where they depend on the longest document of a micro-batch."""
+    """Return the ``rope_type`` if its rotations depend on the longest document of a micro-batch, or ``None``."""
     ropes = getattr(config, "rope_parameters", None) or {}
     ropes = [ropes, *(part for part in ropes.values() if isinstance(part, Mapping))]
     return next((part["rope_type"] for part in ropes if part.get("rope_type") in ("dynamic", "longrope")), None)
 
 
 def made_mask() -> Tensor:
-    """A mask that nobody reads: transformers takes one of four dimensions for made, and makes no other."""
+    """Return an unused mask: if given a mask of four dimensions, transformers creates none."""
     return torch.ones(1, 1, 1, 1, dtype=torch.bool)
 
 
 def pack_documents(batch: Mapping[str, Any]) -> dict[str, Any] | None:
-    """The micro-batch of a language model as one row without padding; ``None`` where it is of another form.
+    """Pack the micro-batch of a language model into one row without padding; ``None`` for another format.
 
     Args:
-        batch: on the host: ``input_ids``, ``attention_mask``, ``labels``, and others alike, ``(n, length)``.
+        batch: on the host: ``input_ids``, ``attention_mask``, ``labels`` and any others, all ``(n, length)``.
 
     Returns:
-        All but the mask, ``(1, tokens)``, the first label of each document -100: nothing is predicted across a border;
-        ``position_ids``, ``lengths`` and ``cu_seq_lens`` as of :func:`~trainer.models.unpadded.pack`; and a mask of
-        one entry.
+        The tensors, ``(1, tokens)``, with a mask of one entry. The first label of each document is -100, so that
+        nothing is predicted across documents. ``position_ids``, ``lengths`` and ``cu_seq_lens`` are those of
+        :func:`~trainer.models.unpadded.pack`.
     """
     rest = {key: value for key, value in batch.items() if key != "labels"}
     packed = pack({**rest, "targets": batch["labels"]}, None)

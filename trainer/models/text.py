@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Literal, cast
 
 from trainer.contract import Packable
-from trainer.errors import require, require_choice
+from trainer.errors import RecipeError, require_choice
 from trainer.models.bytes import BYTES, byte_tokenizer
 from trainer.models.common import Objective
 from trainer.models.hub import HubClassifier, HubModel, is_local, is_model_type, positions
@@ -29,25 +29,25 @@ _DISTILBERT = {f"transformer.layer.*.attention.{name}": "colwise" for name in ("
 _DISTILBERT |= {"transformer.layer.*.attention.out_lin": "rowwise", "transformer.layer.*.ffn.lin1": "colwise"}
 _DISTILBERT |= {"transformer.layer.*.ffn.lin2": "rowwise"}
 _DISTILBERT |= {f"transformer.layer.*.{part}_layer_norm": "sequence_parallel" for part in ("sa", "output")}
-ENCODERS = {  # how ranks share the blocks of model types for which transformers has no plan
+ENCODERS = {  # tensor parallel plans of model types for which transformers has none
     "distilbert": _DISTILBERT,
     **dict.fromkeys(("bert", "roberta", "xlm-roberta", "electra", "big_bird"), _BERT),
 }
 DECODERS = ("llama", "mistral", "qwen2", "qwen3")
 _NORMS = {f"layers.*.{part}_layernorm": "sequence_parallel" for part in ("input", "post_attention")}
-"""Types whose plan of transformers splits layers, and whose blocks compute all else token by token."""
+"""Norms of ``DECODERS``, whose transformers plan splits the layers; the rest of a block works token by token."""
 
 TextTask = Literal["single_label", "multi_label", "regression", "token"]
 NO_TOKENIZER = "none"
-PACKED = ("distilbert", "bert", "roberta", "xlm-roberta", "modernbert")  # types that compute without padding
+PACKED = ("distilbert", "bert", "roberta", "xlm-roberta", "modernbert")  # model types that support packing
 
 
 class TextModel(HubModel, Packable):
-    """What the models of texts share: a tokenizer.
+    """Base class of text models, which have a tokenizer.
 
     Args:
-        tokenizer: a hub id or a local folder; null takes that of weights, or of name; bytes, which needs no file, has a
-            token for every byte of UTF-8. A plan can do with none.
+        tokenizer: a hub id or a local folder; null takes that of weights, or of name; bytes needs no file and has one
+            token per byte of UTF-8. A plan does not need one.
     """
 
     tokenizer: str | None
@@ -62,16 +62,20 @@ class TextModel(HubModel, Packable):
         super().prepare()
 
     def tokenizer_or_none(self) -> Any:
-        """The tokenizer, loaded once."""
+        """Return the tokenizer, which is loaded once."""
         if self._cached_tokenizer is None and self.tokenizer != NO_TOKENIZER:
             source = self.tokenizer or self.weights or self.name
-            has_none = f"model.tokenizer is missing: model.name={source} is a model type and has no tokenizer"
-            require(is_local(source) or not is_model_type(source), has_none)
+            if not is_local(source) and is_model_type(source):
+                raise RecipeError(
+                    f"model.tokenizer is missing, and model.name={source} is a model type without a tokenizer: give one"
+                )
             self._cached_tokenizer = self._load_tokenizer(source)
-            # Of a folder that has a configuration only, transformers makes one to which every word is unknown.
+            # For a folder with only a configuration, transformers creates a tokenizer to which every word is unknown.
             words = len(self._cached_tokenizer) - len(self._cached_tokenizer.all_special_tokens)
-            fix = "give a folder or hub id with a tokenizer"
-            require(words > 0, f"model.tokenizer={source!r} has no vocabulary: {fix}")
+            if words <= 0:
+                raise RecipeError(
+                    f"model.tokenizer={source!r} has no vocabulary: give a folder or hub id with a tokenizer"
+                )
         return self._cached_tokenizer
 
     def _load_tokenizer(self, source: str, **options: Any) -> Any:
@@ -82,21 +86,24 @@ class TextModel(HubModel, Packable):
         return self._load("tokenizer", source, AutoTokenizer.from_pretrained, trust_remote_code=False, **options)
 
     def unloaded(self) -> Self:
-        """This model with random weights, and the tokenizer that it has."""
-        model = copy.copy(self)  # with the tokenizer that is loaded already
+        """Return this model with random weights and the same tokenizer."""
+        model = copy.copy(self)  # keeps the loaded tokenizer
         model.tokenizer, model.weights = self.tokenizer or self.weights, None
         return model
 
     def outlined(self, outline: Outline) -> Self:
-        """This model without the tokenizer, unless one is named: the configuration knows how many words it has."""
+        """Return this model without a tokenizer, unless one is set: the configuration has the vocabulary size."""
         model = self if self.tokenizer else replace(cast(Any, self), tokenizer=NO_TOKENIZER)
         most = positions(model.unloaded()._configuration().to_dict())  # a plan reads no weights
-        long = f"data.max_length={outline.length} is more than the {most} tokens that model.name={self.name!r} takes"
-        require(not most or not outline.length or outline.length <= most, f"{long}: lower it")
+        if most and outline.length and outline.length > most:
+            raise RecipeError(
+                f"data.max_length={outline.length} is more than the max of {most} tokens of model.name={self.name!r}: "
+                "lower it"
+            )
         return model
 
     def tensor_parallel_plan(self, module: nn.Module) -> Mapping[str, str]:
-        """Attention by heads, the MLP by hidden features: transformers' own plan, or for those without one ours."""
+        """Split attention by heads and MLPs by hidden features: our plan if there is one, else transformers'."""
         config, prefix = cast(Any, module).config, cast(Any, module).base_model_prefix
         layers = ENCODERS.get(config.model_type) or getattr(config, "base_model_tp_plan", None) or {}
         layers = _NORMS | layers if config.model_type in DECODERS else layers
@@ -107,31 +114,30 @@ class TextModel(HubModel, Packable):
         return {} if tokenizer is None else {"vocab_size": len(tokenizer), "pad_token_id": tokenizer.pad_token_id}
 
     def save(self, module: nn.Module, folder: Path, state: Mapping[str, Tensor]) -> None:
-        """Write a folder that ``from_pretrained`` of the class ``auto`` and ``AutoTokenizer`` load."""
+        """Write a folder that ``auto.from_pretrained`` and ``AutoTokenizer`` load."""
         super().save(module, folder, state)
         if (tokenizer := self.tokenizer_or_none()) is not None:
             tokenizer.save_pretrained(folder)
 
     def saved_in(self, folder: Path) -> Self:
-        """The model whose configuration, weights and tokenizer ``save`` wrote to ``folder``."""
+        """Return the model whose configuration, weights and tokenizer ``save`` wrote to ``folder``."""
         tokenizer = NO_TOKENIZER if self.tokenizer == NO_TOKENIZER else str(folder)
         return replace(cast(Any, super().saved_in(folder)), tokenizer=tokenizer)
 
 
 @dataclass
 class TextClassifier(TextModel, HubClassifier):
-    """Any ``AutoModelForSequenceClassification``: DistilBERT, BERT, RoBERTa, ... With the task token any
-    ``AutoModelForTokenClassification``.
+    """Any ``AutoModelForSequenceClassification`` or, for the task token, ``AutoModelForTokenClassification``.
 
-    The loss is computed here from the logits, never by the model itself: the losses of transformers' sequence
-    classifiers are means that ignore how many micro-batches a step has.
+    Examples are DistilBERT, BERT and RoBERTa. The loss is computed here from the logits, never by the model itself:
+    transformers' sequence classifiers return means that ignore how many micro-batches a step has.
 
     Args:
         config: entries of the configuration to override, such as {n_layers: 2, dim: 128}.
-        padding_free: compute on the tokens that are there only, which changes no result but the masks of dropout; null
-            does so for DistilBERT, BERT, RoBERTa, XLM-RoBERTa, ModernBERT and BigBird with full attention, but not for
-            the task token, and in no subclass with a module or losses of its own: one that reads no token but the
-            first, and no attention_mask, may say true.
+        padding_free: skip padding. This changes only the masks of dropout. null enables it for DistilBERT, BERT,
+            RoBERTa, XLM-RoBERTa, ModernBERT and BigBird with full attention, but neither for the task token nor in
+            subclasses with a custom module or custom losses. Such a subclass may set true if it reads only the first
+            token and no attention_mask.
     """
 
     name: str = "distilbert"
@@ -151,23 +157,28 @@ class TextClassifier(TextModel, HubClassifier):
     def __post_init__(self) -> None:
         super().__post_init__()
         require_choice("model.task", self.task, TextTask)
-        all_tokens = "model.padding_free=true computes the last block for the first token only, and model.task=token"
-        require(not (self.padding_free and self.task == "token"), f"{all_tokens} reads all: leave it at null")
-        self._can_pack: bool | None = None  # not looked for yet
+        if self.padding_free and self.task == "token":
+            raise RecipeError(
+                "model.padding_free=true computes the last block for the first token only, but model.task=token reads "
+                "all tokens: leave it at null"
+            )
+        self._can_pack: bool | None = None  # not determined yet
 
     @property
     def auto(self) -> str:  # type: ignore[override]
-        """The class of transformers for the task."""
+        """Name of the transformers class for the task."""
         return f"AutoModelFor{'Token' if self.task == 'token' else 'Sequence'}Classification"
 
     def _load_tokenizer(self, source: str, **options: Any) -> Any:
         found = super()._load_tokenizer(source, **options)
         if self.task == "token" and getattr(found, "add_prefix_space", None) is False:  # RoBERTa's
-            return super()._load_tokenizer(source, add_prefix_space=True)  # without it, it takes no words
+            return super()._load_tokenizer(
+                source, add_prefix_space=True
+            )  # without it, it rejects text that is split into words
         return found
 
     def packs(self) -> bool:
-        """Whether micro-batches are packed, as ``padding_free`` says."""
+        """Return whether micro-batches are packed; see ``padding_free``."""
         if self.padding_free is False or self.task == "token":
             return False
         if self._can_pack is None:
@@ -178,28 +189,28 @@ class TextClassifier(TextModel, HubClassifier):
             self._can_pack = known and whole and not left and (self.padding_free or self._is_plain())
             self._padding_idx = config.pad_token_id if config.model_type.endswith("roberta") else None
             self._asks = config.model_type == "modernbert"
-            require(
-                self._can_pack or self.padding_free is None,
-                f"model.padding_free=true is for encoders ({', '.join(PACKED)}; BigBird with model.attention full) "
-                "whose head reads the first token, with sdpa attention and padding on the right, and "
-                f"model.name={self.name!r} is none: leave it at null",
-            )
+            if not self._can_pack and self.padding_free is not None:
+                raise RecipeError(
+                    f"model.padding_free=true is for encoders ({', '.join(PACKED)}; BigBird with model.attention full) "
+                    "whose head reads the first token, with sdpa attention and padding on the right, unlike "
+                    f"model.name={self.name!r}: leave it at null"
+                )
         return self._can_pack
 
     def _has_known_blocks(self, config: Any) -> bool:
-        """Whether models/unpadded.py says how blocks of that configuration compute, as they are here."""
+        """Return whether models/unpadded.py supports the blocks of this configuration."""
         from trainer.models.packed_attention import stretched
 
-        first = getattr(config, "classifier_pooling", "cls") == "cls"  # of ModernBERT's, some read the mean
+        first = getattr(config, "classifier_pooling", "cls") == "cls"  # some ModernBERT heads read the mean
         return config.model_type in PACKED and first and stretched(config) is None
 
     def _is_plain(self) -> bool:
-        """Whether module and losses are those of this class, which look at the first token of a text and no mask."""
+        """Return whether module and losses are those of this class, which read only the first token and no mask."""
         own = ("build", "skeleton", "losses")
         return all(getattr(type(self), name) is getattr(TextClassifier, name) for name in own)
 
     def packed(self, batch: Any) -> Any:
-        """The micro-batch without its padding, where the module computes without it."""
+        """Remove the padding of the micro-batch if the module supports that."""
         if not self.packs() or not isinstance(batch, Mapping) or "attention_mask" not in batch:
             return batch
         from trainer.models.packed_attention import made_mask
@@ -223,6 +234,6 @@ class TextClassifier(TextModel, HubClassifier):
         return module
 
     def losses(self, module: nn.Module, batch: Any) -> Iterator[Loss]:
-        """That of the task, from the logits; the batch is a tokenizer's output plus ``labels``."""
+        """Yield the task's loss, from the logits; the batch is a tokenizer's output plus ``labels``."""
         inputs = {key: value for key, value in batch.items() if key != "labels"}
         yield self.loss_of(module(**inputs).logits, batch["labels"])

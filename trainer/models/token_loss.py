@@ -1,11 +1,10 @@
-"""The loss of a language model, computed within its forward: there all weights are, however the ranks hold them.
+"""The loss of a language model, computed inside its forward, where the weights are available also if sharded.
 
-Whole logits of some thousand tokens may take more memory than the model. So the cross entropy is computed of a chunk of
-tokens at a time, and of each token no more is kept than the logarithm of the sum of the exponentials. In backward the
-logits are computed again, as in Cut Cross-Entropy (Wijmans et al. 2024): of all tokens at a time, and as many words as
-take the memory of a chunk. Each row of the gradient of the head's weight is then one product over all tokens, as it is
-without chunks; summed over chunks (Liger Kernel, Hsu et al. 2024; torch's ``linear_cross_entropy``) it would be rounded
-once a chunk in half precision, or take a copy in fp32.
+The logits of some thousand tokens may take more memory than the model. Therefore the cross entropy is computed for one
+chunk of tokens at a time, and only the log-sum-exp of each token is kept. Backward recomputes the logits, as in Cut
+Cross-Entropy (Wijmans et al. 2024): for all tokens and as many words as fit in the memory of a chunk. Each row of the
+gradient of the head's weight is then one product over all tokens, as without chunks. A sum over chunks (Liger Kernel,
+Hsu et al. 2024; torch's ``linear_cross_entropy``) would round once per chunk in half precision, or need an fp32 copy.
 """
 
 from __future__ import annotations
@@ -20,32 +19,32 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.nn.functional import cross_entropy, linear, pad
 
-from trainer.errors import require
+from trainer.errors import RecipeError
 from trainer.values import IGNORED_LABEL
 from trainer.weights.fused import has_kernels
 
-LOGITS = 2**24  # logits held at once by default: 64 MiB in fp32, besides the products that they are made of
-FUSED = 2**27  # bytes of products held at once by default where a kernel of ours reads them: nothing besides
+LOGITS = 2**24  # logits held at once by default: 64 MiB in fp32, plus the products they are computed from
+FUSED = 2**27  # bytes of products held at once by default with our kernels, which need no further memory
 
 SCALES: dict[str, int] = {"logit_scale": 1, "logits_scaling": -1, "lm_head_multiplier": 1}
 CAPS = ("final_logit_softcapping", "logits_soft_cap")
-"""Entries of configurations: by a power of these the products of a head are multiplied, by these they are capped."""
+"""Settings of configurations that scale the products of a head (with the power of each), and that cap them."""
 
 
 class Transform(NamedTuple):
-    """What a model makes of the products of its head: times ``scale``, then ``cap`` tanh(logit / ``cap``)."""
+    """The function from a head's products to logits: times ``scale``, then ``cap`` tanh(logit / ``cap``)."""
 
     scale: float = 1.0
     cap: float | None = None
 
     def __call__(self, logits: Tensor) -> Tensor:
-        """Of products in fp32 at least; may be in place."""
+        """Transform products in at least fp32, possibly in place."""
         if self.scale != 1.0:
             logits = logits.mul_(self.scale)
         return logits if self.cap is None else logits.div_(self.cap).tanh_().mul_(self.cap)
 
     def back(self, gradient: Tensor, logits: Tensor | None) -> Tensor:
-        """From the gradient of what this returned, in place; ``logits`` are that, and needed where there is a cap."""
+        """Backpropagate ``gradient`` in place. ``logits`` are the outputs, needed only with a cap."""
         if self.cap is not None and logits is not None:
             gradient.mul_(1 - (logits / self.cap).square_())
         return gradient if self.scale == 1.0 else gradient.mul_(self.scale)
@@ -55,25 +54,29 @@ PLAIN = Transform()
 
 
 def give_loss(module: nn.Module, chunk: int | None) -> None:
-    """Let ``module``, a causal language model of transformers, return the summed loss where its forward gets labels.
+    """Make ``module``, a causal language model of transformers, return the summed loss if it gets labels.
 
-    Only its class changes: parameters and their names stay, and without labels it computes what it did.
+    Swapping ``__class__`` keeps parameters, names and hooks, and FSDP gathers the head's weight as in any forward.
+    Without labels the module is unchanged.
 
     Args:
         module: may be on meta.
-        chunk: tokens whose logits are held at once; 0 holds those of all. ``None``: see :func:`default_chunk`, or
-            all where the module computes logits otherwise than by a linear layer and a :class:`Transform`.
+        chunk: number of tokens whose logits are held at once; 0 holds all. ``None``: see :func:`default_chunk`, or all
+            if the logits do not come from a linear layer and a :class:`Transform`.
 
     Raises:
-        RecipeError: when there is to be a chunk, and the logits are not computed like that.
+        RecipeError: if a chunk is set and the logits are computed in another way.
     """
     kind: Any = type(module)
     found = transform_of(module) if chunk != 0 else None
     config = module.config.to_dict()  # type: ignore[union-attr, operator]
     odd = [key for key in config if ("logit" in key or "head_mult" in key) and config[key] not in (None, False, 1.0)]
-    why = f"model.loss_chunk={chunk}: {kind.__name__} computes more than a linear head and a known scale or cap"
     named = f" (its configuration has {', '.join(f'{key}={config[key]}' for key in odd)})" if odd else ""
-    require(not chunk or found is not None, f"{why}{named}: use 0, which holds the logits of all tokens, or null")
+    if chunk and found is None:
+        raise RecipeError(
+            f"model.loss_chunk={chunk}: {kind.__name__} computes more than a linear head and a known scale or cap"
+            f"{named}: use 0, which holds the logits of all tokens, or null"
+        )
     module.loss_chunk, module.logit_transform = chunk, found  # type: ignore[assignment]
     module.__class__ = _with_loss(kind)
 
@@ -95,45 +98,45 @@ def _with_loss(kind: type[nn.Module]) -> type[nn.Module]:
         hidden, targets = hidden.index_select(0, places), labels.flatten().index_select(0, places + 1)
         return chunked_loss(hidden, self.get_output_embeddings(), targets, self.logit_transform, self.loss_chunk)
 
-    # Of the same name: transformers writes it to config.json, and finds what may not be split by it.
+    # Keep the class name: transformers writes it to config.json and uses it to find modules that must not be split.
     return type(kind.__name__, (kind,), {"forward": forward, "__module__": kind.__module__})
 
 
 def predicted_places(labels: Tensor) -> Tensor:
-    """int64 places in the flattened ``labels``, ``(n, length)``, whose next one is predicted. On a GPU this waits."""
+    """Return the int64 positions in the flattened ``labels``, ``(n, length)``, that predict a token. Syncs on GPUs."""
     following = pad(labels[:, 1:] != IGNORED_LABEL, (0, 1))
     return following.flatten().nonzero().flatten()
 
 
 def token_loss(logits: Tensor, labels: Tensor) -> Tensor:
-    """The cross entropy of every next token, summed, in at least fp32; a scalar.
+    """Return the summed cross entropy of all next tokens, a scalar in at least fp32.
 
     Args:
         logits: shape ``(n, length, words)``.
-        labels: int64, shape ``(n, length)``: position t predicts label t + 1, -100 is not to be predicted.
+        labels: int64, shape ``(n, length)``: position t predicts label t + 1, -100 is ignored.
     """
     following = pad(labels[:, 1:], (0, 1), value=IGNORED_LABEL).flatten()
     logits = logits.float() if logits.dtype in (torch.float16, torch.bfloat16) else logits
     return cross_entropy(logits.flatten(0, 1), following, ignore_index=IGNORED_LABEL, reduction="sum")
 
 
-@torch.compiler.disable  # how many tokens are to be predicted differs in every micro-batch
+@torch.compiler.disable  # the number of predicted tokens differs in every micro-batch
 def chunked_loss(
     hidden: Tensor, head: nn.Module, targets: Tensor, transform: Transform = PLAIN, chunk: int | None = None
 ) -> Tensor:
-    """The cross entropy of ``targets``, summed, in at least fp32, without holding whole logits; a scalar.
+    """Return the summed cross entropy of ``targets``, a scalar in at least fp32, without holding all logits.
 
     Args:
-        hidden: what the head reads, shape ``(tokens, width)``.
-        head: an ``nn.Linear`` from width to words, with LoRA adapters by peft or without. If it has ``take_rows``, a
-            function of a row and the rows from there on, the gradient of its weight goes there and is never whole.
+        hidden: input of the head, shape ``(tokens, width)``.
+        head: an ``nn.Linear`` from width to words, optionally with LoRA adapters by peft. If it has ``take_rows``, a
+            function of a start row and the rows from there, it receives the weight's gradient piece by piece.
         targets: int64, shape ``(tokens,)``.
-        transform: of the head's products to logits.
-        chunk: how many tokens' logits are held at once; ``None``: see :func:`default_chunk`.
+        transform: the function from the head's products to logits.
+        chunk: number of tokens whose logits are held at once; ``None``: see :func:`default_chunk`.
     """
     device = hidden.device.type
     dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else hidden.dtype
-    dtype = hidden.dtype if hidden.dtype == torch.float64 else dtype  # which autocast leaves as it is
+    dtype = hidden.dtype if hidden.dtype == torch.float64 else dtype  # autocast leaves float64 unchanged
     adapted: Any = head
     layer = getattr(adapted, "base_layer", adapted)
     terms = [hidden.to(dtype), layer.weight]
@@ -149,14 +152,16 @@ def chunked_loss(
 
 
 def default_chunk(words: int, dtype: torch.dtype, fused: bool) -> int:
-    """How many tokens' logits are held at once: ``LOGITS`` of them, or ``FUSED`` bytes of products. With these, each
-    product has enough tokens to compute for longer than it reads the head's weight, and tensor cores full rows."""
+    """Return the number of tokens whose logits are held at once: ``LOGITS`` logits, or ``FUSED`` bytes of products.
+
+    These give each product enough tokens to be compute-bound and fill the rows of tensor cores.
+    """
     tokens = max(1, FUSED // (words * dtype.itemsize) if fused else LOGITS // words)
     return tokens - tokens % 128 if fused and tokens > 128 else tokens
 
 
 def _kernels(states: Tensor, bias: Tensor | None) -> Any:
-    """Our kernels, if they compute what is needed; a bias that trains sums errors that are not rounded yet."""
+    """Return our kernels if they apply. A trainable bias needs the sum of unrounded errors, which they lack."""
     if states.dtype == torch.float64 or (bias is not None and bias.requires_grad) or not has_kernels(states):
         return None
     from trainer.models import loss_kernel  # imports Triton
@@ -165,7 +170,7 @@ def _kernels(states: Tensor, bias: Tensor | None) -> Any:
 
 
 class _ChunkedLoss(torch.autograd.Function):
-    """Logits are the sum of products of pairs: states ``(tokens, width)`` and a weight ``(words, width)``."""
+    """The loss of logits that are a sum of products of states ``(tokens, width)`` and weights ``(words, width)``."""
 
     @staticmethod
     def forward(
@@ -189,7 +194,7 @@ class _ChunkedLoss(torch.autograd.Function):
                     log_sum = logits.sub_(largest).exp_().sum(1, keepdim=True).log_().add_(largest)
                     found = log_sum, log_sum - own
                 parts.append(found)
-                del logits  # before the next ones are there
+                del logits  # before the next logits are allocated
         log_sums, losses = map(torch.cat, zip(*parts, strict=True))
         ctx.save_for_backward(targets, log_sums, bias, *terms)
         return losses.sum()
@@ -201,7 +206,7 @@ class _ChunkedLoss(torch.autograd.Function):
         states, weights, dtype = terms[::2], terms[1::2], terms[0].dtype
         tokens, words = len(targets), len(weights[0])
         size = words if tokens <= ctx.chunk else max(1, ctx.chunk * words // tokens)
-        size -= size % 64 if size < words and size > 64 else 0  # tensor cores want it
+        size -= size % 64 if size < words and size > 64 else 0  # a multiple for tensor cores
         needs, of_bias = [*ctx.needs_input_grad[5:]], torch.zeros_like(bias) if ctx.needs_input_grad[4] else None
         needs[1] = needs[1] and ctx.take is None
         of_states = [
@@ -245,7 +250,7 @@ class _ChunkedLoss(torch.autograd.Function):
 
 
 def _products(states: Sequence[Tensor], weights: Sequence[Tensor], bias: Tensor | None) -> Tensor:
-    """The head's products, ``(tokens, words)``."""
+    """Compute the head's products, ``(tokens, words)``."""
     (state, *others), (weight, *more) = states, weights
     found = linear(state, weight, None if bias is None else bias.to(weight.dtype))
     for other, one in zip(others, more, strict=True):
@@ -254,7 +259,7 @@ def _products(states: Sequence[Tensor], weights: Sequence[Tensor], bias: Tensor 
 
 
 class _Known:
-    """What a body returns: hidden states, and nothing else that a model may ask for."""
+    """A body's output with hidden states; every other attribute is ``None``."""
 
     def __init__(self, hidden: Tensor) -> None:
         self.last_hidden_state = hidden
@@ -267,10 +272,10 @@ class _Known:
 
 
 def transform_of(module: nn.Module) -> Transform | None:
-    """How ``module`` makes logits of what its body returns, if that is by a linear head and a :class:`Transform`.
+    """Return the :class:`Transform` from the head's products to ``module``'s logits; ``None`` if it has another form.
 
-    Found by calling its own forward with a body and a head that return what is known: nothing is computed, and whatever
-    its code does to the logits is seen.
+    Calls the module's own forward with a body and a head that return known values. This works for any architecture
+    without a table of models, and detects everything that the code does to the logits.
     """
     model: Any = module
     body: Any = model.base_model
@@ -295,7 +300,7 @@ def transform_of(module: nn.Module) -> Transform | None:
     vars(body)["forward"], vars(head)["forward"] = of_body, of_head
     try:
         logits = type(model).forward(model, input_ids=ids, attention_mask=mask).logits.float()
-    except Exception:  # it looks at what is not there: another kind of model
+    except Exception:  # it reads other outputs, so it is another kind of model
         return None
     finally:
         del vars(body)["forward"], vars(head)["forward"]

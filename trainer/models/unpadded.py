@@ -1,9 +1,9 @@
-"""Encoders of transformers computed on the tokens that are there: the texts of a micro-batch lie one after another.
+"""transformers encoders without padding: the texts of a micro-batch are concatenated.
 
-Linear layers, norms and activation functions see one row of tokens, attention sees each text by itself. The last block
-computes queries, projections and its feed-forward network for the first token of each text only, which is all that a
-classifier's head reads. So nothing is spent on padding, and the result is that of the padded micro-batch. The idea is
-that of "padding-free" or "unpadded" training (MosaicBERT, Portes et al. 2023; ModernBERT, Warner et al. 2024).
+Linear layers, norms and activation functions see one row of tokens; attention works within each text. The last block
+computes queries, projections and its feed-forward network only for the first token of each text, because a
+classifier's head reads no other. The result equals that of the padded micro-batch. The idea is known as
+"padding-free" or "unpadded" training (MosaicBERT, Portes et al. 2023; ModernBERT, Warner et al. 2024).
 """
 
 from __future__ import annotations
@@ -26,27 +26,27 @@ from transformers.models.modernbert.modeling_modernbert import ModernBertEncoder
 from transformers.models.roberta.modeling_roberta import RobertaLayer
 from transformers.models.xlm_roberta.modeling_xlm_roberta import XLMRobertaLayer
 
-BITS = 16  # random bits that decide whether a CPU drops an attention weight: the rate is rounded to 2^-16
-MAX_PADDING = 4  # rows for each token, up to which texts are padded for one call of attention on a GPU
-ROWS = 256  # queries processed at once by attention with dropout on a CPU: a long text's weights fit into no cache
+BITS = 16  # random bits per attention weight for dropout on a CPU: the rate is rounded to 2^-16
+MAX_PADDING = 4  # max ratio of padded rows to tokens for a single padded call of attention on a GPU
+ROWS = 256  # queries per chunk of attention with dropout on a CPU, because a long text's weights exceed the cache
 
 
 class Lengths:
-    """The tokens of each text, in a wrapper: of a list, the compiler would compile again for every number of texts."""
+    """The number of tokens of each text, in a wrapper: for a list, torch would recompile for every number of texts."""
 
     def __init__(self, tokens: list[int]) -> None:
         self.tokens, self.longest = tokens, max(tokens)
         self._padding: tuple[Tensor, Tensor] | None = None
 
     def padding(self, ends: Tensor) -> tuple[Tensor, Tensor]:
-        """Where each token is among texts padded to the longest, and a mask of the keys there; computed once.
+        """Return each token's position among texts padded to the longest, and the key mask. Computed once.
 
-        Returns int64 ``(tokens,)``, and bool ``(texts, 1, 1, longest)``.
+        Shapes: int64 ``(tokens,)`` and bool ``(texts, 1, 1, longest)``.
         """
         if self._padding is None:
             begins, counts, texts = ends[:-1].long(), ends.diff(), len(self.tokens)
             moves = torch.arange(texts, device=ends.device) * self.longest - begins
-            total = sum(self.tokens)  # known here: torch need not wait for the GPU to know it
+            total = sum(self.tokens)  # avoids a GPU sync
             moved = moves.repeat_interleave(counts, output_size=total)
             seen = torch.arange(self.longest, device=ends.device) < counts[:, None]
             self._padding = torch.arange(total, device=ends.device) + moved, seen[:, None, None]
@@ -54,16 +54,16 @@ class Lengths:
 
 
 class Pattern(NamedTuple):
-    """What a token of a text attends to, and how scores become weights."""
+    """The attention pattern within a text, and how scores become weights."""
 
-    causal: bool = False  # only itself and what is before it
-    window: int | None = None  # no token as far away as this, or further
-    scale: float | None = None  # of the scores; None for 1 / sqrt(size of a head)
-    softcap: float | None = None  # of scores: softcap * tanh(score / softcap)
-    sinks: Tensor | None = None  # (heads,): scores of a key that has no value
+    causal: bool = False  # a token sees only itself and earlier tokens
+    window: int | None = None  # a token sees tokens at a distance below this
+    scale: float | None = None  # factor of the scores; None for 1 / sqrt(size of a head)
+    softcap: float | None = None  # caps scores: softcap * tanh(score / softcap)
+    sinks: Tensor | None = None  # (heads,): scores of an extra key without a value
 
     def mask(self, length: int, device: torch.device) -> Tensor | None:
-        """Which keys a query sees, bool (length, length), of one text alone; ``None`` for all of them."""
+        """Return the mask of visible keys for one text, bool (length, length), or ``None`` if all are visible."""
         if not self.causal and (self.window is None or self.window >= length):
             return None
         seen = torch.ones(length, length, dtype=torch.bool, device=device)
@@ -78,15 +78,15 @@ FULL = Pattern()
 
 
 def pack(batch: Mapping[str, Any], padding_idx: int | None) -> dict[str, Any] | None:
-    """The micro-batch without its padding; ``None`` where it is of another form, or a text begins in another column.
+    """Remove the padding of the micro-batch; ``None`` for another format, or if a text does not start in column 0.
 
     Args:
         batch: on the host: ``attention_mask`` ``(n, length)``, others of that shape, and ``labels``, which stay.
-        padding_idx: of models whose positions begin behind that of the padding token, and leave such tokens out.
+        padding_idx: the padding token of models whose positions start after its id and skip padding tokens.
 
     Returns:
-        The others, ``(1, tokens)``; ``position_ids``, alike; ``lengths``, a :class:`Lengths`; and
-        ``cu_seq_lens``, where each text begins and the last one ends, int32 ``(n + 1,)``.
+        The others and ``position_ids``, ``(1, tokens)``; ``lengths``, a :class:`Lengths`; and ``cu_seq_lens``, the
+        start of each text and the end of the last, int32 ``(n + 1,)``.
     """
     mask = batch["attention_mask"].bool()
     others = {key: value for key, value in batch.items() if key not in ("attention_mask", "labels")}
@@ -98,7 +98,7 @@ def pack(batch: Mapping[str, Any], padding_idx: int | None) -> dict[str, Any] | 
         return None
     packed = {key: value[mask][None] for key, value in others.items()}
     positions = columns.expand_as(mask)
-    if padding_idx is not None:  # as RobertaEmbeddings has them: a text may hold the padding token
+    if padding_idx is not None:  # like RobertaEmbeddings: a text may contain the padding token
         counted = (batch["input_ids"] != padding_idx).long()
         positions = counted.cumsum(1) * counted + padding_idx
     packed.setdefault("position_ids", positions[mask][None])
@@ -108,7 +108,10 @@ def pack(batch: Mapping[str, Any], padding_idx: int | None) -> dict[str, Any] | 
 
 
 def unpad(module: nn.Module) -> None:
-    """Let the blocks of ``module`` take packed micro-batches, too; only their class changes, no parameter or name."""
+    """Make the blocks of ``module`` accept packed micro-batches.
+
+    Swapping ``__class__`` keeps parameters, names, hooks and the surrounding model of transformers.
+    """
     blocks = [part for part in module.modules() if type(part) in COMPUTE]
     for block in blocks:
         block.__class__ = _unpadded(type(block))  # type: ignore[arg-type]
@@ -131,7 +134,7 @@ def _unpadded(kind: type[nn.Module]) -> type[nn.Module]:
             found = compute(self, rows, hidden, kwargs["lengths"], ends)
         return found[:, None] if self.reads_first else found[None]
 
-    # Of the same name: plans name the blocks, and transformers those that are not to be split.
+    # Keep the class name: plans use it to name the blocks, and transformers to find modules that must not be split.
     return type(kind.__name__, (kind,), {"forward": forward, "__module__": kind.__module__})
 
 
@@ -165,8 +168,8 @@ COMPUTE: dict[type[nn.Module], Callable[..., Tensor] | None] = {
     XLMRobertaLayer: _of_bert,
     ModernBertEncoderLayer: None,
 }
-"""How a block of each class computes ``(block, rows, hidden, lengths, ends)``: ``rows`` ask, ``hidden`` answers.
-``None``: as transformers has it, of all tokens, with the attention of packed_attention.py."""
+"""Forward function by block class, of ``(block, rows, hidden, lengths, ends)``: ``rows`` give the queries, ``hidden``
+the keys and values. ``None``: transformers' forward for all tokens, with the attention of packed_attention.py."""
 
 
 def attend(
@@ -178,22 +181,22 @@ def attend(
     dropout: float,
     pattern: Pattern = FULL,
 ) -> Tensor:
-    """Attention of each text within itself, without a mask over several.
+    """Compute attention within each text, without a mask over several texts.
 
     Args:
-        query: (tokens, heads, size), or (texts, heads, size): of the first token of each text.
-        key, value: (tokens, heads, size); a divisor of the query's heads, and the size of a value may be another.
-        lengths: tokens of each text.
-        ends: where each text begins and the last one ends, int32 (texts + 1,).
-        dropout: share of the attention weights that is dropped.
-        pattern: what a token attends to: by default all tokens of its text.
+        query: (tokens, heads, size), or (texts, heads, size) for the first token of each text only.
+        key, value: (tokens, heads, size). Their heads divide the query's; a value's size may differ.
+        lengths: number of tokens of each text.
+        ends: the start of each text and the end of the last, int32 (texts + 1,).
+        dropout: dropout rate of the attention weights.
+        pattern: the visible keys of each query: by default all tokens of its text.
 
     Returns:
-        As many rows as ``query``: (…, heads × size of a value).
+        One row per row of ``query``: (…, heads × size of a value).
     """
     kind, parts = query.device.type, (query, key, value)
     if torch.is_autocast_enabled(kind) and query.dtype != torch.float64:
-        # As for torch's own attention: rotated queries and keys have the type of the residual stream, fp32.
+        # As autocast does for torch's attention: rotated queries and keys have the residual stream's dtype, fp32.
         lower = torch.get_autocast_dtype(kind)
         parts = query.to(lower), key.to(lower), value.to(lower)
     if takes_flash(parts[0], parts[2], dropout, pattern):
@@ -202,7 +205,7 @@ def attend(
 
 
 def takes_flash(query: Tensor, value: Tensor, dropout: float, pattern: Pattern = FULL) -> bool:
-    """Whether flash attention computes packed texts like these: one call, whatever their number."""
+    """Return whether flash attention supports these packed texts, in one call for any number of texts."""
     size = query.shape[-1]
     if (
         query.device.type != "cuda"
@@ -212,7 +215,7 @@ def takes_flash(query: Tensor, value: Tensor, dropout: float, pattern: Pattern =
         return False
     if size % 8 or size > 256 or size != value.shape[-1] or pattern.softcap is not None or pattern.sinks is not None:
         return False
-    capability = torch.cuda.get_device_capability(query.device)  # in a plan, of the GPU that is planned for
+    capability = torch.cuda.get_device_capability(query.device)  # in a plan, of the simulated GPU
     # Torch's check_requires_grad_and_head_dim_gt192_constraints_on_sm86_89_or_120: too little shared memory.
     is_small = capability[0] == 12 or (8, 6) <= capability <= (8, 9)
     return capability >= (8, 0) and not (is_small and size > 192 and (size <= 224 or dropout > 0))
@@ -221,10 +224,11 @@ def takes_flash(query: Tensor, value: Tensor, dropout: float, pattern: Pattern =
 def _flash(
     query: Tensor, key: Tensor, value: Tensor, lengths: Lengths, ends: Tensor, dropout: float, pattern: Pattern
 ) -> Tensor:
-    """Flash attention over packed texts.
+    """Compute flash attention over packed texts.
 
-    Calls the operator below torch's ``varlen_attn``. That function has no dropout. On some GPUs it also prefers cuDNN,
-    which builds a new plan, in about 40 ms, for every number of tokens (pytorch/pytorch pull request 191576).
+    This calls the operator below torch's ``varlen_attn``, which has no dropout. On some GPUs ``varlen_attn`` also
+    prefers cuDNN, which builds a plan in about 40 ms for every new number of tokens (pytorch/pytorch pull request
+    191576).
     """
     first = len(query) == len(ends) - 1
     starts = torch.arange(len(ends), dtype=ends.dtype, device=ends.device) if first else ends
@@ -247,7 +251,7 @@ def _flash(
     return found[0].flatten(1)
 
 
-@torch.compiler.disable  # lengths differ in every micro-batch: no code is worth compiling for them
+@torch.compiler.disable  # lengths differ in every micro-batch, so compiled code would not be reused
 def _without_flash(
     query: Tensor, key: Tensor, value: Tensor, lengths: Lengths, ends: Tensor, dropout: float, pattern: Pattern
 ) -> Tensor:
@@ -257,7 +261,7 @@ def _without_flash(
     rows = lengths.longest * len(lengths.tokens)
     if not on_cpu and dropout and plain and is_seen and rows <= MAX_PADDING * len(key):
         return _padded(query, key, value, lengths, ends, dropout, pattern)
-    # Texts of one length share a kernel on a GPU; on a CPU what a text needs may stay in the cache.
+    # On a GPU, texts of equal length share a kernel. On a CPU, single texts make better use of the cache.
     groups = [(n, 1) for n in lengths.tokens]
     if not on_cpu:
         groups = [(n, len(list(same))) for n, same in groupby(lengths.tokens)]
@@ -285,10 +289,10 @@ def _without_flash(
 def _padded(
     query: Tensor, key: Tensor, value: Tensor, lengths: Lengths, ends: Tensor, dropout: float, pattern: Pattern
 ) -> Tensor:
-    """One call of attention over the texts, each padded to the longest one.
+    """Compute attention in one call over the texts, each padded to the longest.
 
-    Used with dropout on GPUs that have no flash attention for these tensors. A call for each length would launch some
-    60 operations each.
+    Used with dropout on GPUs that have no flash attention for these tensors. A call per length would launch some 60
+    operations each.
     """
     texts, longest = len(lengths.tokens), lengths.longest
     places, mask = lengths.padding(ends)
@@ -301,7 +305,7 @@ def _padded(
     ]
     queries, keys, values = (part.transpose(1, 2) for part in rows)  # (texts, heads, tokens, size)
     options: dict[str, Any] = {"enable_gqa": True} if key.shape[1] < query.shape[1] else {}
-    # What is after a text, no query of that text may see: with a causal pattern it does not.
+    # The padding after a text must be masked. A causal pattern never sees it.
     seen = None if pattern.causal else mask
     found = scaled_dot_product_attention(
         queries, keys, values, seen, dropout, pattern.causal, scale=pattern.scale, **options
@@ -311,7 +315,7 @@ def _padded(
 
 
 class _Spread(torch.autograd.Function):
-    """Rows at other places, and zeros between them. No place is given twice, so that nothing has to be added up."""
+    """Scatters rows to unique positions and fills the rest with zeros. Unique positions need no addition."""
 
     @staticmethod
     def forward(ctx: Any, rows: Tensor, places: Tensor, length: int) -> Tensor:
@@ -325,7 +329,7 @@ class _Spread(torch.autograd.Function):
 
 
 class _Gather(torch.autograd.Function):
-    """The rows at places of which none is given twice: the inverse of :class:`_Spread`."""
+    """Gathers rows from unique positions: the inverse of :class:`_Spread`."""
 
     @staticmethod
     def forward(ctx: Any, rows: Tensor, places: Tensor) -> Tensor:
@@ -341,13 +345,15 @@ class _Gather(torch.autograd.Function):
 
 
 def weighed(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, dropout: float, pattern: Pattern) -> Tensor:
-    """Attention by scores that torch's kernels do not compute, of ``(texts, heads, tokens, size)``; a mask is bool."""
+    """Compute attention of ``(texts, heads, tokens, size)`` with softcap or sinks, which torch's kernels lack."""
     key, value = _repeated(key, query, 1), _repeated(value, query, 1)
     scores = query @ key.transpose(-2, -1) * (query.shape[-1] ** -0.5 if pattern.scale is None else pattern.scale)
     if pattern.softcap is not None:
         scores = pattern.softcap * torch.tanh(scores / pattern.softcap)
     if mask is not None:
-        scores = scores.masked_fill(~mask, torch.finfo(scores.dtype).min)  # not -inf: padding may see nothing
+        scores = scores.masked_fill(
+            ~mask, torch.finfo(scores.dtype).min
+        )  # not -inf, because padding may have no visible key
     if pattern.sinks is not None:
         sinks = pattern.sinks.to(scores.dtype)[:, None, None].expand(*scores.shape[:3], 1)
         scores = torch.cat([scores, sinks], -1)
@@ -356,27 +362,27 @@ def weighed(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, drop
 
 
 def _repeated(keys: Tensor, query: Tensor, dim: int) -> Tensor:
-    """Of keys or values that queries share, one for each head of the queries."""
+    """Repeat grouped keys or values once per query head."""
     return keys.repeat_interleave(query.shape[dim] // keys.shape[dim], dim)
 
 
 class _DroppedAttention(torch.autograd.Function):
     """Attention with dropout on a CPU, for which torch has no fused kernel.
 
-    Torch draws a random number for each weight and keeps several tensors of weights; this takes an eighth of the random
-    numbers and keeps a byte for each weight: the rest is computed again, of ``ROWS`` queries at a time.
+    Torch draws a random number per weight and keeps several tensors of weights. This needs an eighth of the random
+    numbers and keeps one byte per weight; the rest is recomputed for ``ROWS`` queries at a time.
     """
 
     @staticmethod
     def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, dropout: float) -> Tensor:
-        """Of ``(texts, heads, tokens, size)``; see ``scaled_dot_product_attention``."""
+        """Compute ``scaled_dot_product_attention`` of ``(texts, heads, tokens, size)``."""
         dropped = min(round(dropout * 2**BITS), 2**BITS - 1)
         ctx.scales = query.shape[-1] ** -0.5, 1 / (1 - dropped / 2**BITS)
         scaled, found, kept = value * ctx.scales[1], [], []
         for rows in query.split(ROWS, 2):
             weights = _weights(rows, key, ctx.scales[0])
             kept.append(draw_kept(weights, weights.shape, dropped))
-            # No product is changed in place: selective checkpointing keeps the products as they are.
+            # Do not change a product in place, because selective checkpointing keeps it.
             found.append(_drop(weights, kept[-1]) @ scaled)
         ctx.save_for_backward(query, key, value, *kept)
         return torch.cat(found, 2)
@@ -398,14 +404,14 @@ class _DroppedAttention(torch.autograd.Function):
 
 
 def draw_kept(weights: Tensor, shape: torch.Size, dropped: int) -> Tensor:
-    """Which of ``shape``, (texts, heads, queries, keys), are kept: of 2^16, ``dropped`` are not; where ``weights`` are.
+    """Draw a keep mask of ``shape``, (texts, heads, queries, keys), on the device of ``weights``.
 
-    A mode that overrides torch's functions overrides this one, too: with ``memory.tensor_parallel`` those of all heads
-    are drawn.
+    The drop rate is ``dropped`` / 2^16. Modes that override torch's functions also override this one: with
+    ``memory.tensor_parallel`` the mask is drawn for all heads.
     """
     if has_torch_function_unary(weights):
         return handle_torch_function(draw_kept, (weights,), weights, shape, dropped)
-    # Of 64 random bits, four integers from -2^15 on.
+    # Split 64 random bits into four 16-bit integers.
     bits = torch.empty(-(-shape.numel() * BITS // 64), dtype=torch.int64, device=weights.device)
     numbers = bits.random_(-(2**63), None).view(torch.int16)[: shape.numel()]
     return (numbers >= dropped - 2 ** (BITS - 1)).view(shape)
@@ -416,5 +422,5 @@ def _weights(query: Tensor, key: Tensor, scale: float) -> Tensor:
 
 
 def _drop(weights: Tensor, kept: Tensor) -> Tensor:
-    """``weights``, in place, without those that are not kept. A byte becomes a number in a third of a bool's time."""
+    """Zero the dropped ``weights`` in place. Bytes convert three times faster than bools."""
     return weights.mul_(kept.view(torch.uint8).to(weights.dtype))

@@ -33,26 +33,26 @@ POSITIONS = "encoder.pos_embedding"
 
 @dataclass
 class VisionTransformer(Supervised, Adaptable, DrawnInputs):
-    """torchvision's ViT (Dosovitskiy et al. 2021): one of its five sizes, or a shape of your own.
+    """torchvision's ViT (Dosovitskiy et al. 2021): one of its five sizes, or a custom shape.
 
     Args:
         name: vit_b_16, vit_b_32, vit_l_16, vit_l_32, vit_h_14, or custom with the five fields of the shape.
-        weights: a name among torchvision's weights for the model (DEFAULT, IMAGENET1K_V1, ...), a local .safetensors or
-            .pth file, or null for random ones. The head is kept if its shape fits, and new otherwise; position
+        weights: a name of torchvision's weights for the model (DEFAULT, IMAGENET1K_V1, ...), a local .safetensors or
+            .pth file, or null for random weights. The head is kept if its shape fits, and new otherwise; position
             embeddings are interpolated to another image size.
         num_classes: null takes the dataset's.
         image_size: height and width of the images in pixels; null takes the dataset's.
         class_names: null takes the dataset's; saved with the model.
-        patch_size: of a custom shape, pixels.
-        layers: of a custom shape, encoder blocks.
-        heads: of a custom shape, attention heads.
-        width: of a custom shape, features of a token.
-        mlp_width: of a custom shape, hidden features of a block's MLP.
-        dropout: after embeddings, attention and MLP.
-        attention_dropout: on the attention weights.
-        drop_path: stochastic depth (Huang et al. 2016): the rate at which the last block leaves out what it adds to a
-            sample, rising from 0 in the first; 0.1 to 0.3 are usual. A sample's draws do not depend on the cut.
-        train_last_blocks: freeze all but the last n blocks and the head; null trains everything.
+        patch_size: patch size in pixels, for custom only.
+        layers: number of encoder blocks, for custom only.
+        heads: number of attention heads, for custom only.
+        width: features per token, for custom only.
+        mlp_width: hidden features of a block's MLP, for custom only.
+        dropout: dropout rate after embeddings, attention and MLP.
+        attention_dropout: dropout rate of the attention weights.
+        drop_path: stochastic depth (Huang et al. 2016): rate at which the last block's branches are dropped per
+            sample, rising from 0 in the first block; 0.1 to 0.3 are usual. A sample's draws do not depend on the cut.
+        train_last_blocks: freeze everything except the last n blocks and the head; null trains everything.
         lora: train adapters in the blocks, and the head, instead of all weights.
     """
 
@@ -75,8 +75,8 @@ class VisionTransformer(Supervised, Adaptable, DrawnInputs):
     loss: Objective = field(default_factory=Objective)
 
     mixes = True
-    # Not the attention: torchvision keeps it in one packed weight, and peft's adapter for that replaces the parameter
-    # in every forward, which neither DDP, FSDP nor an optimizer would follow.
+    # Not the attention: torchvision keeps it in one packed weight. peft's adapter for that replaces the parameter in
+    # every forward, which DDP, FSDP and optimizers do not support.
     adapted = ("mlp.0", "mlp.3")
 
     def __post_init__(self) -> None:
@@ -92,16 +92,20 @@ class VisionTransformer(Supervised, Adaptable, DrawnInputs):
             require(not missing, f"model.name=custom needs {', '.join(missing)}")
             for key in SHAPE_FIELDS:
                 require_positive(f"model.{key}", getattr(self, key), MOST_LAYERS if key == "layers" else MOST_FEATURES)
-            fits = (self.width or 0) % (self.heads or 1) == 0
-            require(fits, f"model.width={self.width} must be a multiple of model.heads={self.heads}")
-            alone = f"model.drop_path={self.drop_path} begins with 0, so it leaves out nothing of model.layers=1"
-            require(self.layers != 1 or not self.drop_path, f"{alone}: set it to 0")
+            if (self.width or 0) % (self.heads or 1):
+                raise RecipeError(f"model.width={self.width} must be a multiple of model.heads={self.heads}")
+            if self.layers == 1 and self.drop_path:
+                raise RecipeError(
+                    f"model.drop_path={self.drop_path} has no effect with model.layers=1, because the first block's "
+                    "rate is 0: set it to 0"
+                )
         elif given:
-            raise RecipeError(f"model.{given[0]} is fixed by model.name={self.name}: use model.name custom")
+            fixed = f"model.{given[0]} cannot be set for model.name={self.name}, which determines it"
+            raise RecipeError(f"{fixed}: use model.name custom")
 
     @property
     def seeded(self) -> bool:
-        """Drop path draws for each sample."""
+        """Whether the model draws per sample, for drop path."""
         return self.drop_path > 0
 
     @property
@@ -112,19 +116,19 @@ class VisionTransformer(Supervised, Adaptable, DrawnInputs):
         return (EncoderBlock,)
 
     def prepare(self) -> None:
-        """Download torchvision's weights, or check that the local file is there."""
+        """Download torchvision's weights, or check the local file."""
         if self.weights is not None:
-            self._read_weights()  # also to find out here whether it can be read
+            self._read_weights()  # checks that the file can be read
 
     def build(self) -> nn.Module:
-        """The module; its forward takes pixels (n, 3, height, width) and returns logits (n, classes)."""
+        """Build the module; its forward takes pixels (n, 3, height, width) and returns logits (n, classes)."""
         if self.weights is None:
             return self.adapt(self.skeleton())
         import torch
 
         from trainer.weights.streaming import default_dtype
 
-        coded = self.lora.base == "nf4"  # codes are of what the file has, in any precision
+        coded = self.lora.base == "nf4"  # quantise the values of the file, in any precision
         if coded and self._weights_file().suffix == ".safetensors":
             return super().build()
         with default_dtype(torch.float32 if coded else None):
@@ -134,7 +138,7 @@ class VisionTransformer(Supervised, Adaptable, DrawnInputs):
         return module.to(torch.get_default_dtype())
 
     def skeleton(self) -> nn.Module:
-        """The module with random weights, without adapters."""
+        """Build the module with random weights, without adapters."""
         from torchvision import models
 
         require_filled("VisionTransformer", num_classes=self.num_classes, image_size=self.image_size)
@@ -143,8 +147,11 @@ class VisionTransformer(Supervised, Adaptable, DrawnInputs):
         patch_size = self.patch_size or int(self.name.rsplit("_", 1)[1])
         size = self.image_size or 0
         nearest = max(1, round(size / patch_size)) * patch_size
-        no_multiple = f"image_size={size} is not a multiple of the patch size {patch_size} of {self.name}"
-        require(size % patch_size == 0, f"{no_multiple}: use --data.image_size {nearest}")
+        if size % patch_size != 0:
+            raise RecipeError(
+                f"image_size={size} is not a multiple of the patch size {patch_size} of {self.name}: use "
+                f"--data.image_size {nearest}"
+            )
         if self.name == "custom":
             shape: Any = {"num_layers": self.layers, "num_heads": self.heads, "hidden_dim": self.width}
             module = models.VisionTransformer(patch_size=patch_size, mlp_dim=self.mlp_width or 0, **shape, **options)
@@ -159,24 +166,26 @@ class VisionTransformer(Supervised, Adaptable, DrawnInputs):
         return module
 
     def tensor_parallel_plan(self, module: nn.Module) -> Mapping[str, str]:
-        """Attention by heads, the MLP by hidden features, norms by tokens."""
+        """Split attention by heads, MLPs by hidden features, norms by tokens."""
         block = "encoder.layers.*"
         plan = {f"{block}.self_attention": "attention", f"{block}.mlp.0": "colwise", f"{block}.mlp.3": "rowwise"}
         return plan | dict.fromkeys((f"{block}.ln_1", f"{block}.ln_2"), "sequence_parallel")
 
     def merged(self) -> VisionTransformer:
-        """This model without adapters, as it is saved."""
+        """Return this model without adapters, as it is saved."""
         return replace(self, lora=LoRA())
 
     def pretrained(self) -> Pretrained:
-        """The tensors of ``weights`` by name; position embeddings are interpolated, the head may be new."""
+        """Return the tensors of ``weights`` by name; position embeddings are interpolated, the head may be new."""
         from trainer.weights.streaming import on_meta, stored_in
 
         require(self.weights is not None, "there is nothing to stream: model.weights is null")
         file = self._weights_file()
-        fix = "convert it with safetensors.torch.save_file, or use memory.init device"
-        pickled = f"model.weights={self.weights} is a pickle, of which no slices can be read"
-        require(file.suffix == ".safetensors", f"{pickled}: {fix}")
+        if file.suffix != ".safetensors":
+            raise RecipeError(
+                f"model.weights={self.weights} is a pickle, which cannot be read in slices: convert it with "
+                "safetensors.torch.save_file, or use memory.init device"
+            )
         skeleton: Any = on_meta(self.skeleton)
         shapes, found = _shapes(skeleton.state_dict()), stored_in(file)
         stored = {key: place for key, (place, _) in found.items()}
@@ -189,11 +198,11 @@ class VisionTransformer(Supervised, Adaptable, DrawnInputs):
         return self.as_adapted(Pretrained(places, new, _initialise_head), skeleton)
 
     def weight_files(self) -> Sequence[Path]:
-        """The file of ``weights``."""
+        """Return the file of ``weights``."""
         return () if self.weights is None else (self._weights_file(),)
 
     def losses(self, module: nn.Module, batch: Any) -> Iterator[Loss]:
-        """That of the task; the batch has ``pixel_values`` (n, 1 or 3, height, width) and ``labels``."""
+        """Yield the task's loss for ``pixel_values`` (n, 1 or 3, height, width) and ``labels``."""
         if self.drop_path and module.training:
             from trainer.models.drop_path import draw_paths
 
@@ -207,17 +216,20 @@ class VisionTransformer(Supervised, Adaptable, DrawnInputs):
         return read_weights(self._weights_file())
 
     def _weights_file(self) -> Path:
-        """The local file of ``weights``, or torchvision's in torch.hub's folder, downloaded when it is not there."""
+        """Return the local file of ``weights``, or torchvision's in torch.hub's folder, downloaded if missing."""
         import torch
         from torchvision import models
 
         weights, sized = str(self.weights).removeprefix("file://"), self.name != "custom"
         if Path(weights).suffix or "/" in weights:
             return Path(weights)
-        require(sized, f"model.weights={weights} is a torchvision name, which needs model.name of a torchvision size")
+        require(sized, f"model.weights={weights} is a torchvision name: set model.name to a torchvision size")
         known = models.get_model_weights(self.name)
-        unknown = f"model.weights={weights!r} is neither a file nor one of torchvision's for {self.name}"
-        require(weights in known.__members__, f"{unknown}: {', '.join(known.__members__)}")
+        if weights not in known.__members__:
+            raise RecipeError(
+                f"model.weights={weights!r} is neither a file nor a name of torchvision's weights for {self.name}: "
+                f"use one of {', '.join(known.__members__)}"
+            )
         url = known[weights].url
         file = Path(torch.hub.get_dir(), "checkpoints", url.rsplit("/", 1)[1])  # torchvision looks there as well
         if not file.exists():
@@ -230,7 +242,7 @@ class VisionTransformer(Supervised, Adaptable, DrawnInputs):
         return file
 
     def _interpolated(self, patch_size: int, positions: Tensor) -> Tensor:
-        """Position embeddings for ``image_size``, shape (1, 1 + patches, width)."""
+        """Return position embeddings for ``image_size``, shape (1, 1 + patches, width)."""
         from torchvision.models.vision_transformer import interpolate_embeddings
 
         return interpolate_embeddings(self.image_size or 0, patch_size, OrderedDict({POSITIONS: positions}))[POSITIONS]
@@ -240,16 +252,16 @@ class VisionTransformer(Supervised, Adaptable, DrawnInputs):
         if POSITIONS in state:
             state = state | {POSITIONS: self._interpolated(cast(int, module.patch_size), state[POSITIONS])}
         new = self._new_parameters(_shapes(own), _shapes(state))
-        module.load_state_dict(state | {key: own[key] for key in new})  # a new head starts at zero, as it was made
+        module.load_state_dict(state | {key: own[key] for key in new})  # a new head stays zero
 
     def _new_parameters(self, own: Mapping[str, tuple], found: Mapping[str, tuple]) -> list[str]:
-        """The parameters of the head that are not ``found`` in the file, or in another shape; all else must fit."""
+        """Return the head's parameters that the file lacks or has in another shape. All others must match."""
         from trainer.weights.files import shortened
 
         differ = [key for key in own if found.get(key) != own[key]]
         new = [key for key in differ if key.startswith("heads.")]
         wrong = [key for key in differ if key not in new] + [key for key in found if key not in own]
-        require(not wrong, f"model.weights={self.weights} are not those of this {self.name}: {shortened(wrong)} differ")
+        require(not wrong, f"model.weights={self.weights} do not fit this {self.name}: {shortened(wrong)} differ")
         return new
 
 

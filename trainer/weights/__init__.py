@@ -1,1 +1,1 @@
-"""Weights: the blocks of a module, the files that its tensors are in, and reading them safely."""
+"""Weights: the blocks of a module, safe reading of weight files, and NF4."""

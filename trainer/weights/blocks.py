@@ -1,4 +1,4 @@
-"""The repeated modules of a network: the one unit of sharding, checkpointing, offload, streaming and compiling."""
+"""The repeated modules of a network: the unit of sharding, checkpointing, offload, streaming and compiling."""
 
 from __future__ import annotations
 
@@ -13,15 +13,16 @@ if TYPE_CHECKING:
     from torch import nn
 
 
-SHARE = 0.1  # of the largest stack's parameters, from which on a stack of other modules holds blocks, too
+SHARE = 0.1  # a stack of other modules also holds blocks from this share of the largest stack's parameters
 
 
 def find_blocks(module: nn.Module, classes: Sequence[type] = ()) -> list[nn.Module]:
-    """The repeated modules, each once, as they are registered: instances of ``classes``, or what is stacked in it.
+    """Return the repeated modules in order of registration: instances of ``classes``, or the modules of stacks.
 
     A stack is a ``ModuleList`` or ``Sequential`` of modules of one class. Blocks are the modules of the stack with the
-    most parameters, of all others of the same class (the stages of a ResNet, T5's encoder beside its decoder), and of
-    those with modules of several layers and at least a tenth of its parameters (BART's encoder). None is in another.
+    most parameters, of stacks of the same class (stages of a ResNet, T5's encoder and decoder), and of stacks whose
+    modules have several layers and together at least a tenth of its parameters (BART's encoder). No block contains
+    another.
     """
     if classes:
         return [m for m in module.modules() if isinstance(m, tuple(classes))]
@@ -37,12 +38,12 @@ def find_blocks(module: nn.Module, classes: Sequence[type] = ()) -> list[nn.Modu
 
 
 def describe_blocks(blocks: Sequence[nn.Module]) -> str:
-    """How many of which class: ``2 BartEncoderLayer + 2 BartDecoderLayer``; empty where there are none."""
+    """Return the number of blocks per class: ``2 BartEncoderLayer + 2 BartDecoderLayer``; empty if there are none."""
     return " + ".join(f"{count} {name}" for name, count in Counter(type(block).__name__ for block in blocks).items())
 
 
 def require_blocks(module: nn.Module, classes: Sequence[type], wish: str) -> list[nn.Module]:
-    """The repeated modules, for a technique that needs them; a ``RecipeError`` names the ``wish`` and what to do."""
+    """Return the repeated modules. If there are none, raise ``RecipeError`` with the setting ``wish`` and the fix."""
     if blocks := find_blocks(module, classes):
         return blocks
     by_class: dict[str, list[nn.Module]] = {}
@@ -51,19 +52,18 @@ def require_blocks(module: nn.Module, classes: Sequence[type], wish: str) -> lis
             by_class.setdefault(type(child).__name__, []).append(child)
     largest = sorted(by_class.items(), key=lambda item: -_size_of_all(item[1]))[:5]
     shown = ", ".join(f"{len(found)} × {name} ({_size_of_all(found):,} parameters)" for name, found in largest)
-    named = f" (blocks = {', '.join(kind.__name__ for kind in classes)} are not in it)" if classes else ""
+    named = f" (it contains no {', '.join(kind.__name__ for kind in classes)} from blocks)" if classes else ""
     raise RecipeError(
-        f"{wish} works on repeated modules, and {type(module).__name__} has none that are found{named}: name their "
-        f"classes in `blocks` of the model's class. {'Candidates: ' if shown else 'It holds no module with parameters'}"
-        f"{shown}"
+        f"{wish} works on repeated modules, but none were found in {type(module).__name__}{named}: name their classes "
+        f"in `blocks` of the model's class. {'Candidates: ' if shown else 'It has no submodule with parameters'}{shown}"
     )
 
 
 def switch_cache_off(module: nn.Module) -> None:
-    """Let ``module`` keep no cache of keys and values, which only generation has a use for.
+    """Disable the KV cache of ``module``, which only generation needs.
 
-    That is ``config.use_cache`` of a transformers decoder, true by default: a block that is checkpointed would append
-    to the cache a second time. Models are saved with the setting that they came with: see :func:`as_it_came`.
+    This sets ``config.use_cache`` of a transformers decoder, true by default. With the cache, a checkpointed block
+    would append to it a second time. Models are saved with their original setting: see :func:`as_it_came`.
     """
     configs: dict[int, Any] = {id(part.config): part.config for part in module.modules() if hasattr(part, "config")}
     on = [config for config in configs.values() if getattr(config, "use_cache", False) is True]
@@ -74,7 +74,7 @@ def switch_cache_off(module: nn.Module) -> None:
 
 @contextmanager
 def as_it_came(module: nn.Module) -> Iterator[None]:
-    """Undo :func:`switch_cache_off` inside of the context, in which ``module`` is saved."""
+    """Undo :func:`switch_cache_off` within the context, to save ``module``."""
     switched: Sequence[Any] = getattr(module, "_caching", ())
     for config in switched:
         config.use_cache = True

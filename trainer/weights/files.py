@@ -1,4 +1,4 @@
-"""Files of weights, read without ever executing what is in them."""
+"""Reading of weight files, without executing code from them."""
 
 from __future__ import annotations
 
@@ -17,9 +17,12 @@ PICKLED = (".pth", ".pt", ".bin")
 
 
 def read_weights(path: Path) -> dict[str, Tensor]:
-    """Read a file of weights to the CPU, memory-mapped: ``.safetensors``, or ``.pth``, ``.pt`` or ``.bin``: pickles, of
-    which ``weights_only`` executes nothing. A ``RecipeError`` if it is missing, corrupt, or holds no named tensors."""
-    require(path.is_file(), f"{path} is not there: give the path of a weight file")
+    """Read a weight file to the CPU, memory-mapped.
+
+    Supports ``.safetensors``, and the pickles ``.pth``, ``.pt`` and ``.bin``, from which ``weights_only`` executes
+    nothing. Raises ``RecipeError`` if the file is missing, corrupt, or contains no named tensors.
+    """
+    require(path.is_file(), f"{path} does not exist: give the path of a weight file")
     if path.suffix == ".safetensors":
         try:
             return load_file(path)
@@ -27,25 +30,26 @@ def read_weights(path: Path) -> dict[str, Tensor]:
             raise RecipeError(f"{path} is corrupt or not a safetensors file: {error}") from error
     require(path.suffix in PICKLED, f"{path} is not a weight file: it must end in .safetensors, {', '.join(PICKLED)}")
     try:
-        # Files from before torch 1.6 are no zip archives and cannot be mapped.
+        # Files of torch older than 1.6 are not zip archives and cannot be mapped.
         content = torch.load(path, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(path))
-    except Exception as error:  # a broken pickle can make the unpickler stumble over anything
+    except Exception as error:  # a broken pickle can raise any exception
         reason = (str(error) or repr(error)).splitlines()[0]
         raise RecipeError(
-            f"{path} cannot be read safely, it is corrupt or holds more than tensors: "
-            f"save the state dict alone, best with safetensors ({reason})"
+            f"{path} cannot be read safely, because it is corrupt or contains more than tensors ({reason}): save only "
+            "the state dict, preferably with safetensors"
         ) from error
-    require(isinstance(content, Mapping), f"{path} holds a {type(content).__name__}, not a state dict: tensors by name")
+    if not isinstance(content, Mapping):
+        raise RecipeError(f"{path} contains a {type(content).__name__}, not a state dict: save tensors by name")
     others = [f"{name} ({type(item).__name__})" for name, item in content.items() if not isinstance(item, Tensor)]
-    require(not others, f"{path} holds more than tensors: {shortened(others)}. Save the state dict alone")
+    require(not others, f"{path} contains more than tensors, {shortened(others)}: save only the state dict")
     odd = [f"{name} ({kind})" for name, item in content.items() if (kind := _oddity(name, item))]
-    require(not odd, f"{path} holds what no module can load: {shortened(odd)}. Save plain, dense tensors by name")
+    require(not odd, f"{path} contains unsupported tensors, {shortened(odd)}: save plain, dense tensors by name")
     return {name: item.detach() for name, item in content.items()}
 
 
 def _oddity(name: object, tensor: Tensor) -> str | None:
     if not isinstance(name, str):
-        return "not under a name"
+        return "key is not a string"
     if type(tensor) not in (Tensor, nn.Parameter):
         return type(tensor).__name__
     if tensor.is_quantized:
@@ -56,6 +60,6 @@ def _oddity(name: object, tensor: Tensor) -> str | None:
 
 
 def shortened(names: Collection[str]) -> str:
-    """The first three names, and how many more there are."""
+    """Return the first three names, and the number of the others."""
     first = list(names)[:3]
     return ", ".join(first) + (f" and {len(names) - 3} more" if len(names) > 3 else "")

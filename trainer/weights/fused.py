@@ -1,4 +1,4 @@
-"""Whether our Triton kernels compute on a device. Triton is imported only where there is a GPU for it."""
+"""Detection of whether our Triton kernels run on a device. Triton is imported only if there is a GPU for it."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
-OLDEST = (7, 5)  # the first compute capability that they are compiled for in tests: Turing, such as a T4
+OLDEST = (7, 5)  # minimum compute capability, as compiled in tests: Turing, such as a T4
 
 
 def has_kernels(tensor: Tensor) -> bool:
-    """Whether they compute where ``tensor`` is: on the current NVIDIA GPU, or on the one that the planner simulates."""
+    """Return whether the kernels support the device of ``tensor``: the current or simulated NVIDIA GPU."""
     if not tensor.is_cuda or torch.version.hip is not None:
         return False
-    if torch.compiler.is_compiling():  # which needs Triton itself
+    if torch.compiler.is_compiling():  # torch.compile needs Triton itself
         return True
     index = torch.cuda.current_device()
     fits = tensor.device.index == index and torch.cuda.get_device_capability(index) >= OLDEST
@@ -25,15 +25,17 @@ def has_kernels(tensor: Tensor) -> bool:
 
 @cache
 def _launches(index: int) -> bool:
-    """Whether a kernel that does nothing runs: Triton needs a C compiler, Python's headers and a cache folder."""
+    """Return whether an empty kernel runs: Triton needs a C compiler, Python's headers and a cache folder."""
     try:
         from trainer.weights.nf4_kernel import nothing
 
         nothing[(1,)]()
-    except Exception as error:  # of the compiler, of a subprocess, of the system
-        what = f"Triton runs no kernel on GPU {index} ({type(error).__name__}: {str(error).partition(chr(10))[0]})"
+    except Exception as error:  # raised by the compiler, a subprocess or the system
+        cause = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
         warnings.warn(
-            f"{what}: NF4 weights and losses of language models take several operations, slower", stacklevel=2
+            f"Triton cannot run a kernel on GPU {index} ({cause}): NF4 weights and losses of language models use "
+            "several torch operations instead, which is slower",
+            stacklevel=2,
         )
         return False
     return True

@@ -1,8 +1,8 @@
-"""NF4: frozen weights of linear layers in 4.14 bits each, made whole only where one is used (Dettmers et al. 2023).
+"""NF4: frozen weights of linear layers in 4.14 bits each, dequantised only while in use (Dettmers et al. 2023).
 
-The codes and scales are the paper's, in a parameter of bytes of ours. torchao 0.18's ``NF4Tensor`` needs a multiple of
-16,384 weights on every rank and the mean over all scales of a weight, so no rank could quantise its slices of a file
-alone; bitsandbytes quantises whole weights, and keeps the scales in an attribute that FSDP2 does not shard.
+Codes and scales follow the paper, stored in our own byte parameter. torchao 0.18's ``NF4Tensor`` needs a multiple of
+16,384 weights on every rank and the mean over all scales of a weight, so a rank cannot quantise only its slices of a
+file. bitsandbytes quantises whole weights, and keeps the scales in an attribute that FSDP2 does not shard.
 """
 
 from __future__ import annotations
@@ -20,21 +20,21 @@ from torch.nn import functional
 from trainer.weights.fused import has_kernels
 
 BLOCK, GROUP = 64, 4096
-"""Weights that share a scale, and those that one row of codes is of: 64 scales, in 8 bits each of what they range over
-(the paper's double quantisation, in groups of 256). Both are counted from the beginning of the whole weight."""
+"""Weights per scale, and weights per row of codes. A row has 64 scales, each quantised to 8 bits within their range
+(the paper's double quantisation uses groups of 256). Both are counted from the start of the whole weight."""
 
 ROW = GROUP // 2 + GROUP // BLOCK + 8
-"""Bytes of a row: two codes a byte, the scales, and in fp32 the least scale and the step between them."""
+"""Bytes of a row: two codes per byte, the scales, and in fp32 the smallest scale and the step between scales."""
 
-AT_ONCE = 1024  # rows processed at a time: some 25 MB besides the weight itself
+AT_ONCE = 1024  # rows processed at a time: some 25 MB in addition to the weight itself
 
 VALUES = (
     *(-1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453, -0.28444138169288635),
     *(-0.18477343022823334, -0.09105003625154495, 0.0, 0.07958029955625534, 0.16093020141124725, 0.24611230194568634),
     *(0.33791524171829224, 0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0),
 )
-"""What the 16 codes stand for, as parts of the scale, which is the largest weight of its block: quantiles of the normal
-distribution (appendix E of the paper)."""
+"""Values of the 16 codes, relative to the scale, which is the largest absolute weight of a block: quantiles of the
+normal distribution (appendix E of the paper)."""
 
 MIDDLES = tuple((a + b) / 2 for a, b in zip(VALUES, VALUES[1:], strict=False))
 PAIRS = tuple((VALUES[byte >> 4], VALUES[byte & 15]) for byte in range(256))
@@ -44,20 +44,20 @@ _pairs: dict[torch.device, Tensor] = {}
 
 
 def rows_of(count: int) -> int:
-    """The rows of codes of ``count`` weights."""
+    """Return the number of rows of codes for ``count`` weights."""
     return -(-count // GROUP)
 
 
 @torch.no_grad()
 def quantise(weights: Tensor) -> Tensor:
-    """The codes, uint8 ``(rows, ROW)``, of ``weights`` in their order, of any shape; zeros fill the last row up."""
+    """Return the codes, uint8 ``(rows, ROW)``, of ``weights`` of any shape, in order. Zeros pad the last row."""
     flat = weights.detach().reshape(-1)
     codes = torch.empty(rows_of(flat.numel()), ROW, dtype=torch.uint8, device=flat.device)
     for some, rows in zip(flat.split(AT_ONCE * GROUP), codes.split(AT_ONCE), strict=True):
         values = functional.pad(some.float(), (0, -some.numel() % GROUP)).view(len(rows), GROUP // BLOCK, BLOCK)
         largest = values.abs().amax(-1)
         least, most = largest.amin(1, keepdim=True), largest.amax(1, keepdim=True)
-        step = (most - least) * (1 / 255)  # a product: a GPU divides by a number otherwise than a CPU
+        step = (most - least) * (1 / 255)  # a product, because GPUs and CPUs divide by a constant differently
         scales = ((largest - least) / step.where(step > 0, 1.0)).round().clamp(max=255)
         parts = values / largest.where(largest > 0, 1.0).unsqueeze(-1)
         found = torch.zeros(parts.shape, dtype=torch.uint8, device=parts.device)
@@ -70,13 +70,13 @@ def quantise(weights: Tensor) -> Tensor:
 
 
 def in_pieces(codes: Tensor, whole: Tensor) -> Iterable[tuple[Tensor, Tensor]]:
-    """The rows of ``codes`` beside the weights that they are of, ``AT_ONCE`` at a time. A plan traces two."""
+    """Pair ``codes`` with the weights that they encode, ``AT_ONCE`` rows at a time. A plan traces two of these."""
     return zip(codes.split(AT_ONCE), whole.split(AT_ONCE * GROUP), strict=True)
 
 
 @torch.no_grad()
 def dequantise(codes: Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-    """The weight of ``shape`` that ``codes`` are of, computed in fp32 and rounded once to ``dtype``."""
+    """Return the weight of ``shape`` encoded by ``codes``, computed in fp32 and rounded once to ``dtype``."""
     if dtype in IN_ONE_KERNEL and has_kernels(codes):
         from trainer.weights.nf4_kernel import nf4_weight  # imports Triton
 
@@ -84,7 +84,7 @@ def dequantise(codes: Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> Ten
         return nf4_weight(codes.to(torch.uint8).contiguous(), table, BLOCK, shape, dtype)
     whole = torch.empty(len(codes) * GROUP, dtype=dtype, device=codes.device)
     for some, out in in_pieces(codes, whole):
-        # torch 2.11's FSDP casts bytes to the type that it computes in, which holds them exactly.
+        # FSDP of torch 2.11 casts bytes to its compute dtype, which represents them exactly.
         packed, scales, numbers = some.to(torch.uint8).split([GROUP // 2, GROUP // BLOCK, 8], 1)
         least, step = numbers.contiguous().view(torch.float32).split(1, 1)
         values = functional.embedding(packed.int(), _pairs_where(codes)).view(len(some), GROUP // BLOCK, BLOCK)
@@ -93,9 +93,9 @@ def dequantise(codes: Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> Ten
 
 
 def _pairs_where(codes: Tensor) -> Tensor:
-    """What each byte stands for, where ``codes`` are: copied there once, for a copy in every forward is waited for."""
+    """Return the values of each byte on the device of ``codes``. They are copied once: each copy would be a sync."""
     found, real = _pairs.get(codes.device), type(codes) in (Tensor, nn.Parameter) and not codes.is_meta
-    if found is None or not real:  # codes that only have a shape are no place to keep anything
+    if found is None or not real:  # do not cache fake tensors
         found = torch.tensor(PAIRS, dtype=torch.float32, device=codes.device)
         if real:
             _pairs[codes.device] = found
@@ -103,18 +103,20 @@ def _pairs_where(codes: Tensor) -> Tensor:
 
 
 class NF4Linear(nn.Module):
-    """A linear layer (``nn.Linear``, or transformers' ``Conv1D``, which keeps its weight transposed) with a frozen
-    weight in NF4. Its one parameter besides the bias, ``codes``, is uint8 ``(rows, ROW)``: FSDP2 shards it by rows.
+    """A linear layer with a frozen weight in NF4.
+
+    It replaces an ``nn.Linear``, or transformers' ``Conv1D``, whose weight is transposed. Its only parameter except
+    the bias is ``codes``, uint8 ``(rows, ROW)``, which FSDP2 shards by rows.
 
     Args:
-        layer: in whose place it comes, on any device; on meta its codes are, too.
+        layer: the layer to replace, on any device. For a layer on meta the codes are on meta too.
     """
 
     def __init__(self, layer: nn.Module) -> None:
         super().__init__()
         weight: Any = layer.weight
         self.shape, self.dtype = tuple(weight.shape), weight.dtype
-        """Of the weight as it was."""
+        """Shape and dtype of the original weight."""
         self.transposed = not isinstance(layer, nn.Linear)
         self.out_features, self.in_features = self.shape[::-1] if self.transposed else self.shape
         empty = torch.empty(rows_of(weight.numel()), ROW, dtype=torch.uint8, device="meta")
@@ -123,11 +125,11 @@ class NF4Linear(nn.Module):
 
     @property
     def weight(self) -> Tensor:
-        """The whole weight, made anew each time: some blocks ask it for its type."""
+        """The full weight, dequantised on each access. Some blocks read its dtype."""
         return dequantise(self.codes, self.shape, self.dtype)
 
     def forward(self, inputs: Tensor) -> Tensor:
-        """From ``(..., in_features)`` to ``(..., out_features)``, in the type of the inputs, or autocast's."""
+        """Map ``(..., in_features)`` to ``(..., out_features)``, in the dtype of the inputs or of autocast."""
         kind = inputs.device.type
         dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else inputs.dtype
         bias = None if self.bias is None else self.bias.to(dtype)
@@ -138,13 +140,13 @@ class NF4Linear(nn.Module):
 
 
 class _Linear(torch.autograd.Function):
-    """Backward makes the weight again: between the two passes there are the codes alone."""
+    """Dequantises again in backward, so that only the codes are kept between the two passes."""
 
     @staticmethod
     def forward(ctx: Any, inputs: Tensor, codes: Tensor, bias: Tensor | None, shape: Any, transposed: bool) -> Tensor:
         ctx.save_for_backward(codes)
         ctx.shape, ctx.transposed = shape, transposed
-        weight = dequantise(codes, shape, inputs.dtype)  # whole for as long as it is multiplied with
+        weight = dequantise(codes, shape, inputs.dtype)  # freed after the product
         return functional.linear(inputs, weight.t() if transposed else weight, bias)
 
     @staticmethod
@@ -161,7 +163,7 @@ class _Linear(torch.autograd.Function):
 
 
 class Size(NamedTuple):
-    """Weights of a module: all of them, those in NF4, which not all of a block need be, and those that train."""
+    """Number of weights of a module: all, those in NF4, and the trained ones."""
 
     parameters: int
     in_nf4: int
@@ -174,7 +176,7 @@ class Size(NamedTuple):
 
 
 def size_of(module: nn.Module) -> Size:
-    """How many weights ``module`` has: of quantised layers what their codes stand for."""
+    """Count the weights of ``module``, including those encoded in quantised layers."""
     coded = {id(part.codes): math.prod(part.shape) for part in module.modules() if isinstance(part, NF4Linear)}
     sizes = [(coded.get(id(p), p.numel()), p.requires_grad) for p in module.parameters()]
     return Size(sum(size for size, _ in sizes), sum(coded.values()), sum(size for size, trains in sizes if trains))

@@ -1,7 +1,7 @@
-"""NF4 codes to a weight in one kernel: it reads 0.52 bytes a weight, and writes the weight.
+"""Dequantisation of NF4 in one kernel, which reads 0.52 bytes per weight and writes the weight.
 
-The bits are those of :func:`trainer.weights.nf4.dequantise` on a CPU. Where Triton is missing, this module can be
-imported all the same: plans for GPUs need the operator, and none of its kernels.
+The result equals :func:`trainer.weights.nf4.dequantise` on a CPU bit for bit. This module can be imported without
+Triton, because plans for GPUs need the operator, but not its kernels.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from torch.library import custom_op, triton_op, wrap_triton
 
 
 def _triton() -> tuple[Any, Any, Any]:
-    """How kernels and operators are registered, and Triton's language; without Triton, operators without kernels."""
+    """Return the decorators of kernels and operators, and Triton's language. Without Triton there are no kernels."""
     try:
         import triton.language
     except ImportError:
@@ -34,7 +34,7 @@ def nothing():
 
 @jit
 def rounded(values, out):
-    """``values`` in the type that ``out`` points to: to nearest even, by hand as Triton's interpreter truncates."""
+    """Round ``values`` to the dtype of ``out``, to nearest even; by hand, because Triton's interpreter truncates."""
     if out.dtype.element_ty == tl.bfloat16:
         bits = values.to(tl.uint32, bitcast=True)
         bits = tl.where(values == values, (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16, 0x7FC0)
@@ -46,7 +46,7 @@ def rounded(values, out):
 
 @jit
 def _fp32(place):
-    """The number in four bytes, at any address: where codes begin in a buffer of FSDP is not known."""
+    """Load an fp32 number from an unaligned address, because codes may start anywhere in a buffer of FSDP."""
     bits = tl.load(place).to(tl.uint32)
     for byte in tl.static_range(1, 4):
         bits |= tl.load(place + byte).to(tl.uint32) << (8 * byte)
@@ -55,14 +55,14 @@ def _fp32(place):
 
 @jit
 def _weight(codes, table, out, count, ROW: tl.constexpr, BLOCKS: tl.constexpr, BLOCK: tl.constexpr):  # type: ignore[name-defined]
-    """The weights of one row of codes."""
+    """Dequantise one row of codes."""
     row = tl.program_id(0).to(tl.int64)
     base = codes + row * ROW
     scales = base + BLOCKS * (BLOCK // 2)
     blocks = tl.arange(0, BLOCKS)[:, None]
     packed = tl.load(base + blocks * (BLOCK // 2) + tl.arange(0, BLOCK // 2)[None, :]).to(tl.int32)
-    # With zero added, the product is rounded by itself. Else compilers may add the least scale before they round:
-    # torch.compile of torch 2.11 drops the option that forbids it.
+    # Adding zero makes the compiler round the product separately. Otherwise it may add the smallest scale before
+    # rounding: torch.compile of torch 2.11 drops the option that forbids this.
     above = tl.fma(tl.load(scales + blocks).to(tl.float32), _fp32(scales + BLOCKS + 4), 0.0)
     values = tl.interleave(tl.load(table + 2 * (packed >> 4) + 1), tl.load(table + 2 * (packed & 15) + 1))
     place = (row * BLOCKS + blocks) * BLOCK + tl.arange(0, BLOCK)[None, :]
@@ -71,10 +71,13 @@ def _weight(codes, table, out, count, ROW: tl.constexpr, BLOCKS: tl.constexpr, B
 
 @operator("trainer::nf4_weight", mutates_args=())
 def nf4_weight(codes: Tensor, table: Tensor | None, block: int, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-    """The weight that contiguous ``codes`` are of, in fp32, fp16 or bf16. ``table`` has, in fp32, what the two codes of
-    each byte stand for; codes without data need none. A scale is that of ``block`` weights."""
+    """Return the weight encoded by contiguous ``codes``, in fp32, fp16 or bf16.
+
+    ``table`` holds the values of the two codes in each byte, in fp32; fake codes need none. ``block`` weights share a
+    scale.
+    """
     (rows, size), out = codes.shape, _empty(codes, table, block, shape, dtype)
-    blocks = (size - 8) // (block // 2 + 1)  # of a row: two codes or a scale a byte, and two fp32 numbers
+    blocks = (size - 8) // (block // 2 + 1)  # per row; it ends with two fp32 numbers
     wrap_triton(_weight)[(rows,)](codes, table, out, out.numel(), size, blocks, block, **OPTIONS)
     return out
 
