@@ -41,7 +41,6 @@ ALLOWED = {
         "trainer/after/export.py",
         "from_pretrained",
     ): "peft's, of the adapters that this program has just written as safetensors",
-    ("trainer/planner/kept.py", "import pickle"): "writes what a digest is made of; nothing is read",
 }
 """What may stay, and why. torchvision's reader of CIFAR-10 and torch's writer of memory snapshots are not our code."""
 

@@ -31,8 +31,6 @@ if TYPE_CHECKING:
 
 # What of the planner imports torch is imported where it is used: --help answers at once, and what cannot work, too.
 
-BEGAN = time.time_ns()  # before a recipe and what it imports are read
-
 HUB = {
     "task": "for hf:MODEL: causal-lm, masked-lm, sequence-classification, ... (default: what its config.json is for)",
     "tokens": "for hf:MODEL: tokens of every text (default: what the model takes, and at most 4096)",
@@ -111,7 +109,6 @@ def _planned(asked: Asked, own: dict[str, str]) -> tuple[dict[str, Any], str]:
 
         from trainer.memory.parameter_groups import choose_trained
         from trainer.planner.from_config import trained_by
-        from trainer.planner.kept import Keeper
         from trainer.planner.report import NOTHING, pasteable, settings, table, why
         from trainer.planner.search import search_for
         from trainer.report.progress import Progress
@@ -126,7 +123,6 @@ def _planned(asked: Asked, own: dict[str, str]) -> tuple[dict[str, Any], str]:
 
     doing("preparing model and data")
     search = search_for(recipe, gpu, cluster.devices, cluster.nodes, interconnect=own.get("interconnect"))
-    search.keeper = Keeper.here(BEGAN)
     out = new_folder("plan", own.get("out"), reference)
     size = Size(*in_child(planned_size))  # its answer is JSON
     print(search.heading(size))

@@ -8,7 +8,6 @@ import time
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
-from functools import partial
 from typing import Any
 
 from trainer.contract import Data
@@ -21,7 +20,6 @@ from trainer.fakegpu.network import Cluster, Interconnect, sent
 from trainer.fakegpu.peaks import LARGEST, AllocatorSettings, in_gb, peaks_to_json, replay, retries_within, timeline_of
 from trainer.fakegpu.target import Target
 from trainer.memory.plan import Plan, decide_plan
-from trainer.planner.kept import Keeper, Known, Note
 from trainer.planner.knobs import applied
 from trainer.planner.made_up import MadeUp
 from trainer.planner.trace import draw_samples, trace_run
@@ -147,24 +145,16 @@ def predict_here(
     timeline: bool = False,
     over: Sequence[Interconnect] = (),
     capacity: int | None = None,
-    keeper: Keeper | None = None,
 ) -> dict[str, Any]:
     """The fields of a :class:`Prediction`, as JSON holds them. It changes torch for its whole process: for a child.
 
     The first rank of a process group of that size is traced; the others are not there. ``recipe`` is a :func:`prepared`
     one; ``over`` are networks that may join the GPUs, by default that of ``target``; ``capacity``, in bytes, what
-    ``retries`` are about. What ``keeper`` has is not traced again.
+    ``retries`` are about.
     """
     began = time.perf_counter()
-    # No trace depends on the budget, so that what is kept serves all of them.
-    recipe = recipe.replace(memory=replace(recipe.memory, budget=None))
-    plan = replace(plan, memory=replace(plan.memory, budget=None))
     samples = draw_samples(recipe, plan)
-    note = Note(keeper, recipe, plan, samples, target, nodes, timeline, over) if keeper else None
-    try:
-        trace = trace_run(recipe, plan, samples, target, nodes, partial(note.look, capacity=capacity) if note else None)
-    except Known as known:
-        return known.answer
+    trace = trace_run(recipe, plan, samples, target, nodes)
     settings = AllocatorSettings(target.expandable_segments)
     memory = replay(trace, settings)
     on_cpu = target.device.type == "cpu"  # where nothing is reserved: tensors take what they ask for
@@ -175,7 +165,7 @@ def predict_here(
     fits = capacity is None or reserved <= capacity
     retries = 0 if fits else None if on_cpu else retries_within(trace, capacity or 0, settings, memory)
     networks = over or [target.network]
-    answer = {
+    return {
         "allocated": allocated,
         "reserved": reserved,
         "host": trace.host_bytes,
@@ -199,9 +189,6 @@ def predict_here(
         },
         "timeline": timeline_of(memory, trace) if timeline else None,
     }
-    if note:
-        note.write(answer)
-    return answer
 
 
 def candidates(recipe: Recipe, ranks: int, gpu: GPU) -> list[str]:

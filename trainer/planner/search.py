@@ -33,7 +33,6 @@ from trainer.fakegpu.target import Target, budget_bytes, cut_budget, gpu_here
 from trainer.memory.knobs import FOLLOWERS, UNPROVEN
 from trainer.memory.plan import CUT_MATTERS, Plan, decide_plan, with_precision
 from trainer.planner import knobs
-from trainer.planner.kept import Keeper
 from trainer.planner.knobs import Settings, devices_of
 from trainer.planner.made_up import notes_of
 from trainer.planner.predict import GROWING, Prediction, faster, predict_here, prepared
@@ -165,7 +164,6 @@ class Search:
         self.cut_budget = cut_budget(wish, target.gpu, devices)
         self.progress = progress or (lambda done, total, text: None)
         self.done = self.total = 0
-        self.keeper: Keeper | None = None  # of predictions of before
         self.refused: list[Candidate] = []
         self.untraceable = ""  # why nothing could be traced
         self.arms: list[Arm] = []
@@ -480,8 +478,10 @@ class Search:
         found: list[Any] = [self._job(one) for one in settings]
         jobs = [(at, job) for at, job in enumerate(found) if isinstance(job, tuple)]
         self.total = self.done + len(jobs)
-        asked: dict[str, Any] = {"timeline": True, "capacity": self.limit, "keeper": self.keeper}
-        calls = [partial(predict_here, recipe, plan, self.target, self.nodes, **asked) for _, (recipe, plan) in jobs]
+        calls = [
+            partial(predict_here, recipe, plan, self.target, self.nodes, timeline=True, capacity=self.limit)
+            for _, (recipe, plan) in jobs
+        ]
         for number, result in in_children(calls):
             at, (_, plan) = jobs[number]
             self.done += 1

@@ -95,11 +95,9 @@ def trace_run(
     samples: Samples,
     target: Target,
     nodes: int = 1,
-    look: Callable[[nn.Module], None] | None = None,
 ) -> Trace:
-    """Trace a run of a prepared recipe as ``plan`` says on ``target``, on the first of its ranks, over ``nodes``.
+    """Trace a run of a prepared recipe with ``plan`` on ``target``, on the first of its ranks, over ``nodes``.
 
-    ``look`` is called with the module as it was built, before anything is traced; what it raises is passed on.
     This changes torch for the rest of the process: see :func:`trainer.fakegpu.patches.install`.
     """
     ranks = plan.world_size
@@ -111,8 +109,6 @@ def trace_run(
             launcher = "torchrun" if ranks > 1 else "python"
             fabric = launch(plan, World(launcher, target.device.type, ranks // nodes, nodes))
             module = _empty(recipe, plan)
-            if look is not None:
-                look(module)
         patch_libraries(tracer.launch)
         _Run(recipe, plan, fabric, tracer).take(module, samples)
     trace = tracer.trace
