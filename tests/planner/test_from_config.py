@@ -140,7 +140,7 @@ def test_a_plan_of_a_folder_prints_its_knobs(tmp_path, monkeypatch, capsys):
     assert "the chosen plan, which no packaged recipe trains:" in said
     assert "trainer fit" not in said
     rows = {line[:38].strip(): line[38:].strip() for line in said.splitlines()}
-    assert rows["samples of a micro-batch"] == rows["micro-batches of a step, on each rank"] == "2"
+    assert rows["samples per micro-batch"] == rows["micro-batches per step and rank"] == "2"
     assert (rows["precision"], rows["optimizer"]) == ("32-true", "sgd")
     assert content["notes"][:2] == [GUESSED, "--tokens is 64: the model's maximum is 64"]
     assert all(note.startswith("faster than ") for note in content["notes"][2:])
@@ -189,7 +189,7 @@ def test_the_card_decides_the_precision_of_a_plan(gpu, precision, tmp_path, monk
     config_in(tmp_path / "bert", BERT)
     few = ("--task", "sequence-classification", "--tokens", "16", "--batch", "4", *ONE, "--gpu", gpu)
     content, said = planned(capsys, "hf:./bert", *few)
-    assert f"batch    4 samples a step, {precision}\n" in said
+    assert f"batch    4 samples per step, {precision}\n" in said
     assert f", {precision}, " in content["chosen"]["plan"]
     assert f"--memory.precision {precision}" in content["command"]
     named = " ".join(note for note in content["notes"] if note.startswith("faster than"))

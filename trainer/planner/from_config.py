@@ -123,7 +123,7 @@ def _read(said: str, name: str, revision: str | None) -> tuple[dict[str, Any], P
         why_not = "" if (shipped := None if revision else published(name)) else away()
         try:
             folder = shipped or Path(hf_hub_download(name, CONFIG, revision=revision)).parent
-        except Exception as error:  # of the network, or of the hub: gated, private or unknown model
+        except Exception as error:  # network error; gated, private or unknown model
             why = why_not or next(iter(str(error).strip().splitlines()), type(error).__name__)
             raise RecipeError(
                 f"{said}: no such folder, and its {CONFIG} could not be downloaded from the hub ({why}): save that "

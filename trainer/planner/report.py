@@ -27,7 +27,7 @@ UNPROTECTED = (
     f"{IN_BACKWARD}: the run ends at a step that is not finite, and it cannot recover from running out of memory: "
     f"--{IN_BACKWARD} false avoids both"
 )
-NOTHING = ("no plan fits", "no combination of knobs works", "the model cannot be traced")  # the first words of an explanation of why there is no plan
+NOTHING = ("no plan fits", "no combination of knobs works", "the model cannot be traced")  # how explanations begin
 
 
 @dataclass(frozen=True)
@@ -57,7 +57,7 @@ class Candidate:
 
     @property
     def retries(self) -> int:
-        """How often torch must release its cache to stay within the budget."""
+        """The number of times that torch must release its cache to stay within the budget."""
         return (self.prediction.retries or 0) if self.prediction is not None else 0
 
     def slower_than(self, fastest: Candidate) -> str:
@@ -259,8 +259,8 @@ def explain(candidates: Sequence[Candidate], combinations: tuple[int, int]) -> l
     faster = [one for one in candidates if one.traced and not one.fits and (one.step_ms or 0.0) < time]
     if faster:
         next_one = max(faster, key=lambda one: one.step_ms or 0.0)
-        needs = f"{gigabytes(next_one.reserved or 0)}, {next_one.reason}"
-        lines.append(f"the next faster plan does not fit: {next_one.plan}: {next_one.step_ms:,.1f} ms per step, {needs}")
+        needs = f"{next_one.step_ms:,.1f} ms per step, {gigabytes(next_one.reserved or 0)}, {next_one.reason}"
+        lines.append(f"the next faster plan does not fit: {next_one.plan}: {needs}")
     elif not chosen.knobs:
         lines.append("no memory technique is needed: the plan without any is the fastest")
     if chosen.flags.get(IN_BACKWARD):
