@@ -332,7 +332,7 @@ BEFORE_TRAINING = {
         ),
     ),
     # other commands
-    "ladder's steps": ("ladder vit_digits --max_steps 3", "--max_steps is the ladder's to set: use --steps"),
+    "ladder's steps": ("ladder vit_digits --max_steps 3", "--max_steps is set by the ladder: use --steps"),
     "action of checkpoint": (
         "checkpoint lst TMP/run",
         "checkpoint lst: no such action (there are list, verify, export)",
@@ -368,7 +368,7 @@ BEFORE_TRAINING = {
     ),
     "a sweep of nothing": (
         "sweep vit_digits --trials 2",
-        "sweep needs to know what to vary: give --over KEY=LOW..HIGH (or KEY=A,B,C), once or more, or …",
+        "sweep needs something to vary: give --over KEY=LOW..HIGH (or KEY=A,B,C), once or more, or …",
     ),
     "devices of plan": (
         "plan vit_digits --devices two",

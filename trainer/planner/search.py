@@ -547,10 +547,8 @@ class Search:
         held = f"{gigabytes(-over)} of the budget stays free"
         if one.retries:
             times = f"{one.retries} times" if one.retries > 1 else "once"
-            held = (
-                f"torch must release its cache {times} during the traced steps to stay within the budget, which takes "
-            )
-            held += "time and may happen again in later steps"
+            held = f"torch must release its cache {times} during the traced steps to stay within the budget, which "
+            held += "takes time and may happen again in later steps"
         if one is first:
             return f"fastest plan that fits; {held}"
         return f"fits, {one.slower_than(first)}{f'; {held}' if one.retries else ''}"
