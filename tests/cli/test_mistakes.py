@@ -628,10 +628,10 @@ def test_runs_of_own_models_and_of_python_are_predicted_and_evaluated(made, caps
     folder = str(made / "own")
     assert run(["fit", str(made / "sum.py"), "--run.dir", folder]) == 0
     for words, expected in (
-        ("--text x", "--text needs a text model: Net has no tokenizer; it reads images: --image"),
+        ("--text x", "--text needs a text model: Net has no tokenizer; it reads images: use --image"),
         (
             f"--image {made}/jupyter/test/cat/1.png",
-            "Net.losses gives no logits to predict with: yield Loss(..., logits=...)",
+            "Net.losses yields no logits to predict with: yield Loss(..., logits=...)",
         ),
     ):
         capsys.readouterr()

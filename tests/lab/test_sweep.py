@@ -333,7 +333,7 @@ def test_folds_without_a_finite_value_are_left_out_of_the_mean_and_counted(recip
         (["--over=optim.lr=1..0.1"], "must have two finite numbers"),
         (
             ["--over=optim.schedule=cosine..linear"],
-            "optim.schedule takes no numbers: give its values separated by commas",
+            "optim.schedule takes no numbers: give its values",
         ),
         (["--over=optim.schedule=cosine,cosin"], "cosin"),
         (["--over=optim.lr=-1..1"], "optim.lr=-1.0 must be greater than 0"),

@@ -75,8 +75,8 @@ def export(recipe: Recipe, run_dir: str | Path, to: str, output: str | None, rep
         require_package("--to peft", "peft", "lora")
         has_adapters = isinstance(trained, HubModel) and trained.lora.rank > 0 and trained.weights is not None
         if not has_adapters or not (folder / ADAPTER_FOLDER).is_dir():
-            why = f"--to peft is for LoRA adapters of a pretrained transformers model (model.lora.rank): {folder} has none"
-            raise RecipeError(f"{why}; use --to onnx, hf or hub")
+            why = f"--to peft is for LoRA adapters of pretrained transformers models, and {folder} has none"
+            raise RecipeError(f"{why}: use --to onnx, hf or hub")
     doing("loading the model")
     module = _loaded(folder, partial(load_model, model, folder))
     room = positions(module.config.to_dict()) if isinstance(model, HubModel) else None
@@ -157,7 +157,7 @@ def _require_same(
     what: Path,
     allowed: float = MOST_DIFFERENCE,
 ) -> float:
-    """Return the largest difference of the ``found`` outputs from the trained model's; a RunError if it is too large."""
+    """Return the largest difference of ``found`` from the trained model's outputs; a RunError if it is too large."""
     most = 0.0
     for batch, other in zip(batches, found, strict=True):
         one = outputs.of(batch)

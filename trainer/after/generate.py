@@ -20,9 +20,7 @@ def require_room(batch: Mapping[str, Tensor], module: nn.Module) -> None:
     """Reject empty texts, and texts that fill all positions of the model."""
     most, length = positions(cast(Any, module).config.to_dict()), int(batch["attention_mask"].sum(-1).max())
     require(length > 0, "it has no tokens: give a text to continue")
-    require(
-        most is None or length < most, f"it has {length:,} tokens, and the model takes at most {most:,}: shorten it"
-    )
+    require(most is None or length < most, f"it has {length:,} tokens, and the model takes {most:,}: shorten it")
 
 
 @torch.no_grad()
