@@ -152,7 +152,7 @@ def test_a_recipe_of_ones_own_needs_the_switch_only_where_a_yaml_file_names_it(r
         message = error_of(capsys, *words)
         assert message == (
             f"{run_dir / 'recipe.yaml'}: recipe={str(recipe_file)!r} is Python code, {str(recipe_file)!r}, and is not "
-            "executed: add --trust-recipe if you trust that file"
+            "executed: add --trust-recipe if you trust the file"
         )
     assert run(["fit", str(run_dir / "recipe.yaml"), "--trust-recipe"]) == 0
     assert run(["fit", str(recipe_file), "--config", str(run_dir / "recipe.yaml")]) == 0

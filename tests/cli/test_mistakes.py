@@ -210,7 +210,7 @@ BEFORE_TRAINING = {
     ),
     "width of Llama": (
         "fit lm_bytes --model.hidden_size 64",
-        "unknown flag --model.hidden_size (value '64'); an entry of its configuration is --model.config.hidden_size",
+        "unknown flag --model.hidden_size (value '64'); for an entry of its configuration, use --model.config.hidden_size",
     ),
     "csv in YAML": (
         "fit TMP/other.yaml",
@@ -335,7 +335,7 @@ BEFORE_TRAINING = {
     "ladder's steps": ("ladder vit_digits --max_steps 3", "--max_steps is set by the ladder: use --steps"),
     "action of checkpoint": (
         "checkpoint lst TMP/run",
-        "checkpoint lst: no such action (there are list, verify, export)",
+        "checkpoint lst: no such action: use one of list, verify, export",
     ),
     "predict without input": (
         "predict TMP/run",
@@ -372,7 +372,7 @@ BEFORE_TRAINING = {
     ),
     "devices of plan": (
         "plan vit_digits --devices two",
-        "--devices='two' must be an integer of at least 1, and at most 1,000,000",
+        "--devices='two' must be an integer from 1 to 1,000,000",
     ),
     "no command": ("train vit_digits", "unknown command train (commands: …"),
     "a recipe for evaluate": ("evaluate vit_digits", "run directory 'vit_digits': no such directory"),

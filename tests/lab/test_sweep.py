@@ -369,7 +369,7 @@ def test_what_cannot_be_varied_is_refused_before_anything_runs(recipe_file, flag
         ({"status": "running", "settings": {"optim.lr": "fast"}}, "trial 2: ValueError: "),
         ({"status": "running", "settings": {"optim.lr": int("9" * 400)}}, "trial 2: "),
         ({"scores": ["x"]}, "trial 2: invalid scores"),
-        (None, "trial 1: it is no JSON object"),
+        (None, "trial 1: it is not a JSON object"),
     ],
 )
 def test_a_sweep_that_somebody_has_changed_is_refused(recipe_file, tmp_path, changes, why):

@@ -137,7 +137,7 @@ def test_a_plan_of_a_folder_prints_its_knobs(tmp_path, monkeypatch, capsys):
         capsys, "hf:./tiny", "--batch", "4", *ONE, "--memory.precision", "32-true", "--optim.name", "sgd"
     )
     assert (content["recipe"], content["parameters"], content["command"]) == ("hf:./tiny", TINY_SIZE, None)
-    assert "the chosen plan, which no packaged recipe trains:" in said
+    assert "the chosen plan (no packaged recipe trains this model):" in said
     assert "trainer fit" not in said
     rows = {line[:38].strip(): line[38:].strip() for line in said.splitlines()}
     assert rows["samples per micro-batch"] == rows["micro-batches per step and rank"] == "2"
@@ -250,7 +250,11 @@ def test_what_cannot_be_planned_is_refused_in_one_line(config, flags, parts, tmp
     [
         ("hf:./absent", [], ["hf:./absent: no folder absent"]),
         ("hf:", [], ["hf:: there is no such folder"]),
-        ("hf:nobody/absent", [], ["hf:nobody/absent", "its config.json could not be had", "hf:./FOLDER", "HF_TOKEN"]),
+        (
+            "hf:nobody/absent",
+            [],
+            ["hf:nobody/absent", "its config.json could not be downloaded", "hf:./FOLDER", "HF_TOKEN"],
+        ),
         ("vit_digits", ["--tokens", "8"], ["--tokens is for hf:MODEL", "vit_digits"]),
     ],
 )

@@ -292,5 +292,5 @@ def new_folder(command: str, wanted: str | None, reference: str) -> Path:
     """Create the folder for ``command.json``: ``wanted`` (``--out``) or a default; reject one with such a file."""
     out = Path(wanted or default_folder(reference, f"{command}-")).absolute()
     make_folder("--out", out)
-    require(not (out / f"{command}.json").exists(), f"--out={out} already has a {command}: choose another folder")
+    require(not (out / f"{command}.json").exists(), f"--out={out} already holds a {command}: choose another folder")
     return out
