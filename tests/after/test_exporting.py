@@ -209,7 +209,7 @@ def test_links_and_a_configuration_that_does_not_fit_the_weights_are_refused(tra
     shutil.copytree(run_dir, tmp_path / "run")
     link = tmp_path / "run" / "model" / "more"
     link.symlink_to("/etc")
-    with pytest.raises(RecipeError, match=r"model/more is a link"):
+    with pytest.raises(RecipeError, match=r"model/more is a symbolic link"):
         export(recipe, tmp_path / "run", "hf", str(tmp_path / "out"), None, False)
     link.unlink()
     changed(tmp_path / "run" / "model" / "config.json", hidden_dim=10**13)

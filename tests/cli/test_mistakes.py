@@ -210,7 +210,7 @@ BEFORE_TRAINING = {
     ),
     "width of Llama": (
         "fit lm_bytes --model.hidden_size 64",
-        "unknown flag --model.hidden_size (value '64'); for an entry of its configuration, use --model.config.hidden_size",
+        "unknown flag --model.hidden_size (value '64'); for an entry of its configuration, use …",
     ),
     "csv in YAML": (
         "fit TMP/other.yaml",

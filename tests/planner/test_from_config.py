@@ -139,7 +139,8 @@ def test_a_plan_of_a_folder_prints_its_knobs(tmp_path, monkeypatch, capsys):
     assert (content["recipe"], content["parameters"], content["command"]) == ("hf:./tiny", TINY_SIZE, None)
     assert "the chosen plan (no packaged recipe trains this model):" in said
     assert "trainer fit" not in said
-    rows = {line[:38].strip(): line[38:].strip() for line in said.splitlines()}
+    rows = dict(line.split("  ", 1) for line in said.splitlines() if "  " in line)
+    rows = {name: value.strip() for name, value in rows.items()}
     assert rows["samples per micro-batch"] == rows["micro-batches per step and rank"] == "2"
     assert (rows["precision"], rows["optimizer"]) == ("32-true", "sgd")
     assert content["notes"][:2] == [GUESSED, "--tokens is 64: the model's maximum is 64"]
@@ -205,10 +206,10 @@ QUANTISED = GPT2 | {"quantization_config": {"quant_method": "gptq"}}
 ROBERTA = {"model_type": "roberta", "architectures": ["RobertaForMaskedLM"], "max_position_embeddings": 514}
 REFUSED: list[tuple[dict[str, Any], list[str], list[str]]] = [
     (GPT2, ["--tokens", "1025"], ["--tokens=1025", "1024", "lower it"]),
-    (GPT2, ["--tokens", "1"], ["--tokens=1", "2 or more"]),
+    (GPT2, ["--tokens", "1"], ["--tokens=1", "at least 2"]),
     (GPT2, ["--task", "causal"], ["--task='causal'", "causal-lm, masked-lm"]),
-    (GPT2, ["--batch", "0"], ["--batch='0'", "at least 1"]),
-    (GPT2, ["--task", "masked-lm"], ["type gpt2 for --task masked-lm", "--task causal-lm or sequence-classification"]),
+    (GPT2, ["--batch", "0"], ["--batch='0'", "from 1 to 1,000,000"]),
+    (GPT2, ["--task", "masked-lm"], ["no gpt2 model for --task", "--task causal-lm or sequence-classification"]),
     (ROBERTA | {"pad_token_id": 1}, ["--tokens", "513"], ["--tokens=513", "512"]),
     (PUBLISHED["vit-base-patch16-224"][0], ["--tokens", "8"], ["--tokens is for text", "takes images"]),
     ({"model_type": "gpt2"}, [], ["architectures", "give --task, one of causal-lm"]),
@@ -249,11 +250,11 @@ def test_what_cannot_be_planned_is_refused_in_one_line(config, flags, parts, tmp
     ("reference", "flags", "parts"),
     [
         ("hf:./absent", [], ["hf:./absent: no folder absent"]),
-        ("hf:", [], ["hf:: there is no such folder"]),
+        ("hf:", [], ["hf:: no such folder"]),
         (
             "hf:nobody/absent",
             [],
-            ["hf:nobody/absent", "its config.json could not be downloaded", "hf:./FOLDER", "HF_TOKEN"],
+            ["hf:nobody/absent", "config.json could not be downloaded", "hf:./FOLDER", "HF_TOKEN"],
         ),
         ("vit_digits", ["--tokens", "8"], ["--tokens is for hf:MODEL", "vit_digits"]),
     ],
