@@ -195,7 +195,7 @@ SEVERAL = (*A100, "--devices", "8,16")
         ([*A100, "--json=yes"], ["--json", "'yes'"]),
         ([*A100, "--memory.budget", "much"], ["memory.budget='much'", "2GB"]),
         ([*A100, "--out", "/dev/null/here"], ["--out=/dev/null/here"]),
-        ([*A100, "--devices", "1,x"], ["--devices='x'", "integer of at least 1"]),
+        ([*A100, "--devices", "1,x"], ["--devices='x'", "integer from 1 to"]),
         ([*A100, "--devices", "1,8,8"], ["--devices=1,8,8", "twice"]),
         ([*A100, "--devices", "16", "--interconnect", "bogus"], ["--interconnect=bogus", "100gbe"]),
         ([*A100, "--devices", "12", "--per-node", "8"], ["--devices=12", "multiple of --per-node=8"]),

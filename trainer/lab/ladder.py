@@ -15,7 +15,7 @@ from typing import Any
 
 from trainer.commands import OwnFlags
 from trainer.commands.recipes import asked_for, count, new_folder
-from trainer.errors import RecipeError, require
+from trainer.errors import RecipeError
 from trainer.lab.measured_run import CPU, RETURN_FREED_MEMORY, Trial, probe_machine, run_trial
 from trainer.memory.knobs import KNOBS, Knob, Turn
 from trainer.recipe import Memory, Recipe
@@ -67,8 +67,8 @@ def ladder(argv: list[str]) -> None:
         return
     recipe, _, reference, flags = asked
     own, passed = _split(flags)
-    launched = "TORCHELASTIC_RUN_ID" in os.environ
-    require(not launched, "trainer ladder starts its own processes: start it without a launcher")
+    if "TORCHELASTIC_RUN_ID" in os.environ:
+        raise RecipeError("trainer ladder starts its own processes: start it without a launcher")
     steps, minutes = count("steps", own.get("steps", "5")), count("minutes", own.get("minutes", "30"))
     base = baseline(recipe)
     choose(rungs_of(recipe, base, ANY), own.get("rungs"))
