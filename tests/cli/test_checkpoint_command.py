@@ -176,7 +176,7 @@ def test_an_unfinished_run_is_evaluated_after_an_export_from_the_folder_it_lies_
     assert run(["checkpoint", "export", "."]) == 0
     output = capsys.readouterr().out
     assert "step-00000004/rank-00000.safetensors has" in output
-    assert f"the model of step-00000002 is in {copied / 'model'}" in output
+    assert f"exported the model of step-00000002 to {copied / 'model'}" in output
     assert run(["evaluate", str(copied)]) == 0
     assert "accuracy" in capsys.readouterr().out
 

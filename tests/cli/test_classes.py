@@ -107,7 +107,7 @@ def test_a_class_of_ones_own_is_imported_for_a_flag_and_from_a_file_only_when_th
     [
         (["--data", "TextFile"], ["data.class='TextFile'", "did you mean TextFiles?", "ImageFolder"]),
         (["--model", "mlpp"], ["model.class='mlpp'", "did you mean MLP?", "VisionTransformer"]),
-        (["--model", "Digits"], ["model.class='Digits' is none", "MLP"]),
+        (["--model", "Digits"], ["model.class='Digits' is unknown", "MLP"]),
         (["--data", "TextFiles"], ["data.train_file is missing, and TextFiles has no default", "--data.train_file"]),
         (["--data", "no_such_module.Rows"], ["cannot be imported (ModuleNotFoundError", "PYTHONPATH"]),
         (["--data", "my_rows.Row"], ["cannot be imported (AttributeError", "'Row'"]),
