@@ -13,7 +13,6 @@ import os
 os.environ["OMP_NUM_THREADS"] = "1"  # before torch loads: process time of several threads counts those that wait
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-os.environ.setdefault("TRAINER_PLANS", "off")
 
 import argparse
 import json

@@ -8,7 +8,6 @@ weights exist.
 from __future__ import annotations
 
 import argparse
-import os
 import resource
 import subprocess
 import sys
@@ -179,9 +178,8 @@ os._exit(0)
 
 def command(rounds: int) -> dict[str, dict[str, float]]:
     """Medians of seconds, all one after the other in each round: ``torch`` is its import, alone and with what any
-    optimizer step imports, ``imports`` that of the planner with it, ``trace`` one trace after these, ``anew`` and
-    ``again`` the command without and with predictions of before; and ``anew`` as a multiple of ``trace`` and each
-    import, by CPU time."""
+    optimizer step imports, ``imports`` that of the planner with it, ``trace`` one trace after these, ``anew`` the
+    command; and ``anew`` as a multiple of ``trace`` and each import, by CPU time."""
     times: dict[str, list[tuple[float, ...]]] = defaultdict(list)
     with workplace(None) as folder:
         for number in range(rounds + 1):  # the first of each fills the caches of the disk, and is not counted
@@ -191,8 +189,7 @@ def command(rounds: int) -> dict[str, dict[str, float]]:
                 "torch and a step's import": timed(["-c", STEPS])[:2],
                 "trace": tuple(map(float, timed(["-c", TRACE])[2].split())),
                 "imports": timed(["-c", IMPORTS])[:2],
-                "anew": timed([*plan_of, f"--out={folder}/{number}a"], "off")[:2],
-                "again": timed([*plan_of, f"--out={folder}/{number}b"], f"{folder}/plans")[:2],
+                "anew": timed([*plan_of, f"--out={folder}/{number}"])[:2],
             }
             for name, figures in once.items() if number else ():
                 times[name].append(figures)
@@ -207,11 +204,10 @@ def command(rounds: int) -> dict[str, dict[str, float]]:
     return found | {"ratios": {name: round(ratio, 2) for name, ratio in ratios.items()}}
 
 
-def timed(words: list[str], plans: str = "off") -> tuple[float, float, str]:
+def timed(words: list[str]) -> tuple[float, float, str]:
     """Seconds of CPU with those of children, and of wall time, that Python takes for ``words``; and what it prints."""
     before, began = resource.getrusage(resource.RUSAGE_CHILDREN), time.perf_counter()
-    environment = {**os.environ, "TRAINER_PLANS": plans}
-    done = subprocess.run([sys.executable, *words], env=environment, capture_output=True, text=True, check=True)
+    done = subprocess.run([sys.executable, *words], capture_output=True, text=True, check=True)
     after = resource.getrusage(resource.RUSAGE_CHILDREN)
     cpu = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
     return cpu, time.perf_counter() - began, done.stdout

@@ -15,7 +15,6 @@ import os
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")  # so that asking for a GPU leaves a process that may fork
-os.environ.setdefault("TRAINER_PLANS", "off")
 
 import argparse
 import json

@@ -12,7 +12,6 @@ from pathlib import Path
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")  # no test may depend on the network
-os.environ.setdefault("TRAINER_PLANS", "off")  # what a test has changed in memory is in no key
 
 import pytest
 from filelock import FileLock

@@ -95,7 +95,7 @@ def test_predict_names_the_folder_of_its_copy_of_a_table(trained, tmp_path, no_r
     (tmp_path / "out").mkdir()
     (tmp_path / "tmp").mkdir()
     monkeypatch.setattr("trainer.after.predict.gettempdir", lambda: str(tmp_path / "tmp"))
-    where, fix = ("tmp", "set TMPDIR") if printed else ("out", "give another file by --output")
+    where, fix = ("tmp", "set TMPDIR") if printed else ("out", "give another file with --output")
     output = None if printed else str(tmp_path / "out" / "o.csv")
     with pytest.raises(RunError, match=rf"^{tmp_path / where} cannot be written to \({FULL}\): .*{fix}"):
         predict(recipe, run_dir, paths=[str(tmp_path / "a.csv")], output=output)

@@ -56,7 +56,7 @@ def test_onnx_gives_the_outputs_for_any_number_and_length(tmp_path, kind):
     runtime = pytest.importorskip("onnxruntime", reason="the extra onnx is not installed")
     recipe, run_dir = made(tmp_path, kind)
     said = export(recipe, run_dir, "onnx", None, None, False)
-    assert said.startswith(f"{run_dir / 'model.onnx'}: its outputs differ")
+    assert said.startswith(f"{run_dir / 'model.onnx'}: checked: same outputs")
     session = runtime.InferenceSession(run_dir / "model.onnx")
     (output,) = session.get_outputs()
     assert (output.name, output.shape[1]) == ("logits", 5 if kind != "mlp" else 10)
@@ -75,7 +75,7 @@ def test_a_folder_of_transformers_is_checked_by_loading_it(tmp_path):
 
     recipe, run_dir = made(tmp_path, "text")
     said = export(recipe, run_dir, "hf", str(tmp_path / "out"), None, False)
-    assert said.startswith(f"{tmp_path / 'out'}: its outputs differ from the trained model's by 0.0e+00")
+    assert said.startswith(f"{tmp_path / 'out'}: checked: same outputs as the trained model, within 0.0e+00")
     loaded = AutoModelForSequenceClassification.from_pretrained(tmp_path / "out")
     assert list(loaded.config.id2label.values()) == NAMES
 
@@ -105,8 +105,8 @@ def test_adapters_alone_are_what_peft_loads_onto_the_weights(tmp_path, kind, bas
     data = TextFiles("absent.csv") if kind == "text" else Documents("absent.txt")
     recipe = Recipe(model=model, data=data, batch_size=2)
     said = export(recipe, tmp_path, "peft", None, None, False)
-    assert said.startswith(f"{tmp_path / 'peft'}: its outputs differ from the trained model's by ")
-    assert said.endswith("in NF4, as they trained") == (base == "nf4")
+    assert said.startswith(f"{tmp_path / 'peft'}: checked: same outputs as the trained model")
+    assert ("(base weights in NF4, as in training)" in said) == (base == "nf4")
     plain = getattr(transformers, model.auto).from_pretrained(tmp_path / "base")
     loaded = PeftModel.from_pretrained(plain, tmp_path / "peft")
     kept = {name.replace(".default", ""): tensor for name, tensor in loaded.state_dict().items()}
@@ -137,7 +137,7 @@ def test_the_class_comes_from_the_recipe_and_from_no_file(trained_text, tmp_path
     shutil.copytree(run_dir, tmp_path / "run")
     changed(tmp_path / "run" / "model" / "config.json", architectures=named)
     said = export(recipe, tmp_path / "run", "hf", str(tmp_path / "out"), None, False)
-    assert said.startswith(f"{tmp_path / 'out'}: its outputs differ from the trained model's by 0.0e+00")
+    assert said.startswith(f"{tmp_path / 'out'}: checked: same outputs as the trained model, within 0.0e+00")
 
 
 @pytest.fixture(scope="module")
@@ -190,7 +190,7 @@ def test_other_adapters_than_those_of_the_recipe_are_refused(adapted, tmp_path):
     good = load_file(path)
     first = next(iter(good))
     odd = [{}, good | {"more": torch.ones(1)}, good | {first: good[first][:1]}, good | {first: good[first].long()}]
-    said = r"adapter_model\.safetensors does not hold the adapters of model\.lora in recipe\.yaml"
+    said = r"adapter_model\.safetensors does not have the adapters of model\.lora in recipe\.yaml"
     for tensors in odd:
         save_file(tensors, path)
         with pytest.raises(RecipeError, match=said):
@@ -199,7 +199,7 @@ def test_other_adapters_than_those_of_the_recipe_are_refused(adapted, tmp_path):
     with pytest.raises(RecipeError, match=r"adapter_model\.safetensors is corrupt"):
         export(recipe, tmp_path, "peft", None, None, False)
     without = recipe.replace(model=dataclasses.replace(recipe.model, lora=LoRA()))
-    with pytest.raises(RecipeError, match="--to peft is for adapters"):
+    with pytest.raises(RecipeError, match="--to peft is for LoRA adapters"):
         export(without, tmp_path, "peft", None, None, False)
     assert [path.name for path in tmp_path.iterdir()] == ["model"]
 
@@ -209,7 +209,7 @@ def test_links_and_a_configuration_that_does_not_fit_the_weights_are_refused(tra
     shutil.copytree(run_dir, tmp_path / "run")
     link = tmp_path / "run" / "model" / "more"
     link.symlink_to("/etc")
-    with pytest.raises(RecipeError, match=r"model/more is a link"):
+    with pytest.raises(RecipeError, match=r"model/more is a symbolic link"):
         export(recipe, tmp_path / "run", "hf", str(tmp_path / "out"), None, False)
     link.unlink()
     changed(tmp_path / "run" / "model" / "config.json", hidden_dim=10**13)
@@ -239,16 +239,18 @@ def test_made_up_texts_fit_the_positions_of_the_model(adapted, tmp_path):
 def test_what_gives_other_outputs_is_not_kept(tmp_path, monkeypatch):
     recipe, run_dir = made(tmp_path, "text")
     monkeypatch.setattr(exporting._Outputs, "of", lambda self, batch: torch.rand(1, 5))  # no two calls agree
-    with pytest.raises(RunError, match=r"out does not give the trained model's outputs \(they differ by"):
+    with pytest.raises(RunError, match=r"the outputs of .*out differ from the trained model's by"):
         export(recipe, run_dir, "hf", str(tmp_path / "out"), None, False)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["model"]
 
 
 def test_what_cannot_be_exported_is_refused_with_the_fix(tmp_path, monkeypatch):
     recipe, run_dir = made(tmp_path, "mlp")
-    with pytest.raises(RecipeError, match="--to hf is for models of transformers, and MLP is none: --to onnx"):
+    with pytest.raises(RecipeError, match="--to hf is for transformers models, and MLP is not one: use --to onnx"):
         export(recipe, run_dir, "hf", None, None, False)
-    with pytest.raises(RecipeError, match=r"--to peft is for adapters beside the weights of a file.*: --to onnx, hf"):
+    with pytest.raises(
+        RecipeError, match=r"--to peft is for LoRA adapters of pretrained transformers.*: use --to onnx, hf"
+    ):
         export(recipe, run_dir, "peft", None, None, False)
     with pytest.raises(RecipeError, match="--to hub needs --repo NAME/MODEL"):
         export(recipe, run_dir, "hub", None, "model", False)
@@ -294,7 +296,7 @@ def test_the_hub_must_hold_what_was_sent(tmp_path, monkeypatch):
     assert hub.asked == {"repo": "me/model", "private": True, "exist_ok": True}
     for broken in ("model.safetensors", "config.json"):
         monkeypatch.setattr("huggingface_hub.HfApi", lambda broken=broken: Hub(broken))
-        with pytest.raises(RunError, match=f"does not hold what was sent: {broken}; send it again"):
+        with pytest.raises(RunError, match=f"differs from the uploaded files: {broken}; upload again"):
             export(recipe, run_dir, "hub", None, "me/model", True)
     assert not is_the_same(run_dir / "model" / "config.json", None)
 

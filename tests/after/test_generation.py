@@ -106,5 +106,5 @@ def test_a_long_text_takes_no_room_from_those_that_are_asked_about_with_it(modul
 @pytest.mark.parametrize("ends", [[1, "a"], "a", 1.5, {"a": 1}, [None], True])
 def test_ends_of_text_that_are_no_integers_are_refused(module, tokenizer, monkeypatch, ends):
     monkeypatch.setattr(module.generation_config, "eos_token_id", ends)
-    with pytest.raises(RecipeError, match=r"eos_token_id=.* must be an integer or several: mend generation_config"):
+    with pytest.raises(RecipeError, match=r"eos_token_id=.* must be one or more integers: correct generation_config"):
         write(module, tokenizer, batch_of(tokenizer, TEXTS), [0, 1, 2], NEW)

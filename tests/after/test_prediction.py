@@ -140,7 +140,8 @@ def test_what_cannot_be_read_is_named_and_the_others_are_answered(images, tmp_pa
     table.write_text("photo,note\ngood.png,\nbroken.png,\ngone.png,\n,empty\ngood.png,\n")
     out = tmp_path / "out.csv"
     with pytest.raises(
-        RecipeError, match=r"^3 of 5 inputs cannot be read.*row 3: .*broken\.png.*row 4.*row 5: the cell"
+        RecipeError,
+        match=r"^3 of 5 inputs could not be read.*other 2 .*row 3: .*broken\.png.*row 4.*row 5: the cell",
     ):
         predict(recipe, run_dir, paths=[str(table)], column="photo", output=str(out), batch_size=2)
     rows = read(out)
@@ -187,20 +188,20 @@ def test_texts_of_tables_and_files_are_those_of_the_command_line(texts, tmp_path
         ({"seed": -1}, r"--seed=-1 must be an integer from 0"),
         ({"batch_size": 0}, r"--batch-size=0 must be an integer of at least 1"),
         ({"precision": "fp8"}, r"--precision='fp8' is not one of 32-true"),
-        ({"device": "gpu"}, r"--device='gpu' is no device"),
+        ({"device": "gpu"}, r"--device='gpu' is unknown"),
         (
             {"device": "cuda:99"},
-            r"--device='cuda:99': this machine has (no GPU that torch can use|\d+ GPUs?, .*): say auto or cpu",
+            r"--device='cuda:99': this machine has (no GPU that torch can use|\d+ GPUs?, .*): use auto or cpu",
         ),
         (
             {"paths": ["there.csv"], "column": "a"},
-            r"--column='a': there.csv holds no paths of images there \(the first is '1'\), and this model reads",
+            r"--column='a' of there.csv has no paths of images \(the first cell is '1'\), and this model reads",
         ),
-        ({"paths": ["none/*.png"]}, r"'none/\*.png': there is no such file or folder"),
-        ({"paths": ["empty"]}, r"empty: the folder holds no images \(.jpg"),
+        ({"paths": ["none/*.png"]}, r"'none/\*.png': no such file or folder"),
+        ({"paths": ["empty"]}, r"empty: the folder has no images \(.jpg"),
         (
             {"paths": ["there.csv"]},
-            r"--column is missing: which column of there.csv names the images\? It has 'a', 'b'",
+            r"--column is missing: name the column of there.csv with the images; it has 'a', 'b'",
         ),
     ],
 )
@@ -255,12 +256,12 @@ def test_an_own_model_that_cannot_predict_hears_why(tmp_path):
             predict(Recipe(model=model, data=data, batch_size=1), tmp_path / "run", **inputs)
 
     refused("--text needs a text model: Regressor has no tokenizer$", model, Points(), texts=["a"])
-    refused("--text needs.*; it reads images: --image", model, Pictures(), texts=["a"])
+    refused("--text needs.*; it reads images: use --image", model, Pictures(), texts=["a"])
     refused(r"--image needs an image model: Points has no load_image\(path\)$", model, Points(), images=["a.png"])
     refused(
-        "^nothing can be read.*Regressor has no tokenizer, and Points has no load_image",
+        "^cannot read any input: Regressor has no tokenizer, and Points has no load_image",
         model,
         Points(),
         paths=["a.png"],
     )
-    refused("SeesPictures.losses gives no logits", SeesPictures(), Pictures(), images=[str(tmp_path / "a.png")])
+    refused("SeesPictures.losses yields no logits", SeesPictures(), Pictures(), images=[str(tmp_path / "a.png")])

@@ -74,7 +74,7 @@ def test_a_flipped_bit_in_the_results_is_found_by_all_who_read_them(copied, caps
     assert run(["checkpoint", "verify", str(copied)]) == 1
     said = capsys.readouterr()
     assert f"CORRUPT: {victim} is not what the run has written" in said.out
-    assert "1 of 2 results of the run are not what it has written" in said.err
+    assert "1 of 2 results of the run have changed since they were written" in said.err
     for words in (["evaluate", str(copied)], ["predict", str(copied), "--image", str(tmp_path / "image.png")]):
         assert run(words) == 1
         (line,) = [line for line in capsys.readouterr().err.splitlines() if "error" in line]
@@ -119,7 +119,7 @@ def test_a_checkpoint_that_its_run_removes_meanwhile_is_no_fault(copied, capsys,
     assert [line.split("  ")[0] for line in capsys.readouterr().out.splitlines()] == [str(newest)]
     os.rename(oldest.with_name(f".{oldest.name}.0123.gone"), oldest)
     verify_checkpoints([newest, oldest], {})
-    assert capsys.readouterr().out == f"{newest}  ok\n{oldest}  removed by its run meanwhile\n"
+    assert capsys.readouterr().out == f"{newest}  ok\n{oldest}  removed by its run in the meantime\n"
 
     def verify_late(folder, manifest, names):  # it goes while its files are read
         os.rename(folder, folder.with_name(f".{folder.name}.0123.gone"))
@@ -127,7 +127,7 @@ def test_a_checkpoint_that_its_run_removes_meanwhile_is_no_fault(copied, capsys,
 
     monkeypatch.setattr("trainer.checkpoint.manifest.verify_files", verify_late)
     verify_checkpoints([newest], {})
-    assert "removed by its run meanwhile" in capsys.readouterr().out
+    assert "removed by its run in the meantime" in capsys.readouterr().out
 
 
 def test_a_forged_figure_hides_no_other_checkpoint(copied, capsys):
@@ -157,7 +157,7 @@ def test_a_shape_that_no_file_holds_is_refused_by_an_export(copied, capsys):
 
 def test_export_makes_the_model_that_the_run_made(copied, tmp_path, capsys):
     assert run(["checkpoint", "export", str(copied)]) == 2
-    assert f"{copied / 'model'} exists: give another folder by --out, or remove it" in capsys.readouterr().err
+    assert f"{copied / 'model'} exists: remove it or give another folder with --out" in capsys.readouterr().err
     assert run(["checkpoint", "export", str(copied), "--out", str(tmp_path / "model")]) == 0
     ours, theirs = (read_weights(folder / "model.safetensors") for folder in (tmp_path / "model", copied / "model"))
     assert ours.keys() == theirs.keys()
@@ -176,7 +176,7 @@ def test_an_unfinished_run_is_evaluated_after_an_export_from_the_folder_it_lies_
     assert run(["checkpoint", "export", "."]) == 0
     output = capsys.readouterr().out
     assert "step-00000004/rank-00000.safetensors has" in output
-    assert f"the model of step-00000002 is in {copied / 'model'}" in output
+    assert f"exported the model of step-00000002 to {copied / 'model'}" in output
     assert run(["evaluate", str(copied)]) == 0
     assert "accuracy" in capsys.readouterr().out
 
@@ -184,11 +184,11 @@ def test_an_unfinished_run_is_evaluated_after_an_export_from_the_folder_it_lies_
 def test_what_cannot_be_done_is_refused(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     for words, message in (
-        ("verfy x", "checkpoint verfy: no such action (there are list, verify, export)"),
+        ("verfy x", "checkpoint verfy: no such action: use one of list, verify, export"),
         ("list", "checkpoint list takes one DIR"),
         ("list nowhere", "nowhere: no such directory"),
         ("verify . --out x", "checkpoint verify: unknown flag --out"),
-        ("verify .", "holds no checkpoint"),
+        ("verify .", "has no checkpoint"),
     ):
         assert run(["checkpoint", *words.split()]) == 2
         assert message in capsys.readouterr().err

@@ -61,7 +61,7 @@ def test_a_class_of_this_package_has_its_own_flags_and_defaults(recipe_file, cal
     assert as_it_is.model.layers == 4
     assert run(["fit", "vit_digits", "--data", "TextFiles", "--help"]) == 0
     page = " ".join(capsys.readouterr().out.split())
-    assert "data: TextFiles: --data CLASS takes another: CIFAR10, Conversations, Digits, " in page
+    assert "data: TextFiles: --data CLASS chooses the class: CIFAR10, Conversations, Digits, " in page
     assert "--data.train_file str the training texts: a path or file:// URL." in page
     assert "--data.test_fraction" not in page
 
@@ -96,7 +96,7 @@ def test_a_class_of_ones_own_is_imported_for_a_flag_and_from_a_file_only_when_th
     assert run(["fit", "vit_digits", "--data", "my_rows.Rows", "--data.place", "here", "--print_config"]) == 0
     (tmp_path / "run.yaml").write_text(capsys.readouterr().out)
     assert run(["fit", "run.yaml"]) == 2
-    refusal = "data.class='my_rows.Rows' is Python code that only a file names, and is not imported: add --trust-recipe"
+    refusal = "data.class='my_rows.Rows' is Python code named by a file and is not imported: add --trust-recipe"
     assert f"run.yaml: {refusal}" in capsys.readouterr().err
     assert recipe_of(calls, "run.yaml", "--trust-recipe", "--data.size", 4).data.size == 4
     assert load_recipe("run.yaml", trusted=True)[0].data.place == "here"
@@ -107,11 +107,11 @@ def test_a_class_of_ones_own_is_imported_for_a_flag_and_from_a_file_only_when_th
     [
         (["--data", "TextFile"], ["data.class='TextFile'", "did you mean TextFiles?", "ImageFolder"]),
         (["--model", "mlpp"], ["model.class='mlpp'", "did you mean MLP?", "VisionTransformer"]),
-        (["--model", "Digits"], ["model.class='Digits' is none", "MLP"]),
+        (["--model", "Digits"], ["model.class='Digits' is unknown", "MLP"]),
         (["--data", "TextFiles"], ["data.train_file is missing, and TextFiles has no default", "--data.train_file"]),
         (["--data", "no_such_module.Rows"], ["cannot be imported (ModuleNotFoundError", "PYTHONPATH"]),
         (["--data", "my_rows.Row"], ["cannot be imported (AttributeError", "'Row'"]),
-        (["--data", "my_rows.NoData"], ["is no dataclass that subclasses trainer.Data"]),
+        (["--data", "my_rows.NoData"], ["must be a dataclass and a trainer.Data"]),
         (["--data", "Digits", "--data.train_file", "a.csv"], ["unknown flag --data.train_file"]),
         (["--data"], ["--data", "needs a value"]),
     ],

@@ -49,8 +49,8 @@ def python(*argv: object, **environment: str) -> subprocess.CompletedProcess:
         (["--accumulate", "{0: 8, 0: 2}"], ["accumulate=", "duplicate key 0"]),
         (["--accumulate", "{1: 8}"], ["accumulate={1: 8}", "epoch 0"]),
         (["--optim.name", "adamx"], ["optim.name='adamx'", "adamw|adam|sgd", "did you mean adam"]),
-        (["--memory.strategy", "dp"], ["memory.strategy=dp is refused", "DataParallel", "use ddp"]),
-        (["--memory.strategy", "async"], ["memory.strategy=async is refused", "newer weights", "use ddp"]),
+        (["--memory.strategy", "dp"], ["memory.strategy=dp is not supported", "DataParallel", "use ddp"]),
+        (["--memory.strategy", "async"], ["memory.strategy=async is not supported", "newer weights", "use ddp"]),
         (["--run.logger", "tensorbord"], ["run.logger='tensorbord'", "did you mean tensorboard?"]),
         (["--run.devices", "aut"], ["run.devices='aut'", "int|auto", "did you mean auto?"]),
         (["--epochs"], ["--epochs", "needs a value"]),
@@ -152,7 +152,7 @@ def test_a_recipe_of_ones_own_needs_the_switch_only_where_a_yaml_file_names_it(r
         message = error_of(capsys, *words)
         assert message == (
             f"{run_dir / 'recipe.yaml'}: recipe={str(recipe_file)!r} is Python code, {str(recipe_file)!r}, and is not "
-            "executed: add --trust-recipe if you trust that file"
+            "executed: add --trust-recipe if you trust the file"
         )
     assert run(["fit", str(run_dir / "recipe.yaml"), "--trust-recipe"]) == 0
     assert run(["fit", str(recipe_file), "--config", str(run_dir / "recipe.yaml")]) == 0

@@ -305,4 +305,4 @@ def test_the_packaged_recipe_is_well_and_a_failed_check_is_exit_code_1(capsys, t
     captured = capsys.readouterr()
     assert "FAIL     run directory" in captured.out
     assert "ok       checkpoint" in captured.out
-    assert "trainer: error: 1 finding(s) that the run would fail of: run directory" in captured.err
+    assert "trainer: error: 1 finding(s) would make the run fail: run directory" in captured.err

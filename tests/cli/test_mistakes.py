@@ -210,7 +210,7 @@ BEFORE_TRAINING = {
     ),
     "width of Llama": (
         "fit lm_bytes --model.hidden_size 64",
-        "unknown flag --model.hidden_size (value '64'); an entry of its configuration is --model.config.hidden_size",
+        "unknown flag --model.hidden_size (value '64'); for an entry of its configuration, use …",
     ),
     "csv in YAML": (
         "fit TMP/other.yaml",
@@ -332,10 +332,10 @@ BEFORE_TRAINING = {
         ),
     ),
     # other commands
-    "ladder's steps": ("ladder vit_digits --max_steps 3", "--max_steps is the ladder's to set: use --steps"),
+    "ladder's steps": ("ladder vit_digits --max_steps 3", "--max_steps is set by the ladder: use --steps"),
     "action of checkpoint": (
         "checkpoint lst TMP/run",
-        "checkpoint lst: no such action (there are list, verify, export)",
+        "checkpoint lst: no such action: use one of list, verify, export",
     ),
     "predict without input": (
         "predict TMP/run",
@@ -368,11 +368,11 @@ BEFORE_TRAINING = {
     ),
     "a sweep of nothing": (
         "sweep vit_digits --trials 2",
-        "sweep needs to know what to vary: give --over KEY=LOW..HIGH (or KEY=A,B,C), once or more, or …",
+        "sweep needs something to vary: give --over KEY=LOW..HIGH (or KEY=A,B,C), once or more, or …",
     ),
     "devices of plan": (
         "plan vit_digits --devices two",
-        "--devices='two' must be an integer of at least 1, and at most 1,000,000",
+        "--devices='two' must be an integer from 1 to 1,000,000",
     ),
     "no command": ("train vit_digits", "unknown command train (commands: …"),
     "a recipe for evaluate": ("evaluate vit_digits", "run directory 'vit_digits': no such directory"),
@@ -628,10 +628,10 @@ def test_runs_of_own_models_and_of_python_are_predicted_and_evaluated(made, caps
     folder = str(made / "own")
     assert run(["fit", str(made / "sum.py"), "--run.dir", folder]) == 0
     for words, expected in (
-        ("--text x", "--text needs a text model: Net has no tokenizer; it reads images: --image"),
+        ("--text x", "--text needs a text model: Net has no tokenizer; it reads images: use --image"),
         (
             f"--image {made}/jupyter/test/cat/1.png",
-            "Net.losses gives no logits to predict with: yield Loss(..., logits=...)",
+            "Net.losses yields no logits to predict with: yield Loss(..., logits=...)",
         ),
     ):
         capsys.readouterr()

@@ -116,7 +116,7 @@ def test_sliders_choose_as_the_search_does(tmp_path: Path) -> None:
         best = ranked(wanted, state["budget"])[0]
         verdicts.add(best.fits)
         if not best.fits:
-            assert state["chosen"].startswith("nothing fits in"), state
+            assert state["chosen"].startswith("no plan fits in"), state
             continue
         assert state["chosen"].startswith(f"chosen: {best.plan.removeprefix('batch 8 = ')}"), state
         assert ("~" in state["chosen"]) == (not best.traced)

@@ -66,9 +66,9 @@ def test_a_plan_is_printed_with_its_reasons_and_written(planned):
     assert code == 0, err
     parts = [
         "model    VisionTransformer: 54,282 parameters",
-        "batch    64 samples a step, 32-true",
+        "batch    64 samples per step, 32-true",
         "budget   30 MB on each device for torch",
-        "outside  on top, about 500 MB for the CUDA context",
+        "outside  in addition, about 500 MB for the CUDA context",
         "micro-batch  strategy  checkpointing",
         "yes  chosen",
         "- tried: 2 of 2 combinations of knobs: 2 plans, 2 traced; 2 fit",
@@ -122,7 +122,7 @@ def test_json_is_all_that_is_on_stdout_and_what_is_in_the_file(tmp_path, capfd):
     smallest = min(one["predicted_reserved_gb"] for one in content["candidates"])
     assert 0.005 < smallest < 0.05
     assert error.startswith(
-        f"trainer: error: nothing fits in 1.0 MB: the smallest plan needs {gigabytes(smallest * 1e9)}"
+        f"trainer: error: no plan fits in 1.0 MB: the smallest needs {gigabytes(smallest * 1e9)}"
     ), error
 
 
@@ -138,7 +138,7 @@ def test_a_table_is_printed_and_written(tmp_path, capfd):
     assert sixteen["over"]["100gbe"]["efficiency"] < 1
     assert sixteen["leaving_a_node_gb"] > 0
     assert (many["devices"], many["fits"]) == (128, False)
-    assert "it takes --batch_size 128 or more" in many["reason"]
+    assert "give --batch_size 128 or more" in many["reason"]
     parts = ["1/2 · single on 1", "batch    64 samples", "100gbe", "devices  nodes  strategy", "- over 100gbe: hsdp"]
     places = [err.find(part) for part in [*parts, "- not simulated: 128 devices", "- assumed:", "files: "]]
     assert -1 not in places, err
@@ -195,7 +195,7 @@ SEVERAL = (*A100, "--devices", "8,16")
         ([*A100, "--json=yes"], ["--json", "'yes'"]),
         ([*A100, "--memory.budget", "much"], ["memory.budget='much'", "2GB"]),
         ([*A100, "--out", "/dev/null/here"], ["--out=/dev/null/here"]),
-        ([*A100, "--devices", "1,x"], ["--devices='x'", "integer of at least 1"]),
+        ([*A100, "--devices", "1,x"], ["--devices='x'", "integer from 1 to"]),
         ([*A100, "--devices", "1,8,8"], ["--devices=1,8,8", "twice"]),
         ([*A100, "--devices", "16", "--interconnect", "bogus"], ["--interconnect=bogus", "100gbe"]),
         ([*A100, "--devices", "12", "--per-node", "8"], ["--devices=12", "multiple of --per-node=8"]),
@@ -295,7 +295,7 @@ def test_a_hub_that_is_not_there_is_said_with_what_is_needed(tmp_path, monkeypat
     assert run(argv) == 2
     message = capsys.readouterr().err.splitlines()[-1]
     assert "model.name='nobody/absent' cannot be loaded" in message
-    assert "To plan, no weights are needed: a folder with config.json for model.name" in message
+    assert "A plan needs no weights: give a folder with config.json as model.name" in message
 
 
 def test_flags_that_were_given_stay_unless_the_plan_has_decided_them():

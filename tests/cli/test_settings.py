@@ -132,7 +132,7 @@ def test_a_yaml_recipe_must_name_its_recipe_and_a_relative_one_starts_at_its_fil
     path.write_text("recipe: points_recipe.py\n")
     assert load_recipe(str(path), trusted=True)[1] == str(recipe_file)
     path.write_text("epochs: 3\n")
-    with pytest.raises(RecipeError, match="the key recipe must name"):
+    with pytest.raises(RecipeError, match="names no recipe: add a line"):
         load_recipe(str(path))
 
 

@@ -189,10 +189,10 @@ def refused(what):
 
 
 REFUSALS = {
-    "other weights": "the 2 ranks hold different weights: wrap the model in DistributedDataParallel",
+    "other weights": "the 2 ranks have different weights: wrap the model in DistributedDataParallel",
     "fsdp": "FSDP has not reduced the gradients of this window: call set_requires_gradient_sync(True)",
-    "flush": "1 of 2 ranks flush while the others end a full window: give every rank as many micro-batches",
-    "kinds": "give weight= on every rank, or on none",
+    "flush": "1 of 2 ranks call flush() while the others complete a window: give every rank the same number",
+    "kinds": "weight= was passed on some ranks only: pass it on every rank, or on none",
 }
 
 
@@ -266,5 +266,7 @@ def test_scales_that_differ_between_ranks_are_refused_before_an_update(ranks):
     answers = ranks(2).run(scaled, torch.amp.GradScaler)
     for weights, updates, told in answers:
         assert updates == [False, True, False, False, False]  # the window with the overflow is dropped on both
-        assert told.startswith("an overflow that only some ranks saw has left their GradScalers with different scales")
+        assert told.startswith(
+            "the GradScalers of the ranks have different scales, because only some ranks saw an overflow"
+        )
         assert torch.equal(weights, answers[0][0])

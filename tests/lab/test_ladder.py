@@ -96,7 +96,7 @@ def test_a_rung_that_cannot_be_taken_is_a_row_in_its_own_words(climbed):
     assert [row["status"] for row in rows.values()] == ["finished", "out of memory", "killed", "finished", "refused"]
     assert "out of memory" in rows["micro-batch-8"]["reason"]
     assert "2.00 GiB" in rows["micro-batch-8"]["reason"]
-    assert rows["micro-batch-2"]["reason"] == "ended by SIGKILL: did host memory run out?"
+    assert rows["micro-batch-2"]["reason"] == "ended by SIGKILL (possibly because host memory ran out)"
     assert rows["optimizer-in-backward"]["reason"].endswith("leave optim.clip_norm at null")
 
 
@@ -182,7 +182,7 @@ def test_a_run_that_takes_too_long_is_ended(tmp_path, monkeypatch):
     ("flags", "message"),
     [
         (["--steps", "0"], "--steps='0' must be an integer"),
-        (["--memory.precision", "bf16-mixed"], "--memory.precision is what the ladder varies"),
+        (["--memory.precision", "bf16-mixed"], "--memory.precision is varied by the ladder"),
         (["--run.dir", "x"], "use --out"),
         (["--max_steps", "3"], "use --steps"),
         (["--rungs", "fulcheckpointing"], r"no rung 'fulcheckpointing' here; did you mean full-checkpointing\?"),

@@ -82,7 +82,7 @@ def test_every_run_is_a_line_the_latest_last(folder, capsys):
     assert found[3].split()[2:6] == ["1,200", "test", "loss", "0.2500"]
     assert found[4].split()[1:3] == ["died", "3"]
     assert found[5].split()[1] == "broken"
-    assert found[-1].startswith("broken: summary.json is no JSON object; recipe.yaml line 2: not valid YAML")
+    assert found[-1].startswith("broken: summary.json is not a JSON object; recipe.yaml line 2: not valid YAML")
 
 
 def test_a_run_that_lives_is_running(folder, capsys):
@@ -102,7 +102,7 @@ def test_runs_are_chosen_and_sorted_by_columns_and_settings(folder, capsys):
     assert names(lines(capsys, folder, "--where=status=finished", "--where=optim.lr=1e-2")) == ["deep/early"]
     assert names(lines(capsys, folder, "--sort", "-test_accuracy"))[:2] == ["deep/early", "late"]
     assert names(lines(capsys, folder, "--sort", "optim.lr"))[-2:] == ["deep/early", "broken"]
-    assert lines(capsys, folder, "--where=status=stopped") == ["none of 5 runs fits --where"]
+    assert lines(capsys, folder, "--where=status=stopped") == ["none of the 5 runs matches --where"]
     content = json.loads("\n".join(lines(capsys, folder, "--json", "--sort=seconds")))
     assert {"run", "status", "step", "val_loss", "memory_gb", "test_accuracy", "settings"} <= content[0].keys()
     assert content[0]["settings"]["batch_size"] == 64
@@ -114,25 +114,25 @@ def test_two_runs_are_compared_by_what_they_differ_in(folder, capsys):
     assert found[2].split()[1:] == ["0.001", "0.01"]
     assert found[4].split()[1:] == ["0.5000", "0.8750"]
     same = lines(capsys, "--compare", folder / "late", folder / "late")
-    assert same == ["the two runs have the same settings and figures"]
+    assert same == ["the two runs have the same settings and metrics"]
 
 
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (["nowhere"], "there is no folder 'nowhere'"),
+        (["nowhere"], "no folder 'nowhere'"),
         (
             ["--sort", "accuracy"],
-            "--sort='accuracy' is no column and no setting of these runs; did you mean test_accuracy?",
+            "--sort='accuracy' is not a column or setting of these runs; did you mean test_accuracy?",
         ),
         (
             ["--where", "optim.nane=1"],
-            "--where='optim.nane' is no column and no setting of these runs; did you mean optim.name?",
+            "--where='optim.nane' is not a column or setting of these runs; did you mean optim.name?",
         ),
         (["--where", "status"], "--where='status' must be KEY=VALUE"),
         (["--wheer", "a=b"], "unknown flag --wheer; did you mean --where?"),
-        (["--compare", "late"], "--compare takes two run directories, and was given 1"),
-        (["--compare", "late", "deep"], "--compare: deep is no run directory"),
+        (["--compare", "late"], "--compare takes two run directories, not 1"),
+        (["--compare", "late", "deep"], "--compare: deep is not a run directory"),
     ],
 )
 def test_a_slip_is_named(folder, capsys, monkeypatch, words, said):

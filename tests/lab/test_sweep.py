@@ -111,7 +111,7 @@ def test_trials_are_compared_and_the_same_command_goes_on(recipe_file, tmp_path,
     assert [row["number"] for row in after] == [1, 2, 3]
     assert len({row["settings"]["optim.lr"] for row in after}) == 3  # not those of the earlier start again
     assert run([*words, "--trials=3", "--batch_size=8"]) == 2
-    assert "holds another sweep: give its flags again, or another folder" in capsys.readouterr().err
+    assert "holds another sweep: give the flags of that sweep, or another folder" in capsys.readouterr().err
 
 
 @pytest.mark.slow
@@ -314,7 +314,7 @@ def test_folds_without_a_finite_value_are_left_out_of_the_mean_and_counted(recip
         known | {"number": number, "settings": each, "status": "finished", "value": value, "score": value}
         for number, each, value in zip((1, 2, 3), settings, (0.5, None, 0.75), strict=True)
     ]
-    rows[1] |= {"status": "failed", "reason": "no evaluation found a finite figure", "figure": None, "step": None}
+    rows[1] |= {"status": "failed", "reason": "no evaluation has a finite metric", "figure": None, "step": None}
     command = [str(recipe_file), "--run.accelerator=cpu"]
     (tmp_path / "sweep.json").write_text(json.dumps({"command": command, "over": [], "folds": 3, "trials": rows}))
     assert run(["sweep", *command, "--folds=3", "--out", str(tmp_path)]) == 0
@@ -325,25 +325,28 @@ def test_folds_without_a_finite_value_are_left_out_of_the_mean_and_counted(recip
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        ([], "sweep needs to know what to vary: give --over KEY=LOW..HIGH"),
-        (["--over=optim.lr"], "--over 'optim.lr': write it as KEY=LOW..HIGH or KEY=A,B,C"),
-        (["--over=optim.lrr=1,2"], "--over 'optim.lrr' is no setting of the recipe; did you mean optim.lr?"),
-        (["--over=optim.lr=1..1"], "leaves nothing to choose"),
-        (["--over=optim.lr=1e-3..1", "--over=optim.lr=1,2"], "--over names a setting twice"),
-        (["--over=optim.lr=1..0.1"], "give the lower number first"),
-        (["--over=optim.schedule=cosine..linear"], "optim.schedule takes no numbers: give its values with commas"),
+        ([], "sweep needs something to vary: give --over KEY=LOW..HIGH"),
+        (["--over=optim.lr"], "--over 'optim.lr' must be KEY=LOW..HIGH or KEY=A,B,C"),
+        (["--over=optim.lrr=1,2"], "--over 'optim.lrr' is not a setting of the recipe; did you mean optim.lr?"),
+        (["--over=optim.lr=1..1"], "has nothing to choose from"),
+        (["--over=optim.lr=1e-3..1", "--over=optim.lr=1,2"], "--over has a setting twice"),
+        (["--over=optim.lr=1..0.1"], "must have two finite numbers"),
+        (
+            ["--over=optim.schedule=cosine..linear"],
+            "optim.schedule takes no numbers: give its values",
+        ),
         (["--over=optim.schedule=cosine,cosin"], "cosin"),
         (["--over=optim.lr=-1..1"], "optim.lr=-1.0 must be greater than 0"),
-        (["--over=run.dir=a,b"], "--over run.dir: the trials are compared by it, or it is theirs"),
-        (["--over=optim.lr=1,2", "--folds=3"], "sweep needs to know what to vary"),
-        (["--over=optim.lr=1,2", "--run.best=last"], "a sweep compares by run.best: leave out run.best=last"),
-        (["--over=optim.lr=1,2", "--run.dir=x"], "--run.dir is the sweep's to set: use --out"),
+        (["--over=run.dir=a,b"], "--over run.dir is set by the sweep or compares its trials"),
+        (["--over=optim.lr=1,2", "--folds=3"], "sweep needs something to vary"),
+        (["--over=optim.lr=1,2", "--run.best=last"], "a sweep compares trials by run.best: leave out run.best=last"),
+        (["--over=optim.lr=1,2", "--run.dir=x"], "--run.dir is set by the sweep: use --out"),
         (
             ["--over=optim.lr=1,2", "--data.val_fraction=0"],
             NOT_COMPARED[:70],
         ),
         (["--over=data.val_fraction=0,0.5"], NOT_COMPARED[:70]),
-        (["--folds=1"], "--folds=1: each part is validated by a model of the others"),
+        (["--folds=1"], "--folds=1 must be at least 2: each fold is validated"),
         (
             ["--folds=2", "--data.val_fold=1", "--data.val_fraction=0.3"],
             "data.val_fold=1 with data.val_fraction=0.3: the fraction must be",
@@ -361,15 +364,15 @@ def test_what_cannot_be_varied_is_refused_before_anything_runs(recipe_file, flag
     ("changes", "why"),
     [
         ({"settings": {"optim.lr": 7.0}}, "trial 2: ValueError: "),
-        ({"score": "best"}, "trial 2: score cannot be that"),
-        ({"score": int("9" * 400)}, "trial 2: score cannot be that"),
-        ({"scores": [0.5, math.nan]}, "trial 2: scores cannot be that"),
-        ({"value": None, "step": None}, "trial 2: value, step cannot be that"),
-        ({"number": 3}, "trial 2: number cannot be that"),
+        ({"score": "best"}, "trial 2: invalid score"),
+        ({"score": int("9" * 400)}, "trial 2: invalid score"),
+        ({"scores": [0.5, math.nan]}, "trial 2: invalid scores"),
+        ({"value": None, "step": None}, "trial 2: invalid value, step"),
+        ({"number": 3}, "trial 2: invalid number"),
         ({"status": "running", "settings": {"optim.lr": "fast"}}, "trial 2: ValueError: "),
         ({"status": "running", "settings": {"optim.lr": int("9" * 400)}}, "trial 2: "),
-        ({"scores": ["x"]}, "trial 2: scores cannot be that"),
-        (None, "trial 1: it is no JSON object"),
+        ({"scores": ["x"]}, "trial 2: invalid scores"),
+        (None, "trial 1: it is not a JSON object"),
     ],
 )
 def test_a_sweep_that_somebody_has_changed_is_refused(recipe_file, tmp_path, changes, why):
@@ -380,8 +383,8 @@ def test_a_sweep_that_somebody_has_changed_is_refused(recipe_file, tmp_path, cha
     space = dict([parsed(recipe, source, command["over"][0])])
     with pytest.raises(RecipeError) as caught:
         Sweep(recipe, ["x"], tmp_path, Optuna(space, 0), command)
-    assert f"{tmp_path / 'sweep.json'} is not as a sweep has left it ({why}" in str(caught.value)
-    assert str(caught.value).endswith("put a copy of it back, or begin anew by another folder, with --out")
+    assert f"{tmp_path / 'sweep.json'} is damaged ({why}" in str(caught.value)
+    assert str(caught.value).endswith("restore a copy of it, or start again in another folder with --out")
 
 
 def test_folds_of_another_recipe_are_refused(recipe_file, tmp_path):
@@ -389,7 +392,7 @@ def test_folds_of_another_recipe_are_refused(recipe_file, tmp_path):
     command = {"command": ["x"], "over": [], "folds": 2}
     running = DONE | {"number": 1, "status": "running", "settings": {"data.val_fold": 7}}
     (tmp_path / "sweep.json").write_text(json.dumps(command | {"trials": [running]}))
-    with pytest.raises(RecipeError, match="trial 1: its settings are not those of its fold"):
+    with pytest.raises(RecipeError, match="trial 1: its settings differ from those of its fold"):
         Sweep(recipe, ["x"], tmp_path, Folds(recipe, 2), command)
 
 
@@ -405,7 +408,7 @@ def test_ranges_are_of_the_kind_of_their_setting_and_each_trial_at_once_has_a_de
     assert slots_of(recipe, 2) == [{"CUDA_VISIBLE_DEVICES": "0"}, {"CUDA_VISIBLE_DEVICES": "1"}]
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,7")
     assert slots_of(recipe, 2)[1] == {"CUDA_VISIBLE_DEVICES": "7"}
-    with pytest.raises(RecipeError, match="--parallel=3: each run has a GPU of its own, and there are 2"):
+    with pytest.raises(RecipeError, match="--parallel=3 needs a GPU per run, and this machine has 2"):
         slots_of(recipe, 3)
 
 
@@ -433,7 +436,7 @@ def test_a_learning_rate_is_found_where_the_loss_falls_fastest(recipe_file, tmp_
     assert run([*words, f"--out={tmp_path / 'lr'}"]) == 2
     assert "already holds a lr: choose another folder" in capsys.readouterr().err
     assert run([*words, "--trials=3"]) == 2
-    assert "--find-lr is one run: leave out --trials" in capsys.readouterr().err
+    assert "--find-lr is a single run: leave out --trials" in capsys.readouterr().err
 
 
 def test_the_curve_of_a_range_test_ends_where_training_diverges(tmp_path):

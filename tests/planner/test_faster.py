@@ -56,7 +56,7 @@ def test_what_the_recipe_cannot_be_run_with_is_not_named() -> None:
 def test_the_line_names_what_saves_a_tenth_of_a_step_the_fastest_first() -> None:
     found = predicted(171.0, precision=62.04, matmul_precision=98.0, compile=154.0)
     assert faster(recipe(), 1, H100, found) == [
-        "faster than 171 ms a step, by estimate, each alone: --memory.precision bf16-mixed (62 ms), "
+        "faster than 171 ms per step (estimate), each on its own: --memory.precision bf16-mixed (62 ms), "
         "--memory.matmul_precision high (98 ms)"
     ]
     assert faster(recipe(), 1, H100, predicted(100.0, precision=91.0, compile=99.0)) == []
@@ -65,7 +65,7 @@ def test_the_line_names_what_saves_a_tenth_of_a_step_the_fastest_first() -> None
 
 def test_without_a_prediction_flags_are_named_without_times() -> None:
     names = "--memory.compile blocks, --memory.matmul_precision high, --memory.precision bf16-mixed"
-    assert faster(recipe(), 1, H100, None) == [f"faster perhaps, each alone: {names}"]
+    assert faster(recipe(), 1, H100, None) == [f"faster perhaps, each on its own: {names}"]
     assert faster(recipe(), 1, host_as_device(), None) == []
 
 

@@ -53,7 +53,7 @@ TINY = GPT2Config(n_embd=32, n_head=2, n_layer=2, n_positions=64, vocab_size=97,
 TINY_SIZE = (97 + 64) * 32 + 2 * (12 * 32 * 32 + 13 * 32) + 2 * 32  # words, positions; blocks; the last norm
 BERT = {"model_type": "bert", "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
 BERT |= {"intermediate_size": 64, "vocab_size": 101, "architectures": ["BertForMaskedLM"]}
-GUESSED = "--task is causal-lm: what its config.json is for"
+GUESSED = "--task is causal-lm, from its config.json"
 ONE = ("--memory.cpu_offload", "optimizer", "--memory.activation_checkpointing", "full", "--gpu", "rtx-4090")
 ONE += ("--memory.activation_offload", "true", "--memory.micro_batch_size", "2")
 """One combination of knobs to trace."""
@@ -91,7 +91,7 @@ def test_a_configuration_gives_the_published_model(name, tmp_path):
         tokens = min(4096, config.get("max_position_embeddings") or config["n_positions"])
         assert sample == dict.fromkeys(("input_ids", "attention_mask", "labels"), ((tokens,), torch.int64))
         assert recipe.data.notes[0] == GUESSED
-        assert recipe.data.notes[1].startswith(f"--tokens is {tokens:,}: the model takes ")
+        assert recipe.data.notes[1].startswith(f"--tokens is {tokens:,}: the model's maximum is ")
 
 
 @pytest.mark.parametrize("name", SHIPPED)
@@ -137,12 +137,13 @@ def test_a_plan_of_a_folder_prints_its_knobs(tmp_path, monkeypatch, capsys):
         capsys, "hf:./tiny", "--batch", "4", *ONE, "--memory.precision", "32-true", "--optim.name", "sgd"
     )
     assert (content["recipe"], content["parameters"], content["command"]) == ("hf:./tiny", TINY_SIZE, None)
-    assert "the chosen plan, which no packaged recipe trains:" in said
+    assert "the chosen plan (no packaged recipe trains this model):" in said
     assert "trainer fit" not in said
-    rows = {line[:38].strip(): line[38:].strip() for line in said.splitlines()}
-    assert rows["samples of a micro-batch"] == rows["micro-batches of a step, on each rank"] == "2"
+    rows = dict(line.split("  ", 1) for line in said.splitlines() if "  " in line)
+    rows = {name: value.strip() for name, value in rows.items()}
+    assert rows["samples per micro-batch"] == rows["micro-batches per step and rank"] == "2"
     assert (rows["precision"], rows["optimizer"]) == ("32-true", "sgd")
-    assert content["notes"][:2] == [GUESSED, "--tokens is 64: the model takes 64"]
+    assert content["notes"][:2] == [GUESSED, "--tokens is 64: the model's maximum is 64"]
     assert all(note.startswith("faster than ") for note in content["notes"][2:])
     assert next(Path("runs/tiny").iterdir()).name.startswith("plan-")
 
@@ -189,7 +190,7 @@ def test_the_card_decides_the_precision_of_a_plan(gpu, precision, tmp_path, monk
     config_in(tmp_path / "bert", BERT)
     few = ("--task", "sequence-classification", "--tokens", "16", "--batch", "4", *ONE, "--gpu", gpu)
     content, said = planned(capsys, "hf:./bert", *few)
-    assert f"batch    4 samples a step, {precision}\n" in said
+    assert f"batch    4 samples per step, {precision}\n" in said
     assert f", {precision}, " in content["chosen"]["plan"]
     assert f"--memory.precision {precision}" in content["command"]
     named = " ".join(note for note in content["notes"] if note.startswith("faster than"))
@@ -205,17 +206,17 @@ QUANTISED = GPT2 | {"quantization_config": {"quant_method": "gptq"}}
 ROBERTA = {"model_type": "roberta", "architectures": ["RobertaForMaskedLM"], "max_position_embeddings": 514}
 REFUSED: list[tuple[dict[str, Any], list[str], list[str]]] = [
     (GPT2, ["--tokens", "1025"], ["--tokens=1025", "1024", "lower it"]),
-    (GPT2, ["--tokens", "1"], ["--tokens=1", "2 or more"]),
+    (GPT2, ["--tokens", "1"], ["--tokens=1", "at least 2"]),
     (GPT2, ["--task", "causal"], ["--task='causal'", "causal-lm, masked-lm"]),
-    (GPT2, ["--batch", "0"], ["--batch='0'", "at least 1"]),
-    (GPT2, ["--task", "masked-lm"], ["type gpt2 for --task masked-lm", "--task causal-lm or sequence-classification"]),
+    (GPT2, ["--batch", "0"], ["--batch='0'", "from 1 to 1,000,000"]),
+    (GPT2, ["--task", "masked-lm"], ["no gpt2 model for --task", "--task causal-lm or sequence-classification"]),
     (ROBERTA | {"pad_token_id": 1}, ["--tokens", "513"], ["--tokens=513", "512"]),
-    (PUBLISHED["vit-base-patch16-224"][0], ["--tokens", "8"], ["--tokens is for texts", "takes images"]),
+    (PUBLISHED["vit-base-patch16-224"][0], ["--tokens", "8"], ["--tokens is for text", "takes images"]),
     ({"model_type": "gpt2"}, [], ["architectures", "give --task, one of causal-lm"]),
-    ({"vocab_size": 7}, [], ["config.json names no model_type"]),
-    (QUANTISED, [], ["quantization_config", "name the model that they were made of"]),
-    (UNKNOWN, [], ["no model_type 'nobodys'", "install a newer one"]),
-    (UNKNOWN | {"auto_map": {"AutoConfig": "x.Y"}}, [], ["auto_map", "no such remote code is executed"]),
+    ({"vocab_size": 7}, [], ["config.json has no model_type"]),
+    (QUANTISED, [], ["quantization_config", "name the original model"]),
+    (UNKNOWN, [], ["no model_type 'nobodys'", "install a newer transformers"]),
+    (UNKNOWN | {"auto_map": {"AutoConfig": "x.Y"}}, [], ["auto_map", "remote code is not executed"]),
     ({"model_type": "bart"}, ["--task", "causal-lm"], ["encoder-decoder", "--task seq2seq-lm"]),
     # What would be built or simulated one by one, without an end.
     (GPT2, ["--batch", "1000000"], ["--batch=1000000 is more than the 100,000 samples", "lower it"]),
@@ -248,9 +249,13 @@ def test_what_cannot_be_planned_is_refused_in_one_line(config, flags, parts, tmp
 @pytest.mark.parametrize(
     ("reference", "flags", "parts"),
     [
-        ("hf:./absent", [], ["hf:./absent: there is no folder absent"]),
-        ("hf:", [], ["hf:: there is no such folder"]),
-        ("hf:nobody/absent", [], ["hf:nobody/absent", "its config.json could not be had", "hf:./FOLDER", "HF_TOKEN"]),
+        ("hf:./absent", [], ["hf:./absent: no folder absent"]),
+        ("hf:", [], ["hf:: no such folder"]),
+        (
+            "hf:nobody/absent",
+            [],
+            ["hf:nobody/absent", "config.json could not be downloaded", "hf:./FOLDER", "HF_TOKEN"],
+        ),
         ("vit_digits", ["--tokens", "8"], ["--tokens is for hf:MODEL", "vit_digits"]),
     ],
 )

@@ -50,13 +50,16 @@ def shapes(sample: dict[str, Any]) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("flags", "note"),
     [
-        (("mlp_fashion_mnist",), "60,000 samples of 1 × 28 × 28, as its outline says"),
-        (("vit_cifar10",), "50,000 samples of 3 × 224 × 224, as its outline says"),
+        (("mlp_fashion_mnist",), "60,000 synthetic samples of shape 1 × 28 × 28, from its outline"),
+        (("vit_cifar10",), "50,000 synthetic samples of shape 3 × 224 × 224, from its outline"),
         (
             ("distilbert_imdb", "--model.name", "distilbert"),
-            "25,000 samples of 512 tokens, the most that data.max_length",
+            "25,000 synthetic samples of 512 tokens, the maximum of data.max_length",
         ),
-        (("bigbird_imdb", "--model.name", "big_bird"), "25,000 samples of 4,096 tokens, the most that data.max_length"),
+        (
+            ("bigbird_imdb", "--model.name", "big_bird"),
+            "25,000 synthetic samples of 4,096 tokens, the maximum",
+        ),
     ],
 )
 def test_packaged_recipes_are_ready_to_plan_in_a_fresh_clone(flags, note):
@@ -79,7 +82,7 @@ def test_a_plan_without_the_data_says_so_and_keeps_the_command(capsys):
     assert run([*argv, "--model.weights=null"]) == 0
     content = json.loads(capsys.readouterr().out)
     absent, faster = content["notes"]
-    assert absent == "the data is not here: planned with 50,000 samples of 3 × 32 × 32, as its outline says"
+    assert absent == "the data is missing: planned with 50,000 synthetic samples of shape 3 × 32 × 32, from its outline"
     assert faster.startswith("faster than ")
     assert content["command"].startswith("trainer fit vit_cifar10 --model.name custom ")
 
@@ -126,7 +129,7 @@ def test_longer_texts_than_the_model_takes_are_refused_as_with_the_data():
 
 
 def test_a_configuration_that_is_not_here_is_told_with_what_is_enough():
-    with pytest.raises(RecipeError, match=r"a folder with config.json for model.name, or a model type such as dist"):
+    with pytest.raises(RecipeError, match=r"give a folder with config.json as model.name, or a model type"):
         prepared(recipe_of(TextClassifier("nobody/nothing"), IMDb()), outlines=True)
 
 

@@ -118,7 +118,7 @@ def test_sharding_divides_the_memory_that_does_not_grow_with_samples(report: Sca
     constant = {key: one.allocated - one.growing for key, one in found.items()}
     assert constant["fsdp", 16] < constant["hsdp", 16] < 0.5 * constant["single", 1]  # hsdp divides by 8 only
     assert scale.refused(report) == [
-        "128 devices: batch_size=64: 64 of 128 devices would have no samples; it takes --batch_size 128 or more"
+        "128 devices: batch_size=64: 64 of 128 devices would have no samples: give --batch_size 128 or more"
     ]
 
 
@@ -199,7 +199,7 @@ def test_what_fits_is_what_fits_in_a_single_plan_and_a_budget_that_is_cut_is_sai
     assert asked == [int(row.budget / 1.03)]
     assert (row.fits, scale.to_json(found)["rows"][0]["retries"]) == (True, 2)
     assert " retries " in scale.table(found).splitlines()[2]
-    assert "torch must give its cache back" in scale.table(found)
+    assert "torch must release its cache" in scale.table(found)
     assert found.notes[0].startswith("memory.budget: 500GB was asked for, and ")
 
 

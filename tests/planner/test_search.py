@@ -248,7 +248,7 @@ def test_what_fits_with_retries_fits_and_says_so(search, monkeypatch):
     tight, asked = search(model, 1.05 * whole.chosen.allocated)
     assert (tight.chosen.flags, asked) == (whole.chosen.flags, 1)
     assert tight.chosen.reserved > tight.budget
-    assert "torch must give its cache back 2 times" in tight.chosen.reason
+    assert "torch must release its cache 2 times" in tight.chosen.reason
     assert "chosen, 2 retries" in table(tight)
 
 
@@ -300,7 +300,7 @@ def test_an_update_in_backward_is_chosen_before_a_slower_offload_by_traces() -> 
     recipe = own_recipe(model=WideModel(), batch_size=8, run=Run(evaluate=False))
     report = plan(recipe, gpu="rtx-3060", budget="520MB")
     assert dict(report.chosen.flags) == {"memory.micro_batch_size": 8, "memory.optimizer_in_backward": True}
-    assert any(line.endswith("--memory.optimizer_in_backward false keeps both") for line in report.explanations)
+    assert any(line.endswith("--memory.optimizer_in_backward false avoids both") for line in report.explanations)
     offloaded = plan(recipe.replace(memory=Memory(optimizer_in_backward=False)), gpu="rtx-3060", budget="520MB")
     assert dict(offloaded.chosen.flags) == {"memory.micro_batch_size": 8, "memory.cpu_offload": "optimizer"}
 

@@ -79,7 +79,8 @@ def test_a_run_on_a_gpu_prints_one_line_on_what_would_be_faster(tmp_path, extra)
     assert len(found) == (not extra), done.stdout
     for line in found:  # a tiny model is bound by its launches
         assert re.search(
-            r"faster than [\d.]+ ms a step, by estimate, each alone: --memory\.compile blocks \([\d.]+ ms\)$", line
+            r"faster than [\d.]+ ms per step \(estimate\), .*: --memory\.compile blocks \([\d.]+ ms\)$",
+            line,
         )
 
 
@@ -113,7 +114,7 @@ def test_a_budget_that_nothing_fits_in_is_refused_with_what_is_missing(tmp_path)
     assert code == 2
     line = next(line for line in output.splitlines() if line.startswith("trainer: error:"))
     assert "memory.budget=1MB" in line
-    assert "the smallest plan needs" in line
+    assert "the smallest needs" in line
 
 
 def test_what_auto_leaves_open() -> None:

@@ -82,7 +82,7 @@ def test_what_only_classifiers_have_is_refused_by_name(run):
     for how, said in (
         ({"top_k": 3}, r"^--top-k=3 is for model.task=single_label, and this model's task is language: leave it out"),
         ({"probabilities": True}, r"^--probabilities is for classes and labels, and this model's task is language"),
-        ({"top_p": 0.9}, r"^--top-p=0.9 is for tokens that are drawn; without --temperature"),
+        ({"top_p": 0.9}, r"^--top-p=0.9 needs sampling: also give a temperature"),
     ):
         with pytest.raises(RecipeError, match=said):
             predict(recipe, folder, texts=TEXTS, **how)

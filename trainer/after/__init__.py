@@ -1,1 +1,1 @@
-"""After a run: what its trained model predicts and writes, and how it is exported."""
+"""Use of a trained model after a run: prediction, text generation and export."""

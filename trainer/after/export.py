@@ -1,4 +1,4 @@
-"""A trained model for others: as ONNX, as a folder of transformers, on the Hugging Face hub; each is checked after."""
+"""Export of a trained model to ONNX, transformers, peft or the Hugging Face hub; each export is checked."""
 
 from __future__ import annotations
 
@@ -29,37 +29,39 @@ from trainer.weights.files import read_weights
 from trainer.weights.streaming import default_dtype, skeleton_on_meta
 
 MOST_DIFFERENCE = 1e-3
-"""Of any output of the exported model from the trained one's, as a part of the largest: kernels round differently."""
+"""Maximum difference between outputs of the exported and the trained model, relative to the largest output.
+
+Kernels round differently."""
 
 MOST_ROUNDED = 0.02
-"""The same, where the trained model was saved with its adapters merged into weights of half precision."""
+"""The same, if the trained model was saved with its adapters merged into half-precision weights."""
 
 LENGTHS = ((3,), (12, 5), (7, 30, 2))
-"""Words of the texts, or numbers of the images, that outputs are compared on: no two batches have one shape."""
+"""Batches of the check: words of each text, or one image each. No two batches have the same shape."""
 
 
 def export(recipe: Recipe, run_dir: str | Path, to: str, output: str | None, repo: str | None, public: bool) -> str:
-    """Write the model of ``run_dir`` for others, and check what was written; a line that says where it is.
+    """Export the model of ``run_dir``, check the export, and return a line that describes it.
 
     Args:
-        recipe: of the run.
-        run_dir: of a finished run, or of one whose model ``trainer checkpoint export`` has written.
+        recipe: the recipe of the run.
+        run_dir: a finished run, or one whose model was written by ``trainer checkpoint export``.
         to: onnx (a file), hf (a folder that from_pretrained loads), peft (adapters alone) or hub (a repository on the
             Hugging Face hub).
         output: the file or folder; by default model.onnx, hf or peft in the run directory.
-        repo: on the hub, such as name/model.
-        public: whether anybody may see a repository that is made for it.
+        repo: repository on the hub, such as name/model.
+        public: make a new repository public.
 
     Raises:
-        RecipeError: for what cannot work, a missing package among it.
-        RunError: when what was written does not give the trained model's outputs; it is not kept then.
+        RecipeError: if the export cannot work, for example because a package is missing.
+        RunError: if the outputs of the export differ from the trained model's; the export is then deleted.
     """
     if to == "hub":
         return _to_hub(checked(run_dir), repo, public)
     target = Path(output) if output else Path(run_dir) / ("model.onnx" if to == "onnx" else to)
     require(
         not target.exists(),
-        f"--output={target} exists: remove it, or give another {'file' if to == 'onnx' else 'folder'}",
+        f"--output={target} exists: remove it or give another {'file' if to == 'onnx' else 'folder'}",
     )
     if to == "onnx":
         for package in ("onnx", "onnxscript", "onnxruntime"):
@@ -67,32 +69,33 @@ def export(recipe: Recipe, run_dir: str | Path, to: str, output: str | None, rep
     folder = checked(run_dir)
     trained: Any = recipe.model
     model: Any = trained.saved_in(folder) if capability(trained, Exportable).own_format else trained
-    why = f"--to hf is for models of transformers, and {type(model).__name__} is none: --to onnx, or --to hub as it is"
-    require(to != "hf" or isinstance(model, HubModel), why)
+    if to == "hf" and not isinstance(model, HubModel):
+        why = f"--to hf is for transformers models, and {type(model).__name__} is not one"
+        raise RecipeError(f"{why}: use --to onnx, or --to hub to upload it unchanged")
     if to == "peft":
         require_package("--to peft", "peft", "lora")
-        adapts = "--to peft is for adapters beside the weights of a file, as model.lora.rank trains them in a model of"
-        none = f"{adapts} transformers, and {folder} has none: --to onnx, hf or hub"
-        has_some = isinstance(trained, HubModel) and trained.lora.rank > 0 and trained.weights is not None
-        require(has_some and (folder / ADAPTER_FOLDER).is_dir(), none)
+        has_adapters = isinstance(trained, HubModel) and trained.lora.rank > 0 and trained.weights is not None
+        if not has_adapters or not (folder / ADAPTER_FOLDER).is_dir():
+            why = f"--to peft is for LoRA adapters of pretrained transformers models, and {folder} has none"
+            raise RecipeError(f"{why}: use --to onnx, hf or hub")
     doing("loading the model")
     module = _loaded(folder, partial(load_model, model, folder))
     room = positions(module.config.to_dict()) if isinstance(model, HubModel) else None
     batches = _batches(Reader(model, recipe.replace(model=model).data, (), ()), target, room)
     write = _to_onnx if to == "onnx" else partial(_to_peft, trained) if to == "peft" else _to_hf
-    with room_in(target.absolute().parent, "give another place by --output"):
+    with room_in(target.absolute().parent, "give another path with --output"):
         far = write(_Outputs(model, module, list(batches[0])).eval(), batches, folder, target)
-    beside = ", beside weights in NF4, as they trained" if to == "peft" and trained.lora.base == "nf4" else ""
-    return f"{target}: its outputs differ from the trained model's by {far:.1e} of the largest, at most{beside}"
+    quantized = " (base weights in NF4, as in training)" if to == "peft" and trained.lora.base == "nf4" else ""
+    return f"{target}: checked: same outputs as the trained model{quantized}, within {far:.1e} of the largest"
 
 
 def _loaded(folder: Path, load: Callable[[], Any]) -> Any:
-    """What ``load`` returns, in eval mode; torch and transformers raise anything if a file does not fit the weights."""
+    """Return ``load()`` in eval mode; a file that does not fit the weights becomes a ``RecipeError``."""
     try:
         return load().eval()
     except (RecipeError, RunError):
         raise
-    except Exception as error:
+    except Exception as error:  # torch and transformers raise errors of any type
         raise RecipeError(f"{folder} cannot be loaded ({cause(error)}): was its config.json changed?") from error
 
 
@@ -112,7 +115,7 @@ class _Outputs(nn.Module):
             labels = torch.zeros(first.shape[: 2 if task == "token" else 1], dtype=torch.long)
         logits = next(iter(model.losses(self.module, {**batch, "labels": labels}))).logits
         require(
-            logits is not None, f"{type(model).__name__}.losses gives no logits to export: yield Loss(..., logits=...)"
+            logits is not None, f"{type(model).__name__}.losses yields no logits to export: yield Loss(..., logits=...)"
         )
         return logits
 
@@ -125,12 +128,12 @@ class _Outputs(nn.Module):
             raise RecipeError(f"{why}: were the files of the tokenizer changed?") from error
 
 
-def _batches(reader: Reader, beside: Path, room: int | None) -> list[dict[str, Tensor]]:
+def _batches(reader: Reader, target: Path, room: int | None) -> list[dict[str, Tensor]]:
     drawn = torch.Generator().manual_seed(0)
     if reader.of_images:
         from PIL import Image
 
-        with scratch_folder(beside) as scratch:
+        with scratch_folder(target) as scratch:
             path = f"{scratch}/image.png"
             Image.new("RGB", (64, 64)).save(path)
             shape = reader.data.load_image(path).shape
@@ -155,15 +158,15 @@ def _require_same(
     what: Path,
     allowed: float = MOST_DIFFERENCE,
 ) -> float:
-    """How far outputs that were ``found`` are from the trained model's; a RunError where that is too far."""
+    """Return the largest difference of ``found`` from the trained model's outputs; a RunError if it is too large."""
     most = 0.0
     for batch, other in zip(batches, found, strict=True):
         one = outputs.of(batch)
         fits = one.shape == other.shape and bool(other.isfinite().all())
         far = float((one - other).abs().max() / one.abs().max().clamp(min=1e-6)) if fits else float("inf")
-        why = f"{what} does not give the trained model's outputs (they differ by {far:.1e} of the largest)"
         if far > allowed:
-            raise RunError(f"{why}: it is not kept")
+            differ = f"differ from the trained model's by {far:.1e} of the largest"
+            raise RunError(f"the outputs of {what} {differ}: the export was deleted")
         most = max(most, far)
     return most
 
@@ -190,10 +193,10 @@ def _to_onnx(outputs: _Outputs, batches: list[dict[str, Tensor]], folder: Path, 
             )
         except RecipeError:
             raise
-        except Exception as error:  # of torch's exporter: anything
+        except Exception as error:  # torch's exporter raises errors of any type
             raise RunError(f"torch.onnx.export cannot export {type(outputs.model).__name__}: {cause(error)}") from error
         session = onnxruntime.InferenceSession(part, providers=["CPUExecutionProvider"])
-        asked = {one.name for one in session.get_inputs()}  # one that changes nothing is left out
+        asked = {one.name for one in session.get_inputs()}  # the exporter drops unused inputs
         given = [{name: tensor.numpy() for name, tensor in batch.items() if name in asked} for batch in batches]
         found = [torch.from_numpy(session.run(["logits"], inputs)[0]) for inputs in given]
         return _require_same(outputs, batches, found, target)
@@ -203,10 +206,10 @@ def _to_hf(outputs: _Outputs, batches: list[dict[str, Tensor]], folder: Path, ta
     import transformers
 
     for path in folder.rglob("*"):
-        require(not path.is_symlink(), f"{path} is a link, and only files of the run are exported: remove it")
+        require(not path.is_symlink(), f"{path} is a symbolic link, and only regular files are exported: remove it")
     with staged_folder(target) as part:
         shutil.copytree(folder, part, dirs_exist_ok=True)
-        load = getattr(transformers, outputs.model.auto)  # never a class that a file names
+        load = getattr(transformers, outputs.model.auto)  # never a class named by a file
         options = {"local_files_only": True, "trust_remote_code": False, "use_safetensors": True}
         loaded = _loaded(folder, partial(load.from_pretrained, part, **options))
         copied = _Outputs(outputs.model, loaded, outputs.names)
@@ -214,7 +217,7 @@ def _to_hf(outputs: _Outputs, batches: list[dict[str, Tensor]], folder: Path, ta
 
 
 def _to_peft(trained: Any, outputs: _Outputs, batches: list[dict[str, Tensor]], folder: Path, target: Path) -> float:
-    """Loaded by peft onto the weights that the adapters were ``trained`` beside, from tensors alone."""
+    """Write the adapters, and check them with peft on the base weights they were trained with; nothing is unpickled."""
     from peft import PeftModel
 
     own = {"weights": trained.weights, "revision": trained.revision}
@@ -222,14 +225,14 @@ def _to_peft(trained: Any, outputs: _Outputs, batches: list[dict[str, Tensor]], 
     state = _adapters_in(folder / ADAPTER_FOLDER / ADAPTERS, adapted)
     dtype = next(iter(state.values())).dtype
     coded, half = trained.lora.base == "nf4", dtype in (torch.bfloat16, torch.float16)
-    with default_dtype(torch.float32 if coded else dtype):  # codes are of what the file has
+    with default_dtype(torch.float32 if coded else dtype):  # NF4 is computed from the file's fp32 values
         base = dataclasses.replace(outputs.model, **own).build()
     if coded:
         as_in_nf4(base, trained.blocks)
-    base = base.to(dtype).to(next(outputs.parameters()).dtype)  # as they were trained beside them
+    base = base.to(dtype).to(next(outputs.parameters()).dtype)  # as in training
     with staged_folder(target) as part:
         trained.save_adapters(adapted, state, part)
-        with warnings.catch_warnings():  # peft asks transformers for what goes by another name now
+        with warnings.catch_warnings():  # peft uses a name that transformers has deprecated
             warnings.simplefilter("ignore", FutureWarning)
             joined = PeftModel.from_pretrained(base, str(part)).eval()
         loaded = _Outputs(outputs.model, joined, outputs.names)
@@ -240,34 +243,33 @@ def _to_peft(trained: Any, outputs: _Outputs, batches: list[dict[str, Tensor]], 
 def _adapters_in(path: Path, module: nn.Module) -> dict[str, Tensor]:
     found, wanted = read_weights(path), {name: p for name, p in module.named_parameters() if p.requires_grad}
     shapes = {key: tensor.shape for key, tensor in found.items() if tensor.is_floating_point()}
-    fits = shapes == {name_in_peft(name): parameter.shape for name, parameter in wanted.items()}
-    require(fits, f"{path} does not hold the adapters of model.lora in recipe.yaml: export the run itself")
+    if shapes != {name_in_peft(name): parameter.shape for name, parameter in wanted.items()}:
+        raise RecipeError(f"{path} does not have the adapters of model.lora in recipe.yaml: export the original run")
     return {name: found[name_in_peft(name)] for name in wanted}
 
 
 def _to_hub(folder: Path, repo: str | None, public: bool) -> str:
     from huggingface_hub import HfApi
 
-    why = "--to hub needs --repo NAME/MODEL, the repository on the Hugging Face hub"
-    require(repo is not None and repo.count("/") == 1, why)
-    assert repo is not None
+    if repo is None or repo.count("/") != 1:
+        raise RecipeError("--to hub needs --repo NAME/MODEL, the repository on the Hugging Face hub")
     api, names = HfApi(), sorted(str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file())
     try:
         api.create_repo(repo, private=not public, exist_ok=True)
         commit = api.upload_folder(repo_id=repo, folder_path=folder, commit_message="trainer export")
         there = {one.path: one for one in api.get_paths_info(repo, names, revision=commit.oid)}
-    except Exception as error:  # no network, no token, no right to: each has an exception of its own
+    except Exception as error:  # no network, no token, no permission: many exception types
         why_not = away()
-        fix = advice() if why_not else "log in by `hf auth login`, or set HF_TOKEN to one that may write there"
+        fix = advice() if why_not else "log in with `hf auth login`, or set HF_TOKEN to a token with write access"
         raise RecipeError(f"--to hub: {repo} could not be written ({why_not or cause(error)}): {fix}") from error
     wrong = [name for name in names if not is_the_same(folder / name, there.get(name))]
     if wrong:
-        raise RunError(f"{repo} on the hub does not hold what was sent: {', '.join(wrong)}; send it again")
-    return f"https://huggingface.co/{repo}: {len(names)} files, each with the hash of what was sent"
+        raise RunError(f"{repo} on the hub differs from the uploaded files: {', '.join(wrong)}; upload again")
+    return f"https://huggingface.co/{repo}: {len(names)} files uploaded, hashes verified"
 
 
 def is_the_same(path: Path, entry: Any) -> bool:
-    """Whether the hub's ``entry`` (its size, and a sha256 or git's hash of a blob) is of the file at ``path``."""
+    """Return whether the hub's ``entry`` matches ``path``, by size and sha256 or git blob hash."""
     if entry is None or entry.size != path.stat().st_size:
         return False
     if entry.lfs is not None:

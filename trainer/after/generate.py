@@ -1,4 +1,4 @@
-"""What a language model writes after a text, by transformers' ``generate``: drawn alike however texts are batched."""
+"""Text generation with transformers' ``generate``; sampled tokens do not depend on the batching of texts."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from trainer.models.hub import positions
 from trainer.weights.blocks import as_it_came
 
 NEW_TOKENS = 128
-"""Tokens that are written after a text, at most, where nobody says."""
+"""Default maximum of generated tokens per text."""
 
 
 def require_room(batch: Mapping[str, Tensor], module: nn.Module) -> None:
-    """Refuse texts that leave a model no position to write at."""
+    """Reject empty texts, and texts that fill all positions of the model."""
     most, length = positions(cast(Any, module).config.to_dict()), int(batch["attention_mask"].sum(-1).max())
-    require(length > 0, "it has no tokens to go on from: give a text")
+    require(length > 0, "it has no tokens: give a text to continue")
     require(most is None or length < most, f"it has {length:,} tokens, and the model takes {most:,}: shorten it")
 
 
@@ -34,24 +34,24 @@ def write(
     top_p: float | None = None,
     seed: int = 0,
 ) -> list[str]:
-    """What ``module``, a causal language model of transformers, writes after each text of ``batch``, without the text.
+    """Generate the continuation of each text of ``batch``, without the text itself.
 
     Args:
-        module: its parameters say on which device.
-        tokenizer: that the texts were made into tokens by.
+        module: a causal language model of transformers; its parameters define the device.
+        tokenizer: the tokenizer of the texts.
         batch: ``input_ids`` and ``attention_mask``, (n, tokens), padded on the right.
-        places: of the texts among all that are asked about: what is drawn for one depends on its place and the seed.
-        most: tokens to write, as far as the model has positions; fewer where it ends by itself.
-        temperature: divides the scores before a token is drawn; 0 takes the most probable token.
-        top_p: draw from the most probable tokens that together have this probability; ``None`` draws from all.
-        seed: of what is drawn.
+        places: positions of the texts among all inputs; the tokens sampled for a text depend on its position and seed.
+        most: maximum number of new tokens, limited by the model's positions.
+        temperature: divides the scores before sampling; 0 takes the most probable token.
+        top_p: sample from the most probable tokens that together have this probability; ``None``: from all.
+        seed: seed of the sampling.
     """
     from transformers import GenerationConfig, LogitsProcessorList, TemperatureLogitsWarper, TopPLogitsWarper
 
     own, device = cast(Any, module), next(module.parameters()).device
-    lengths, there = batch["attention_mask"].sum(-1).tolist(), positions(own.config.to_dict())
-    rooms = [most if there is None else min(most, there - length) for length in lengths]
-    if len({*rooms}) > 1:  # a long text leaves others as much room as they have
+    lengths, limit = batch["attention_mask"].sum(-1).tolist(), positions(own.config.to_dict())
+    rooms = [most if limit is None else min(most, limit - length) for length in lengths]
+    if len({*rooms}) > 1:  # a long text must not shorten the others
         found: dict[int, str] = {}
         for room in {*rooms}:
             rows = [row for row, one in enumerate(rooms) if one == room]
@@ -61,7 +61,7 @@ def write(
         return [found[row] for row in range(len(rooms))]
     ids, mask = _padded_left(batch["input_ids"], batch["attention_mask"])
     ends = {*_listed(own.generation_config.eos_token_id), *_listed(tokenizer.eos_token_id)}
-    # Nothing of what comes with the weights, such as a penalty of repetitions: the likeliest, or the draw asked for.
+    # Ignore the generation settings saved with the weights, such as a repetition penalty.
     own.generation_config = GenerationConfig(
         max_new_tokens=rooms[0],
         do_sample=False,
@@ -82,8 +82,9 @@ def write(
 
 
 class _Noise:
-    """Adds Gumbel noise, of which each text has a generator of its own: the largest score is then a draw from their
-    softmax (Gumbel 1954; Maddison et al. 2014, A* sampling), the same in any batch."""
+    """Adds Gumbel noise, with one generator per text, so that the largest score is a sample from their softmax.
+
+    The sample is the same in any batch (Gumbel 1954; Maddison et al. 2014, A* sampling)."""
 
     def __init__(self, places: Sequence[int], seed: int) -> None:
         self.generators = [torch.Generator().manual_seed(seed * 1_000_003 + place) for place in places]
@@ -94,8 +95,7 @@ class _Noise:
 
 
 def _padded_left(ids: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
-    """Texts whose last tokens are in the last column, as one that goes on needs it; no more columns than the longest
-    has tokens."""
+    """Move the padding to the left, and cut the columns to the longest text."""
     lengths = mask.sum(-1)
     most = int(lengths.max())
     shift = (torch.arange(most) + lengths[:, None] - most) % ids.shape[1]
@@ -104,6 +104,6 @@ def _padded_left(ids: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
 
 def _listed(value: Any) -> list[int]:
     found = [] if value is None else list(value) if isinstance(value, list | tuple) else [value]
-    fix = "mend generation_config.json and config.json of the model"
-    require(all(type(one) is int for one in found), f"eos_token_id={value!r:.80} must be an integer or several: {fix}")
+    fix = "correct generation_config.json and config.json of the model"
+    require(all(type(one) is int for one in found), f"eos_token_id={value!r:.80} must be one or more integers: {fix}")
     return found

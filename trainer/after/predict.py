@@ -1,4 +1,4 @@
-"""Predictions of a trained model for texts, images, folders and tables, written as they come; without Fabric."""
+"""Predictions of a trained model for texts, images, folders and tables, streamed to the output; without Fabric."""
 
 from __future__ import annotations
 
@@ -35,19 +35,19 @@ from trainer.system.waiting import doing
 from trainer.values import IGNORED_LABEL, Task
 
 CUT_OFF = "_"
-"""The tag of a word beyond the tokens that the model reads."""
+"""Tag of a word beyond the maximum length of the model."""
 
 THRESHOLD = 0.5
-"""The probability from which on a label counts as there."""
+"""Minimum probability of a predicted label."""
 
 TABLES = (".csv", ".jsonl", ".parquet")
-"""Suffixes of tables: of what is predicted, and of what is written."""
+"""Suffixes of tables, for input and output."""
 
 MOST_TEXT = 32_000_000
-"""Bytes of a file that is one text."""
+"""Maximum bytes of a text file."""
 
 MOST_WARNED = 5
-"""Inputs that cannot be read and are warned of; an output file has all, each with its reason."""
+"""Maximum number of warnings about unreadable inputs; an output file lists all of them, with reasons."""
 
 
 def predict(
@@ -58,15 +58,17 @@ def predict(
     paths: Sequence[str] = (),
     **how: Any,
 ) -> list[Any]:
-    """Predict by the model of ``run_dir``: ``texts``, ``images``, or what ``paths`` name (files, folders, patterns and
-    tables); ``how`` as in :class:`PredictOptions`. Answers are printed, or written to a file.
+    """Predict with the model of ``run_dir`` on ``texts``, on ``images``, or on ``paths``.
+
+    ``paths`` are files, folders, patterns and tables; ``how`` has the fields of :class:`PredictOptions`. Answers are
+    printed, or written to a file.
 
     Returns:
-        Of each input the most probable class and its probability, or what :func:`classify` says for the model's task;
-        of a language model the text that follows. Empty where a file was written.
+        For each input the most probable class and its probability, or the result of :func:`classify` for the model's
+        task; for a language model the generated text. Empty if a file was written.
 
     Raises:
-        RecipeError: when some inputs cannot be read, naming them: the others are answered all the same.
+        RecipeError: at the end, if some inputs could not be read; it names them.
     """
     asked = PredictOptions(**how)
     asked.check()
@@ -82,30 +84,30 @@ def predict(
 
 
 def checked(run_dir: str | Path) -> Path:
-    """The folder of the trained model of ``run_dir``, when that is what the run has written.
+    """Return the folder of the trained model of ``run_dir``, after checking its hashes.
 
     Raises:
-        CorruptCheckpoint: naming the file that is not.
+        CorruptCheckpoint: if a file has changed; it names the file.
     """
     recipe, model = Path(run_dir) / "recipe.yaml", Path(run_dir) / "model"
-    if first_here():  # before any process is started, or met
-        found = require_sealed_text(recipe) if recipe.exists() else None, require_sealed(model)  # else from elsewhere
+    if first_here():  # only one rank of a machine checks, before any collective
+        found = require_sealed_text(recipe) if recipe.exists() else None, require_sealed(model)
         for problem in filter(None, found):
             warn(problem)
     return model
 
 
 class Input(NamedTuple):
-    """One sample to classify: what it is called, the row of the table that it is from, and what reads it."""
+    """One sample to classify: its name, its row if it is from a table, and a function that reads it."""
 
     name: str
     source: str
-    read: Callable[[], Any]  # a text, or an image as a tensor; a RecipeError says what is wrong with it
+    read: Callable[[], Any]  # returns a text, or an image as a tensor; raises a RecipeError
 
 
 @dataclass(frozen=True)
 class Inputs:
-    """What is to be classified: how many, in order, and whether rows of tables are among it."""
+    """All inputs: their number, the inputs in order, and whether any is from a table."""
 
     count: int
     each: Iterable[Input]
@@ -117,21 +119,21 @@ DTYPES = {"64": torch.float64, "32": torch.float32, "bf16": torch.bfloat16, "16"
 
 @dataclass(frozen=True, kw_only=True)
 class PredictOptions:
-    """How to predict.
+    """Options of a prediction.
 
     Args:
         output: a .csv, .jsonl or .parquet file for the predictions; ``None`` prints them.
-        top_k: how many of the most probable classes of each input are told; by single_label only.
-        probabilities: tell those of all classes, or of all labels.
-        max_new_tokens: most tokens that a language model writes after a text; ``None`` is 128.
-        temperature: draw each token, from scores that are divided by it; ``None``, or 0, writes the likeliest.
-        top_p: draw of the likeliest tokens only, those that together have this probability; ``None`` draws of all.
-        seed: of what is drawn; ``None`` is that of the recipe.
-        column: of tables: the texts, or the paths of the images.
-        batch_size: inputs that go through the model at once.
-        device: auto (a GPU where there is one), cpu, cuda or cuda:1.
-        precision: as memory.precision, but not auto; that of training does not matter.
-        quiet: print no answers.
+        top_k: number of most probable classes to report per input; for single_label only.
+        probabilities: also report the probabilities of all classes or labels.
+        max_new_tokens: maximum number of tokens that a language model generates per text; ``None`` is 128.
+        temperature: divides the scores before sampling; ``None`` or 0 takes the most probable token.
+        top_p: sample from the most probable tokens that together have this probability; ``None``: from all.
+        seed: seed of the sampling; ``None`` is the seed of the recipe.
+        column: column of tables with the texts or the paths of the images.
+        batch_size: inputs per forward pass.
+        device: auto (a GPU if available), cpu, cuda or cuda:1.
+        precision: a value of memory.precision other than auto; independent of the precision of training.
+        quiet: do not print answers.
     """
 
     output: str | None = None
@@ -148,66 +150,64 @@ class PredictOptions:
     quiet: bool = False
 
     def check(self) -> None:
-        """Refuse what cannot work, before anything is loaded."""
+        """Reject invalid options before anything is loaded."""
         require_positive("--top-k", self.top_k)
         require_positive("--batch-size", self.batch_size)
         require_choice("--precision", self.precision, DecidedPrecision)
         if self.max_new_tokens is not None:
             require_positive("--max-new-tokens", self.max_new_tokens)
         for flag, value, most in (("temperature", self.temperature, 100.0), ("top-p", self.top_p, 1.0)):
-            fits = value is None or (type(value) in (int, float) and 0 <= value <= most)
-            require(fits, f"--{flag}={value!r} must be a number from 0 to {most:g}")
-        fits = self.seed is None or (type(self.seed) is int and 0 <= self.seed < 2**31)
-        require(fits, f"--seed={self.seed!r} must be an integer from 0 to {2**31 - 1:,}")
+            if value is not None and not (type(value) in (int, float) and 0 <= value <= most):
+                raise RecipeError(f"--{flag}={value!r} must be a number from 0 to {most:g}")
+        if self.seed is not None and not (type(self.seed) is int and 0 <= self.seed < 2**31):
+            raise RecipeError(f"--seed={self.seed!r} must be an integer from 0 to {2**31 - 1:,}")
         if self.output is not None:
             path = Path(self.output)
-            why = f"--output={self.output} must end in one of {', '.join(TABLES)}"
-            require(path.suffix.lower() in TABLES, why)
-            require(not path.exists(), f"--output={self.output} exists: remove it, or give another file")
+            require(path.suffix.lower() in TABLES, f"--output={path} must end in one of {', '.join(TABLES)}")
+            require(not path.exists(), f"--output={path} exists: remove it or give another file")
 
     def check_task(self, task: str) -> None:
-        """Refuse what means nothing for a model of ``task``."""
+        """Reject options that do not apply to a model of ``task``."""
         flags = {"max-new-tokens": self.max_new_tokens, "temperature": self.temperature}
         flags |= {"top-p": self.top_p, "seed": self.seed}
+        what = f"this model's task is {task}: leave it out"
         for flag, value in flags.items():
-            why = f"--{flag}={value} is for language models, and this model's task is {task}: leave it out"
-            require(value is None or task == "language", why)
-            if flag in ("top-p", "seed"):
-                fix = "without --temperature the likeliest token is written: give that too, as in --temperature 0.8"
-                require(
-                    value is None or bool(self.temperature), f"--{flag}={value} is for tokens that are drawn; {fix}"
-                )
-        plain, what = self.top_k == 1 or task == "single_label", f"this model's task is {task}: leave it out"
-        require(plain, f"--top-k={self.top_k} is for model.task=single_label, and {what}")
-        plain = not self.probabilities or task in ("single_label", "multi_label")
-        require(plain, f"--probabilities is for classes and labels, and {what}")
+            if value is None:
+                continue
+            require(task == "language", f"--{flag}={value} is for language models, and {what}")
+            if flag in ("top-p", "seed") and not self.temperature:
+                raise RecipeError(f"--{flag}={value} needs sampling: also give a temperature, as in --temperature 0.8")
+        if self.top_k != 1 and task != "single_label":
+            raise RecipeError(f"--top-k={self.top_k} is for model.task=single_label, and {what}")
+        if self.probabilities and task not in ("single_label", "multi_label"):
+            raise RecipeError(f"--probabilities is for classes and labels, and {what}")
 
     @property
     def own_kind(self) -> torch.dtype | None:
-        """What weights and inputs are made; ``None`` where they stay as they are."""
+        """The dtype to convert weights and inputs to; ``None`` for no conversion."""
         return None if self.precision.endswith("-mixed") else DTYPES[self.precision.partition("-")[0]]
 
     def context(self, device: torch.device) -> AbstractContextManager[object]:
-        """In which is computed."""
+        """Return the autocast context of the forward pass."""
         kind = DTYPES[self.precision.partition("-")[0]]
         return torch.autocast(device.type, kind) if self.own_kind is None else nullcontext()
 
     def on(self) -> torch.device:
-        """The device, which is there."""
+        """Return the device, after checking that it exists."""
         text = ("cuda" if torch.cuda.is_available() else "cpu") if self.device == "auto" else self.device
         try:
             device = torch.device(text)
         except RuntimeError:
-            raise RecipeError(f"--device={text!r} is no device: say auto, cpu, cuda or cuda:1") from None
+            raise RecipeError(f"--device={text!r} is unknown: use auto, cpu, cuda or cuda:1") from None
         count = torch.cuda.device_count() if device.type == "cuda" else 1
-        require(device.type in ("cpu", "cuda"), f"--device={text!r} is not supported: say auto, cpu or cuda")
-        has = f"{count} GPU{'s' * (count > 1)}, counted from cuda:0" if count else "no GPU that torch can use"
-        require((device.index or 0) < count, f"--device={text!r}: this machine has {has}: say auto or cpu")
+        require(device.type in ("cpu", "cuda"), f"--device={text!r} is not supported: use auto, cpu or cuda")
+        has = f"{count} GPU{'s' * (count > 1)}, starting at cuda:0" if count else "no GPU that torch can use"
+        require((device.index or 0) < count, f"--device={text!r}: this machine has {has}: use auto or cpu")
         return device
 
 
 class Reader:
-    """How the data and the model of a run make samples of texts, or of image files."""
+    """Reads texts or image files as samples of a run's data and model."""
 
     def __init__(self, model: Any, data: Any, texts: Sequence[str], images: Sequence[str]) -> None:
         self.data, self.tokenizer = data, capability(model, Preparable).tokenizer_or_none()
@@ -215,16 +215,16 @@ class Reader:
         reads_texts, reads_images = self.tokenizer is not None and data.encode is not None, data.load_image is not None
         no_text = f"{name} has no tokenizer" if self.tokenizer is None else f"{source} has no encode(texts, tokenizer)"
         no_image = f"{source} has no load_image(path)"
-        instead = "; it reads images: --image" if reads_images else ""
+        instead = "; it reads images: use --image" if reads_images else ""
         require(not texts or reads_texts, f"--text needs a text model: {no_text}{instead}")
-        instead = "; it reads texts: --text" if reads_texts else ""
+        instead = "; it reads texts: use --text" if reads_texts else ""
         require(not images or reads_images, f"--image needs an image model: {no_image}{instead}")
-        why = f"nothing can be read to predict on: {no_text}, and {no_image}: define one (docs/after-training.md)"
-        require(reads_texts or reads_images, why)
+        if not reads_texts and not reads_images:
+            raise RecipeError(f"cannot read any input: {no_text}, and {no_image}: define one (docs/after-training.md)")
         self.of_images, self.answers = bool(images) or not reads_texts, data.answers
 
     def inputs(self, paths: Sequence[str], given: Sequence[str], column: str | None, scratch: Path) -> Inputs:
-        """Texts or images that are ``given`` as they are, then what ``paths`` name: files, folders and patterns."""
+        """Return the texts or images of ``given``, then those of ``paths``: files, folders and patterns."""
         own = [self._image(text) if self.of_images else Input(text, "", partial(str, text)) for text in given]
         parts = [Inputs(len(own), own, False)]
         for path in chain.from_iterable(map(self._files, paths)):
@@ -236,14 +236,14 @@ class Reader:
         return Inputs(sum(part.count for part in parts), each, any(part.tables for part in parts))
 
     def batch(self, samples: Sequence[Any]) -> dict[str, Any]:
-        """A micro-batch, without labels, of samples that were read."""
+        """Return a micro-batch without labels, from samples that were read."""
         if self.of_images:
             return {"pixel_values": torch.stack(list(samples))}
         return dict(self.data.encode(samples, self.tokenizer))
 
     def _files(self, text: str) -> list[Path]:
         path = Path(text)
-        if os.path.isfile(text):  # also of a name that no file can have
+        if os.path.isfile(text):  # unlike Path.is_file, also for an invalid name
             return [path]
         if os.path.isdir(text):
             from torchvision.datasets.folder import IMG_EXTENSIONS
@@ -252,11 +252,11 @@ class Reader:
             inside = (file for file in path.rglob("*") if file.suffix.lower() in wanted and file.is_file())
             found = sorted(file for file in inside if not any(part[0] == "." for part in file.relative_to(path).parts))
             kind = "images" if self.of_images else "texts"
-            require(bool(found), f"{text}: the folder holds no {kind} ({', '.join(wanted)})")
+            require(bool(found), f"{text}: the folder has no {kind} ({', '.join(wanted)})")
             return found
-        require(text.count("**") <= 8, f"{text[:200]!r}: ** stands for any number of folders: write it 8 times at most")
+        require(text.count("**") <= 8, f"{text[:200]!r}: ** matches any number of folders: use it at most 8 times")
         found = sorted(file for file in map(Path, glob(text, recursive=True)) if file.is_file())
-        require(bool(found), f"{text[:200]!r}: there is no such file or folder, and no file fits it as a pattern")
+        require(bool(found), f"{text[:200]!r}: no such file or folder, and no file matches it as a pattern")
         return found
 
     def _image(self, path: str | Path) -> Input:
@@ -269,9 +269,9 @@ class Reader:
         table = rows.read(str(scratch))
         name, has = column or self.data.text_column, ", ".join(map(repr, table.column_names))
         kind = "images" if self.of_images else "texts"
-        require(name is not None, f"--column is missing: which column of {path} names the {kind}? It has {has}")
+        require(name is not None, f"--column is missing: name the column of {path} with the {kind}; it has {has}")
         hint = did_you_mean(str(name), table.column_names)
-        require(name in table.column_names, f"--column={name!r}: {path} has no such column; it has {has}{hint}")
+        require(name in table.column_names, f"--column={name!r}: no such column in {path}; it has {has}{hint}")
         if self.of_images:
             _require_paths(path, str(name), table.select_columns([name])[:MOST_WARNED][name])
 
@@ -281,10 +281,10 @@ class Reader:
             for number, cell in enumerate(cells, rows.first):
                 if self.of_images:
                     read = partial(_cell_image, self.data, path.parent, cell)
-                elif self.answers and isinstance(cell, list):  # of messages
+                elif self.answers and isinstance(cell, list):  # messages
                     read = partial(list, cell)
                 else:
-                    cell = " ".join(map(str, cell)) if isinstance(cell, list) else cell  # of words
+                    cell = " ".join(map(str, cell)) if isinstance(cell, list) else cell  # words
                     read = partial(_cell_text, cell)
                 yield Input(str("" if cell is None else cell), f"{path} row {number}", read)
 
@@ -292,13 +292,14 @@ class Reader:
 
 
 def _require_paths(path: Path, column: str, first: Sequence[Any]) -> None:
-    """Refuse a column of something else than images, by its first cells: else each row is a warning."""
+    """Reject a column without paths of images, from its first cells: otherwise each row would be a warning."""
     from torchvision.datasets.folder import IMG_EXTENSIONS
 
     cells = [str(cell) for cell in first if cell]
     fits = any(cell.lower().endswith(IMG_EXTENSIONS) or os.path.isfile(path.parent / cell) for cell in cells)
-    why = f"--column={column!r}: {path} holds no paths of images there (the first is {''.join(cells[:1])[:40]!r})"
-    require(fits or not cells, f"{why}, and this model reads images: name the column that has them")
+    if cells and not fits:
+        why = f"--column={column!r} of {path} has no paths of images (the first cell is {cells[0][:40]!r})"
+        raise RecipeError(f"{why}, and this model reads images: name the column with the paths")
 
 
 def _text_file(path: Path) -> Input:
@@ -306,7 +307,7 @@ def _text_file(path: Path) -> Input:
         try:
             return read_regular(path, MOST_TEXT).decode()
         except UnicodeDecodeError:
-            raise RecipeError("it is not UTF-8 text: save it as UTF-8, or leave it out") from None
+            raise RecipeError("it is not UTF-8 text: save it as UTF-8 or leave it out") from None
         except OSError as error:
             raise RecipeError(f"it cannot be read: {error.strerror}") from error
 
@@ -314,7 +315,7 @@ def _text_file(path: Path) -> Input:
 
 
 def _cell_text(cell: Any) -> str:
-    require(isinstance(cell, str), "the cell holds no text")
+    require(isinstance(cell, str), "the cell is not a text")
     return cell
 
 
@@ -324,24 +325,25 @@ def _cell_image(data: Any, folder: Path, cell: Any) -> Tensor:
 
 
 class Answer(NamedTuple):
-    """What is said of one input, by the task, or why nothing is: its most probable classes, the most probable first;
-    the labels that it has, likewise; its numbers; the class of each word, ``None`` for one that is cut off; or the text
-    that follows."""
+    """The prediction for one input, or an error.
+
+    By the task: the most probable classes or the predicted labels, most probable first; the predicted numbers; the
+    class of each word, ``None`` if the word is cut off; or the generated text."""
 
     given: Input
     classes: Sequence[int | None]
-    values: Sequence[float]  # a probability for each, or the number
-    all_of: Sequence[float] = ()  # the probabilities of all classes or labels, in their order, if asked for
-    words: Sequence[str] = ()  # that have classes
+    values: Sequence[float]  # a probability per class, or the predicted numbers
+    all_of: Sequence[float] = ()  # probabilities of all classes or labels in order, if requested
+    words: Sequence[str] = ()  # the classified words
     error: str = ""
-    written: str = ""  # by a language model
-    before: str = ""  # the text that it goes on with
+    written: str = ""  # generated by a language model
+    before: str = ""  # the text that it continues
 
 
 def answers(
     model: Any, module: nn.Module, reader: Reader, inputs: Iterable[Input], asked: PredictOptions
 ) -> Iterator[list[Answer]]:
-    """The answers to ``inputs``, in order, a batch at a time."""
+    """Yield the answers to ``inputs`` in order, batch by batch."""
     waiting, done, writes = iter(inputs), 0, model.task == "language"
 
     def batch_of(samples: Sequence[Any]) -> dict[str, Any]:
@@ -353,7 +355,7 @@ def answers(
     while chunk := list(islice(waiting, asked.batch_size)):
         read = [_tried(given.read) for given in chunk]
         batch, refusal = _tried(partial(_batch, batch_of, read))
-        if refusal:  # of one of them, or of more: which?
+        if refusal:  # one or more samples are bad: try each alone
             read = [(sample, error or _tried(partial(batch_of, [sample]))[1]) for sample, error in read]
             batch = _batch(batch_of, read)
         rows: Iterator[Any] = iter(())
@@ -391,12 +393,12 @@ def _batch(make: Callable[[Sequence[Any]], Any], read: Sequence[tuple[Any, str]]
 
 
 Said = tuple[list[int | None], list[float], list[float]]
-"""The last three of an :class:`Answer` without an error."""
+"""``classes``, ``values`` and ``all_of`` of an :class:`Answer`."""
 
 
 @torch.no_grad()
 def _said(model: Any, module: nn.Module, batch: dict[str, Any], asked: PredictOptions) -> list[Said]:
-    """What the model says of each sample; its labels are made up, as no loss is read and ``losses()`` wants some."""
+    """Return the predictions for each sample; labels are dummies, because ``losses()`` needs some."""
     task, device = model.task or "single_label", next(chain(module.parameters(), module.buffers())).device
     words, count = batch.pop("words", None), len(next(iter(batch.values())))
     like = {"token": words, "multi_label": torch.zeros(count, model.num_classes) if task == "multi_label" else None}
@@ -407,12 +409,13 @@ def _said(model: Any, module: nn.Module, batch: dict[str, Any], asked: PredictOp
     with asked.context(device):
         logits = next(iter(model.losses(module, packed))).logits
     name = type(model).__name__
-    require(logits is not None, f"{name}.losses gives no logits to predict with: yield Loss(..., logits=...)")
+    require(logits is not None, f"{name}.losses yields no logits to predict with: yield Loss(..., logits=...)")
     logits = logits.to(torch.promote_types(logits.dtype, torch.float32)).cpu()
     if task == "token":
         return _of_words(logits.reshape(count, -1, logits.shape[-1]).softmax(-1), words)
-    fits = logits.ndim == 2 and len(logits) == count
-    require(fits, f"{name}.losses gives logits of shape {tuple(logits.shape)} for {count} inputs: not a class of each")
+    if logits.ndim != 2 or len(logits) != count:
+        wrong = f"logits of shape {tuple(logits.shape)} for {count} inputs"
+        raise RecipeError(f"{name}.losses yields {wrong}: yield ({count}, classes)")
     if task == "regression":
         return [(list(range(len(row))), row, []) for row in logits.tolist()]
     shares = logits.sigmoid() if task == "multi_label" else logits.softmax(-1)
@@ -428,7 +431,7 @@ def _said(model: Any, module: nn.Module, batch: dict[str, Any], asked: PredictOp
 def _written(
     model: Any, module: nn.Module, batch: dict[str, Any], places: Sequence[int], asked: PredictOptions
 ) -> list[str]:
-    """What a language model writes after each text, of these places among all that are asked about."""
+    """Return the generated text for each text, given their positions among all inputs."""
     device = next(module.parameters()).device
     new, tokenizer = asked.max_new_tokens or NEW_TOKENS, capability(model, Preparable).tokenizer_or_none()
     with asked.context(device):
@@ -455,22 +458,20 @@ def _placed(value: Any, device: torch.device, kind: torch.dtype | None) -> Any:
 def classify(
     model: Any, module: nn.Module, reader: Reader, asked: PredictOptions, paths: Sequence[str], given: Sequence[str]
 ) -> list[Any]:
-    """Predict on texts or images that are ``given``, and what ``paths`` name; print answers, or write the file asked
-    for.
+    """Predict on ``given`` texts or images and on ``paths``; print the answers, or write them to a file.
 
     Returns:
-        Of each input that could be read, by the task, its most probable class and its probability; a list of such
-        pairs, one for each label that it has, or each word; a list of numbers; or the text that follows. Empty where a
-        file was written.
+        For each input that could be read, by the task: its most probable class and probability; a list of such pairs,
+        one per predicted label or per word; a list of numbers; or the generated text. Empty if a file was written.
 
     Raises:
-        RecipeError: at the end, when some inputs could not be read, naming the first: the others are answered.
+        RecipeError: at the end, if some inputs could not be read; it names the first ones.
     """
     module.to(asked.on(), asked.own_kind).eval()
     names = list(model.class_names or [])
     classes = model.num_classes or len(names)
-    why = f"--top-k={asked.top_k} is more than the {classes} classes of the model"
-    require(not classes or asked.top_k <= classes, why)
+    if classes and asked.top_k > classes:
+        raise RecipeError(f"--top-k={asked.top_k} is more than the {classes} classes of the model")
     task: Task = model.task or "single_label"
     found, bad, done, begun = list[Any](), list[str](), 0, time.monotonic()
 
@@ -480,7 +481,7 @@ def classify(
         return names[number] if number < len(names) else str(number)
 
     place = Path(asked.output or f"{gettempdir()}/trainer-predict")
-    fix = "give another file by --output" if asked.output else "set TMPDIR to a folder on another disk"
+    fix = "give another file with --output" if asked.output else "set TMPDIR to a folder on another disk"
     with room_in(place.absolute().parent, fix), ExitStack() as closing:
         scratch = closing.enter_context(scratch_folder(place))
         inputs = reader.inputs(paths, given, asked.column, scratch)
@@ -497,15 +498,18 @@ def classify(
                         warn(f"left out: {bad[-1]}")
                 elif asked.output is None:
                     pairs: Any = list(zip(labels, answer.values, strict=True))
-                    told = {"regression": answer.values, "language": answer.written}.get(task, pairs)
-                    found.append(pairs[0] if task == "single_label" else told)
+                    result = {"regression": answer.values, "language": answer.written}.get(task, pairs)
+                    found.append(pairs[0] if task == "single_label" else result)
                 write(answer, labels)
             done += len(chunk)
             progress.count(done, inputs.count, f"{done / max(1e-9, time.monotonic() - begun):,.1f} inputs/s")
     if asked.output is not None:
         print(f"{inputs.count - len(bad):,} predictions: {escaped(asked.output)}")
-    several = f"{len(bad)} of {inputs.count} inputs cannot be read, the others are classified: "
-    require(not bad, f"{several if inputs.count > 1 else ''}{'; '.join(bad[:MOST_WARNED])}")
+    if bad:
+        several = f"{len(bad)} of {inputs.count} inputs could not be read"
+        several += f", the other {inputs.count - len(bad)} were predicted"
+        faults = "; ".join(bad[:MOST_WARNED])
+        raise RecipeError(f"{several}: {faults}" if inputs.count > 1 else faults)
     return found
 
 
@@ -516,7 +520,7 @@ def _fault(answer: Answer) -> str:
 
 
 Write = Callable[[Answer, Sequence[str]], None]
-"""Takes an answer, and the names of its classes."""
+"""Writes an answer with the names of its classes."""
 
 
 def _writer(asked: PredictOptions, task: Task, tables: bool, names: Sequence[str]) -> AbstractContextManager[Write]:
@@ -526,28 +530,28 @@ def _writer(asked: PredictOptions, task: Task, tables: bool, names: Sequence[str
 
 
 def _print(task: Task, answer: Answer, labels: Sequence[str]) -> None:
-    """A line for each input, or for each word, and a blank one behind the last, as behind what was written."""
+    """Print a line per input; or a line per word, or the generated text, followed by an empty line."""
     if answer.error:
         return
     if task == "language":
         print(escaped(answer.before + answer.written, keep="\n\t"), end="\n\n")
         return
-    told = [f"{escaped(name)}\t{share:.4f}" for name, share in zip(labels, answer.values, strict=True)]
+    cells = [f"{escaped(name)}\t{share:.4f}" for name, share in zip(labels, answer.values, strict=True)]
     if task == "token":
-        print("\n".join(f"{tag}\t{escaped(word)}" for tag, word in zip(told, answer.words, strict=True)), end="\n\n")
+        print("\n".join(f"{tag}\t{escaped(word)}" for tag, word in zip(cells, answer.words, strict=True)), end="\n\n")
         return
-    told = [f"{value:.6g}" for value in answer.values] if task == "regression" else told or ["no label"]
-    print("\t".join([*told, escaped(answer.given.name)]))
+    cells = [f"{value:.6g}" for value in answer.values] if task == "regression" else cells or ["no label"]
+    print("\t".join([*cells, escaped(answer.given.name)]))
 
 
 @contextmanager
 def _file(path: Path, asked: PredictOptions, task: Task, tables: bool, names: Sequence[str]) -> Iterator[Write]:
-    """Write to ``path``, which is there when all is written, and not before."""
+    """Write rows to ``path``, which appears only when it is complete."""
     texts = ["input", *(["source"] if tables else [])]
     best = [("label", "probability"), *((f"label_{k}", f"probability_{k}") for k in range(2, asked.top_k + 1))]
     all_of = [f"p_{name}" for name in names] if asked.probabilities else []
     columns: dict[str, type] = dict.fromkeys(texts, str)
-    joined = {"multi_label": ("labels", "|"), "token": ("tags", " ")}  # as TextFiles reads them
+    joined = {"multi_label": ("labels", "|"), "token": ("tags", " ")}  # the format that TextFiles reads
     if task == "language":
         columns["generated_text"] = str
     elif task == "regression":
@@ -614,5 +618,5 @@ ROWS_A_GROUP = 10_000
 
 
 def _printable(name: str) -> str:
-    """A text, or the name of a file whose bytes are no text, as UTF-8 can hold it."""
+    """Escape what UTF-8 cannot encode, such as bytes in the name of a file."""
     return name.encode(errors="backslashreplace").decode()

@@ -1,21 +1,23 @@
-"""The subcommands of ``trainer``, one a file: each takes the words after its name. ``trainer.cli`` has their table."""
+"""The subcommands of ``trainer``, one per file; each takes the words after its name. ``trainer.cli`` lists them."""
 
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import NamedTuple
 
-TRUST = "trust-recipe"  # the switch that lets a YAML file name Python code
+TRUST = "trust-recipe"  # the switch that allows a YAML file to name Python code
 
 
 class OwnFlags(NamedTuple):
-    """What a command takes besides the flags of a recipe, each with its help: those with a value (of which ``several``
-    take all words up to the next flag, and one the ``words`` that no flag takes), and switches."""
+    """The flags of a command in addition to those of the recipe, with their help texts.
+
+    ``valued`` flags take a value; those in ``several`` take all words up to the next flag; ``words`` is the flag that
+    takes words without a flag."""
 
     valued: Mapping[str, str] = MappingProxyType({})
     switches: Mapping[str, str] = MappingProxyType({})
     several: Sequence[str] = ()
     words: str | None = None
-    about: str = ""  # what the command does, for a help page of its own
+    about: str = ""  # description of the command, for a short help page
 
 
 NONE = OwnFlags()

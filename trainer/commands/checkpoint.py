@@ -1,4 +1,4 @@
-"""``trainer checkpoint list | verify | export``: what a person does with checkpoints besides resuming from them."""
+"""``trainer checkpoint list | verify | export``: inspect, check and export checkpoints."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from trainer.checkpoint.manifest import (
     require_sealed_text,
 )
 from trainer.commands import TRUST, OwnFlags
-from trainer.errors import require
+from trainer.errors import RecipeError, require
 from trainer.system.files import read_object
 from trainer.system.text import escaped, gigabytes
 
@@ -28,23 +28,23 @@ usage: trainer checkpoint list DIR
        trainer checkpoint verify DIR
        trainer checkpoint export DIR [--best] [--out FOLDER] [--trust-recipe]
 
-list    every checkpoint: step, epoch, size, ranks, figures; the best of the run is marked
-verify  check the hash of every file, of a run directory also those of model/ and recipe.yaml; exit code 1 when one is
-        not what was saved
-export  write the model of a checkpoint as a finished run does: for trainer evaluate and trainer predict, for
-        transformers, for anything that reads safetensors. FOLDER is RUN_DIR/model by default. A recipe that is a
-        .py file says what the model is by being executed: only with --trust-recipe
+list    list checkpoints with step, epoch, size, ranks and metrics; the best of the run is marked
+verify  check the hash of every file, including model/ and recipe.yaml of a run directory; exit code 1 if a file has
+        changed
+export  write the model of a checkpoint like a finished run: for trainer evaluate, trainer predict, transformers and
+        other readers of safetensors. FOLDER is RUN_DIR/model by default. If the recipe is a .py file, it is executed,
+        which needs --trust-recipe
 
 DIR is a run directory (export takes its newest valid checkpoint, or with --best the best one) or one checkpoint, such
 as RUN_DIR/checkpoints/step-00000100.
 """
 ACTIONS = ("list", "verify", "export")
 RESULTS = {"recipe.yaml": require_sealed_text, "model": require_sealed}
-"""What a run directory holds besides checkpoints, and what checks it."""
+"""Other results in a run directory, with the function that checks each."""
 
 
 def checkpoint(argv: Sequence[str]) -> None:
-    """``trainer checkpoint``."""
+    """Run ``trainer checkpoint``."""
     from trainer.commands.flags import scan
 
     positionals, flags = scan(argv, OwnFlags({}, {"best": ""}))
@@ -53,7 +53,7 @@ def checkpoint(argv: Sequence[str]) -> None:
         return
     action, *rest = positionals
     unknown = [name for name, _ in flags if action != "export" or name not in ("out", "best", TRUST)]
-    require(action in ACTIONS, f"checkpoint {action}: no such action (there are {', '.join(ACTIONS)})")
+    require(action in ACTIONS, f"checkpoint {action}: no such action: use one of {', '.join(ACTIONS)}")
     require(not unknown, f"checkpoint {action}: unknown flag --{'/--'.join(unknown)}: see trainer checkpoint --help")
     require(len(rest) == 1, f"checkpoint {action} takes one DIR: see trainer checkpoint --help")
     path = Path(rest[0])
@@ -67,38 +67,39 @@ def checkpoint(argv: Sequence[str]) -> None:
         out, paths = next((text for name, text in flags if name == "out"), None), find(path)
         if ("best", None) in flags:
             best = best_of(paths)
-            none = f"{path}: no evaluation has chosen a best checkpoint (run.best, a validation set): leave out --best"
-            require(best is not None, none)
+            if best is None:
+                missing = "no evaluation has chosen a best checkpoint (run.best, a validation set)"
+                raise RecipeError(f"{path}: {missing}: leave out --best")
             paths = [found for found in paths if found == best]
         export_checkpoint(paths, Path(out) if out else None, trusted=(TRUST, None) in flags)
 
 
 def find(path: Path) -> list[Path]:
-    """The checkpoint ``path``, or all of a run directory or of a folder of checkpoints, the newest first."""
+    """Return the checkpoint ``path``, or all checkpoints of a run directory or a folder, newest first."""
     require(path.is_dir(), f"{path}: no such directory")
     if is_checkpoint(path):
         return [path]
     folder = path / "checkpoints" if (path / "checkpoints").is_dir() else path
     found = CheckpointFolder(folder).newest_first()
-    require(bool(found), f"{folder} holds no checkpoint")
+    require(bool(found), f"{folder} has no checkpoint")
     return found
 
 
 def best_of(newest_first: Sequence[Path]) -> Path | None:
-    """The one that the newest says is the best of the run so far, if it does and that is there."""
+    """Return the best checkpoint so far, as recorded in the newest one; ``None`` if not recorded, or removed."""
     best = read_object(newest_first[0] / STATE, MOST_BYTES).get("best")
     step = best.get("step") if isinstance(best, dict) else None
     return next((path for path in newest_first if type(step) is int and step and path.name == folder_name(step)), None)
 
 
 def list_checkpoints(paths: Sequence[Path]) -> None:
-    """Print a line each, by the manifests alone."""
+    """Print a line per checkpoint, from the manifests only."""
     best = best_of(paths)
     for path in paths:
         try:
             print(escaped(f"{path}  {_described(read_manifest(path))}{' · best' * (path == best)}"))
         except CorruptCheckpoint as error:  # noqa: PERF203
-            if os.path.lexists(path):  # else its run has removed it meanwhile: a live one keeps the newest only
+            if os.path.lexists(path):  # otherwise its run, still alive, has removed it
                 print(escaped(f"{path}  CORRUPT: {error}"))
 
 
@@ -114,13 +115,15 @@ def _described(manifest: Manifest) -> str:
 
 
 def verify_checkpoints(paths: Sequence[Path], results: Mapping[Path, Callable[[Path], str | None]]) -> None:
-    """Check every file of every checkpoint, and the ``results``, and print a line each; in the end, say how many were
-    corrupt (:class:`CorruptCheckpoint`)."""
+    """Check every file of the checkpoints and the ``results``, and print a line for each.
+
+    Raises:
+        CorruptCheckpoint: at the end, with the number of corrupt ones."""
     corrupt = damaged = 0
     for path in paths:
         problem = fault_of(path)
         if problem is not None and not os.path.lexists(path):
-            print(f"{path}  removed by its run meanwhile")
+            print(f"{path}  removed by its run in the meantime")
             continue
         corrupt += problem is not None
         print(escaped(f"{path}  {'ok' if problem is None else f'CORRUPT: {problem}'}"))
@@ -133,11 +136,11 @@ def verify_checkpoints(paths: Sequence[Path], results: Mapping[Path, Callable[[P
     if corrupt:
         raise CorruptCheckpoint(f"{corrupt} of {len(paths)} checkpoint(s) are corrupt")
     if damaged:
-        raise CorruptCheckpoint(f"{damaged} of {len(results)} results of the run are not what it has written")
+        raise CorruptCheckpoint(f"{damaged} of {len(results)} results of the run have changed since they were written")
 
 
 def export_checkpoint(paths: Sequence[Path], out: Path | None, *, trusted: bool = False) -> None:
-    """Write the model of the first valid one of ``paths`` to ``out``; ``trusted`` as for ``load_recipe``."""
+    """Write the model of the first valid checkpoint of ``paths`` to ``out``; ``trusted`` as for ``load_recipe``."""
     for path in paths:
         problem = fault_of(path)
         if problem is None:
@@ -145,12 +148,13 @@ def export_checkpoint(paths: Sequence[Path], out: Path | None, *, trusted: bool 
         if os.path.lexists(path):
             print(escaped(f"warning: {problem}"))
     else:
-        raise CorruptCheckpoint(f"none of the {len(paths)} checkpoint(s) in {paths[0].parent} is what was saved")
+        raise CorruptCheckpoint(f"none of the {len(paths)} checkpoint(s) in {paths[0].parent} is intact")
     run_dir = path.absolute().parent.parent
     stored, target = run_dir / "recipe.yaml", out or run_dir / "model"
-    why = f"{run_dir} has no recipe.yaml, which says what model {path.name} is of: export from within its run directory"
-    require(stored.is_file(), why)
-    require(not target.exists(), f"{target} exists: give another folder by --out, or remove it")
+    if not stored.is_file():
+        why = f"{run_dir} has no recipe.yaml, which defines the model of {path.name}"
+        raise RecipeError(f"{why}: export from inside its run directory")
+    require(not target.exists(), f"{target} exists: remove it or give another folder with --out")
     if unsealed := require_sealed_text(stored):
         print(f"warning: {unsealed}")
     from trainer.checkpoint.export import save_model
@@ -162,10 +166,10 @@ def export_checkpoint(paths: Sequence[Path], out: Path | None, *, trusted: bool 
     recipe, _ = load_recipe(str(stored), trusted=trusted)
     manifest = read_manifest(path)
     module = load_whole_model(Found(path, manifest), recipe.model)
-    figures, data = dict(manifest.figures or {}), {"class": type(recipe.data).__name__, "fingerprint": manifest.dataset}
+    metrics, data = dict(manifest.figures or {}), {"class": type(recipe.data).__name__, "fingerprint": manifest.dataset}
     facts = {"status": f"checkpoint of step {manifest.step:,}", "plan": manifest.plan, "saved": manifest.created}
-    trained = Trained({**facts, **figures}, {}, data, manifest.versions)  # of which split they are nobody has written
-    with room_in(target.absolute().parent, "give another folder by --out"), staged_folder(target) as folder:
+    trained = Trained({**facts, **metrics}, {}, data, manifest.versions)  # the split of the metrics is not recorded
+    with room_in(target.absolute().parent, "give another folder with --out"), staged_folder(target) as folder:
         save_model(recipe.model, module, folder)
         write_atomic(folder / "README.md", card_of(recipe, run_dir, trained))
-    print(escaped(f"the model of {path.name} is in {target}"))
+    print(escaped(f"exported the model of {path.name} to {target}"))

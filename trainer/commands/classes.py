@@ -1,4 +1,4 @@
-"""Which classes model and data are of: the recipe's, or others that ``--model CLASS`` and ``--data CLASS`` name."""
+"""The classes of model and data: the recipe's, or those named by ``--model CLASS`` and ``--data CLASS``."""
 
 from __future__ import annotations
 
@@ -10,24 +10,24 @@ import trainer.data
 import trainer.models
 from trainer.commands import TRUST
 from trainer.contract import Data, Model
-from trainer.errors import nearest, require
+from trainer.errors import RecipeError, nearest, require
 from trainer.recipe import Recipe
 from trainer.settings import CLASS, class_of
 from trainer.system.imports import imported
 
 PARTS: dict[str, tuple[Any, type]] = {"model": (trainer.models, Model), "data": (trainer.data, Data)}
-"""The sections whose class may be another, where those of this package are, and what one of anybody's own must be."""
+"""The sections with a choice of classes: the module of the built-in classes, and the base class of custom ones."""
 
 
 def known_classes(part: str) -> dict[str, type]:
-    """The classes of this package that the section ``part`` may be of, by their names."""
+    """Return the built-in classes for the section ``part``, by name."""
     module, base = PARTS[part]
     found = {name: getattr(module, name) for name in module.__all__}
     return {name: kind for name, kind in found.items() if issubclass(kind, base)}
 
 
 def taken_from(tree: Mapping[Any, Any]) -> tuple[dict[Any, Any], dict[str, str]]:
-    """A YAML file's settings without the classes that it names in one of three ways, and these classes."""
+    """Split a YAML file's settings into settings and class names, which can be written in three ways."""
     rest, classes = dict(tree), dict[str, str]()
     for part in PARTS:
         section, named = rest.get(part), rest.pop(f"{part}.{CLASS}", None)
@@ -42,11 +42,10 @@ def taken_from(tree: Mapping[Any, Any]) -> tuple[dict[Any, Any], dict[str, str]]
 
 
 def with_classes(recipe: Recipe, classes: Mapping[str, str], trusted: bool) -> tuple[Recipe, dict[str, list[str]]]:
-    """``recipe`` with a model and data of ``classes``, at their defaults where they are others than its own; and the
-    settings that must be given then, because they have no default.
+    """Return ``recipe`` with a model and data of ``classes``, and the settings that are now required.
 
-    ``trusted`` says whether a module of anybody's own is imported that a class is named in: those of the command line
-    are, those of files with ``--trust-recipe``.
+    A class that differs from the recipe's starts at its defaults; fields without a default are required. A custom class
+    is imported only if ``trusted``: always from the command line, from files with ``--trust-recipe``.
     """
     needed: dict[str, list[str]] = {}
     for part, name in classes.items():
@@ -60,11 +59,11 @@ def with_classes(recipe: Recipe, classes: Mapping[str, str], trusted: bool) -> t
 
 
 def require_given(recipe: Recipe, needed: Mapping[str, Sequence[str]], *levels: Mapping[str, Any]) -> None:
-    """Refuse what ``with_classes`` says is needed where it is in none of the ``levels`` of changes."""
+    """Raise an error for a setting required by ``with_classes`` that none of the ``levels`` of changes gives."""
     for part, key in [(part, key) for part, keys in needed.items() for key in keys]:
         kind = type(getattr(recipe, part)).__name__
-        why = f"{key} is missing, and {kind} has no default for it"
-        require(any(key in level for level in levels), f"{why}: give --{key}")
+        if not any(key in level for level in levels):
+            raise RecipeError(f"{key} is missing, and {kind} has no default for it: give --{key}")
 
 
 def _init_fields(kind: Any) -> list[Any]:
@@ -72,7 +71,7 @@ def _init_fields(kind: Any) -> list[Any]:
 
 
 def _at_defaults(kind: type) -> Any:
-    """One that is not made yet: its fields, those without a default null, for flags and YAML to say what they are."""
+    """Create an uninitialised instance with default values; fields without a default are ``None`` until set."""
     blank: Any = object.__new__(kind)
     for field in fields(blank):
         made = field.default_factory() if field.default_factory is not MISSING else field.default
@@ -83,14 +82,14 @@ def _at_defaults(kind: type) -> Any:
 def _imported(part: str, name: str, trusted: bool) -> type:
     given, (_, base), known = f"{part}.{CLASS}={name!r}", PARTS[part], known_classes(part)
     module = name.rpartition(".")[0]
-    nowhere = f"{given} was defined in a notebook, or in a script that was run, and no file that is imported has it"
-    require(module != "__main__", f"{nowhere}: in Python, say trainer.load(RUN_DIR, recipe)")
-    choices = f"{', '.join(sorted(known))}; or one of your own, as module.Class"
-    is_path = bool(module) and all(word.isidentifier() for word in name.split("."))
-    require(is_path, f"{given} is none{nearest(name, known, 0.5)} ({choices})")
-    code = f"{given} is Python code that only a file names, and is not imported: add --{TRUST} if you trust that file"
-    require(trusted, code)
+    if module == "__main__":
+        nowhere = f"{given} was defined in a notebook or script, so it cannot be imported"
+        raise RecipeError(f"{nowhere}: in Python, use trainer.load(RUN_DIR, recipe)")
+    if not module or not all(word.isidentifier() for word in name.split(".")):
+        choices = f"{', '.join(sorted(known))}; or a custom class, as module.Class"
+        raise RecipeError(f"{given} is unknown{nearest(name, known, 0.5)} ({choices})")
+    require(trusted, f"{given} is Python code named by a file and is not imported: add --{TRUST} if you trust the file")
     kind = imported(given, name)
-    fits = isinstance(kind, type) and issubclass(kind, base) and is_dataclass(kind)
-    require(fits, f"{given} is no dataclass that subclasses trainer.{base.__name__}: see docs/your-own-model.md")
+    if not (isinstance(kind, type) and issubclass(kind, base) and is_dataclass(kind)):
+        raise RecipeError(f"{given} must be a dataclass and a trainer.{base.__name__}: see docs/your-own-model.md")
     return kind

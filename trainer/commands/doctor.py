@@ -1,4 +1,4 @@
-"""``trainer doctor``: every check, a line each, and an exit code that says whether one failed."""
+"""``trainer doctor``: run all checks, print a line for each finding, and fail if a check failed."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from trainer.commands import OwnFlags
 from trainer.commands.recipes import asked_for
-from trainer.errors import RecipeError, RunError, require
+from trainer.errors import RecipeError, RunError
 from trainer.recipe import Recipe
 from trainer.system.imports import quick_imports
 from trainer.system.waiting import doing
@@ -21,22 +21,22 @@ from trainer.system.waiting import doing
 if TYPE_CHECKING:
     from trainer.doctor.subject import Finding
 
-# What follows the flags imports torch: it is imported where it is used, so that --help answers at once.
+# Modules that import torch are imported inside the functions, so that --help is fast.
 
-ABOUT = "Check this machine, the data and the model before a run: each finding with its fix."
+ABOUT = "Check this machine, the data and the model before a run; each finding has a fix."
 FLAGS = OwnFlags(switches={"json": "print the findings as JSON, and nothing else, on stdout"}, about=ABOUT)
 
 
 def doctor(argv: list[str]) -> None:
-    """Examine a recipe on this machine, and print what was found."""
+    """Check a recipe on this machine, and print the findings."""
     if asked := asked_for("doctor", "RECIPE", argv, FLAGS):
         report(asked.recipe, asked.reference, ("json", None) in asked.flags)
 
 
 def report(recipe: Recipe, reference: str, as_json: bool) -> None:
-    """Print what was found, as JSON too if that is asked for; a check that failed is a :class:`RunError` in the end."""
-    launched = "TORCHELASTIC_RUN_ID" in os.environ
-    require(not launched, "trainer doctor starts ranks itself: start it without torchrun, and say --run.devices")
+    """Print the findings, optionally as JSON; raise a :class:`RunError` at the end if a check failed."""
+    if "TORCHELASTIC_RUN_ID" in os.environ:
+        raise RecipeError("trainer doctor starts ranks itself: start it without torchrun, and give --run.devices")
     began = time.perf_counter()
     found: list[Finding] = []
     with contextlib.redirect_stdout(sys.stderr) if as_json else contextlib.nullcontext():
@@ -48,11 +48,11 @@ def report(recipe: Recipe, reference: str, as_json: bool) -> None:
         content = {"recipe": reference, "failed": len(failed), "seconds": round(time.perf_counter() - began, 1)}
         print(json.dumps({**content, "findings": [finding.to_json() for finding in found]}, indent=1))
     if failed:
-        raise RunError(f"{len(failed)} finding(s) that the run would fail of: {', '.join(dict.fromkeys(failed))}")
+        raise RunError(f"{len(failed)} finding(s) would make the run fail: {', '.join(dict.fromkeys(failed))}")
 
 
 def examine(recipe: Recipe, reference: str) -> Iterator[Finding]:
-    """Every finding, as soon as it is there; ``reference`` names the recipe to ``trainer fit``."""
+    """Yield the findings one by one; ``reference`` names the recipe for ``trainer fit``."""
     with quick_imports():
         from trainer.doctor import machine, samples
         from trainer.doctor.subject import Subject, fail, findings
@@ -62,7 +62,7 @@ def examine(recipe: Recipe, reference: str) -> Iterator[Finding]:
     try:
         recipe, world = decided(recipe, detect_world(recipe))
         subject = Subject(recipe, reference, world)
-    except RecipeError as error:  # no device, or a launcher that is not known: nothing else can be looked at
+    except RecipeError as error:  # no device or an unknown launcher: no other check is possible
         yield fail(str(error), check="devices")
         return
     for name, check in (

@@ -1,5 +1,6 @@
-"""A recipe's command line and YAML files: jsonargparse built from its settings, names checked before, errors in one
-line after. YAML is read as plain values: no tag constructs an object, and no file is larger than it looks."""
+"""Command line and YAML files of a recipe, parsed by jsonargparse, with names checked first and errors in one line.
+
+YAML is read as plain values: tags do not construct objects, and the expansion of aliases is limited."""
 
 from __future__ import annotations
 
@@ -29,24 +30,24 @@ SWITCHES = ("help", *EVERY.switches)
 
 UNIONS = (Union, types.UnionType)
 MOST_BYTES = 1_000_000
-"""Of a YAML file: read at some 100 kB a second."""
-MAX_DEPTH, MAX_FOR_C = 100, 2_000  # levels; characters that can begin one: at 40,000, PyYAML's C code crashes
+"""Size limit of a YAML file; about 100 kB are parsed per second."""
+MAX_DEPTH, MAX_FOR_C = 100, 2_000  # levels; characters that may open one: at 40,000, PyYAML's C code crashes
 MOST_NODES = 100_000
-"""In a YAML file, aliases counted as often as they are used: a few lines of them can stand for billions."""
+"""Limit of nodes in a YAML file, with aliases expanded: a few lines of aliases can expand to billions."""
 
 OF_A_SWEEP = {
     word: flag
     for flag, words in (("folds", "folds n_folds num_folds k_folds kfold n_splits cv"), ("trials", "trials n_trials"))
     for word in words.split()
 }
-"""What is asked for of ``fit``, and is no setting of one run."""
+"""Flags that users give to ``fit``, but that belong to ``sweep``."""
 
 Flags = list[tuple[str, str | None]]
 """Names and values of flags, in the order given; the value is ``None`` for a switch."""
 
 
 def scan(argv: Sequence[str], own: OwnFlags = NONE) -> tuple[list[str], Flags]:
-    """Take a command line apart in positional words and flags: the recipe must be found before its flags are known."""
+    """Split a command line into positional words and flags, before the recipe and its flags are known."""
     positionals: list[str] = []
     flags: Flags = []
     rest = list(argv)
@@ -71,7 +72,7 @@ def scan(argv: Sequence[str], own: OwnFlags = NONE) -> tuple[list[str], Flags]:
 
 
 class Refused(RecipeError):
-    """What is wrong with the name, or with the value, of the setting ``key``."""
+    """An invalid name or value of the setting ``key``."""
 
     def __init__(self, key: str, message: str) -> None:
         super().__init__(message)
@@ -79,7 +80,7 @@ class Refused(RecipeError):
 
 
 class RecipeParser:
-    """The flags and YAML keys of one recipe: its settings, and their values the defaults."""
+    """Parses the flags and YAML keys of one recipe; its current values are the defaults."""
 
     def __init__(self, recipe: Recipe, usage: str | None = None, own: OwnFlags = NONE) -> None:
         self.settings = settings_of(recipe)
@@ -88,7 +89,7 @@ class RecipeParser:
             usage=usage,
             formatter_class=_Formatter,
             parser_mode="strict_yaml",
-            print_config=None,  # jsonargparse's own would print what was given, not what the batch settings come to
+            print_config=None,  # jsonargparse would print the given, not the resolved batch settings
             exit_on_error=False,
             allow_abbrev=False,
         )
@@ -98,7 +99,7 @@ class RecipeParser:
         for name, text in self.switches.items():
             self.parser.add_argument(f"--{name}", action="store_true", default=SUPPRESS, help=text)
         groups: dict[str, Any] = {}
-        # Not add_class_arguments: it executes the imports that are for type checking only, torch among them.
+        # add_class_arguments would execute the imports under TYPE_CHECKING, including torch.
         for key, setting in self.settings.items():
             section, _, name = key.rpartition(".")
             if section not in groups:
@@ -110,7 +111,7 @@ class RecipeParser:
             groups[section].add_argument(f"--{key}", default=setting.value, type=kind, **shown)
 
     def read_yaml(self, nested: Mapping[Any, Any]) -> dict[str, Any]:
-        """The changes that a YAML file asks for."""
+        """Return the changes of a YAML file."""
         flat: dict[str, Any] = {}
         sections = {key[:at] for key in self.settings for at, letter in enumerate(key) if letter == "."}
         for key, value in _flatten(nested, sections):
@@ -124,7 +125,7 @@ class RecipeParser:
         return self._convert(partial(self.parser.parse_object, tree, defaults=False), flat)
 
     def read_flags(self, flags: Flags, below: Mapping[str, Any]) -> dict[str, Any]:
-        """The changes that flags ask for, on top of the changes ``below`` that YAML files ask for."""
+        """Return the changes of flags, which are applied after the changes ``below`` of YAML files."""
         before = {key: setting.value for key, setting in self.settings.items()} | dict(below)
         given: dict[str, Any] = {}
         entries: dict[str, dict[str, str]] = {}
@@ -151,7 +152,7 @@ class RecipeParser:
         return changes
 
     def _key_of(self, name: str, text: str | None) -> tuple[str, str]:
-        """The setting that the flag ``name`` is for, and the entry if it names one of a dict: ``model.config.dim``."""
+        """Return the setting of the flag ``name``, and the entry for one of a dict, such as ``model.config.dim``."""
         if name in self.settings or name in self.valued or name in ("help", *self.switches):
             return name, ""
         if name[:-1] in self.settings and name.endswith("+") and _accepts(self.settings[name[:-1]].hint, list):
@@ -161,11 +162,11 @@ class RecipeParser:
             return owner, entry
         hint = self._elsewhere(name) or did_you_mean(name, [*self.settings, *self.valued], dashes="--")
         if not hint and f"{owner}.config" in self.settings:
-            hint = f"; an entry of its configuration is --{owner}.config.{entry}"
+            hint = f"; for an entry of its configuration, use --{owner}.config.{entry}"
         raise RecipeError(f"unknown flag --{name} (value {text!r}){hint or '; --help lists all flags'}")
 
     def _meant(self, key: str, value: Any) -> Any:
-        """What is meant where a value is often written in another way."""
+        """Return the canonical value for common other spellings."""
         return ALSO_CALLED.get((key, str(value)), _as_list(self.settings[key].hint, value))
 
     def _elsewhere(self, key: str) -> str:
@@ -185,12 +186,12 @@ class RecipeParser:
         return f"; {whose} has no {name}, {has}: take --{section} {kinds[-1]}" if kinds else ""
 
     def _convert(self, parse: Callable[[], Namespace], given: Mapping[str, Any]) -> dict[str, Any]:
-        """The settings that ``parse`` finds; jsonargparse's messages of many lines become one."""
+        """Return the settings from ``parse``, with jsonargparse's errors in one line."""
         for key in (key for key in given if key in self.settings):
             hint, value = self.settings[key].hint, given[key]
             counted = _accepts(hint, int, float) and isinstance(value, int | str)
             if counted and fullmatch(r"[-+]?\d{20,}", str(value)):
-                raise RecipeError(f"{key} is a number of {len(str(value).lstrip('+-'))} digits: nothing counts so far")
+                raise RecipeError(f"{key} has {len(str(value).lstrip('+-'))} digits: give a smaller number")
             tree = _value_of(key, value) if _accepts(hint, dict) else None
             if isinstance(tree, Mapping) and any(isinstance(name, float) for name in tree):  # 0.5 would become 0
                 raise Refused(key, _explain(key, hint, value))
@@ -209,11 +210,11 @@ class RecipeParser:
 
 
 def _others(part: str) -> str:
-    return f"--{part} CLASS takes another: {', '.join(known_classes(part))}; or one of your own, as module.Class"
+    return f"--{part} CLASS chooses the class: {', '.join(known_classes(part))}; or a custom one, as module.Class"
 
 
 def load_yaml_file(path: Path) -> dict[Any, Any]:
-    """The settings in a YAML file, nested as they are written; an error names the file."""
+    """Return the nested settings of a YAML file; errors name the file."""
     try:
         tree = load_yaml(read_regular(path, MOST_BYTES).decode()) or {}
         require(isinstance(tree, dict), f"must hold a mapping of settings, not a {type(tree).__name__}")
@@ -232,7 +233,7 @@ def load_yaml_file(path: Path) -> dict[Any, Any]:
 
 
 def line_of(path: Path, key: str) -> int | None:
-    """The line of a YAML file, valid as a whole, that has ``key`` in it, nested or with dots."""
+    """Return the line of ``key``, nested or with dots, in a valid YAML file."""
     node, line = yaml.compose(path.read_text(), yaml.SafeLoader), None
     while key and isinstance(node, yaml.MappingNode):
         near = [(name, value) for name, value in node.value if f"{key}.".startswith(f"{name.value}.")]
@@ -244,25 +245,25 @@ def line_of(path: Path, key: str) -> int | None:
 
 
 def load_yaml(text: str) -> Any:
-    """What jsonargparse makes of YAML, with its safe loader.
+    """Parse YAML with jsonargparse's safe loader.
 
     Raises:
-        RecipeError: for a duplicate key, of which it would silently keep the last, for a key that is no scalar, and for
-            aliases that come to more than :data:`MOST_NODES` entries.
-        YAMLError: for what is not valid YAML, and for a value that does not fit its tag.
+        RecipeError: for a duplicate key (the loader would silently keep the last), for a key that is not a scalar, and
+            for aliases that expand to more than :data:`MOST_NODES` entries.
+        YAMLError: for invalid YAML, and for a value that does not fit its tag.
     """
     root, seen = None, 0
     if yaml.__with_libyaml__ and sum(map(text.count, "[{-?:")) <= MAX_FOR_C:
-        with suppress(yaml.YAMLError):  # Python's error says more
+        with suppress(yaml.YAMLError):  # the Python parser's error is more precise
             root = yaml.compose(text, yaml.CSafeLoader)
     nodes = [(0, root or yaml.compose(text, yaml.SafeLoader))]
     while nodes:
         depth, node = nodes.pop()
         seen += 1
         if seen > MOST_NODES:
-            raise RecipeError(f"comes to more than {MOST_NODES:,} entries: too many, or aliases of aliases")
+            raise RecipeError(f"has more than {MOST_NODES:,} entries, with aliases expanded: shorten it")
         if depth > MAX_DEPTH:
-            raise RecursionError  # as Python's loader does
+            raise RecursionError  # like Python's loader
         lines: dict[str, int] = {}
         for key, value in node.value if isinstance(node, yaml.MappingNode) else ():
             line = key.start_mark.line + 1
@@ -275,12 +276,12 @@ def load_yaml(text: str) -> Any:
         nodes += [(depth + 1, item) for item in node.value] if isinstance(node, yaml.SequenceNode) else []
     try:
         return get_loader("yaml")(text)
-    except (ValueError, AttributeError, TypeError, LookupError, OverflowError) as error:  # of !!int x, !!bool x, ...
+    except (ValueError, AttributeError, TypeError, LookupError, OverflowError) as error:  # such as !!int x or !!bool x
         raise yaml.YAMLError(f"a value does not fit its tag ({cause(error)})") from error
 
 
 def _value(text: Any) -> Any:
-    """What YAML makes of a text; anything else, and what is no YAML, as it is."""
+    """Parse a text as YAML; return other values, and texts that are not YAML, unchanged."""
     try:
         return load_yaml(text) if isinstance(text, str) else text
     except yaml.YAMLError:
@@ -290,7 +291,7 @@ def _value(text: Any) -> Any:
 def _value_of(key: str, text: Any) -> Any:
     try:
         return _value(text)
-    except RecipeError as error:  # a duplicate key, aliases without end
+    except RecipeError as error:  # a duplicate key, too many aliases
         raise RecipeError(f"{key}={text!r}: {error}") from None
 
 
@@ -298,7 +299,7 @@ set_loader("strict_yaml", load_yaml, exceptions=(yaml.YAMLError,))
 
 
 class _Formatter(DefaultHelpFormatter):
-    """jsonargparse's help page with the type beside the flag, instead of in the text behind it."""
+    """jsonargparse's help page, with the type next to the flag instead of in its description."""
 
     def __init__(self, prog: str, **options: Any) -> None:
         super().__init__(prog, max_help_position=34, **options)
@@ -311,7 +312,7 @@ class _Formatter(DefaultHelpFormatter):
 
 
 def _documentation(owner: type, name: str) -> str:
-    """What the docstring of the class, or of the base class that has the field, says about the field ``name``."""
+    """Return the description of the field ``name`` from the docstring of the class or its base classes."""
     for cls in owner.__mro__:
         for parameter in parse_docstring(cls.__doc__ or "").params:
             if parameter.arg_name == name:
@@ -320,19 +321,19 @@ def _documentation(owner: type, name: str) -> str:
 
 
 def _flatten(tree: Mapping[Any, Any], sections: set[str], prefix: str = "") -> Iterable[tuple[str, Any]]:
-    """The settings of a nested mapping by their dotted names; a dict that is itself a value stays whole."""
+    """Yield the settings of a nested mapping with dotted names; a dict that is a value is not split."""
     for name, value in tree.items():
         key = f"{prefix}{name}"
         if key not in sections:
             yield key, value
         elif isinstance(value, Mapping):
             yield from _flatten(value, sections, f"{key}.")
-        elif value is not None:  # a section with nothing under it
-            raise RecipeError(f"{key}={value!r} is a section: it must hold settings such as {key}.NAME")
+        elif value is not None:  # ``None`` is an empty section
+            raise RecipeError(f"{key}={value!r} is a section: give it settings, such as {key}.NAME")
 
 
 def _describe(hint: Any) -> str:
-    """A type as a person reads it: ``int|null``, ``dict[int,int]``, ``cosine|linear``."""
+    """Format a type for help and messages: ``int|null``, ``dict[int,int]``, ``cosine|linear``."""
     if hint in (None, type(None)):
         return "null"
     if get_origin(hint) in (Literal, *UNIONS):
@@ -343,24 +344,24 @@ def _describe(hint: Any) -> str:
 
 
 def _explain(key: str, hint: Any, value: Any) -> str:
-    """Why ``value`` was refused, with the choice that is nearest to it."""
+    """Return the error for an invalid ``value``, with the nearest choice."""
     if (reason := NOT_OFFERED.get((key, str(value)))) is not None:
-        return f"{key}={value} is refused: {reason}"
+        return f"{key}={value} is not supported: {reason}"
     wanted, choices = _describe(hint), _choices(hint)
-    if (meant := MEANT.get((key, str(value).lower()))) is not None:  # of YAML, in which yes is no text
+    if (meant := MEANT.get((key, str(value).lower()))) is not None:  # YAML reads yes as a bool
         return f"{key}={value!r} must be {wanted}; did you mean {meant}?"
     words = [word for word in findall(r"[\w.-]+", str(value)) if word not in choices]
     return f"{key}={value!r} must be {wanted}" + (nearest(words[0], choices) if words else "")
 
 
 def _choices(hint: Any) -> list[str]:
-    """The words that ``hint`` offers: none of the names of types, such as float, is meant by anything."""
+    """Return the literal values of ``hint``, without names of types such as float."""
     inner = get_args(hint)
     return list(map(str, inner)) if get_origin(hint) is Literal else [word for one in inner for word in _choices(one)]
 
 
 def _members(hint: Any) -> list[Any]:
-    """The alternatives of ``hint`` besides null."""
+    """Return the alternatives of ``hint`` other than null."""
     members = get_args(hint) if get_origin(hint) in UNIONS else (hint,)
     return [member for member in members if member is not type(None)]
 
@@ -370,17 +371,17 @@ def _accepts(hint: Any, *kinds: type) -> bool:
 
 
 def _as_list(hint: Any, value: Any) -> Any:
-    """A single word, or several with commas, where only a list can be meant: ``tensorboard`` is ``[tensorboard]``."""
+    """Wrap one or several comma-separated words in brackets if the setting is a list: ``[tensorboard]``."""
     if len(_members(hint)) != 1 or not _accepts(hint, list, tuple) or not isinstance(value, str):
         return value
     return value if value == "null" or value.startswith(("[", "(")) else f"[{value}]"
 
 
 def _checked_as(hint: Any) -> Any:
-    """What jsonargparse checks a value as: the type, or for one that is not made of plain ones what YAML makes of it.
+    """Return the type with which jsonargparse checks a value; ``_value`` (plain YAML) if it has other than plain types.
 
-    For a class, a function or ``Any`` it would import whatever module a text or a ``class_path`` names; of
-    ``dict[str, Any]``, it would read strings again, "2" as 2.
+    For a class, a function or ``Any``, jsonargparse would import any module named by a text or a ``class_path``. For
+    ``dict[str, Any]`` it would parse strings again, "2" as 2.
     """
     if get_origin(hint) in UNIONS:
         members = tuple(map(_checked_as, get_args(hint)))

@@ -1,4 +1,4 @@
-"""``trainer plan``: the fastest plan that fits a budget, as a table, as flags to paste, as JSON and as a page."""
+"""``trainer plan``: the fastest plan that fits a budget, as a table, flags to paste, JSON and HTML."""
 
 from __future__ import annotations
 
@@ -30,44 +30,42 @@ if TYPE_CHECKING:
     from trainer.fakegpu.network import Cluster
     from trainer.planner.report import PlanReport
 
-# What of the planner imports torch is imported where it is used: --help answers at once, and what cannot work, too.
-
-BEGAN = time.time_ns()  # before a recipe and what it imports are read
+# Modules that import torch are imported inside the functions, so that --help and errors in flags are fast.
 
 HUB = {
-    "task": "for hf:MODEL: causal-lm, masked-lm, sequence-classification, ... (default: what its config.json is for)",
-    "tokens": "for hf:MODEL: tokens of every text (default: what the model takes, and at most 4096)",
-    "batch": "for hf:MODEL: samples of a step (default: 8)",
-    "lora": "for hf:MODEL: rank of adapters to train instead of the weights",
+    "task": "for hf:MODEL: causal-lm, masked-lm, sequence-classification, ... (default: from its config.json)",
+    "tokens": "for hf:MODEL: tokens per text (default: the maximum of the model, but at most 4096)",
+    "batch": "for hf:MODEL: samples per step (default: 8)",
+    "lora": "for hf:MODEL: rank of LoRA adapters to train instead of the weights",
 }
 VALUED = {
     "gpu": "the GPU to plan for, such as a100-80gb, or cpu (default: the GPU of this machine)",
-    "devices": "ranks in all (default: run.devices, or 1 where that is auto); several, such as 1,8,64, make a table",
-    "nodes": "machines that the ranks are spread over; several, one for each of --devices, make a table (default: 1)",
-    "per-node": "instead of --nodes: devices of a machine (default in a table: 8)",
-    "interconnect": "what joins the devices, such as 100gbe or pcie-4+25gbe (default: ib-hdr); several, such as "
+    "devices": "total ranks (default: run.devices, or 1 if that is auto); several, such as 1,8,64, make a table",
+    "nodes": "number of machines; several, one for each of --devices, make a table (default: 1)",
+    "per-node": "instead of --nodes: devices per machine (default in a table: 8)",
+    "interconnect": "network between devices, such as 100gbe or pcie-4+25gbe (default: ib-hdr); several, such as "
     "100gbe,8x-ib-hdr, make a table",
     "lossy": "true: also consider plans that change the result: bf16 weights, 8-bit state, TF32 (default: false)",
     **HUB,
     "out": "folder for plan.json and .html, or a table's scale.json (default: runs/RECIPE/plan-DATE-TIME-PID)",
 }
 SWITCHES = {
-    "all": "also predict the plans that cannot be chosen, because they are slower than one that fits, or need too much",
-    "json": "print what plan.json holds, and nothing else, on stdout",
+    "all": "also predict plans that cannot be chosen, because they are slower than one that fits, or too large",
+    "json": "print only the content of plan.json on stdout",
 }
 ABOUT = (
-    "Find the fastest plan that fits a memory budget, for GPUs that need not be there; RECIPE may be hf:MODEL, or "
-    "hf:FOLDER with a config.json. Several --devices make a table. For a script that is not ours: "
-    "trainer plan --script FILE --help."
+    "Find the fastest plan that fits a memory budget; no GPU is needed. RECIPE may be hf:MODEL, or hf:FOLDER with a "
+    "config.json. Several --devices make a table. To plan any training script: trainer plan --script FILE --help."
 )
 FLAGS = OwnFlags(VALUED, SWITCHES, about=ABOUT)
 
 
 def plan(argv: list[str]) -> None:
-    """Plan a recipe for one number of devices, or make a table of several; print the answer and write it. If nothing
-    fits, the table is printed and the files are written all the same before a ``RunError``."""
-    launched = "TORCHELASTIC_RUN_ID" in os.environ
-    require(not launched, "trainer plan needs no ranks: start it without a launcher, and say --devices")
+    """Plan a recipe for one number of devices, or make a table of several; print and write the result.
+
+    If nothing fits, a ``RunError`` is raised after printing the table and writing the files."""
+    if "TORCHELASTIC_RUN_ID" in os.environ:
+        raise RecipeError("trainer plan needs no ranks: start it without a launcher, and give --devices")
     if any(word.partition("=")[0] == "--script" for word in argv):
         from trainer.commands.plan_script import plan_script
 
@@ -78,7 +76,7 @@ def plan(argv: list[str]) -> None:
         return
     own = {name: text or "" for name, text in asked.flags if name in VALUED}
     as_json = ("json", None) in asked.flags
-    # Several of any of these are compared in a table; of one of each the fastest plan is searched for.
+    # Several values of one of these make a table; otherwise the fastest plan is searched.
     several = any("," in own.get(name, "") for name in ("devices", "nodes", "interconnect"))
     with contextlib.redirect_stdout(sys.stderr) if as_json else contextlib.nullcontext():
         content, missing = (_scaled if several else _planned)(asked, own)
@@ -92,7 +90,7 @@ def _of_config(reference: str, flags: Flags) -> Recipe | None:
     given = {name: text or "" for name, text in flags if name in HUB}
     if not reference.startswith("hf:"):
         for name in given:
-            raise RecipeError(f"--{name} is for hf:MODEL, a model's config.json: {reference} says it itself")
+            raise RecipeError(f"--{name} is for hf:MODEL, and {reference} is a recipe that sets it: leave it out")
         return None
     from trainer.planner.from_config import hub_recipe
 
@@ -102,17 +100,16 @@ def _of_config(reference: str, flags: Flags) -> Recipe | None:
 
 
 def _planned(asked: Asked, own: dict[str, str]) -> tuple[dict[str, Any], str]:
-    """Search, print for a person, and write the files: what ``plan.json`` holds, and what is missing for a plan."""
+    """Search, print and write files; return the content of ``plan.json``, and why there is no plan (or "")."""
     recipe, _, reference, flags = asked
     cluster = _clusters(recipe, own, False)[-1]
     lossy, gpu = own.get("lossy", "false"), own.get("gpu")
     require(lossy.lower() in ("true", "false"), f"--lossy={lossy!r} must be true or false")
     with quick_imports():
-        import accelerate  # noqa: F401  # the children build modules with it: here once for all of them
+        import accelerate  # noqa: F401  # imported once here instead of in each forked child
 
         from trainer.memory.parameter_groups import choose_trained
         from trainer.planner.from_config import trained_by
-        from trainer.planner.kept import Keeper
         from trainer.planner.report import NOTHING, pasteable, settings, table, why
         from trainer.planner.search import search_for
         from trainer.report.progress import Progress
@@ -127,14 +124,13 @@ def _planned(asked: Asked, own: dict[str, str]) -> tuple[dict[str, Any], str]:
 
     doing("preparing model and data")
     search = search_for(recipe, gpu, cluster.devices, cluster.nodes, interconnect=own.get("interconnect"))
-    search.keeper = Keeper.here(BEGAN)
     out = new_folder("plan", own.get("out"), reference)
-    size = Size(*in_child(planned_size))  # its answer is JSON
+    size = Size(*in_child(planned_size))  # a child answers in JSON
     print(search.heading(size))
     with contextlib.closing(Progress(recipe.run.progress)) as progress:
         progress.start(0)
         doing("predicting")
-        # The batch is the same in all of them, and has been said.
+        # The batch is the same in all plans, and is printed already.
         search.progress = lambda done, total, text: progress.count(done, total, text.partition(" × ")[2])
         report = search.run(lossy.lower() == "true", ("all", None) in flags)
     by, own_flags = trained_by(reference, recipe)
@@ -145,7 +141,7 @@ def _planned(asked: Asked, own: dict[str, str]) -> tuple[dict[str, Any], str]:
     if command:
         print(f"\nthe chosen plan{over}:\n{pasteable(command)}")
     elif report.chosen is not None:
-        print(f"\nthe chosen plan{over}, which no packaged recipe trains:\n{settings(report)}")
+        print(f"\nthe chosen plan{over} (no packaged recipe trains this model):\n{settings(report)}")
     found = {"parameters": size.parameters, "trained_parameters": size.trained, **report.to_json()}
     content = _write(out / "plan.json", reference, found | {"command": " ".join(command) or None})
     drawn = report.drawn.prediction if report.drawn is not None else None
@@ -157,13 +153,13 @@ def _planned(asked: Asked, own: dict[str, str]) -> tuple[dict[str, Any], str]:
 
 
 def _clusters(recipe: Recipe, own: dict[str, str], several: bool) -> list[Cluster]:
-    """The devices and their nodes; that flags name something is seen here, before anything that takes time."""
+    """Return the devices and nodes; invalid flags are rejected here, before anything slow."""
     from trainer.fakegpu.network import USUAL, clusters, interconnects
     from trainer.planner.knobs import devices_of
 
     if own.get("gpu") not in (None, "cpu"):
         gpu_named(own["gpu"])
-    interconnects(own.get("interconnect", USUAL), host_as_device())  # the names are the same for every device
+    interconnects(own.get("interconnect", USUAL), host_as_device())  # rejects unknown names
     devices, nodes = (
         [count(name, part.strip()) for part in own[name].split(",")] if name in own else None
         for name in ("devices", "nodes")
@@ -189,7 +185,7 @@ def _write(path: Path, reference: str, found: dict[str, Any]) -> dict[str, Any]:
 def chosen_command(
     reference: str, passed: Sequence[tuple[str, str | None]], recipe: Recipe, report: PlanReport
 ) -> list[str]:
-    """The command that trains the chosen plan, with the flags that were given, a word each; empty without a plan."""
+    """Return the command that trains the chosen plan, including the given flags; empty without a plan."""
     if report.chosen is None:
         return []
     here = report.devices // report.nodes
@@ -211,7 +207,7 @@ def chosen_command(
 def _scaled(asked: Asked, own: dict[str, str]) -> tuple[dict[str, Any], str]:
     recipe, _, reference, _ = asked
     for name in {"lossy", "all"} & {name for name, _ in asked.flags}:
-        require(False, f"--{name} is for a search for one number of devices: leave it out, or name one number")
+        raise RecipeError(f"--{name} is for a search with one number of devices: leave it out, or give one number")
     sizes = _clusters(recipe, own, True)
     with quick_imports():
         from trainer.fakegpu.network import USUAL, interconnects
@@ -240,15 +236,16 @@ def _scaled(asked: Asked, own: dict[str, str]) -> tuple[dict[str, Any], str]:
     print(f"\nfiles: {escaped(out)}: scale.json")
     if any(row["fits"] for row in content["rows"]):
         return content, ""
-    return content, "nothing fits on any of these numbers of devices: shard over more, or plan one of them"
+    return content, "nothing fits on any of these numbers of devices: use more devices, or plan for one number"
 
 
 PAGE = Path(__file__).with_name("page.html")
 
 
 def write_page(path: Path, content: Mapping[str, Any], timeline: Mapping[str, Any] | None) -> None:
-    """Write ``plan.html``: ``content``, as in ``plan.json``, as a table with two sliders; it needs no network.
-    The memory curve is that of the ``timeline``, as ``plot_plan`` draws it; without one there is none."""
+    """Write ``plan.html``: the content of ``plan.json`` as a table with two sliders; it needs no network.
+
+    It shows the memory curve of ``timeline`` like ``plot_plan``, if given."""
     from trainer.report import page
     from trainer.report.plots import CATEGORIES
 

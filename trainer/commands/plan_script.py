@@ -1,4 +1,4 @@
-"""``trainer plan --script FILE -- ARGS``: what somebody's script would take of a GPU that need not be there."""
+"""``trainer plan --script FILE -- ARGS``: predict the GPU memory of any training script, without a GPU."""
 
 from __future__ import annotations
 
@@ -19,30 +19,30 @@ from trainer.system.redact import redact_value, redact_words
 from trainer.system.text import escaped, parse_budget, wrapped
 
 VALUED = {
-    "script": "the Python file; it runs as `python FILE ARGS` would, in this directory, until it is stopped",
+    "script": "the Python file; it runs like `python FILE ARGS` in this directory, until it is stopped",
     "gpu": "the GPU to plan for, such as a100-80gb (default: the GPU of this machine)",
-    "memory.budget": "what torch may take of it: 8GB, 7.5GiB or 90% (default: all but the CUDA context)",
+    "memory.budget": "memory for torch: 8GB, 7.5GiB or 90% (default: all except the CUDA context)",
     "steps": "optimizer steps after which the script is stopped (default: 3)",
-    "seconds": "that it may take (default: 600)",
-    "config": "NAME=FOLDER with a config.json, for a model that the script wants of the hub; may come several times",
-    "columns": "of missing data sets: NAME:KIND, where KIND is str:CHARACTERS, chat:CHARACTERS, int:CLASSES, float or "
-    "image:SIDE, such as text:str:1000,label:int:2",
-    "rows": "of each split of them (default: 1000)",
+    "seconds": "time limit of the script (default: 600)",
+    "config": "NAME=FOLDER with a config.json, for a hub model that the script loads; may be repeated",
+    "columns": "columns of missing datasets: NAME:KIND, where KIND is str:CHARACTERS, chat:CHARACTERS, int:CLASSES, "
+    "float or image:SIDE, such as text:str:1000,label:int:2",
+    "rows": "rows in each split of missing datasets (default: 1000)",
     "out": "folder for plan.json, plan.png and script.log (default: runs/SCRIPT/plan-DATE-TIME-PID)",
 }
-FLAGS = OwnFlags(VALUED, {"json": "print what plan.json holds, and nothing else, on stdout"})
+FLAGS = OwnFlags(VALUED, {"json": "print only the content of plan.json on stdout"})
 USAGE = "usage: trainer plan --script FILE [flags] [-- ARGS OF THE SCRIPT]"
 
 
 def plan_script(argv: Sequence[str]) -> None:
-    """Plan a script; print the answer and write it, also if it does not fit, which is a ``RunError``."""
+    """Plan a script; print and write the result; raise a ``RunError`` at the end if it does not fit."""
     from trainer.commands.flags import scan
     from trainer.report.plots import plot_plan
 
     words, args = list(argv), list[str]()
     if "--" in words:
         words, args = words[: words.index("--")], words[words.index("--") + 1 :]
-    own = "the script's own arguments come after --"
+    own = "put the arguments of the script after --"
     for name in (word.partition("=")[0][2:] for word in words if word.startswith("--")):
         known = {"help": "", **VALUED, **FLAGS.switches}
         require(name in known, f"unexpected --{name}: {own}{did_you_mean(name, known, '--')}")
@@ -55,33 +55,33 @@ def plan_script(argv: Sequence[str]) -> None:
     script = _script(
         {name: text or "" for name, text in flags}, [text or "" for name, text in flags if name == "config"], args
     )
-    said, date = redact_words(args), time.strftime("%Y-%m-%d %H:%M:%S %z")
+    shown, date = redact_words(args), time.strftime("%Y-%m-%d %H:%M:%S %z")
     answer = scripts.plan_script(script)
     timeline, capacity, title = answer.pop("picture")
     plot_plan(timeline, capacity, title, Path(script.out, "plan.png"))
-    found = {"script": script.path, "args": said, "date": date} | redact_value(answer)
+    found = {"script": script.path, "args": shown, "date": date} | redact_value(answer)
     text = found.pop("text")
     found["versions"] = versions()
     write_atomic(Path(script.out, "plan.json"), json.dumps(found, indent=1, ensure_ascii=False) + "\n")
-    lines = [wrapped(f"script    {' '.join([script.path, *said])}", " " * 10), text]
-    lines += [f"steps     {found['steps']} were traced"] + [f"outlined  {line}" for line in found["outlined"]]
+    lines = [wrapped(f"script    {' '.join([script.path, *shown])}", " " * 10), text]
+    lines += [f"steps     {found['steps']} traced"] + [f"outlined  {line}" for line in found["outlined"]]
     lines += [f"\nfiles: {escaped(Path(script.out))}: plan.json, plan.png, {scripts.LOG}"]
     print(json.dumps(found, indent=1) if ("json", None) in flags else "\n".join(lines))
     if not found["fits"]:
-        there = f"there are {found['capacity_gb']:.3f} GB for torch"
-        raise RunError(f"it does not fit: {script.path} takes {found['reserved_gb']:.3f} GB, and {there}")
+        needs, limit = f"{found['reserved_gb']:.3f} GB", f"{found['capacity_gb']:.3f} GB"
+        raise RunError(f"it does not fit: {script.path} needs {needs}, and torch can use {limit}")
 
 
 def _script(own: dict[str, str], named: Sequence[str], args: Sequence[str]) -> scripts.Script:
     require(Path(own["script"]).is_file(), f"--script {own['script']}: no such file")
     if "gpu" in own:
-        require(own["gpu"] != "cpu", "--gpu=cpu: a script is planned on a GPU: name one, such as --gpu rtx-4090")
+        require(own["gpu"] != "cpu", "--gpu=cpu is not supported for scripts: give a GPU, such as --gpu rtx-4090")
         gpu_named(own["gpu"])
     if "memory.budget" in own:
         parse_budget(own["memory.budget"], 1)
     pairs = [text.partition("=") for text in named]
     for name, _, folder in pairs:
-        require(Path(folder, "config.json").is_file(), f"--config {name}={folder}: no config.json is in that folder")
+        require(Path(folder, "config.json").is_file(), f"--config {name}={folder}: the folder has no config.json")
     configs = {name: str(Path(folder).absolute()) for name, _, folder in pairs}
     numbers = {name: count(name, own[name]) for name in ("steps", "seconds", "rows") if name in own}
     out = str(new_folder("plan", own.get("out"), own["script"]))

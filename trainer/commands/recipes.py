@@ -1,4 +1,4 @@
-"""Where recipes are: packaged names, Python files, and the YAML files that runs write."""
+"""Loading of recipes: packaged names, Python files, and YAML files, such as those written by runs."""
 
 from __future__ import annotations
 
@@ -26,79 +26,81 @@ from trainer.system.text import wrapped
 if TYPE_CHECKING:
     from trainer.commands.flags import Flags, RecipeParser
 
-MOST = 1_000_000  # limit of the counts in a command's own flags: devices, nodes, steps, trials
+MOST = 1_000_000  # limit of integer flags of commands: devices, nodes, steps, trials
 
 
 def recipes_folder() -> Path:
-    """The packaged recipes: inside the installed package, or beside it in a checkout."""
+    """Return the folder of the packaged recipes: inside the installed package, or next to it in a checkout."""
     package = Path(__file__).parents[1]
     installed = package / "recipes"
     return installed if installed.is_dir() else package.parent / "recipes"
 
 
 def packaged_recipes() -> list[str]:
-    """The names of the packaged recipes."""
+    """Return the names of the packaged recipes."""
     return sorted(path.stem for path in recipes_folder().glob("*.py") if not path.stem.startswith("_"))
 
 
 def load_recipe(reference: str, *, trusted: bool = False) -> tuple[Recipe, str | None]:
-    """The recipe that ``reference`` names, and its source: a packaged name or the absolute path of a Python file;
-    ``None`` of one that was made in Python.
+    """Return the recipe ``reference`` and its source: a packaged name or the absolute path of a Python file.
+
+    The source is ``None`` for a YAML file that names classes instead of a recipe.
 
     Args:
-        reference: a packaged name, a path to a ``.py`` file that defines ``recipe``, or a path to a ``.yaml`` file
-            whose key ``recipe`` names one of these, or which names the classes of model and data; the YAML file's
-            other settings are then applied.
-        trusted: whether a ``.py`` file that the YAML file names is executed (``--trust-recipe``). One that
-            ``reference`` names itself is: nobody takes it for settings, nor for the files of a run.
+        reference: a packaged name, a path to a ``.py`` file that defines ``recipe``, or a path to a ``.yaml`` file. The
+            YAML file names a recipe with the key ``recipe``, or the classes of model and data; its other settings are
+            applied.
+        trusted: execute a ``.py`` file that the YAML file names (``--trust-recipe``). A ``.py`` file that is itself
+            ``reference`` is always executed.
 
     Raises:
-        RecipeError: when there is no such recipe, or it does not load.
+        RecipeError: if there is no such recipe, or it does not load.
     """
     if not reference.endswith((".yaml", ".yml")):
         source = source_of(reference)
         return import_recipe(_path_of(source)), source
-    from trainer.commands.flags import RecipeParser, load_yaml_file  # jsonargparse: `trainer --help` does without
+    from trainer.commands.flags import RecipeParser, load_yaml_file  # jsonargparse: not needed for `trainer --help`
 
     path = Path(reference)
     tree = load_yaml_file(path)
     named = yaml_source(path, tree)
     if named is not None and os.path.isabs(named) and not trusted:
         code = f"{path}: recipe={str(tree['recipe'])!r} is Python code, {os.path.realpath(named)!r}"
-        raise RecipeError(f"{code}, and is not executed: add --{TRUST} if you trust that file")
+        raise RecipeError(f"{code}, and is not executed: add --{TRUST} if you trust the file")
     tree, classes = taken_from(tree)
-    missing = "the key recipe must name a packaged recipe or a .py file, or model.class and data.class what are meant"
-    require(named is not None or classes.keys() == PARTS.keys(), f"{path}: {missing}")
+    if named is None and classes.keys() != PARTS.keys():
+        fix = "add a line `recipe: NAME` with a packaged recipe or a .py file, or give model.class and data.class"
+        raise RecipeError(f"{path} names no recipe: {fix}")
     base = import_recipe(_path_of(named)) if named is not None else Recipe(model=Model(), data=Data(), batch_size=1)
     recipe, needed = _with_classes_of(path, base, classes, trusted)
     changes = yaml_changes(RecipeParser(recipe), path, tree, trusted)
-    why = f"{path}: batch_size is missing: give it, or give accumulate and memory.micro_batch_size"
-    require(named is not None or not changes.keys().isdisjoint({"batch_size", "accumulate"}), why)
+    if named is None and changes.keys().isdisjoint({"batch_size", "accumulate"}):
+        raise RecipeError(f"{path}: batch_size is missing: give it, or accumulate and memory.micro_batch_size")
     require_given(recipe, needed, changes)
     return change(recipe, changes), named
 
 
 def source_of(reference: str, folder: Path | None = None) -> str:
-    """The packaged name, or the absolute path of a file given from ``folder`` (by default the working directory)."""
+    """Return a packaged name, or the absolute path of a file relative to ``folder`` (default: working directory)."""
     names = packaged_recipes()
     if reference in names:
         return reference
     path = Path(os.path.abspath((folder or Path()) / reference))
     if path.suffix != ".py":
-        known = f"packaged recipes: {', '.join(names)}; or give the path of a .py or .yaml file"
-        resolved = Path(reference, "recipe.yaml")  # of a run
+        known = f"packaged recipes: {', '.join(names)}; or the path of a .py or .yaml file"
+        resolved = Path(reference, "recipe.yaml")  # if it is a run directory
         meant = (
             f"; did you mean {resolved}?" if os.path.isfile(path / "recipe.yaml") else did_you_mean(reference, names)
         )
         raise RecipeError(f"unknown recipe {reference!r}{meant} ({known})")
-    if not os.path.isfile(path):  # also for a name that no file can have
+    if not os.path.isfile(path):  # unlike Path.is_file, also for an invalid name
         raise RecipeError(f"recipe {reference!r}: no such file")
     packaged = path.stem in names and path.samefile(recipes_folder() / path.name)
     return path.stem if packaged else str(path)
 
 
 def yaml_source(path: Path, tree: Mapping[Any, Any]) -> str | None:
-    """The recipe that a YAML file says it belongs to, or ``None``."""
+    """Return the recipe named by a YAML file, or ``None``."""
     reference = tree.get("recipe")
     if reference is None:
         return None
@@ -109,13 +111,14 @@ def yaml_source(path: Path, tree: Mapping[Any, Any]) -> str | None:
 
 
 def yaml_changes(parser: RecipeParser, path: Path, tree: Mapping[Any, Any], trusted: bool) -> dict[str, Any]:
-    """The settings of a YAML file, without the name of its recipe; errors name the file. An optimizer of anybody's own
-    is code, as a class is: refused unless the file is ``trusted``."""
+    """Return the settings of a YAML file, without the name of its recipe; errors name the file.
+
+    A custom optimizer is code, like a class: it is rejected unless the file is ``trusted``."""
     try:
         changes = parser.read_yaml({key: value for key, value in tree.items() if key != "recipe"})
         name = changes.get("optim.name", "adamw")
-        why = f"optim.name={name!r} is Python code that only a file names, and is not imported: add --{TRUST} if you"
-        require(trusted or not Optim(name).is_code, f"{why} trust that file")
+        code = f"optim.name={name!r} is Python code named by a file and is not imported"
+        require(trusted or not Optim(name).is_code, f"{code}: add --{TRUST} if you trust the file")
     except RecipeError as error:
         from trainer.commands.flags import line_of
 
@@ -125,16 +128,16 @@ def yaml_changes(parser: RecipeParser, path: Path, tree: Mapping[Any, Any], trus
 
 
 def import_recipe(path: Path) -> Recipe:
-    """The ``recipe`` of a Python file, run as ``python FILE`` would, but not as ``__main__``."""
+    """Run a Python file like ``python FILE``, but not as ``__main__``, and return its ``recipe``."""
     if path.parent != recipes_folder() and str(path.parent) not in sys.path:
-        sys.path.insert(0, str(path.parent))  # a recipe may import what lies beside it
+        sys.path.insert(0, str(path.parent))  # a recipe may import modules of its folder
     name = path.stem
     while name in sys.modules:
         name += "_"
     spec = spec_from_file_location(name, path)
     assert spec is not None
     assert spec.loader is not None
-    module = sys.modules[name] = module_from_spec(spec)  # dataclasses look their module up there
+    module = sys.modules[name] = module_from_spec(spec)  # dataclasses look up their module here
     try:
         spec.loader.exec_module(module)
     except BaseException as error:
@@ -148,7 +151,7 @@ def import_recipe(path: Path) -> Recipe:
             lines = [error.lineno]
         raise RecipeError(f"recipe {path}{f' line {lines[-1]}' if lines else ''}: {what}") from error
     recipe = getattr(module, "recipe", None)
-    require(recipe is not None, f"recipe {path} defines no recipe: it needs a line `recipe = Recipe(...)`")
+    require(recipe is not None, f"recipe {path} defines no recipe: add a line `recipe = Recipe(...)`")
     if not isinstance(recipe, Recipe):
         raise RecipeError(f"recipe {path}: recipe is a {type(recipe).__name__}, not a trainer.Recipe")
     return recipe
@@ -172,8 +175,8 @@ def _path_of(source: str) -> Path:
 
 
 class Asked(NamedTuple):
-    """What a command line asks for: the recipe with all YAML files and flags applied, where it was found, what named it
-    (or its run directory) on the command line, and all flags that were given."""
+    """A parsed command line: the recipe with all YAML files and flags applied, its source, the word that named it or
+    its run directory, and all given flags."""
 
     recipe: Recipe
     source: str | None
@@ -189,8 +192,9 @@ def asked_for(
     named: Callable[[str], str] = str,
     made: Callable[[str, Flags], Recipe | None] = lambda reference, flags: None,
 ) -> Asked | None:
-    """Read a command line of RECIPE or RUN_DIR (``what``) and flags; ``None`` if printing was all that was asked for.
-    The recipe of a RUN_DIR is what ``named`` finds; one in no file is ``made`` from the command's own flags."""
+    """Parse a command line of RECIPE or RUN_DIR (``what``) and flags; ``None`` after printing help or the recipe.
+
+    ``named`` returns the recipe file for a RUN_DIR; ``made`` may build a recipe from the command's flags instead."""
     from trainer.commands.flags import scan
 
     positionals, flags = scan(argv, own)
@@ -226,13 +230,13 @@ def _own_page(command: str, what: str, own: OwnFlags) -> str:
             f"usage: trainer {command} {what}{f' [{own.words.upper()} ...]' if own.words else ''} [flags]\n",
             wrapped(own.about, "") + "\n",
             *(wrapped(f"  {flag:<{width}}  {text}", " " * (width + 4)) for flag, text in rows.items()),
-            f"\nEvery setting of the recipe is a flag, too: trainer {command} {what} --help lists them.",
+            f"\nEach setting of the recipe is also a flag: trainer {command} {what} --help lists them.",
         ]
     )
 
 
 def resolve(recipe: Recipe, source: str | None, flags: Flags, usage: str, own: OwnFlags = NONE) -> Recipe | None:
-    """``recipe`` with the YAML files and flags applied, or ``None`` when printing was all that was asked for."""
+    """Return ``recipe`` with YAML files and flags applied; ``None`` after printing help or the recipe."""
     from trainer.commands.flags import RecipeParser, load_yaml_file
 
     named = {name.removesuffix(f".{CLASS}"): text for name, text in flags if text and _names_class(name)}
@@ -241,7 +245,7 @@ def resolve(recipe: Recipe, source: str | None, flags: Flags, usage: str, own: O
     for path in [Path(text) for name, text in flags if name == "config" and text]:  # later files over earlier ones
         tree = load_yaml_file(path)
         if yaml_source(path, tree) not in (None, source):
-            raise RecipeError(f"{path}: recipe={tree['recipe']!r} is not the recipe asked for, {source!r}")
+            raise RecipeError(f"{path}: recipe={tree['recipe']!r} differs from the given recipe {source!r}")
         rest, classes = taken_from(tree)
         classes = {part: name for part, name in classes.items() if part not in named}
         recipe, missing = _with_classes_of(path, recipe, classes, (TRUST, None) in flags)
@@ -278,14 +282,14 @@ def _with_classes_of(
 
 
 def count(name: str, text: str) -> int:
-    """The value of ``--name``, an integer of at least 1."""
-    fits = text.isascii() and text.isdecimal() and len(text) < 10 and 0 < int(text) <= MOST
-    require(fits, f"--{name}={text[:40]!r} must be an integer of at least 1, and at most {MOST:,}")
+    """Parse the value of ``--name``, an integer of at least 1."""
+    if not (text.isascii() and text.isdecimal() and len(text) < 10 and 0 < int(text) <= MOST):
+        raise RecipeError(f"--{name}={text[:40]!r} must be an integer from 1 to {MOST:,}")
     return int(text)
 
 
 def new_folder(command: str, wanted: str | None, reference: str) -> Path:
-    """The folder for ``command.json``, made: ``wanted`` by ``--out``, or one of the recipe's; not one that has it."""
+    """Create the folder for ``command.json``: ``wanted`` (``--out``) or a default; reject one with such a file."""
     out = Path(wanted or default_folder(reference, f"{command}-")).absolute()
     make_folder("--out", out)
     require(not (out / f"{command}.json").exists(), f"--out={out} already holds a {command}: choose another folder")

@@ -1,4 +1,4 @@
-"""``trainer fit``, ``trainer evaluate`` and ``trainer predict``, and recipes that are run as scripts."""
+"""``trainer fit``, ``evaluate``, ``predict`` and ``export``, and recipes that are run as scripts."""
 
 from __future__ import annotations
 
@@ -17,28 +17,28 @@ if TYPE_CHECKING:
     from trainer.api import FinishedRun
     from trainer.commands.flags import Flags
 
-# What trains imports torch: it is imported where it is used, so that --help answers at once.
+# Modules that import torch are imported inside the functions, so that --help is fast.
 
 EVALUATE_FLAGS = OwnFlags(about="Evaluate the trained model of a run directory on its test set, or its validation set.")
 PREDICT_FLAGS = OwnFlags(
     {
-        "path": "files, folders, patterns and tables (.csv, .jsonl, .parquet) to classify; needs no --path",
-        "text": "texts to classify, or to go on from by a language model",
+        "path": "files, folders, patterns and tables (.csv, .jsonl, .parquet) to classify; --path may be omitted",
+        "text": "texts to classify, or to continue with a language model",
         "image": "image files to classify",
-        "output": "write the predictions to a .csv, .jsonl or .parquet file, instead of printing them",
-        "top-k": "tell so many of the most probable classes (default: 1)",
-        "max-new-tokens": "of a language model: tokens that it writes after a text, at most (default: 128)",
-        "temperature": "draw tokens, by --seed, from scores that are divided by this (default: 0, the likeliest)",
-        "top-p": "draw of the likeliest tokens that together have this probability (default: of all)",
-        "column": "of a table: the texts, or the paths of the images (default: data.text_column)",
-        "batch-size": "inputs that go through the model at once (default: 32)",
-        "device": "auto, cpu, cuda or cuda:1 (default: auto, a GPU where there is one)",
-        "precision": "what is computed in, as memory.precision (default: 32-true)",
+        "output": "write the predictions to a .csv, .jsonl or .parquet file instead of printing them",
+        "top-k": "number of most probable classes to report (default: 1)",
+        "max-new-tokens": "maximum number of tokens that a language model generates (default: 128)",
+        "temperature": "sample tokens from scores divided by this, with --seed (default: 0, the most probable)",
+        "top-p": "sample from the most probable tokens that together have this probability (default: all)",
+        "column": "column of a table with texts or paths of images (default: data.text_column)",
+        "batch-size": "inputs per forward pass (default: 32)",
+        "device": "auto, cpu, cuda or cuda:1 (default: auto, a GPU if available)",
+        "precision": "precision of the computation, as memory.precision (default: 32-true)",
     },
-    {"probabilities": "tell the probability of every class"},
+    {"probabilities": "report the probability of every class"},
     several=("path", "text", "image"),
     words="path",
-    about="Classify files, folders, tables, texts or images with the trained model of a run directory, or write on.",
+    about="Classify files, folders, tables, texts or images with the model of a run directory, or continue texts.",
 )
 FORMATS = ("onnx", "hf", "peft", "hub")
 EXPORT_FLAGS = OwnFlags(
@@ -46,10 +46,10 @@ EXPORT_FLAGS = OwnFlags(
         "to": "onnx (a file), hf (a folder that transformers loads), peft (adapters alone) or hub (a repository on the "
         "Hugging Face hub)",
         "output": "the file or folder (default: model.onnx, hf or peft in the run directory)",
-        "repo": "of --to hub: NAME/MODEL",
+        "repo": "for --to hub: NAME/MODEL",
     },
-    {"public": "make the repository a public one; it is private by default"},
-    about="Write the trained model of a run for others, and check that what was written gives its outputs.",
+    {"public": "make a new repository public (default: private)"},
+    about="Export the trained model of a run, and check that the export has the same outputs.",
 )
 
 
@@ -66,7 +66,7 @@ def fit(argv: list[str]) -> None:
 
 
 def fit_script(recipe: Recipe) -> None:
-    """``python my_recipe.py``, with the flags of ``trainer fit``."""
+    """Run ``python my_recipe.py`` with the flags of ``trainer fit``."""
     from trainer.faults.signals import leave_before_training
 
     leave_before_training()
@@ -75,7 +75,7 @@ def fit_script(recipe: Recipe) -> None:
     script = getattr(sys.modules["__main__"], "__file__", None)
     if script is None:
         raise RecipeError(
-            "main(recipe) is for recipe files that are run as scripts: in a notebook, say fitted = fit(recipe)"
+            "main(recipe) is for recipe files that are run as scripts: in a notebook, use fitted = fit(recipe)"
         )
     positionals, flags = scan(sys.argv[1:])
     if positionals:
@@ -113,7 +113,7 @@ def predict(argv: list[str]) -> None:
 
 
 def _number(key: str, text: str) -> float:
-    """What a flag gives; PredictOptions says what is too large."""
+    """Parse a number; PredictOptions checks its range."""
     try:
         return float(text)
     except ValueError:
@@ -121,7 +121,7 @@ def _number(key: str, text: str) -> float:
 
 
 def export(argv: list[str]) -> None:
-    """Write the trained model of a run directory for others: ONNX, transformers or the hub."""
+    """Export the trained model of a run directory to ONNX, transformers, peft or the hub."""
     if asked := asked_for("export", "RUN_DIR", argv, EXPORT_FLAGS, named=_recipe_of):
         given = {name: text for name, text in asked.flags if name in EXPORT_FLAGS.valued and text}
         to = given.get("to", "")
@@ -138,7 +138,7 @@ def export(argv: list[str]) -> None:
 
 
 def inputs(flags: Flags) -> tuple[list[str], list[str], list[str]]:
-    """The texts, the images, or the paths of files and folders that are to be classified: one of the three."""
+    """Return the texts, the images and the paths to classify; exactly one of them must be given."""
     texts, images, paths = found = [
         [text for name, text in flags if name == wanted and text is not None] for wanted in ("text", "image", "path")
     ]
@@ -148,22 +148,23 @@ def inputs(flags: Flags) -> tuple[list[str], list[str], list[str]]:
     several = ", not both" if sum(map(bool, found)) > 1 else ""
     ways = "either --text TEXT or --image PATH, or files and folders after RUN_DIR"
     require(sum(map(bool, found)) == 1, f"predict needs {ways}{several}")
-    for image in images:  # os.path also takes a name that no file can have
-        why = "is a folder: give it after RUN_DIR, without --image" if os.path.isdir(image) else "no such file"
-        require(os.path.isfile(image), f"image {image!r}: {why}")
+    for image in images:  # unlike Path.is_dir, os.path accepts invalid names
+        if not os.path.isfile(image):
+            why = "is a folder: give it after RUN_DIR, without --image" if os.path.isdir(image) else "no such file"
+            raise RecipeError(f"image {image!r}: {why}")
     return texts, images, paths
 
 
 def load(run_dir: str | Path, recipe: Recipe | None = None, *, trusted: bool = False) -> FinishedRun:
-    """A finished run, by its directory: its model, its figures, and what predicts and evaluates.
+    """Load a finished run: its model and metrics, with methods to predict and evaluate.
 
     Args:
-        run_dir: what ``fit``, or ``trainer fit``, has written.
-        recipe: what was trained, where that has classes of your own; by default as its ``recipe.yaml`` says.
-        trusted: whether Python code that its ``recipe.yaml`` names is imported, as by ``--trust-recipe``.
+        run_dir: the run directory written by ``fit`` or ``trainer fit``.
+        recipe: the trained recipe, needed if it has custom classes; by default the one in ``recipe.yaml``.
+        trusted: import Python code that ``recipe.yaml`` names, like ``--trust-recipe``.
 
     Raises:
-        RecipeError: when there is no finished run, or its recipe does not load.
+        RecipeError: if there is no finished run, or its recipe does not load.
     """
     found = _recipe_of(str(run_dir))
     if recipe is None:

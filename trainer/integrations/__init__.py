@@ -1,1 +1,1 @@
-"""For training loops and trainers that are not ours."""
+"""Parts of this package for use in other training loops and trainers."""

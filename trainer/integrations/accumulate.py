@@ -1,4 +1,4 @@
-"""Exact accumulation for people with a training loop of their own."""
+"""Exact gradient accumulation for custom training loops."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 Group = torch.distributed.ProcessGroup
-SAME_NORM = 1e-4  # how far the norms of the ranks' weights may be apart, where the ranks differ in hardware
+SAME_NORM = 1e-4  # maximum relative difference of the ranks' weight norms: hardware may differ
 
 
 class AccumulatingOptimizer(Optimizer):
     """Wraps a torch optimizer so that every ``steps``-th call of :meth:`step` updates the weights.
 
-    Put it in place of the optimizer, and call ``backward``, ``step`` and ``zero_grad`` once a micro-batch, as before::
+    Use it in place of the optimizer, and call ``backward``, ``step`` and ``zero_grad`` for each micro-batch::
 
         optimizer = AccumulatingOptimizer(torch.optim.AdamW(model.parameters()), steps=8)
         for batch, target in loader:
@@ -30,35 +30,35 @@ class AccumulatingOptimizer(Optimizer):
 
     Two ways to be exact:
 
-    * losses are means over micro-batches of equal size: ``step()`` divides by how many of them the window has;
+    * losses are means over micro-batches of equal size: ``step()`` divides by their number in the window;
     * losses are *sums*: ``step(weight=n)`` with the number of items of each micro-batch divides by their total, which
       is also exact when micro-batches differ in size.
 
-    On several ranks it is the optimizer of one model that all of them train: weights are summed over the ranks, once an
-    update, and so are gradients, whether DDP has averaged them already or not (a sum of equal means is the sum of what
-    they are means of). So micro-batches may differ in size from rank to rank, and a window may end anywhere. Leave DDP
-    to synchronise where :attr:`is_last` says, or run every backward under its ``no_sync()``, which sends gradients once
-    an update instead of twice. FSDP must reduce in the last backward of every window, also of one that is flushed
-    (``set_requires_gradient_sync``). Every rank ends the same windows and flushes with the others; one that has run out
-    of micro-batches calls ``step(weight=0)``, or flushes an empty window.
+    On several ranks, all ranks train one model. Weights and gradients are summed over the ranks once per update,
+    whether DDP has averaged the gradients already or not (a sum of equal means is the sum of the averaged values). So
+    micro-batches may differ in size between ranks, and a window may end anywhere. Let DDP synchronise only if
+    :attr:`is_last` is true, or run every backward under its ``no_sync()``, which sends gradients once per update
+    instead of twice. FSDP must reduce in the last backward of every window, including flushed ones
+    (``set_requires_gradient_sync``). All ranks must end and flush the same windows. A rank without micro-batches calls
+    ``step(weight=0)``, or flushes an empty window.
 
-    With ``torch.amp.GradScaler``, call ``scaler.step(optimizer)`` and ``scaler.update()`` once a micro-batch: gradients
-    are unscaled as they come, so the scale may change within a window. A window with an overflow is dropped whole, on
-    all ranks.
+    With ``torch.amp.GradScaler``, call ``scaler.step(optimizer)`` and ``scaler.update()`` for each micro-batch.
+    Gradients are unscaled immediately, so the scale may change within a window. A window with an overflow is dropped
+    on all ranks.
 
-    Between ``step()`` and the next backward the gradients are the sum so far: ``model.zero_grad()`` in the place of
-    ``optimizer.zero_grad()`` is an error. Clip by ``clip_norm``: clipping in the loop would see the sum so far, of this
-    rank alone.
+    Between ``step()`` and the next backward the gradients are the sum so far: calling ``model.zero_grad()`` instead of
+    ``optimizer.zero_grad()`` is an error. Clip with ``clip_norm``: clipping in the loop would clip this rank's sum so
+    far.
 
     Args:
-        optimizer: any that needs no closure.
-        steps: micro-batches in a window.
-        clip_norm: largest global norm of the window's gradient.
-        group: the ranks that train this model; by default all. For a model of each rank's own:
+        optimizer: any optimizer that needs no closure.
+        steps: micro-batches per window.
+        clip_norm: maximum global norm of the window's gradient.
+        group: the ranks that train this model; by default all. If each rank trains a separate model, use
             ``torch.distributed.new_subgroups(1)[0]``.
     """
 
-    # Tells GradScaler.step to hand over scale and overflow flag instead of unscaling the same gradient again and again.
+    # Makes GradScaler.step pass the scale and overflow flag instead of unscaling the same gradient repeatedly.
     _step_supports_amp_scaling = True
 
     def __init__(
@@ -68,8 +68,8 @@ class AccumulatingOptimizer(Optimizer):
             raise ValueError(f"steps={steps} must be at least 1")
         closure = inspect.signature(optimizer.step).parameters.get("closure")
         if closure is not None and closure.default is inspect.Parameter.empty:
-            raise ValueError(f"{type(optimizer).__name__} needs a closure, inside of which nothing can be accumulated")
-        # No super().__init__(): groups, state and defaults are the wrapped optimizer's own, for schedulers to see.
+            raise ValueError(f"{type(optimizer).__name__} needs a closure, which accumulation cannot support")
+        # No super().__init__(): schedulers must see the groups, state and defaults of the wrapped optimizer.
         self.optimizer, self.steps, self.clip_norm, self.group = optimizer, steps, clip_norm, group
         self.micro_step, self._weight = 0, 0.0
         self._weighted: bool | None = None
@@ -80,7 +80,7 @@ class AccumulatingOptimizer(Optimizer):
         self._shards = _Shards()
 
     def __getstate__(self) -> dict[str, Any]:
-        """Its own state, without what schedulers and hooks have tied to this very object, and the sum so far."""
+        """Return the state and the sum so far, without attributes that schedulers and hooks set on this object."""
         tied = ("step", "_left", "_shards", "grad_scale", "found_inf")
         state = {name: value for name, value in self.__dict__.items() if name not in tied}
         return state | {"_gradients": [parameter.grad for parameter in self._parameters()]}
@@ -109,15 +109,18 @@ class AccumulatingOptimizer(Optimizer):
 
     @property
     def is_last(self) -> bool:
-        """Whether the next ``step`` updates the weights: before that one DDP may synchronise, and FSDP must."""
+        """Whether the next ``step`` updates the weights: before it DDP may synchronise, and FSDP must."""
         return self.micro_step == self.steps - 1
 
     def step(self, closure: Callable[[], Any] | None = None, *, weight: float | None = None) -> bool:  # type: ignore[override]
-        """End a micro-batch, whose loss was summed over ``weight`` items, or is a mean. Returns whether weights moved.
+        """End a micro-batch; return whether the weights were updated.
+
+        Args:
+            weight: number of items that the loss was summed over; ``None`` for a mean.
 
         Raises:
-            RuntimeError: on all ranks alike, when the update would be wrong; see ``flush``. On this rank, when somebody
-                has cleared or changed the sum so far.
+            RuntimeError: on all ranks, if the update would be wrong (see ``flush``); on this rank, if the sum so far
+                was cleared or changed.
         """
         if closure is not None:
             raise ValueError("AccumulatingOptimizer.step takes no closure: call backward() before step()")
@@ -125,7 +128,7 @@ class AccumulatingOptimizer(Optimizer):
             left.require()
         self._left.clear()
         if self._weighted not in (None, weight is not None):
-            raise ValueError("give weight= for every micro-batch of a window, or for none")
+            raise ValueError("weight= was passed for only some micro-batches of a window: pass it for all or none")
         if weight is not None and weight < 0:
             raise ValueError(f"weight={weight} must not be negative")
         self._weighted = weight is not None
@@ -139,35 +142,35 @@ class AccumulatingOptimizer(Optimizer):
         return False
 
     def flush(self) -> bool:
-        """Update with an incomplete window, divided by what it holds. Returns whether weights moved.
+        """Update with an incomplete window, divided by its total weight; return whether the weights were updated.
 
-        On several ranks all of them call it, and each may hold another number of micro-batches, or none.
+        All ranks must call it; they may have different numbers of micro-batches, or none.
 
         Raises:
-            RuntimeError: on all ranks alike, when some flush while others end a full window, the ranks hold different
-                models or weigh differently, FSDP has not reduced, or the scales of their GradScalers differ.
+            RuntimeError: on all ranks, if some flush while others end a full window, the ranks have different models
+                or use ``weight`` differently, FSDP has not reduced, or the scales of their GradScalers differ.
         """
         return self._update(flushes=True)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Clear the gradients, but not within a window, where they are still being summed."""
+        """Clear the gradients; no-op within a window, while they are being summed."""
         if self.micro_step == 0:
             self.optimizer.zero_grad(set_to_none=set_to_none)
 
     def state_dict(self) -> dict[str, Any]:
-        """The wrapped optimizer's state; refused within a window, whose gradients it would lose."""
+        """Return the wrapped optimizer's state; an error within a window, whose gradients would be lost."""
         if self.micro_step:
             done = f"{self.micro_step} of {self.steps} micro-batches are accumulated"
             raise RuntimeError(f"{done}: call flush() before saving")
         return self.optimizer.state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load the wrapped optimizer's state; an incomplete window is forgotten."""
+        """Load the wrapped optimizer's state, and discard an incomplete window."""
         self.optimizer.load_state_dict(state_dict)
         self._start_window()
 
     def _take_scaled(self) -> None:
-        """Under a GradScaler, move this micro-batch's gradient, unscaled, into the window's own sum."""
+        """Add this micro-batch's unscaled gradient to the sum of the window, if a GradScaler is used."""
         scale, overflow = getattr(self, "grad_scale", None), getattr(self, "found_inf", None)
         if overflow is None:
             return
@@ -188,7 +191,7 @@ class AccumulatingOptimizer(Optimizer):
                 self._unscaled[parameter] = gradient
 
     def _update(self, flushes: bool) -> bool:
-        """End the window on all ranks: update, or drop it, on all of them alike."""
+        """End the window: all ranks update, or all ranks drop it."""
         ranks = torch.distributed.get_world_size(self.group) if torch.distributed.is_initialized() else 1
         if ranks == 1 and self.micro_step == 0:
             return False
@@ -222,22 +225,22 @@ class AccumulatingOptimizer(Optimizer):
         return torch.stack(rows).tolist()
 
     def _require_one_model(self, parameters: Sequence[Tensor], ranks: int) -> None:
-        """Ranks that each train a model of their own must not be mixed up, nor replicas that began differently."""
+        """Reject ranks that train separate models, or replicas with different initial weights."""
         norm = sum(float(torch.linalg.vector_norm(p.detach())) for p in parameters if not isinstance(p, DTensor))
         row = [len(parameters), sum(p.numel() for p in parameters), norm]
         counts, sizes, norms = zip(*self._gather(row, parameters[0].device, ranks), strict=True)
         if len({*counts}) > 1 or len({*sizes}) > 1 or max(norms) - min(norms) > SAME_NORM * max(norms):
             raise RuntimeError(
-                f"the {ranks} ranks hold different weights: wrap the model in DistributedDataParallel, which copies "
-                "those of the first, or give group= the ranks of this one (torch.distributed.new_subgroups(1)[0] for "
-                "a model of each rank's own)"
+                f"the {ranks} ranks have different weights: wrap the model in DistributedDataParallel, which copies "
+                "those of rank 0, or pass group= with the ranks of this model (torch.distributed.new_subgroups(1)[0] "
+                "if each rank trains a separate model)"
             )
         self._is_one_model = True
 
     def _finish_gradients(
         self, parameters: Sequence[Tensor], layouts: Sequence[Sequence[float]], weight: float, ranks: int
     ) -> None:
-        """Make the sums of this rank, or means over the ranks, the mean over the window of all ranks."""
+        """Turn the gradients, sums of this rank or means over the ranks, into the mean over all ranks' windows."""
         gradients = [p.grad for p in parameters if p.grad is not None]
         for sharded, divisor in ((False, weight), (True, weight / ranks)):  # FSDP takes the mean over the ranks
             some = [gradient for gradient in gradients if isinstance(gradient, DTensor) == sharded]
@@ -261,38 +264,38 @@ class AccumulatingOptimizer(Optimizer):
 
 
 class _Left:
-    """The gradient that a micro-step has left behind: nobody may touch it before the next backward adds to it."""
+    """The gradient as the last micro-step left it, to detect changes before the next backward adds to it."""
 
     def __init__(self, parameter: Tensor) -> None:
         self.parameter, self.gradient = parameter, parameter.grad
         assert self.gradient is not None
-        # Gradients of shards come without autograd's hooks.
+        # Gradients of shards are set without autograd hooks.
         self.version = None if isinstance(self.gradient, DTensor) else self.gradient._version
         self.handle = parameter.register_hook(self.require) if parameter.requires_grad else None
 
     def require(self, _: Tensor | None = None) -> None:
-        """Called just before the first gradient is added, or at the end of a micro-step that adds none."""
+        """Check the gradient just before the next one is added, or at the end of a micro-step that adds none."""
         before, self.gradient = self.gradient, None
-        if before is None:  # seen already
+        if before is None:  # checked already
             return
         if self.handle is not None:
             self.handle.remove()
         if self.parameter.grad is not before or self.version not in (None, before._version):
             raise RuntimeError(
-                "the gradients of this window were cleared or changed between step() and backward(): call "
-                "optimizer.zero_grad(), which knows of windows, and not model.zero_grad()"
+                "the accumulated gradients were cleared or changed between step() and backward(): call "
+                "optimizer.zero_grad(), which keeps them within a window, instead of model.zero_grad()"
             )
 
 
 class _Shards:
-    """Whether FSDP has reduced everything so far: what it has not, no optimizer can see."""
+    """Tracks whether FSDP has reduced all gradients so far; the optimizer cannot see the others."""
 
     def __init__(self) -> None:
         self.seen: list[tuple[Tensor | None, int]] = []
         self.stale = False
 
     def see(self, parameters: Sequence[Tensor]) -> None:
-        """Called after every backward: one that reduces changes the gradients of some shards."""
+        """Record the gradients after a backward: one that reduces changes the gradients of some shards."""
         gradients: list[Any] = [p.grad for p in parameters if isinstance(p, DTensor) and p.requires_grad]
         found = [(gradient, -1 if gradient is None else gradient._local_tensor._version) for gradient in gradients]
         pairs = zip(found, self.seen or [(None, -1)] * len(found), strict=True)
@@ -301,7 +304,7 @@ class _Shards:
 
 
 def _layout(parameter: Tensor) -> int:
-    """0 without a gradient, 1 for a dense one, 1 + its sparse dimensions for a sparse one."""
+    """Return 0 without a gradient, 1 for a dense one, 1 + its sparse dimensions for a sparse one."""
     if parameter.grad is None:
         return 0
     return 1 + (parameter.grad.sparse_dim() if parameter.grad.is_sparse else 0)
@@ -312,26 +315,26 @@ def _require_agreement(columns: Sequence[Sequence[float]], updates: bool) -> Non
     flushes, ranks = int(sum(flushing)), len(flushing)
     if 0 < flushes < ranks:
         raise RuntimeError(
-            f"{flushes} of {ranks} ranks flush while the others end a full window: give every rank as many "
-            "micro-batches, with step(weight=0) for those that it lacks"
+            f"{flushes} of {ranks} ranks call flush() while the others complete a window: give every rank the same "
+            "number of micro-batches, with step(weight=0) for missing ones"
         )
     if len({*kinds} - {0}) > 1:
-        raise RuntimeError("give weight= on every rank, or on none")
+        raise RuntimeError("weight= was passed on some ranks only: pass it on every rank, or on none")
     if any(stale):
         raise RuntimeError(
             "FSDP has not reduced the gradients of this window: call set_requires_gradient_sync(True) on the module "
-            "before its last backward, also of a window that is flushed"
+            "before the last backward of every window, including flushed ones"
         )
     if updates and len({*overflows}) > 1:
         raise RuntimeError(
-            "an overflow that only some ranks saw has left their GradScalers with different scales: use "
+            "the GradScalers of the ranks have different scales, because only some ranks saw an overflow: use "
             "torch.distributed.fsdp.sharded_grad_scaler.ShardedGradScaler, and unscale_(optimizer) before step"
         )
 
 
 @torch.no_grad()
 def _sum_over_ranks(parameters: Sequence[Tensor], layouts: Sequence[Sequence[float]], group: Group | None) -> None:
-    """Sum the gradients of what is not sharded; one that is missing here counts as 0, on all ranks it stays missing."""
+    """Sum the gradients of unsharded parameters; a missing one counts as 0, unless it is missing on all ranks."""
     sent = []
     for parameter, layout in zip(parameters, layouts, strict=True):
         kinds = {int(kind) for kind in layout if kind}
@@ -339,7 +342,7 @@ def _sum_over_ranks(parameters: Sequence[Tensor], layouts: Sequence[Sequence[flo
             continue
         gradient = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
         if kinds == {1} or len(kinds) > 1:
-            gradient = gradient.to_dense().contiguous()  # DDP and autograd may have chosen other strides elsewhere
+            gradient = gradient.to_dense().contiguous()  # strides may differ between ranks
         else:
             gradient = gradient.coalesce() if gradient.is_sparse else gradient.to_sparse(max(kinds) - 1)
         sent.append((parameter, gradient, torch.distributed.all_reduce(gradient, group=group, async_op=True)))

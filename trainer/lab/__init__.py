@@ -1,1 +1,1 @@
-"""Many runs: sweeps, the search for a learning rate, the ladder of techniques, and a table of runs."""
+"""Tools for many runs: sweeps, the learning-rate finder, the ladder of techniques, and a table of runs."""

@@ -1,4 +1,4 @@
-"""``trainer sweep --find-lr``: a learning rate to begin with, by one run in which it grows until training diverges."""
+"""``trainer sweep --find-lr``: a learning-rate range test, one run whose rate grows until training diverges."""
 
 from __future__ import annotations
 
@@ -23,23 +23,23 @@ from trainer.system.text import escaped
 STEPS = 100
 LOWEST, HIGHEST = 1e-7, 10.0
 HALF = 4
-"""Losses before and after each that it is averaged with: an average of those before alone would lag behind."""
+"""Losses on each side in the moving average: an average of only earlier losses would lag behind."""
 DIVERGED = 4.0
-"""How many times its least the average of as many losses is when training has diverged, as in fastai and Lightning."""
+"""Training has diverged if the average loss exceeds its minimum by this factor, as in fastai and Lightning."""
 
 
 def find_lr(recipe: Recipe, reference: str, flags: Sequence[tuple[str, str | None]], wanted: str | None) -> None:
-    """The range test of Smith (2015): as many steps, each with a learning rate larger by the same factor.
+    """Run the range test of Smith (2015): ``STEPS`` steps whose learning rate grows by a constant factor.
 
-    It suggests the rate at which the smoothed loss falls fastest. The ``flags`` are those of the command line, which
-    the ``recipe`` has, and ``wanted`` is the folder that ``--out`` names.
+    It suggests the rate at which the smoothed loss falls fastest. ``flags`` are those of the command line, already
+    applied to ``recipe``; ``wanted`` is the folder that ``--out`` names.
     """
     own = {"optim.schedule": "range_test", "optim.min_lr": LOWEST, "optim.lr": HIGHEST, "optim.warmup_steps": 0}
     own |= {"optim.warmup_ratio": "null", "optim.scale_lr": "none", "max_steps": STEPS}
     own |= {"epochs": max(recipe.epochs, STEPS), "run.evaluate": False, "run.best": "last", "run.patience": "null"}
     own |= {"run.predict": False, "checkpoint.every": "null", "run.logger": "csv"}
     kept = [(name, text) for name, text in flags if name not in own]
-    require(all(name != "run.dir" for name, _ in kept), "--run.dir is --find-lr's to set: use --out")
+    require(all(name != "run.dir" for name, _ in kept), "--run.dir is set by --find-lr: use --out")
     out = new_folder("lr", wanted, reference)
     words = [reference, *as_words([*kept, *((key, str(value)) for key, value in own.items())])]
     print(escaped(f"{STEPS} steps with learning rates from {LOWEST:g} to {HIGHEST:g}, in {out}"), flush=True)
@@ -47,10 +47,11 @@ def find_lr(recipe: Recipe, reference: str, flags: Sequence[tuple[str, str | Non
     curve = curve_of(out / "run")
     ended = f"the run {trial.status}" + (f" ({trial.reason})" if trial.reason else "")
     if len(curve.rates) < 4 * HALF:
-        raise RunError(f"{len(curve.rates)} steps are too few to find a learning rate: {ended}; see {out / 'run.log'}")
+        raise RunError(f"too few steps ({len(curve.rates)}) to find a learning rate: {ended}; see {out / 'run.log'}")
     found, least = curve.steepest(), curve.rates[curve.smoothed.index(min(curve.smoothed))]
     if found is None:
-        raise RecipeError(f"the loss fell nowhere from {LOWEST:g} to {curve.rates[-1]:g}: see {out / 'run.log'}")
+        rates = f"from {LOWEST:g} to {curve.rates[-1]:g}"
+        raise RecipeError(f"the loss did not fall at any rate {rates}: see {out / 'run.log'}")
     rows = zip(curve.rates, curve.losses, curve.smoothed, strict=True)
     lines = ["lr,loss,smoothed", *(f"{rate!r},{loss!r},{smooth!r}" for rate, loss, smooth in rows)]
     write_atomic(out / "lr.csv", "\n".join(lines) + "\n")
@@ -58,16 +59,17 @@ def find_lr(recipe: Recipe, reference: str, flags: Sequence[tuple[str, str | Non
     from trainer.report.plots import plot_rates
 
     plot_rates(curve.rates, curve.losses, curve.smoothed, found, out / "lr.png")
-    unscaled = [("optim.scale_lr", "none")] if recipe.optim.scale_lr != "none" else []  # it is of this batch size
+    # The rate found is for this batch size.
+    unscaled = [("optim.scale_lr", "none")] if recipe.optim.scale_lr != "none" else []
     given = [(name, text) for name, text in flags if name not in ("optim.lr", "optim.scale_lr")]
     words = [reference, *as_words([*given, ("optim.lr", f"{found:.1e}"), *unscaled])]
-    print(f"the loss falls fastest at {found:.1e}, and is least at {least:.1e}")
+    print(f"the loss falls fastest at {found:.1e} and is lowest at {least:.1e}")
     print(escaped(f"  {shlex.join(['trainer', 'fit', *redact_words(words)])}"))
     print(escaped(f"files: {out}: lr.csv, lr.png, lr.json, run.log"))
 
 
 class Curve(NamedTuple):
-    """Learning rates, losses and their moving average, up to where training diverged, if it ``diverged``."""
+    """Learning rates, losses and their moving average, up to the step at which training ``diverged``, if it did."""
 
     rates: list[float]
     losses: list[float]
@@ -75,7 +77,7 @@ class Curve(NamedTuple):
     diverged: bool
 
     def steepest(self) -> float | None:
-        """The rate at which the smoothed loss falls fastest with the logarithm of the rate; ``None`` if nowhere."""
+        """Return the rate with the steepest fall of the smoothed loss over log(rate); ``None`` if it never falls."""
         least = self.smoothed.index(min(self.smoothed))
         slopes = {at: self.smoothed[at + 1] - self.smoothed[at - 1] for at in range(1, least)}  # evenly spaced
         best = min(slopes, key=lambda at: slopes[at], default=None)
@@ -83,7 +85,7 @@ class Curve(NamedTuple):
 
 
 def curve_of(run_dir: Path) -> Curve:
-    """What the run has logged so far."""
+    """Read the learning rates and losses that the run has logged so far."""
     rates, losses, least, diverged = list[float](), list[float](), math.inf, False
     with suppress(OSError), open(run_dir / "metrics.csv", newline="") as file:
         for row in csv.DictReader(file):
@@ -100,5 +102,5 @@ def curve_of(run_dir: Path) -> Curve:
 
 
 def as_words(flags: Sequence[tuple[str, str | None]]) -> list[str]:
-    """Flags as words of a command line."""
+    """Return the flags as words of a command line."""
     return [f"--{name}" if text is None else f"--{name}={text}" for name, text in flags]

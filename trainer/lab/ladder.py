@@ -1,4 +1,4 @@
-"""``trainer ladder``: the memory techniques one by one and stacked, each measured in a fresh process."""
+"""``trainer ladder``: measure the memory techniques, one by one and stacked, each in a fresh process."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from typing import Any
 
 from trainer.commands import OwnFlags
 from trainer.commands.recipes import asked_for, count, new_folder
-from trainer.errors import RecipeError, require
+from trainer.errors import RecipeError
 from trainer.lab.measured_run import CPU, RETURN_FREED_MEMORY, Trial, probe_machine, run_trial
 from trainer.memory.knobs import KNOBS, Knob, Turn
 from trainer.recipe import Memory, Recipe
@@ -28,26 +28,27 @@ from trainer.system.redact import redact_words
 from trainer.system.text import GB, as_text, escaped, gigabytes
 
 FLAGS = {
-    "steps": "steps that every rung takes (default: 5)",
-    "rungs": "the rungs to measure, with commas; the baseline is always in (default: all that make sense here)",
+    "steps": "optimizer steps of each rung (default: 5)",
+    "rungs": "the rungs to measure, separated by commas; the baseline is always included (default: all that apply)",
     "out": "folder for ladder.json, ladder.png and the runs (default: runs/RECIPE/ladder-DATE-TIME-PID)",
-    "minutes": "minutes after which a rung is ended as too slow (default: 30)",
+    "minutes": "time limit of a rung, in minutes (default: 30)",
 }
-ABOUT = "Measure the memory techniques on a recipe, one by one and stacked: memory, speed, and the loss they change."
+ABOUT = "Measure the memory techniques on a recipe, one by one and stacked: memory, speed, and change of the loss."
 VARIED = {f"memory.{name}": value for name, value in vars(Memory()).items() if name in {knob.name for knob in KNOBS}}
 STEADY = {"model.dropout": 0.0, "model.attention_dropout": 0.0, "optim.schedule": "constant", "optim.warmup_steps": 0}
-"""Set unless asked for otherwise: another cut draws another dropout, and a first step of hardly any learning rate would
-make any technique look lossless."""
-ON_HOST = "nothing to gain: the host is the device"  # for techniques that move memory there
+"""Set unless given as flags: another cut draws another dropout, and a tiny learning rate in the first step would make
+any technique look lossless."""
+ON_HOST = "nothing to gain: the host is the device"  # for techniques that move memory to the host
 OWN = {"run.dir": "--out", "max_steps": "--steps"}
-ANY = {"accelerator": "cuda", "devices": 2}  # a machine on which every rung makes sense
+ANY = {"accelerator": "cuda", "devices": 2}  # a machine on which every rung applies
 TURNS = [(knob, turn) for knob in KNOBS for turn in knob.turns if turn.rung]
 
 
 @dataclass(frozen=True)
 class Rung:
-    """One row of the ladder: its name for ``--rungs``, with a plus if it stacks upon the ones before, the settings that
-    differ from the baseline's, and what to know when reading its figures."""
+    """One row of the ladder: a name for ``--rungs``, settings that differ from the baseline's, and a note.
+
+    The name starts with a plus if the rung is stacked on the ones before it."""
 
     name: str
     changes: Mapping[str, Any] = field(default_factory=dict)
@@ -55,19 +56,19 @@ class Rung:
 
     @property
     def label(self) -> str:
-        """Its name, and the note."""
+        """The name and the note."""
         return f"{self.name} ({self.note})" if self.note else self.name
 
 
 def ladder(argv: list[str]) -> None:
-    """Climb the ladder of a recipe: measure, print and write a row a rung, whatever becomes of the runs."""
+    """Measure, print and write a row per rung, also for runs that fail."""
     asked = asked_for("ladder", "RECIPE", argv, OwnFlags(FLAGS, about=ABOUT))
     if asked is None:
         return
     recipe, _, reference, flags = asked
     own, passed = _split(flags)
-    launched = "TORCHELASTIC_RUN_ID" in os.environ
-    require(not launched, "trainer ladder starts its own processes: start it without a launcher")
+    if "TORCHELASTIC_RUN_ID" in os.environ:
+        raise RecipeError("trainer ladder starts its own processes: start it without a launcher")
     steps, minutes = count("steps", own.get("steps", "5")), count("minutes", own.get("minutes", "30"))
     base = baseline(recipe)
     choose(rungs_of(recipe, base, ANY), own.get("rungs"))
@@ -92,10 +93,10 @@ def ladder(argv: list[str]) -> None:
 
 
 def baseline(recipe: Recipe) -> dict[str, Any]:
-    """The settings of the run that everything is compared with: no technique, a rank's share as one micro-batch."""
+    """Return the settings of the reference run: no technique, and each rank's share as one micro-batch."""
     ranks = recipe.run.devices if recipe.run.devices != "auto" else 1
     batch_size: Any = recipe.batch_size
-    if batch_size is None:  # samples a step in epoch 0; not through the plan, which imports torch
+    if batch_size is None:  # samples per step in epoch 0; computed here, because the plan imports torch
         accumulate: Any = recipe.accumulate
         first = accumulate[0] if isinstance(accumulate, dict) else accumulate
         batch_size = first * recipe.memory.micro_batch_size * ranks
@@ -104,7 +105,7 @@ def baseline(recipe: Recipe) -> dict[str, Any]:
 
 
 def rungs_of(recipe: Recipe, base: Mapping[str, Any], machine: Mapping[str, Any]) -> list[Rung]:
-    """The rungs that make sense for this recipe on this machine: the baseline, one by one, then stacked."""
+    """Return the rungs that apply to the recipe on this machine: the baseline, one by one, then stacked."""
     share, ranks, cuda = base["memory.micro_batch_size"], base["run.devices"], machine["accelerator"] == "cuda"
     sizes = [size for power in range(1, 6) if (size := -(-share // 4**power)) < -(-share // 4 ** (power - 1))]
     found = [Rung("baseline"), *(Rung(f"micro-batch-{size}", {"memory.micro_batch_size": size}) for size in sizes)]
@@ -120,7 +121,7 @@ def rungs_of(recipe: Recipe, base: Mapping[str, Any], machine: Mapping[str, Any]
         changes = {"run.devices": several, "memory.micro_batch_size": -(-base["batch_size"] // several)}
         names = ["fsdp"] if ranks > 1 else ["ddp", "fsdp"]
         found += [Rung(f"{name}-{several}-ranks", {**changes, "memory.strategy": name}) for name in names]
-    # Stacked: each on top of all before it; streaming parameters takes the place of offloading the optimizer.
+    # Stacked: each on top of all before it; streaming parameters replaces offloading the optimizer.
     steps = [_rung(knob, turn, cuda) for knob, turn in TURNS if turn.stacked]
     smallest = max(1, share // 16)
     if smallest < share:
@@ -138,7 +139,7 @@ def _rung(knob: Knob, turn: Turn, cuda: bool) -> Rung:
 
 
 def choose(rungs: Sequence[Rung], wanted: str | None) -> list[Rung]:
-    """The rungs named in ``wanted``, in the ladder's order, and the baseline; all of them for ``None``."""
+    """Return the baseline and the rungs named in ``wanted``, in the ladder's order; all of them for ``None``."""
     if wanted is None:
         return list(rungs)
     names = [name.strip() for name in wanted.split(",") if name.strip()]
@@ -150,7 +151,7 @@ def choose(rungs: Sequence[Rung], wanted: str | None) -> list[Rung]:
 
 
 class Report:
-    """The table that is printed row by row, ``ladder.json`` and ``ladder.png``."""
+    """The printed table, ``ladder.json`` and ``ladder.png``."""
 
     def __init__(
         self, out: Path, reference: str, machine: Mapping[str, Any], settings: Mapping[str, Any], rungs: Sequence[Rung]
@@ -161,7 +162,7 @@ class Report:
             **({} if self.cuda else RETURN_FREED_MEMORY),
             **{key: os.environ[key] for key in (*RETURN_FREED_MEMORY, "OMP_NUM_THREADS") if key in os.environ},
         }
-        """Variables that figures depend on; those that the person has set win."""
+        """Environment variables that the measurements depend on; values set by the user take precedence."""
         self.machine = {**machine, "cores": cores(), "system": f"{platform.system()} {platform.machine()}"}
         self.rows: list[tuple[Rung, Trial, float | None]] = []
         self._date = time.strftime("%Y-%m-%d %H:%M:%S %z")
@@ -169,40 +170,40 @@ class Report:
         self._width = max(len(rung.label) for rung in rungs)
 
     def announce(self, number: int, rung: Rung) -> None:
-        """Say which rung is being measured; on a terminal its row then takes the line's place."""
+        """Print which rung is being measured; on a terminal its row then replaces the line."""
         waiting.end()
         line = f"rung {number}/{len(self.rungs)}: {rung.name}".ljust(self._width)
         print(line, end="\r" if sys.stderr.isatty() else "\n", file=sys.stderr, flush=True)
 
     def add(self, rung: Rung, trial: Trial) -> None:
-        """Print and write a row, with the relative difference of its last loss from the baseline's."""
+        """Print and write a row, with the relative difference of its last loss to the baseline's."""
         first = self.rows[0][1] if self.rows else trial
         difference = None
         if trial is not first and trial.losses and len(trial.losses) == len(first.losses) and first.losses[-1]:
             difference = abs(trial.losses[-1] / first.losses[-1] - 1)
         self.rows.append((rung, trial, difference))
         if trial is first:
-            idle = "over idle" if trial.memory.get("host_idle_gb") is not None else "in all"
+            idle = "over idle" if trial.memory.get("host_idle_gb") is not None else "in total"
             memory = ["allocated", "reserved"] if self.cuda else [idle]
             loss = f"loss, step {self.settings['steps']}"
             header = ["rung", *memory, "of baseline", "samples/s", loss, "difference", "status"]
             print(self._line(header))
             print(self._line(["-" * self._width, *("-" * 11 + ":" for _ in header[1:-1]), "------"]))
         own, whole = self._memory(trial), self._memory(first)[0]
-        figures = [
+        values = [
             *("–" if value is None else gigabytes(value * GB) for value in own),
             _figure(own[0] / whole if own[0] is not None and whole else None, ".0%"),
             _figure(trial.samples_per_second, ",.1f"),
             _figure(trial.losses[-1] if trial.losses else None, ".5f"),
             _figure(difference, ".1e"),
         ]
-        reason = (trial.reason or "").replace("|", "/")  # a bar would end the cell
+        reason = (trial.reason or "").replace("|", "/")  # a vertical bar would end the cell
         status = f"{trial.status}: {reason}" if reason else trial.status
-        print(escaped(self._line([rung.label, *figures, status])), flush=True)
+        print(escaped(self._line([rung.label, *values, status])), flush=True)
         self._write()
 
     def end(self) -> None:
-        """Write what there is and draw it."""
+        """Write and plot the rows so far."""
         self._write()
         if self.rows:
             from trainer.report.plots import plot_ladder
@@ -212,7 +213,7 @@ class Report:
             plot_ladder(bars, kinds, f"{self.reference} on {self.machine['device']}", self.out / "ladder.png")
         done, wanted = len(self.rows), len(self.rungs)
         missing = "" if done == wanted else f" (stopped after {done} of {wanted} rungs)"
-        print(f"files: {escaped(self.out)}: ladder.json, ladder.png and a folder and a log for each rung{missing}")
+        print(f"files: {escaped(self.out)}: ladder.json, ladder.png and a folder and a log per rung{missing}")
 
     def _write(self) -> None:
         rows = [
@@ -231,8 +232,8 @@ class Report:
         return (trial.host_gb,)
 
     def _line(self, cells: Sequence[str]) -> str:
-        figures = " | ".join(f"{cell:>12}" for cell in cells[1:-1])
-        return f"| {cells[0]:<{self._width}} | {figures} | {cells[-1]} |"
+        middle = " | ".join(f"{cell:>12}" for cell in cells[1:-1])
+        return f"| {cells[0]:<{self._width}} | {middle} | {cells[-1]} |"
 
 
 def _figure(value: float | None, form: str) -> str:
@@ -246,17 +247,18 @@ def _split(flags: Sequence[tuple[str, str | None]]) -> tuple[dict[str, str], lis
         if name in FLAGS:
             own[name] = text or ""
         elif name in OWN:
-            raise RecipeError(f"--{name} is the ladder's to set: use {OWN[name]}")
+            raise RecipeError(f"--{name} is set by the ladder: use {OWN[name]}")
         elif name in VARIED:
-            raise RecipeError(f"--{name} is what the ladder varies: leave it out, and choose rungs with --rungs")
+            raise RecipeError(f"--{name} is varied by the ladder: leave it out, and choose rungs with --rungs")
         else:
             passed.append(f"--{name}" if text is None else f"--{name}={text}")
     return own, passed
 
 
 def _as_flags(wanted: Mapping[str, Any], before: Mapping[str, Any]) -> list[str]:
-    """The flags that make of the settings ``before`` those that are ``wanted``, as far as the recipe has them; those of
-    the cut are always said, for of what is not asked for, something may give way."""
+    """Return the flags that change the settings ``before`` to ``wanted``, without settings that the recipe lacks.
+
+    Those of the cut are always given: a default could be adjusted to fit the others."""
     cut = ("batch_size", "accumulate", "memory.micro_batch_size")
     changed = {key: value for key, value in wanted.items() if key in cut or (key in before and before[key] != value)}
     return [f"--{key}={as_text(value)}" for key, value in changed.items()]

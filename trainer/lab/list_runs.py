@@ -1,4 +1,4 @@
-"""``trainer runs``: a table of the runs below a folder, and what two of them differ in."""
+"""``trainer runs``: a table of the runs below a folder, or the differences between two runs."""
 
 from __future__ import annotations
 
@@ -26,18 +26,18 @@ USAGE = """\
 usage: trainer runs [DIR ...] [--where KEY=VALUE] [--sort COLUMN] [--json]
        trainer runs --compare RUN_DIR RUN_DIR
 
-A table of the runs in and below each DIR (by default runs), the latest last.
+Show a table of the runs in and below each DIR (default: runs), the newest last.
 
---where KEY=VALUE  only runs with that value in a column, or with that setting, such as optim.lr=1e-3; may be repeated
---sort COLUMN      by a column, such as test_accuracy; -COLUMN for the greatest first
---json             all columns and settings, as a list
---compare          the settings and figures in which two runs differ
+--where KEY=VALUE  only runs with that value of a column or setting, such as optim.lr=1e-3; may be repeated
+--sort COLUMN      sort by a column, such as test_accuracy; -COLUMN sorts in descending order
+--json             print all columns and settings as a JSON list
+--compare          show the settings and metrics in which two runs differ
 """
 MOST_BYTES = 4_000_000
-"""Of a JSON file of a run, and of the end of its metrics.csv that is read."""
+"""Size limit of a run's JSON files, and of the part that is read from the end of its metrics.csv."""
 
 LONGEST = 60
-"""Letters of a setting that --compare shows."""
+"""Maximum characters of a setting in --compare."""
 
 SHOWN = ("run", "status", "step", "figure", "val_loss", "memory_gb", "seconds", "date")
 WORDS = ("run", "status", "figure", "date")
@@ -59,10 +59,9 @@ def runs(argv: Sequence[str]) -> None:
         require(name in names, f"runs: unknown flag --{name}{hint}: see trainer runs --help")
     pair = [Path(text) for name, text in flags if name == "compare" and text]
     if pair:
-        require(len(pair) == 2, f"--compare takes two run directories, and was given {len(pair)}")
+        require(len(pair) == 2, f"--compare takes two run directories, not {len(pair)}")
         for path in pair:
-            is_run = os.path.isfile(path / "recipe.yaml")
-            require(is_run, f"--compare: {path} is no run directory: it has no recipe.yaml")
+            require(os.path.isfile(path / "recipe.yaml"), f"--compare: {path} is not a run directory: no recipe.yaml")
         print(compared(*map(row_of, pair)))
         return
     paths = [(path, folder) for folder in map(Path, folders or ["runs"]) for path in _below(folder)]
@@ -70,7 +69,7 @@ def runs(argv: Sequence[str]) -> None:
     order = [text for name, text in flags if name == "sort" and text]
     found = [row_of(*path, with_settings=("json", None) in flags) for path in paths]
     asked = {text.partition("=")[0] for text in where} | {text.removeprefix("-") for text in order}
-    if not asked <= {key for row in found for key in row}:  # they are settings, whose files take longer to read
+    if not asked <= {key for row in found for key in row}:  # settings are asked for: reading them takes longer
         found = [row_of(*path) for path in paths]
     rows = sorted(found, key=lambda row: row["date"])
     hidden = ("settings", "faults", "figure")
@@ -90,17 +89,17 @@ def runs(argv: Sequence[str]) -> None:
         print(json.dumps(rows, indent=1, ensure_ascii=True))
         return
     where_from = ", ".join(folders or ["runs"])
-    none = f"none of {len(found)} runs fits --where" if found else f"no runs in {escaped(where_from)}"
+    none = f"none of the {len(found)} runs matches --where" if found else f"no runs in {escaped(where_from)}"
     print(table(rows) if rows else none)
 
 
 def _require_key(flag: str, key: str, keys: Sequence[str]) -> None:
     hint = did_you_mean(key, keys) or f"; columns are {', '.join(name for name in keys if '.' not in name)}"
-    require(key in keys or not keys, f"{flag}={key!r} is no column and no setting of these runs{hint}")
+    require(key in keys or not keys, f"{flag}={key!r} is not a column or setting of these runs{hint}")
 
 
 def _below(folder: Path) -> list[Path]:
-    require(os.path.isdir(folder), f"runs: there is no folder {str(folder)!r}: give the one that your runs are in")
+    require(os.path.isdir(folder), f"runs: no folder {str(folder)!r}: give the folder of your runs")
     found = []
     for place, inside, files in os.walk(folder):
         if "recipe.yaml" in files and {"status.json", "summary.json", "metrics.csv", "model"} & {*inside, *files}:
@@ -111,16 +110,16 @@ def _below(folder: Path) -> list[Path]:
 
 
 def row_of(path: Path, folder: Path | None = None, with_settings: bool = True) -> dict[str, Any]:
-    """The columns of a run, its ``settings``, and in ``faults`` what cannot be read.
+    """Return the columns of a run, its ``settings``, and ``faults``: problems with its files.
 
-    Without ``with_settings``, recipe.yaml is parsed only if it does not match its hash: if it does, it is whole.
+    Without ``with_settings``, recipe.yaml is parsed only if it does not match its hash: otherwise it is intact.
     """
     faults: list[str] = []
 
     def content(name: str) -> dict[str, Any]:
         found = read_object(path / name, MOST_BYTES)
         if not found and (path / name).exists():
-            faults.append(f"{name} is no JSON object")
+            faults.append(f"{name} is not a JSON object")
         return found
 
     summary, status = content("summary.json"), content("status.json")
@@ -132,9 +131,9 @@ def row_of(path: Path, folder: Path | None = None, with_settings: bool = True) -
     wrong = [name for name, value in numbers.items() if value is not None and not _is_finite(value)]
     faults += [f"{name} is not a finite number" for name in wrong]
     known = {name: value for name, value in numbers.items() if value is not None and name not in wrong}
-    figures = {name: value for name, value in known.items() if name not in ("step", "memory_gb", "seconds")}
+    scores = {name: value for name, value in known.items() if name not in ("step", "memory_gb", "seconds")}
     val_loss = history.get("val_loss", known.get("val_loss"))
-    told = [(key, value) for key, value in figures.items() if not key.endswith("_loss")] or list(figures.items())
+    shown = [(key, value) for key, value in scores.items() if not key.endswith("_loss")] or list(scores.items())
     recipe, is_whole = path / "recipe.yaml", False
     with suppress(CorruptCheckpoint):
         is_whole = require_sealed_text(recipe) is None
@@ -144,19 +143,19 @@ def row_of(path: Path, folder: Path | None = None, with_settings: bool = True) -
         "run": os.path.relpath(path, folder) if folder and path != folder else str(path),
         "status": "broken" if faults else _alive(path, str(status.get("status") or summary.get("status") or "unknown")),
         "step": known.get("step"),
-        "figure": f"{told[0][0].replace('_', ' ', 1)} {_percent(*told[0])}" if told else None,
+        "figure": f"{shown[0][0].replace('_', ' ', 1)} {_percent(*shown[0])}" if shown else None,
         "val_loss": val_loss if _is_finite(val_loss) else None,
         "memory_gb": known.get("memory_gb"),
         "seconds": known.get("seconds"),
         "date": time.strftime("%Y-%m-%d %H:%M", time.localtime(newest)),
-        **{name: value for name, value in figures.items() if name != "val_loss"},
+        **{name: value for name, value in scores.items() if name != "val_loss"},
         "settings": settings,
         "faults": faults,
     }
 
 
 def _is_finite(value: Any) -> bool:
-    """Whether it is a number that a float can hold; JSON has larger integers, and Python's json NaN and Infinity."""
+    """Return whether it is a number that a float can hold: Python's json also reads NaN and huge integers."""
     return isinstance(value, int | float) and abs(value) <= sys.float_info.max
 
 
@@ -165,7 +164,7 @@ def _mapping(value: Any) -> Mapping[str, Any]:
 
 
 def _alive(path: Path, state: str) -> str:
-    """``died`` for a run that says it is running, on this machine, and whose process is gone."""
+    """Return ``died`` for a run that is marked as running on this machine, but whose process is gone."""
     if state != "running":
         return state
     owner = read_object(path / LOCK, MOST_BYTES)
@@ -191,13 +190,13 @@ def _settings(path: Path, faults: list[str]) -> dict[str, Any]:
 
 
 def _plain(value: Any) -> Any:
-    """``value`` in types of JSON: YAML also has dates, sets, bytes, NaN, and integers that no float can hold."""
+    """Convert to JSON types: YAML also has dates, sets, bytes, NaN, and integers too large for a float."""
     if isinstance(value, dict):
         return {str(_plain(key)): _plain(item) for key, item in value.items()}
     if isinstance(value, list | tuple | set):
         return sorted(map(_plain, value), key=str) if isinstance(value, set) else list(map(_plain, value))
     if isinstance(value, int) and not _is_finite(value):
-        return hex(value)  # Python refuses to write one of 4,300 digits as a decimal
+        return hex(value)  # Python cannot print more than 4,300 decimal digits
     return value if value is None or isinstance(value, str) or _is_finite(value) else str(value)
 
 
@@ -207,9 +206,9 @@ def _last_of(path: Path, faults: list[str]) -> dict[str, float]:
         with open_regular(path) as file:
             header = file.readline(MOST_BYTES).decode(errors="replace").strip()
             file.seek(max(file.tell() - 1, os.fstat(file.fileno()).st_size - MOST_BYTES, 0))
-            lines = file.read(MOST_BYTES).decode(errors="replace").splitlines()[1:]  # the first is the end of another
+            lines = file.read(MOST_BYTES).decode(errors="replace").splitlines()[1:]  # the first line is incomplete
         names = next(csv.reader([header], strict=True), ["step"])
-        require("step" in names, "it has no column step")
+        require("step" in names, "the column step is missing")
         kinds: dict[str, type[float]] = {"step": int} | ({"val_loss": float} if "val_loss" in names else {})
         for row in csv.reader(lines, strict=True):
             cells = dict(zip(names, row, strict=False))
@@ -253,7 +252,7 @@ def _cell(name: str, value: Any) -> str:
 
 
 def table(rows: Sequence[Mapping[str, Any]]) -> str:
-    """A line for each run, then what is wrong with those that are broken."""
+    """Format a line per run, then the problems of broken runs."""
     heads = ["run", "status", "step", "figure", "val loss", "memory", "time", "date"]
     cells = [[_cell(name, row[name]) for name in SHOWN] for row in rows]
     broken = [f"{row['run']}: {'; '.join(row['faults'])}" for row in rows if row["faults"]]
@@ -261,7 +260,7 @@ def table(rows: Sequence[Mapping[str, Any]]) -> str:
 
 
 def compared(first: Mapping[str, Any], second: Mapping[str, Any]) -> str:
-    """A line for each setting, then for each figure, in which two runs differ."""
+    """Format a line per setting, then per metric, in which two runs differ."""
     heads, cells = ["", escaped(first["run"]), escaped(second["run"])], []
     for key in dict.fromkeys([*first["settings"], *second["settings"]]):
         both = [as_text(row["settings"][key]) if key in row["settings"] else "-" for row in (first, second)]
@@ -271,4 +270,4 @@ def compared(first: Mapping[str, Any], second: Mapping[str, Any]) -> str:
         both = [_cell(key, row.get(key)) or "-" for row in (first, second)]
         if both[0] != both[1] and key not in ("run", "settings", "figure", "faults"):
             cells.append([escaped(key), *both])
-    return columns(heads, cells, heads) if cells else "the two runs have the same settings and figures"
+    return columns(heads, cells, heads) if cells else "the two runs have the same settings and metrics"

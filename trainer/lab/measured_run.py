@@ -1,4 +1,4 @@
-"""One measured run in a process of its own: what it cost or, in its own words, why it did not work."""
+"""Run one training in a separate process, and return its measurements or the reason of its failure."""
 
 from __future__ import annotations
 
@@ -28,29 +28,29 @@ from trainer.system.redact import redact, redact_words
 from trainer.system.reports import reason_in
 from trainer.system.text import GB
 
-# No torch here: a parent that has opened the GPU holds some of its memory.
+# No torch here: a parent process that has opened the GPU would use some of its memory.
 
 OUT_OF_MEMORY = re.compile(r"out of memory|OutOfMemoryError|Can(no|')t allocate memory|bad_alloc", re.I)
 RETURN_FREED_MEMORY = {"MALLOC_MMAP_THRESHOLD_": "131072", "MALLOC_TRIM_THRESHOLD_": "131072"}
-"""For runs on a CPU: glibc keeps freed tensors, and resident memory would show the largest of everything so far."""
+"""For runs on a CPU: otherwise glibc keeps freed memory, and resident memory shows the largest use so far."""
 CPU = {"accelerator": "cpu", "devices": 1, "device": "CPU", "device_memory_gb": None}
 SECONDS_BETWEEN_LOOKS = 1.0
-GRACE_SECONDS = 10.0  # that an interrupted run has to write its summary
+GRACE_SECONDS = 10.0  # time for an interrupted run to write its summary
 
 
 @dataclass(frozen=True)
 class Trial:
-    """What came of a run.
+    """The result of a run.
 
     Args:
         status: finished, refused (the settings cannot work), out of memory, killed, too slow, or failed.
-        reason: of a run that did not finish, the first line that says why.
-        command: what repeats it; ``to_json`` leaves out where Python and the run directory are on this machine.
+        reason: the first line that explains why the run did not finish.
+        command: repeats the run; ``to_json`` removes this machine's paths of Python and the run directory.
         seconds: wall time of the process.
-        plan: the line in which the run said what it decided.
-        steps: that were taken; ``losses`` of each, before its update.
-        samples_per_second: over all ranks, without the first step, which warms up, unless there is no other.
-        memory: what ``summary.json`` says under that key: GB (1e9 bytes).
+        plan: the plan that the run printed.
+        steps: number of steps; ``losses`` has the loss of each, before its update.
+        samples_per_second: over all ranks, without the first step (warm-up) unless it is the only one.
+        memory: the entry of that name in ``summary.json``, in GB (1e9 bytes).
     """
 
     status: str
@@ -65,18 +65,18 @@ class Trial:
 
     @property
     def host_gb(self) -> float | None:
-        """Peak resident memory over that of the idle process, in GB; the whole peak where the idle one is unknown."""
+        """Peak resident memory above that of the idle process, in GB; the whole peak if the idle one is unknown."""
         peak, idle = self.memory.get("host_peak_gb"), self.memory.get("host_idle_gb")
         return peak if peak is None or idle is None else peak - idle
 
     @property
     def peak_gb(self) -> float | None:
-        """Allocated memory of the device in GB, and without a GPU :attr:`host_gb`."""
+        """Peak allocated memory of the device in GB; without a GPU :attr:`host_gb`."""
         allocated = self.memory.get("allocated_gb")
         return self.host_gb if allocated is None else allocated
 
     def to_json(self) -> dict[str, Any]:
-        """All of it, in plain types."""
+        """Return all fields in plain types."""
         plain = ("status", "reason", "plan", "steps", "losses", "samples_per_second", "peak_gb")
         content = {name: getattr(self, name) for name in plain}
         command = shlex.join(map(_anywhere, redact_words(self.command)))
@@ -84,7 +84,7 @@ class Trial:
 
 
 def _anywhere(word: str) -> str:
-    """A word of a command without the folders of this machine: for the working directory that it was started in."""
+    """Return a word of a command with paths relative to the working directory."""
     if word == sys.executable:
         return "python"
     if word.startswith("--run.dir="):
@@ -93,7 +93,7 @@ def _anywhere(word: str) -> str:
 
 
 def probe_machine() -> dict[str, Any]:
-    """The accelerator (cpu or cuda), its devices and memory, found out by a process that has ended by then."""
+    """Return the accelerator (cpu or cuda), its devices and memory, detected in a child process."""
     found = ask_for_gpus()
     if not found:
         return dict(CPU)
@@ -111,21 +111,20 @@ def run_trial(
     watch: Callable[[], str | None] = lambda: None,
     keeps_model: bool = False,
 ) -> Trial:
-    """Train in a fresh process, and read what it measured.
+    """Train in a fresh process, and read its measurements.
 
     Args:
-        arguments: of ``trainer fit``: the recipe and its flags, without ``run.dir``.
-        run_dir: which must not hold a run, unless that is resumed; the trained model is removed from it, unless
-            ``keeps_model``. What the process says goes to ``run_dir.log`` beside it.
+        arguments: arguments of ``trainer fit``: the recipe and its flags, without ``run.dir``.
+        run_dir: must not hold a run, unless that run is resumed. The process writes its output to ``run_dir.log``.
         seconds: wall time after which the run is ended as too slow.
-        entry: a script that does something before, with its arguments; without it, the package is started.
-        environment: variables to set besides those of this process.
-        watch: asked every second: a word for why the run is to be ended, its status then, or ``None``.
-        keeps_model: whether the trained model stays.
+        entry: a script to start instead of the package, with its arguments.
+        environment: additional environment variables.
+        watch: called every second; returns the status with which to end the run, or ``None``.
+        keeps_model: keep the trained model in ``run_dir`` instead of removing it.
     """
     words = ["fit", *arguments, f"--run.dir={run_dir}"]
     command = own_command(*words) if entry is None else [sys.executable, *entry, *words]
-    here = str(Path(trainer.__file__).parent.parent)  # found first, whether it is installed or not
+    here = str(Path(trainer.__file__).parent.parent)  # first, whether the package is installed or not
     path = os.pathsep.join(filter(None, [here, os.environ.get("PYTHONPATH")]))
     log = run_dir.with_name(f"{run_dir.name}.log")
     start = time.perf_counter()
@@ -147,7 +146,7 @@ def _opened(log: Path) -> TextIO:
         output = os.fdopen(open_own(log, os.O_WRONLY | os.O_CREAT), "w", encoding="utf-8")
     except OSError as error:
         raise RecipeError(f"{log} cannot be written ({error.strerror}): choose another folder") from error
-    output.truncate()  # what another one has left there
+    output.truncate()  # an older log may be longer
     return output
 
 
@@ -158,7 +157,9 @@ def _run(
     environment: Mapping[str, str],
     watch: Callable[[], str | None],
 ) -> int | str | None:
-    """The exit code of ``command``, ``None`` if it took too long, or why it was ended. No process of it is left."""
+    """Return the exit code of ``command``, ``None`` if it took too long, or the status from ``watch``.
+
+    None of its processes is left running."""
     watched = Watched(command, environment, stdout=output, stderr=output)
     until = math.inf if seconds is None else time.monotonic() + seconds
     try:
@@ -183,16 +184,16 @@ def _outcome(code: int | str | None, text: str, seconds: float | None) -> tuple[
         return "too slow", f"not finished after {seconds:g} s"
     if code == 0:
         return "finished", None
-    said = reason_in(text)
+    reason = reason_in(text)
     if code == 2:
-        return "refused", said
+        return "refused", reason
     if OUT_OF_MEMORY.search(text):
         found = next((line.strip() for line in text.splitlines() if OUT_OF_MEMORY.search(line)), None)
-        return "out of memory", said if said and OUT_OF_MEMORY.search(said) else found
+        return "out of memory", reason if reason and OUT_OF_MEMORY.search(reason) else found
     if code < 0:
         name = signal.Signals(-code).name
-        return "killed", f"ended by {name}" + (": did host memory run out?" if name == "SIGKILL" else "")
-    return "failed", said or f"exit code {code}"
+        return "killed", f"ended by {name}" + (" (possibly because host memory ran out)" if name == "SIGKILL" else "")
+    return "failed", reason or f"exit code {code}"
 
 
 def _figures(run_dir: Path) -> dict[str, Any]:
@@ -205,7 +206,7 @@ def _figures(run_dir: Path) -> dict[str, Any]:
             rows = [row for row in csv.DictReader(file) if row.get("loss")]
         figures["losses"] = [float(row["loss"]) for row in rows]
         size = summary["batch_size"] if figures.get("memory") else 0
-        so_far = [float(row["samples_per_second"]) for row in rows]  # since the start, as it was after every step
+        so_far = [float(row["samples_per_second"]) for row in rows]  # averages since the start, one per step
         if so_far and all(so_far) and size:
             first, last = size / so_far[0], size * len(so_far) / so_far[-1]
             figures["samples_per_second"] = size * (len(so_far) - 1) / (last - first) if last > first else so_far[-1]

@@ -1,4 +1,4 @@
-"""``trainer sweep``: good settings of a recipe, found by many runs that Optuna chooses, each a process of its own."""
+"""``trainer sweep``: search good settings of a recipe with Optuna; each trial runs in a separate process."""
 
 from __future__ import annotations
 
@@ -37,31 +37,29 @@ from trainer.system.reports import cause
 from trainer.system.text import columns, escaped
 
 FLAGS = {
-    "over": "what is varied: KEY=LOW..HIGH, on a log scale if HIGH is at least ten times LOW, or KEY=A,B,C; repeat it",
-    "trials": "runs, those of an earlier start included (default: 20)",
-    "folds": "instead of --over: cross-validation, as many runs, each validated on another part of the training set",
-    "parallel": "runs at once, each on a GPU of its own, or on its share of the cores (default: 1)",
-    "out": "folder of sweep.json and the runs; the same command goes on there (default: runs/RECIPE-sweep)",
+    "over": "a setting to vary: KEY=LOW..HIGH, on a log scale if HIGH >= 10 × LOW, or KEY=A,B,C; may be repeated",
+    "trials": "number of runs, including those of earlier starts (default: 20)",
+    "folds": "instead of --over: k-fold cross-validation, one run per fold of the training set",
+    "parallel": "runs at the same time, each on its own GPU, or with its share of the CPU cores (default: 1)",
+    "out": "folder of sweep.json and the runs; the same command resumes there (default: runs/RECIPE-sweep)",
 }
-SWITCHES = {
-    "find-lr": "instead of --over: one run whose learning rate grows until it diverges, and a rate to begin with"
-}
-ABOUT = "Find good settings by many runs, each on its own settings; runs that fall behind are ended early."
+SWITCHES = {"find-lr": "instead of --over: suggest a learning rate, from one run whose rate grows until it diverges"}
+ABOUT = "Find good settings with many runs; trials that fall behind are ended early."
 MOST_BYTES = 64 * 2**20
 TAKEN = ("run.dir", "run.resume", "run.best", "run.metrics")
-"""What the sweep sets, or compares by."""
+"""Settings that the sweep sets, or compares trials by."""
 NUMBER, TEXT = (int, float, type(None)), (str, type(None))
 FOUND: dict[str, Any] = {"score": NUMBER, "figure": TEXT, "value": NUMBER, "step": NUMBER}
 ROW = {"number": int, "settings": dict, "status": str, "reason": TEXT, "scores": list, "seconds": NUMBER, **FOUND}
-"""What a trial is in ``sweep.json``; ``FOUND`` is what its evaluations have found, all of it or nothing."""
+"""The fields of a trial in ``sweep.json``; those of ``FOUND``, the results of its evaluations, are all null or none."""
 NOT_COMPARED = (
-    "a sweep compares trials by a validation set, and the data has none: hold out a part of the training set "
-    "(--data.val_fraction 0.1, say), or say --run.best test_loss"
+    "a sweep compares trials on a validation set, and the data has none: hold out a part of the training set, as in "
+    "--data.val_fraction 0.1, or give --run.best test_loss"
 )
 
 
 def sweep(argv: list[str]) -> None:
-    """Run, compare and write down the trials, whatever becomes of them; started again, go on."""
+    """Run and compare the trials, and record all of them; resume an interrupted sweep."""
     asked = asked_for("sweep", "RECIPE", argv, OwnFlags(FLAGS, SWITCHES, about=ABOUT))
     if asked is None:
         return
@@ -71,23 +69,25 @@ def sweep(argv: list[str]) -> None:
     over = [text or "" for name, text in flags if name == "over"]
     passed = [(name, text) for name, text in flags if name not in (*FLAGS, *SWITCHES)]
     if ("find-lr", None) in flags:
-        require(not own.keys() - {"out"}, "--find-lr is one run: leave out --" + ", --".join(own.keys() - {"out"}))
+        extra = own.keys() - {"out"}
+        require(not extra, f"--find-lr is a single run: leave out --{', --'.join(extra)}")
         find_lr(recipe, reference, passed, own.get("out"))
         return
     for name in TAKEN[:2]:
-        require(all(name != given for given, _ in flags), f"--{name} is the sweep's to set: use --out")
+        require(all(name != given for given, _ in flags), f"--{name} is set by the sweep: use --out")
     words = [reference, *as_words(passed)]
     chosen = recipe.run.best_metric()
-    compared = recipe.run.evaluate and chosen != "last"
-    require(compared, "a sweep compares by run.best: leave out run.best=last and run.evaluate=false")
-    both = "give --over KEY=LOW..HIGH (or KEY=A,B,C), once or more, or --folds 5, or --find-lr"
-    require(bool(over) != ("folds" in own), f"sweep needs to know what to vary: {both}")
+    if not recipe.run.evaluate or chosen == "last":
+        raise RecipeError("a sweep compares trials by run.best: leave out run.best=last and run.evaluate=false")
+    if bool(over) == ("folds" in own):
+        ways = "--over KEY=LOW..HIGH (or KEY=A,B,C), once or more, or --folds 5, or --find-lr"
+        raise RecipeError(f"sweep needs something to vary: give {ways}")
     if "folds" in own:
         trials = count("folds", own["folds"])
         chooser: Chooser = Folds(recipe, trials)
     else:
         space = dict(parsed(recipe, source, text) for text in over)
-        require(len(space) == len(over), "--over names a setting twice: give each setting once, with all of its values")
+        require(len(space) == len(over), "--over has a setting twice: give each setting once, with all its values")
         chooser, trials = Optuna(space, recipe.seed), count("trials", own.get("trials", "20"))
     parallel = count("parallel", own.get("parallel", "1"))
     out = Path(own.get("out") or f"runs/{Path(reference).stem}-sweep").absolute()
@@ -102,19 +102,19 @@ def sweep(argv: list[str]) -> None:
 
 
 def parsed(recipe: Recipe, source: str | None, text: str) -> tuple[str, Any]:
-    """The setting and the values that one ``--over`` names, as Optuna has them; each end and choice is tried."""
+    """Return the setting and the Optuna distribution of one ``--over``; check its bounds or choices."""
     require_package("trainer sweep", "optuna", "sweep")
     from optuna.distributions import CategoricalDistribution, FloatDistribution, IntDistribution
 
     key, equals, values = text.partition("=")
     settings = settings_of(recipe)
-    require(bool(equals and values), f"--over {text!r}: write it as KEY=LOW..HIGH or KEY=A,B,C")
-    require(key in settings, f"--over {key!r} is no setting of the recipe{did_you_mean(key, settings)}")
-    require(key not in TAKEN, f"--over {key}: the trials are compared by it, or it is theirs; vary something else")
+    require(bool(equals and values), f"--over {text!r} must be KEY=LOW..HIGH or KEY=A,B,C")
+    require(key in settings, f"--over {key!r} is not a setting of the recipe{did_you_mean(key, settings)}")
+    require(key not in TAKEN, f"--over {key} is set by the sweep or compares its trials: vary another setting")
     low, dots, high = values.partition("..")
     choices = [low, high] if dots else [choice.strip() for choice in values.split(",")]
-    enough = len(set(choices)) > 1 and all(choices)
-    require(enough, f"--over {text!r} leaves nothing to choose: give two values at least, as in {key}=1,2")
+    if len(set(choices)) < 2 or not all(choices):
+        raise RecipeError(f"--over {text!r} has nothing to choose from: give at least two values, as in {key}=1,2")
     for choice in choices:
         resolve(recipe, source, [(key, choice)], "")
     if not dots:
@@ -124,14 +124,14 @@ def parsed(recipe: Recipe, source: str | None, text: str) -> tuple[str, Any]:
     try:
         first, last = (int(low), int(high)) if whole else (float(low), float(high))
     except ValueError:
-        raise RecipeError(f"--over {text!r}: {key} takes no numbers: give its values with commas") from None
-    require(-math.inf < first < last < math.inf, f"--over {text!r}: give the lower number first, both of them finite")
+        raise RecipeError(f"--over {text!r}: {key} takes no numbers: give its values separated by commas") from None
+    require(-math.inf < first < last < math.inf, f"--over {text!r} must have two finite numbers, the lower one first")
     log = first > 0 and last >= 10 * first
     return key, IntDistribution(int(first), int(last), log=log) if whole else FloatDistribution(first, last, log=log)
 
 
 def slots_of(recipe: Recipe, parallel: int) -> list[dict[str, str]]:
-    """Where trials run that run at once: the variables that give each a GPU, or its share of the cores."""
+    """Return the environment variables of each parallel trial: its GPU, or its share of the CPU cores."""
     if parallel == 1:
         return [{}]
     machine: dict[str, Any] = CPU if recipe.run.accelerator == "cpu" else probe_machine()
@@ -139,54 +139,55 @@ def slots_of(recipe: Recipe, parallel: int) -> list[dict[str, str]]:
         threads = os.environ.get("OMP_NUM_THREADS", str(max(1, cores() // parallel)))
         return [{"OMP_NUM_THREADS": threads}] * parallel
     found = machine["devices"]
-    require(parallel <= found, f"--parallel={parallel}: each run has a GPU of its own, and there are {found}")
+    require(parallel <= found, f"--parallel={parallel} needs a GPU per run, and this machine has {found}: lower it")
     visible = os.environ.get("CUDA_VISIBLE_DEVICES") or ",".join(map(str, range(found)))
     return [{"CUDA_VISIBLE_DEVICES": device} for device in visible.split(",")[:parallel]]
 
 
 class Chooser:
-    """The source of settings. What it chooses for a trial depends only on the rows of the trials before it."""
+    """Chooses the settings of trials, depending only on the rows of earlier trials."""
 
     def check(self, row: Mapping[str, Any]) -> None:
-        """Raise a ValueError for a row of ``sweep.json`` that this sweep cannot have written."""
+        """Raise a ValueError if this sweep cannot have written this row of ``sweep.json``."""
 
     def example(self) -> dict[str, Any]:
-        """Settings that a trial may have."""
+        """Return possible settings of a trial."""
         return self.ask([], 0, None)[1]
 
     def ask(self, earlier: Sequence[Mapping[str, Any]], results: int, known: Any) -> tuple[Any, dict[str, Any]]:
-        """The next trial and its settings, which are ``known`` if an earlier start has chosen them.
+        """Return the next trial and its settings, which are ``known`` if an earlier start has chosen them.
 
-        Of the ``earlier`` rows, the results of the first ``results`` may be used, and of the others only the settings.
+        Only the first ``results`` of the ``earlier`` rows may be used with their results, the others by their settings.
         """
         raise NotImplementedError
 
     def report(self, trial: Any, score: float, number: int) -> bool:
-        """Take the score of evaluation ``number`` of a trial (higher is better); return whether to end the trial."""
+        """Record the score of evaluation ``number`` of a trial (higher is better); return whether to end the trial."""
         return False
 
 
 class Folds(Chooser):
-    """One trial for each of ``folds`` parts of the training set, which is held out of it."""
+    """Cross-validation: one trial per fold of the training set, which is held out."""
 
     def __init__(self, recipe: Recipe, folds: int) -> None:
-        known = {"data.val_fraction", "data.val_fold"} <= settings_of(recipe).keys()
-        require(known, f"--folds needs data.val_fraction and data.val_fold: {type(recipe.data).__name__} has not both")
-        require(folds > 1, f"--folds={folds}: each part is validated by a model of the others: give 2 at least")
+        if not {"data.val_fraction", "data.val_fold"} <= settings_of(recipe).keys():
+            lacking = f"{type(recipe.data).__name__} does not have both"
+            raise RecipeError(f"--folds needs data.val_fraction and data.val_fold: {lacking}")
+        require(folds > 1, f"--folds={folds} must be at least 2: each fold is validated by a model of the others")
         self.folds = [{"data.val_fraction": repr(1 / folds), "data.val_fold": str(fold)} for fold in range(folds)]
 
     def check(self, row: Mapping[str, Any]) -> None:
-        require(row["settings"] == self.folds[row["number"] - 1], "its settings are not those of its fold")
+        require(row["settings"] == self.folds[row["number"] - 1], "its settings differ from those of its fold")
 
     def ask(self, earlier: Sequence[Mapping[str, Any]], results: int, known: Any) -> tuple[Any, dict[str, Any]]:
         return None, dict(self.folds[len(earlier)])
 
 
 class Optuna(Chooser):
-    """Settings by Optuna's Tree-structured Parzen Estimator; trials below the median of the others are ended early.
+    """Optuna's Tree-structured Parzen Estimator; trials below the median of the others are ended early.
 
-    Each trial has its own study and its own seed. A single study would depend on which trial ended first, and on how
-    many settings the process has drawn, so a sweep that was killed would try other settings.
+    Each trial has its own study and seed. The draws of a single study would depend on the order in which trials end and
+    on earlier draws in the process, so a resumed sweep would try other settings.
     """
 
     def __init__(self, space: Mapping[str, Any], seed: int) -> None:
@@ -228,9 +229,9 @@ class Optuna(Chooser):
 
 
 class Sweep:
-    """The trials of a recipe, each in a folder of ``out``, and ``sweep.json``, from which an interrupted sweep goes on.
+    """The trials of a recipe, each in a folder of ``out``, and ``sweep.json``, from which the sweep can resume.
 
-    The ``words`` of the command line make the ``recipe``; a start goes on only if it has the same ``settings``.
+    ``words`` are the recipe and flags of the command line. A sweep resumes only with the same ``settings``.
     """
 
     def __init__(
@@ -239,36 +240,36 @@ class Sweep:
         self.recipe, self.words, self.out, self.chooser, self.settings = recipe, words, out, chooser, dict(settings)
         before = read_object(out / "sweep.json", MOST_BYTES)
         same = all(before.get(key) == self.settings.get(key) for key in ("command", "over", "folds"))
-        require(not before or same, f"--out={out} holds another sweep: give its flags again, or another folder")
+        require(not before or same, f"--out={out} holds another sweep: give the flags of that sweep, or another folder")
         self.rows: list[dict[str, Any]] = []
         try:
-            require(bool(before) or not os.path.lexists(out / "sweep.json"), "it is no JSON object")
+            require(bool(before) or not os.path.lexists(out / "sweep.json"), "it is not a JSON object")
             for row in before.get("trials", []):
                 wrong = [name for name, kind in ROW.items() if not _fits(row[name], kind)]
                 wrong += [] if all(_fits(score, (int, float)) for score in row["scores"]) else ["scores"]
                 wrong += [] if row["number"] == len(self.rows) + 1 else ["number"]
                 wrong += [name for name in FOUND if (row[name] is None) != (row["score"] is None)]
-                require(not wrong, f"{', '.join(wrong)} cannot be that")
+                require(not wrong, f"invalid {', '.join(wrong)}")
                 chooser.check(row)
                 self.rows.append(row)
         except (LookupError, TypeError, ValueError, OverflowError) as error:  # RecipeError is a ValueError
-            why = f"{out / 'sweep.json'} is not as a sweep has left it (trial {len(self.rows) + 1}: {cause(error)})"
-            raise RecipeError(f"{why}: put a copy of it back, or begin anew by another folder, with --out") from error
+            why = f"{out / 'sweep.json'} is damaged (trial {len(self.rows) + 1}: {cause(error)})"
+            raise RecipeError(f"{why}: restore a copy of it, or start again in another folder with --out") from error
         self.guard, self.stop = threading.Lock(), threading.Event()
         self.free: SimpleQueue[Mapping[str, str]] = SimpleQueue()
         self.column = next((row["figure"] for row in self.rows if row["figure"]), None)
 
     def run(self, trials: int, slots: Sequence[Mapping[str, str]]) -> None:
-        """Run the trials that are not done, in the order of their numbers, one in each slot.
+        """Run the remaining trials in the order of their numbers, one per slot.
 
-        A trial uses the results of those that are at least ``lag`` before it, and waits for them. So its settings do
-        not depend on which of the trials that run at once ends first, and a slot seldom waits for another one.
+        A trial waits for the trials that are at least ``lag`` before it, and uses only their results. So its settings
+        do not depend on which of the parallel trials ends first, and a slot rarely waits for another one.
         """
         done = [row["number"] for row in self.rows if row["status"] != "running"]
         if self.rows:
-            print(escaped(f"going on in {self.out}: {len(done)} of {trials} trials are done"), flush=True)
+            print(escaped(f"resuming in {self.out}: {len(done)} of {trials} trials are done"), flush=True)
         for folder in (self.out / f"trial-{number:03d}" for number in done):
-            if not folder.is_symlink():  # an earlier start may have been killed before it had removed them
+            if not folder.is_symlink():  # left behind if an earlier start was killed
                 shutil.rmtree(folder / "checkpoints", ignore_errors=True)
         for slot in slots:
             self.free.put(slot)
@@ -287,14 +288,14 @@ class Sweep:
             for future in running.values():
                 future.result()
         except BaseException:
-            self.stop.set()  # the runs that are not done are taken up again when the sweep is
+            self.stop.set()  # unfinished runs resume when the sweep resumes
             raise
         finally:
             pool.shutdown(cancel_futures=True)
         self._end()
 
     def _require_compared(self) -> None:
-        """Prepare the data as a trial does, and refuse what has no set by which trials are compared."""
+        """Prepare the data like a trial; raise an error if it has no set to compare trials on."""
         from trainer.commands.flags import Flags
         from trainer.planner.predict import prepared
         from trainer.run.best import Best
@@ -342,9 +343,9 @@ class Sweep:
         return None
 
     def _note(self, trial: Any, row: dict[str, Any], run_dir: Path, found: Trial) -> None:
-        """Write down how a trial has ended, and remove its checkpoints.
+        """Record the end of a trial, and remove its checkpoints.
 
-        A trial that is pruned is so even if it finished before this process looked: later trials depend on that.
+        A trial to prune is recorded as pruned even if it finished first: the settings of later trials depend on it.
         """
         status = found.status if found.status == "pruned" else self._look(trial, row, run_dir) or found.status
         with self.guard:
@@ -354,13 +355,13 @@ class Sweep:
                 row |= {"figure": column, "value": value, "step": step, "score": self._score(column, value)}
                 self.column = column
             elif status == "finished":
-                row |= {"status": "failed", "reason": "no evaluation found a finite figure"}
+                row |= {"status": "failed", "reason": "no evaluation has a finite metric"}
             self._write()
             print(escaped(f"trial {row['number']}/{self.trials}: {_told(row)}"), flush=True)
         shutil.rmtree(run_dir / "checkpoints", ignore_errors=True)
 
     def _score(self, column: str, value: float) -> float:
-        """The value of a figure, so that higher is better."""
+        """Return the value of a metric with the sign for which higher is better."""
         name = column.partition("_")[2]
         own = [metric for metric in self.recipe.run.metrics if isinstance(metric, Metric) and metric.name == name]
         higher = name in HIGHER or any(metric.higher_is_better for metric in own)
@@ -388,7 +389,8 @@ class Sweep:
     def _end(self) -> None:
         ranked = self._ranked()
         if not ranked:
-            raise RunError(f"none of {len(self.rows)} trials finished; {_told(self.rows[0])} (see {self.out}/*.log)")
+            ended = _told(self.rows[0])
+            raise RunError(f"none of the {len(self.rows)} trials finished; {ended} (see {self.out}/*.log)")
         keys = list(ranked[0]["settings"])
         names = ["trial", *keys, str(self.column), "step", "status"]
         others = [row for row in self.rows if row not in ranked]
@@ -408,12 +410,11 @@ class Sweep:
         else:
             print(escaped(f"best: trial {ranked[0]['number']}, {self.column} {ranked[0]['value']:.4f}"))
             print(escaped(f"  {self._command(ranked[0])}"))
-        print(escaped(f"files: {self.out}: sweep.json, and a folder and a log for each trial"))
+        print(escaped(f"files: {self.out}: sweep.json, and a folder and a log per trial"))
 
 
 def evaluations(run_dir: Path, recipe: Recipe) -> list[tuple[str, float, int]]:
-    """The column, value and step of every evaluation of a run so far, of the figure that ``run.best`` compares, where
-    it is finite."""
+    """Return the column, value and step of each evaluation so far, for the metric of ``run.best``, if it is finite."""
     with suppress(OSError), open(run_dir / "metrics.csv", newline="") as file:
         rows = list(csv.DictReader(file))
         split = "test" if (recipe.run.best or "").startswith("test_") else "val"
@@ -427,15 +428,15 @@ def evaluations(run_dir: Path, recipe: Recipe) -> list[tuple[str, float, int]]:
 
 
 def _fits(value: Any, kind: Any) -> bool:
-    """Whether a value of ``sweep.json`` is of a kind, and finite if it is a number."""
+    """Return whether a value of ``sweep.json`` has the type ``kind``, and is finite if it is a number."""
     return isinstance(value, kind) and not (isinstance(value, int | float) and not abs(value) <= sys.float_info.max)
 
 
 def _told(row: Mapping[str, Any]) -> str:
     settings = ", ".join(f"{key}={_short(value)}" for key, value in row["settings"].items())
-    figure = "" if row["value"] is None else f" · {row['figure']} {row['value']:.4f} after step {row['step']:,}"
+    result = "" if row["value"] is None else f" · {row['figure']} {row['value']:.4f} after step {row['step']:,}"
     why = f" ({row['reason']})" if row["reason"] else ""
-    return f"{row['status']}{why}{figure} · {settings}"
+    return f"{row['status']}{why}{result} · {settings}"
 
 
 def _short(value: Any) -> str:

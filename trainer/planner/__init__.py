@@ -1,6 +1,6 @@
 """Peak memory and step time of a recipe, predicted without a GPU, and the fastest plan that fits a budget.
 
-For a loop that is not ours there is :func:`fake_gpu`.
+For training loops outside this package, use :func:`fake_gpu`.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 __all__ = ["FakeGPU", "fake_gpu"]
 
 
-def __getattr__(name: str) -> Any:  # they need torch, and much of it: imported when they are used
+def __getattr__(name: str) -> Any:  # imported on use: they load torch and much of it
     if name not in __all__:
         raise AttributeError(f"module 'trainer.planner' has no attribute {name!r}")
     from trainer.fakegpu import any_loop

@@ -1,4 +1,4 @@
-"""Samples that are made up, for a plan without data: of a dataset's outline, or of nothing but a shape."""
+"""Synthetic samples to plan without data, built from an outline of the dataset."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ if TYPE_CHECKING:
 
 
 class Alike(Samples):
-    """``count`` samples that are all alike: zeros in the shapes of an outline, and masks that leave nothing out."""
+    """``count`` identical samples: zeros in the shapes of an outline, and masks of ones."""
 
     def __init__(self, outline: Outline, count: int) -> None:
         self.tensors, self.count = outline.tensors, count
-        self.labels = list(range(outline.num_classes or 0))  # for balanced class weights: a plan has any
+        self.labels = list(range(outline.num_classes or 0))  # read by balanced class weights
         self.lengths = None if outline.length is None else array("q", [outline.length]) * count
 
     def __len__(self) -> int:
@@ -37,8 +37,9 @@ class Alike(Samples):
 
 
 class MadeUp(Data):
-    """In the place of a dataset: as many samples as ``outline`` says, and ``notes`` on them for readers of the plan.
-    What a model takes from its dataset besides the number of classes comes from ``data``, if given."""
+    """A stand-in for a dataset, with the samples of ``outline``, and ``notes`` about them for the plan.
+
+    Attributes that a model reads from its dataset, such as ``image_size``, are copied from ``data``, if given."""
 
     def __init__(self, outline: Outline, data: Data | None = None, notes: Sequence[str] = ()) -> None:
         self.num_classes, self.notes = outline.num_classes, list(notes)
@@ -49,18 +50,18 @@ class MadeUp(Data):
         self.train, self.val, self.test = (Alike(outline, count) if count else None for count in counts)
 
     def prepare(self, tokenizer: Any = None, model: Model | None = None) -> None:
-        """Nothing: it is made."""
+        """No-op: synthetic samples need no preparation."""
 
 
 def notes_of(data: Data) -> list[str]:
-    """What is to be said of the data, where it is made up."""
+    """Return the notes about synthetic data; empty for a real dataset."""
     return data.notes if isinstance(data, MadeUp) else []
 
 
 def said(outline: Outline) -> str:
-    """That the data is not here, and what takes its place."""
-    planned = f"the data is not here: planned with {outline.train:,} samples"
+    """Describe the synthetic samples that replace missing data."""
+    planned = f"the data is missing: planned with {outline.train:,} synthetic samples"
     if outline.length is not None:
-        return f"{planned} of {outline.length:,} tokens, the most that data.max_length allows"
+        return f"{planned} of {outline.length:,} tokens, the maximum of data.max_length"
     shapes = (" × ".join(map(str, shape)) or "1" for name, (_, shape) in outline.tensors.items() if name != "labels")
-    return f"{planned} of {', '.join(shapes)}, as its outline says"
+    return f"{planned} of shape {', '.join(shapes)}, from its outline"

@@ -1,4 +1,4 @@
-"""What one plan of a recipe would need on a GPU: traced, replayed and costed, in a process of its own."""
+"""Predict the memory and time of one plan on a GPU: trace it, replay the allocator and estimate the cost."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ import time
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
-from functools import partial
 from typing import Any
 
 from trainer.contract import Data, Plannable, Preparable, capability, prepare_data, without_weights
@@ -21,78 +20,77 @@ from trainer.fakegpu.network import Cluster, Interconnect, sent
 from trainer.fakegpu.peaks import LARGEST, AllocatorSettings, in_gb, peaks_to_json, replay, retries_within, timeline_of
 from trainer.fakegpu.target import Target
 from trainer.memory.plan import Plan, decide_plan
-from trainer.planner.kept import Keeper, Known, Note
 from trainer.planner.knobs import applied
 from trainer.planner.made_up import MadeUp
 from trainer.planner.trace import draw_samples, trace_run
 from trainer.recipe import Memory, Recipe
 
 CPU_BUFFERS = 40_000_000
-"""Bytes of buffers and threads of CPU kernels that no tensor shows: 30 to 55 MB in 20 plans of a ViT of 25 million
+"""Bytes of buffers and threads of CPU kernels outside any tensor: 30 to 55 MB in 20 plans of a ViT with 25 million
 weights, see benchmarks/planner_cpu.py."""
-MIN_GAIN = 0.1  # of the time of a step; a setting that saves less is not named
+MIN_GAIN = 0.1  # share of a step's time that a setting must save to be suggested
 FASTER = {"precision bf16-mixed": "bfloat16", "matmul_precision high": "tfloat32", "compile blocks": None}
-"""Settings of ``memory`` that may be faster, with the units for fp32 products."""
-GROWING: tuple[Category, ...] = ("activations", "temporaries", "batch")  # with the micro-batch
+"""Settings of ``memory`` that may be faster, with the units that then compute fp32 products."""
+GROWING: tuple[Category, ...] = ("activations", "temporaries", "batch")  # categories that grow with the micro-batch
 
 
 @dataclass(frozen=True)
 class Prediction:
-    """What one rank of a run needs, and how long its steps take. Memory is in bytes."""
+    """The memory of one rank of a run, and the time of its steps. Memory is in bytes."""
 
-    allocated: int  # the most that tensors take at once, as torch.cuda.max_memory_allocated
-    # The most that torch's allocator takes from the GPU, as torch.cuda.max_memory_reserved; on a CPU resident memory
-    # over that of the idle process: ``allocated`` and ``CPU_BUFFERS``.
+    allocated: int  # peak of tensors, as torch.cuda.max_memory_allocated
+    # Peak of what torch's allocator takes from the GPU, as torch.cuda.max_memory_reserved. On a CPU: resident memory
+    # above that of the idle process, ``allocated`` plus ``CPU_BUFFERS``.
     reserved: int
-    host: int  # the most that tensors take in host memory, pinned or not, besides Python and its libraries
-    phases: dict[str, dict[str, int]]  # {phase: {"allocated", "reserved"}}, the peaks within each
-    categories: dict[str, int]  # what is in use at the allocated peak, by what it is for
-    largest: list[list[Any]]  # the largest of it: [category, operation, phase, bytes]
-    peak_phase: str  # where the allocated peak is
-    costs: dict[str, StepCost]  # of an optimizer step, estimated, by the name of what joins the GPUs
-    traffic: dict[str, float]  # what this rank sends in a step, by collective
-    leaving: float  # what a whole node sends to others in a step
-    guesses: int = 0  # values that a branch depended on and that were guessed
-    notes: list[str] = field(default_factory=list)  # what else a person must know, a line each
-    attention: list[str] = field(default_factory=list)  # the kernels of a GPU that compute it, each with what for
-    seconds: float = 0.0  # that the prediction took
-    # How long the operations of forward and backward take at the peak rates of the data sheet, without recomputation:
-    # seconds of this rank for each token of a batch (over all ranks), for each sample where lengths are not known.
+    host: int  # peak of tensors in host memory, pinned or not, without Python and its libraries
+    phases: dict[str, dict[str, int]]  # {phase: {"allocated", "reserved"}}: the peaks within each phase
+    categories: dict[str, int]  # memory in use at the allocated peak, by purpose
+    largest: list[list[Any]]  # its largest parts: [category, operation, phase, bytes]
+    peak_phase: str  # phase of the allocated peak
+    costs: dict[str, StepCost]  # estimated cost of an optimizer step, by interconnect name
+    traffic: dict[str, float]  # bytes that this rank sends per step, by collective
+    leaving: float  # bytes that a whole node sends to other nodes per step
+    guesses: int = 0  # number of guessed values that a branch depended on
+    notes: list[str] = field(default_factory=list)  # one line each
+    attention: list[str] = field(default_factory=list)  # the GPU kernels that compute it, each with its purpose
+    seconds: float = 0.0  # duration of the prediction
+    # Time of forward and backward at the peak rates of the data sheet, without recomputation: seconds of this rank per
+    # token of a batch (over all ranks), or per sample if lengths are unknown.
     peak_seconds: float = 0.0
-    fragmentation: int = 0  # what is reserved at the allocated peak and not in use
-    # How often torch gives its cache back to stay within the capacity that was asked about; ``None``: it cannot
+    fragmentation: int = 0  # bytes reserved but not in use at the allocated peak
+    # How often torch must release its cache to stay within the capacity; ``None`` if it cannot stay within it
     retries: int | None = None
-    faster: dict[str, float] = field(default_factory=dict)  # ms of a step with each of ``candidates``, by itself
-    # Memory, for a plot, if wanted: {"allocated": {category: [...]}, "reserved": [...], "marks": [[at, phase]]}
+    faster: dict[str, float] = field(default_factory=dict)  # ms per step with each of ``candidates`` alone
+    # Memory over time, for a plot: {"allocated": {category: [...]}, "reserved": [...], "marks": [[at, phase]]}
     timeline: dict[str, Any] | None = None
 
     @classmethod
     def answered(cls, fields: dict[str, Any]) -> Prediction:
-        """What :func:`predict_here` has answered from a child."""
+        """Rebuild the prediction from the answer of :func:`predict_here`, which ran in a child process."""
         return cls(**fields | {"costs": {name: StepCost(**cost) for name, cost in fields["costs"].items()}})
 
     @property
     def cost(self) -> StepCost:
-        """Over the first, or only, of what joins the GPUs."""
+        """The cost over the first interconnect."""
         return next(iter(self.costs.values()))
 
     @property
     def growing(self) -> int:
-        """Of ``allocated``, what grows with the micro-batch."""
+        """The part of ``allocated`` that grows with the micro-batch."""
         return sum(self.categories.get(name, 0) for name in GROWING)
 
     @property
     def update(self) -> int:
-        """Bytes that an update needs, whatever a forward keeps and of how many samples."""
+        """Bytes that an update needs, independent of the activations and of the micro-batch."""
         return self.phases.get("step", {}).get("allocated", 0)
 
     @property
     def sent(self) -> float:
-        """What this rank sends in a step."""
+        """Bytes that this rank sends per step."""
         return sum(self.traffic.values())
 
     def to_json(self) -> dict[str, Any]:
-        """What ``plan.json`` says of the chosen plan, in plain types, with memory in GB (1e9 bytes)."""
+        """Return the entry of the chosen plan in ``plan.json``, in plain types, with memory in GB (1e9 bytes)."""
         cost = self.cost
         times = {name: getattr(cost, name) for name in (*vars(cost), "exposed_ms") if name != "alone_ms"}
         sizes = {name: getattr(self, name) for name in ("allocated", "reserved", "host", "fragmentation")}
@@ -111,8 +109,10 @@ class Prediction:
 
 
 def prepared(recipe: Recipe, outlines: bool = False) -> Recipe:
-    """The recipe with its data prepared and its model filled from it; no weights are fetched or read. ``outlines`` lets
-    missing data be made up of its outline, as ``notes`` say, and a text model go without its tokenizer."""
+    """Return the recipe with prepared data and the model filled from it; no weights are downloaded or read.
+
+    With ``outlines``, missing data is replaced by synthetic samples from its outline, as ``notes`` say, and a text
+    model needs no tokenizer."""
     recipe.data.use_model(recipe.model)
     outline = recipe.data.outline() if outlines else None
     recipe.data.require_files()
@@ -125,11 +125,11 @@ def prepared(recipe: Recipe, outlines: bool = False) -> Recipe:
     except RecipeError as error:
         if not isinstance(error.__cause__, OSError):
             raise
-        needed = "a folder with config.json for model.name and one with the tokenizer for model.tokenizer are enough"
+        needed = "give a folder with config.json as model.name and one with the tokenizer as model.tokenizer"
         if outline is not None:
-            needed = "a folder with config.json for model.name, or a model type such as distilbert, is enough"
-        raise RecipeError(f"{error}. To plan, no weights are needed: {needed}") from error
-    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # what is forked must not wait for its threads
+            needed = "give a folder with config.json as model.name, or a model type such as distilbert"
+        raise RecipeError(f"{error}. A plan needs no weights: {needed}") from error
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # forked children must not wait for its threads
     data = recipe.data if outline is None else MadeUp(outline, recipe.data)
     try:
         prepare_data(data, recipe.model, bare.tokenizer_or_none())
@@ -150,27 +150,19 @@ def predict_here(
     timeline: bool = False,
     over: Sequence[Interconnect] = (),
     capacity: int | None = None,
-    keeper: Keeper | None = None,
 ) -> dict[str, Any]:
-    """The fields of a :class:`Prediction`, as JSON holds them. It changes torch for its whole process: for a child.
+    """Return the fields of a :class:`Prediction`, in JSON types.
 
-    The first rank of a process group of that size is traced; the others are not there. ``recipe`` is a :func:`prepared`
-    one; ``over`` are networks that may join the GPUs, by default that of ``target``; ``capacity``, in bytes, what
-    ``retries`` are about. What ``keeper`` has is not traced again.
+    Call it in a child process: it changes torch for its whole process. Only the first rank of the process group is
+    traced. ``recipe`` must be :func:`prepared`. ``over`` are the interconnects to compare, by default that of
+    ``target``. ``retries`` are counted for a ``capacity`` in bytes.
     """
     began = time.perf_counter()
-    # No trace depends on the budget, so that what is kept serves all of them.
-    recipe = recipe.replace(memory=replace(recipe.memory, budget=None))
-    plan = replace(plan, memory=replace(plan.memory, budget=None))
     samples = draw_samples(recipe, plan)
-    note = Note(keeper, recipe, plan, samples, target, nodes, timeline, over) if keeper else None
-    try:
-        trace = trace_run(recipe, plan, samples, target, nodes, partial(note.look, capacity=capacity) if note else None)
-    except Known as known:
-        return known.answer
+    trace = trace_run(recipe, plan, samples, target, nodes)
     settings = AllocatorSettings(target.expandable_segments)
     memory = replay(trace, settings)
-    on_cpu = target.device.type == "cpu"  # where nothing is reserved: tensors take what they ask for
+    on_cpu = target.device.type == "cpu"  # a CPU reserves nothing in advance
     allocated = memory.peak_requested if on_cpu else memory.peak_allocated
     cluster = Cluster(plan.world_size, nodes)
     traffic, leaving = traffic_of(trace, cluster)
@@ -178,7 +170,7 @@ def predict_here(
     fits = capacity is None or reserved <= capacity
     retries = 0 if fits else None if on_cpu else retries_within(trace, capacity or 0, settings, memory)
     networks = over or [target.network]
-    answer = {
+    return {
         "allocated": allocated,
         "reserved": reserved,
         "host": trace.host_bytes,
@@ -202,13 +194,10 @@ def predict_here(
         },
         "timeline": timeline_of(memory, trace) if timeline else None,
     }
-    if note:
-        note.write(answer)
-    return answer
 
 
 def candidates(recipe: Recipe, ranks: int, gpu: GPU) -> list[str]:
-    """Those of ``FASTER`` that are not set, that ``gpu`` has units for, and that ``decide_plan`` accepts."""
+    """Return the settings of ``FASTER`` that are at their default, supported by ``gpu`` and valid for the recipe."""
     memory, found = recipe.memory, []
     for flag, units in FASTER.items():
         key, value = flag.split()
@@ -221,17 +210,17 @@ def candidates(recipe: Recipe, ranks: int, gpu: GPU) -> list[str]:
 
 
 def faster(recipe: Recipe, ranks: int, gpu: GPU, found: Prediction | None) -> list[str]:
-    """A line on what saves ``MIN_GAIN`` of a step, or on all ``candidates`` without a prediction; none if nothing."""
+    """Suggest in a line the settings that save ``MIN_GAIN`` of a step; without a prediction, all ``candidates``."""
     known = found.faster if found else dict.fromkeys(candidates(recipe, ranks, gpu), 0.0)
     now = found.cost.step_ms if found else math.inf
     gains = sorted((ms, flag) for flag, ms in known.items() if ms <= (1 - MIN_GAIN) * now)
     names = [f"--memory.{flag}{f' ({ms:,.3g} ms)' if found else ''}" for ms, flag in gains]
-    about = f"than {now:,.3g} ms a step, by estimate" if found else "perhaps"
-    return [f"faster {about}, each alone: {', '.join(names)}"] if names else []
+    about = f"than {now:,.3g} ms per step (estimate)" if found else "perhaps"
+    return [f"faster {about}, each on its own: {', '.join(names)}"] if names else []
 
 
 def traffic_of(trace: Trace, cluster: Cluster) -> tuple[dict[str, float], float]:
-    """What a rank sends in a step, by collective, and what its node sends to others."""
+    """Return the bytes that a rank sends per step, by collective, and those that its node sends to others."""
     ops = list(dict.fromkeys(item.op for item in trace.work if item.kind == "collective"))
 
     def measure(work: Sequence[Work]) -> list[float]:

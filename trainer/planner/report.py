@@ -1,4 +1,4 @@
-"""What a search found: the chosen plan, all others, and why; as a person reads it, and as JSON."""
+"""The result of a search, as text and as JSON: the chosen plan, all other plans, and the reasons."""
 
 from __future__ import annotations
 
@@ -15,57 +15,57 @@ from trainer.recipe import Memory, Recipe
 from trainer.system.text import GB, WIDTH, as_text, columns, gigabytes, wrapped
 
 OWN = {knob.column: knob.name for knob in SEARCHED if knob.column}
-LEFT = ("micro-batch", "strategy", *OWN, "offload", "lossy", "why")  # columns of words; figures are on the right
-RESERVED, ON_HOST, TIME = "reserved", "on the host", "ms a step"
+LEFT = ("micro-batch", "strategy", *OWN, "offload", "lossy", "why")  # columns of text; numbers are aligned to the right
+RESERVED, ON_HOST, TIME = "reserved", "on the host", "ms per step"
 SIGNS = {
     "*": "keeps whole weights until backward: memory.reshard_after_forward false",
     "+": "sums gradients over the ranks in every micro-step: memory.sync_every_micro_step true",
-    "hsdp": "has a copy of the sharded model on each machine: memory.replicas",
+    "hsdp": "keeps a replica of the sharded model on each machine: memory.replicas",
 }
 SIZE = "memory.micro_batch_size"
 UNPROTECTED = (
-    f"{IN_BACKWARD}: a step that is not finite ends the run, and a run out of memory is not mended: --{IN_BACKWARD} "
-    "false keeps both"
+    f"{IN_BACKWARD}: the run ends at a step that is not finite, and it cannot recover from running out of memory: "
+    f"--{IN_BACKWARD} false avoids both"
 )
-NOTHING = ("nothing fits", "no combination of knobs works", "the model cannot be traced")  # explain a missing plan
+NOTHING = ("no plan fits", "no combination of knobs works", "the model cannot be traced")  # how explanations begin
 
 
 @dataclass(frozen=True)
 class Candidate:
-    """One plan, and what is predicted for it; ``None`` for a plan that was refused. Memory is in bytes."""
+    """One plan with its predicted values, which are ``None`` if it was rejected. Memory is in bytes."""
 
-    flags: Mapping[str, Any]  # what to set, by the key of the recipe; in a report without what that says already
-    plan: str  # in one line, for a person
+    flags: Mapping[str, Any]  # settings by recipe key; in a report only those that differ from the recipe
+    plan: str  # description in one line
     allocated: int | None = None  # peak of tensors
-    reserved: int | None = None  # peak of what torch's allocator takes
+    reserved: int | None = None  # peak of the memory that torch's allocator takes
     host: int | None = None  # peak of tensors in host memory
-    step_ms: float | None = None  # milliseconds of an optimizer step, estimated
+    step_ms: float | None = None  # estimated milliseconds of an optimizer step
     fits: bool = False  # whether it stays within the budget, with the margin
     reason: str = ""  # why it was chosen, or why not
-    traced: bool = True  # else the figures lie between those of two traces with other micro-batches
-    prediction: Prediction | None = None  # the whole of it, of a traced plan
+    traced: bool = True  # else interpolated between traces with other micro-batches
+    prediction: Prediction | None = None  # the whole prediction of a traced plan
 
     @property
     def command(self) -> str:
-        """The flags as they are typed."""
+        """The flags for the command line."""
         return " ".join(f"--{key} {shlex.quote(as_text(value))}" for key, value in self.flags.items())
 
     @property
     def knobs(self) -> Settings:
-        """The knobs that it turns, but for the micro-batch."""
+        """The knobs that differ from their defaults, without the micro-batch."""
         return without_size(turned(self.flags))
 
     @property
     def retries(self) -> int:
-        """How often torch must give its cache back to stay within the budget."""
+        """The number of times that torch must release its cache to stay within the budget."""
         return (self.prediction.retries or 0) if self.prediction is not None else 0
 
     def slower_than(self, fastest: Candidate) -> str:
-        """Such as ``5 % slower``."""
+        """Compare with the ``fastest`` plan, such as ``5 % slower``."""
         return f"{max(0.0, 100 * ((self.step_ms or 0.0) / (fastest.step_ms or 1.0) - 1)):.0f} % slower"
 
     def to_json(self) -> dict[str, Any]:
-        """In plain types, memory in GB (1e9 bytes)."""
+        """Return plain types, with memory in GB (1e9 bytes)."""
         return {
             "flags": dict(self.flags),
             "command": self.command,
@@ -82,21 +82,21 @@ class Candidate:
 
 @dataclass(frozen=True)
 class PlanReport:
-    """The answer of a search."""
+    """The result of a search."""
 
-    recipe: Recipe  # that was planned for, prepared, with its budget
-    device: str  # the GPU, or CPU, as a person calls it
+    recipe: Recipe  # the prepared recipe, with its budget
+    device: str  # display name of the GPU or CPU
     devices: int  # ranks
     nodes: int  # machines
     budget: int  # bytes that torch's allocator may take on each device
     margin: float  # part of the budget that is kept free, because predictions err
-    outside: int  # bytes that the device needs besides: CUDA's context and NCCL's buffers
+    outside: int  # bytes needed in addition: the CUDA context and NCCL's buffers
     chosen: Candidate | None  # the fastest plan that fits; ``None`` if none does
-    candidates: list[Candidate]  # those that fit, the fastest first; the others, the smallest first; then the refused
-    explanations: list[str] = field(default_factory=list)  # what each knob bought and cost, or what is missing: lines
-    notes: list[str] = field(default_factory=list)  # what a person must know to read the figures
-    seconds: float = 0.0  # that the search took
-    interconnect: str | None = None  # what joins the devices, where it was said, or joins several nodes
+    candidates: list[Candidate]  # those that fit, fastest first; the others, smallest first; then the rejected
+    explanations: list[str] = field(default_factory=list)  # lines: what was tried, or why no plan fits
+    notes: list[str] = field(default_factory=list)  # how to read the values
+    seconds: float = 0.0  # duration of the search
+    interconnect: str | None = None  # set if it was given, or if there are several nodes
 
     @property
     def smallest(self) -> Candidate | None:
@@ -106,11 +106,11 @@ class PlanReport:
 
     @property
     def drawn(self) -> Candidate | None:
-        """The candidate whose memory ``plan.html`` draws: the chosen one, or the smallest when nothing fits."""
+        """The candidate whose memory ``plan.html`` draws: the chosen one, or the smallest if nothing fits."""
         return self.chosen or self.smallest
 
     def to_json(self) -> dict[str, Any]:
-        """What ``plan.json`` holds, memory in GB (1e9 bytes)."""
+        """Return the content of ``plan.json``, with memory in GB (1e9 bytes)."""
         chosen = self.chosen
         whole = {} if chosen is None or chosen.prediction is None else {"prediction": chosen.prediction.to_json()}
         return {
@@ -134,20 +134,20 @@ def _gb(size: int | None) -> float | None:
 
 
 def table(report: PlanReport) -> str:
-    """The chosen plan, then the best of each combination of knobs: the fastest that fits, or else the smallest."""
+    """Format the chosen plan, then the best of each combination of knobs: the fastest that fits, else the smallest."""
     rows = [_row(one, report) for one in best_of_each(report.candidates)]
     if not rows:
         return "(no plan could be predicted)"
     names = [name for name in rows[0] if any(row[name] not in ("", "false") for row in rows)]
     lines = [columns(names, [[row[name] for name in names] for row in rows], LEFT)]
     if any("~" in row[RESERVED] for row in rows):
-        lines.append("~ lies between the traces of a smaller and a larger micro-batch")
+        lines.append("~ interpolated between the traces of a smaller and a larger micro-batch")
     lines += [f"{sign} {words}" for sign, words in SIGNS.items() if any(sign in row["strategy"] for row in rows)]
     return "\n".join(lines)
 
 
 def best_of_each(candidates: Sequence[Candidate]) -> list[Candidate]:
-    """The first candidate for each combination of knobs; those that were refused are left out."""
+    """Return the first candidate of each combination of knobs, without the rejected ones."""
     found: dict[object, Candidate] = {}
     for one in candidates:
         if one.reserved is not None:
@@ -156,30 +156,30 @@ def best_of_each(candidates: Sequence[Candidate]) -> list[Candidate]:
 
 
 def why(report: PlanReport) -> str:
-    """The explanations, what was refused, and notes."""
+    """Format the explanations, the rejected plans and the notes."""
     refused: dict[str, list[Candidate]] = {}
     for one in report.candidates:
         if one.reserved is None:
             refused.setdefault(one.reason, []).append(one)
     lines = [*report.explanations]
     if report.drawn and report.drawn.prediction and (kernels := report.drawn.prediction.attention):
-        keeps = "; math keeps a number for each pair of tokens and each head" if "math" in " ".join(kernels) else ""
-        lines.append(f"torch computes the attention of the first plan by {', '.join(kernels)}{keeps}")
+        keeps = "; math keeps one value per pair of tokens and head" if "math" in " ".join(kernels) else ""
+        lines.append(f"attention kernels of the first plan: {', '.join(kernels)}{keeps}")
     for reason, ones in refused.items():
-        example = ones[0].command or "the recipe as it is"
-        lines.append(f"refused, {len(ones)} of the plans (such as {example}): {reason}")
+        example = ones[0].command or "the recipe unchanged"
+        lines.append(f"rejected: {len(ones)} of the plans (such as {example}): {reason}")
     lines += [f"note: {note}" for note in report.notes]
     return "\n".join(wrapped(f"- {line}", "  ") for line in lines)
 
 
 def settings(report: PlanReport) -> str:
-    """The chosen plan as a table of its knobs: for a trainer that is not this one."""
+    """Format the chosen plan as a table of its settings, for use with another trainer."""
     assert report.chosen is not None
     recipe = applied(report.recipe, report.chosen.flags)
     plan = decide_plan(recipe, report.devices)
     rows = [
-        ("samples of a micro-batch", plan.first_cut.micro_batch_size),
-        ("micro-batches of a step, on each rank", plan.first_cut.accumulate),
+        ("samples per micro-batch", plan.first_cut.micro_batch_size),
+        ("micro-batches per step and rank", plan.first_cut.accumulate),
         ("ranks", f"{report.devices}, {plan.strategy}"),
         ("precision", plan.memory.precision),
         ("optimizer", recipe.optim.kind),
@@ -189,7 +189,7 @@ def settings(report: PlanReport) -> str:
 
 
 def pasteable(words: Sequence[str]) -> str:
-    """A command on as few lines as fit, to paste; each of ``words`` stays together, such as a flag with its value."""
+    """Wrap a command for pasting into a shell, without splitting any of ``words``, such as a flag with its value."""
     lines = [words[0]]
     for word in words[1:]:
         if len(lines[-1]) + len(word) + 3 > WIDTH:
@@ -219,9 +219,9 @@ def _row(one: Candidate, report: PlanReport) -> dict[str, str]:
     }
 
 
-def _strategy(plan: Plan, wish: Memory) -> str:
+def _strategy(plan: Plan, wanted: Memory) -> str:
     name = "hsdp" if plan.memory.replicas > 1 else plan.strategy
-    synced = "+" if wish.sync_every_micro_step else ""  # which an offload needs no wish for
+    synced = "+" if wanted.sync_every_micro_step else ""  # an offload syncs anyway
     return name + ("" if plan.memory.reshard_after_forward else "*") + synced
 
 
@@ -250,18 +250,19 @@ def _retried(one: Candidate) -> str:
 
 
 def explain(candidates: Sequence[Candidate], combinations: tuple[int, int]) -> list[str]:
-    """What was tried, and what would be cheaper than the chosen plan, the first, but does not fit. ``combinations`` of
-    knobs: those that can be, and those that were refused."""
+    """Explain the chosen plan, the first candidate: what was tried, and the next faster plan that does not fit.
+
+    ``combinations`` are the numbers of possible and of rejected combinations of knobs."""
     chosen = candidates[0]
     lines = _tried(candidates, combinations)
     time = chosen.step_ms or 0.0
     faster = [one for one in candidates if one.traced and not one.fits and (one.step_ms or 0.0) < time]
     if faster:
         next_one = max(faster, key=lambda one: one.step_ms or 0.0)
-        needs = f"{gigabytes(next_one.reserved or 0)}, {next_one.reason}"
-        lines.append(f"the next faster plan does not fit: {next_one.plan}: {next_one.step_ms:,.1f} ms, {needs}")
+        needs = f"{next_one.step_ms:,.1f} ms per step, {gigabytes(next_one.reserved or 0)}, {next_one.reason}"
+        lines.append(f"the next faster plan does not fit: {next_one.plan}: {needs}")
     elif not chosen.knobs:
-        lines.append("no technique needs to be added: nothing is faster than the plan without any")
+        lines.append("no memory technique is needed: the plan without any is the fastest")
     if chosen.flags.get(IN_BACKWARD):
         lines.append(UNPROTECTED)
     return lines
@@ -274,25 +275,25 @@ def not_fitting(
     lossy: Sequence[Candidate],
     refused: Sequence[Candidate] = (),
 ) -> list[str]:
-    """By how much the smallest plan, the first, misses the budget, and which ``lossy`` ones, not allowed yet, fit."""
+    """Explain by how much the smallest plan, the first, misses the budget, and which ``lossy`` plans would fit."""
     if not candidates:
         reasons = list(dict.fromkeys(one.reason for one in refused))
         more = f" (and {len(reasons) - 1} other reasons, which trainer plan lists)" if len(reasons) > 1 else ""
-        return [f"no combination of knobs works for this recipe: {reasons[0] if reasons else 'there is none'}{more}"]
+        return [f"no combination of knobs works for this recipe: {reasons[0] if reasons else 'none is valid'}{more}"]
     smallest = candidates[0]
     assert smallest.reserved is not None
     lines = [
         *_tried(candidates, combinations),
-        f"nothing fits in {gigabytes(budget)}: the smallest plan needs {gigabytes(smallest.reserved)} "
+        f"no plan fits in {gigabytes(budget)}: the smallest needs {gigabytes(smallest.reserved)} "
         f"({smallest.plan}): {smallest.reason}",
     ]
     for one in lossy:
         assert one.reserved is not None
         flags = " ".join(f"--{key} {as_text(value)}" for key, value in turned(one.flags).items())
         verdict = "would fit" if one.fits else "would not fit either"
-        lines.append(f"at a loss, only if you allow it: {flags}: {gigabytes(one.reserved)}, {verdict}")
+        lines.append(f"lossy, must be enabled explicitly: {flags}: {gigabytes(one.reserved)}, {verdict}")
     if any(one.fits for one in lossy):
-        lines.append("trainer plan --lossy true finds the fastest of the plans that fit at a loss")
+        lines.append("trainer plan --lossy true also considers lossy plans and finds the fastest that fits")
     return lines
 
 
@@ -302,11 +303,11 @@ def _tried(candidates: Sequence[Candidate], combinations: tuple[int, int]) -> li
     traced, fitting = sum(one.traced for one in candidates), sum(one.fits for one in candidates)
     cut = f" with micro-batches of {' to '.join(map(str, sorted({min(sizes), max(sizes)})))}" if sizes else ""
     plans = f"{len(candidates)} plan{'s' if len(candidates) > 1 else ''}, {traced} traced"
-    plans += f", {len(candidates) - traced} between two traces" if traced < len(candidates) else ""
-    plans += f"; {fitting} fit" + (f"; {refused} other combinations were refused" if refused else "")
+    plans += f", {len(candidates) - traced} interpolated" if traced < len(candidates) else ""
+    plans += f"; {fitting} fit" + (f"; {refused} other combinations were rejected" if refused else "")
     tried = len(best_of_each(candidates))
     lines = [f"tried: {tried} of {possible} combinations of knobs{cut}: {plans}"]
     if tried < possible:
-        cannot = "cannot be faster, or cannot fit" if fitting else "cannot need less"
-        lines.append(f"the other combinations {cannot}: they were not tried; trainer plan --all tries more of them")
+        cannot = "cannot be faster or cannot fit" if fitting else "cannot need less memory"
+        lines.append(f"not tried: the other combinations, which {cannot}; trainer plan --all tries more of them")
     return lines

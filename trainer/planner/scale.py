@@ -1,7 +1,7 @@
-"""What a recipe needs and how fast it is on 1, 2, 4, ... devices, under each strategy and over several networks.
+"""Memory and speed of a recipe on 1, 2, 4, ... devices, with each strategy and over several networks.
 
-The batch stays what it is: more devices share it. Every row is a simulation of its own, with a process group of that
-size. Only the micro-batch is guessed before it is simulated: from what grows with it in a simulation with a small one.
+The batch stays the same and is shared by more devices. Each row is a separate simulation with a process group of that
+size. Only the micro-batch size is estimated first, from the memory that grows with it in a simulation of a small one.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from trainer.recipe import Recipe
 from trainer.system.children import in_children
 from trainer.system.text import GB, as_text, columns, gigabytes
 
-FIRST = 8  # samples of the micro-batch with which a row is simulated first, where the recipe leaves it open
+FIRST = 8  # samples of the micro-batch in the first simulation of a row, if the recipe leaves it open
 
 
 @dataclass(frozen=True)
@@ -39,41 +39,41 @@ class ScaleRow:
 
     cluster: Cluster  # the devices and their nodes
     strategy: str  # single, ddp, fsdp, hsdp, or ``fsdp*``, which keeps whole weights until backward
-    settings: Settings = field(default_factory=dict)  # of the recipe, to train so
-    samples: int = 0  # of a batch
-    plan: Plan | None = None  # with its micro-batch; ``None`` where it was refused
-    found: Prediction | None = None  # the simulation; ``None`` where it was refused
-    budget: int = 0  # bytes that torch may take on each device
-    reason: str = ""  # why it was refused
+    settings: Settings = field(default_factory=dict)  # settings of the recipe for this row
+    samples: int = 0  # samples per batch
+    plan: Plan | None = None  # with its micro-batch; ``None`` if it was rejected
+    found: Prediction | None = None  # the simulation; ``None`` if it was rejected
+    budget: int = 0  # maximum bytes for torch on each device
+    reason: str = ""  # why it was rejected
 
     @property
     def fits(self) -> bool:
-        """Whether its memory stays within the budget, with the margin, be it that torch gives its cache back."""
+        """Whether its memory stays within the budget and margin, if needed after torch releases its cache."""
         return self.found is not None and self.found.retries is not None
 
     def step_ms(self, network: str) -> float:
-        """Of a step over the interconnect of that name."""
+        """Return the milliseconds of a step over the interconnect ``network``."""
         assert self.found is not None
         return self.found.costs[network].step_ms
 
     def samples_per_second(self, network: str) -> float:
-        """Of one device, over the interconnect of that name."""
+        """Return the samples per second and device over the interconnect ``network``."""
         return 1e3 * self.samples / self.step_ms(network) / self.cluster.devices
 
 
 @dataclass(frozen=True)
 class ScaleReport:
-    """The answer."""
+    """The result of :class:`Scale`."""
 
-    recipe: Recipe  # that was planned for, prepared
+    recipe: Recipe  # the prepared recipe
     target: Target  # the GPU of every rank
-    networks: list[Interconnect]  # that were compared
+    networks: list[Interconnect]  # the compared interconnects
     rows: list[ScaleRow]  # by the number of devices, then by strategy; the first is one device
-    notes: list[str]  # what a person must know to read the figures
-    seconds: float  # that it took
+    notes: list[str]  # how to read the values
+    seconds: float  # duration of the simulations
 
     def efficiency(self, row: ScaleRow, network: str) -> float | None:
-        """Samples a second of each device, as a part of those of one device alone."""
+        """Return the samples per second and device, relative to a single device."""
         alone = self.rows[0]
         if alone.found is None or row.found is None:
             return None
@@ -82,24 +82,24 @@ class ScaleReport:
 
 @dataclass
 class Scale:
-    """The table of one recipe, which may leave no knob to the planner's search: that is a ``RecipeError``."""
+    """The scaling table of one recipe; a ``RecipeError`` if the recipe leaves a knob to the planner's search."""
 
     recipe: Recipe  # from :func:`trainer.planner.predict.prepared`
     target: Target  # the GPU
     sizes: Sequence[Cluster]  # from :func:`trainer.fakegpu.network.clusters`
-    networks: Sequence[Interconnect]  # to compare
-    progress: Progress = lambda done, total, text: None  # told after each simulation
+    networks: Sequence[Interconnect]  # the interconnects to compare
+    progress: Progress = lambda done, total, text: None  # called after each simulation
 
     def __post_init__(self) -> None:
         self.recipe = with_precision(self.recipe, self.target.gpu.capability)
         for name in left_open(self.recipe.memory):
             raise RecipeError(
-                f"memory.{name}=auto is decided for one number of devices: plan that first (trainer plan ... --devices "
-                f"{self.sizes[-1].devices}) and set what it says"
+                f"memory.{name}=auto is decided for one number of devices: plan one first (trainer plan ... --devices "
+                f"{self.sizes[-1].devices}) and use the value that it chooses"
             )
 
     def run(self) -> ScaleReport:
-        """Simulate all rows, in rounds until each has its micro-batch."""
+        """Simulate all rows, in rounds, until each has its micro-batch size."""
         began = time.perf_counter()
         rows = [row for size in self.sizes for row in self._rows(size)]
         tried: list[list[ScaleRow]] = [[row] if row.reason else [] for row in rows]
@@ -127,14 +127,14 @@ class Scale:
         return partial(predict_here, recipe, row.plan, self.target, row.cluster.nodes, False, self.networks, capacity)
 
     def _rows(self, size: Cluster) -> list[ScaleRow]:
-        """One for each strategy, before anything is simulated; those that cannot work have their reason."""
+        """Return a row per strategy, not simulated yet; those that cannot work have a reason."""
         count = len(self.recipe.data.train)
         samples = min(cut_at(self.recipe, size.devices, 0).batch_size, count)
         budget = budget_bytes(self.recipe.memory.budget or WHOLE, self.target.gpu, size.devices)
         copies = self.recipe.memory.tensor_parallel
         if samples * copies < size.devices:
             idle = f"{size.devices - samples * copies} of {size.devices} devices would have no samples"
-            reason = f"batch_size={samples}: {idle}; it takes --batch_size {size.devices // copies} or more"
+            reason = f"batch_size={samples}: {idle}: give --batch_size {size.devices // copies} or more"
             if samples == count:
                 reason = f"the training set has {samples:,} samples: {idle}"
             return [ScaleRow(size, "any", {}, samples, budget=budget, reason=reason)]
@@ -151,7 +151,7 @@ class Scale:
         return replace(row, settings=settings, plan=decide_plan(applied(self.recipe, settings), row.cluster.devices))
 
     def _next(self, row: ScaleRow, tried: Sequence[ScaleRow], alone: Sequence[ScaleRow]) -> ScaleRow | None:
-        """The row to simulate next, after those ``tried``, and ``alone`` on one device; ``None`` if there is none."""
+        """Return the next row to simulate, after ``tried`` and the rows of one device (``alone``); ``None`` if done."""
         recipe = applied(self.recipe, row.settings)
         sizes = [size for size in micro_batch_sizes(recipe, row.cluster.devices) if size is not None]
         if not sizes or any(one.found is None for one in tried):
@@ -169,7 +169,7 @@ class Scale:
 
 
 def guess(tried: Sequence[ScaleRow], sizes: Sequence[int]) -> int | None:
-    """The micro-batch to simulate next; ``None`` if the largest that fits is found, or what was guessed fits."""
+    """Return the next micro-batch size to simulate; ``None`` if the largest that fits is known, or a guess fits."""
     fitting = [size_of(row) for row in tried if row.fits]
     failing = [size_of(row) for row in tried if not row.fits]
     left = [size for size in sizes if size > max(fitting, default=0) and size < min(failing, default=size + 1)]
@@ -180,56 +180,56 @@ def guess(tried: Sequence[ScaleRow], sizes: Sequence[int]) -> int | None:
 
 
 def expected(row: ScaleRow) -> float:
-    """Samples of the largest micro-batch that would fit, if all memory that is not constant grew with it."""
+    """Estimate the largest micro-batch that fits, as if all growing memory were proportional to its samples."""
     assert row.found is not None
     room = row.budget / (1 + MARGIN) - (row.found.reserved - row.found.growing)
     return size_of(row) * room / max(1, row.found.growing)
 
 
 def size_of(row: ScaleRow) -> int:
-    """Samples of its micro-batch."""
+    """Return the samples of the row's micro-batch."""
     assert row.plan is not None
     return row.plan.first_cut.micro_batch_size
 
 
 def best_of(tried: Sequence[ScaleRow]) -> ScaleRow:
-    """The row with the largest micro-batch that fits; the smallest if none does."""
+    """Return the row with the largest micro-batch that fits; the smallest if none does."""
     known = [row for row in tried if row.found is not None]
     fitting = [row for row in known if row.fits]
     return max(fitting, key=size_of) if fitting else min(known, key=size_of, default=tried[-1])
 
 
 LEFT = ("strategy", "fits")
-EQUAL = 0.01  # difference of two times that is none: the strategy that is named first in the table is taken
+EQUAL = 0.01  # relative difference of times considered equal: the first strategy in the table wins
 ASSUMED = (
     f"memory is simulated with a process group of that size; times are {ESTIMATES}",
-    "large collectives reach 80 % of a data sheet's bandwidth over NVLink, PCIe and RDMA, and 60 % over TCP; a ring "
-    "enters and leaves each node once; no switch is shared with others, no rank is slower than the rest",
-    "nothing waits for data; the CPU launches each operation by itself, without compiling",
+    "large collectives reach 80 % of the data sheet's bandwidth over NVLink, PCIe and RDMA, and 60 % over TCP; a ring "
+    "enters and leaves each node once; no switch is shared with other jobs, and all ranks are equally fast",
+    "data loading never delays a step; the CPU launches each operation separately, without compiling",
 )
 SIGNS = {
     "fsdp*": "fsdp* keeps whole weights until backward: memory.reshard_after_forward false",
-    "hsdp": "hsdp shards within each node, and has as many replicas as nodes: memory.replicas",
-    "retries": "retries: it fits, but torch must give its cache back in the first steps, which takes time",
+    "hsdp": "hsdp shards within each node, with one replica per node: memory.replicas",
+    "retries": "retries: it fits, but torch must release its cache in the first steps, which takes time",
 }
 
 
 def heading(report: ScaleReport) -> list[tuple[str, str]]:
-    """What the table is about, as labels and texts."""
+    """Return the heading of the table, as labels and texts."""
     gpu, rows = report.target.gpu, report.rows
     one, last = rows[0], rows[-1]
-    own = f"{gpu.title} of {gigabytes(gpu.memory)}; {gigabytes(last.budget)} for torch, {100 * MARGIN:g} % stay free"
+    own = f"{gpu.title} of {gigabytes(gpu.memory)}; {gigabytes(last.budget)} for torch, {100 * MARGIN:g} % kept free"
     beside = gigabytes(outside(gpu, last.cluster.devices))
     differ = " on one device" if len({row.samples for row in rows}) > 1 else ""
     return [
-        ("batch", f"{one.samples:,} samples a step{differ}, {report.recipe.memory.precision}"),
+        ("batch", f"{one.samples:,} samples per step{differ}, {report.recipe.memory.precision}"),
         ("devices", f"{own}; {beside} outside on {last.cluster.devices} devices"),
         *((network.name, f"{network.across}; within {network.inside}") for network in report.networks),
     ]
 
 
 def table(report: ScaleReport) -> str:
-    """One line for each number of devices and strategy, with the times over each interconnect."""
+    """Format one line per number of devices and strategy, with the times over each interconnect."""
     names = ["devices", "nodes", "strategy", "micro-batch", "reserved", "fits", "GB sent", "a node"]
     names += [name for network in report.networks for name in (f"ms {network.name}", "eff.")]
     text = columns(names, [_cells(row, report) for row in report.rows if row.found is not None], LEFT)
@@ -259,14 +259,14 @@ def _short(number: float) -> str:
 
 
 def fastest(rows: Sequence[ScaleRow], network: str) -> ScaleRow | None:
-    """The fastest row that fits; of equal ones the first."""
+    """Return the fastest row that fits; the first of equally fast ones."""
     fitting = [row for row in rows if row.fits]
     least = min((row.step_ms(network) for row in fitting), default=0.0)
     return next((row for row in fitting if row.step_ms(network) <= least * (1 + EQUAL)), None)
 
 
 def verdict(report: ScaleReport, network: str) -> str:
-    """From where on which strategy is the fastest over an interconnect, what does not fit, and what more devices do."""
+    """Summarize one interconnect: the fastest strategy by devices, what does not fit, and the shortest step."""
     sizes = list(dict.fromkeys(row.cluster.devices for row in report.rows if row.found is not None))
     best = {size: fastest([row for row in report.rows if row.cluster.devices == size], network) for size in sizes}
     parts = [_runs({size: row.strategy if row else "nothing" for size, row in best.items() if size > 1})]
@@ -304,7 +304,7 @@ def _not_fitting(rows: Sequence[ScaleRow]) -> list[str]:
 
 
 def refused(report: ScaleReport) -> list[str]:
-    """What could not be simulated, and why; a line for each reason."""
+    """Return a line per reason why rows could not be simulated."""
     reasons: dict[str, list[str]] = {}
     for row in report.rows:
         if row.found is None:
@@ -315,7 +315,7 @@ def refused(report: ScaleReport) -> list[str]:
 
 
 def to_json(report: ScaleReport) -> dict[str, Any]:
-    """What ``scale.json`` holds; memory and traffic in GB (1e9 bytes)."""
+    """Return the content of ``scale.json``; memory and traffic in GB (1e9 bytes)."""
     return {
         "device": report.target.gpu.title,
         "margin": MARGIN,

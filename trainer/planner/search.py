@@ -1,14 +1,14 @@
-"""The fastest plan that fits: best first, each trace telling what need not be traced.
+"""Search for the fastest plan that fits: best first, where each trace rules out other plans.
 
-Plans that differ only in how a batch is cut are an :class:`Arm`. What a trace says of others:
+An :class:`Arm` is a set of plans that differ only in how a batch is cut. A trace gives bounds for other plans:
 
-* time: a plan that computes and moves at least as much, in as many micro-steps or more, is not faster. So the plan
-  without any technique comes first, and where it fits with the whole share of the batch at once, it is the answer.
-* memory: of several micro-steps smaller ones need less. One micro-step is another matter: from the second on, the
-  gradients of the first are there, so that 1 × 2 may need less than 2 × 1. Each arm is searched for the largest
-  micro-batch that fits, between the largest known to fit and the smallest known not to, by interpolation.
+* time: a plan that computes and moves at least as much, in at least as many micro-steps, is not faster. So the plan
+  without any technique is traced first. If it fits with a rank's whole share of the batch at once, it is the answer.
+* memory: with several micro-steps, smaller ones need less. A single micro-step differs: from the second micro-step on,
+  the gradients of the first are in memory, so 1 × 2 may need less than 2 × 1. Each arm is searched for the largest
+  micro-batch that fits, by interpolation between the largest known to fit and the smallest known not to fit.
 
-Whatever is chosen was traced.
+The chosen plan is always a traced one.
 """
 
 from __future__ import annotations
@@ -34,7 +34,6 @@ from trainer.fakegpu.target import Target, budget_bytes, cut_budget, gpu_here
 from trainer.memory.knobs import FOLLOWERS, UNPROVEN
 from trainer.memory.plan import CUT_MATTERS, Plan, decide_plan, with_precision
 from trainer.planner import knobs
-from trainer.planner.kept import Keeper
 from trainer.planner.knobs import Settings, devices_of
 from trainer.planner.made_up import notes_of
 from trainer.planner.predict import GROWING, Prediction, faster, predict_here, prepared
@@ -45,18 +44,19 @@ from trainer.system.text import as_text, gigabytes, wrapped
 from trainer.weights.nf4 import Size
 
 MARGIN = 0.03
-"""Part of the budget that a prediction must leave free. Published peaks that nothing was tuned on are met within 0.4 %
-(torch 2.4 to 2.6, median 0.07 %), but those of older versions were up to 2.8 % higher than predicted, and no trace sees
-what kernels of cuDNN or of an extension allocate. A run that ends for want of memory costs more than 3 % of it."""
+"""Share of the budget that a prediction must leave free. Predictions are within 0.4 % of published peaks that they were
+not tuned on (torch 2.4 to 2.6, median 0.07 %). Peaks of older versions were up to 2.8 % higher than predicted, and a
+trace does not see allocations by kernels of cuDNN or of an extension. A run out of memory costs more than 3 % of it."""
 
-WHOLE = "90%"  # the budget of a recipe that names none, but leaves knobs to the planner
-AT_ONCE = 4  # most plans that are traced before what they say is looked at
-SAVES = 0.9  # of what a plan needs, one needs at least in which no knob is turned as far: buffers may cost a little
-BESIDES = 0.99  # of an update's peak, what does not come from the micro-batch: 1 kB of 3 MB did in the traces of a ViT
+WHOLE = "90%"  # default budget of a recipe that leaves knobs to the planner
+AT_ONCE = 4  # maximum number of plans traced per round
+# A plan needs at least this share of the memory of a plan whose knobs all save as much or more: buffers may cost a bit.
+SAVES = 0.9
+# Share of an update's peak that is independent of the micro-batch. Traces of a ViT: all of 3 MB except 1 kB.
+BESIDES = 0.99
 
 Progress = Callable[[int, int, str], None]
-"""Called with the predictions that are done, how many there will be, as far as is known, and the plan that was just
-predicted."""
+"""Called after each prediction with the number done, the number known so far, and a description of the plan."""
 
 
 def plan(
@@ -74,18 +74,18 @@ def plan(
     """Find the fastest plan of ``recipe`` that fits a budget; no GPU is needed.
 
     Args:
-        recipe: what is to be trained. Knobs that it sets stay as they are.
-        gpu: such as a100-80gb, or cpu; by default the one that is there.
-        devices: ranks, over all nodes; by default ``run.devices``, or 1.
+        recipe: the recipe to plan. Knobs that it sets are kept.
+        gpu: such as a100-80gb, or cpu; by default the GPU of this machine.
+        devices: ranks over all nodes; by default ``run.devices``, or 1.
         nodes: machines.
-        budget: memory that torch may take on each device, such as 8GB or 90%; by default the recipe's, or 90 %.
-        lossy: whether plans that change the result (half-precision weights, 8-bit optimizer state) are candidates, too.
-        progress: told after each prediction.
-        everything: predict also what cannot be chosen, because it is slower than what fits, or takes too much.
-        interconnect: what joins the devices, such as 100gbe; by default 200 Gbit/s InfiniBand between nodes.
+        budget: maximum memory for torch on each device, such as 8GB or 90%; by default the recipe's, or 90 %.
+        lossy: also consider plans that change the result (half-precision weights, 8-bit optimizer state).
+        progress: called after each prediction.
+        everything: also predict plans that cannot be chosen, because they are slower than one that fits, or too large.
+        interconnect: the network of the devices, such as 100gbe; by default 200 Gbit/s InfiniBand between nodes.
 
     Raises:
-        RecipeError: when the recipe cannot work, or the GPU is not known.
+        RecipeError: if the recipe cannot work, or the GPU is unknown.
     """
     search = search_for(recipe, gpu, devices, nodes, budget, interconnect)
     search.progress = progress or search.progress
@@ -100,14 +100,14 @@ def search_for(
     budget: str | None = None,
     interconnect: str | None = None,
 ) -> Search:
-    """The search that :func:`plan` does, ready to run; arguments and errors as there."""
+    """Return the search of :func:`plan`, not started; same arguments and errors."""
     target, ranks = target_for(gpu, interconnect), devices or devices_of(recipe)
     require(ranks % nodes == 0, f"--devices={ranks} must be a multiple of --nodes={nodes}")
     return Search(prepared(recipe, outlines=True), target, ranks, nodes, budget)
 
 
 def target_for(gpu: str | GPU | None, interconnect: str | None = None) -> Target:
-    """What ``--gpu`` means: a card by name, ``cpu``, or the card that is there; and what joins several of them."""
+    """Return the target for ``--gpu``: a card by name, ``cpu``, or this machine's card; and its interconnect."""
     joined_by = interconnect or ONE
     if gpu == "cpu":
         return Target.here(host_as_device(), joined_by)
@@ -119,33 +119,33 @@ def target_for(gpu: str | GPU | None, interconnect: str | None = None) -> Target
 
 @dataclass(eq=False)
 class Arm:
-    """Plans that differ in their micro-batch only: all of a rank's share in one micro-step, or cut into several."""
+    """Plans that differ only in the micro-batch: a rank's share in one micro-step, or cut into several."""
 
     settings: Settings  # without the micro-batch
-    sizes: list[int | None]  # of it, the most samples first; ``[None]`` where the recipe decides
-    sharded: bool  # whether weights are: at times some are whole
-    whole: bool  # whether all of a share goes through at once
-    known: dict[int, Candidate] = field(default_factory=dict)  # what was traced, by samples of a micro-batch
-    missed: bool = False  # whether one of them could not be traced
-    failed: bool = False  # whether none of them can be, or can be any more
+    sizes: list[int | None]  # micro-batch sizes, largest first; ``[None]`` if the recipe sets it
+    sharded: bool  # whether weights are sharded, and sometimes gathered
+    whole: bool  # whether a rank's share is one micro-step
+    known: dict[int, Candidate] = field(default_factory=dict)  # traced plans, by micro-batch size
+    missed: bool = False  # whether tracing one of the plans failed
+    failed: bool = False  # whether the arm is given up
     no_more: list[Arm] = field(default_factory=list)  # arms that compute and move no more than this one
-    further: list[Arm] = field(default_factory=list)  # arms in which no knob saves less memory
+    further: list[Arm] = field(default_factory=list)  # arms in which every knob saves at least as much memory
     kept: list[Arm] = field(default_factory=list)  # arms with the same weights and optimizer state
-    alike: list[Arm] = field(default_factory=list)  # arms whose plans with other micro-batches tell about this one's
-    ends: list[list[Arm]] = field(default_factory=list)  # of a fraction of checkpointing, those alike with none and all
+    alike: list[Arm] = field(default_factory=list)  # arms whose traces are used to estimate this arm
+    ends: list[list[Arm]] = field(default_factory=list)  # for a checkpointed fraction: arms with none and with full
 
 
 class Estimate(NamedTuple):
-    """Of a plan, from those that were traced."""
+    """Estimated values of a plan, from traced plans."""
 
-    allocated: float  # bytes that it needs at least
-    reserved: float  # bytes that it may reserve
-    step_ms: float  # milliseconds of a step
-    growing: float = 0.0  # of ``allocated``, what may grow with the micro-batch
+    allocated: float  # lower bound in bytes
+    reserved: float  # expected bytes
+    step_ms: float  # milliseconds per step
+    growing: float = 0.0  # the part of ``allocated`` that may grow with the micro-batch
 
 
 class Search:
-    """A search for one recipe, from :func:`trainer.planner.predict.prepared`; the others are as for :func:`plan`."""
+    """A search for a recipe from :func:`trainer.planner.predict.prepared`; other arguments as for :func:`plan`."""
 
     def __init__(
         self,
@@ -157,36 +157,35 @@ class Search:
         progress: Progress | None = None,
     ) -> None:
         self.target, self.devices, self.nodes = target, devices, nodes
-        wish = budget or recipe.memory.budget
-        text = wish or WHOLE
+        wanted = budget or recipe.memory.budget
+        text = wanted or WHOLE
         recipe = with_precision(recipe, target.gpu.capability)
         self.recipe = recipe.replace(memory=dataclasses.replace(recipe.memory, budget=text))
         self.budget = budget_bytes(text, target.gpu, devices)
-        self.limit = int(self.budget / (1 + MARGIN))  # that a plan may reserve
-        self.cut_budget = cut_budget(wish, target.gpu, devices)
+        self.limit = int(self.budget / (1 + MARGIN))  # maximum bytes that a plan may reserve
+        self.cut_budget = cut_budget(wanted, target.gpu, devices)
         self.progress = progress or (lambda done, total, text: None)
         self.done = self.total = 0
-        self.keeper: Keeper | None = None  # of predictions of before
         self.refused: list[Candidate] = []
-        self.untraceable = ""  # why nothing could be traced
+        self.untraceable = ""  # why no plan can be traced
         self.arms: list[Arm] = []
         self.padding: dict[int, float] = {}
         model = recipe.model
         self.notes = dict.fromkeys(notes_of(recipe.data))
         if recipe.memory.tensor_parallel > 1:
-            self.notes[f"not tried, as not known to be right with memory.tensor_parallel: {', '.join(UNPROVEN)}"] = None
+            self.notes[f"not tried, because not verified with memory.tensor_parallel: {', '.join(UNPROVEN)}"] = None
         self.notes |= {CUT_MATTERS.format(type(model).__name__): None} if model.samples_interact else {}
 
     def heading(self, size: Size) -> str:
-        """What is going to be planned, for a model of that ``size``."""
+        """Format what is planned, for a model of ``size``."""
         recipe, gpu, nodes = self.recipe, self.target.gpu, self.nodes
         where = f" on {nodes} machines" if nodes > 1 else ""
-        samples, free = cut_at(recipe, self.devices, 0).batch_size, f"{100 * MARGIN:g} % are to stay free"
+        samples, free = cut_at(recipe, self.devices, 0).batch_size, f"{100 * MARGIN:g} % is kept free as a margin"
         rows = [
             ("model", f"{type(recipe.model).__name__}: {size}"),
-            ("batch", f"{samples:,} samples a step, {recipe.memory.precision}"),
+            ("batch", f"{samples:,} samples per step, {recipe.memory.precision}"),
             ("devices", f"{self.devices} × {gpu.title} of {gigabytes(gpu.memory)}{where}"),
-            ("budget", f"{gigabytes(self.budget)} on each device for torch, of which {free}"),
+            ("budget", f"{gigabytes(self.budget)} on each device for torch; {free}"),
         ]
         if self.devices > 1:
             network = self.target.network
@@ -195,13 +194,13 @@ class Search:
         rows.append(("times", ESTIMATES))
         if gpu.context:
             nccl = f" and {gigabytes(nccl_bytes(self.devices))} for NCCL" if self.devices > 1 else ""
-            rows.append(("outside", f"on top, about {gigabytes(gpu.context)} for the CUDA context{nccl}"))
+            rows.append(("outside", f"in addition, about {gigabytes(gpu.context)} for the CUDA context{nccl}"))
         if gpu.note:
             rows.append(("note", gpu.note))
         return "\n".join(wrapped(f"{label:<8} {text}", " " * 9) for label, text in rows)
 
     def run(self, lossy: bool = False, everything: bool = False) -> PlanReport:
-        """Predict, choose, and say why."""
+        """Predict plans, choose one, and explain the choice."""
         began = time.perf_counter()
         on_gpu = self.target.device.type == "cuda"
         settings = knobs.combinations(self.recipe, self.devices, on_gpu, self.nodes)
@@ -213,7 +212,7 @@ class Search:
         self.arms = [arm for one in settings for arm in self._arms(one, sizes)]
         self._relate()
         if everything:
-            self._trace(self._next())  # alone: where it cannot be traced, nothing can
+            self._trace(self._next())  # alone: if it cannot be traced, no plan can
             both = ((arm, size) for arm in self._whole if not arm.failed for size in {arm.sizes[0], arm.sizes[-1]})
             self._trace([(arm, size) for arm, size in both if (size or 0) not in arm.known])
         while wanted := self._next():
@@ -255,10 +254,11 @@ class Search:
         try:
             plan = self._plan(whole)
         except RecipeError as error:
-            if not in_backward or self.recipe.memory.optimizer_in_backward:  # else not to be had here, and not missed
+            # A combination that the search added does not apply here: that is no rejection.
+            if not in_backward or self.recipe.memory.optimizer_in_backward:
                 self._refuse(whole, error)
             return
-        sharded = plan.strategy == "fsdp"  # at times some of the weights are whole then
+        sharded = plan.strategy == "fsdp"
         if plan.first_cut.accumulate > 1 or not settings.get(knobs.SYNC):
             yield Arm(settings, list(sizes[:1]), sharded, True)
         if sizes[1:] and not in_backward:
@@ -271,24 +271,26 @@ class Search:
             by_settings.setdefault(repr(arm.settings), []).append(arm)
             by_kept.setdefault(repr(knobs.keeps(arm.settings)), []).append(arm)
         for arm in self.arms:
-            wanted, wish = arm.settings, arm.settings.get(knobs.CHECKPOINTING)
+            wanted, checkpointing = arm.settings, arm.settings.get(knobs.CHECKPOINTING)
             arm.no_more = [one for one in self.arms if knobs.does_at_least(wanted, one.settings, arm.sharded)]
             alike = (one for one in self.arms if one.whole == arm.whole and one is not arm)
-            # FSDP, which streams, keeps all that is in no block whole, thrice at times: that may be most of a model.
+            # Streaming FSDP keeps everything outside the blocks whole, up to three times: that may be most of a model.
             streamed = wanted.get(knobs.OFFLOAD) == "parameters"
             alike = (one for one in alike if streamed or one.settings.get(knobs.OFFLOAD) != "parameters")
             arm.further = [one for one in alike if knobs.is_turned_as_far(one.settings, wanted)]
             arm.kept = by_kept[repr(knobs.keeps(wanted))]
             arm.alike = [*by_settings[repr(wanted)]]
-            if wanted.get(knobs.SYNC):  # in one micro-step there is no difference
+            if wanted.get(knobs.SYNC):  # makes no difference in one micro-step
                 arm.alike += by_settings.get(repr(wanted | {knobs.SYNC: None}), [])[:1]
-            if isinstance(wish, float):
+            if isinstance(checkpointing, float):
                 ends = (repr(wanted | {knobs.CHECKPOINTING: end}) for end in ("none", "full"))
                 arm.ends = [by_settings.get(end, []) for end in ends]
 
     def _padding(self, sizes: Sequence[int | None]) -> dict[int, float]:
-        """By samples of a micro-batch, the part of the most tokens of a batch: texts of like length pad less in small
-        ones, which may thus be faster. All 1 without lengths, and where all have the same."""
+        """Return the padded tokens of a batch by micro-batch size, relative to the maximum.
+
+        Small micro-batches of texts of similar length pad less, and so may be faster. All values are 1 if samples have
+        no lengths or equal lengths."""
         lengths: Any = as_samples(self.recipe.data.train).lengths
         tokens: dict[int, int] = {}
         for size in sizes if lengths is not None and len({*lengths}) > 1 else ():
@@ -302,7 +304,7 @@ class Search:
             tokens[size or 0] = sum(tokens_of(one, lengths, packs) for one in pieces)
         return {size or 0: tokens[size or 0] / max(tokens.values()) if tokens else 1.0 for size in sizes}
 
-    # What is traced next.
+    # Choice of the plans to trace next.
 
     @property
     def _whole(self) -> list[Arm]:
@@ -321,7 +323,7 @@ class Search:
         return [(arm, arm.sizes[-1]) for arm in live if not any(one in live for one in arm.further)]
 
     def _promising(self, arms: Sequence[Arm], fastest: float) -> list[tuple[Arm, int | None]]:
-        """Of ``arms``, what may be faster than all that fits; not yet what one of these may rule out."""
+        """Return the plans that may be faster than all that fit, without those that another of them may rule out."""
         live = []
         for arm in arms:
             if left := self._left(arm, fastest):
@@ -336,7 +338,7 @@ class Search:
         return [(arm, guess) for _, _, arm, guess in first[:AT_ONCE]]
 
     def _between_ends(self, fastest: float) -> list[tuple[Arm, int | None]]:
-        """Of the fractions of checkpointing, what may be faster than all that fits; first what tells how much."""
+        """Do the same for fractions of checkpointing, after tracing the arms with none and full."""
         fractions = [arm for arm in self.arms if arm.ends]
         unknown = [
             one
@@ -363,13 +365,13 @@ class Search:
                 continue
             if self._needs(arm, size) > self.limit:
                 continue
-            between = arm.ends or samples < fits  # a smaller one is slower, but for what it pads less
+            between = arm.ends or samples < fits  # a smaller one is slower, unless it pads less
             if not between or (found := self._estimate(arm, size)) is None or found.step_ms < fastest:
                 left.append(size)
         return left
 
     def _smaller(self) -> list[tuple[Arm, int | None]]:
-        """Where nothing fits: what may need less than all that was traced."""
+        """If nothing fits, return a plan that may need less memory than all traced ones."""
         least = min((one.reserved or 0 for arm in self.arms for one in arm.known.values()), default=inf)
         left = []
         for arm in self._whole:
@@ -378,7 +380,7 @@ class Search:
                 left.append((needs, -knobs.intrusion(arm.settings), arm))
         return [(arm, arm.sizes[-1]) for _, _, arm in sorted(left, key=lambda one: one[:2])[:1]]
 
-    # What traces tell about other plans.
+    # Bounds and estimates from traces.
 
     def _at_least_ms(self, arm: Arm, size: int | None) -> float:
         samples, padding = size or 0, self.padding
@@ -391,12 +393,12 @@ class Search:
         return max(slower, default=0.0)
 
     def _needs(self, arm: Arm, size: int | None) -> float:
-        """Bytes that the plan of ``arm`` with this micro-batch needs at least."""
-        # As all with the same weights and optimizer.
+        """Return a lower bound in bytes for the plan of ``arm`` with this micro-batch."""
+        # Lower bounds from plans with the same weights and optimizer state.
         fixed: tuple[Category, ...] = ("optimizer",) if arm.sharded else ("params", "optimizer")
         kept = [(other, one.prediction) for other in arm.kept for one in other.known.values() if one.prediction]
         floors = [float(sum(one.categories.get(name, 0) for name in fixed)) for _, one in kept]
-        alike = knobs.updates(arm.settings)  # where gradients are sharded or not by the number of micro-steps, that too
+        alike = knobs.updates(arm.settings)  # under FSDP the number of micro-steps, one or several, matters too
         floors += [
             BESIDES * one.update
             for other, one in kept
@@ -417,7 +419,7 @@ class Search:
         allocated = max(full.allocated, none.allocated - part * none.growing)
         reserved = none.reserved + part * (full.reserved - none.reserved)
         step_ms = none.step_ms + part * (full.step_ms - none.step_ms)
-        # What a part of the blocks saves follows from that of all only where they are equal: no bound, but an order.
+        # Proportional only if all blocks are equal: this ranks plans, but is no bound.
         return Estimate(full.allocated, (allocated + reserved) / 2, step_ms)
 
     def _from(self, arms: Sequence[Arm], size: int | None) -> Estimate | None:
@@ -429,7 +431,7 @@ class Search:
         if not ends:
             return None
         (first, small), (last, large) = ends[0], ends[-1]
-        # Bytes, if all that may grow with the micro-batch does so in proportion; but not less than a smaller one needs.
+        # Assume that growing memory is proportional to the micro-batch, and at least that of a smaller micro-batch.
         growing = large.allocated - sum(size for name, size in large.categories.items() if name not in GROWING)
         grown = growing * (samples / last - 1) if last else 0.0
         allocated, reserved = large.allocated + min(0.0, grown), large.reserved + grown
@@ -438,12 +440,12 @@ class Search:
         if last > first:
             part = (samples - first) / (last - first)
             allocated = max(allocated, small.allocated)
-            # Of memory that a constant peak bounds from below, the line through both ends is an upper bound.
+            # A peak that is constant for small micro-batches makes the line through both ends an upper bound.
             line = small.reserved + part * (large.reserved - small.reserved)
             reserved = (max(reserved, small.reserved) + line) / 2
             micro_step = each[0] + part * (each[1] - each[0])
         step_ms = min(one.cost.update_ms for _, one in ends) + self._micro_steps(samples) * micro_step
-        if last > samples > first:  # of time, too: nothing is faster than in fewer micro-steps
+        if last > samples > first:  # the same for time: more micro-steps are not faster
             step_ms = (step_ms + min(step_ms, large.cost.step_ms)) / 2
         return Estimate(allocated, reserved, step_ms, growing + grown)
 
@@ -455,7 +457,7 @@ class Search:
     def _trace(self, wanted: Sequence[tuple[Arm, int | None]]) -> None:
         answers = self._predicted([with_size(arm.settings, size) for arm, size in wanted])
         first = bool(answers) and not any(arm.known for arm in self.arms)
-        if first and all(isinstance(one, Failed) for one in answers):  # a trace of each other plan would say no more
+        if first and all(isinstance(one, Failed) for one in answers):  # tracing other plans would fail as well
             self.untraceable = f"the model cannot be traced, and no other plan was tried: {answers[0]}"
             for arm in self.arms:
                 arm.failed = True
@@ -466,14 +468,14 @@ class Search:
                 continue
             if not isinstance(found, Failed):
                 self._rule_out(arm, str(found))
-            elif len(arm.sizes) > 1 and (arm.known or not arm.missed):  # another size may work, but not each is tried
+            elif len(arm.sizes) > 1 and (arm.known or not arm.missed):  # one more size is tried
                 arm.sizes.remove(size)
                 arm.missed = True
             else:
                 arm.failed = True
 
     def _rule_out(self, arm: Arm, reason: str) -> None:
-        """``arm`` is refused, and so is what has the same value of a setting that is refused whatever else is set."""
+        """Give up ``arm``, and all arms with the same value if the reason names a setting that is always rejected."""
         arm.failed = True
         for key, value in arm.settings.items():
             if reason.startswith(f"{key}={as_text(value)} "):
@@ -484,8 +486,10 @@ class Search:
         found: list[Any] = [self._job(one) for one in settings]
         jobs = [(at, job) for at, job in enumerate(found) if isinstance(job, tuple)]
         self.total = self.done + len(jobs)
-        asked: dict[str, Any] = {"timeline": True, "capacity": self.limit, "keeper": self.keeper}
-        calls = [partial(predict_here, recipe, plan, self.target, self.nodes, **asked) for _, (recipe, plan) in jobs]
+        calls = [
+            partial(predict_here, recipe, plan, self.target, self.nodes, timeline=True, capacity=self.limit)
+            for _, (recipe, plan) in jobs
+        ]
         for number, result in in_children(calls):
             at, (_, plan) = jobs[number]
             self.done += 1
@@ -510,15 +514,15 @@ class Search:
         self.notes |= dict.fromkeys(found.notes)
         if found.guesses:
             self.notes[f"{found.guesses} branches of the model depend on values that were guessed"] = None
-        figures = (found.allocated, found.reserved, found.host, found.cost.step_ms)
+        values = (found.allocated, found.reserved, found.host, found.cost.step_ms)
         fits = found.retries is not None or found.reserved <= self.limit
-        return Candidate(settings, plan.describe(), *figures, fits, prediction=found)
+        return Candidate(settings, plan.describe(), *values, fits, prediction=found)
 
     def _plan(self, settings: Mapping[str, Any]) -> Plan:
         return decide_plan(knobs.applied(self.recipe, settings), self.devices)
 
     def _ordered(self, everything: bool) -> list[Candidate]:
-        """All, with their reasons: the fastest that fits, or else the smallest, is first."""
+        """Return all candidates with their reasons: first the fastest that fits, or else the smallest."""
         traced = [one for arm in self.arms for one in arm.known.values()]
         between = [one for arm in self._whole for one in self._interpolated(arm)] if everything else []
         first = min(traced, key=_rank, default=None)
@@ -534,27 +538,27 @@ class Search:
                 settings = with_size(arm.settings, size)
                 traced = [item for other in arm.alike for item in other.known.items()]
                 host = min((abs(known - (size or 0)), one.host or 0) for known, one in traced)[1]
-                figures = (round(found.allocated), round(found.reserved), host, found.step_ms)
+                values = (round(found.allocated), round(found.reserved), host, found.step_ms)
                 fits = found.reserved <= self.limit
-                yield Candidate(settings, self._plan(settings).describe(), *figures, fits, traced=False)
+                yield Candidate(settings, self._plan(settings).describe(), *values, fits, traced=False)
 
     def _reason(self, one: Candidate, first: Candidate) -> str:
         assert one.reserved is not None
         over = one.reserved - self.budget
         if not one.fits:
-            near = f"within the budget, but not with the margin of {100 * MARGIN:g} %"
+            near = f"within the budget, but not within the margin of {100 * MARGIN:g} %"
             return f"{gigabytes(over)} more than the budget" if over > 0 else near
-        held = f"{gigabytes(-over)} of the budget stay free"
+        held = f"{gigabytes(-over)} of the budget stays free"
         if one.retries:
             times = f"{one.retries} times" if one.retries > 1 else "once"
-            held = f"torch must give its cache back {times} in the steps that were traced to stay in the budget, which "
-            held += "takes time, and in later ones perhaps again"
+            held = f"torch must release its cache {times} during the traced steps to stay within the budget, which "
+            held += "takes time and may happen again in later steps"
         if one is first:
-            return f"the fastest of those that fit; {held}"
+            return f"fastest plan that fits; {held}"
         return f"fits, {one.slower_than(first)}{f'; {held}' if one.retries else ''}"
 
     def _smaller_at_a_loss(self, candidates: Sequence[Candidate]) -> list[Candidate]:
-        """What would save more, at a loss that the recipe has not allowed: each with the smallest plan it goes with."""
+        """Predict each lossy setting that the recipe does not use, with the smallest plan that it works with."""
         wanted = []
         for step in knobs.lossy_steps(self.recipe):
             possible = (self._at_a_loss(dict(one.flags), step) for one in candidates)
@@ -570,11 +574,11 @@ class Search:
 
 
 def _rank(candidate: Candidate) -> tuple[bool, float, int]:
-    """Those that fit by their time, then the others by their size; of equal ones that with the fewest knobs."""
-    figure = candidate.step_ms if candidate.fits else candidate.reserved
-    return not candidate.fits, figure or 0.0, len(knobs.turned(candidate.flags))
+    """Sort key: plans that fit by time, then the others by memory; of equal ones the fewest knobs first."""
+    value = candidate.step_ms if candidate.fits else candidate.reserved
+    return not candidate.fits, value or 0.0, len(knobs.turned(candidate.flags))
 
 
 def with_size(settings: Mapping[str, Any], size: int | None) -> Settings:
-    """The settings with a micro-batch of ``size``; ``None`` leaves it to the recipe."""
+    """Return the settings with a micro-batch of ``size``; ``None`` leaves it to the recipe."""
     return dict(settings) | ({} if size is None else {"memory.micro_batch_size": size})

@@ -1,7 +1,7 @@
-"""A few steps of our own engine, taken on a simulated GPU.
+"""Trace a few real steps of the engine on a simulated GPU.
 
-Everything that a run does is done here by the same code: launch, build, wrap, rehearse, steps, evaluation, gathering
-the weights to save. Only the weights are never read and nothing is computed.
+The code of a run is used throughout: launch, build, wrap, rehearse, steps, evaluation, gathering the weights to save.
+Only the weights are not read, and nothing is computed.
 """
 
 from __future__ import annotations
@@ -54,19 +54,19 @@ from trainer.weights.streaming import allocate, default_dtype, on_meta
 
 @dataclass
 class TracedSamples:
-    """What the traced steps are fed, on the host."""
+    """The input of the traced steps, on the host."""
 
-    # The first batch of the run, with no more micro-steps than differ from each other: the first and the last or, of
-    # samples that differ in length and are sorted by it, also one in the middle.
+    # The first batch of the run, reduced to micro-steps that differ: the first and the last and, if samples are sorted
+    # by length, one in the middle.
     first: Window
     longest: Window  # a batch of the longest micro-batches that can occur
     evaluation: list[MicroBatch]  # the longest micro-batches of an evaluation; empty without one
-    skipped: int  # how many micro-steps of the first batch were left out
+    skipped: int  # number of micro-steps left out of the first batch
     varies: bool  # whether samples differ in length
 
 
 def draw_samples(recipe: Recipe, plan: Plan) -> TracedSamples:
-    """The samples that ``plan`` would meet first, and the longest ones, from the recipe's prepared data."""
+    """Return the first samples of a run with ``plan``, and the longest ones, from the recipe's prepared data."""
     ranks, loader = plan.world_size, loader_of(recipe, recipe.data.train)
     _, shares = share_of(plan.memory, 0, ranks)
     windows = windows_of(recipe, loader, world_size=ranks, reduce=lambda values: [value * shares for value in values])
@@ -96,11 +96,9 @@ def trace_run(
     samples: TracedSamples,
     target: Target,
     nodes: int = 1,
-    look: Callable[[nn.Module], None] | None = None,
 ) -> Trace:
-    """Trace a run of a prepared recipe as ``plan`` says on ``target``, on the first of its ranks, over ``nodes``.
+    """Trace a run of a prepared recipe with ``plan`` on ``target``, on the first of its ranks, over ``nodes``.
 
-    ``look`` is called with the module as it was built, before anything is traced; what it raises is passed on.
     This changes torch for the rest of the process: see :func:`trainer.fakegpu.patches.install`.
     """
     ranks = plan.world_size
@@ -112,8 +110,6 @@ def trace_run(
             launcher = "torchrun" if ranks > 1 else "python"
             fabric = launch(plan, World(launcher, target.device.type, ranks // nodes, nodes))
             module = _empty(recipe, plan)
-            if look is not None:
-                look(module)
         patch_libraries(tracer.launch)
         _Run(recipe, plan, fabric, tracer).take(module, samples)
     trace = tracer.trace
@@ -123,7 +119,7 @@ def trace_run(
 
 
 def _few_pieces(tracer: Tracer) -> None:
-    """Let the first of the pieces in which a CPU makes a weight in NF4 whole be traced for all but the last."""
+    """Trace only the first and last piece in which a CPU dequantizes an NF4 weight; the first stands for the others."""
     all_pieces = nf4.in_pieces
 
     def first_and_last(codes: Tensor, whole: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
@@ -139,16 +135,16 @@ def _few_pieces(tracer: Tracer) -> None:
 def _notes(recipe: Recipe, plan: Plan, module: nn.Module) -> list[str]:
     notes = []
     if recipe.optim.ema is not None:
-        notes.append("optim.ema: the averages of the weights (4 bytes each that trains) count as optimizer state")
+        notes.append("optim.ema: the averages (4 bytes per trained weight) count as optimizer state")
     if plan.memory.compile != "none":
         notes.append(
             f"memory.compile={plan.memory.compile} is predicted without compiling: fused kernels keep fewer "
-            "intermediate tensors, so this is an upper bound, but for what the compiler's own buffers take"
+            "intermediate tensors, so this is an upper bound, except for the compiler's own buffers"
         )
     if plan.memory.compile == "cuda_graphs":
-        notes.append("memory.compile=cuda_graphs: no GPU has seen it yet, and what its graphs keep is not predicted")
+        notes.append("memory.compile=cuda_graphs: not tested on a GPU yet; memory kept by its graphs is not predicted")
     if any(isinstance(part, nn.RNNBase) for part in module.modules()):
-        notes.append("recurrent layers are predicted step by step: cuDNN's kernels take less time and other memory")
+        notes.append("recurrent layers are predicted step by step: cuDNN's kernels differ in time and memory")
     return notes
 
 
@@ -168,11 +164,11 @@ class _Run(Phases):
         self.recipe, self.plan, self.fabric, self.tracer = recipe, plan, fabric, tracer
 
     def take(self, module: nn.Module, samples: TracedSamples) -> None:
-        """Build, rehearse, step, evaluate and gather."""
+        """Build, rehearse, step, evaluate and gather the weights."""
         self.tracer.enter("init")
         self.stack = stack = self._build(module)
         self.optimizer, sync = build_updates(self.fabric, self.recipe.model, stack, self.recipe.optim, self.plan)
-        if isinstance(sync, TreeSync):  # to keep as many sums as in a window with the micro-steps that are left out
+        if isinstance(sync, TreeSync):  # keep the sums of the micro-steps that are left out
             traced = len(samples.first)
             sync.sums = LaterSums(most_sums(traced + samples.skipped) - most_sums(traced))
         if isinstance(sync, HostGradients) and sync.carrier is not None:
@@ -222,7 +218,7 @@ class _Run(Phases):
 
     def _build(self, module: nn.Module) -> Stack:
         plan, dtype = self.plan, weights_dtype(self.plan.memory)
-        if plan.memory.cpu_offload == "parameters":  # the stack puts them on meta, which to a trace is the device
+        if plan.memory.cpu_offload == "parameters":  # the stack puts them on meta, which counts as the device
             plan = replace(plan, memory=replace(plan.memory, init="meta"))
         if plan.memory.init != "meta":
             allocate(module, HOST, dtype)
@@ -233,9 +229,9 @@ class _Run(Phases):
         return stack
 
     def _first_chunk(self, ours: Tensor, theirs: Tensor, size: int) -> Iterator[tuple[Tensor, Tensor]]:
-        """Of a transfer in thousands of chunks that need no memory of their own, one, for all of them."""
+        """Yield only the first of thousands of chunks of a transfer: chunks allocate no memory."""
         self.tracer.repeat = -(-ours.numel() // size)
-        if FakeStream.current.number:  # beside the computation, with events and waits
+        if FakeStream.current.number:  # in parallel to the computation, with events and waits
             self.tracer.note("chunk", "compute", 0, 0, "")
         yield ours[:size], theirs[:size]
         self.tracer.repeat = 1
@@ -249,7 +245,7 @@ def _allocated(module: nn.Module, model: Model, device: torch.device, dtype: tor
 
 
 class _TracedUpdates(UpdateAhead):
-    """Does at once what its thread would do. No step is clipped or skipped, and the host has memory for it."""
+    """Updates without a thread: no step is clipped or skipped, and host memory is unlimited."""
 
     def __init__(self, tracer: Tracer, *arguments: Any, **options: Any) -> None:
         super().__init__(*arguments, **options)
@@ -268,14 +264,14 @@ class _TracedUpdates(UpdateAhead):
 
 
 class _FakeStepper(Stepper):
-    """Takes steps on fake tensors; its ``tracer`` knows the device, and what a batch is."""
+    """A stepper for fake tensors; its ``tracer`` has the device and categorises the batch."""
 
     def __init__(self, tracer: Tracer, *arguments: Any, **options: Any) -> None:
         self.tracer = tracer
         super().__init__(*arguments, **options)
 
     def compare(self, check: LossCheck, window: Window) -> None:
-        """Nothing: a few samples without gradients are no peak."""
+        """No-op: a few samples without gradients do not change the peak."""
 
     def to_device(self, batch: Any) -> Any:
         def move(item: Any) -> Any:
@@ -288,7 +284,7 @@ class _FakeStepper(Stepper):
 
 @torch.no_grad()
 def _gather(module: nn.Module, device: torch.device) -> None:
-    """What ``whole_state`` has on the device at a time: one whole tensor, of whatever is sharded."""
+    """Allocate what ``whole_state`` has on the device: one whole tensor at a time, of each sharded one."""
     for parameter in module.parameters():
         if isinstance(parameter, DTensor) and parameter.device_mesh.size() > 1:
             shard = parameter.to_local().to(device)
@@ -305,7 +301,7 @@ def _gradients(stack: Stack) -> Iterator[Tensor]:
         if group is None:
             continue
         for held in group.fsdp_params:
-            whole = getattr(held, "_unsharded_param", None)  # not there before the first gathering
+            whole = getattr(held, "_unsharded_param", None)  # missing before the first gathering
             kept = (getattr(held, "unsharded_accumulated_grad", None), getattr(whole, "grad", None))
             yield from (gradient for gradient in kept if gradient is not None)
 
@@ -316,20 +312,20 @@ class _Nothing:
     def reset(self) -> None: ...
 
 
-# What ``run.deterministic`` keeps of the micro-steps that a trace leaves out.
+# The sums that ``run.deterministic`` keeps of the micro-steps that a trace leaves out.
 
-ABOVE_ALL = 64  # no sum of micro-steps reaches this height: such sums are added to nothing until the end of a window
+ABOVE_ALL = 64  # above all real heights: these sums are combined only at the end of a window
 
 
 class LaterSums(PartialSums):
-    """A counter that begins with the sums of ``earlier`` micro-steps that nobody has traced."""
+    """Partial sums that start with ``earlier`` sums of untraced micro-steps."""
 
     def __init__(self, earlier: int) -> None:
         super().__init__()
         self.earlier = earlier
 
     def add(self, node: Node) -> None:
-        """As if the first node of a window came late in it."""
+        """Add a node; before the first one, create the earlier sums."""
         if not self.sums and node is not None:
             heights = range(ABOVE_ALL + self.earlier, ABOVE_ALL, -1)
             self.sums = [(height, [torch.empty_like(tensor) for tensor in node]) for height in heights]
@@ -337,5 +333,5 @@ class LaterSums(PartialSums):
 
 
 def most_sums(micro_steps: int) -> int:
-    """How many sums are kept at most while a gradient is computed: the most ones in binary of a smaller number."""
+    """Return the maximum number of sums kept: the most one bits of a smaller number in binary."""
     return micro_steps.bit_length() - 1
