@@ -9,7 +9,7 @@ from typing import Any
 
 from trainer.memory.knobs import LOSSY, SEARCHED
 from trainer.memory.plan import Plan, decide_plan
-from trainer.planner.knobs import IN_BACKWARD, OPEN, Settings, applied, turned, without_size
+from trainer.planner.knobs import OPEN, Settings, applied, turned, without_size
 from trainer.planner.predict import Prediction
 from trainer.recipe import Memory, Recipe
 from trainer.system.text import GB, WIDTH, as_text, columns, gigabytes, wrapped
@@ -23,10 +23,6 @@ SIGNS = {
     "hsdp": "has a copy of the sharded model on each machine: memory.replicas",
 }
 SIZE = "memory.micro_batch_size"
-UNPROTECTED = (
-    f"{IN_BACKWARD}: a step that is not finite ends the run, and a run out of memory is not mended: --{IN_BACKWARD} "
-    "false keeps both"
-)
 NOTHING = ("nothing fits", "no combination of knobs works", "the model cannot be traced")  # explain a missing plan
 
 
@@ -262,9 +258,7 @@ def explain(candidates: Sequence[Candidate], combinations: tuple[int, int]) -> l
         lines.append(f"the next faster plan does not fit: {next_one.plan}: {next_one.step_ms:,.1f} ms, {needs}")
     elif not chosen.knobs:
         lines.append("no technique needs to be added: nothing is faster than the plan without any")
-    if chosen.flags.get(IN_BACKWARD):
-        lines.append(UNPROTECTED)
-    return lines
+    return lines + [knob.note for knob in SEARCHED if knob.note and chosen.flags.get(f"memory.{knob.name}")]
 
 
 def not_fitting(
