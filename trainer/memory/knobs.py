@@ -245,7 +245,7 @@ KNOBS = (  # in the order in which to try them
         splits=False,
     ),
     Knob("stochastic_rounding", (False, True), "stochastic rounding", optimizers=ADAM, splits=False),
-    Knob("precision", HALF, turns=IN_HALF, lossy=True, column="{}", evaluated=True),  # of the weights as well
+    Knob("precision", HALF, turns=IN_HALF, lossy=True, column="{}", evaluated=True),  # casts the weights as well
     Knob(
         "matmul_precision",  # saves time, not memory
         ("highest", "high", "medium"),
