@@ -276,4 +276,4 @@ def test_what_a_person_should_know_is_said_before_training():
         assert plan_warnings(recipe(memory=safe), on_gpu=True) == []
     offloaded = recipe(memory=Memory(cpu_offload="parameters"))
     assert plan_warnings(offloaded, on_gpu=True) == []
-    assert "no memory saved" in plan_warnings(offloaded, on_gpu=False)[0]
+    assert "no memory is saved" in plan_warnings(offloaded, on_gpu=False)[0]

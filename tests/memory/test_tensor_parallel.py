@@ -342,8 +342,8 @@ def test_a_model_that_ranks_cannot_share_is_refused_by_name(ranks):
     sizes = {"hidden": [15, 16], "image_size": 4, "channels": 3, "num_classes": CLASSES}
     for model, said in (
         (Undeclared(**sizes), "Undeclared does not define how to split its layers: define tensor_parallel_plan"),
-        (Undeclared(**sizes, plan={"9": "colwise"}), "names 9, which the module does not have"),
-        (Undeclared(**sizes, plan={"1": "columns"}), "has 'columns' for 1: there are colwise, rowwise"),
+        (Undeclared(**sizes, plan={"9": "colwise"}), "names 9, which matches no module"),
+        (Undeclared(**sizes, plan={"1": "columns"}), "has 'columns' for 1: use one of colwise, rowwise"),
         (Undeclared(**sizes, plan={"2": "colwise"}), "2 is a ReLU, but only an nn.Linear can be split"),
         (MLP(**sizes), "does not divide the 15 features of 1"),
         (replace(make_model("vit"), heads=1), "does not divide the 1 heads"),

@@ -100,7 +100,7 @@ def _in_backward(recipe: Recipe, world_size: int, cuts: Sequence[Cut]) -> Iterat
     if memory.cpu_offload != "none":
         yield f"{key} frees gradients that memory.cpu_offload={memory.cpu_offload} moves: use only one of the two"
     if memory.compile == "cuda_graphs":
-        yield f"{key} would interrupt the replay of memory.compile=cuda_graphs: use memory.compile blocks"
+        yield f"memory.compile=cuda_graphs replays code that {key}=true interrupts: use memory.compile blocks"
     if recipe.run.deterministic:
         yield f"{key} updates before the norm is known, but run.deterministic=true after it: use only one of the two"
 

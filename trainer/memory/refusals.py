@@ -223,8 +223,8 @@ def _require_local_norms(module: nn.Module, plan: Plan) -> None:
     names = [name for name, part in module.named_modules() if isinstance(part, SyncBatchNorm)]
     require(
         not names or (plan.world_size == 1 and plan.strategy == "single"),
-        f"memory.strategy={plan.strategy} cannot train {(names or [''])[0] or 'a module'}, a SyncBatchNorm: its "
-        "statistics cover one micro-step of all ranks instead of the batch, and change with the cut. Use BatchNorm, "
+        f"memory.strategy={plan.strategy} cannot train {(names or [''])[0] or 'a module'}, a SyncBatchNorm, whose "
+        "statistics cover one micro-step of all ranks instead of the batch, and change with the cut: use BatchNorm, "
         "whose running statistics are corrected and shared, or LayerNorm or GroupNorm",
     )
 
