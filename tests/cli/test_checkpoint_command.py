@@ -73,12 +73,12 @@ def test_a_flipped_bit_in_the_results_is_found_by_all_who_read_them(copied, caps
     victim.write_bytes(content)
     assert run(["checkpoint", "verify", str(copied)]) == 1
     said = capsys.readouterr()
-    assert f"CORRUPT: {victim} is not what the run has written" in said.out
+    assert f"CORRUPT: {victim} was changed after the run" in said.out
     assert "1 of 2 results of the run are not what it has written" in said.err
     for words in (["evaluate", str(copied)], ["predict", str(copied), "--image", str(tmp_path / "image.png")]):
         assert run(words) == 1
         (line,) = [line for line in capsys.readouterr().err.splitlines() if "error" in line]
-        assert line.startswith(f"trainer: error: {victim} is not what the run has written: ")
+        assert line.startswith(f"trainer: error: {victim} was changed after the run: ")
         assert "if it was changed on purpose" in line
 
 

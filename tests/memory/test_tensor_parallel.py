@@ -335,7 +335,7 @@ def refusal(model: Model, **knobs: Any) -> tuple[str, bool]:
     pixels = torch.ones(2, 3, 4, 4, dtype=torch.float64)
     with pytest.raises(RecipeError) as caught:
         apply_stack(fabric, model, build_module(fabric, model, 0, plan), plan).wrapped(pixels)
-    return str(caught.value), getattr(caught.value, "trainer_reported", False)
+    return str(caught.value), getattr(caught.value, "is_reported", False)
 
 
 def test_a_model_that_ranks_cannot_share_is_refused_by_name(ranks):

@@ -112,7 +112,6 @@ def _unique_tensors(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def _identity(tensor: Tensor) -> tuple:
-    """Return a key that is equal for tensors with the same memory and layout."""
     return (tensor.device, tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride())
 
 

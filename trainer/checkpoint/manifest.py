@@ -266,6 +266,5 @@ def require_sealed_text(path: Path) -> str | None:
 
 
 def _content(files: dict[str, Any]) -> str:
-    """Return ``files`` as JSON with a hash, as in a manifest."""
     digest = hashlib.sha256(json.dumps(files, sort_keys=True).encode()).hexdigest()
     return json.dumps({"files": files, "digest": digest}, indent=1, ensure_ascii=True) + "\n"

@@ -52,10 +52,7 @@ def whole(tensor: Tensor) -> Part:
 
 
 def share_out(parts: Mapping[str, Part], rank: int, world_size: int) -> dict[str, Part]:
-    """Return the parts that ``rank`` writes: its own, and its share of those that every rank has.
-
-    All ranks compute the same shares.
-    """
+    """Return the parts that ``rank`` writes: its own, and its share of those that every rank has."""
     own = {name: part for name, part in parts.items() if part.writer == rank and part.tensor.numel()}
     loads = [0] * world_size
     for name in sorted(name for name, part in parts.items() if part.writer is None):
@@ -67,10 +64,7 @@ def share_out(parts: Mapping[str, Part], rank: int, world_size: int) -> dict[str
 
 
 class HostCopies:
-    """Copies in host memory that training does not change.
-
-    Their memory is reused for the next copies, because allocating it takes longer than copying.
-    """
+    """Copies in host memory, which is reused for the next copies: allocating takes longer than copying."""
 
     def __init__(self) -> None:
         self.kept: dict[str, Tensor] = {}
@@ -149,10 +143,7 @@ def describe_parts(file: str, parts: Mapping[str, Part]) -> dict[str, Any]:
 
 
 class PartsReader:
-    """Reads tensors, or slices of them, from the files of all ranks in a checkpoint ``folder``.
-
-    ``indices`` has the result of :func:`describe_parts` for each rank that wrote it.
-    """
+    """Reads tensors, or slices of them, from a checkpoint ``folder``; ``indices`` has one index per writing rank."""
 
     def __init__(self, folder: Path, indices: Sequence[Mapping[str, Any]] = ()) -> None:
         self.folder = folder
@@ -176,9 +167,7 @@ class PartsReader:
             for part in entry["parts"]:
                 offset, size = _counts(name, part["offset"]), _counts(name, part["size"])
                 if not len(offset) == len(size) == len(shape):
-                    raise ValueError(
-                        f"{name} has {len(shape)} dimensions, but a part has {len(size)}, at an offset of {len(offset)}"
-                    )
+                    raise ValueError(f"{name} has {len(shape)} dimensions, but a part {len(size)} at {len(offset)}")
                 if any(start + length > most for start, length, most in zip(offset, size, shape, strict=True)):
                     raise ValueError(f"{name} has shape {shape}, but a part of shape {size} at {offset}")
                 place = part["file"], part.get("key", name)
@@ -214,7 +203,6 @@ class PartsReader:
         return tensor
 
     def _copy(self, name: str, part: Mapping[str, Any], target: Part) -> int:
-        """Copy the overlap of ``part`` and ``target``; return its number of elements."""
         there, here, count = [], [], 1
         for a, n, b, m in zip(part["offset"], part["size"], target.offset, target.tensor.shape, strict=True):
             start, end = max(a, b), min(a + n, b + m)
@@ -229,7 +217,6 @@ class PartsReader:
         return count
 
     def _stored(self, name: str, part: Mapping[str, Any]) -> Any:
-        """Open a part in its file without reading it, and check its shape."""
         path = self.folder / part["file"]
         try:
             stored = self._open(part["file"]).get_slice(part.get("key", name))
@@ -252,7 +239,6 @@ class PartsReader:
 
 
 def _counts(name: str, values: Any) -> tuple[int, ...]:
-    """Check a shape or an offset of the tensor ``name``, and return it as a tuple."""
     if not isinstance(values, list) or not all(type(value) is int and 0 <= value < 2**63 for value in values):
         raise ValueError(f"{name} has {values!r} instead of a list of sizes")
     return tuple(values)

@@ -109,7 +109,6 @@ class Writer:
             self.warn(problem)
 
     def _wait_for(self, staging: Path, rank: int) -> bytes:
-        """Wait for the completion file of ``rank`` and return its content."""
         arrived, looked, since = -1, 0.0, time.monotonic()
         while (now := time.monotonic()) - since < self.patience:
             with suppress(FileNotFoundError):

@@ -34,10 +34,9 @@ KEPT_BY_NAME = {"trainer::block_sparse_attention", "flex_attention"}  # operatio
 
 
 def checkpoint_blocks(module: nn.Module, blocks: Sequence[nn.Module], wish: str | float) -> None:
-    """Checkpoint ``blocks`` of ``module``, and switch off its cache of keys and values.
+    """Checkpoint ``blocks`` of ``module``, without its cache of keys and values.
 
-    ``wish`` is none, selective, full, or the fraction of the blocks to checkpoint fully, spread evenly.
-    """
+    ``wish`` is none, selective, full, or the fraction of the blocks to checkpoint fully, spread evenly."""
     if wish == "none":
         return
     switch_cache_off(module)
@@ -65,7 +64,6 @@ def keep_expensive(_: Any, operation: Any, *args: Any, **kwargs: Any) -> Checkpo
 
 
 def _dropout(operation: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> float:
-    """Return the dropout rate of an attention operation; 0 for all others."""
     for position, argument in enumerate(operation._schema.arguments):
         if argument.name == "dropout_p":
             return args[position] if position < len(args) else kwargs.get("dropout_p", argument.default_value)

@@ -23,10 +23,7 @@ IN_FLIGHT = 2  # max tensors being copied to the host; a third waits, so that th
 
 
 def offload_activations(module: nn.Module, device: torch.device) -> None:
-    """Make every forward of ``module`` offload what it saves for backward, except parameters.
-
-    Of checkpointed blocks, these are the inputs. On a CPU the same copies are made, without a benefit.
-    """
+    """Make forward of ``module`` offload what it saves for backward, except parameters; on a CPU without a benefit."""
     forward = module.forward
     sizes = {p.numel() for p in module.parameters()}
 
@@ -84,10 +81,7 @@ class Saved:
 
 
 class Shelf:
-    """The tensors that one forward on ``device`` has saved, in order.
-
-    Tensors of at least ``least_bytes`` move to the host, unless ``stays`` returns true for them.
-    """
+    """The tensors of at least ``least_bytes`` that one forward on ``device`` saved, unless ``stays(tensor)``."""
 
     def __init__(self, device: torch.device, least_bytes: int, stays: Callable[[Tensor], bool]) -> None:
         self.device, self.least_bytes, self.stays = device, least_bytes, stays
@@ -176,7 +170,6 @@ def _is_expanded(tensor: Tensor) -> bool:
 
 
 def _identity(tensor: Tensor) -> tuple:
-    """Return a key that is equal for tensors with the same memory and layout, as long as one of them is alive."""
     return (tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype, tensor._version)
 
 

@@ -120,11 +120,14 @@ OFFLOAD = (
 )
 IN_BACKWARD = (Turn(True, rung="optimizer-in-backward"),)
 BITS = (Turn(8, OPTIMIZER, "8-bit-state", unless=(4,)), Turn(4, OPTIMIZER, unless=(32,)))
-TF32 = (Turn("high", needs_gpu=True), Turn("medium", needs_gpu=True))
+TF32 = ("highest", "high", "medium")
+IN_TF32 = (Turn("high", needs_gpu=True), Turn("medium", needs_gpu=True))
 IN_HALF = (
     Turn("bf16-true", ALL, "bf16-true", unless=("16-mixed", "16-true"), along={"stochastic_rounding": True}),
     Turn("16-true", ALL, unless=("32-true", "64-true", "bf16-mixed", "bf16-true")),
 )
+LOSSY_STATE: Any = {"lossy": True, "optimizers": ADAM, "splits": False}
+OVER_RANKS: Any = {"graded": False, "needs_ranks": True, "evaluated": True}
 KNOBS = (  # in the order in which to try them
     Knob("micro_batch_size", planned=True),
     Knob("micro_batch_tokens", evaluated=True),
@@ -151,36 +154,10 @@ KNOBS = (  # in the order in which to try them
         # With a fraction of the blocks checkpointed, only the activations of the other blocks could be offloaded.
         pays=lambda memory, ranks: not isinstance(memory.activation_checkpointing, float),
     ),
-    Knob(
-        "strategy",
-        ("ddp", "fsdp"),
-        turns=(Turn("fsdp", ALL),),
-        planned=True,
-        graded=False,
-        needs_ranks=True,
-        evaluated=True,
-    ),
-    Knob("tensor_parallel", (1,), "tensor parallel over {} ranks", graded=False, needs_ranks=True, evaluated=True),
-    Knob(
-        "sequence_parallel",
-        (False, True),
-        "sequence parallel",
-        graded=False,
-        needs_ranks=True,
-        evaluated=True,
-        only_with="tensor_parallel",
-    ),
-    Knob(
-        "replicas",
-        (1, 2),
-        "{} replicas",
-        planned=True,
-        graded=False,
-        needs_ranks=True,
-        evaluated=True,
-        splits=False,
-        pays=is_sharded,
-    ),
+    Knob("strategy", ("ddp", "fsdp"), turns=(Turn("fsdp", ALL),), planned=True, **OVER_RANKS),
+    Knob("tensor_parallel", (1,), "tensor parallel over {} ranks", **OVER_RANKS),
+    Knob("sequence_parallel", (False, True), "sequence parallel", only_with="tensor_parallel", **OVER_RANKS),
+    Knob("replicas", (1, 2), "{} replicas", planned=True, splits=False, pays=is_sharded, **OVER_RANKS),
     Knob(
         "reshard_after_forward",
         (True, False),  # false is faster, and needs more memory
@@ -234,27 +211,11 @@ KNOBS = (  # in the order in which to try them
         ),
         conflicts=_in_backward,
     ),
-    Knob(
-        "optimizer_state_bits",
-        (32, 8, 4),
-        "{}-bit optimizer state",
-        BITS,
-        lossy=True,
-        optimizers=ADAM,
-        column="{}-bit",
-        splits=False,
-    ),
+    Knob("optimizer_state_bits", (32, 8, 4), "{}-bit optimizer state", BITS, column="{}-bit", **LOSSY_STATE),
     Knob("stochastic_rounding", (False, True), "stochastic rounding", optimizers=ADAM, splits=False),
     Knob("precision", HALF, turns=IN_HALF, lossy=True, column="{}", evaluated=True),  # casts the weights as well
-    Knob(
-        "matmul_precision",  # saves time, not memory
-        ("highest", "high", "medium"),
-        "{} matmul precision",
-        TF32,
-        lossy=True,
-        column="{} matmuls",
-        evaluated=True,
-    ),
+    # Saves time, not memory.
+    Knob("matmul_precision", TF32, "{} matmul precision", IN_TF32, lossy=True, column="{} matmuls", evaluated=True),
     Knob("init", ("device", "meta"), "{} init"),
     Knob("compile", ("none", "blocks", "model", "cuda_graphs"), "compiled {}", splits=False),
 )

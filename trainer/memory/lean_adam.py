@@ -39,11 +39,9 @@ def lean_adam(groups: Any, optim: Optim, memory: Memory, device: torch.device, *
 
 
 def can_compile(device: torch.device) -> bool:
-    """Return whether to compile the update on ``device``.
+    """Return whether to compile the update: on GPUs, where it saves intermediate tensors, with Triton's C compiler.
 
-    On a GPU a compiled update needs no intermediate tensors, but Triton needs a C compiler for its launcher. On a CPU
-    it would take ten seconds per shape, and a C++ compiler.
-    """
+    On a CPU compilation would take ten seconds per shape."""
     from torch.utils._triton import has_triton
 
     return device.type == "cuda" and has_triton() and any(map(shutil.which, ("cc", "gcc", "clang")))
@@ -81,10 +79,7 @@ def _class(kind: type[Optimizer], compiled: bool) -> Any:
             update(weight, gradient, state["step"], *moments, None, *settings, rounds)
 
         def _seed(self) -> None:
-            """Seed by step and weight, so that all replicas round identically.
-
-            The engine sets its own seed before every micro-step.
-            """
+            """Seed by step and weight, so that replicas round identically; the engine reseeds in each micro-step."""
             shown = [p for group in self.param_groups for p in group["params"]]  # a single one if updated in backward
             steps = max((int(self.state[p]["step"]) for p in shown if p in self.state), default=0)
             torch.manual_seed(derive_seed(steps, self.numbers[shown[0]]))

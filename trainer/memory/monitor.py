@@ -141,7 +141,6 @@ class Monitor(Phases):
         self._looking = False
 
     def _look(self) -> None:
-        """Add the peaks since the last read to the current phase, and reset them."""
         began = time.perf_counter()
         on_device, reading = self._device_peaks(), self.host.read()
         if self.phase is not None:
@@ -163,7 +162,6 @@ class Monitor(Phases):
         self.host.restart_peak()
 
     def _look_at_level(self) -> None:
-        """Record the memory at the end of a step, and check for leaks."""
         reading = self.host.read()
         found = [self._leaks["host"].look(self.step, reading.anonymous)]
         level = reading.resident

@@ -145,7 +145,6 @@ class OptimizerInBackward(Optimizer):
         return (squares + self._square_sum(self.norms)).sqrt()
 
     def _update(self, number: int, parameter: Tensor) -> None:
-        """Update ``parameter``, a member of group ``number``, and free its gradient."""
         if parameter.grad is None:  # FSDP also calls the hooks of parameters without a gradient
             return
         self._record_norm(parameter.grad)

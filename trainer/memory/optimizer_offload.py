@@ -79,10 +79,7 @@ def take_home(module: nn.Module, plan: Plan, device: torch.device) -> dict[nn.Pa
 
 
 def _survives(parameter: nn.Parameter, half: torch.dtype | None) -> bool:
-    """Return whether a frozen parameter is exact in ``half`` precision (``None``: its own dtype).
-
-    Pretrained weights that were saved in half precision are.
-    """
+    """Return whether a frozen parameter is exact in ``half`` precision, as weights saved in it; ``None``: its dtype."""
     if half is None or isinstance(parameter, DTensor):
         return True
     return parameter.dtype == torch.float32 and torch.equal(parameter.to(half).float(), parameter)
@@ -150,7 +147,6 @@ class HostGradients(GradientSync):
 
     @torch.no_grad()
     def _leave(self, parameter: Tensor) -> None:
-        """Called by autograd, or by FSDP, when the gradient of a micro-step is complete."""
         assert isinstance(parameter, nn.Parameter)
         if parameter.grad is None:  # FSDP may also call the hooks of parameters without a gradient
             return
@@ -166,8 +162,7 @@ class HostGradients(GradientSync):
     def bring_home(self, gradient: Tensor, home: Tensor, adds: bool, held: bool = False) -> Callable[[], None] | None:
         """Copy ``gradient`` to ``home``, or add it there; return a function that waits for that, if needed.
 
-        With ``held``, the memory of ``gradient`` is not reused before.
-        """
+        With ``held``, the memory of ``gradient`` is not reused before."""
         if self.carrier is not None:
             return self.carrier.carry(gradient, home, adds, held).synchronize
         (home.add_ if adds else home.copy_)(gradient)
@@ -178,7 +173,6 @@ class HostGradients(GradientSync):
         return self.masters[parameter], self.homes[parameter]
 
     def _gradient(self, parameter: nn.Parameter) -> Tensor:
-        """Return the new gradient of ``parameter``, on the device that computed it."""
         assert parameter.grad is not None
         return local(parameter.grad)
 
@@ -203,7 +197,6 @@ class HostGradients(GradientSync):
         self.arrived.clear()
 
     def _reduce(self, reached: set[nn.Parameter]) -> None:
-        """Average over ranks; averaged parameters are updated while the next ones are reduced."""
         begun: list[Callable[[], None]] = []
         for number, members in enumerate(self.members):
             begun += [begin_mean(piece.split(BUCKET)) for piece in self.pieces[len(begun) : number + 2]]
@@ -293,10 +286,7 @@ class StreamedGradients(HostGradients):
 
     @staticmethod
     def serves(parameters: Sequence[nn.Parameter], world_size: int) -> bool:
-        """Return whether reduced gradients need only a cast.
-
-        With fp64 and more than two ranks FSDP divides once more, and a part with several dtypes is cast by dtype.
-        """
+        """Return whether reduced gradients need only a cast: FSDP divides fp64 of more than two ranks once more."""
         dtypes = {parameter.dtype for parameter in parameters}
         return len(dtypes) == 1 and (dtypes != {torch.float64} or world_size <= 2)
 
@@ -329,10 +319,7 @@ class StreamedGradients(HostGradients):
             super().before_last_backward()
 
     def _take(self, expected: int, reduced: Tensor) -> None:
-        """Called by FSDP with the shards of a part's gradients.
-
-        Replaces them with a host buffer that all parts share and that FSDP need not cast.
-        """
+        """Take the shards of a part's gradients from FSDP, and leave a host buffer that it need not cast instead."""
         if len(self.unused) < len(reduced):
             self.unused = torch.empty(reduced.shape, dtype=self.pieces[0].dtype, device="cpu")
         self.in_one, self.expected = reduced.detach().to(self.unused.dtype), expected

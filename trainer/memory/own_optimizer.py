@@ -18,6 +18,7 @@ from trainer.errors import RecipeError, nearest, require
 from trainer.memory.knobs import KNOBS
 from trainer.recipe import TORCH, Memory, Optim
 from trainer.system.imports import imported
+from trainer.system.reports import cause
 from trainer.system.text import as_text
 
 TRIED_STEPS = 3
@@ -38,8 +39,7 @@ def make_own(groups: Any, optim: Optim) -> Optimizer:
         unknown = [name for name in optim.arguments if name not in names]
         close = [near for name in unknown for near in get_close_matches(name, names, 1, 0.5)]
         hint = f"; did you mean {', '.join(close)}?" if close else ""
-        text = f"{called} with optim.arguments={dict(optim.arguments)}: {type(error).__name__}: {error}{hint}"
-        raise RecipeError(text) from error
+        raise RecipeError(f"{called} with optim.arguments={dict(optim.arguments)}: {cause(error)}{hint}") from error
     require(isinstance(made, Optimizer), f"{called} returns a {type(made).__name__}, not a torch.optim.Optimizer")
     decays = any(group.get("weight_decay") for group in made.param_groups)
     require(
@@ -103,8 +103,7 @@ def trial_of(optim: Optim) -> _Found:
     except RecipeError:
         raise
     except Exception as error:  # user code can raise anything
-        place = f"{describe_own(optim)} fails in a trial on two small matrices"
-        raise RecipeError(f"{place}: {type(error).__name__}: {error}") from error
+        raise RecipeError(f"{describe_own(optim)} fails in a trial on two small matrices: {cause(error)}") from error
 
 
 def _trial(optim: Optim) -> _Found:

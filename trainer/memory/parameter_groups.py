@@ -37,10 +37,7 @@ def choose_trained(module: nn.Module, model: Model, optim: Optim) -> None:
     for name, parameter in named.items():
         trains = not dict(_settings(name, optim)).get("frozen", not parameter.requires_grad)
         if trains and parameter.dtype == uint8:
-            raise RecipeError(
-                f"optim.groups cannot train {name}, which is stored in NF4: leave it frozen, or use "
-                "model.lora.base full"
-            )
+            raise RecipeError(f"optim.groups cannot train {name}, stored in NF4: use model.lora.base full")
         parameter.requires_grad_(trains)
     for pattern, settings in optim.groups.items():
         found = [parameter for name, parameter in named.items() if fnmatchcase(name, pattern)]
@@ -79,11 +76,10 @@ def rule_of(parameter: Tensor, optim: Optim, name: str = "", layers: Mapping[str
     scale = 1.0 if optim.layer_decay is None or not layers else optim.layer_decay ** (depth - layers[name])
     scale *= settings.get("lr_scale", 1.0)
     decay = settings.get("weight_decay", optim.weight_decay if parameter.ndim >= 2 else 0.0)
-    require(
-        scale > 0,
-        f"optim.layer_decay={optim.layer_decay} reduces the learning rate of layer {layers and layers[name]} of "
-        f"{depth} to 0: raise it, or freeze the layer with optim.groups",
-    )
+    if scale <= 0:
+        layer = f"layer {layers and layers[name]} of {depth}"
+        fix = "raise it, or freeze the layer with optim.groups"
+        raise RecipeError(f"optim.layer_decay={optim.layer_decay} sets the learning rate of {layer} to 0: {fix}")
     return Rule(float(decay), scale)
 
 
@@ -111,7 +107,6 @@ def describe_groups(optimizer: Optimizer) -> list[str]:
 
 
 def _settings(name: str, optim: Optim) -> Iterator[tuple[str, float]]:
-    """Yield the settings of all patterns that match, in order, so that the last one wins."""
     for pattern, settings in optim.groups.items():
         if fnmatchcase(name, pattern):
             yield from settings.items()

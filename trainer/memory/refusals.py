@@ -82,7 +82,6 @@ def _strategy(recipe: Recipe, world_size: int, _: Sequence[Cut]) -> Iterator[str
 
 
 def _tensor_parallel(recipe: Recipe, world_size: int, _: Sequence[Cut]) -> Iterator[str]:
-    """Check the number of ranks, and reject what is not verified with split weights."""
     memory, key = recipe.memory, f"memory.tensor_parallel={recipe.memory.tensor_parallel}"
     if world_size % memory.tensor_parallel:
         yield f"{key} does not divide {world_size} rank(s): use a divisor (1 is off), or more run.devices"
@@ -99,7 +98,7 @@ def _tensor_parallel(recipe: Recipe, world_size: int, _: Sequence[Cut]) -> Itera
             problem = f"{key} has not been verified with memory.{name}={as_text(value)}"
             yield f"{problem}: use {as_text(usual)}, or memory.tensor_parallel 1"
     if recipe.run.deterministic:
-        yield f"{key} sums over ranks within a layer, but run.deterministic=true must not: use only one of the two"
+        yield f"{key} sums over ranks within a layer, which run.deterministic=true excludes: use only one of the two"
 
 
 def _state(recipe: Recipe, _: int, __: Sequence[Cut]) -> Iterator[str]:
@@ -148,7 +147,6 @@ def _meta(recipe: Recipe, _: int, __: Sequence[Cut]) -> Iterator[str]:
 
 
 def _cuda_graphs(recipe: Recipe, _: int, __: Sequence[Cut]) -> Iterator[str]:
-    """Reject what changes the addresses or shapes that a graph was recorded with, or runs Python during a replay."""
     memory, key = recipe.memory, "memory.compile=cuda_graphs"
     if is_sharded(memory):
         yield f"{key} needs weights at fixed addresses, but FSDP gathers them to new ones: use memory.compile blocks"
@@ -160,7 +158,6 @@ def _cuda_graphs(recipe: Recipe, _: int, __: Sequence[Cut]) -> Iterator[str]:
 
 
 def _deterministic(recipe: Recipe, world_size: int, _: Sequence[Cut]) -> Iterator[str]:
-    """Reject what makes the bits of the weights depend on the number of ranks or on how they share weights."""
     memory, key, kind = recipe.memory, "run.deterministic=true", type(recipe.model).__name__
     if world_size & (world_size - 1):
         yield f"{key} sums gradients over 1, 2, 4, 8, ... ranks, but there are {world_size}: use a power of two"

@@ -111,25 +111,21 @@ def split_over_ranks(module: nn.Module, model: Model, mesh: DeviceMesh, by_token
 
 
 def _told(forward: Callable[..., Any], kind: str) -> Callable[..., Any]:
-    """Wrap ``forward`` to explain torch's error for an operation that does not support DTensors."""
 
     @wraps(forward)
     def within(*args: Any, **kwargs: Any) -> Any:
         try:
             return forward(*args, **kwargs)
         except (RuntimeError, NotImplementedError) as error:
-            require(
-                "DTensor" not in str(error),
-                f"memory.sequence_parallel=true: {kind} uses an operation that does not support shared tokens "
-                f"({error}): use false",
-            )
-            raise
+            if "DTensor" not in str(error):
+                raise
+            what = f"{kind} uses an operation that does not support shared tokens ({error})"
+            raise RecipeError(f"memory.sequence_parallel=true: {what}: use false") from error
 
     return within
 
 
 def _matched(module: nn.Module, plan: Mapping[str, str], where: str) -> dict[str, str]:
-    """Return the style of each module that a plan names; each pattern must match a module."""
     names = [name for name, _ in module.named_modules()]
     found: dict[str, str] = {}
     for pattern, style in plan.items():
@@ -142,7 +138,6 @@ def _matched(module: nn.Module, plan: Mapping[str, str], where: str) -> dict[str
 
 
 def _parent(module: nn.Module, name: str) -> str:
-    """Return the name of the closest module above ``name`` that has a forward."""
     above = name.rpartition(".")[0]
     return _parent(module, above) if isinstance(module.get_submodule(above), nn.ModuleList | nn.ModuleDict) else above
 
@@ -243,11 +238,9 @@ class _Region(TorchFunctionMode):
             self.is_split, self.is_open, self.entered = False, True, None
             try:
                 if is_shared:
-                    require(
-                        bool(args) and isinstance(args[0], Tensor) and args[0].ndim == 3,
-                        f"memory.sequence_parallel=true: the first argument of {kind} is not a tensor of shape "
-                        "(n, tokens, width): use false",
-                    )
+                    if not (args and isinstance(args[0], Tensor) and args[0].ndim == 3):
+                        what = f"the first argument of {kind} is not a tensor of shape (n, tokens, width)"
+                        raise RecipeError(f"memory.sequence_parallel=true: {what}: use false")
                     whole = args[0] if isinstance(args[0], DTensor) else self.alike(args[0])
                     self.tokens = whole.shape[1]
                     args = whole.redistribute(placements=[Shard(1)]).to_local(), *args[1:]
@@ -270,11 +263,9 @@ class _Region(TorchFunctionMode):
         """Return this rank's tokens as a sharded DTensor: (n, tokens, width) or (tokens, width)."""
         shape = list(getattr(mine, "shape", ()))
         along, (share, _) = len(shape) - 2, Shard.local_shard_size_and_offset(self.tokens, self.ranks, self.rank)
-        require(
-            along in (0, 1) and shape[along] == share,
-            f"memory.sequence_parallel=true: an output of shape {shape or 'a tuple'} is not this rank's share of "
-            f"{self.tokens} tokens: use false",
-        )
+        if along not in (0, 1) or shape[along] != share:
+            what = f"an output of shape {shape or 'unknown'} is not this rank's share of {self.tokens} tokens"
+            raise RecipeError(f"memory.sequence_parallel=true: {what}: use false")
         shape[along] = self.tokens
         size: Any = {"shape": torch.Size(shape), "stride": torch.empty(shape, device="meta").stride()}
         return DTensor.from_local(mine, self.mesh, [Shard(along)], run_check=False, **size)
@@ -287,16 +278,13 @@ class _Region(TorchFunctionMode):
         return every if (local := every.to_local()).is_contiguous() else self.alike(local.contiguous())
 
     def assemble(self, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-        """Gather all ranks' tokens of the first tensor; a hook before a module with layers split by columns."""
+        """Gather all ranks' tokens of the first tensor, before a module with layers split by columns."""
         mine = next(one for one in (*args, *kwargs.values()) if isinstance(one, Tensor))
         every = self.gathered(mine)
         return tree_map(lambda one: every if one is mine else one, (args, kwargs))
 
     def enter(self, _: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
-        """Run before a layer that is split by columns.
-
-        Queries, keys and values with the same input share one DTensor, so that its gradient is summed once.
-        """
+        """Run before a layer split by columns; layers with the same input share a DTensor, to sum its gradient once."""
         require(self.is_open, "memory.tensor_parallel: call the module that holds the split layers, not the layers")
         if isinstance(args[0], DTensor):
             return args
@@ -427,7 +415,6 @@ class TensorParallelSync(GradientSync):
             self.sharding.before(is_last)
 
     def _arrive(self, parameter: Tensor) -> None:
-        """Called by autograd, or by FSDP, when a gradient has been computed; starts to reduce complete buckets."""
         if self.is_last and parameter.grad is not None:  # FSDP may also call hooks of parameters without a gradient
             self.arrived[parameter] += 1
             left = self.buckets[len(self.begun) :] if self.overlapped else []
@@ -436,7 +423,6 @@ class TensorParallelSync(GradientSync):
 
     @torch.no_grad()
     def _begin(self, bucket: list[nn.Parameter]) -> None:
-        """Move the gradients of a bucket to the tensors of the optimizer, and start to reduce them."""
         gradients: list[Tensor] = []
         for parameter in bucket:
             tensor, gradient, parameter.grad = self.trained[parameter], parameter.grad, None
@@ -456,9 +442,7 @@ class TensorParallelSync(GradientSync):
     def after(self) -> None:
         once = all(self.arrived[p] == 1 for p in self.trained)
         if self.overlapped and not once:
-            raise RunError(
-                "some parameters got no gradient, or more than one: set `conditional = True` in the model's class"
-            )
+            raise RunError("some parameters got no gradient, or two: set `conditional = True` in the model's class")
         if not self.overlapped and (self.may_overlap or self.over_data):
             counts = add_missing(list(self.trained), once)
             self.overlapped = self.may_overlap and counts[-1] == torch.distributed.get_world_size()

@@ -162,6 +162,5 @@ class UpdateAhead:
 
 
 def _tensors(parameter: Tensor, state: dict[str, Any]) -> dict[str, Tensor]:
-    """Return this rank's shards of a parameter and of the tensors in its state."""
     named = {name: value for name, value in state.items() if isinstance(value, Tensor)}
     return {name: local(value.detach()) for name, value in {"": parameter, **named}.items()}

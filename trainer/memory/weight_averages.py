@@ -65,10 +65,7 @@ class WeightAverages:
 
     @torch.no_grad()
     def _exchange(self, kept: dict[Tensor, Tensor]) -> dict[Tensor, Tensor]:
-        """Exchange weights and averages; return the weights that do not fit in the dtype of the averages.
-
-        ``kept`` has these weights for the exchange back.
-        """
+        """Exchange weights and averages; return half-precision weights, which are ``kept`` for the exchange back."""
         found = dict[Tensor, Tensor]()
         for trained, average in self.values.items():
             weights = local(trained.detach())

@@ -140,7 +140,6 @@ class ClassificationMetrics:
 
 
 def _over_ranks(tensor: Tensor) -> Tensor:
-    """Return the sum of ``tensor`` over ranks; ``tensor`` itself does not change."""
     total = tensor.clone()
     if dist.is_available() and dist.is_initialized():
         dist.all_reduce(total)
@@ -178,19 +177,13 @@ def _of_classes(confusion: np.ndarray) -> dict[str, float]:
 
 
 def _of_labels(counted: np.ndarray) -> dict[str, float]:
-    """Compute the metrics of labels.
-
-    Columns per label: samples with any label, true positives, predicted, true, and samples with all labels correct.
-    """
+    """Columns per label: samples with any label, true positives, predicted, true, samples with all labels correct."""
     samples, right, said, true, whole = counted.T
     return _by_class(right, said, true, samples > 0) | {"subset_accuracy": whole[0] / samples[0]}
 
 
 def _of_numbers(counted: np.ndarray) -> dict[str, float]:
-    """Compute the metrics of numbers.
-
-    Columns per output: samples, sums of |error|, error² and (target - mean)², one target, and the mean minus it.
-    """
+    """Columns per output: samples, sums of |error|, error² and (target - mean)², one target, and the mean minus it."""
     samples, absolute, squares, spread, *_ = counted.T
     # R² is 0 for equal targets, 1 without an error, and NaN for a single sample.
     lost = np.where(spread > 0, squares / np.where(spread > 0, spread, 1), np.sign(squares))

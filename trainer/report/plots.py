@@ -108,7 +108,6 @@ def _save(figure: Figure, target: Path) -> None:
 
 
 def _read(metrics_csv: Path) -> defaultdict[str, Curve]:
-    """Read the steps and values of every column, without empty and non-finite cells; empty for a missing column."""
     with open(metrics_csv, newline="") as file:
         reader = csv.DictReader(file)
         rows, columns = list(reader), reader.fieldnames or ()
@@ -122,7 +121,6 @@ def _read(metrics_csv: Path) -> defaultdict[str, Curve]:
 
 
 def _evaluated(curves: Mapping[str, Curve]) -> list[str]:
-    """Return the metrics of the evaluations, in the order of the columns."""
     columns = [name.partition("_") for name, (steps, _) in curves.items() if len(steps)]
     return [figure for split, _, figure in columns if split in ("val", "test")]
 
@@ -144,7 +142,6 @@ def _smooth(values: np.ndarray) -> np.ndarray:
 
 
 def _draw_evaluations(axes: Axes, curves: Mapping[str, Curve], figure: str, form: str, factor: float = 1) -> None:
-    """Draw validation as a line with dots, test as diamonds, with the last value of each in the legend."""
     styles: dict[str, dict[str, Any]] = {
         "val": {"color": ORANGE, "marker": "o", "markersize": 5, "linewidth": 2, "label": "validation"},
         "test": {"color": GREEN, "marker": "D", "markersize": 8, "linestyle": "none", "label": "test"},
@@ -157,7 +154,6 @@ def _draw_evaluations(axes: Axes, curves: Mapping[str, Curve], figure: str, form
 
 
 def _mark(axes: Axes, best: int | None) -> None:
-    """Mark the step whose weights were kept, if the axes have a curve."""
     if best is not None and axes.lines:
         axes.axvline(best, color=BLACK, linestyle="--", linewidth=1.5, label=f"model/: step {best:,}")
 
@@ -307,7 +303,6 @@ def plot_plan(timeline: Mapping[str, Any], budget: float, title: str, target: Pa
 
 
 def _draw_memory(axes: Axes, timeline: Mapping[str, Any], reserved: np.ndarray) -> None:
-    """Draw allocated memory as stacked areas with a dot at the peak, and reserved memory as a line."""
     points, below = np.arange(len(reserved)), np.zeros(len(reserved))
     for name, (label, colour) in CATEGORIES.items():
         values = np.array(timeline["allocated"].get(name, below * 0)) / 1e9
@@ -322,7 +317,6 @@ def _draw_memory(axes: Axes, timeline: Mapping[str, Any], reserved: np.ndarray) 
 
 
 def _draw_budget(axes: Axes, budget: float, peak: float) -> None:
-    """Draw the budget as a dashed line, or as a text if it is far above the curves."""
     label, is_far = f"budget: {gigabytes(budget * GB)}", budget > FAR * peak
     top = 1.15 * peak or 1 if is_far else 1.12 * max(budget, peak)
     axes.set_ylim(0, top)

@@ -128,7 +128,6 @@ class Progress:
             self._line(done, BETWEEN.join([counted, *figures.values()]))
 
     def _left(self, step: int) -> str:
-        """Return the estimated time for the remaining steps, or an empty string if unknown."""
         seconds, taken, others = self._clock() - self._began, step - self._first_step, self._total_steps - step
         known = seconds > 0 and taken > 0 and others > 0
         return f"{BETWEEN}{tqdm.format_interval(seconds / taken * others)} left" if known else ""
@@ -168,7 +167,6 @@ class Progress:
         self._pending = self._bar = None
 
     def _line(self, step: int, text: str) -> None:
-        """Print the first line, the last line, and one line every few seconds in between."""
         if self._clock() >= self._next_line or step == self._total_steps:
             self._print(text)
             self._pending, self._next_line = None, self._clock() + SECONDS_BETWEEN_LINES

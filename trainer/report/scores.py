@@ -33,8 +33,7 @@ class Scores:
         wanted: names from the tables of :mod:`trainer.recipe` that fit the task, and custom metrics.
         task: task of the model, a key of ``REPORTED``; ``None`` for a custom model without a task.
         num_classes: number of classes of the model; ``None`` if it does not classify.
-        gather: collective that returns the rows of all ranks, at least on the first rank, from this rank's rows or
-            ``None``.
+        gather: collective: this rank's rows (or ``None``) to the rows of all ranks, at least on the first rank.
         decide: calls a function on the first rank, and returns its result or raises its error on all ranks.
         bytes_per_token: bytes of text per predicted token; ``None`` if unknown.
         split: name of the evaluated set, for warnings.
@@ -149,7 +148,6 @@ class Scores:
 
 
 def _named(what: str, compute: Callable[[], Any]) -> float:
-    """Call ``compute``; an error names the metric that could not be computed."""
     try:
         return float(compute())
     except RecipeError:

@@ -198,7 +198,6 @@ def _number(value: float | None, form: str) -> str:
 
 
 def _json_value(value: Any) -> Any:
-    """Convert mappings and numbers of numpy and torch to plain JSON types; values that are not finite become null."""
     if isinstance(value, Mapping):
         return {str(key): _json_value(item) for key, item in value.items()}
     if hasattr(value, "item"):
