@@ -149,8 +149,8 @@ def _smaller_micro_batches(plan: Plan, recipe: Recipe) -> Remedy:
         return Remedy(flags, {"micro_batch_size": size}, FORWARDS, recipe=changes)
     size = cut.micro_batch_size // 2
     keeps = f"--batch_size {cut.batch_size} " if recipe.batch_size is None else ""
-    changes = {"batch_size": cut.batch_size, "accumulate": None}
-    return Remedy(f"{keeps}--memory.micro_batch_size {size}", {"micro_batch_size": size}, FORWARDS, recipe=changes)
+    batch = {"batch_size": cut.batch_size, "accumulate": None}
+    return Remedy(f"{keeps}--memory.micro_batch_size {size}", {"micro_batch_size": size}, FORWARDS, recipe=batch)
 
 
 def _wanted(message: str) -> str:

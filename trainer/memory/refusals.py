@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -35,7 +35,7 @@ def require_compatible(recipe: Recipe, world_size: int, cuts: Sequence[Cut]) -> 
 
         reason = next(own_refusals(recipe.optim, recipe.memory), None)
         require(reason is None, str(reason))
-    checks = [_strategy, _state]
+    checks: list[Callable[[Recipe, int, Sequence[Cut]], Iterator[str]]] = [_strategy, _state]
     checks += [_tensor_parallel] if recipe.memory.tensor_parallel > 1 else []
     checks += [_meta] if recipe.memory.init == "meta" else []
     checks += [_cuda_graphs] if recipe.memory.compile == "cuda_graphs" else []
