@@ -112,7 +112,7 @@ def test_what_is_missing_or_of_another_shape_is_named(tmp_path):
     reader = save(tmp_path, {"w": torch.ones(4, 2)}, 2)
     with pytest.raises(RecipeError, match=r"v is missing, but the model needs shape \(2,\)"):
         reader.read_into("v", whole(torch.empty(2)))
-    with pytest.raises(RecipeError, match=r"w is of shape \(4, 2\), and the model needs it of shape \(4, 3\)"):
+    with pytest.raises(RecipeError, match=r"w has shape \(4, 2\), but the model needs shape \(4, 3\)"):
         reader.read_into("w", whole(torch.empty(4, 3)))
     del reader.parts["w"]["rank-1.safetensors", "w"]
     with pytest.raises(RecipeError, match="w is incomplete: 4 of 8 numbers were found"):

@@ -91,7 +91,7 @@ def test_what_was_changed_on_purpose_and_what_is_older_is_used_with_a_warning(co
     assert seal.startswith("# sha256 of the lines above: ")
     recipe.write_text("\n".join(lines) + "\n")
     assert run(["checkpoint", "verify", str(copied)]) == 0
-    assert "model has no files.json: an earlier version wrote it" in capsys.readouterr().out
+    assert "model has no files.json: it is not checked" in capsys.readouterr().out
     assert run(["evaluate", str(copied)]) == 0
     said = capsys.readouterr().err
     assert "trainer: warning: " in said

@@ -260,7 +260,7 @@ def require_sealed_text(path: Path) -> str | None:
     if sealed(above) != text:
         raise CorruptCheckpoint(
             f"{path} was changed after the run: revert the change and use flags instead, or remove its last line, "
-            "the hash, if the change is intended"
+            "the hash, if it was changed on purpose"
         )
     return None
 

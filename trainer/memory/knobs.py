@@ -102,7 +102,7 @@ def _in_backward(recipe: Recipe, world_size: int, cuts: Sequence[Cut]) -> Iterat
     if memory.compile == "cuda_graphs":
         yield f"memory.compile=cuda_graphs replays code that {key}=true interrupts: use memory.compile blocks"
     if recipe.run.deterministic:
-        yield f"{key} updates before the norm is known, but run.deterministic=true after it: use only one of the two"
+        yield f"run.deterministic=true needs the norm before the update, not after, as {key}=true: use false"
 
 
 MIXED = (
