@@ -477,7 +477,7 @@ OWN_BAD: list[tuple[dict[str, Any], dict[str, Any], str]] = [
     ({"name": "nowhere.Lion"}, {}, "optim.name=nowhere.Lion cannot be imported (ModuleNotFoundError: No module named"),
     ({"name": "os.path"}, {}, "optim.name=os.path is neither a class nor a function"),
     ({"name": "pathlib.Path"}, {}, "optim.name=pathlib.Path with optim.arguments={}: TypeError"),
-    ({"factory": lambda groups, lr: 3}, {}, "optim.factory=<lambda> gives a int, not a torch.optim.Optimizer"),
+    ({"factory": lambda groups, lr: 3}, {}, "optim.factory=<lambda> returns a int, not a torch.optim.Optimizer"),
     (
         {"arguments": {"betas": [0.9, 0.9]}},
         {},
@@ -489,7 +489,11 @@ OWN_BAD: list[tuple[dict[str, Any], dict[str, Any], str]] = [
         "optim.betas is for the optimizers with names of their own",
     ),
     ({"name": "torch.optim.NAdam", "arguments": {"lr": 1}}, {}, "optim.arguments has lr: that is optim.lr"),
-    ({"name": "torch.optim.Rprop", "weight_decay": 0.1}, {}, "optim.name=torch.optim.Rprop knows no weight_decay"),
+    (
+        {"name": "torch.optim.Rprop", "weight_decay": 0.1},
+        {},
+        "optim.name=torch.optim.Rprop does not support weight_decay",
+    ),
     ({"factory": Counting}, {}, "optim.factory=Counting keeps param_groups.k outside the state"),
     ({"factory": Private}, {}, "optim.factory=Private keeps _count outside the state"),
     ({"factory": Common}, {}, "optim.factory=Common keeps state['all'] outside the state"),
@@ -574,7 +578,7 @@ def test_groups_of_what_is_frozen_and_layers_of_what_has_none_are_refused(tmp_pa
     train(tmp_path / "two", model=model, optim=Optim(groups={"conv_proj.*": {"lr_scale": 2, "frozen": False}}))
     with pytest.raises(RecipeError, match=r"^optim\.layer_decay=0\.5 works on repeated modules, and Flat has none"):
         choose_trained(Flat(), make_model("mlp"), Optim(layer_decay=0.5))
-    with pytest.raises(RecipeError, match=r"^optim\.layer_decay=1e-200 reduces the learning rate of layer 0 of 3 to 0"):
+    with pytest.raises(RecipeError, match=r"^optim\.layer_decay=1e-200 sets the learning rate of layer 0 of 3 to 0"):
         train(tmp_path / "low", optim=Optim(layer_decay=1e-200))
     with pytest.raises(RecipeError, match=r"^every parameter is frozen, .*optim\.groups"):
         train(tmp_path / "three", model=model, optim=Optim(groups={"*": {"frozen": True}}))
