@@ -126,7 +126,7 @@ def test_what_is_no_finished_run_is_refused_by_name(tmp_path, finished):
     with pytest.raises(RecipeError, match=r"nowhere.*no such directory"):
         load(tmp_path / "nowhere")
     (tmp_path / "summary.json").write_text('{"steps": 3}')
-    with pytest.raises(RecipeError, match=r"summary\.json is no summary of a run"):
+    with pytest.raises(RecipeError, match=r"summary\.json is not the summary of a run"):
         _ = trainer.FinishedRun(finished.recipe, tmp_path).metrics
 
 

@@ -21,6 +21,8 @@ MOST = 10**15  # limit of every count: floats represent it exactly, and its prod
 class RecipeError(ValueError):
     """A setting that cannot work. The message names the key, the value and the fix."""
 
+    is_reported = False  # whether this process must not print it again
+
 
 class NothingNamed(RecipeError):
     """A command was not told what to do it with."""

@@ -136,10 +136,12 @@ def test_untouched_checkpoints_are_valid_also_from_within(originals, monkeypatch
 def test_a_manifest_of_a_later_version_or_another_step_is_refused(originals, copy, tmp_path):
     content = json.loads((copy / MANIFEST).read_text())
     (copy / MANIFEST).write_text(json.dumps({**content, "format": 99}))
-    with pytest.raises(CorruptCheckpoint, match="has format 99, of a later version; this one reads format 1"):
+    with pytest.raises(CorruptCheckpoint, match="has format 99, of a later version; this version reads format 1"):
         read_manifest(copy)
     other = shutil.copytree(originals[0], tmp_path / "step-00000011")
-    with pytest.raises(CorruptCheckpoint, match="is of step 10, not of step-00000011: files were swapped"):
+    with pytest.raises(
+        CorruptCheckpoint, match="belongs to step 10, but its folder is step-00000011: files were swapped"
+    ):
         read_manifest(other)
 
 
@@ -165,7 +167,9 @@ def test_a_manifest_that_is_none_is_refused(copy, text):
 def test_a_manifest_with_a_right_hash_and_wrong_content_is_refused(copy, changes):
     content = dataclasses.asdict(read_manifest(copy)) | changes
     (copy / MANIFEST).write_text(Manifest(**content).to_json())
-    with pytest.raises(CorruptCheckpoint, match=r"manifest\.json is corrupt: it holds something else") as caught:
+    with pytest.raises(
+        CorruptCheckpoint, match=r"manifest\.json is corrupt: its content was not written by a run"
+    ) as caught:
         read_manifest(copy)
     assert f": {next(iter(changes))}=" in str(caught.value)  # the field
 
@@ -295,7 +299,7 @@ def test_a_full_disk_leaves_the_older_checkpoint_and_says_what_is_missing(folder
 
     first = save_alone(folder, 1)
     monkeypatch.setattr("trainer.checkpoint.parts.os.fsync", full)
-    with pytest.raises(RunError, match=r"no space for the checkpoint of step 2: .* bytes are missing on"):
+    with pytest.raises(RunError, match=r"no space for the checkpoint of step 2: it needs .* lacks [0-9,]+ bytes"):
         save_alone(folder, 2)
     verify(first)
     assert names_in(folder) == [first.name]

@@ -73,12 +73,12 @@ def test_a_flipped_bit_in_the_results_is_found_by_all_who_read_them(copied, caps
     victim.write_bytes(content)
     assert run(["checkpoint", "verify", str(copied)]) == 1
     said = capsys.readouterr()
-    assert f"CORRUPT: {victim} is not what the run has written" in said.out
+    assert f"CORRUPT: {victim} was changed after the run" in said.out
     assert "1 of 2 results of the run have changed since they were written" in said.err
     for words in (["evaluate", str(copied)], ["predict", str(copied), "--image", str(tmp_path / "image.png")]):
         assert run(words) == 1
         (line,) = [line for line in capsys.readouterr().err.splitlines() if "error" in line]
-        assert line.startswith(f"trainer: error: {victim} is not what the run has written: ")
+        assert line.startswith(f"trainer: error: {victim} was changed after the run: ")
         assert "if it was changed on purpose" in line
 
 
@@ -91,11 +91,11 @@ def test_what_was_changed_on_purpose_and_what_is_older_is_used_with_a_warning(co
     assert seal.startswith("# sha256 of the lines above: ")
     recipe.write_text("\n".join(lines) + "\n")
     assert run(["checkpoint", "verify", str(copied)]) == 0
-    assert "model has no files.json: an earlier version wrote it" in capsys.readouterr().out
+    assert "model has no files.json: it is not checked" in capsys.readouterr().out
     assert run(["evaluate", str(copied)]) == 0
     said = capsys.readouterr().err
     assert "trainer: warning: " in said
-    assert "recipe.yaml has no hash: an earlier version wrote it" in said
+    assert "recipe.yaml has no hash: it is not checked" in said
 
 
 def test_a_run_without_checkpoints_is_verified_by_its_results(copied, capsys):

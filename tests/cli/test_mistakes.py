@@ -726,7 +726,7 @@ def test_what_is_hardly_meant_is_said_and_the_run_goes_on(tmp_path: Path, capsys
     assert sum(line.startswith("warning: ") for line in err.splitlines()) == 1
     summary = json.loads((folder / "summary.json").read_text())
     assert summary["batch_size"] == (1437 if "more than" in expected else 64)
-    assert f"batch {summary['batch_size']:,} samples a step on 1 rank" in " ".join(out.split())
+    assert f"batch {summary['batch_size']:,} samples per step on 1 rank" in " ".join(out.split())
 
 
 def test_ranks_without_samples_are_counted():

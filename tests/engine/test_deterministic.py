@@ -247,8 +247,8 @@ def recipe(settings: dict[str, Any], **memory: Any) -> Recipe:
     ("ranks", "message", "settings", "memory"),
     [
         (3, "there are 3: use a power of two", {}, {}),
-        (2, "give memory.micro_batch_size as a number", {}, {"micro_batch_size": "auto"}),
-        (2, "give batch_size in the place of accumulate", {"batch_size": None, "accumulate": 2}, {}),
+        (2, "set memory.micro_batch_size to a number", {}, {"micro_batch_size": "auto"}),
+        (2, "set batch_size instead of accumulate", {"batch_size": None, "accumulate": 2}, {}),
         (2, "memory.precision=16-mixed", {}, {"precision": "16-mixed"}),
         (2, "memory.precision=bf16-true", {}, {"precision": "bf16-true"}),
         (1, "memory.compile=blocks", {}, {"compile": "blocks"}),
@@ -297,7 +297,7 @@ def test_idle_ranks_are_spoken_of():
     cuts = ((4, 2), (4, 4), (1, 16))
     fits, waits, wide = (idle_ranks(decide_plan(recipe({}, micro_batch_size=size), n)) for size, n in cuts)
     assert fits is None
-    assert "2 of 4 have nothing to do in the last micro-step; use a smaller" in waits
+    assert "2 of 4 ranks are idle in the last micro-step: use a smaller" in waits
     assert "use fewer ranks" in wide
 
 

@@ -110,7 +110,7 @@ def test_the_allocator_s_peaks_are_credited_to_phases():
 def test_a_leak_of_two_megabytes_a_step_is_found():
     monitor = steps(Heavy(kept=2**20), 20)
     (warning,) = [text for text in monitor.warnings if text.startswith("allocated")]
-    assert "allocated memory grows by 2.10 MB a step" in warning
+    assert "allocated memory grows by 2.10 MB per step" in warning
 
 
 def test_a_run_reports_phases_and_writes_a_snapshot(tmp_path):

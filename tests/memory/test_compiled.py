@@ -83,8 +83,8 @@ def test_what_moves_the_memory_of_a_cuda_graph_is_refused(memory):
 
 def test_a_plan_with_cuda_graphs_says_that_no_gpu_has_seen_it():
     assert "compiled cuda_graphs" in decide_plan(recipe(), 1).describe()
-    assert ["no GPU has seen it yet" in line for line in plan_warnings(recipe(), on_gpu=True)] == [True]
-    assert ["does what blocks does" in line for line in plan_warnings(recipe(), on_gpu=False)] == [True]
+    assert ["not yet tested on a GPU" in line for line in plan_warnings(recipe(), on_gpu=True)] == [True]
+    assert ["it is the same as blocks" in line for line in plan_warnings(recipe(), on_gpu=False)] == [True]
 
 
 class Pooled(torch.autograd.Function):

@@ -336,9 +336,9 @@ def test_what_pretrained_leaves_open_is_refused(tmp_path, model, changes, messag
 @pytest.mark.parametrize(
     ("model", "message"),
     [
-        (vit(), r"memory\.init=meta .* there is nothing to stream: model\.weights is null"),
+        (vit(), r"memory\.init=meta streams pretrained weights, but model\.weights is null"),
         (vit(weights="w.pth"), r"model\.weights=w\.pth is a pickle: convert it with safetensors"),
-        (MLP(), r"memory\.init=meta cannot start MLP: it has no skeleton\(\) and pretrained\(\)"),
+        (MLP(), r"memory\.init=meta needs skeleton\(\) and pretrained\(\), which MLP does not define"),
     ],
 )
 def test_meta_is_refused_where_it_cannot_work(model, message):

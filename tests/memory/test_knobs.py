@@ -53,7 +53,7 @@ def plan_with(knob: Knob, value: Any) -> Plan | None:
 @pytest.mark.parametrize("precision", ["16-mixed", "16-true"])
 def test_fp16_which_overflows_is_refused_where_no_step_can_be_skipped(precision):
     memory = Memory(micro_batch_size=8, precision=precision, optimizer_in_backward=True)
-    with pytest.raises(RecipeError, match="cannot skip the step where fp16 gradients overflowed"):
+    with pytest.raises(RecipeError, match="cannot skip a step whose fp16 gradients overflow"):
         decide_plan(Recipe(model=MLP([8]), data=Data(), optim=Optim("sgd"), batch_size=8, memory=memory), 1)
 
 

@@ -105,9 +105,9 @@ def test_a_plan_says_what_is_rounded_and_where_that_does_nothing():
     }
     told = {asked: lines[0] for asked, lines in said.items() if lines}
     assert told.keys() == {key for key in said if key[1] != "highest" and key[::2] != ("32-true", True)}
-    assert told["32-true", "high", False].endswith("on a CPU it does nothing")
+    assert told["32-true", "high", False].endswith("on a CPU it has no effect")
     assert told["32-true", "medium", False].endswith("(AMX)")
-    assert told["bf16-mixed", "high", True].endswith("leaves hardly any")
+    assert told["bf16-mixed", "high", True].endswith("computes almost none in fp32")
     for precision in ("64-true", "bf16-true"):
         wrong = recipe(memory=Memory(micro_batch_size=16, precision=precision, matmul_precision="high"))
         with pytest.raises(RecipeError, match=f"matmul_precision=high .*precision={precision} has none: use highest"):

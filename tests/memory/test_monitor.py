@@ -237,7 +237,7 @@ def test_growth_must_be_steady_and_large(levels, step_of_warning):
     assert [*told] == ([step_of_warning] if step_of_warning else [])
     if step_of_warning == 13:
         assert told[13].startswith(
-            "allocated memory grows by 2.00 MB a step: 400 MB after step 3, 420 MB after step 13"
+            "allocated memory grows by 2.00 MB per step: from 400 MB after step 3 to 420 MB after step 13"
         )
 
 

@@ -157,7 +157,7 @@ def test_the_message_names_phase_rank_samples_plan_and_knobs():
     error = torch.OutOfMemoryError(CUDA_MESSAGE)
     message = describe_oom(error, "backward", 1, plan, [512, 40, 7], recipe=wishes)
     assert message.startswith(
-        "out of memory in backward on rank 1 (20.00 MiB more were wanted, the device has 23.55 GiB); micro-batch of 3 "
+        "out of memory in backward on rank 1 (20.00 MiB more requested, the device has 23.55 GiB); micro-batch of 3 "
         f"samples of 512, 40, 7 tokens; plan: {plan.describe()}; try next: --memory.micro_batch_size 8, --memory."
     )
     assert "\n" not in message
@@ -170,7 +170,7 @@ def test_the_message_names_phase_rank_samples_plan_and_knobs():
     assert "(longest 100) tokens" in many
     last = recipe(memory=Memory(precision="bf16-true", micro_batch_size=1, cpu_offload="parameters"))
     message = describe_oom(RuntimeError("can't allocate memory"), "init", 0, decide_plan(last, 1), recipe=last)
-    assert message.endswith("no knob is left that could help: use more ranks, a larger device or a smaller model")
+    assert message.endswith("no other knob can help: use more ranks, a larger device or a smaller model")
 
 
 def test_lengths_and_shapes_of_micro_batches():
@@ -246,7 +246,7 @@ def test_a_run_that_dies_of_it_ends_in_one_line_and_says_failed(hungry, tmp_path
     assert run(argv) == 1
     *taken_again, last = capsys.readouterr().err.splitlines()
     assert all(line.startswith(f"out of memory in {phase} on rank 0: retrying the step") for line in taken_again)
-    assert last.startswith(f"trainer: error: out of memory in {phase} on rank 0 (1152921504.61 GB more were wanted); ")
+    assert last.startswith(f"trainer: error: out of memory in {phase} on rank 0 (1152921504.61 GB more requested); ")
     assert "micro-batch of pixel_values " in last
     # An evaluation is not taken again; of the step, micro-batches were halved until nothing was left to halve.
     cut, knob = ("4 micro-batches of 16", "micro_batch_size 8") if phase == "evaluation" else LAST_CUT
@@ -276,4 +276,4 @@ def test_what_a_person_should_know_is_said_before_training():
         assert plan_warnings(recipe(memory=safe), on_gpu=True) == []
     offloaded = recipe(memory=Memory(cpu_offload="parameters"))
     assert plan_warnings(offloaded, on_gpu=True) == []
-    assert "no memory saved" in plan_warnings(offloaded, on_gpu=False)[0]
+    assert "no memory is saved" in plan_warnings(offloaded, on_gpu=False)[0]

@@ -253,14 +253,14 @@ def test_what_ranks_cannot_share_is_refused_with_the_fix():
     for changes, devices, text_of in (
         ({}, 1, "memory.tensor_parallel=2 does not divide 1 rank"),
         ({}, 3, "memory.tensor_parallel=2 does not divide 3 rank"),
-        ({"memory": {"tensor_parallel": 1, **SHARED}}, 2, "memory.sequence_parallel=true is for ranks that share"),
+        ({"memory": {"tensor_parallel": 1, **SHARED}}, 2, "memory.sequence_parallel=true has no effect"),
         ({"memory": {"cpu_offload": "optimizer"}}, 2, "memory.cpu_offload=optimizer: use none"),
         ({"memory": {"optimizer_state_bits": 8}}, 2, "memory.optimizer_state_bits=8: use 32"),
         ({"memory": {"compile": "blocks"}}, 2, "memory.compile=blocks: use none"),
         ({"memory": {"precision": "16-mixed"}}, 2, "memory.precision=16-mixed: use bf16-mixed"),
         ({"memory": {"replicas": 2, "strategy": "fsdp"}}, 4, "memory.replicas=2: use 1"),
         ({"optim": Optim("adafactor")}, 2, "optim.name=adafactor needs whole matrices"),
-        ({"model": adapted}, 2, "not the adapters of model.lora"),
+        ({"model": adapted}, 2, "cannot split the adapters of model.lora"),
         ({"run": Run(deterministic=True)}, 2, "run.deterministic=true excludes"),
     ):
         memory = Memory(**{"tensor_parallel": 2, "micro_batch_size": 2} | changes.pop("memory", {}))
@@ -335,16 +335,16 @@ def refusal(model: Model, **knobs: Any) -> tuple[str, bool]:
     pixels = torch.ones(2, 3, 4, 4, dtype=torch.float64)
     with pytest.raises(RecipeError) as caught:
         apply_stack(fabric, model, build_module(fabric, model, 0, plan), plan).wrapped(pixels)
-    return str(caught.value), getattr(caught.value, "trainer_reported", False)
+    return str(caught.value), getattr(caught.value, "is_reported", False)
 
 
 def test_a_model_that_ranks_cannot_share_is_refused_by_name(ranks):
     sizes = {"hidden": [15, 16], "image_size": 4, "channels": 3, "num_classes": CLASSES}
     for model, said in (
-        (Undeclared(**sizes), "nobody has said how to split Undeclared: define tensor_parallel_plan"),
-        (Undeclared(**sizes, plan={"9": "colwise"}), "names 9, which the module does not have"),
-        (Undeclared(**sizes, plan={"1": "columns"}), "has 'columns' for 1: there are colwise, rowwise"),
-        (Undeclared(**sizes, plan={"2": "colwise"}), "2 is a ReLU: only nn.Linear can be split"),
+        (Undeclared(**sizes), "Undeclared does not define how to split its layers: define tensor_parallel_plan"),
+        (Undeclared(**sizes, plan={"9": "colwise"}), "names 9, which matches no module"),
+        (Undeclared(**sizes, plan={"1": "columns"}), "has 'columns' for 1: use one of colwise, rowwise"),
+        (Undeclared(**sizes, plan={"2": "colwise"}), "2 is a ReLU, but only an nn.Linear can be split"),
         (MLP(**sizes), "does not divide the 15 features of 1"),
         (replace(make_model("vit"), heads=1), "does not divide the 1 heads"),
         (replace(make_model("bigbird"), attention="block_sparse"), "model.attention=block_sparse: use"),
@@ -353,10 +353,10 @@ def test_a_model_that_ranks_cannot_share_is_refused_by_name(ranks):
         assert said in first == second
         assert (first_is_quiet, second_is_quiet) == (False, True)
     for model, said in (
-        (MLP(**sizes | {"hidden": [16, 16]}), "does not say that blocks work token by token"),
+        (MLP(**sizes | {"hidden": [16, 16]}), "does not declare that blocks work token by token"),
         (Mixing(plan=dict(list(MIXING.items())[:2])), "give their norms the style sequence_parallel"),
-        (Mixing(plan=MIXING, at="scale"), "mul uses a weight that every rank has on what layers have split"),
-        (Mixing(plan=MIXING, at="number"), "Mixing computes of shared tokens what torch cannot"),
+        (Mixing(plan=MIXING, at="scale"), "mul applies a weight that every rank has to split activations"),
+        (Mixing(plan=MIXING, at="number"), "Mixing uses an operation that does not support shared tokens"),
     ):
         assert said in ranks(2).run(partial(refusal, **SHARED), model)[0][0]
 

@@ -28,8 +28,8 @@ REFUSED = {
     ("scale", "fsdp"): "memory.strategy=fsdp cannot train scale, which has no dimension: give it the shape (1,)",
     ("sparse", "fsdp"): "memory.strategy=fsdp cannot train embed.weight, which has sparse gradients",
     ("complex", "fsdp"): "memory.strategy=fsdp cannot train filter, which is complex",
-    ("penalty", "fsdp"): "memory.strategy=fsdp cannot take the gradient of a gradient (create_graph=True)",
-    ("penalty", "selective"): "cannot take the gradient of a gradient (create_graph=True)",
+    ("penalty", "fsdp"): "memory.strategy=fsdp cannot compute second-order gradients (create_graph=True)",
+    ("penalty", "selective"): "cannot compute second-order gradients (create_graph=True)",
 }
 BATCH_NORM = ("batch", "resnet18", "mobilenet")
 """The whole batch on one rank: else they normalise by other statistics, see tests/memory/test_batchnorm.py."""
@@ -138,7 +138,7 @@ def test_a_run_says_what_its_blocks_are_and_which_are_gathered_with_the_rest(ran
     memory = Memory(strategy="fsdp", micro_batch_size=3)
     outcome = outcome_of(Case("shared_weight", memory, 2), ranks, tmp_path)
     assert re.search(r"Zoo: [\d,]+ parameters \(blocks: 3 Block\);", outcome.stderr)
-    assert "warning: memory.strategy=fsdp gathers 2 of 3 blocks with the rest of the model" in outcome.stderr
+    assert "warning: memory.strategy=fsdp keeps 2 of 3 blocks whole during a micro-step" in outcome.stderr
 
 
 @pytest.mark.parametrize(

@@ -53,7 +53,7 @@ def test_notices_stay(tmp_path, capsys):
     argv = ["fit", str(tmp_path / "own.py"), "--run.dir", str(tmp_path / "run")]
     assert run(argv) == 0
     _, err = capsys.readouterr()
-    assert "warning: memory.cpu_offload=optimizer moves to host memory" in err
+    assert "warning: memory.cpu_offload=optimizer moves data to host memory" in err
     assert "out of memory in forward on rank 0: retrying the step; micro-batches now have" in err
     assert [text for text in HIDDEN if text in err] == []
 

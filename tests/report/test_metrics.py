@@ -92,7 +92,7 @@ def test_an_update_never_waits_for_the_device(task):
 def test_logits_that_are_asked_for_and_missing_are_named():
     metrics = ClassificationMetrics(CLASSES, "cpu", wanted=["mcc"])
     metrics.update(Loss(torch.zeros(()), 1))
-    with pytest.raises(RecipeError, match=r"run.metrics=mcc needs predictions: give the model's Loss its logits"):
+    with pytest.raises(RecipeError, match=r"run.metrics=mcc needs predictions: set logits and targets"):
         metrics.compute()
 
 

@@ -265,8 +265,8 @@ def test_a_set_without_labels_has_metrics_that_are_nan():
     ("case", "line"),
     [
         (HARD[0], "auroc is the mean of 3 of 4; average_precision is the mean of 3 of 4"),
-        (HARD[1], "auroc is NaN, as none can be scored; average_precision is the mean of 1 of 4"),
-        (HARD[2], "auroc is NaN, as none can be scored"),
+        (HARD[1], "auroc is NaN, because no class has a value; average_precision is the mean of 1 of 4"),
+        (HARD[2], "auroc is NaN, because no class has a value"),
         (HARD[6], "auroc is the mean of 2 of 4; average_precision is the mean of 3 of 4"),
         (HARD[5], None),
         (HARD[7], None),

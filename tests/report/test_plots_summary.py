@@ -211,11 +211,11 @@ def test_the_text_holds_every_figure_with_its_unit_and_the_files(tmp_path):
         "97.50 %",
         "0.1234",
         "960, 2 skipped",
-        "step 960, the last; there is no validation set that could choose another",
+        "step 960, the last; there is no validation set to choose a better step",
         "1,234 samples/s, data 0 %, 43.2 s",
         "520 MB host peak",
     )
-    files = (str(tmp_path), "metrics.csv", "64 samples a step on 2 ranks")
+    files = (str(tmp_path), "metrics.csv", "64 samples per step on 2 ranks")
     assert [part for part in (*figures, *files) if part not in text] == []
     assert "allocated" not in text
     assert "reserved" not in text

@@ -65,7 +65,7 @@ def test_a_run_that_failed_says_so_and_what_is_missing_is_left_out(tmp_path):
     (tmp_path / "run").mkdir()
     write_report(tmp_path / "run", [("status", "failed"), ("steps", "1")], "plan", {}, {})
     page = (tmp_path / "run" / "report.html").read_text()
-    assert re.findall(r"<h2>(.*?)</h2>", page) == ["Figures"]
+    assert re.findall(r"<h2>(.*?)</h2>", page) == ["Results"]
     assert '<p class="verdict no">failed · steps 1</p>' in page
 
 

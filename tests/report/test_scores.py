@@ -130,7 +130,7 @@ def test_what_cannot_be_computed_is_named_on_all_ranks(ranks):
     assert all("metric broken cannot be computed (IndexError" in said for said in ranks(2).run(broken_on, [[0], []]))
     scores = Scores(["mcc"], "single_label", 2)
     scores.update(Loss(torch.zeros(()), 1))
-    with pytest.raises(RecipeError, match=r"run.metrics=mcc needs predictions: give the model's Loss its logits"):
+    with pytest.raises(RecipeError, match=r"run.metrics=mcc needs predictions: set logits and targets"):
         scores.compute(0.5)
 
 
@@ -145,7 +145,7 @@ def test_a_set_of_one_class_has_no_curve_and_perplexity_is_of_the_loss():
 def test_bits_a_byte_are_of_the_loss_and_of_data_that_know_their_bytes():
     scores = Scores(["bits_per_byte"], "language", None, bytes_per_token=2.5)
     assert scores.compute(0.5) == {"perplexity": math.exp(0.5), "bits_per_byte": 0.5 / math.log(2) / 2.5}
-    with pytest.raises(RecipeError, match=r"^run.metrics=bits_per_byte is of whole documents"):
+    with pytest.raises(RecipeError, match=r"^run.metrics=bits_per_byte needs whole documents"):
         Scores(["bits_per_byte"], "language", None)
 
 

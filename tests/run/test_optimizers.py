@@ -462,12 +462,12 @@ OWN_BAD: list[tuple[dict[str, Any], dict[str, Any], str]] = [
     (
         {"name": "torch.optim.NAdm"},
         {},
-        "optim.name=torch.optim.NAdm is no optimizer of this torch; did you mean torch.o",
+        "optim.name=torch.optim.NAdm is not an optimizer of this torch; did you mean torch.o",
     ),
     (
         {"name": "torch.optim.LBFGS"},
         {},
-        "optim.name=torch.optim.LBFGS calls forward and backward by itself (a closure)",
+        "optim.name=torch.optim.LBFGS needs a closure for forward and backward",
     ),
     (
         {"name": "torch.optim.SparseAdam"},
@@ -477,7 +477,7 @@ OWN_BAD: list[tuple[dict[str, Any], dict[str, Any], str]] = [
     ({"name": "nowhere.Lion"}, {}, "optim.name=nowhere.Lion cannot be imported (ModuleNotFoundError: No module named"),
     ({"name": "os.path"}, {}, "optim.name=os.path is neither a class nor a function"),
     ({"name": "pathlib.Path"}, {}, "optim.name=pathlib.Path with optim.arguments={}: TypeError"),
-    ({"factory": lambda groups, lr: 3}, {}, "optim.factory=<lambda> gives a int, not a torch.optim.Optimizer"),
+    ({"factory": lambda groups, lr: 3}, {}, "optim.factory=<lambda> returns a int, not a torch.optim.Optimizer"),
     (
         {"arguments": {"betas": [0.9, 0.9]}},
         {},
@@ -489,14 +489,18 @@ OWN_BAD: list[tuple[dict[str, Any], dict[str, Any], str]] = [
         "optim.betas is for the optimizers with names of their own",
     ),
     ({"name": "torch.optim.NAdam", "arguments": {"lr": 1}}, {}, "optim.arguments has lr: that is optim.lr"),
-    ({"name": "torch.optim.Rprop", "weight_decay": 0.1}, {}, "optim.name=torch.optim.Rprop knows no weight_decay"),
-    ({"factory": Counting}, {}, "optim.factory=Counting keeps param_groups.k outside of the state"),
-    ({"factory": Private}, {}, "optim.factory=Private keeps _count outside of the state"),
-    ({"factory": Common}, {}, "optim.factory=Common keeps state['all'] outside of the state"),
-    ({"factory": Wrapper}, {}, "optim.factory=Wrapper keeps _inner.state outside of the state"),
+    (
+        {"name": "torch.optim.Rprop", "weight_decay": 0.1},
+        {},
+        "optim.name=torch.optim.Rprop does not support weight_decay",
+    ),
+    ({"factory": Counting}, {}, "optim.factory=Counting keeps param_groups.k outside the state"),
+    ({"factory": Private}, {}, "optim.factory=Private keeps _count outside the state"),
+    ({"factory": Common}, {}, "optim.factory=Common keeps state['all'] outside the state"),
+    ({"factory": Wrapper}, {}, "optim.factory=Wrapper keeps _inner.state outside the state"),
     ({"factory": ByNorm}, {"strategy": "fsdp"}, "optim.factory=ByNorm needs whole tensors"),
-    ({"factory": Together}, {"cpu_offload": "optimizer"}, "optim.factory=Together reads several parameters for one"),
-    ({"factory": SignMomentum}, {"optimizer_state_bits": 8}, "memory.optimizer_state_bits=8 is for adam and adamw"),
+    ({"factory": Together}, {"cpu_offload": "optimizer"}, "optim.factory=Together reads several parameters to"),
+    ({"factory": SignMomentum}, {"optimizer_state_bits": 8}, "memory.optimizer_state_bits=8 requires adam or adamw"),
 ]
 
 
@@ -551,7 +555,7 @@ def test_an_optimizer_that_a_file_names_is_imported_only_if_the_file_is_trusted(
 
 
 UNMATCHED = [
-    ("head", r"optim.groups: no parameter is called 'head': patterns are of whole names, write '*head*'"),
+    ("head", r"optim.groups: no parameter is called 'head': a pattern must match the whole name, write '*head*'"),
     (
         "encoder.layer.0.*",
         r"optim.groups: no parameter is called 'encoder.layer.0.*'; the nearest names are encoder.l",
@@ -569,16 +573,16 @@ def test_a_pattern_of_nothing_is_refused_with_the_nearest_names(pattern, message
 def test_groups_of_what_is_frozen_and_layers_of_what_has_none_are_refused(tmp_path):
     model = VisionTransformer("custom", **TINY, train_last_blocks=1)
     pattern = {"conv_proj.*": {"lr_scale": 2}}
-    with pytest.raises(RecipeError, match=r"^optim.groups: 'conv_proj\.\*' is of parameters that are frozen all"):
+    with pytest.raises(RecipeError, match=r"^optim.groups: all parameters that match 'conv_proj\.\*' are frozen"):
         train(tmp_path / "one", model=model, optim=Optim(groups=pattern))
     train(tmp_path / "two", model=model, optim=Optim(groups={"conv_proj.*": {"lr_scale": 2, "frozen": False}}))
     with pytest.raises(
         RecipeError, match=r"^optim\.layer_decay=0\.5 works on repeated modules, but none were found in Flat"
     ):
         choose_trained(Flat(), make_model("mlp"), Optim(layer_decay=0.5))
-    with pytest.raises(RecipeError, match=r"^optim\.layer_decay=1e-200 leaves no learning rate to layer 0 of 3"):
+    with pytest.raises(RecipeError, match=r"^optim\.layer_decay=1e-200 sets the learning rate of layer 0 of 3 to 0"):
         train(tmp_path / "low", optim=Optim(layer_decay=1e-200))
-    with pytest.raises(RecipeError, match=r"^every parameter is frozen: .*optim\.groups"):
+    with pytest.raises(RecipeError, match=r"^every parameter is frozen, .*optim\.groups"):
         train(tmp_path / "three", model=model, optim=Optim(groups={"*": {"frozen": True}}))
 
 

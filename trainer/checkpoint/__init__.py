@@ -1,1 +1,1 @@
-"""What a run leaves on disk: written whole or not at all, as JSON and safetensors, never pickled."""
+"""The files that a run leaves on disk: written atomically, as JSON and safetensors, never pickled."""

@@ -1,4 +1,4 @@
-"""A trained model as a folder of ``model.safetensors`` and ``config.json``, and weights read from files."""
+"""Export of a trained model to ``model.safetensors`` and ``config.json``, and loading of such a folder."""
 
 from __future__ import annotations
 
@@ -33,9 +33,9 @@ CONFIG = "config.json"
 def save_model(model: Model, module: nn.Module, folder: Path, state: Mapping[str, Tensor] | None = None) -> None:
     """Write the unwrapped ``module`` to ``folder`` so that :func:`load_model` restores it.
 
-    That is its weights (``state``, whole; by default those of the module, which is not sharded then) and the fields of
-    ``model``, or what a model with ``own_format`` makes of it, and the hashes of all that. Tied tensors are written
-    once, under the first of their names.
+    Writes the weights (``state``, whole; by default those of the module, which must not be sharded), the fields of
+    ``model`` or, for ``own_format``, the files that the model saves, and their hashes. Tied tensors are written once,
+    under the first of their names.
     """
     state = module.state_dict() if state is None else state
     try:
@@ -48,19 +48,22 @@ def save_model(model: Model, module: nn.Module, folder: Path, state: Mapping[str
                 save_file(_unique_tensors(exported.merged_state(module, state)), part, metadata={"format": "pt"})
             config = json.dumps(_config(model), indent=2, allow_nan=False, ensure_ascii=False)
             write_atomic(folder / CONFIG, f"{config}\n")
-    except SafetensorError as error:  # of the disk; its text has the error's name, but not its number
+    except SafetensorError as error:  # a disk error; its text has the name of the error, but not its number
         raise OSError(errno_of(error) or errno.EIO, str(error), str(folder / WEIGHTS)) from error
     seal_folder(folder)
 
 
 def load_model(model: Model, folder: Path) -> nn.Module:
-    """Build the module of ``model`` on the current default device, with the weights that are in ``folder``; a
-    ``RecipeError`` says that they are missing, corrupt or those of another model."""
+    """Build the module of ``model`` on the current default device and load its weights from ``folder``.
+
+    Raises:
+        RecipeError: if the weights are missing, corrupt or those of another model.
+    """
     if isinstance(model, Exportable):
         if model.own_format:
             return model.saved_in(folder).build()
         model = model.merged()
-    if model.weights is not None:  # pretrained ones would be fetched only to be overwritten
+    if model.weights is not None:  # do not fetch pretrained weights that are overwritten
         model = dataclasses.replace(model, weights=None)  # type: ignore[type-var]
     module = model.build()
     load_weights(module, folder / WEIGHTS)
@@ -68,8 +71,10 @@ def load_model(model: Model, folder: Path) -> nn.Module:
 
 
 def filled_as_saved(model: Model, folder: Path) -> Model:
-    """``model`` with its open fields as the model in ``folder`` has them, which was filled from its data; one with
-    ``own_format`` takes all that it reads from there."""
+    """Return ``model`` with its open fields (``None``) filled as in the trained model in ``folder``.
+
+    A model with ``own_format`` takes everything that it reads from there.
+    """
     if isinstance(model, Exportable) and model.own_format:
         return model.saved_in(folder)
     saved = read_object(folder / CONFIG, MOST_BYTES).get("fields", {})
@@ -80,10 +85,10 @@ def filled_as_saved(model: Model, folder: Path) -> Model:
 
 
 def load_weights(module: nn.Module, path: Path) -> None:
-    """Copy the weights of the file ``path`` into ``module``: all of them, and nothing left over.
+    """Copy the weights of the file ``path`` into ``module``; names and shapes must match exactly.
 
     Raises:
-        RecipeError: naming the file and what is missing, unexpected or of another shape; ``module`` is then unchanged.
+        RecipeError: if weights are missing, unexpected or of another shape; ``module`` is then unchanged.
     """
     found, expected = read_weights(path), module.state_dict()
     present = {_identity(expected[name]) for name in expected.keys() & found.keys()}
@@ -97,12 +102,12 @@ def load_weights(module: nn.Module, path: Path) -> None:
         ],
     }
     text = "; ".join(f"{fault}: {shortened(names)}" for fault, names in faults.items() if names)
-    require(not text, f"{path} does not fit the model, were they made with the same settings? {text}")
+    require(not text, f"{path} does not fit the model ({text}): use the settings that it was trained with")
     module.load_state_dict(found, strict=False)
 
 
 def _unique_tensors(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The tensors on the CPU; of those that are the same memory only the first."""
+    """Return the tensors on the CPU; of tensors that share their memory, only the first."""
     unique: dict[tuple, str] = {}
     for name, tensor in state.items():
         unique.setdefault(_identity(tensor), name)
@@ -110,12 +115,11 @@ def _unique_tensors(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def _identity(tensor: Tensor) -> tuple:
-    """Equal for two tensors that are one: the same memory, looked at in the same way."""
     return (tensor.device, tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride())
 
 
 def _own_memory(tensor: Tensor) -> Tensor:
-    """A CPU tensor as safetensors wants it: contiguous, and no part of another's memory."""
+    """Return ``tensor`` as safetensors needs it: on the CPU, contiguous, and not a part of a larger storage."""
     tensor = tensor.detach().cpu()
     whole = tensor.is_contiguous() and tensor.untyped_storage().nbytes() == tensor.nbytes
     return tensor if whole else tensor.clone(memory_format=torch.contiguous_format)

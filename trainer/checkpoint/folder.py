@@ -1,4 +1,4 @@
-"""The checkpoints of a run: which there are, which are kept, and how one comes to be there whole or not at all."""
+"""The checkpoints of a run: finding them, deciding which to keep, and creating them atomically."""
 
 from __future__ import annotations
 
@@ -16,49 +16,51 @@ from trainer.system.files import aside, remove, swap_in, sync_to_disk
 from trainer.system.text import gigabytes
 
 NAME = re.compile(r"step-\d{8,}")
-MARGIN = 2**20  # bytes that JSON files and the file system's own records may take, besides the tensors
+MARGIN = 2**20  # bytes for JSON files and the file system's metadata, in addition to the tensors
 
 Score = Callable[[Mapping[str, float]], float]
 
 
 class CheckpointFolder:
-    """``RUN_DIR/checkpoints``: a folder ``step-00000100`` a checkpoint, and nothing half-written under such a name.
+    """``RUN_DIR/checkpoints``: one folder per checkpoint, such as ``step-00000100``, always complete.
 
-    A new one grows in a hidden folder on the same file system and is moved to its name when its manifest, the last
-    file, is on disk. Only the process that holds the run directory's lock may change anything here.
+    A new checkpoint is written to a hidden folder on the same file system. It is renamed when its manifest, the last
+    file, is on disk. Only the process that holds the lock of the run directory may change anything here.
     """
 
     def __init__(self, path: Path) -> None:
         self.path = path
 
     def newest_first(self) -> list[Path]:
-        """All checkpoints, by the step in their names; none is opened."""
-        if not os.path.isdir(self.path):  # also for a name that no folder can have
+        """Return all checkpoints by the step in their names, newest first, without opening them."""
+        if not os.path.isdir(self.path):  # also false for an invalid name
             return []
         found = [path for path in self.path.iterdir() if NAME.fullmatch(path.name) and path.is_dir()]
         return sorted(found, key=lambda path: int(path.name.removeprefix("step-")), reverse=True)
 
     def make(self) -> None:
-        """Make the folder, on disk: what is flushed in it would be lost with its name."""
-        if not os.path.isdir(self.path):  # also for a name that no folder can have
+        """Create the folder and flush its name to disk, so that files in it cannot be lost with it."""
+        if not os.path.isdir(self.path):  # also false for an invalid name
             self.path.mkdir(parents=True, exist_ok=True)
             sync_to_disk(self.path.parent)
 
     def require_own(self) -> None:
-        """Refuse a folder that is a link to that of another run, whose checkpoints would be taken up and removed.
+        """Reject a link to the checkpoints of another run, which would be resumed from and deleted.
 
-        A link to anywhere else, such as a larger disk, is welcome: no name but those of checkpoints is touched there.
+        A link to another place, such as a larger disk, is fine: only names of checkpoints are changed there.
         """
         home = Path(os.path.realpath(self.path)).parent
         require(
             not self.path.is_symlink() or not (home / "recipe.yaml").exists(),
-            f"{self.path} is a link to the checkpoints of another run, {home}: remove it; --run.resume {home} goes on "
-            "from there",
+            f"{self.path} is a link to the checkpoints of another run, {home}: remove it, and use --run.resume {home} "
+            "to resume from there",
         )
 
     def clean(self) -> list[str]:
-        """Remove what a run that died here has left half-written, and put back what it was about to replace; what is
-        wrong with what could not be removed."""
+        """Remove incomplete checkpoints of a run that died, and restore those that it was about to replace.
+
+        Returns a message for each path that could not be removed.
+        """
         for path in self._hidden("old"):
             home = self.path / path.name.split(".")[1]
             if not os.path.lexists(home):
@@ -78,19 +80,21 @@ class CheckpointFolder:
         return problems
 
     def staging(self, step: int, attempt: str) -> Path:
-        """The hidden folder that the checkpoint of ``step`` grows in; ``attempt`` tells this start of the run."""
+        """Return the hidden folder for the new checkpoint of ``step``; ``attempt`` identifies this start of the run."""
         return self.path / f".{folder_name(step)}.{attempt}.part"
 
     def commit(self, staging: Path, step: int) -> None:
-        """Give a complete checkpoint its name. One of that name, of a run that was resumed before it, gives way."""
+        """Rename a complete checkpoint, replacing one with that name from before the run was resumed."""
         sync_to_disk(staging)
         swap_in(staging, self.path / folder_name(step))
 
     def rotate(self, keep_last: int, keep_best: int, score: Score) -> list[str]:
-        """Delete all but the newest and the best, by their manifests; one that cannot be read is left for a person.
-        Of equally good ones the first counts. What is wrong with those that could not be removed: they take space, and
-        harm nobody."""
-        figures: dict[Path, Mapping[str, float] | None] = {}  # of the newest first
+        """Delete all checkpoints except the newest and the best; return a message for each that cannot be removed.
+
+        Scores come from manifests. A checkpoint with an unreadable manifest is kept, for the user to inspect. The first
+        of equally good checkpoints counts as the best.
+        """
+        figures: dict[Path, Mapping[str, float] | None] = {}  # metrics by checkpoint, newest first
         for path in self.newest_first():
             with suppress(CorruptCheckpoint):
                 figures[path] = read_manifest(path).figures
@@ -98,20 +102,22 @@ class CheckpointFolder:
         newest = list(figures)[:keep_last]
         best = sorted(rated, key=lambda path: (-score(rated[path]), path.name))
         kept = {*newest, *best[:keep_best]}
-        if keep_best:  # who goes on from one of the newest needs what was the best by then
+        if keep_best:  # a run that resumes from one of the newest needs the best checkpoint up to that step
             kept |= {next((path for path in best if path.name <= at.name), at) for at in newest}
-        left = self._remove_all(self._hidden("gone"), remove)  # the disk may be well again
+        left = self._remove_all(self._hidden("gone"), remove)  # the disk may have recovered
         return left + self._remove_all(sorted(figures.keys() - kept), self.remove)
 
     def remove(self, path: Path) -> None:
-        """Delete a checkpoint: under another name first, so that half of it is never taken for one. Where a person has
-        moved it elsewhere and left a link, the link alone goes."""
+        """Delete a checkpoint, after renaming it, so that a half-deleted one is never used.
+
+        If the user has moved it elsewhere and left a link, only the link is deleted.
+        """
         doomed = aside(path, "gone")
         os.rename(path, doomed)
         remove(doomed)
 
     def set_aside(self, path: Path, why: str) -> Path:
-        """Give a checkpoint that no run shall take up again another name, such as ``step-00000100.corrupt``."""
+        """Rename a checkpoint that must not be used again, to a name such as ``step-00000100.corrupt``."""
         target = path.with_name(f"{path.name}.{why}")
         if target.exists():
             target = path.with_name(f"{target.name}-{secrets.token_hex(4)}")
@@ -120,19 +126,19 @@ class CheckpointFolder:
 
 
 def missing_space(folder: Path, needed: int) -> int:
-    """Bytes that are missing on the file system of ``folder`` for ``needed`` more; 0 when there are enough."""
+    """Return how many bytes the file system of ``folder`` lacks for ``needed`` more; 0 if there is enough space."""
     return max(0, needed + MARGIN - shutil.disk_usage(folder).free)
 
 
 def no_space(folder: Path, step: int, needed: int, missing: int) -> RunError:
-    """What is said when a checkpoint does not fit."""
+    """Return the error for a checkpoint that does not fit on the disk."""
     return RunError(
-        f"no space for the checkpoint of step {step}: it takes {gigabytes(needed)}, and {missing:,} bytes are "
-        f"missing on the file system of {folder}. Older checkpoints are untouched: free some space, or lower "
-        "checkpoint.keep_last, or keep no best one by run.best last, then resume"
+        f"no space for the checkpoint of step {step}: it needs {gigabytes(needed)}, and the file system of {folder} "
+        f"lacks {missing:,} bytes. Older checkpoints are unchanged. Free some space, lower checkpoint.keep_last, or "
+        "set run.best last to keep no best checkpoint, then resume"
     )
 
 
 def is_checkpoint(path: Path) -> bool:
-    """Whether ``path`` looks like a single checkpoint, rather than a run directory."""
+    """Return whether ``path`` looks like a single checkpoint rather than a run directory."""
     return os.path.exists(path / MANIFEST) or NAME.fullmatch(path.name) is not None

@@ -1,4 +1,4 @@
-"""The manifest of a checkpoint, written last: what it is of, and the hash of every file; and hashes of the results."""
+"""The manifest of a checkpoint, written last: its origin and the hash of every file; and hashes of the results."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from trainer.system.files import hash_file, read_regular, write_atomic
 FORMAT = 1
 MANIFEST = "manifest.json"
 STATE = "state.json"
-"""What all ranks have the same of."""
+"""The state that is the same on all ranks."""
 MOST_BYTES = 64 * 2**20
-"""Of a JSON file of a checkpoint: a manifest takes 170 bytes a file of it, two files a rank, and 60 a file of the data;
-what a rank says of its tensors takes 200 bytes for each of them."""
+"""Max bytes of a JSON file of a checkpoint. A manifest has 170 bytes per file (two files per rank) and 60 bytes per
+data file; the index of a rank has 200 bytes per tensor."""
 
 
 class CorruptCheckpoint(RunError):
@@ -29,36 +29,36 @@ class CorruptCheckpoint(RunError):
 
 
 class UnknownFormat(CorruptCheckpoint):
-    """A checkpoint that a later version has written: it may be what was saved."""
+    """A checkpoint written by a later version, which may be intact."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Manifest:
-    """What ``manifest.json`` holds."""
+    """The content of ``manifest.json``."""
 
-    run: str  # that saved it: a random name, kept when it is resumed
+    run: str  # random name of the run that saved it, the same after a resume
     step: int  # optimizer steps taken
     epoch: int  # epochs completed
-    step_in_epoch: int  # taken in the epoch that comes next or goes on
-    seed: int  # of the recipe; the seeds of everything else follow from it and the position
-    world_size: int  # ranks that saved it
-    plan: str  # the memory knobs that were decided, in words
-    recipe: Mapping[str, Any]  # its settings by their dotted names
+    step_in_epoch: int  # steps taken in the current epoch
+    seed: int  # seed of the recipe; all other seeds are derived from it and the position
+    world_size: int  # number of ranks that saved it
+    plan: str  # description of the decided memory knobs
+    recipe: Mapping[str, Any]  # settings by their dotted names
     dataset: str  # fingerprint of the data
-    tokenizer: str | None  # its hash, if there is one
-    versions: Mapping[str, str | None]  # of the trainer and of the libraries
-    figures: Mapping[str, float] | None  # of the last evaluation, if it was made after this very step
-    created: str  # when, UTC
+    tokenizer: str | None  # hash of the tokenizer, if any
+    versions: Mapping[str, str | None]  # versions of the trainer and of the libraries
+    figures: Mapping[str, float] | None  # metrics of the last evaluation, if it was after this step
+    created: str  # time of writing, UTC
     files: Mapping[str, Mapping[str, Any]]  # {"bytes", "sha256"} of every other file, by name
     format: int = FORMAT
-    data_files: Mapping[str, str] = field(default_factory=dict)  # a short hash of each, where they are kept apart
-    base: Mapping[str, str] = field(default_factory=dict)  # sha256 of the files of frozen weights that are left out
+    data_files: Mapping[str, str] = field(default_factory=dict)  # a short hash per data file, if they are separate
+    base: Mapping[str, str] = field(default_factory=dict)  # sha256 of files with frozen weights, which are not saved
 
     def to_json(self) -> str:
-        """With a hash of its own content, so that a changed manifest is found as well as a changed file."""
+        """Return the manifest as JSON, with a hash of its content that shows if the manifest was changed."""
         content = dict(vars(self))
         for name in ("data_files", "base"):
-            if not content[name]:  # as in manifests from before there was such a thing
+            if not content[name]:  # as in older manifests without these fields
                 del content[name]
         canonical = json.dumps(content, sort_keys=True, separators=(",", ":"), ensure_ascii=True)
         digest = hashlib.sha256(canonical.encode()).hexdigest()
@@ -67,7 +67,7 @@ class Manifest:
 
 @contextmanager
 def reading(path: Path, hint: str = "") -> Iterator[None]:
-    """Say of an error of the disk, as a corrupt checkpoint, which file, ``path`` or another, cannot be read."""
+    """Turn a disk error into a ``CorruptCheckpoint`` that names the file, ``path`` or another."""
     try:
         yield
     except OSError as error:
@@ -75,10 +75,10 @@ def reading(path: Path, hint: str = "") -> Iterator[None]:
 
 
 def read_manifest(folder: Path) -> Manifest:
-    """Read and check the manifest of the checkpoint ``folder``, and that every file has the size that it says.
+    """Read the manifest of the checkpoint ``folder``, and check it and the sizes of all files.
 
     Raises:
-        CorruptCheckpoint: naming the file that is missing, changed, or not one of the checkpoint.
+        CorruptCheckpoint: if a file is missing, changed, or not part of the checkpoint.
     """
     path = folder / MANIFEST
     with reading(path):
@@ -91,25 +91,27 @@ def read_manifest(folder: Path) -> Manifest:
             raise CorruptCheckpoint(f"{path} is corrupt: {error}") from error
         found = content.get("format") if isinstance(content, dict) else None
         if isinstance(found, int) and found > FORMAT:
-            raise UnknownFormat(f"{path} has format {found}, of a later version; this one reads format {FORMAT}")
-        what = f"{path} is corrupt: it holds something else than a run has written"
+            raise UnknownFormat(f"{path} has format {found}, of a later version; this version reads format {FORMAT}")
+        what = f"{path} is corrupt: its content was not written by a run"
         try:
             manifest = Manifest(**{name: value for name, value in content.items() if name != "digest"})
         except (AttributeError, TypeError):
             raise CorruptCheckpoint(what) from None
-        for name, fits in FIELDS.items():  # a hash that fits does not say who has made it
+        for name, fits in FIELDS.items():  # anyone can write a matching hash
             if not fits(getattr(manifest, name)):
                 raise CorruptCheckpoint(f"{what}: {name}={cut_off(repr(getattr(manifest, name)))}")
-        if manifest.to_json().encode(errors="surrogatepass") != written:  # down to the last blank
-            raise CorruptCheckpoint(f"{path} is corrupt: its content does not have the hash that it states")
+        if manifest.to_json().encode(errors="surrogatepass") != written:  # including whitespace
+            raise CorruptCheckpoint(f"{path} is corrupt: its hash differs from the one in the file")
         if folder.absolute().name != folder_name(manifest.step):
-            raise CorruptCheckpoint(f"{path} is of step {manifest.step}, not of {folder.name}: files were swapped")
+            raise CorruptCheckpoint(
+                f"{path} belongs to step {manifest.step}, but its folder is {folder.name}: files were swapped"
+            )
         _require_sizes(folder, manifest)
     return manifest
 
 
 def cut_off(text: str) -> str:
-    """At most 60 characters of ``text``."""
+    """Shorten ``text`` to at most 60 characters."""
     return text if len(text) <= 60 else f"{text[:57]}..."
 
 
@@ -153,11 +155,11 @@ FIELDS: Mapping[str, Callable[[Any], bool]] = {
     "data_files": _maps_to(_is_text),
     "base": _maps_to(_is_text),
 }
-"""What the fields of a manifest are, each as far as what reads it relies upon it."""
+"""A check for each field of a manifest, as strict as the code that reads the field needs."""
 
 
 def folder_name(step: int) -> str:
-    """The name of the checkpoint of ``step``."""
+    """Return the name of the checkpoint of ``step``."""
     return f"step-{step:08d}"
 
 
@@ -165,7 +167,7 @@ def _require_sizes(folder: Path, manifest: Manifest) -> None:
     for name, entry in manifest.files.items():
         path = folder / name
         if not path.is_file() or path.is_symlink():
-            raise CorruptCheckpoint(f"{path} is missing, or is not a file")
+            raise CorruptCheckpoint(f"{path} is missing or not a file")
         size = path.stat().st_size
         if size != entry["bytes"]:
             raise CorruptCheckpoint(f"{path} has {size} bytes instead of {entry['bytes']}")
@@ -175,7 +177,7 @@ def _require_sizes(folder: Path, manifest: Manifest) -> None:
 
 
 def fault_of(folder: Path, share: int = 0, shares: int = 1) -> CorruptCheckpoint | None:
-    """What is wrong with a checkpoint, if anything, as far as its manifest and this share of its files tell."""
+    """Check the manifest of a checkpoint and a share of its files; return the error, or ``None``."""
     try:
         manifest = read_manifest(folder)
         verify_files(folder, manifest, sorted(manifest.files)[share::shares])
@@ -185,8 +187,8 @@ def fault_of(folder: Path, share: int = 0, shares: int = 1) -> CorruptCheckpoint
 
 
 def verify_files(folder: Path, manifest: Manifest, names: Sequence[str] | None = None) -> None:
-    """Check the hashes of the files ``names`` (by default of all); an error names the first that is not as saved."""
-    problem = f"is corrupt: it does not have the hash that {MANIFEST} states"
+    """Check the hashes of the files ``names`` (default: all); the error names the first file that was changed."""
+    problem = f"is corrupt: its hash differs from the one in {MANIFEST}"
     for name in manifest.files if names is None else names:
         _require_hash(folder / name, manifest.files[name]["sha256"], problem)
 
@@ -198,16 +200,16 @@ def _require_hash(path: Path, stated: str, problem: str, hint: str = "") -> None
         raise CorruptCheckpoint(f"{path} {problem}")
 
 
-# The results of a run: hashes that lie beside the model, and in the last line of recipe.yaml. They find accidents. A
-# folder or recipe without them is of an earlier version, or a person has removed them to change it on purpose.
+# Hashes of the results of a run: next to the model, and in the last line of recipe.yaml. They detect accidents. They
+# are missing if an earlier version wrote the folder or recipe, or if the user removed them to make a change.
 
 FILES = "files.json"
-"""In a folder, beside the files: bytes and sha256 of each."""
+"""The file of a folder with the bytes and sha256 of each other file."""
 
 LINE = "# sha256 of the lines above: "
-"""The last line of a text."""
+"""The start of the last line of a text."""
 
-UNCHECKED = "an earlier version wrote it, or a person has changed it; it is not checked"
+UNCHECKED = "it is not checked, because an earlier version wrote it or the hash was removed"
 
 
 def seal_folder(folder: Path) -> None:
@@ -218,12 +220,12 @@ def seal_folder(folder: Path) -> None:
 
 
 def require_sealed(folder: Path) -> str | None:
-    """Check every file that :func:`seal_folder` saw; what a person has put beside them is left alone.
+    """Check every file that :func:`seal_folder` recorded; other files are ignored.
 
-    Returns why nothing could be checked, if so.
+    Returns the reason if nothing could be checked, otherwise ``None``.
 
     Raises:
-        CorruptCheckpoint: naming the file that is missing or changed, and what to do.
+        CorruptCheckpoint: if a file is missing or changed.
     """
     stated = folder / FILES
     if not stated.exists():
@@ -237,19 +239,19 @@ def require_sealed(folder: Path) -> str | None:
     except (ValueError, LookupError, TypeError, RecursionError):
         is_whole = False
     if not is_whole:
-        raise CorruptCheckpoint(f"{stated} is not what the run has written: {go_on}")
+        raise CorruptCheckpoint(f"{stated} was changed after the run: {go_on}")
     for name, entry in files.items():
-        _require_hash(folder / name, entry["sha256"], f"is not what the run has written: {go_on}", f": {go_on}")
+        _require_hash(folder / name, entry["sha256"], f"was changed after the run: {go_on}", f": {go_on}")
     return None
 
 
 def sealed(text: str) -> str:
-    """``text`` with its hash as a last line, a comment."""
+    """Return ``text`` with its hash added as a comment in the last line."""
     return f"{text}{LINE}{hashlib.sha256(text.encode()).hexdigest()}\n"
 
 
 def require_sealed_text(path: Path) -> str | None:
-    """Check a file that holds a :func:`sealed` text, as :func:`require_sealed` does a folder."""
+    """Check a file with a :func:`sealed` text, with the same result as :func:`require_sealed`."""
     with reading(path):
         text = read_regular(path, MOST_BYTES).decode(errors="replace")
     above, line, _ = text.rpartition(LINE)
@@ -257,13 +259,12 @@ def require_sealed_text(path: Path) -> str | None:
         return f"{path} has no hash: {UNCHECKED}"
     if sealed(above) != text:
         raise CorruptCheckpoint(
-            f"{path} is not what the run has written: undo the change and give flags instead, or remove its last line, "
+            f"{path} was changed after the run: revert the change and use flags instead, or remove its last line, "
             "the hash, if it was changed on purpose"
         )
     return None
 
 
 def _content(files: dict[str, Any]) -> str:
-    """With a hash of its own, as a manifest has one."""
     digest = hashlib.sha256(json.dumps(files, sort_keys=True).encode()).hexdigest()
     return json.dumps({"files": files, "digest": digest}, indent=1, ensure_ascii=True) + "\n"

@@ -1,8 +1,8 @@
-"""How the ranks write a checkpoint together, each beside its training and none waiting for another.
+"""Writing of a checkpoint by all ranks, concurrently with training, without waiting for each other.
 
-Every rank writes its file and then, as a sign that it is on disk, a small JSON file that says what is in it. The first
-rank waits for the signs of all, adds what all have in common and the manifest, and gives the folder its name. They
-meet in the file system alone: collectives belong to training.
+Every rank writes its tensors and then a small JSON file, its completion file, which describes them. The first rank
+waits for the completion files of all ranks, adds the common state and the manifest, and renames the folder. Ranks
+communicate only through the file system, because collectives belong to training.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from trainer.system.redact import redact
 HISTORY = "metrics.csv"
 SECONDS_BETWEEN_LOOKS = 0.02
 SECONDS_BETWEEN_COUNTS = 1.0
-MOST_REASON = 1 << 20  # bytes of what another rank says of its failure
+MOST_REASON = 1 << 20  # max bytes of another rank's error message
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,15 +36,15 @@ class Snapshot:
     """The state of training at a step boundary, in host memory: this rank's share."""
 
     step: int
-    parts: Mapping[str, Part]  # what this rank writes
-    own: Mapping[str, Any]  # what else is this rank's, as JSON: numbers of its optimizer's state, its random generators
-    common: Mapping[str, Any]  # what all ranks have the same of, as JSON; only the first rank's is written
-    history: bytes  # metrics.csv so far; only of the first rank
-    manifest: Callable[[Mapping[str, Any]], Manifest]  # from the files' sizes and hashes
+    parts: Mapping[str, Part]  # tensors that this rank writes
+    own: Mapping[str, Any]  # other state of this rank, as JSON: numbers in the optimizer's state, random generators
+    common: Mapping[str, Any]  # state that is the same on all ranks, as JSON; written by the first rank
+    history: bytes  # metrics.csv so far, on the first rank only
+    manifest: Callable[[Mapping[str, Any]], Manifest]  # creates the manifest from the files' sizes and hashes
 
     @property
     def nbytes(self) -> int:
-        """Bytes of this rank's tensors, and of the history."""
+        """Bytes of this rank's tensors and of the history."""
         return sum(part.tensor.nbytes for part in self.parts.values()) + len(self.history)
 
 
@@ -55,17 +55,20 @@ class Writer:
     folder: CheckpointFolder
     rank: int
     world_size: int
-    attempt: str  # a name for this start of the run, the same on all ranks
-    patience: float  # seconds that the first rank waits while nothing of the others arrives
+    attempt: str  # name of this start of the run, the same on all ranks
+    patience: float  # seconds without progress of another rank after which the first rank gives up
     keep_last: int
     keep_best: int
-    score: Score  # of an evaluation's figures; higher is better
-    on_progress: Callable[[], None] = lambda: None  # called whenever something has reached the disk
-    warn: Callable[[str], None] = lambda problem: None  # of what does not keep a checkpoint from being whole
+    score: Score  # rates the metrics of an evaluation; higher is better
+    on_progress: Callable[[], None] = lambda: None  # called after each write
+    warn: Callable[[str], None] = lambda problem: None  # called for problems that leave the checkpoint complete
 
     def write(self, snapshot: Snapshot) -> None:
-        """Write this rank's share and, on the first rank, complete the checkpoint; a ``RunError`` says that the disk is
-        full, or cannot be written to, and older checkpoints are then untouched."""
+        """Write this rank's share and, on the first rank, complete the checkpoint.
+
+        Raises:
+            RunError: if the disk is full or not writable. Older checkpoints are then unchanged.
+        """
         staging = self.folder.staging(snapshot.step, self.attempt)
         try:
             staging.mkdir(parents=True, exist_ok=True)
@@ -84,7 +87,7 @@ class Writer:
         name = sign_of(self.rank, "safetensors")
         entry = write_parts(staging / name, snapshot.parts, self.on_progress)
         content = {**snapshot.own, "file": {name: entry}, "tensors": describe_parts(name, snapshot.parts)}
-        # As soon as the last sign is there, the first rank may give the folder, which it syncs itself, its name.
+        # Once the last completion file exists, the first rank may rename the folder; it syncs the folder itself.
         write_atomic(staging / sign_of(self.rank), json.dumps(content), sync_folder=False)
 
     def _complete(self, staging: Path, snapshot: Snapshot) -> None:
@@ -98,15 +101,14 @@ class Writer:
             files[name] = _entry(content)
         write_atomic(staging / MANIFEST, snapshot.manifest(files).to_json())
         self.folder.commit(staging, snapshot.step)
-        try:  # what is left of older ones is told, and no reason to end a training whose state is saved
+        try:  # failing to remove old checkpoints is reported, but does not end a training whose state is saved
             problems = self.folder.rotate(self.keep_last, self.keep_best, self.score)
         except OSError as error:
-            problems = [f"{error.filename or self.folder.path} could not be looked through: {error.strerror}"]
+            problems = [f"{error.filename or self.folder.path} could not be listed: {error.strerror}"]
         for problem in problems:
             self.warn(problem)
 
     def _wait_for(self, staging: Path, rank: int) -> bytes:
-        """The sign of ``rank``, as soon as it is there."""
         arrived, looked, since = -1, 0.0, time.monotonic()
         while (now := time.monotonic()) - since < self.patience:
             with suppress(FileNotFoundError):
@@ -121,13 +123,13 @@ class Writer:
                 raise RunError(f"rank {rank}: {read_regular(failure, MOST_REASON).decode(errors='replace')}")
             time.sleep(SECONDS_BETWEEN_LOOKS)
         raise RunError(
-            f"rank {rank} has written nothing of its part of {staging.name.split('.')[1]} for {self.patience:.0f} s: "
-            f"is {self.folder.path} the same folder on all machines?"
+            f"rank {rank} has not written to its part of {staging.name.split('.')[1]} for {self.patience:.0f} s: check "
+            f"that {self.folder.path} is the same folder on all machines"
         )
 
     def _give_up(self, staging: Path, why: str) -> None:
-        """Tell the first rank; the first rank leaves nothing behind."""
-        with suppress(OSError):  # the first rank's patience ends, then, or the next start clears it away
+        """Report the failure to the first rank; the first rank itself removes the folder."""
+        with suppress(OSError):  # then the first rank times out, or the next start removes the folder
             if self.rank:
                 (staging / sign_of(self.rank, "failed")).write_text(redact(why))
             else:
@@ -139,30 +141,30 @@ class Writer:
             return no_space(self.folder.path, snapshot.step, needed, max(1, missing_space(self.folder.path, needed)))
         return RunError(
             f"the checkpoint of step {snapshot.step} could not be written: {error.strerror or error} "
-            f"({error.filename or self.folder.path}). Older checkpoints are untouched"
+            f"({error.filename or self.folder.path}). Older checkpoints are unchanged"
         )
 
 
 class Background:
-    """Runs one piece of work at a time beside the main thread, and hands its failure over when it is asked."""
+    """Runs one function at a time in a background thread; ``wait`` raises its error."""
 
     thread: threading.Thread | None = None
     failure: BaseException | None = None
 
     def run(self, work: Callable[[], None]) -> None:
-        """Begin ``work``, as soon as what was begun before has ended."""
+        """Start ``work`` after waiting for the previous work."""
         self.wait()
         self.thread = threading.Thread(target=self._guarded, args=(work,), name="checkpoint", daemon=True)
         self.thread.start()
 
     def ends(self, seconds: float | None = None) -> bool:
-        """Wait so long, by default for as long as it takes, for what is at work; whether nothing is at work then."""
+        """Wait at most ``seconds`` (``None``: no limit) for the current work; return whether it has ended."""
         if self.thread is not None:
             self.thread.join(seconds)
         return self.thread is None or not self.thread.is_alive()
 
     def wait(self) -> None:
-        """Until nothing is at work; raises what the last work raised."""
+        """Wait until the work has ended, and raise its error, if any."""
         self.ends()
         failure, self.failure = self.failure, None
         if failure is not None:
@@ -178,13 +180,13 @@ class Background:
 def _bytes_in(folder: Path) -> int:
     total = 0
     for path in folder.iterdir():
-        with suppress(FileNotFoundError):  # one in the making has got its name meanwhile
+        with suppress(FileNotFoundError):  # a temporary file may have been renamed meanwhile
             total += path.stat().st_size
     return total
 
 
 def sign_of(rank: int, ending: str = "json") -> str:
-    """The file that says that the tensors of ``rank``, in ``.safetensors``, are on disk, or, ``.failed``, why not."""
+    """Return the name of a file of ``rank``: ``.json`` completion file, ``.safetensors`` tensors, ``.failed`` error."""
     return f"rank-{rank:05d}.{ending}"
 
 

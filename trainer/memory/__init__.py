@@ -1,1 +1,1 @@
-"""The memory-saving stack: one technique a file."""
+"""The memory-saving techniques, one per file."""

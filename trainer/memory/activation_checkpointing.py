@@ -1,9 +1,9 @@
-"""``memory.activation_checkpointing``: keep less of a block's forward, and compute it again in backward.
+"""``memory.activation_checkpointing``: keep fewer activations of a block, and recompute the rest in backward.
 
-``torch.utils.checkpoint`` without reentrance. It puts the state of the random generators back before it computes a
-block again, so dropout draws the same masks; BatchNorm's running statistics move in the first pass only; a decoder's
-cache, which both passes would append to, is switched off, or refused. Only ``forward`` of a block is replaced: no
-parameter is renamed, and FSDP, whose hooks are around ``forward``, has the weights there for the second pass.
+Uses the non-reentrant ``torch.utils.checkpoint``. It restores the state of the random generators before it recomputes a
+block, so dropout draws the same masks. The running statistics of BatchNorm change in the first pass only. The cache of
+a decoder, which both passes would append to, is switched off or rejected. Only the ``forward`` of a block is replaced,
+so no parameter is renamed, and FSDP, whose hooks surround ``forward``, has the weights ready for the second pass.
 """
 
 from __future__ import annotations
@@ -28,22 +28,23 @@ _EXPENSIVE = (
     *("mm", "addmm", "bmm", "baddbmm", "convolution"),
     *(f"_scaled_dot_product_{name}" for name in _ATTENTION),
 )
-KEPT = {getattr(aten, name).default for name in _EXPENSIVE if hasattr(aten, name)}  # not every build has all of them
-"""What ``selective`` does not compute again: the operations that cost the most time for the memory of their output."""
-KEPT_BY_NAME = {"trainer::block_sparse_attention", "flex_attention"}  # which are registered when they are first used
+KEPT = {getattr(aten, name).default for name in _EXPENSIVE if hasattr(aten, name)}  # some builds lack some
+"""Operations that ``selective`` does not recompute: those that cost the most time for the memory of their output."""
+KEPT_BY_NAME = {"trainer::block_sparse_attention", "flex_attention"}  # operations that are registered at first use
 
 
 def checkpoint_blocks(module: nn.Module, blocks: Sequence[nn.Module], wish: str | float) -> None:
-    """Checkpoint ``blocks`` of ``module``, which keeps no cache of keys and values from now on. ``wish`` is none,
-    selective, full, or the fraction of the blocks to checkpoint fully, spread evenly."""
+    """Checkpoint ``blocks`` of ``module``, without its cache of keys and values.
+
+    ``wish`` is none, selective, full, or the fraction of the blocks to checkpoint fully, spread evenly."""
     if wish == "none":
         return
     switch_cache_off(module)
     options: dict[str, Any] = {"use_reentrant": False}
     if wish == "selective":
         options["context_fn"] = partial(create_selective_checkpoint_contexts, keep_expensive)
-        if "respect_saved_tensors_hooks" in inspect.signature(checkpoint).parameters:  # torch 2.15; 2.11 has no choice
-            options["respect_saved_tensors_hooks"] = True  # what is kept may be offloaded, too
+        if "respect_saved_tensors_hooks" in inspect.signature(checkpoint).parameters:  # torch 2.15, not 2.11
+            options["respect_saved_tensors_hooks"] = True  # kept activations can be offloaded as well
     count = len(blocks) if isinstance(wish, str) else round(wish * len(blocks))
     for at, block in enumerate(blocks):
         if (at + 1) * count // len(blocks) > at * count // len(blocks):
@@ -52,15 +53,17 @@ def checkpoint_blocks(module: nn.Module, blocks: Sequence[nn.Module], wish: str 
 
 
 def keep_expensive(_: Any, operation: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-    """The policy of ``selective``. Attention with dropout is recomputed: kept, it would draw no random numbers in the
-    second pass, and every later dropout in the block would draw other ones than in the first."""
+    """Decide for ``selective`` whether to keep the output of an operation.
+
+    Attention with dropout is recomputed. If it were kept, it would draw no random numbers in the second pass, and later
+    dropout in the block would draw different masks than in the first pass.
+    """
     kept = operation in KEPT and not _dropout(operation, args, kwargs)
     keep = kept or operation.name() in KEPT_BY_NAME
     return CheckpointPolicy.MUST_SAVE if keep else CheckpointPolicy.PREFER_RECOMPUTE
 
 
 def _dropout(operation: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> float:
-    """The dropout rate that an attention operation is called with; 0 for all others."""
     for position, argument in enumerate(operation._schema.arguments):
         if argument.name == "dropout_p":
             return args[position] if position < len(args) else kwargs.get("dropout_p", argument.default_value)
@@ -71,16 +74,16 @@ def _checkpointed(
     name: str, forward: Callable[..., Any], layers: list[_BatchNorm], options: dict[str, Any]
 ) -> Callable[..., Any]:
     def checkpointed(*args: Any, **kwargs: Any) -> Any:
-        if not torch.is_grad_enabled():  # evaluation keeps nothing anyway
+        if not torch.is_grad_enabled():  # evaluation keeps no activations
             return forward(*args, **kwargs)
-        if any(hasattr(value, "get_seq_length") for value in (*args, *kwargs.values())):  # transformers' caches have it
+        if any(hasattr(value, "get_seq_length") for value in (*args, *kwargs.values())):  # caches of transformers
             raise RecipeError(
-                f"memory.activation_checkpointing computes {name} twice, which would append to its cache of keys and "
-                "values twice: call the model with use_cache=False and no past_key_values, or use none"
+                f"memory.activation_checkpointing computes {name} twice, which would append twice to its cache of keys "
+                "and values: call the model with use_cache=False and no past_key_values, or use none"
             )
-        counted = layers and not torch.compiler.is_compiling()  # what is compiled has no side effect the second time
+        counted = layers and not torch.compiler.is_compiling()  # compiled code repeats no side effects
         output = checkpoint(_counting_once(forward, layers) if counted else forward, *args, **options, **kwargs)
-        if "context_fn" in options:  # what is kept is given away in the first backward
+        if "context_fn" in options:  # the first backward releases what is kept
             require_first_order(output, "memory.activation_checkpointing=selective", "use full")
         return output
 
@@ -88,7 +91,7 @@ def _checkpointed(
 
 
 def _counting_once(forward: Callable[..., Any], layers: list[_BatchNorm]) -> Callable[..., Any]:
-    """``forward``, of which only the first call moves the running statistics of ``layers``."""
+    """Wrap ``forward`` so that only the first call updates the running statistics of ``layers``."""
     seen = False
 
     def counting(*args: Any, **kwargs: Any) -> Any:
@@ -99,7 +102,7 @@ def _counting_once(forward: Callable[..., Any], layers: list[_BatchNorm]) -> Cal
         before = [(layer, layer.momentum, layer.num_batches_tracked) for layer in layers]
         for layer in layers:
             layer.momentum, layer.num_batches_tracked = 0.0, None
-        try:  # the second pass ends early, by an exception, when backward has what it needs
+        try:  # the second pass ends early with an exception, when backward has all it needs
             return forward(*args, **kwargs)
         finally:
             for layer, momentum, count in before:

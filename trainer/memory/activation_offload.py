@@ -1,7 +1,7 @@
-"""``memory.activation_offload``: what forward saves for backward waits in host memory.
+"""``memory.activation_offload``: tensors that forward saves for backward wait in host memory.
 
-Copies run on a stream of their own, beside the computation; backward fetches each tensor one ahead of its use. Torch's
-``save_on_cpu`` does the same without overlap, and for every tensor however small.
+Copies run on a separate stream, concurrently with the computation. Backward fetches each tensor one ahead of its use.
+Torch's ``save_on_cpu`` does not overlap copies with computation, and offloads every tensor of any size.
 """
 
 from __future__ import annotations
@@ -18,13 +18,12 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from trainer.memory.sharding import local
 
-LEAST_BYTES = 2**20  # smaller tensors stay: moving them takes longer than it frees memory
-IN_FLIGHT = 2  # tensors on their way to the host at most; a third waits, so that the peak is always the same
+LEAST_BYTES = 2**20  # smaller tensors stay on the device: they save little memory for the time of a copy
+IN_FLIGHT = 2  # max tensors being copied to the host; a third waits, so that the peak does not depend on timing
 
 
 def offload_activations(module: nn.Module, device: torch.device) -> None:
-    """Make every forward of ``module`` offload what it saves for backward, but for parameters; with checkpointed
-    blocks, their inputs. On a CPU the copies are made all the same, in vain."""
+    """Make forward of ``module`` offload what it saves for backward, except parameters; on a CPU without a benefit."""
     forward = module.forward
     sizes = {p.numel() for p in module.parameters()}
 
@@ -39,13 +38,13 @@ def offload_activations(module: nn.Module, device: torch.device) -> None:
 
 
 def _is_parameter(tensor: Tensor, module: nn.Module) -> bool:
-    """Whether ``tensor`` is a weight, or a view of one: FSDP frees those itself, others stay in any case."""
+    """Return whether ``tensor`` is a weight or a view of one: FSDP frees those itself, others stay in any case."""
     pointer = tensor.untyped_storage().data_ptr()
     return any(local(p).untyped_storage().data_ptr() == pointer for p in module.parameters())
 
 
 class Cast(NamedTuple):
-    """What autocast made of a weight, or a view of that: backward casts the weight again."""
+    """A weight that autocast has cast, or a view of it: backward casts the weight again instead of storing it."""
 
     weight: Tensor
     dtype: torch.dtype
@@ -55,7 +54,7 @@ class Cast(NamedTuple):
 
     @classmethod
     def of(cls, tensor: Tensor) -> Cast | None:
-        """``tensor``, if autograd says that it is one."""
+        """Return ``tensor`` as a ``Cast`` if its autograd graph shows that it is one."""
         whole = tensor if tensor._base is None else tensor._base
         if whole.grad_fn is None or whole.grad_fn.name() != "ToCopyBackward0":
             return None
@@ -65,7 +64,7 @@ class Cast(NamedTuple):
         return cls(weight, whole.dtype, tensor.shape, tensor.stride(), int(tensor.storage_offset()))
 
     def again(self) -> Tensor:
-        """The same bits: nobody changes a weight between its forward and its backward."""
+        """Repeat the cast, with the same bits: no code changes a weight between its forward and its backward."""
         return self.weight.detach().to(self.dtype).as_strided(self.shape, self.stride, self.offset)
 
 
@@ -73,17 +72,16 @@ class Cast(NamedTuple):
 class Saved:
     """One tensor in host memory."""
 
-    host: Tensor  # the copy, complete once ``arrived``
-    position: int  # how many were put on the shelf before it
-    users: int = 1  # operations that have saved it
+    host: Tensor  # the copy, complete after the event ``arrived``
+    position: int  # index in ``Shelf.items``
+    users: int = 1  # number of operations that have saved it
     on_device: Tensor | None = None
     arrived: torch.cuda.Event | None = None
     fetched: torch.cuda.Event | None = None
 
 
 class Shelf:
-    """What one forward on ``device`` has saved, in order. Tensors of ``least_bytes`` and more move, unless ``stays``
-    says that they must not."""
+    """The tensors of at least ``least_bytes`` that one forward on ``device`` saved, unless ``stays(tensor)``."""
 
     def __init__(self, device: torch.device, least_bytes: int, stays: Callable[[Tensor], bool]) -> None:
         self.device, self.least_bytes, self.stays = device, least_bytes, stays
@@ -98,7 +96,7 @@ class Shelf:
             return tensor
         if (cast := Cast.of(tensor)) is not None:
             return cast
-        for other, saved in self.leaving:  # queries, keys and values save the same input one after the other
+        for other, saved in self.leaving:  # queries, keys and values save the same input in turn
             if _identity(other) == _identity(tensor):
                 saved.users += 1
                 return saved
@@ -122,12 +120,12 @@ class Shelf:
             ticket.on_device = None
         before = self.items[ticket.position - 1]
         if self.stream is not None and ticket.position > 0 and before.users > 0:
-            self._fetch(before)  # most probably the next one
+            self._fetch(before)  # probably the next one needed
         return tensor
 
     def __del__(self) -> None:
-        # What was fetched and never used is freed now: not before it has arrived, or the copy would write to memory
-        # that computation has been given again.
+        # Tensors that were fetched but never used are freed now. Wait for their copies first, which would otherwise
+        # write to memory that the computation reuses.
         if self.stream is not None:
             torch.cuda.current_stream(self.device).wait_stream(self.stream)
 
@@ -137,7 +135,8 @@ class Shelf:
         else:
             self.stream.wait_stream(torch.cuda.current_stream(self.device))
             with torch.cuda.stream(self.stream):
-                # Gaps, as in a slice of packed queries, keys and values, would go through pageable memory.
+                # A tensor with gaps, such as a slice of packed queries, keys and values, would be copied through
+                # pageable memory.
                 dense = tensor if tensor.stride() == saved.host.stride() else tensor.clone()
                 saved.host.copy_(dense, non_blocking=True)
                 saved.arrived = self.stream.record_event()
@@ -145,14 +144,14 @@ class Shelf:
         self._let_go(IN_FLIGHT)
 
     def _let_go(self, most: int) -> None:
-        """Give up the oldest tensors on the device, but for ``most``: their memory is used again once they arrived."""
+        """Release all except the newest ``most`` tensors on the device: their memory is reused once they arrive."""
         while len(self.leaving) > most:
             _, saved = self.leaving.popleft()
             if saved.arrived is not None:
                 torch.cuda.current_stream(self.device).wait_event(saved.arrived)
 
     def _fetch(self, saved: Saved) -> Tensor:
-        """Begin to bring a tensor back, unless that has been done; its memory comes from the computing stream."""
+        """Start the copy of a tensor to the device, if not started yet, into memory of the computing stream."""
         if saved.on_device is None and self.stream is None:
             saved.on_device = saved.host.clone()
         elif saved.on_device is None and self.stream is not None:
@@ -166,12 +165,11 @@ class Shelf:
 
 
 def _is_expanded(tensor: Tensor) -> bool:
-    """Whether it shows the same memory several times, as an attention mask does to each head: a copy would be whole."""
+    """Return whether elements share memory, as in an attention mask expanded over heads: a copy would be larger."""
     return any(size > 1 and stride == 0 for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
 
 
 def _identity(tensor: Tensor) -> tuple:
-    """Equal for two tensors that look at the same memory in the same way, as long as one of them is alive."""
     return (tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype, tensor._version)
 
 

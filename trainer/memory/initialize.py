@@ -1,4 +1,4 @@
-"""Create weights in host memory, in the type that they will be used in, and move them; or stream them in."""
+"""Initialization: create weights in host memory in their final dtype and move them, or stream them in from files."""
 
 from __future__ import annotations
 
@@ -19,33 +19,38 @@ HOST = torch.device("cpu")
 
 
 def build_module(fabric: Fabric, model: Model, seed: int, plan: Plan) -> nn.Module:
-    """``model.build()`` with its weights where they will live: on the rank's device, in host memory, or on meta. The
-    host makes them, in the precision's type: a ``seed`` gives the same weights on every rank and device."""
+    """Build the module with its weights in their final place: the rank's device, host memory, or meta.
+
+    Weights are created on the host in the dtype of the precision, so a ``seed`` gives the same weights on every rank
+    and device.
+    """
     dtype = weights_dtype(plan.memory)
     if plan.memory.init == "meta":
         return build_on_meta(model, seed, dtype)
     torch.manual_seed(seed)
     module = built_at_home(fabric, plan, model.build)
     in_half = weights_dtype(dataclasses.replace(plan.memory, cpu_offload="none"))
-    if in_half != dtype:  # masters round to the weights that the run has without them, and keep what they know beyond
+    if in_half != dtype:  # masters must round to the weights of a run without masters, and keep extra precision
         torch.manual_seed(seed)
         with default_dtype(in_half), HOST, torch.no_grad():
-            # The numbers that are drawn in half precision are not those in fp32, rounded; pretrained ones are.
+            # Random numbers drawn in half precision differ from rounded fp32 ones. Pretrained weights do not differ.
             for master, weight in zip(module.parameters(), model.build().parameters(), strict=True):
                 master.copy_(torch.where(master.to(weight.dtype) == weight, master, weight))
     return module.train()
 
 
 def built_at_home(fabric: Fabric, plan: Plan, build: Callable[[], nn.Module]) -> nn.Module:
-    """What ``build`` makes in host memory, moved to :func:`home_of_weights` tensor by tensor: the host holds one copy
-    meanwhile. ``memory.init=meta`` needs none."""
+    """Call ``build`` in host memory and move its module to :func:`home_of_weights`, one tensor at a time.
+
+    The host holds one copy meanwhile; ``memory.init=meta`` avoids it.
+    """
     with default_dtype(weights_dtype(plan.memory) or torch.float32), HOST:
         module = build()
     return module.to(home_of_weights(fabric, plan))
 
 
 def home_of_weights(fabric: Fabric, plan: Plan) -> torch.device:
-    """Where whole weights live: in host memory if they stay there, or are sharded from there block by block."""
+    """Return the device of whole weights: the host if they stay there or are sharded from there block by block."""
     cut = plan.strategy == "fsdp" or plan.memory.tensor_parallel > 1
     return HOST if cut or plan.memory.cpu_offload != "none" else fabric.device
 
@@ -57,8 +62,11 @@ def _streamable(model: Model) -> Streamable:
 
 
 def build_on_meta(model: Model, seed: int, dtype: torch.dtype | None = None) -> nn.Module:
-    """The module of ``model``, which has a ``skeleton``, with parameters on meta and real buffers on the CPU; ``dtype``
-    is of all floating-point ones. It may be sharded before :func:`materialise`."""
+    """Build the module of ``model`` with parameters on meta and real buffers on the CPU.
+
+    The model must define ``skeleton``. ``dtype`` applies to all floating-point tensors. The module may be sharded
+    before :func:`materialise`.
+    """
     torch.manual_seed(seed)
     with default_dtype(dtype):
         return skeleton_on_meta(_streamable(model)).train()
@@ -69,18 +77,18 @@ def materialise(
 ) -> None:
     """Allocate the parameters of ``module`` on ``device`` and fill them from the files that ``model`` names, in place.
 
-    Parameters may be plain tensors or DTensors (after ``fully_shard``): each rank allocates and reads its slices only,
-    tensor by tensor. An optimizer must be made afterwards: the parameters are other objects than before.
+    Parameters may be plain tensors or DTensors (after ``fully_shard``). Each rank allocates and reads only its slices,
+    one tensor at a time. Create the optimizer afterwards, because the parameters are new objects.
 
     Args:
-        module: what :func:`build_on_meta` made of ``model``.
-        model: says where its weights come from.
-        device: where parameters live: the CPU when they are offloaded.
-        dtype: as for :func:`build_on_meta`; ``None`` leaves what the skeleton has.
-        seed: of the parameters that no file has; the values are those that ``model.build`` draws for it.
+        module: the result of :func:`build_on_meta`.
+        model: the model, which names the source of its weights.
+        device: device of the parameters: the CPU if they are offloaded.
+        dtype: as for :func:`build_on_meta`; ``None`` keeps the skeleton's dtypes.
+        seed: seed for parameters that are in no file; they get the values that ``model.build`` draws with it.
 
     Raises:
-        RecipeError: naming what the files lack, have in another shape, or what is still on meta.
+        RecipeError: if the files lack a weight or have it in another shape, or if a parameter is still on meta.
     """
     allocate(module, device, dtype)
     fill(module, _streamable(model), seed)

@@ -1,4 +1,4 @@
-"""Adam and AdamW of torchao: 8- or 4-bit state, stochastic rounding of bfloat16 weights. Needs torchao."""
+"""Adam and AdamW of torchao: 8-bit or 4-bit state, and stochastic rounding of bfloat16 weights. Requires torchao."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ from trainer.engine.order import derive_seed
 from trainer.memory.sharding import local
 from trainer.recipe import Memory, Optim
 
-KINDS = {  # torchao has no Adam of 32 bits: its AdamW is turned into one
+KINDS = {  # torchao has no 32-bit Adam: its AdamW is configured as one
     "adamw": {32: torchao._AdamW, 8: torchao.AdamW8bit, 4: torchao.AdamW4bit},
     "adam": {32: torchao._AdamW, 8: torchao.Adam8bit, 4: torchao.Adam4bit},
 }
 
 
 def lean_adam(groups: Any, optim: Optim, memory: Memory, device: torch.device, **arguments: Any) -> Optimizer:
-    """torchao's ``optim.name`` with ``memory.optimizer_state_bits`` and ``memory.stochastic_rounding``.
+    """Build torchao's optimizer for ``memory.optimizer_state_bits`` and ``memory.stochastic_rounding``.
 
-    State of 32 bits is in fact in the type of the weights, as torch's own is. Tensors of fewer than 4096 values, or
-    of a number that blocks of 256 (8 bits) or 128 (4 bits) do not divide, keep such state, too. The learning rate of
-    a group is a tensor on the CPU, which schedulers change in place.
+    32-bit state in fact has the dtype of the weights, as in torch. Tensors with fewer than 4096 values, or with a
+    number of values that blocks of 256 (8 bits) or 128 (4 bits) do not divide, keep such state as well. The learning
+    rate of a group is a CPU tensor that schedulers change in place.
     """
     kind = _class(KINDS[optim.name][memory.optimizer_state_bits], can_compile(device))
     optimizer = kind(groups, lr=optim.lr, **arguments, bf16_stochastic_round=memory.stochastic_rounding)
@@ -39,8 +39,9 @@ def lean_adam(groups: Any, optim: Optim, memory: Memory, device: torch.device, *
 
 
 def can_compile(device: torch.device) -> bool:
-    """Whether to compile the update on ``device``: not on a CPU (ten seconds a shape, and a C++ compiler). On a GPU a
-    compiled update needs no intermediate tensors; Triton builds its launcher with a C compiler."""
+    """Return whether to compile the update: on GPUs, where it saves intermediate tensors, with Triton's C compiler.
+
+    On a CPU compilation would take ten seconds per shape."""
     from torch.utils._triton import has_triton
 
     return device.type == "cuda" and has_triton() and any(map(shutil.which, ("cc", "gcc", "clang")))
@@ -48,16 +49,16 @@ def can_compile(device: torch.device) -> bool:
 
 @lru_cache
 def _class(kind: type[Optimizer], compiled: bool) -> Any:
-    """``kind``, with its update compiled or not, and with rounding that all ranks draw alike."""
+    """Return ``kind`` with an optionally compiled update, and with the same random rounding on all ranks."""
     update = torch.compile(single_param_adam, fullgraph=True, dynamic=False) if compiled else single_param_adam
 
     class LeanAdam(kind):  # type: ignore[misc, valid-type]
         @torch.no_grad()
         def step(self, closure: Any = None) -> None:
-            """torchao's step, but for this: it compiles only where that pays, and sees shards as plain tensors."""
+            """Take torchao's step, but compile only if it pays, and pass shards as plain tensors."""
             if self.bf16_stochastic_round:
                 self._seed()
-            with torch._dynamo.utils.disable_cache_limit():  # a compiled update for every shape of weights
+            with torch._dynamo.utils.disable_cache_limit():  # one compiled update per weight shape
                 for group in self.param_groups:
                     for parameter in group["params"]:
                         if parameter.grad is not None:
@@ -70,7 +71,7 @@ def _class(kind: type[Optimizer], compiled: bool) -> Any:
                 state["exp_avg"] = self._new_buffer(parameter, True)
                 state["exp_avg_sq"] = self._new_buffer(parameter, False)
             state["step"] += 1
-            # This rank's shards: the update is elementwise, and DTensor does not know what becomes of quantised ones.
+            # The update is elementwise, so it works on this rank's shards. DTensor does not support quantised state.
             weight, gradient = local(parameter.detach()), local(parameter.grad)  # type: ignore[arg-type]
             moments = local(state["exp_avg"]), local(state["exp_avg_sq"])
             settings = group["lr"], *group["betas"], group["weight_decay"], group["eps"], self.is_adamw
@@ -78,8 +79,8 @@ def _class(kind: type[Optimizer], compiled: bool) -> Any:
             update(weight, gradient, state["step"], *moments, None, *settings, rounds)
 
         def _seed(self) -> None:
-            """Seed from step and weight: all replicas round alike. The engine reseeds before every micro-step."""
-            shown = [p for group in self.param_groups for p in group["params"]]  # in backward it is one at a time
+            """Seed by step and weight, so that replicas round identically; the engine reseeds in each micro-step."""
+            shown = [p for group in self.param_groups for p in group["params"]]  # a single one if updated in backward
             steps = max((int(self.state[p]["step"]) for p in shown if p in self.state), default=0)
             torch.manual_seed(derive_seed(steps, self.numbers[shown[0]]))
 

@@ -1,6 +1,6 @@
-"""Memory as it is, phase by phase: device peaks from the allocator, the host's from the operating system.
+"""Measured memory by phase: device peaks from the allocator, host peaks from the operating system.
 
-GB is 1e9 bytes. Nothing here waits for the device.
+GB is 1e9 bytes. No function here waits for the device.
 """
 
 from __future__ import annotations
@@ -31,32 +31,32 @@ FIRST_STEPS, SHARE_OF_TIME, LONGEST_HISTORY = 3, 0.01, 4096
 
 
 class Peaks(NamedTuple):
-    """Highest memory in bytes: of tensors, of what the allocator holds, of the host; ``-1`` where not measured."""
+    """Peak memory in bytes: tensors, memory held by the allocator, and host memory; ``-1`` if not measured."""
 
     allocated: int = -1
     reserved: int = -1
     host: int = -1
 
     def raised_to(self, other: Peaks) -> Peaks:
-        """The higher of each."""
+        """Return the element-wise maximum."""
         return Peaks(*map(max, self, other))
 
     def describe(self) -> str:
-        """In one phrase: reserved memory on a GPU, resident memory elsewhere."""
+        """Describe the peak: reserved memory on a GPU, otherwise the host peak."""
         return f"{gigabytes(self.reserved)} reserved" if self.reserved >= 0 else f"{gigabytes(self.host)} host peak"
 
 
 class Monitor(Phases):
-    """Measures peaks by phase. It begins with the phase init, at the level that is called idle.
+    """Measures memory peaks by phase. The first phase is init; memory at its start is called idle.
 
-    Which phase it is, is always known; memory is looked at in the first steps, and then as often as takes
-    ``share_of_time``: on a GPU usually in every step, for a tiny model on a CPU in one of many. What happens between
-    two looks still counts for the peaks of the whole run.
+    The current phase is always recorded. Memory is read in the first steps, and then as often as ``share_of_time``
+    allows: on a GPU usually in every step, for a tiny model on a CPU once in many steps. Peaks between two reads still
+    count for the whole run.
 
     Args:
-        device: of this rank.
-        share_of_time: most of the run's time that looking may take.
-        host: reads the host's memory.
+        device: the device of this rank.
+        share_of_time: max share of the run's time for reading memory.
+        host: reader of host memory.
     """
 
     def __init__(
@@ -67,17 +67,17 @@ class Monitor(Phases):
         if self.on_gpu:
             torch.cuda.init()
         self.phase: Phase | None = "init"
-        self.batch: Any = None  # what goes through the model at this moment, as it is on the host
-        self.step = 0  # steps taken; a resumed run sets it
-        self.activity: str | None = "init"  # a phase, loading, or what was announced; ``None`` is what lies between
-        self.samples: Sequence[int] = ()  # that it is done with, by their place in the dataset
-        self.moves = 0  # how often that changed since the last step ended
-        self.on_move: Callable[[], None] | None = None  # called after each of them
-        # No step has been taken with the module as it was built last: compiling may make it a long one.
+        self.batch: Any = None  # the micro-batch in the model, on the host
+        self.step = 0  # steps taken; set by a resumed run
+        self.activity: str | None = "init"  # a phase, loading, or another activity; ``None`` between activities
+        self.samples: Sequence[int] = ()  # samples of the current activity, as indices into the dataset
+        self.moves = 0  # number of activities since the last step ended
+        self.on_move: Callable[[], None] | None = None  # called at the start of each activity
+        # True until the first step with the current module, which may take long because of compilation.
         self.fresh = True
-        # Steps, and GB at their ends: allocated on a GPU, resident elsewhere.
+        # Steps and GB at their ends: allocated memory on a GPU, resident memory elsewhere.
         self.history: list[tuple[int, float]] = []
-        self.warnings: list[str] = []  # to be told to the person; whoever does takes them out
+        self.warnings: list[str] = []  # warnings that were not shown yet; the code that shows them removes them
         self.phases = dict.fromkeys(PHASES, Peaks())
         self._leaks = {"device": LeakCheck("allocated", 10 * MB), "host": LeakCheck("host", 100 * MB, 0.05)}
         self._looking, self._begun, self._levels, self._every = True, 0, 0, 1
@@ -88,7 +88,7 @@ class Monitor(Phases):
         self._restart()
 
     def enter(self, phase: Phase | None, micro: MicroBatch | None = None) -> None:
-        """``phase`` begins, and the one before it ends; ``None`` is what lies between phases."""
+        """End the current phase and start ``phase``; ``None`` means between phases."""
         if self._looking:
             self._look()
         self.phase = phase
@@ -99,18 +99,21 @@ class Monitor(Phases):
         self.doing(phase, self.samples)
 
     def doing(self, activity: str | None, samples: Sequence[int] = ()) -> None:
-        """This rank begins something: for those who watch that it moves on, and say where it was when it did not."""
+        """Record that this rank starts an activity.
+
+        Watchers use it to see that the rank makes progress or, if it does not, where it stopped.
+        """
         self.activity, self.samples = activity, samples
         self.moves += 1
         if self.on_move is not None:
             self.on_move()
 
     def load(self, samples: Sequence[int]) -> None:
-        """A micro-batch of these is waited for; without any, all of the step are there."""
+        """Record that the rank waits for a micro-batch of these samples. No samples: the step's data has arrived."""
         self.doing("loading" if samples else None, samples)
 
     def begin_step(self) -> None:
-        self.enter(None)  # ends init, or a step that failed
+        self.enter(None)  # ends init or a failed step
         self._begun += 1
         self._looking = self._begun <= FIRST_STEPS or time.perf_counter() >= self._next_look
         if self._looking:
@@ -129,7 +132,7 @@ class Monitor(Phases):
 
     @contextmanager
     def evaluating(self) -> Iterator[None]:
-        """An evaluation lasts as long as this context; one that fails stays the phase that it failed in."""
+        """Mark an evaluation. If it fails, evaluation remains the current phase."""
         self._looking = True
         self.enter("evaluation")
         yield
@@ -138,7 +141,6 @@ class Monitor(Phases):
         self._looking = False
 
     def _look(self) -> None:
-        """Credit the peaks since the last look to the phase, and begin new ones."""
         began = time.perf_counter()
         on_device, reading = self._device_peaks(), self.host.read()
         if self.phase is not None:
@@ -150,7 +152,7 @@ class Monitor(Phases):
     def _device_peaks(self) -> Peaks:
         if not self.on_gpu:
             return Peaks()
-        # A dictionary straight from the allocator: memory_stats() would take five times as long to flatten it.
+        # The allocator's own dictionary: memory_stats() takes five times as long, because it flattens it.
         stats = torch.cuda.memory_stats_as_nested_dict(self.device)
         return Peaks(stats["allocated_bytes"]["all"]["peak"], stats["reserved_bytes"]["all"]["peak"])
 
@@ -160,7 +162,6 @@ class Monitor(Phases):
         self.host.restart_peak()
 
     def _look_at_level(self) -> None:
-        """Note the memory at the end of a step, and whether it keeps growing."""
         reading = self.host.read()
         found = [self._leaks["host"].look(self.step, reading.anonymous)]
         level = reading.resident
@@ -171,7 +172,7 @@ class Monitor(Phases):
         self._remember(level / GB)
 
     def _remember(self, gigabytes: float) -> None:
-        """Keep the history short: of a long run, every second, fourth, eighth ... look."""
+        """Add to the history. In a long run it keeps only every second, fourth, eighth ... value."""
         if self._levels % self._every == 0:
             self.history.append((self.step, gigabytes))
         self._levels += 1
@@ -180,13 +181,16 @@ class Monitor(Phases):
             self._every *= 2
 
     def use(self) -> Peaks:
-        """The peaks of the run so far, on this rank."""
+        """Return the peaks of the run so far, on this rank."""
         return self.whole.raised_to(self._device_peaks()._replace(host=process_peak()))
 
     def report(self, all_ranks: bool) -> dict[str, Any]:
-        """The memory section of ``summary.json``, in GB. ``all_ranks`` takes the largest over the ranks: a collective,
-        in which a rank that failed alone must not wait."""
-        if self._looking and self.phase is not None:  # the phase that the run died in
+        """Return the memory section of ``summary.json``, in GB.
+
+        With ``all_ranks`` the values are the max over ranks. This is a collective, so a rank that failed alone must not
+        use it.
+        """
+        if self._looking and self.phase is not None:  # the phase in which the run failed
             self._look()
         values = torch.tensor([self.host_idle, *chain(self.use(), *self.phases.values())])
         joined = all_ranks and torch.distributed.is_initialized()
@@ -209,23 +213,23 @@ class Monitor(Phases):
 
 
 class LeakCheck:
-    """Looks at memory at the ends of steps, and tells once when it keeps growing.
+    """Compares memory at the ends of steps and warns once if it keeps growing.
 
     Args:
-        kind: which memory, for the message.
-        least_bytes: growth since the first looks that is not yet a leak.
+        kind: kind of memory, for the message.
+        least_bytes: growth since the first values up to which it is not a leak.
         least_share: the same, as a share of the first level.
     """
 
     def __init__(self, kind: str, least_bytes: float, least_share: float = 0.0) -> None:
         self.kind, self.least_bytes, self.least_share = kind, least_bytes, least_share
-        # Looks before growth counts: optimizer state, caches and buffers come to be in the first steps.
+        # Number of values to ignore: optimizer state, caches and buffers are allocated during the first steps.
         self.warm_up = 3
         self.first, self.told = (0, 0), False
-        self.levels: deque[int] = deque(maxlen=11)  # since 10 looks ago: all but one of them must have grown
+        self.levels: deque[int] = deque(maxlen=11)  # a leak grows in at least 9 of the last 10 steps
 
     def look(self, step: int, level: int) -> str | None:
-        """Take in the ``level`` in bytes after ``step``; a warning the first time that it must be a leak."""
+        """Add the ``level`` in bytes after ``step``; return a warning the first time that it shows a leak."""
         if self.warm_up > 0:
             self.warm_up -= 1
             self.first = step, level
@@ -239,34 +243,37 @@ class LeakCheck:
             return None
         self.told = True
         return (
-            f"{self.kind} memory grows by {(level - first) / (step - first_step) / MB:.2f} MB a step: "
-            f"{gigabytes(first)} after step {first_step}, {gigabytes(level)} after step {step}. Usually something "
-            "keeps tensors with their graph, such as a list of losses: keep loss.detach() instead"
+            f"{self.kind} memory grows by {(level - first) / (step - first_step) / MB:.2f} MB per step: from "
+            f"{gigabytes(first)} after step {first_step} to {gigabytes(level)} after step {step}. The usual cause is "
+            "a reference to tensors with their graph, such as a list of losses: store loss.detach() instead"
         )
 
 
-# ``run.snapshot``: every allocation on the GPU with its stack, in torch's own format for pytorch.org/memory_viz.
+# ``run.snapshot``: every allocation on the GPU with its stack, in torch's format for pytorch.org/memory_viz.
 
-MOST_EVENTS = 100_000  # the last allocations and frees that are kept: some hundreds of MB of host memory
+MOST_EVENTS = 100_000  # max allocations and frees to keep (the last ones): some hundred MB of host memory
 
 
 def require_recordable(recipe: Recipe, accelerator: str) -> None:
-    """Refuse ``run.snapshot`` where there is nothing to record: on any accelerator but cuda."""
+    """Reject ``run.snapshot`` on accelerators other than cuda, which have nothing to record."""
     require(
         not recipe.run.snapshot or accelerator == "cuda",
         "run.snapshot=true records the history of torch's CUDA allocator, which a run on the CPU does not use: "
-        "leave it out, or use run.accelerator cuda",
+        "remove it, or use run.accelerator cuda",
     )
 
 
 def snapshot_path(run_dir: Path, rank: int, world_size: int) -> Path:
-    """Where ``rank`` writes: a file of its own when there are several."""
+    """Return the path that ``rank`` writes to: one file per rank."""
     return run_dir / (f"memory_snapshot.rank{rank}.pickle" if world_size > 1 else "memory_snapshot.pickle")
 
 
 @contextmanager
 def recorded(target: Path) -> Iterator[None]:
-    """Record within this context and write ``target``, a pickle that nothing here reads, at its end or an error's."""
+    """Record allocations in this context and write ``target`` at its end, also after an error.
+
+    The file is a pickle. The trainer never reads it.
+    """
     torch.cuda.memory._record_memory_history(max_entries=MOST_EVENTS, stacks="python")
     try:
         yield
@@ -274,6 +281,6 @@ def recorded(target: Path) -> Iterator[None]:
         try:
             with staged_file(target) as part:
                 torch.cuda.memory._dump_snapshot(str(part))
-        except OSError as error:  # must not hide an error that the run ends with
+        except OSError as error:  # must not hide the error that ends the run
             warnings.warn(f"{target} could not be written: {error}", stacklevel=2)
         torch.cuda.memory._record_memory_history(enabled=None)

@@ -1,4 +1,4 @@
-"""Out of memory: how it is told from other errors, and what to say and to try."""
+"""Out-of-memory errors: how to detect them, and the message with settings to try next."""
 
 from __future__ import annotations
 
@@ -20,24 +20,24 @@ SIGNS = re.compile(
     r"""
     can't\ allocate\ memory |  # the host's allocator
     # runtime, driver, Triton, and NCCL, which quotes
-    CUDA\ ran\ out\ of\ memory |  # cuDNN's attention, outside of torch's allocator
+    CUDA\ ran\ out\ of\ memory |  # cuDNN's attention, outside torch's allocator
     \b(?:CUDA|HIP)\]?:?\ (?:(?:driver\ )?error:\ |failure\ (?:\d+\ )?')?out\ of\ memory |
     \bCU[A-Z]+_STATUS\w*_ALLOC(?:ATION)?_FAILED\b |  # cuBLAS, cuDNN, ...
     CUBLAS_STATUS_NOT_INITIALIZED .* \bcublas(?:Lt)?Create  # no room for a handle
     """,
     re.VERBOSE | re.IGNORECASE,
 )
-"""What a RuntimeError says when a device, one of its libraries or the host's allocator gets no memory."""
+"""Matches a RuntimeError of a device, one of its libraries or the host's allocator that gets no memory."""
 
 MOST_LENGTHS = 16
 
 
 class OutOfMemory(RunError):
-    """The run needs more memory than there is. The message says where it was and which knobs may help."""
+    """The run needs more memory than is available. The message names the phase and the knobs that may help."""
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether ``error`` says that a device or the host has no memory left."""
+    """Return whether ``error`` means that a device or the host has no memory left."""
     said = isinstance(error, RuntimeError) and SIGNS.search(str(error)) is not None
     return said or isinstance(error, torch.OutOfMemoryError)
 
@@ -53,15 +53,15 @@ def describe_oom(
     recipe: Recipe | None = None,
     on_gpu: bool = True,
 ) -> str:
-    """One line: where memory ran out, on what, under which plan, and what to try next.
+    """Describe in one line where memory ran out, the micro-batch, the plan, and what to try next.
 
     Args:
-        error: what was raised on ``rank``.
-        phase: init, forward, backward, step or evaluation; ``None`` between them.
-        lengths: tokens of each sample in the micro-batch, for texts.
-        shapes: of the micro-batch's tensors; said where there are no lengths.
-        recipe: the wishes that ``plan`` was decided from; without them no knob is named.
-        on_gpu: whether the device is one: on the CPU, moving things to host memory saves nothing.
+        error: the error on ``rank``.
+        phase: init, forward, backward, step or evaluation; ``None`` between phases.
+        lengths: number of tokens of each sample in the micro-batch, for texts.
+        shapes: shapes of the micro-batch's tensors; used without ``lengths``.
+        recipe: the recipe of ``plan``; without it no knob is named.
+        on_gpu: whether the device is a GPU. On the CPU, offloading to host memory saves nothing.
     """
     parts = [f"out of memory {f'in {phase}' if phase else 'between phases'} on rank {rank}{_wanted(str(error))}"]
     if lengths:
@@ -74,14 +74,17 @@ def describe_oom(
     parts.append(f"plan: {plan.describe()}")
     if recipe is not None:
         knobs = next_knobs(plan, recipe, phase, on_gpu)
-        none_left = "no knob is left that could help: use more ranks, a larger device or a smaller model"
+        none_left = "no other knob can help: use more ranks, a larger device or a smaller model"
         parts.append(f"try next: {', '.join(knobs)}" if knobs else none_left)
     return "; ".join(parts)
 
 
 def next_knobs(plan: Plan, recipe: Recipe, phase: str | None = None, on_gpu: bool = True) -> list[str]:
-    """Flags that may help next, each by itself, the cheapest first; lossy ones last, and marked. Left out are those on
-    already, of no use in ``phase`` (``None``: any), or refused with the rest of ``recipe``."""
+    """Return flags that may help, each by itself: the cheapest first, lossy ones last and marked.
+
+    Flags are left out if they are set already, do not help in ``phase`` (``None``: any phase), or cannot be combined
+    with the rest of ``recipe``.
+    """
     found: dict[bool, list[str]] = {False: [], True: []}
     for remedy in _candidates(plan, recipe):
         if (phase is not None and phase not in remedy.phases) or (remedy.to_host and not on_gpu):
@@ -89,7 +92,7 @@ def next_knobs(plan: Plan, recipe: Recipe, phase: str | None = None, on_gpu: boo
         try:
             memory = dataclasses.replace(recipe.memory, **remedy.memory)
             decided = decide_plan(recipe.replace(memory=memory, **remedy.recipe), plan.world_size)
-        except RecipeError:  # refused together with the rest
+        except RecipeError:  # cannot be combined with the rest
             continue
         if decided.memory != plan.memory or decided.first_cut != plan.first_cut:
             found[bool(set(decided.lossy) - set(plan.lossy))].append(remedy.flags)
@@ -97,13 +100,13 @@ def next_knobs(plan: Plan, recipe: Recipe, phase: str | None = None, on_gpu: boo
 
 
 def sample_lengths(batch: Any) -> list[int] | None:
-    """Tokens of each sample of a text micro-batch on the host, padding left out; ``None`` for anything else."""
+    """Return the tokens of each sample of a text micro-batch on the host, without padding; otherwise ``None``."""
     mask = batch.get("attention_mask") if isinstance(batch, Mapping) else None
     return mask.sum(-1).tolist() if isinstance(mask, torch.Tensor) and mask.ndim == 2 else None
 
 
 def shapes_of(batch: Any) -> dict[str, tuple[int, ...]]:
-    """Shapes of the tensors in a micro-batch, by key or by number."""
+    """Return the shapes of the tensors in a micro-batch, by key or by number."""
     if isinstance(batch, torch.Tensor):
         return {"tensor": tuple(batch.shape)}
     items = batch.items() if isinstance(batch, Mapping) else enumerate(batch if isinstance(batch, list | tuple) else ())
@@ -112,7 +115,7 @@ def shapes_of(batch: Any) -> dict[str, tuple[int, ...]]:
 
 @dataclass(frozen=True)
 class Remedy:
-    """Something to try: its flags, what they change, whose peak it lowers, and whether it moves memory to the host."""
+    """A change to try: its flags, the settings, the phases whose peak it lowers, and whether it uses host memory."""
 
     flags: str
     memory: Mapping[str, Any]
@@ -139,23 +142,23 @@ def _smaller_micro_batches(plan: Plan, recipe: Recipe) -> Remedy:
     if most is not None:
         most = max(1, most // 2)
         return Remedy(f"--memory.micro_batch_tokens {most}", {"micro_batch_tokens": most}, FORWARDS)
-    if isinstance(recipe.accumulate, Mapping) and recipe.batch_size is None:  # a batch that changes from epoch to epoch
+    if isinstance(recipe.accumulate, Mapping) and recipe.batch_size is None:  # the batch changes by epoch
         parts = next(n for n in range(2, cut.micro_batch_size + 1) if cut.micro_batch_size % n == 0)
         size, schedule = cut.micro_batch_size // parts, {epoch: n * parts for epoch, n in recipe.accumulate.items()}
         flags, changes = f"--memory.micro_batch_size {size} --accumulate '{schedule}'", {"accumulate": schedule}
         return Remedy(flags, {"micro_batch_size": size}, FORWARDS, recipe=changes)
     size = cut.micro_batch_size // 2
     keeps = f"--batch_size {cut.batch_size} " if recipe.batch_size is None else ""
-    given_way = {"batch_size": cut.batch_size, "accumulate": None}  # to the flags
-    return Remedy(f"{keeps}--memory.micro_batch_size {size}", {"micro_batch_size": size}, FORWARDS, recipe=given_way)
+    batch = {"batch_size": cut.batch_size, "accumulate": None}
+    return Remedy(f"{keeps}--memory.micro_batch_size {size}", {"micro_batch_size": size}, FORWARDS, recipe=batch)
 
 
 def _wanted(message: str) -> str:
-    """What torch says of the allocation that failed, in brackets; the rest of its message is about its own settings."""
+    """Return the size of the allocation that failed, in brackets. The rest of torch's message is about its settings."""
     found = re.search(r"[Tt]ried to allocate ([\d.]+ (?:[KMGT]i?B|bytes))", message)
     total = re.search(r"total capacity of ([\d.]+ [KMGT]iB)", message)
     if not found:
         return ""
     number, unit = found[1].split()
     wanted = gigabytes(float(number)) if unit == "bytes" else found[1]
-    return f" ({wanted} more were wanted{f', the device has {total[1]}' if total else ''})"
+    return f" ({wanted} more requested{f', the device has {total[1]}' if total else ''})"

@@ -1,4 +1,4 @@
-"""The optimizer: which parameters decay, which implementation runs, and whether it updates during the backward."""
+"""The optimizer: its implementation, and updates during the backward pass."""
 
 from __future__ import annotations
 
@@ -34,22 +34,24 @@ def build_optimizer(
     device: torch.device,
     fused: bool = True,
 ) -> Optimizer:
-    """The optimizer over the ``parameters`` that train.
+    """Build the optimizer over ``parameters``, those that train.
 
     Args:
-        parameters: weights, sharded already where they are to be, or their masters in host memory; on ``device``. With
-            the rule of each, or without one: then only the shape says whether it decays.
-        optim: which optimizer, and its learning rate and decay.
-        memory: how many bits its state has, how it rounds, and whether it updates during the backward.
-        fused: use torch's fused kernels where there are some; they take no complex parameters and no sparse gradients.
-            On a CPU they round the last elements of a tensor otherwise than the others, so that a weight's update
-            depends on where it is in its shard.
+        parameters: the final tensors, on ``device``: weights (sharded already) or their masters in host memory.
+            A mapping gives the update rule of each. Otherwise the shape decides whether a parameter decays.
+        optim: the optimizer, its learning rate and decay.
+        memory: bits of the optimizer state, rounding, and updates during the backward.
+        fused: use torch's fused kernels if available. They support no complex parameters and no sparse gradients. On a
+            CPU they round the last elements of a tensor differently, so an update depends on the position in its shard.
 
     Raises:
-        RecipeError: when no parameter trains, or the optimizer's package is not installed.
+        RecipeError: if no parameter trains, or the optimizer's package is not installed.
     """
     if not parameters:
-        raise RecipeError("every parameter is frozen: raise model.train_last_blocks, or mend optim.groups")
+        raise RecipeError(
+            "every parameter is frozen, so nothing would be trained: raise model.train_last_blocks, or change "
+            "optim.groups"
+        )
     rules = parameters if isinstance(parameters, Mapping) else {p: rule_of(p, optim) for p in parameters}
     groups = grouped(rules, optim.lr)
     fused = fused and _has_fused_kernel(optim.kind, device, list(rules))
@@ -75,14 +77,14 @@ def _optimizer_of(groups: Any, optim: Optim, memory: Memory, device: torch.devic
     if optim.name == "rmsprop":
         options.pop("nesterov", None)
     options |= given(optim)
-    # Fused kernels want to unscale fp16 gradients themselves, which clipping comes too late for.
+    # Fused kernels unscale fp16 gradients during the update, when it is too late to clip them.
     if fused and memory.precision != "16-mixed":
         options["fused"] = True
     return OPTIMIZERS[optim.kind](groups, lr=optim.lr, **options)  # type: ignore[call-arg]
 
 
 def given(optim: Optim) -> dict[str, Any]:
-    """The betas and the epsilon, where they are not left to the optimizer."""
+    """Return the betas and the epsilon that the recipe sets."""
     betas = {} if optim.betas is None else {"betas": tuple(optim.betas)}
     return betas | ({} if optim.eps is None else {"eps": optim.eps})
 
@@ -90,19 +92,19 @@ def given(optim: Optim) -> dict[str, Any]:
 def _has_fused_kernel(name: str, device: torch.device, parameters: Sequence[Tensor]) -> bool:
     if not all(p.is_floating_point() for p in parameters):
         return False
-    if any(isinstance(p, DTensor) for p in parameters):  # DTensor knows the kernels of these two only
+    if any(isinstance(p, DTensor) for p in parameters):  # DTensor supports the kernels of these two only
         return name in ("adamw", "adam")
     return name in ("adamw", "adam", "sgd") or (name == "adagrad" and device.type == "cpu")
 
 
 class OptimizerInBackward(Optimizer):
-    """``optimizer``, taken apart: backward updates one parameter after the other and frees its gradient.
+    """Splits ``optimizer`` so that backward updates one parameter at a time and frees its gradient.
 
-    ``step`` does nothing, for the last backward has done it all; the groups and the state are those of ``optimizer``,
-    so schedulers and checkpoints see no difference. The result is the same, as long as every backward is a step and
-    nothing needs all gradients at once (no accumulation, no clipping, no skipped steps).
+    ``step`` does nothing, because the last backward has made all updates. Groups and state are shared with
+    ``optimizer``, so schedulers and checkpoints see no difference. The result is the same if every backward is a step
+    and nothing needs all gradients at once (no accumulation, no clipping, no skipped steps).
 
-    The update of a parameter must read no other one. ``optimizer`` is used up.
+    The update of a parameter must not read other parameters. Do not use ``optimizer`` afterwards.
     """
 
     def __init__(self, optimizer: Optimizer) -> None:
@@ -117,10 +119,10 @@ class OptimizerInBackward(Optimizer):
                 GradientSync.on_gradient(parameter, self._update, number)
 
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        """Nothing: the weights were updated in the backward."""
+        """No-op: the weights were updated in the backward."""
 
     def make_state(self) -> None:
-        """Let the optimizer make its state, by a step of length 0 for one parameter after the other."""
+        """Create the optimizer's state by a step of length 0, one parameter at a time."""
         for number, group in enumerate(self.param_groups):
             rate = group["lr"]
             group["lr"] = rate * 0
@@ -131,23 +133,22 @@ class OptimizerInBackward(Optimizer):
         self.forget_norms()
 
     def forget_norms(self) -> None:
-        """Begin to record the gradient norms of another step."""
+        """Start to record the gradient norms of the next step."""
         self.norms: list[Tensor] = []
         self.shard_norms: list[Tensor] = []
 
     def norm(self) -> Tensor:
-        """The global norm of the gradients since ``forget_norms``: a scalar, the same on all ranks, on the device."""
+        """Return the global gradient norm since ``forget_norms``: a scalar on the device, the same on all ranks."""
         squares = self._square_sum(self.shard_norms)
         for group in self.shard_groups:
             torch.distributed.all_reduce(squares, group=group)
         return (squares + self._square_sum(self.norms)).sqrt()
 
     def _update(self, number: int, parameter: Tensor) -> None:
-        """Step ``parameter``, which is of group ``number``, and free its gradient."""
-        if parameter.grad is None:  # FSDP calls the hooks of parameters that got none, too
+        if parameter.grad is None:  # FSDP also calls the hooks of parameters without a gradient
             return
         self._record_norm(parameter.grad)
-        # One optimizer does them all in turn: it is shown this parameter alone, with what the schedule says now.
+        # One optimizer updates all parameters: it sees only this parameter, with the group's current settings.
         self.optimizer.param_groups = [{**self.param_groups[number], "params": [parameter]}]
         self.optimizer.state = self.state
         self.optimizer.step()
@@ -155,7 +156,7 @@ class OptimizerInBackward(Optimizer):
 
     def _record_norm(self, gradient: Tensor) -> None:
         part = local(gradient)
-        if part.is_cuda:  # FSDP may have made it on another stream than this one: its memory must wait for this one
+        if part.is_cuda:  # FSDP may have allocated it on another stream: its memory must not be reused too early
             part.record_stream(torch.cuda.current_stream(part.device))
         norm = torch.linalg.vector_norm(part, dtype=torch.promote_types(part.dtype, torch.float32))
         (self.shard_norms if isinstance(gradient, DTensor) else self.norms).append(norm)
@@ -165,7 +166,7 @@ class OptimizerInBackward(Optimizer):
 
 
 class AppliedInBackward(GradientSync):
-    """Gradients are gone when their norm is known, and the weights updated: a step cannot be skipped."""
+    """Gradient sync for updates in backward: when the norm is known, weights are updated and no step can be skipped."""
 
     applied = True
 
@@ -181,6 +182,6 @@ class AppliedInBackward(GradientSync):
 
 
 def _shard_groups(parameter: DTensor) -> list[Any]:
-    """The ranks that hold the other shards of ``parameter``; not those with its replicas in hybrid sharding."""
+    """Return the groups of ranks with the other shards of ``parameter``, without replicas of hybrid sharding."""
     mesh = parameter.device_mesh
     return [mesh.get_group(at) for at, placement in enumerate(parameter.placements) if placement.is_shard()]

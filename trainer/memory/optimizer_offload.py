@@ -1,16 +1,16 @@
 """``memory.cpu_offload``: gradients, fp32 master weights and optimizer state live in host memory.
 
-With ``optimizer``, the device holds the weights that forward and backward use, and nothing else that lasts. Each
-gradient leaves for an fp32 accumulator in host memory the moment it is ready, on a stream of its own, and is freed; the
-optimizer updates the master weights on the host (for AdamW with torch's fused CPU kernel), and the result goes back.
-What it can do of that while the last backward goes on, it does: see ``update_ahead.py``.
+With ``optimizer``, only the weights that forward and backward use stay on the device. Each gradient is copied to an
+fp32 accumulator in host memory on a separate stream as soon as it is ready, and is freed. The optimizer updates the
+master weights on the host (for AdamW with torch's fused CPU kernel), and the result is copied back. Some updates run
+during the last backward already: see ``update_ahead.py``.
 
-In ``bf16-mixed`` and ``16-mixed`` the weights that autocast would cast before every use (those of linear layers,
-convolutions and attention) are kept in half precision on the device: what autocast makes of the fp32 weights, bit for
-bit, at half the memory. All others stay in fp32.
+In ``bf16-mixed`` and ``16-mixed``, the weights that autocast would cast before every use (those of linear layers,
+convolutions and attention) are stored on the device in half precision. They have the bits that autocast would compute
+from the fp32 weights, in half the memory. All other weights stay in fp32.
 
-With ``parameters``, FSDP streams the weights, and their gradients add up in host memory in the same way, unwaited for:
-FSDP alone copies each into pageable memory and waits for it, from the second micro-step on.
+With ``parameters``, FSDP streams the weights, and gradients accumulate in host memory in the same way, without waits.
+FSDP alone copies each gradient into pageable memory and waits for it, from the second micro-step on.
 """
 
 from __future__ import annotations
@@ -36,35 +36,35 @@ from trainer.memory.update_ahead import UpdateAhead
 from trainer.recipe import Precision
 
 CHUNK, MAX_CHUNK = 2**19, 2**23
-"""Elements accumulated at once, an eighth of the largest tensor within these bounds: 2 MB in fp32 are enough for the
-bus, but Python takes about 50 us for each, on the thread that launches the backward."""
+"""Bounds for the elements of a chunk, which is an eighth of the largest tensor. 2 MB in fp32 use the full speed of the
+bus, but each chunk costs about 50 us of Python on the thread that launches the backward."""
 
-IN_FLIGHT = 2  # gradients on their way to the host at most; a third waits, so that the peak is always the same
+IN_FLIGHT = 2  # max gradients being copied to the host; a third waits, so that the peak does not depend on timing
 
 BUCKET = 2**23
-"""Elements that are reduced over the ranks at once, 32 MB in fp32, once a step, from the accumulators: of 47 million
-parameters on 2 gloo ranks in 0.2 s, against 2.0 s for reducing each gradient of each of 4 micro-steps."""
+"""Elements of the accumulators that are reduced over ranks at once (32 MB in fp32), once per step. For 47 million
+parameters on 2 gloo ranks this takes 0.2 s, against 2.0 s for each gradient of each of 4 micro-steps."""
 
 PIECE, MAX_PIECE = 2**24, 2**28
-"""Elements of host memory that are allocated at once, unless one tensor is larger: 64 MB to 1 GB in fp32."""
+"""Bounds for the elements of one host allocation, unless one tensor is larger: 64 MB to 1 GB in fp32."""
 
 CAST_BY_AUTOCAST = (nn.Linear, nn.modules.conv._ConvNd, nn.MultiheadAttention)
 
 
 def take_home(module: nn.Module, plan: Plan, device: torch.device) -> dict[nn.Parameter, Tensor]:
-    """Make the master weights, and leave on ``device`` what forward and backward use.
+    """Create the master weights in host memory, and put the weights for forward and backward on ``device``.
 
-    The weights of ``module``, in fp32 (fp64 for ``64-true``), are on the host, or sharded by FSDP. Returns for each
-    parameter that trains, or of which the device does not have all that is known, its weights: of the same shape (that
-    of the local shard under FSDP), in host memory, pinned where there is a GPU.
+    The weights of ``module`` are in fp32 (fp64 for ``64-true``), on the host or sharded by FSDP. Returns a master for
+    each parameter that trains, or that the device does not hold exactly. It has the shape of the parameter (under FSDP
+    of the local shard), and is pinned if the device is a GPU.
     """
     masters: dict[nn.Parameter, Tensor] = {}
     dtypes = dict.fromkeys(_kept_in_half(module, plan.memory.precision), HALF.get(plan.memory.precision))
 
     def send(parameter: nn.Parameter) -> None:
-        if not isinstance(parameter, DTensor):  # FSDP has put its shards on the device, and casts as it gathers
+        if not isinstance(parameter, DTensor):  # FSDP's shards are on the device already, and are cast when gathered
             dtype = dtypes.get(parameter, parameter.dtype)
-            # Contiguous, as the masters are: both are cut into chunks.
+            # Contiguous like the masters, because both are cut into chunks.
             parameter.data = parameter.detach().to(device, dtype, copy=True, memory_format=torch.contiguous_format)
 
     kept = {p: local(p.detach()) for p in module.parameters() if p.requires_grad or not _survives(p, dtypes.get(p))}
@@ -79,19 +79,18 @@ def take_home(module: nn.Module, plan: Plan, device: torch.device) -> dict[nn.Pa
 
 
 def _survives(parameter: nn.Parameter, half: torch.dtype | None) -> bool:
-    """Whether a frozen parameter loses nothing where it is kept in ``half`` precision (``None``: as it is): pretrained
-    weights that were saved in it round to what they were."""
+    """Return whether a frozen parameter is exact in ``half`` precision, as weights saved in it; ``None``: its dtype."""
     if half is None or isinstance(parameter, DTensor):
         return True
     return parameter.dtype == torch.float32 and torch.equal(parameter.to(half).float(), parameter)
 
 
 def _kept_in_half(module: nn.Module, precision: Precision) -> set[nn.Parameter]:
-    """The parameters that only operations in half precision use: under autocast not all of them."""
+    """Return the parameters that only half-precision operations use: under autocast a part of them."""
     if precision not in HALF:
         return set()
     if precision in ("bf16-true", "16-true"):
-        statistics = [part for part in module.modules() if isinstance(part, _BatchNorm)]  # which are in fp32
+        statistics = [part for part in module.modules() if isinstance(part, _BatchNorm)]  # kept in fp32
         real = {parameter for parameter in module.parameters() if parameter.is_floating_point()}
         return real - {p for part in statistics for p in part.parameters()}
     inside: set[nn.Parameter] = set()
@@ -102,16 +101,16 @@ def _kept_in_half(module: nn.Module, precision: Precision) -> set[nn.Parameter]:
 
 
 class HostGradients(GradientSync):
-    """Gradients that are accumulated in host memory, and brought together over the ranks from there.
+    """Accumulates gradients in host memory, and reduces them over ranks there.
 
     Args:
-        masters: what ``take_home`` returned, of the parameters that train. They get their gradients after the last
+        masters: the masters of the trained parameters, from ``take_home``. They get their gradients after the last
             backward of a window.
-        device: that computes.
-        optimizer: over the master weights; after each of its steps the new weights go to the device.
-        world_size: ranks.
-        replicas: how many ranks hold each shard, when FSDP has sharded the parameters.
-        scaler: of fp16 gradients.
+        device: the device that computes.
+        optimizer: the optimizer of the masters; after each of its steps the new weights are copied to the device.
+        world_size: number of ranks.
+        replicas: number of ranks that hold each shard, with FSDP.
+        scaler: the scaler of fp16 gradients.
     """
 
     def __init__(
@@ -126,7 +125,7 @@ class HostGradients(GradientSync):
         super().__init__(list(masters.values()))
         self.masters, self.device, self.world_size, self.replicas = masters, device, world_size, replicas
         self.sharded = any(isinstance(p, DTensor) for p in masters)
-        self.reduced = world_size > 1 and not self.sharded  # FSDP has reduced what arrives here
+        self.reduced = world_size > 1 and not self.sharded  # gradients from FSDP are already reduced
         self.pieces, self.members = zip(*in_pieces(masters, device.type == "cuda"), strict=True)
         self.homes = {parameter: home for members in self.members for parameter, home in members.items()}
         options = self.pieces[0].dtype, self.sharded, max(master.numel() for master in masters.values())
@@ -139,48 +138,47 @@ class HostGradients(GradientSync):
         optimizer.register_step_post_hook(lambda *_: self._stepped())
 
     def begin(self, window: Window) -> None:
-        self.ahead.undo()  # of a step that has failed
+        self.ahead.undo()  # updates of a failed step
         self.is_complete = False
 
     def before_last_backward(self) -> None:
         self.ahead.open()
-        self.is_complete = not self.reduced  # else what arrives is this rank's
+        self.is_complete = not self.reduced  # otherwise gradients are those of this rank only
 
     @torch.no_grad()
     def _leave(self, parameter: Tensor) -> None:
-        """Called by autograd, or by FSDP, when the gradient of a micro-step is complete."""
         assert isinstance(parameter, nn.Parameter)
-        if parameter.grad is None:  # FSDP may call the hooks of parameters that got none, too
+        if parameter.grad is None:  # FSDP may also call the hooks of parameters without a gradient
             return
         gradient, parameter.grad = self._gradient(parameter), None
         home, adds = self.homes[parameter], parameter in self.arrived
         self.arrived.add(parameter)
-        if self._trained(parameter)[0] in self.ahead.taken:  # a backward within this one has brought a part before
+        if self._trained(parameter)[0] in self.ahead.taken:  # a nested backward has added a part before
             self.ahead.undo()
         arrived = self.bring_home(gradient, home, adds)
         if self.is_complete:
             self.ahead.take(*self._trained(parameter), arrived)
 
     def bring_home(self, gradient: Tensor, home: Tensor, adds: bool, held: bool = False) -> Callable[[], None] | None:
-        """Copy ``gradient`` to ``home``, or add it there; returns what waits for that, if it takes time. With ``held``,
-        its memory is not used again before."""
+        """Copy ``gradient`` to ``home``, or add it there; return a function that waits for that, if needed.
+
+        With ``held``, the memory of ``gradient`` is not reused before."""
         if self.carrier is not None:
             return self.carrier.carry(gradient, home, adds, held).synchronize
         (home.add_ if adds else home.copy_)(gradient)
         return None
 
     def _trained(self, parameter: nn.Parameter) -> tuple[Tensor, Tensor]:
-        """What the optimizer updates for ``parameter``, and the gradient it is given."""
+        """Return the tensor that the optimizer updates for ``parameter``, and its gradient."""
         return self.masters[parameter], self.homes[parameter]
 
     def _gradient(self, parameter: nn.Parameter) -> Tensor:
-        """What has arrived for ``parameter``, where it was computed."""
         assert parameter.grad is not None
         return local(parameter.grad)
 
     @torch.no_grad()
     def after(self) -> None:
-        """Wait for the last gradient, and take the mean over the ranks."""
+        """Wait for the last gradient, and average over ranks."""
         if self.carrier is not None:
             self.carrier.wait()
         if self.tied is not None:
@@ -199,7 +197,6 @@ class HostGradients(GradientSync):
         self.arrived.clear()
 
     def _reduce(self, reached: set[nn.Parameter]) -> None:
-        """Take the mean over the ranks; what has it is updated while the next is on its way."""
         begun: list[Callable[[], None]] = []
         for number, members in enumerate(self.members):
             begun += [begin_mean(piece.split(BUCKET)) for piece in self.pieces[len(begun) : number + 2]]
@@ -217,7 +214,7 @@ class HostGradients(GradientSync):
         self.arrived.clear()
 
     def norm(self) -> Tensor:
-        """On the host; from the shards of all ranks under FSDP."""
+        """Return the global norm, computed on the host; under FSDP from the shards of all ranks."""
         known = self.ahead.norms if self.alike else {}
         if known:
             reached = [(self._trained(p)[0], m.grad) for p, m in self.masters.items() if m.grad is not None]
@@ -240,8 +237,11 @@ class HostGradients(GradientSync):
 
     @torch.no_grad()
     def send_back(self) -> None:
-        """Give the device the master weights, rounded to the type that it keeps them in: on the host, where their
-        gradients were. What is computed next waits for them, and the next gradients come after that."""
+        """Copy the master weights to the device, rounded to the dtype of the parameters.
+
+        The host rounds them into the memory of their gradients. This is safe, because the next computation waits for
+        the copies, and the next gradients come after it.
+        """
         for parameter, master in self.masters.items():
             target, source = local(parameter.detach()), master.detach()
             if self.carrier is not None and target.dtype != source.dtype:
@@ -251,10 +251,10 @@ class HostGradients(GradientSync):
 
 
 def in_pieces(like: Mapping[nn.Parameter, Tensor], pinned: bool) -> Iterator[tuple[Tensor, dict[nn.Parameter, Tensor]]]:
-    """Host memory for a tensor like each of ``like``: one flat piece after another, and the tensors cut from it.
+    """Allocate host memory for a tensor like each of ``like``: yield flat pieces, each with the tensors cut from it.
 
-    Torch rounds pinned memory up to a power of two. The largest tensors that are left fill each piece (first-fit
-    decreasing), whose size is the power of two of which the smallest share, in whole percent, stays unused.
+    Torch rounds pinned memory up to a power of two. Each piece is filled with the largest remaining tensors (first-fit
+    decreasing). Its size is the power of two with the smallest unused share, in whole percent.
     """
     sizes = {p: like[p].numel() for p in sorted(like, key=lambda p: -like[p].numel())}
 
@@ -279,13 +279,14 @@ def in_pieces(like: Mapping[nn.Parameter, Tensor], pinned: bool) -> Iterator[tup
 
 
 class StreamedGradients(HostGradients):
-    """Takes the gradients of each part of ``module``, with shards in host memory, as soon as FSDP has reduced them.
-    Its ``parameters`` are all of one type, in which their gradients add up, as FSDP would add them."""
+    """Takes the gradients of each FSDP part of ``module``, with shards in host memory, as soon as they are reduced.
+
+    All ``parameters`` have the same dtype, and gradients are accumulated in it, as FSDP does.
+    """
 
     @staticmethod
     def serves(parameters: Sequence[nn.Parameter], world_size: int) -> bool:
-        """Whether nothing is left to do with reduced gradients but a cast. In fp64 FSDP divides those of more than two
-        ranks once more; and parts with several types are cast type by type."""
+        """Return whether reduced gradients need only a cast: FSDP divides fp64 of more than two ranks once more."""
         dtypes = {parameter.dtype for parameter in parameters}
         return len(dtypes) == 1 and (dtypes != {torch.float64} or world_size <= 2)
 
@@ -303,21 +304,22 @@ class StreamedGradients(HostGradients):
         self.in_one, self.expected, self.unused = torch.empty(0), 0, torch.empty(0)
         self.shards: dict[nn.Parameter, DTensor] = {}
         parts = [part for part in module.modules() if isinstance(part, FSDPModule)]
-        part_of = {p: part for part in parts for p in part.parameters() if p.requires_grad}  # the innermost comes last
+        part_of = {p: part for part in parts for p in part.parameters() if p.requires_grad}  # inner parts win
         sizes = Counter(part_of.values())
         for part in parts:
             part.set_all_reduce_hook(partial(self._take, sizes[part]))
         self.groups = [group for part in parts if (group := part._get_fsdp_state()._fsdp_param_group) is not None]
 
     def before_last_backward(self) -> None:
-        """Nothing is updated ahead where a part was used more than once: a reentrant checkpoint brings its gradient
-        after each use, and gathers the weights anew for the next."""
+        """Allow updates during the last backward only if every part was used once.
+
+        With a reentrant checkpoint a part gets a gradient after each use, and its weights are gathered again.
+        """
         if all(len(group._post_forward_indices) < 2 for group in self.groups):
             super().before_last_backward()
 
     def _take(self, expected: int, reduced: Tensor) -> None:
-        """Called by FSDP with the shards of a part's gradients; replaces them by unused host memory of all parts, which
-        it need not cast."""
+        """Take the shards of a part's gradients from FSDP, and leave a host buffer that it need not cast instead."""
         if len(self.unused) < len(reduced):
             self.unused = torch.empty(reduced.shape, dtype=self.pieces[0].dtype, device="cpu")
         self.in_one, self.expected = reduced.detach().to(self.unused.dtype), expected
@@ -329,7 +331,7 @@ class StreamedGradients(HostGradients):
         cut = local(shard)
         gradient = self.in_one.as_strided(cut.shape, cut.stride(), cut.storage_offset())
         self.expected -= 1
-        if not self.expected:  # else, where a loss did not reach all of the part, it is freed with the next one
+        if not self.expected:  # if the loss did not reach all of the part, the next part frees the memory
             self.in_one = torch.empty(0)
         shard._local_tensor = self.homes[parameter]  # ``from_local`` would move it to the device
         self.shards[parameter] = shard
@@ -340,24 +342,24 @@ class StreamedGradients(HostGradients):
 
     @torch.no_grad()
     def after(self) -> None:
-        """Wait for the last gradient; they are DTensors again, for the optimizer."""
+        """Wait for the last gradient, and give the optimizer DTensors again."""
         super().after()
         for parameter, master in self.masters.items():
             if master.grad is not None:
                 parameter.grad = self.shards[parameter]
 
     def send_back(self) -> None:
-        """Nothing: the weights are streamed from where the optimizer updates them."""
+        """No-op: the weights are streamed from the memory in which the optimizer updates them."""
 
 
 class Carrier:
-    """Moves tensors between a GPU and pinned host memory, in chunks, beside the computation.
+    """Moves tensors between a GPU and pinned host memory in chunks, concurrently with the computation.
 
-    One chunk comes from the host while the sum of another goes there: the bus has a lane for each way.
+    One chunk comes from the host while the sum of another chunk goes there, because the bus is full duplex. A chunk is
+    an eighth of a tensor of ``largest`` elements, within bounds.
 
-    Its chunks are an eighth of a tensor of ``largest`` elements, within bounds. Where it is ``told``, the stream that
-    gradients are allocated on calls ``follow`` before it allocates the next one, so that each may be freed at once;
-    otherwise the stream that carries them waits for the oldest ones.
+    If ``told`` is true, the stream that allocates gradients calls ``follow`` before it allocates the next one, so that
+    each can be freed at once. Otherwise the computing stream waits for the oldest copies.
     """
 
     def __init__(self, device: torch.device, dtype: torch.dtype, told: bool = False, largest: int = 0) -> None:
@@ -365,16 +367,19 @@ class Carrier:
         self.chunk = chunk_size(largest)
         self.coming, self.going = torch.cuda.Stream(device), torch.cuda.Stream(device)
         self.staging = torch.empty(2, self.chunk, dtype=dtype, device=device)
-        self.gone = [self.going.record_event(), self.going.record_event()]  # what was staged in each half
+        self.gone = [self.going.record_event(), self.going.record_event()]  # for each half of ``staging``
         self.turn = 0
         self.in_flight: deque[tuple[Tensor, torch.cuda.Event]] = deque()
-        self.written: set[int] = set()  # homes of which ``coming`` does not know yet that something has arrived there
+        self.written: set[int] = set()  # addresses written by ``going`` since ``coming`` last waited for it
         self.chunks: Callable[[Tensor, Tensor, int], Iterable[tuple[Tensor, Tensor]]] = in_chunks
-        """How a transfer is cut. The planner traces one chunk for all."""
+        """Cuts a transfer into chunks. The planner replaces it, to trace a single chunk."""
 
     def carry(self, gradient: Tensor, home: Tensor, adds: bool, held: bool = False) -> torch.cuda.Event:
-        """Copy ``gradient`` to ``home``, or add it there; returns at once what tells that it is there. With ``held``,
-        it is not freed before, even if the carrier is ``told``. The device sums over the bus, and uses no host core."""
+        """Copy ``gradient`` to ``home``, or add it there; return at once, with an event for the end.
+
+        With ``held``, ``gradient`` is not freed before the event, even if the carrier is ``told``. The device computes
+        the sum, so no host core is used.
+        """
         current = torch.cuda.current_stream(self.device)
         self.going.wait_stream(current)
         if home.data_ptr() in self.written:
@@ -400,36 +405,38 @@ class Carrier:
             self.in_flight.append((gradient, gone))
         if len(self.in_flight) > IN_FLIGHT:
             _, done = self.in_flight.popleft()
-            current.wait_event(done)  # only then may the memory of the oldest gradient be used again
+            current.wait_event(done)  # before the memory of the oldest gradient is reused
         return gone
 
     def fetch(self, tensor: Tensor) -> Tensor:
-        """Copy ``tensor``, which must be held until ``wait``, to memory of its own on the host; returns at once."""
+        """Start a copy of ``tensor`` to new host memory; the caller must keep ``tensor`` until ``wait``."""
         self.going.wait_stream(torch.cuda.current_stream(self.device))
         with torch.cuda.stream(self.going):
             host = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu", pin_memory=self.device.type == "cuda")
             return host.copy_(tensor, non_blocking=True)
 
     def follow(self) -> None:
-        """Let the current stream wait until all gradients have left: it may use their memory again."""
+        """Make the current stream wait until all gradients have left, so that it may reuse their memory."""
         torch.cuda.current_stream(self.device).wait_stream(self.going)
 
     def wait(self) -> None:
-        """Until every gradient has arrived."""
+        """Wait until every gradient has arrived."""
         self.going.synchronize()
         self.in_flight.clear()
         self.written.clear()
 
 
 class ReduceAfterCarrying(ReduceScatter):
-    """FSDP's reduce-scatter, whose output reuses the memory of gradients that were carried away: FSDP's stream waits
-    for them to leave, the host and the computation do not."""
+    """FSDP's reduce-scatter, with an output that reuses the memory of gradients that were copied to the host.
+
+    Only FSDP's stream waits for these copies, not the host or the computation.
+    """
 
     def __init__(self, carrier: Carrier) -> None:
         self.carrier, self.computing = carrier, torch.cuda.current_stream(carrier.device)
 
     def allocate(self, size: Sequence[Any], *, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """The input, where gradients are computed; then the output, on a stream of FSDP's own."""
+        """Allocate the input on the computing stream, and the output on FSDP's stream."""
         if torch.cuda.current_stream(device) != self.computing:
             self.carrier.follow()
         return torch.empty(*size, dtype=dtype, device=device)
@@ -439,7 +446,7 @@ class ReduceAfterCarrying(ReduceScatter):
 
 
 def reduce_after_carrying(module: nn.Module, sync: HostGradients) -> None:
-    """Let FSDP's parts of ``module`` reuse the memory of gradients on a GPU as soon as ``sync`` has carried them."""
+    """Let FSDP reuse the memory of gradients on a GPU as soon as ``sync`` has copied them to the host."""
     if sync.carrier is not None and sync.sharded:
         comm = ReduceAfterCarrying(sync.carrier)
         for part in module.modules():
@@ -448,10 +455,10 @@ def reduce_after_carrying(module: nn.Module, sync: HostGradients) -> None:
 
 
 def chunk_size(largest: int) -> int:
-    """Elements of a chunk where the largest tensor has so many: a multiple of 8, so that kernels stay vectorised."""
+    """Return the elements of a chunk if the largest tensor has ``largest``; a multiple of 8, for vectorised kernels."""
     return max(CHUNK, min(largest // 64 * 8, MAX_CHUNK))
 
 
 def in_chunks(first: Tensor, second: Tensor, size: int) -> Iterable[tuple[Tensor, Tensor]]:
-    """Two flat tensors of one length, in parts of ``size``."""
+    """Cut two flat tensors of the same length into pairs of chunks of ``size`` elements."""
     return zip(first.split(size), second.split(size), strict=True)

@@ -1,4 +1,4 @@
-"""Which parameters train, and with which learning rate and decay: by their layer and their name."""
+"""Parameter groups: which parameters train, and their learning rate and decay, by layer and name."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import Tensor, nn, uint8
 from torch.optim import Optimizer
 
 from trainer.contract import Model
-from trainer.errors import require
+from trainer.errors import RecipeError, require
 from trainer.models.common import head_parameters
 from trainer.recipe import Optim
 from trainer.weights.blocks import find_blocks, require_blocks
@@ -19,34 +19,42 @@ from trainer.weights.blocks import find_blocks, require_blocks
 
 @dataclass(frozen=True)
 class Rule:
-    """How one parameter is updated."""
+    """The update settings of one parameter."""
 
     weight_decay: float
     lr_scale: float = 1.0  # factor on the learning rate
 
 
 def choose_trained(module: nn.Module, model: Model, optim: Optim) -> None:
-    """Freeze, or let train, what ``optim.groups`` names, in a module as ``model`` built it. A ``RecipeError`` for a
-    pattern without a parameter, or without one that trains, and for a layer decay where there are no layers."""
+    """Freeze or unfreeze the parameters of ``module``, as built by ``model``, that ``optim.groups`` names.
+
+    Raises:
+        RecipeError: if a pattern matches no parameter, or only frozen ones, or layer decay is set without layers.
+    """
     if optim.layer_decay is not None:
         require_blocks(module, model.blocks, f"optim.layer_decay={optim.layer_decay}")
     named = dict(module.named_parameters())
     for name, parameter in named.items():
         trains = not dict(_settings(name, optim)).get("frozen", not parameter.requires_grad)
-        coded = f"optim.groups cannot train {name}, which is in NF4: leave it frozen, or use model.lora.base full"
-        require(not trains or parameter.dtype != uint8, coded)
+        if trains and parameter.dtype == uint8:
+            raise RecipeError(f"optim.groups cannot train {name}, stored in NF4: use model.lora.base full")
         parameter.requires_grad_(trains)
     for pattern, settings in optim.groups.items():
         found = [parameter for name, parameter in named.items() if fnmatchcase(name, pattern)]
-        require(bool(found), f"optim.groups: no parameter is called {pattern!r}{_nearest(pattern, list(named))}")
-        trains = "frozen" in settings or any(parameter.requires_grad for parameter in found)
-        why = f"optim.groups: {pattern!r} is of parameters that are frozen all: leave it out, or add frozen: false"
-        require(trains, why)
+        if not found:
+            raise RecipeError(f"optim.groups: no parameter is called {pattern!r}{_nearest(pattern, list(named))}")
+        require(
+            "frozen" in settings or any(parameter.requires_grad for parameter in found),
+            f"optim.groups: all parameters that match {pattern!r} are frozen: remove it, or add frozen: false",
+        )
 
 
 def layers_of(module: nn.Module, classes: Sequence[type] = ()) -> dict[str, int]:
-    """How far each parameter is from those frozen first: 0 before the first block (embeddings), then the number of its
-    block, or of the block before it, from 1 on; one more behind the last block (the head, norms before it)."""
+    """Return the layer number of each parameter by name, for layer decay.
+
+    It is 0 before the first block (embeddings), then the number of the parameter's block or of the block before it,
+    from 1 on. After the last block (head and norms before it) it is one more than the number of blocks.
+    """
     blocks = find_blocks(module, classes)
     number = {p: at for at, block in reversed([*enumerate(blocks, 1)]) for p in block.parameters()}
     number |= dict.fromkeys(head_parameters(module, blocks), len(blocks) + 1)
@@ -57,23 +65,26 @@ def layers_of(module: nn.Module, classes: Sequence[type] = ()) -> dict[str, int]
 
 
 def rule_of(parameter: Tensor, optim: Optim, name: str = "", layers: Mapping[str, int] | None = None) -> Rule:
-    """Matrices decay; biases and norm weights do not: it would pull scales to 0 (as in transformers and nanoGPT).
+    """Return the update rule of a parameter.
 
-    The learning rate of a layer is that of the one above it times ``optim.layer_decay`` (Clark et al. 2020, ELECTRA;
-    counted as in BEiT), and times what ``optim.groups`` says of it.
+    Matrices decay. Biases and norm weights do not, because decay would pull scales to 0 (as in transformers and
+    nanoGPT). The learning rate of a layer is that of the layer above it times ``optim.layer_decay`` (Clark et al. 2020,
+    ELECTRA; counted as in BEiT), and times the scale in ``optim.groups``.
     """
     settings = dict(_settings(name, optim))
     depth = max(layers.values(), default=0) if layers else 0
     scale = 1.0 if optim.layer_decay is None or not layers else optim.layer_decay ** (depth - layers[name])
     scale *= settings.get("lr_scale", 1.0)
     decay = settings.get("weight_decay", optim.weight_decay if parameter.ndim >= 2 else 0.0)
-    why = f"optim.layer_decay={optim.layer_decay} leaves no learning rate to layer {layers and layers[name]} of {depth}"
-    require(scale > 0, f"{why}: raise it, or freeze the layer by optim.groups")
+    if scale <= 0:
+        layer = f"layer {layers and layers[name]} of {depth}"
+        fix = "raise it, or freeze the layer with optim.groups"
+        raise RecipeError(f"optim.layer_decay={optim.layer_decay} sets the learning rate of {layer} to 0: {fix}")
     return Rule(float(decay), scale)
 
 
 def grouped(rules: Mapping[Tensor, Rule], lr: float) -> list[dict[str, object]]:
-    """The parameters as groups of an optimizer: matrices, which may be large, come first."""
+    """Return the parameter groups of an optimizer: matrices, which may be large, come first."""
     groups: dict[tuple[bool, Rule], list[Tensor]] = {}
     for parameter in sorted(rules, key=lambda p: p.ndim < 2):
         groups.setdefault((parameter.ndim < 2, rules[parameter]), []).append(parameter)
@@ -84,19 +95,18 @@ def grouped(rules: Mapping[Tensor, Rule], lr: float) -> list[dict[str, object]]:
 
 
 def describe_groups(optimizer: Optimizer) -> list[str]:
-    """A line for a person, where parameters differ in their learning rate or the decay of matrices."""
+    """Return one line about the groups if parameters differ in learning rate, or matrices in decay."""
     sizes = [sum(p.numel() for p in group["params"]) for group in optimizer.param_groups]
     kinds = {(group["lr_scale"], float(group["weight_decay"])): 0 for group in optimizer.param_groups}
     for group, size in zip(optimizer.param_groups, sizes, strict=True):
         kinds[group["lr_scale"], float(group["weight_decay"])] += size
     if len({scale for scale, _ in kinds}) == 1 and len(kinds) <= 2:
         return []
-    told = [f"{size:,} with lr × {scale:.3g}, decay {decay:g}" for (scale, decay), size in sorted(kinds.items())]
-    return [f"parameter groups: {'; '.join(told)}"]
+    parts = [f"{size:,} with lr × {scale:.3g}, decay {decay:g}" for (scale, decay), size in sorted(kinds.items())]
+    return [f"parameter groups: {'; '.join(parts)}"]
 
 
 def _settings(name: str, optim: Optim) -> Iterator[tuple[str, float]]:
-    """Of all patterns that fit, in their order, so that the last one wins."""
     for pattern, settings in optim.groups.items():
         if fnmatchcase(name, pattern):
             yield from settings.items()
@@ -105,6 +115,6 @@ def _settings(name: str, optim: Optim) -> Iterator[tuple[str, float]]:
 def _nearest(pattern: str, names: Sequence[str]) -> str:
     bare = pattern.strip("*.")
     if any(bare in name for name in names):
-        return f": patterns are of whole names, write '*{bare}*'"
+        return f": a pattern must match the whole name, write '*{bare}*'"
     close = get_close_matches(bare, names, 3, 0.3) or [names[0], names[-1]]
     return f"; the nearest names are {', '.join(close)} (* stands for any part of a name)"

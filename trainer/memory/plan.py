@@ -1,4 +1,4 @@
-"""All memory choices of a run, decided."""
+"""The plan: all memory settings of a run, decided."""
 
 from __future__ import annotations
 
@@ -8,18 +8,13 @@ from dataclasses import dataclass
 from trainer.contract import Plannable, capability
 from trainer.engine.cut import Cut, cut_at, share_of
 from trainer.errors import RecipeError, require
-from trainer.memory.knobs import HALF, described, left_open
+from trainer.memory.knobs import EVALUATED, HALF, KNOBS, described, left_open
 from trainer.memory.refusals import require_compatible
 from trainer.recipe import Memory, Recipe, Strategy
 
-EVALUATED = (  # the knobs that an evaluation uses as training does
-    *("strategy", "precision", "matmul_precision", "tensor_parallel", "sequence_parallel", "replicas"),
-    "micro_batch_tokens",
-)
-
 CUT_MATTERS = (
-    "{}.samples_interact: the loss of a sample depends on the others of its micro-batch, so the cut matters: with "
-    "another micro-batch size, or on other ranks, the same batch has another gradient"
+    "{}.samples_interact: the loss of a sample depends on the other samples of its micro-batch. With another "
+    "micro-batch size or number of ranks, the same batch has another gradient"
 )
 
 ROUNDED = {"high": "TF32", "medium": "bfloat16"}
@@ -27,12 +22,12 @@ ROUNDED = {"high": "TF32", "medium": "bfloat16"}
 
 @dataclass(frozen=True)
 class Plan:
-    """What was decided from a recipe's wishes, for a number of ranks."""
+    """The decisions for a recipe on a given number of ranks."""
 
-    memory: Memory  # nothing is left open: strategy is single, ddp or fsdp, and what may be null is true or false
-    world_size: int  # ranks, over all nodes
-    first_cut: Cut  # how the batches of epoch 0 are cut; after a recovery, those of the epoch that it was in
-    lossy: tuple[str, ...] = ()  # what changes the result beyond the order of summation, as the recipe asks for it
+    memory: Memory  # no setting is open: strategy is single, ddp or fsdp, and optional booleans are true or false
+    world_size: int  # ranks over all nodes
+    first_cut: Cut  # the cut of the batches of epoch 0; after a recovery, of the current epoch
+    lossy: tuple[str, ...] = ()  # requested techniques that change the result beyond the order of summation
     deterministic: bool = False  # the same bits on any number of ranks: see engine/deterministic.py
 
     @property
@@ -40,13 +35,13 @@ class Plan:
         return self.memory.strategy
 
     def for_evaluation(self) -> Plan:
-        """The same weights on the same ranks, without what serves backward and the optimizer."""
+        """Return a plan with the same weights on the same ranks, without techniques for backward and optimizer."""
         streamed = self.memory.cpu_offload == "parameters"
         kept = {key: getattr(self.memory, key) for key in EVALUATED}
         return dataclasses.replace(self, memory=Memory(cpu_offload="parameters" if streamed else "none", **kept))
 
     def describe(self) -> str:
-        """The plan in one line, for a person."""
+        """Describe the plan in one line."""
         cut, (_, shares) = self.first_cut, share_of(self.memory, 0, self.world_size)
         groups = _count(shares, "group", "s") + f" of {self.memory.tensor_parallel} ranks"
         batch = (
@@ -64,33 +59,36 @@ def _count(number: int, noun: str, plural: str) -> str:
 
 
 def with_precision(recipe: Recipe, capability: tuple[int, int]) -> Recipe:
-    """The recipe with ``memory.precision=auto`` decided for a GPU of that CUDA ``capability``; (0, 0) is a CPU."""
+    """Decide ``memory.precision=auto`` for a GPU of the CUDA ``capability``; (0, 0) stands for a CPU."""
     memory = dataclasses.replace(recipe.memory, precision="bf16-mixed" if capability >= (8, 0) else "32-true")
     return recipe.replace(memory=memory) if recipe.memory.precision == "auto" else recipe
 
 
 def decide_plan(recipe: Recipe, world_size: int) -> Plan:
-    """Decide everything that the recipe left open; a ``RecipeError`` if its settings cannot work together."""
+    """Decide all settings that the recipe leaves open.
+
+    Raises:
+        RecipeError: if settings cannot be combined.
+    """
     for name in left_open(recipe.memory):
         raise RecipeError(
-            f"memory.{name}=auto is for the planner, which has not been asked: use trainer fit or trainer plan"
+            f"memory.{name}=auto must be resolved by the planner, which did not run: use trainer fit or trainer plan"
         )
-    require(recipe.memory.precision != "auto", "memory.precision=auto is open: with_precision decides it for a device")
+    require(recipe.memory.precision != "auto", "memory.precision=auto must be resolved first: call with_precision")
     epochs = sorted(recipe.accumulate) if isinstance(recipe.accumulate, dict) else [0]
-    cuts = [cut_at(recipe, world_size, epoch) for epoch in epochs]  # a later one must not contradict itself either
+    cuts = [cut_at(recipe, world_size, epoch) for epoch in epochs]  # every phase of a schedule is checked
     require_compatible(recipe, world_size, cuts)
     memory, deterministic = recipe.memory, recipe.run.deterministic
     strategy = memory.strategy
     if memory.cpu_offload == "parameters":
-        strategy = "fsdp"  # which streams them, also on one rank
+        strategy = "fsdp"  # streams the weights, also on one rank
     elif strategy == "auto":
         strategy = "ddp" if world_size > 1 else "single"
     every = memory.sync_every_micro_step
-    if every is None:  # else whole gradients would stay on the device, or be summed over micro-steps first
+    if every is None:  # false would keep whole gradients on the device, and sum over micro-steps before ranks
         every = strategy == "fsdp" and (memory.cpu_offload != "none" or deterministic)
-    decided = dataclasses.replace(
-        memory, strategy=strategy, sync_every_micro_step=every, optimizer_in_backward=bool(memory.optimizer_in_backward)
-    )
+    nulls = {knob.name: knob.null for knob in KNOBS if knob.null is not None and getattr(memory, knob.name) is None}
+    decided = dataclasses.replace(memory, strategy=strategy, sync_every_micro_step=every, **nulls)
     return Plan(decided, world_size, cuts[0], tuple(_lossy(recipe)), deterministic)
 
 
@@ -109,33 +107,34 @@ def _lossy(recipe: Recipe) -> list[str]:
 
 
 def plan_warnings(recipe: Recipe, on_gpu: bool) -> list[str]:
-    """What a person should know before training with such a plan; a line each."""
+    """Return warnings to show before training with this plan, one line each."""
     memory = recipe.memory
     found = [CUT_MATTERS.format(type(recipe.model).__name__)] if recipe.model.samples_interact else []
     if memory.precision in HALF and memory.cpu_offload != "optimizer" and not memory.stochastic_rounding:
         found.append(
-            f"memory.precision={memory.precision} loses updates that are smaller than the rounding of a weight: at lr "
-            f"1e-5 AdamW loses most of them, and lr is {recipe.optim.lr:g}; use memory.stochastic_rounding true, "
+            f"memory.precision={memory.precision} loses updates that are smaller than the rounding of a weight. At lr "
+            f"1e-5 AdamW loses most of them, and lr is {recipe.optim.lr:g}: use memory.stochastic_rounding true, "
             "memory.cpu_offload optimizer (fp32 master weights) or bf16-mixed"
         )
     if memory.matmul_precision != "highest" and (not on_gpu or memory.precision.endswith("-mixed")):
         key = f"memory.matmul_precision={memory.matmul_precision}"
-        mixed = f"{key} rounds products of fp32, of which memory.precision={memory.precision} leaves hardly any"
-        there = "rounds only with units for bfloat16 (AMX)" if memory.matmul_precision == "medium" else "does nothing"
-        found.append(mixed if on_gpu else f"{key} is for GPUs: on a CPU it {there}")
+        mixed = f"{key} rounds products of fp32, but memory.precision={memory.precision} computes almost none in fp32"
+        effect = "rounds only with bfloat16 units (AMX)" if memory.matmul_precision == "medium" else "has no effect"
+        found.append(mixed if on_gpu else f"{key} is for GPUs: on a CPU it {effect}")
     if memory.compile == "cuda_graphs":
-        fact = "no GPU has seen it yet: compare the losses with memory.compile blocks"
-        found.append(f"memory.compile=cuda_graphs: {fact if on_gpu else 'on a CPU it does what blocks does'}")
+        fact = "not yet tested on a GPU: compare the losses with memory.compile blocks"
+        found.append(f"memory.compile=cuda_graphs: {fact if on_gpu else 'on a CPU it is the same as blocks'}")
     if not on_gpu and (memory.cpu_offload != "none" or memory.activation_offload):
         key = "activation_offload" if memory.cpu_offload == "none" else f"cpu_offload={memory.cpu_offload}"
         found.append(
-            f"memory.{key} moves to host memory, and this run computes there: the result is right, no memory saved"
+            f"memory.{key} moves data to host memory, where this run already computes: the result is correct, but no "
+            "memory is saved"
         )
     return found
 
 
 def idle_ranks(plan: Plan) -> str | None:
-    """A line for a person, where ``run.deterministic`` leaves ranks idle in a full batch."""
+    """Return a warning if ``run.deterministic`` leaves ranks idle in a full batch, otherwise ``None``."""
     cut = plan.first_cut
     pieces = -(-cut.batch_size // cut.micro_batch_size)
     idle = -pieces % plan.world_size
@@ -143,6 +142,6 @@ def idle_ranks(plan: Plan) -> str | None:
         return None
     fix = "use a smaller memory.micro_batch_size" if cut.micro_batch_size > 1 else "use fewer ranks"
     return (
-        f"run.deterministic cuts a batch of {cut.batch_size} into {_count(pieces, 'micro-batch', 'es')} on any number "
-        f"of ranks: {idle} of {plan.world_size} have nothing to do in the last micro-step; {fix}"
+        f"run.deterministic cuts a batch of {cut.batch_size} into {_count(pieces, 'micro-batch', 'es')} regardless of "
+        f"the number of ranks, so {idle} of {plan.world_size} ranks are idle in the last micro-step: {fix}"
     )

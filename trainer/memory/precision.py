@@ -1,4 +1,4 @@
-"""``memory.precision`` and ``memory.matmul_precision``: of weights and arithmetic."""
+"""``memory.precision`` and ``memory.matmul_precision``: the dtypes of weights and arithmetic."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from trainer.recipe import MatmulPrecision, Memory
 
 
 def weights_dtype(memory: Memory) -> torch.dtype | None:
-    """The type in which weights are created, ``None`` for the model's own; master weights are always fp32."""
+    """Return the dtype in which weights are created; ``None`` for the model's. Master weights are always fp32."""
     types = {"64-true": torch.float64}
     if memory.cpu_offload != "optimizer":
         types |= {"bf16-true": torch.bfloat16, "16-true": torch.float16}
@@ -24,14 +24,14 @@ def weights_dtype(memory: Memory) -> torch.dtype | None:
 
 
 def precision_plugin(memory: Memory, device_type: str) -> FabricPrecision:
-    """The Fabric plugin for ``memory.precision`` on a ``"cpu"`` or ``"cuda"`` device.
+    """Build the Fabric plugin for ``memory.precision`` on a ``"cpu"`` or ``"cuda"`` device.
 
-    Built here rather than from the string, because Fabric silently turns ``16-mixed`` into ``bf16-mixed`` on a CPU.
-    Under FSDP it leaves casting to the ``MixedPrecisionPolicy``, which takes the place of autocast.
+    Fabric is not given the string, because it silently turns ``16-mixed`` into ``bf16-mixed`` on a CPU. Under FSDP the
+    ``MixedPrecisionPolicy`` casts instead of autocast.
     """
     precision, sharded = memory.precision, memory.strategy == "fsdp"
     if precision == "16-mixed":
-        # An overflow in one rank's shards must lower the loss scale of all.
+        # An overflow in one rank's shards must lower the loss scale of all ranks.
         plain, offloaded = (ShardedGradScaler, HostShardedGradScaler) if sharded else (GradScaler, HostGradScaler)
         scaler = (plain if memory.cpu_offload == "none" else offloaded)(device_type)
         return (ScaledPrecision if sharded else MixedPrecision)(precision, device_type, scaler)
@@ -51,11 +51,10 @@ class ScaledPrecision(MixedPrecision):
 
 
 class HostGradScaler(GradScaler):
-    """Keeps the loss scale where offloaded gradients are.
+    """A scaler with the loss scale in host memory, where offloaded gradients are.
 
-    A scale on the GPU would be brought to them by a copy that nothing waits for (``_MultiDeviceReplicator`` copies with
-    ``non_blocking``, into pinned memory): they could be divided by whatever was in that memory before, and the flag of
-    an overflow be overwritten.
+    A scale on the GPU would be copied to them without synchronization: ``_MultiDeviceReplicator`` copies to pinned
+    memory with ``non_blocking``. Gradients could then be divided by stale memory, and the overflow flag be overwritten.
     """
 
     def _lazy_init_scale_growth_tracker(self, dev: torch.device) -> None:
@@ -68,7 +67,7 @@ class HostShardedGradScaler(HostGradScaler, ShardedGradScaler):
 
 @contextmanager
 def matmul_precision(wish: MatmulPrecision) -> Iterator[None]:
-    """Inside of this context products, convolutions and recurrent layers of fp32 are computed as ``wish`` says.
+    """Compute fp32 products, convolutions and recurrent layers with the precision ``wish`` in this context.
 
     Torch uses TF32 in cuDNN by default, but not in cuBLAS. Here one setting controls both. On exit, all flags are
     restored, whether they were set by torch's older flags or by its newer ones (``fp32_precision``). Both are set,

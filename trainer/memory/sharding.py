@@ -1,9 +1,9 @@
 """``memory.strategy``: how the ranks hold the weights.
 
-Sharding is FSDP2 (``fully_shard``) on Fabric's ``ModelParallelStrategy``, of which launching and process groups remain.
-What that strategy gets wrong for us is done here or in the engine: it leaves gradient sync off after
-``no_backward_sync(enabled=False)`` (the engine sets it before every backward), takes bf16-mixed for autocast with fp32
-all-gathers (here a ``MixedPrecisionPolicy``), loses real buffers of a module on meta, and sizes its mesh by nodes.
+Sharding is FSDP2 (``fully_shard``) on Fabric's ``ModelParallelStrategy``, which launches the process groups. Faults of
+that strategy are fixed here or in the engine. It leaves gradient sync off after ``no_backward_sync(enabled=False)``
+(the engine sets it before every backward). It implements bf16-mixed as autocast with fp32 all-gathers (here a
+``MixedPrecisionPolicy``), loses real buffers of a module on meta, and sizes its mesh by the number of nodes.
 """
 
 from __future__ import annotations
@@ -27,16 +27,16 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from trainer.memory.plan import Plan
 from trainer.memory.refusals import require_first_order
 
-DATA, TENSOR = "data", "tensor"  # mesh dimensions: ranks with different samples; ranks that share every block
+DATA, TENSOR = "data", "tensor"  # mesh dimensions: over ranks with different samples; over ranks that share blocks
 
 HALF = {"bf16-mixed": torch.bfloat16, "16-mixed": torch.float16, "bf16-true": torch.bfloat16, "16-true": torch.float16}
 
 
 def fabric_strategy(plan: Plan, accelerator: str) -> Strategy:
-    """The Fabric strategy of ``plan`` on a ``"cpu"`` or ``"cuda"`` accelerator."""
+    """Build the Fabric strategy of ``plan`` for a ``"cpu"`` or ``"cuda"`` accelerator."""
     if plan.strategy == "single":
         return SingleDeviceStrategy(device="cuda:0" if accelerator == "cuda" else "cpu")
-    # Offloaded gradients are reduced in host memory, which NCCL cannot do.
+    # Offloaded gradients are reduced in host memory, which NCCL does not support.
     both = accelerator == "cuda" and plan.memory.cpu_offload != "none"
     backend = "cpu:gloo,cuda:nccl" if both else None
     if plan.strategy == "fsdp" or plan.memory.tensor_parallel > 1:
@@ -47,17 +47,19 @@ def fabric_strategy(plan: Plan, accelerator: str) -> Strategy:
 
 
 class BucketedStrategy(DDPStrategy):
-    """DDP, built on the stream that computes: nothing waits for that on which Lightning's is built, so that its
-    broadcast of the initial weights might overwrite those that are restored next."""
+    """DDP, constructed on the computing stream.
+
+    Lightning constructs it on a side stream that nothing waits for. Its broadcast of the initial weights could then
+    overwrite restored weights.
+    """
 
     def setup_module(self, module: nn.Module) -> nn.parallel.DistributedDataParallel:
-        wrap = nn.parallel.DistributedDataParallel  # looked up here: a simulated GPU has its own
+        wrap = nn.parallel.DistributedDataParallel  # looked up at the call, because a simulated GPU replaces it
         return wrap(module, device_ids=self._determine_ddp_device_ids(), **self._ddp_kwargs)
 
 
 class ReplicatedStrategy(DDPStrategy):
-    """The same weights on every rank, without the buckets of DDP, for gradients that do not stay on the device or that
-    are summed in an order of their own."""
+    """The same weights on every rank, without DDP's buckets: for offloaded gradients and deterministic sums."""
 
     def setup_module(self, module: nn.Module) -> nn.Module:  # type: ignore[override]
         for tensor in [*module.parameters(), *module.buffers()]:
@@ -66,7 +68,7 @@ class ReplicatedStrategy(DDPStrategy):
 
 
 class ShardedStrategy(ModelParallelStrategy):
-    """Processes and devices for modules that are sharded, or split, before they come here."""
+    """Processes and devices for modules that are sharded or split before ``setup_module``."""
 
     def __init__(self, backend: str | None = None) -> None:
         super().__init__(
@@ -74,7 +76,7 @@ class ShardedStrategy(ModelParallelStrategy):
         )
 
     def setup_environment(self) -> None:
-        """Start the process group; the mesh is made by ``mesh_of``, which knows about replicas."""
+        """Start the process group. ``mesh_of`` creates the mesh, because it supports replicas."""
         self._data_parallel_size = self.num_nodes * self.num_processes
         super().setup_environment()
 
@@ -85,10 +87,10 @@ class ShardedStrategy(ModelParallelStrategy):
 def shard(
     module: nn.Module, blocks: Sequence[nn.Module], plan: Plan, device: torch.device, mesh: DeviceMesh
 ) -> str | None:
-    """Shard ``module`` over ``mesh``, in place: each of ``blocks`` is gathered as one, and the rest as another.
+    """Shard ``module`` over ``mesh`` in place: each block is gathered separately, the rest of the model together.
 
-    Its weights are whole, on any device or on meta; the ranks compute on ``device``. Returns what is to be said of
-    blocks that are gathered with the rest, as they share weights with it or each other.
+    The weights are whole, on any device or on meta. The ranks compute on ``device``. Returns a warning if blocks are
+    gathered with the rest, because they share weights with the rest or with each other.
     """
     memory, half = plan.memory, plan.memory.precision in HALF
     streamed = memory.cpu_offload == "parameters"
@@ -100,30 +102,30 @@ def shard(
     # Weights are gathered and used in half precision, gradients reduced in fp32.
     policy = MixedPrecisionPolicy(HALF[memory.precision], torch.float32) if half else MixedPrecisionPolicy()
     if half and any(p.dtype == torch.float32 for p in module.parameters()):
-        # BatchNorm takes inputs in half precision, but its weights must be of the type of its running statistics.
+        # BatchNorm accepts inputs in half precision, but its weights must have the dtype of its running statistics.
         for layer in [part for part in module.modules() if isinstance(part, _BatchNorm)]:
             fully_shard(layer, mp_policy=MixedPrecisionPolicy(), **options)
     alone = _sharing_nothing(module, blocks)
     with _bytes_sharded():
         for part in [*alone, *_large_embeddings(module, blocks)]:
-            part.register_forward_hook(_watch_backward)  # before those of FSDP
+            part.register_forward_hook(_watch_backward)  # before FSDP's hooks
             fully_shard(part, mp_policy=policy, **options)
         module.register_forward_hook(_watch_backward)
-        # Only the root hands its results to a loss, which is computed in fp32.
+        # Only the root's outputs go to a loss, which is computed in fp32.
         outwards = MixedPrecisionPolicy(policy.param_dtype, policy.reduce_dtype, policy.param_dtype and torch.float32)
         fully_shard(module, mp_policy=outwards, **options)
     move_buffers(module, device)
     if len(alone) == len(blocks):
         return None
     return (
-        f"memory.strategy=fsdp gathers {len(blocks) - len(alone)} of {len(blocks)} blocks with the rest of the model, "
-        "for the whole of a micro-step: they share weights with each other or with the rest"
+        f"memory.strategy=fsdp keeps {len(blocks) - len(alone)} of {len(blocks)} blocks whole during a micro-step, "
+        "like the rest of the model, because they share weights with each other or with the rest"
     )
 
 
 @contextmanager
 def _bytes_sharded() -> Iterator[None]:
-    """Work around torch 2.11: ``fully_shard`` first makes every shard trainable, which bytes cannot be."""
+    """Work around torch 2.11: ``fully_shard`` first makes every shard trainable, which fails for bytes."""
 
     def parameter(data: Tensor, requires_grad: bool | None = None) -> nn.Parameter:
         return nn.Parameter(data, data.is_floating_point() if requires_grad is None else requires_grad)
@@ -137,7 +139,7 @@ def _bytes_sharded() -> Iterator[None]:
 
 
 def move_buffers(module: nn.Module, device: torch.device) -> None:
-    """Move the buffers of ``module``, and no parameter."""
+    """Move the buffers of ``module``, but no parameters."""
     for buffers in (part._buffers for part in module.modules()):
         for name, buffer in buffers.items():
             if buffer is not None:
@@ -145,7 +147,7 @@ def move_buffers(module: nn.Module, device: torch.device) -> None:
 
 
 def move_whole(module: nn.Module, device: torch.device) -> None:
-    """Move what is not split to ``device``, where split weights have been in parts only."""
+    """Move everything that is not split to ``device``; split weights are there already."""
     for parameter in module.parameters():
         if not isinstance(parameter, DTensor) and not parameter.is_meta:
             parameter.data = parameter.data.to(device)
@@ -153,17 +155,17 @@ def move_whole(module: nn.Module, device: torch.device) -> None:
 
 
 def _watch_backward(module: nn.Module, args: Any, output: Any) -> None:
-    """FSDP frees weights in the first backward which the second reads: the process would end without a word."""
+    """Reject a second-order backward: FSDP frees weights that it reads, and the process would end silently."""
     require_first_order(output, "memory.strategy=fsdp", "use ddp or single")
 
 
 def local(tensor: Tensor) -> Tensor:
-    """This rank's shard of a tensor that FSDP has sharded; any other tensor as it is."""
+    """Return this rank's shard of a DTensor, or any other tensor unchanged."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def mesh_of(plan: Plan, device: torch.device) -> DeviceMesh:
-    """The ranks as FSDP and tensor parallelism see them; those that are tensor parallel are neighbours: on one node."""
+    """Return the mesh of ranks for FSDP and tensor parallelism; ranks that share blocks are neighbours, on one node."""
     world, replicas, copies = plan.world_size, plan.memory.replicas, plan.memory.tensor_parallel
     shape, names = (replicas, world // replicas), ("replicate", "shard")
     if copies > 1:
@@ -174,14 +176,14 @@ def mesh_of(plan: Plan, device: torch.device) -> DeviceMesh:
 
 
 def _large_embeddings(module: nn.Module, blocks: Sequence[nn.Module]) -> list[nn.Module]:
-    """Embeddings larger than a block, unless their weight is tied: with the root they would be whole all the time."""
+    """Return embeddings larger than a block with untied weights: sharded with the root, they would always be whole."""
     limit = max((sum(p.numel() for p in block.parameters()) for block in blocks), default=0)
     embeddings = [part for part in module.modules() if isinstance(part, nn.Embedding) and part.weight.numel() > limit]
     return _sharing_nothing(module, embeddings)
 
 
 def _sharing_nothing(module: nn.Module, parts: Sequence[nn.Module]) -> list[nn.Module]:
-    """Those of ``parts`` whose parameters are in no other part of ``module``: FSDP gathers a parameter in one place."""
+    """Return the ``parts`` whose parameters no other part of ``module`` uses: FSDP gathers a parameter in one place."""
 
     def owners(whole: nn.Module) -> Counter[nn.Parameter]:
         return Counter(p for part in whole.modules() for p in dict.fromkeys(part.parameters(recurse=False)))

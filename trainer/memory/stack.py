@@ -1,4 +1,4 @@
-"""The memory-saving stack: every technique applied, in the one order in which they go together."""
+"""The memory-saving stack: applies every technique of a plan, in the only order in which they work together."""
 
 from __future__ import annotations
 
@@ -41,24 +41,24 @@ from trainer.weights.streaming import put_back, put_on_meta, stretches, tied_nam
 class Stack:
     """A module with every technique of the plan applied."""
 
-    module: nn.Module  # as the model built it; its parameters may be sharded now
-    wrapped: nn.Module  # what forward is called on
-    # What the optimizer updates in their place: in host memory, when it is offloaded (``take_home``), or in the memory
-    # of the parameters, when they are split (``trained_parts``).
+    module: nn.Module  # as built by the model; its parameters may be sharded
+    wrapped: nn.Module  # the module that the engine calls
+    # The tensors that the optimizer updates instead of the parameters: in host memory if offloaded (``take_home``), or
+    # in the parameters' own memory if split (``trained_parts``).
     masters: dict[nn.Parameter, Tensor] | None = None
-    blocks: str = ""  # the repeated modules that were found, in words
-    warning: str | None = None  # what is to be said of how it was done
-    mesh: DeviceMesh | None = None  # of the ranks, with tensor parallelism
-    layers: dict[str, int] = field(default_factory=dict)  # by the name of a parameter as it was built: see layers_of
-    averages: WeightAverages | None = None  # of what trains, with optim.ema
+    blocks: str = ""  # a description of the blocks that were found
+    warning: str | None = None  # a warning to show to the user
+    mesh: DeviceMesh | None = None  # the ranks, with tensor parallelism only
+    layers: dict[str, int] = field(default_factory=dict)  # layer number of each parameter by name: see layers_of
+    averages: WeightAverages | None = None  # moving averages of the trained weights, with optim.ema
 
     def become(self, other: Stack) -> None:
-        """Hold what ``other`` holds from now on, for all who know this one."""
+        """Take over the contents of ``other`` in place, so that all references to this stack see them."""
         self.module, self.wrapped, self.masters, self.mesh = other.module, other.wrapped, other.masters, other.mesh
         self.layers, self.averages = other.layers, other.averages
 
     def trained(self) -> Iterator[tuple[str, nn.Parameter, Tensor]]:
-        """Every parameter that trains: the name it was built by, itself, and what the optimizer updates."""
+        """Yield each trained parameter: its name in the model, the parameter, and the tensor to optimize."""
         packed, masters = stretches(self.module), self.masters or {}
         for name, parameter in self.module.named_parameters():
             if parameter.requires_grad:
@@ -66,12 +66,12 @@ class Stack:
 
     @torch.no_grad()
     def send_back(self) -> None:
-        """Give the device what the masters have, in the type that it keeps it in."""
+        """Copy the masters to the parameters on the device, in the dtype of the parameters."""
         for parameter, master in (self.masters or {}).items():
             local(parameter.detach()).copy_(master)
 
     def rules(self, optim: Optim) -> dict[Tensor, Rule]:
-        """How each of them is updated."""
+        """Return the update rule (decay, scale of the learning rate) of each tensor to optimize."""
         return {trained: rule_of(trained, optim, name, self.layers) for name, _, trained in self.trained()}
 
 
@@ -85,21 +85,21 @@ def apply_stack(
 ) -> Stack:
     """Apply ``plan`` to ``module``: split, checkpoint and compile, offload activations, shard, offload weights.
 
-    Layers are split over ranks first, so that a block that is computed again sums over the ranks again. Checkpointing
-    comes before sharding, so that FSDP gathers a block once for both of its passes in backward, and compiling before
-    offloading, so that the compiler need not look into the hooks. Weights that are on meta are streamed once every rank
-    knows its shards.
+    The order matters. Layers are split over ranks before checkpointing, so that a recomputed block repeats its sums
+    over ranks. Blocks are checkpointed before sharding, so that FSDP gathers a block once for recomputation and
+    backward. Compilation comes before offloading, so that the compiler does not trace the offloading hooks. Weights on
+    the meta device are streamed in last, when every rank knows its shards.
 
     Args:
-        fabric: launched.
-        model: what built ``module``.
-        module: from ``build_module``, or restored.
-        plan: the decided knobs.
-        seed: of the weights that no file has, with ``memory.init`` meta.
-        stream: what gives weights on meta their memory and values.
+        fabric: a launched Fabric.
+        model: the model that built ``module``.
+        module: the result of ``build_module``, or a restored module.
+        plan: the memory settings, all decided.
+        seed: seed for weights that are in no file, with ``memory.init`` meta.
+        stream: function that allocates and fills weights on the meta device.
 
     Raises:
-        RecipeError: when a technique needs blocks and none are found, or a parameter cannot be held.
+        RecipeError: if a technique needs blocks and none are found, or does not support a parameter.
     """
     memory, layers = plan.memory, layers_of(module, model.blocks)
     splits, sharded = memory.tensor_parallel > 1, plan.strategy == "fsdp"
@@ -109,18 +109,18 @@ def apply_stack(
         if splits and mesh is not None:
             split_over_ranks(module, model, mesh[TENSOR], memory.sequence_parallel)
         blocks = _blocks(model, module, plan)
-    found = describe_blocks(blocks)  # FSDP gives them other classes
+    found = describe_blocks(blocks)  # before FSDP changes their classes
     checkpoint_blocks(module, blocks, memory.activation_checkpointing)
     if memory.compile != "none":
         _compile([module] if memory.compile == "model" else blocks, memory.compile == "cuda_graphs")
-    if memory.compile == "cuda_graphs":  # all blocks of a forward, and their backward, belong together
+    if memory.compile == "cuda_graphs":  # a forward over all blocks, with its backward, is one step for CUDA graphs
         module.register_forward_pre_hook(lambda *_: torch.compiler.cudagraph_mark_step_begin())
         keep_gradients(module)
     if memory.activation_offload:
         offload_activations(module, fabric.device)
     over = mesh[DATA] if mesh is not None and splits else mesh
     streamed = memory.cpu_offload == "parameters" and memory.init != "meta"
-    # FSDP would move all that it gathers at once to the device, to cut it there and move the shards back.
+    # FSDP would move each block to the device to shard it, and then move the shards back. Meta tensors avoid that.
     values = put_on_meta(module) if streamed else {}
     warning = shard(module, blocks, plan, fabric.device, over) if sharded and over is not None else None
     if streamed:
@@ -139,29 +139,29 @@ def apply_stack(
 
 @contextmanager
 def refused_alike(fabric: Fabric) -> Iterator[None]:
-    """What all ranks refuse, the first one says."""
+    """Wrap checks that fail on every rank: only the first rank reports their ``RecipeError``."""
     try:
         yield
     except RecipeError as error:
-        vars(error)["trainer_reported"] = fabric.global_rank > 0
+        error.is_reported = fabric.global_rank > 0
         raise
 
 
 def _blocks(model: Model, module: nn.Module, plan: Plan) -> Sequence[nn.Module]:
     memory = plan.memory
-    wishes = {
+    needs_blocks = {
         f"memory.strategy={memory.strategy}": plan.strategy == "fsdp",
         f"memory.activation_checkpointing={memory.activation_checkpointing}": memory.activation_checkpointing != "none",
         f"memory.compile={memory.compile}": memory.compile in ("blocks", "cuda_graphs"),
     }
-    asked = [wish for wish, is_on in wishes.items() if is_on]
-    return require_blocks(module, model.blocks, asked[0]) if asked else find_blocks(module, model.blocks)
+    settings = [setting for setting, is_on in needs_blocks.items() if is_on]
+    return require_blocks(module, model.blocks, settings[0]) if settings else find_blocks(module, model.blocks)
 
 
 def build_updates(
     fabric: Fabric, model: Model, stack: Stack, optim: Optim, plan: Plan
 ) -> tuple[Optimizer, GradientSync]:
-    """What turns gradients into new weights: the optimizer, and how its gradients come together over the ranks."""
+    """Build the optimizer, and the object that combines its gradients over ranks."""
     memory, scaler = plan.memory, getattr(fabric.strategy.precision, "scaler", None)
     if optim.ema is not None:
         stack.averages = WeightAverages([trained for *_, trained in stack.trained()], optim, stack.send_back)
@@ -193,37 +193,38 @@ def build_updates(
         ranks = plan.world_size, memory.replicas
         sync = StreamedGradients(stack.module, parameters, fabric.device, optimizer, *ranks, scaler)
     reduce_after_carrying(stack.module, sync)
-    if memory.compile != "model":  # whose backward would not call what takes the rows
+    if memory.compile != "model":  # the backward of a compiled model would not call the code that takes the rows
         leave_in_rows(stack.module, sync)
     return optimizer, sync
 
 
 def whole_state(stack: Stack) -> dict[str, Tensor]:
-    """Every weight and persistent buffer by name, in full precision where there is one, for saving.
+    """Return every weight and persistent buffer by name, for saving; in full precision if masters exist.
 
-    Called on all ranks. Under FSDP the first rank gets whole tensors in host memory, one gathered after the other, and
-    the others an empty dict. The names of a tied weight have the same tensor, so that it is saved once. With
-    ``optim.ema`` it is the averages that are saved.
+    All ranks must call it. Under FSDP, tensors are gathered one at a time: the first rank gets them in host memory, the
+    other ranks get an empty dict. All names of a tied weight map to the same tensor, so that it is saved once. With
+    ``optim.ema``, the averages are returned instead of the weights.
     """
     averages = stack.averages
     if any(isinstance(p, DTensor) for p in stack.module.parameters()):
         options = StateDictOptions(full_state_dict=True, cpu_offload=True)
         alone = all(p.device_mesh.size() == 1 for p in stack.module.parameters() if isinstance(p, DTensor))
         with averages.applied() if averages is not None else nullcontext():
-            # One rank has all there is, on the host where it is offloaded: gathered, it would pass through the device.
+            # A single rank already holds everything, on the host if offloaded. Gathering would copy it through the
+            # device.
             whole = {name: local(value).cpu() for name, value in stack.module.state_dict().items()} if alone else None
             gathered: dict[str, Any] = whole or get_model_state_dict(stack.module, options=options)
-            if averages is not None:  # what was whole in host memory is still the model's own
+            if averages is not None:  # tensors that were not gathered still share memory with the model
                 gathered = {name: value.clone() for name, value in gathered.items()}
         first = {name: names[0] for names in tied_names(stack.module) for name in names}
         state: dict[str, Any] = {name: gathered.get(first.get(name, name), value) for name, value in gathered.items()}
-        for name, stretch in stretches(stack.module).items():  # in their order
+        for name, stretch in stretches(stack.module).items():  # in the order of their rows
             if name in state:
                 rows = [state[stretch.name]] if stretch.name in state else []
                 state[stretch.name] = torch.cat([*rows, state.pop(name)])
         return state
     own = {p: _alone(master.detach()) for p, master in (stack.masters or {}).items()}
-    if stack.masters is not None:  # a frozen weight that half precision has in full needs no master
+    if stack.masters is not None:  # a frozen weight that half precision represents exactly has no master
         own |= {p: p.detach().cpu().float() for p in stack.module.parameters() if p not in own and p.itemsize == 2}
     if averages is not None:
         own |= {p: averages.values[trained].to(trained.dtype) for _, p, trained in stack.trained()}
@@ -232,20 +233,22 @@ def whole_state(stack: Stack) -> dict[str, Tensor]:
 
 
 def _alone(part: Tensor) -> Tensor:
-    """A contiguous tensor in host memory as one that fills its storage, without a copy: those who save tensors would
-    copy each that is part of a larger one."""
+    """Return a contiguous host tensor as one that fills its storage, without a copy.
+
+    Functions that save tensors copy every tensor that is a part of a larger storage.
+    """
     if not part.numel():
         return part
     return torch.from_numpy(part.reshape(-1).view(torch.uint8).numpy()).view(part.dtype).view(part.shape)
 
 
 def keep_gradients(module: nn.Module) -> None:
-    """Accumulate the gradients of ``module`` in memory of their own, allocated once.
+    """Accumulate the gradients of ``module`` in separate memory that is allocated once.
 
-    Autograd takes the first gradient of a step as it is. A CUDA graph writes it to the graph's memory pool, which the
-    next replay overwrites: torch then raises an error, or adds to the wrong values.
+    Autograd keeps the first gradient of a step without a copy. A CUDA graph writes that gradient to the graph's memory
+    pool, which the next replay overwrites: torch then raises an error, or adds to wrong values.
     """
-    kept: dict[int, Tensor] = {}  # by the number of a parameter: its hook must not refer to it, or neither is freed
+    kept: dict[int, Tensor] = {}  # by id: a hook that referred to its parameter would keep both alive
 
     def leave_pool(parameter: Tensor) -> None:
         gradient = parameter.grad
@@ -259,16 +262,16 @@ def keep_gradients(module: nn.Module) -> None:
 
 
 def _compile(parts: Sequence[nn.Module], graphs: bool = False) -> None:
-    """Compile in place, so that no parameter is renamed; happens at the first forward.
+    """Compile ``parts`` in place at their first forward, without renaming parameters.
 
-    Blocks share one compiled graph as they have the same code: compiling takes as long for 24 of them as for one. A
-    second length or number of samples has it compiled for any, so that what is compiled does not grow with them; with
-    ``graphs``, only what is compiled for one shape becomes a CUDA graph, for each shape would need one.
-    Dropout draws its masks from the generators that eager torch draws from, in the same order.
+    Blocks with the same code share one compiled graph, so 24 blocks compile as fast as one. A second sequence length or
+    number of samples triggers one compilation for all sizes. With ``graphs``, only code that is compiled for a single
+    shape becomes a CUDA graph, because each shape would need its own graph. Dropout draws the same masks as in eager
+    mode.
     """
     import torch._inductor.config as inductor
 
-    inductor.fallback_random = True  # else the compiler's own random numbers, which no seed of ours replays
+    inductor.fallback_random = True  # the compiler's own random numbers would not follow the seeds of the run
     inductor.triton.cudagraph_skip_dynamic_graphs = True
     for part in parts:
         part.compile(mode="reduce-overhead" if graphs else None)

@@ -1,17 +1,18 @@
-"""``memory.tensor_parallel``: ranks that share every block, as Megatron-LM does (Shoeybi et al. 2019).
+"""``memory.tensor_parallel``: several ranks share every block, as in Megatron-LM (Shoeybi et al. 2019).
 
-The first linear layers of attention and MLP are split by columns, so that each rank has some heads and some of the
-hidden features; the layer after them by rows, whose results are summed over the ranks: one all-reduce in forward and
-one in backward. Torch's ``ColwiseParallel`` and ``RowwiseParallel`` do that: split weights are DTensors over the mesh's
-dimension ``tensor``, activations plain tensors. All else is on every rank, which computes it from the same samples.
+The first linear layers of attention and MLP are split by columns, so that each rank has a part of the heads and of the
+hidden features. The layer after them is split by rows, and its results are summed over ranks. This takes one all-reduce
+in forward and one in backward. Torch's ``ColwiseParallel`` and ``RowwiseParallel`` implement it: split weights are
+DTensors over the mesh dimension ``tensor``, activations are plain tensors. Every rank computes everything else from the
+same samples.
 
-Between the two layers activations are split as well, along heads or features. All ranks of a group draw from the same
-seeds, so dropout draws the mask of the whole there and takes its part: the run is that of one rank, mask by mask.
+Between the two layers, activations are split along heads or features. All ranks of a group use the same seeds. Dropout
+there draws the mask of the whole tensor and takes its part, so the run has the masks of a run on one rank.
 
-With ``memory.sequence_parallel`` all else within blocks (norms, residuals, dropout) is shared as well, token by token,
-as by Korthikanti et al. (2022): of each sum a rank gets the tokens that are its own (a reduce-scatter), and the tokens
-of all come together before the next split layer (an all-gather). Between blocks, and from there to the layers,
-activations are DTensors: other code that reads them sees the whole, or is refused by torch.
+With ``memory.sequence_parallel``, the rest of a block (norms, residuals, dropout) is split by tokens (Korthikanti et
+al. 2022). Each rank gets its tokens of every sum (a reduce-scatter), and all tokens are gathered before the next split
+layer (an all-gather). Between blocks, and from there to the split layers, activations are DTensors: other code that
+reads them sees the whole tensor, or gets an error from torch.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ from trainer.memory.sharding import DATA, TENSOR, local
 from trainer.weights.blocks import find_blocks
 
 STYLES = ("colwise", "rowwise", "attention", "replicated_with_grad_allreduce", "sequence_parallel")
-"""Of a plan; the names are transformers' own, but for ``attention``: an ``nn.MultiheadAttention``."""
+"""Styles in ``tensor_parallel_plan``: those of transformers, and ``attention`` for an ``nn.MultiheadAttention``."""
 
 HEADS = ("num_heads", "n_heads", "num_attention_heads", "num_key_value_heads")  # attributes that count heads
 
@@ -50,13 +51,13 @@ OTHER_DROPOUTS = ("alpha_dropout", "feature_alpha_dropout", "dropout1d", "dropou
 
 
 def split_over_ranks(module: nn.Module, model: Model, mesh: DeviceMesh, by_tokens: bool = False) -> None:
-    """Split the linear layers of ``module`` over ``mesh``, one-dimensional, in place, as the plan of ``model`` says.
+    """Split the linear layers of ``module`` over the one-dimensional ``mesh``, in place, by the plan of ``model``.
 
-    ``by_tokens`` shares what its blocks compute between them, too. Weights are whole, on any device or on meta, and the
-    same on every rank; names of weights stay, but for those of an ``nn.MultiheadAttention``: :class:`SplitAttention`.
+    ``by_tokens`` also splits the rest of the blocks by tokens. Weights are whole, on any device or on meta, and the
+    same on every rank. Weights keep their names, except in ``nn.MultiheadAttention``: see :class:`SplitAttention`.
 
     Raises:
-        RecipeError: when there is no plan, or the ranks do not divide what is to be split, or no tokens to be shared.
+        RecipeError: if there is no plan, the number of ranks does not divide a layer, or blocks cannot share tokens.
     """
     plan, region, key = (
         capability(model, Plannable).tensor_parallel_plan(module),
@@ -66,7 +67,7 @@ def split_over_ranks(module: nn.Module, model: Model, mesh: DeviceMesh, by_token
     kind = type(model).__name__
     require(
         bool(plan),
-        f"{key}: nobody has said how to split {kind}: define tensor_parallel_plan(module) in its class "
+        f"{key}: {kind} does not define how to split its layers: define tensor_parallel_plan(module) in its class "
         "(docs/your-own-model.md), or use memory.strategy fsdp",
     )
     logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)  # gathering twice is rare here
@@ -76,7 +77,8 @@ def split_over_ranks(module: nn.Module, model: Model, mesh: DeviceMesh, by_token
         setattr(module.get_submodule(above), leaf, SplitAttention(module.get_submodule(name), name, key))
         del styles[name]
         styles |= {f"{name}.{part}": "colwise" for part in "qkv"} | {f"{name}.out_proj": "rowwise"}
-    # Where there are blocks, a region is a block: one may call the layers of its attention (models/unpadded.py).
+    # If there are blocks, a region is a block, because a block may call the layers of its attention directly
+    # (models/unpadded.py).
     found = find_blocks(module, model.blocks)
     blocks = [name for name, part in module.named_modules() if any(part is block for block in found)]
     split = [name for name, style in styles.items() if style == "colwise"]
@@ -84,10 +86,10 @@ def split_over_ranks(module: nn.Module, model: Model, mesh: DeviceMesh, by_token
     named = {_holder(module, name, blocks) for name, style in styles.items() if style == "sequence_parallel"}
     require(
         not by_tokens or named.issuperset(holders),
-        f"memory.sequence_parallel: {kind}.tensor_parallel_plan does not say that blocks work token by token outside "
-        "split layers: give their norms the style sequence_parallel (docs/your-own-model.md), or use false",
+        f"memory.sequence_parallel=true: {kind}.tensor_parallel_plan does not declare that blocks work token by token "
+        "outside split layers: give their norms the style sequence_parallel (docs/your-own-model.md), or use false",
     )
-    # The last block of packed texts computes the first token of each only.
+    # For packed texts, the last block computes only the first token of each text.
     firsts = {name for name in holders if getattr(module.get_submodule(name), "reads_first", False)}
     shared = [name for name in holders if by_tokens and name not in firsts]
     for name, style in styles.items():
@@ -113,58 +115,56 @@ def split_over_ranks(module: nn.Module, model: Model, mesh: DeviceMesh, by_token
 
 
 def _told(forward: Callable[..., Any], kind: str) -> Callable[..., Any]:
-    """``forward``, which refuses in words of ours what torch does not compute of tokens that are shared."""
 
     @wraps(forward)
     def within(*args: Any, **kwargs: Any) -> Any:
         try:
             return forward(*args, **kwargs)
         except (RuntimeError, NotImplementedError) as error:
-            why = f"memory.sequence_parallel: {kind} computes of shared tokens what torch cannot ({error}): use false"
-            require("DTensor" not in str(error), why)
-            raise
+            if "DTensor" not in str(error):
+                raise
+            what = f"{kind} uses an operation that does not support shared tokens ({error})"
+            raise RecipeError(f"memory.sequence_parallel=true: {what}: use false") from error
 
     return within
 
 
 def _matched(module: nn.Module, plan: Mapping[str, str], where: str) -> dict[str, str]:
-    """The modules that a plan names, and their style; a pattern must name some, and a module have one style."""
     names = [name for name, _ in module.named_modules()]
     found: dict[str, str] = {}
     for pattern, style in plan.items():
-        require(style in STYLES, f"{where} has {style!r} for {pattern}: there are {', '.join(STYLES)}")
+        require(style in STYLES, f"{where} has {style!r} for {pattern}: use one of {', '.join(STYLES)}")
         expression = r"\.".join("[^.]+" if token == "*" else token for token in pattern.split("."))
         matching = [name for name in names if fullmatch(expression, name)]
-        require(bool(matching), f"{where} names {pattern}, which the module does not have")
+        require(bool(matching), f"{where} names {pattern}, which matches no module: remove or correct it")
         found |= dict.fromkeys(matching, style)
     return found
 
 
 def _parent(module: nn.Module, name: str) -> str:
-    """Of the module ``name``, the closest one above it that has a forward."""
     above = name.rpartition(".")[0]
     return _parent(module, above) if isinstance(module.get_submodule(above), nn.ModuleList | nn.ModuleDict) else above
 
 
 def _holder(module: nn.Module, name: str, blocks: Sequence[str]) -> str:
-    """Of the module ``name``, the innermost block around it, or the closest module."""
+    """Return the innermost block around the module ``name``, or the closest module above it."""
     around = [block for block in blocks if name.startswith(f"{block}.")]
     return max(around, key=len) if around else _parent(module, name)
 
 
 def _split(layer: nn.Module, style: str, name: str, region: _Region, key: str, tokens: int | None) -> None:
-    """Split a layer; ``tokens`` is the dimension of what it sums along which each rank gets its share, if it does."""
+    """Split a layer; ``tokens`` is the dimension along which its sums are scattered over ranks, or ``None``."""
     if style in ("replicated_with_grad_allreduce", "sequence_parallel"):
         if style != "sequence_parallel" or tokens is not None:
             layer._sees_part = True  # type: ignore[assignment]
             region.partly.append(layer)
         return
     if not isinstance(layer, nn.Linear):
-        raise RecipeError(f"{key}: {name} is a {type(layer).__name__}: only nn.Linear can be split {style}")
+        raise RecipeError(f"{key}: {name} is a {type(layer).__name__}, but only an nn.Linear can be split {style}")
     width = layer.out_features if style == "colwise" else layer.in_features
     require(width % region.ranks == 0, f"{key} does not divide the {width} features of {name}: use a divisor of them")
     begins = style == "colwise"
-    # Each rank takes its part of what it has: nothing is sent.
+    # Each rank takes its part of the weights that it has: no communication.
     sums = RowwiseParallel(output_layouts=Replicate() if tokens is None else Shard(tokens))
     parallelize_module(layer, region.mesh, ColwiseParallel() if begins else sums, src_data_rank=None)
     layer.register_forward_pre_hook(region.enter if begins else region.leave, prepend=True)
@@ -173,8 +173,10 @@ def _split(layer: nn.Module, style: str, name: str, region: _Region, key: str, t
 
 
 class SplitAttention(nn.Module):
-    """``nn.MultiheadAttention`` as torchvision uses it, its packed weight taken apart, so that heads can be split.
-    Checkpoints keep the packed weight: ``packed`` says which of its three stretches of rows each is."""
+    """``nn.MultiheadAttention`` as torchvision uses it, with its packed weight unpacked, so that heads can be split.
+
+    Checkpoints keep the packed weight: ``packed`` maps each weight to one of its three ranges of rows.
+    """
 
     packed: ClassVar = {
         f"{part}.{kind}": (f"in_proj_{kind}", number)
@@ -190,8 +192,8 @@ class SplitAttention(nn.Module):
         super().__init__()
         plain = isinstance(whole, nn.MultiheadAttention) and whole.batch_first and whole.in_proj_bias is not None
         if not plain or whole.bias_k is not None or whole.add_zero_attn or whole.in_proj_weight is None:
-            what = "an nn.MultiheadAttention with batch_first and biases, and queries, keys and values of one width"
-            raise RecipeError(f"{key}: {name} is not {what}: use linear layers of your own for them")
+            need = "an nn.MultiheadAttention with batch_first and biases, and queries, keys and values of one width"
+            raise RecipeError(f"{key}: {name} is not {need}: use separate linear layers for them")
         self.num_heads: int = whole.num_heads
         self.head_size: int = whole.head_dim
         self.dropout: float = whole.dropout
@@ -207,7 +209,7 @@ class SplitAttention(nn.Module):
     def forward(
         self, query: Tensor, key: Tensor, value: Tensor, need_weights: bool = False
     ) -> tuple[Tensor, Tensor | None]:
-        """Attention of this rank's heads and the sum over ranks; (n, tokens, width), laid out in memory as torch's."""
+        """Compute attention of this rank's heads and sum over ranks: (n, tokens, width), in the layout of torch."""
         query, key, value = (
             layer(inputs).unflatten(-1, (-1, self.head_size)).transpose(1, 2)
             for layer, inputs in ((self.q, query), (self.k, key), (self.v, value))
@@ -218,18 +220,21 @@ class SplitAttention(nn.Module):
 
 
 class _Region(TorchFunctionMode):
-    """What is computed between a layer that is split by columns and the one that is split by rows."""
+    """The computation from a layer that is split by columns to the layer that is split by rows."""
 
     def __init__(self, mesh: DeviceMesh) -> None:
         super().__init__()
         self.mesh, self.rank, self.ranks = mesh, mesh.get_local_rank(), mesh.size()
         self.is_split = self.is_open = False
         self.entered: tuple[Tensor, DTensor] | None = None
-        self.tokens = 0  # of the block that is computed, where each rank has its share of them between split layers
-        self.partly: list[nn.Module] = []  # whose weights are on every rank, and see the heads of this one
+        self.tokens = 0  # tokens of the current block, if ranks share them; otherwise 0
+        self.partly: list[nn.Module] = []  # modules with weights on every rank that see only this rank's heads
 
     def around(self, parent: nn.Module, is_shared: bool, goes_on: bool) -> Callable[..., Any]:
-        """``parent.forward``; if it ``is_shared``, on this rank's tokens, with which the next block ``goes_on``."""
+        """Wrap ``parent.forward``.
+
+        If it ``is_shared``, it gets this rank's tokens; its output stays split if the next block ``goes_on`` with it.
+        """
         forward, kind = parent.forward, type(parent).__name__
 
         @wraps(forward)
@@ -237,8 +242,9 @@ class _Region(TorchFunctionMode):
             self.is_split, self.is_open, self.entered = False, True, None
             try:
                 if is_shared:
-                    is_known = bool(args) and isinstance(args[0], Tensor) and args[0].ndim == 3
-                    require(is_known, f"memory.sequence_parallel: {kind} gets no (n, tokens, width) first: use false")
+                    if not (args and isinstance(args[0], Tensor) and args[0].ndim == 3):
+                        what = f"the first argument of {kind} is not a tensor of shape (n, tokens, width)"
+                        raise RecipeError(f"memory.sequence_parallel=true: {what}: use false")
                     whole = args[0] if isinstance(args[0], DTensor) else self.alike(args[0])
                     self.tokens = whole.shape[1]
                     args = whole.redistribute(placements=[Shard(1)]).to_local(), *args[1:]
@@ -246,44 +252,44 @@ class _Region(TorchFunctionMode):
                     found = forward(*args, **kwargs)
                 if not is_shared:
                     return found
-                # A copy, once a forward: what the model does to a view in place, FSDP's hooks and autograd refuse.
+                # A copy, once per forward: FSDP's hooks and autograd reject in-place changes of a view.
                 return self.dealt(found) if goes_on else self.gathered(found).to_local().clone()
-            finally:  # a recomputation leaves by an exception
+            finally:  # a recomputation ends with an exception
                 self.is_split, self.is_open, self.entered, self.tokens = False, False, None, 0
 
         return within
 
     def alike(self, tensor: Tensor) -> DTensor:
-        """What is the same on all ranks."""
+        """Return ``tensor``, which is the same on all ranks, as a replicated DTensor."""
         return DTensor.from_local(tensor, self.mesh, [Replicate()], run_check=False)
 
     def dealt(self, mine: Any) -> DTensor:
-        """The tokens of all ranks, each where it is, from this rank's: (n, tokens, width) or (tokens, width)."""
+        """Return this rank's tokens as a sharded DTensor: (n, tokens, width) or (tokens, width)."""
         shape = list(getattr(mine, "shape", ()))
         along, (share, _) = len(shape) - 2, Shard.local_shard_size_and_offset(self.tokens, self.ranks, self.rank)
-        fits = along in (0, 1) and shape[along] == share
-        require(fits, f"memory.sequence_parallel: {shape or 'a tuple'} has no share of {self.tokens} tokens: use false")
+        if along not in (0, 1) or shape[along] != share:
+            what = f"an output of shape {shape or 'unknown'} is not this rank's share of {self.tokens} tokens"
+            raise RecipeError(f"memory.sequence_parallel=true: {what}: use false")
         shape[along] = self.tokens
         size: Any = {"shape": torch.Size(shape), "stride": torch.empty(shape, device="meta").stride()}
         return DTensor.from_local(mine, self.mesh, [Shard(along)], run_check=False, **size)
 
     def gathered(self, mine: Tensor) -> DTensor:
-        """The tokens of all ranks, on every rank."""
+        """Gather the tokens of all ranks on every rank."""
         every = self.dealt(mine).redistribute(placements=[Replicate()])
-        # Before torch 2.12 uneven shares come together as a view, and a linear layer wants no such one.
+        # Before torch 2.12, gathered uneven shares are a view that is not contiguous; linear layers need contiguous
+        # ones.
         return every if (local := every.to_local()).is_contiguous() else self.alike(local.contiguous())
 
     def assemble(self, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-        """Before a module that holds layers that are split by columns: to its first tensor all ranks' tokens."""
+        """Gather all ranks' tokens of the first tensor, before a module with layers split by columns."""
         mine = next(one for one in (*args, *kwargs.values()) if isinstance(one, Tensor))
         every = self.gathered(mine)
         return tree_map(lambda one: every if one is mine else one, (args, kwargs))
 
     def enter(self, _: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
-        """Before a layer that is split by columns. Queries, keys and values of one input sum its gradient once."""
-        require(
-            self.is_open, "memory.tensor_parallel: call modules that hold split layers, not these layers themselves"
-        )
+        """Run before a layer split by columns; layers with the same input share a DTensor, to sum its gradient once."""
+        require(self.is_open, "memory.tensor_parallel: call the module that holds the split layers, not the layers")
         if isinstance(args[0], DTensor):
             return args
         if self.entered is None or self.entered[0] is not args[0]:
@@ -291,11 +297,11 @@ class _Region(TorchFunctionMode):
         return self.entered[1], *args[1:]
 
     def begin(self, *_: Any) -> None:
-        """After a layer that is split by columns."""
+        """Run after a layer that is split by columns."""
         self.is_split = True
 
     def leave(self, *_: Any) -> None:
-        """Before a layer that is split by rows."""
+        """Run before a layer that is split by rows."""
         self.is_split, self.entered = False, None
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -306,7 +312,7 @@ class _Region(TorchFunctionMode):
             name = getattr(func, "__name__", "")
             if self.is_split and func is functional.scaled_dot_product_attention:
                 return self.attention(*args, **kwargs)
-            if self.is_split and name == "draw_kept":  # of models/unpadded.py, which costs an import
+            if self.is_split and name == "draw_kept":  # from models/unpadded.py, not imported here
                 weights, (texts, heads, *rest), dropped = args
                 whole = func(weights, torch.Size([texts, heads * self.ranks, *rest]), dropped)
                 return whole.narrow(1, self.rank * heads, heads)
@@ -316,15 +322,17 @@ class _Region(TorchFunctionMode):
             known = [one for part in self.partly if weights for one in part._parameters.values()]
             require(
                 all(any(one is other for other in known) for one in weights),
-                f"memory.tensor_parallel: {name} uses a weight that every rank has on what layers have split: give its "
+                f"memory.tensor_parallel: {name} applies a weight that every rank has to split activations: give its "
                 f"module the style {STYLES[3 if self.is_split else 4]} in tensor_parallel_plan",
             )
         return func(*args, **kwargs)
 
     def dropout(self, input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:
-        """Dropout by this rank's part of the mask of the whole: of attention weights (n, heads, queries, keys) along
-        heads, of tokens that are shared along these, of all else along the last dimension. The whole mask is drawn in
-        the order of the whole's memory."""
+        """Apply dropout with this rank's part of the mask of the whole tensor.
+
+        Attention weights (n, heads, queries, keys) are split along heads, shared tokens along tokens, everything else
+        along the last dimension. The mask is drawn in the memory order of the whole tensor.
+        """
         if not training or not p:
             return input
         shape, strides = list(input.shape), input.stride()
@@ -350,7 +358,7 @@ class _Region(TorchFunctionMode):
         scale: float | None = None,
         enable_gqa: bool = False,
     ) -> Tensor:
-        """Attention; with dropout no fused kernel, which would draw a mask that nobody can take a part of."""
+        """Compute attention; with dropout without a fused kernel, whose mask could not be split."""
         if not dropout_p:
             options: dict[str, Any] = {"is_causal": is_causal, "scale": scale, "enable_gqa": enable_gqa}
             return functional.scaled_dot_product_attention(query, key, value, attn_mask, **options)
@@ -366,7 +374,7 @@ class _Region(TorchFunctionMode):
 
 
 def is_split(parameter: Tensor) -> bool:
-    """Whether ranks that are tensor parallel have other parts of ``parameter``."""
+    """Return whether tensor-parallel ranks have different parts of ``parameter``."""
     if not isinstance(parameter, DTensor):
         return False
     names = parameter.device_mesh.mesh_dim_names or ()
@@ -374,13 +382,16 @@ def is_split(parameter: Tensor) -> bool:
 
 
 class TensorParallelSync(GradientSync):
-    """Gradients of split weights are of this rank's part. They go to ``trained``: plain tensors in the memory of what
-    this rank has of each parameter, for no optimizer takes DTensors of several meshes, and others, in one step.
+    """Combines gradients over ranks with tensor parallelism.
 
-    Over the other ranks (``mesh[DATA]``) FSDP reduces, or else this does. Weights that are not split have the same
-    gradient on all ranks of a group, but for the noise of kernels that add in any order: it is averaged, lest the ranks
-    drift apart. Buckets of gradients are reduced in a fixed order: during the last backward where they ``may_overlap``
-    and the last backward of the first step computed every gradient once, on all ranks; else after it.
+    The gradient of a split weight covers this rank's part. Gradients go to ``trained``: plain tensors in the memory of
+    this rank's part of each parameter, because no optimizer supports DTensors of several meshes in one step.
+
+    Over ranks with other samples (``mesh[DATA]``), FSDP reduces, or else this class. Weights that are not split have
+    the same gradient on all ranks of a group, up to the noise of kernels that add in any order. It is averaged, because
+    the ranks would drift apart otherwise. Buckets are reduced in a fixed order. If they ``may_overlap``, and the last
+    backward of the first step computed every gradient once on all ranks, this happens during the last backward;
+    otherwise after it.
     """
 
     def __init__(
@@ -393,11 +404,11 @@ class TensorParallelSync(GradientSync):
         self.over_data = self.sharding is None and mesh[DATA].size() > 1
         partly = [part for part in module.modules() if getattr(part, "_sees_part", False)]
         self.partly = {p for part in partly for p in part.parameters(recurse=False)}
-        order = {p: position for position, p in enumerate(reversed(trained))}  # about that of backward
+        order = {p: position for position, p in enumerate(reversed(trained))}  # roughly the order of backward
         self.kinds = [[p for p in order if is_split(p) == kind] for kind in (True, False)]
         found = [[kind[n] for n in bucket] for kind in self.kinds for bucket in buckets([trained[p] for p in kind])]
         self.buckets = sorted(found, key=lambda bucket: order[bucket[-1]])
-        self.begun: list[Callable[[], None]] = []  # for each of the first buckets what waits for it
+        self.begun: list[Callable[[], None]] = []  # functions that wait for the first buckets
         self.arrived: Counter[Tensor] = Counter()  # how often the last backward has computed each gradient
         for parameter in trained:
             self.on_gradient(parameter, self._arrive)
@@ -408,8 +419,7 @@ class TensorParallelSync(GradientSync):
             self.sharding.before(is_last)
 
     def _arrive(self, parameter: Tensor) -> None:
-        """Called by autograd, or by FSDP, when a gradient has been computed; starts the buckets that are complete."""
-        if self.is_last and parameter.grad is not None:  # FSDP may call the hooks of parameters that got none, too
+        if self.is_last and parameter.grad is not None:  # FSDP may also call hooks of parameters without a gradient
             self.arrived[parameter] += 1
             left = self.buckets[len(self.begun) :] if self.overlapped else []
             for bucket in takewhile(lambda bucket: all(p in self.arrived for p in bucket), left):
@@ -417,7 +427,6 @@ class TensorParallelSync(GradientSync):
 
     @torch.no_grad()
     def _begin(self, bucket: list[nn.Parameter]) -> None:
-        """Move the gradients of a bucket to where the optimizer finds them, and start to reduce them."""
         gradients: list[Tensor] = []
         for parameter in bucket:
             tensor, gradient, parameter.grad = self.trained[parameter], parameter.grad, None
@@ -426,12 +435,12 @@ class TensorParallelSync(GradientSync):
             if isinstance(gradient, DTensor) and isinstance(parameter, DTensor):
                 gradient = gradient.redistribute(placements=parameter.placements)
             tensor.grad = local(gradient)
-            if parameter in self.partly:  # each rank has seen its heads only: a sum, not a mean
+            if parameter in self.partly:  # each rank has seen only its heads: a sum, not a mean
                 tensor.grad *= self.ranks
             gradients.append(tensor.grad)
         if not is_split(bucket[0]):
             self.begun.append(begin_mean(gradients, self.tensor if self.sharding is not None else None))
-        else:  # with FSDP, or no other ranks, there is nothing to reduce
+        else:  # nothing to reduce with FSDP or without other ranks
             self.begun.append(begin_mean(gradients if self.over_data else [], self.data))
 
     def after(self) -> None:
@@ -448,11 +457,11 @@ class TensorParallelSync(GradientSync):
         self.abandon()
 
     def abandon(self) -> None:
-        self.begun.clear()  # not waited for: a rank that failed takes no part in what is under way
+        self.begun.clear()  # without waiting, because a failed rank does not take part in the reductions
         self.arrived.clear()
 
     def norm(self) -> Tensor:
-        """Of split weights the parts of all ranks, of others one copy."""
+        """Return the global norm: all parts of split weights, and one copy of other weights."""
         gradients = [[g for p in reversed(kind) if (g := self.trained[p].grad) is not None] for kind in self.kinds]
         nothing = self.parameters[0].new_zeros(())
         split, whole = (total_norm(one, self.alike) if one else nothing for one in gradients)
@@ -461,5 +470,5 @@ class TensorParallelSync(GradientSync):
 
 
 def trained_parts(module: nn.Module) -> dict[nn.Parameter, Tensor]:
-    """For each parameter that trains, a plain tensor in the memory of what this rank has of it."""
+    """Return a plain tensor for each trained parameter, in the memory of this rank's part."""
     return {p: local(p.detach()) for p in module.parameters() if p.requires_grad}

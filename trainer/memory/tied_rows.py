@@ -1,8 +1,9 @@
-"""The gradient of an embedding that is tied to the head: it goes to host memory in rows, never whole on a device.
+"""The gradient of an embedding tied to the head: copied to host memory in rows, never whole on a device.
 
-Autograd keeps the gradient of the head, as large as they are, until that of the embedding is there, adds the two, and
-only then hands it on. The loss in chunks computes it in rows anyway, which may leave one after another; and of the
-embedding only the rows of the tokens have any. They are summed in fp32, which autograd does in the weights' type.
+Autograd keeps the gradient of the head, as large as its weight, until the gradient of the embedding is ready, and then
+adds the two. The chunked loss computes the gradient of the head in rows anyway, so each chunk of rows can be copied at
+once. The gradient of the embedding is nonzero only in the rows of its tokens. Both are summed in fp32; autograd would
+sum in the dtype of the weights.
 """
 
 from __future__ import annotations
@@ -18,8 +19,11 @@ from trainer.memory.optimizer_offload import HostGradients, StreamedGradients
 
 
 def leave_in_rows(module: nn.Module, sync: HostGradients) -> None:
-    """Let ``sync`` take the gradient of a tied embedding of ``module`` in rows, where its loss is computed in chunks;
-    not for shards of several ranks, which FSDP sums whole, nor where sums are in half precision, one row at a time."""
+    """Let ``sync`` take the gradient of a tied embedding of ``module`` in rows, if its loss is computed in chunks.
+
+    Does nothing for shards of several ranks, whose gradient FSDP sums whole, and for sums in half precision, which
+    would round after each row.
+    """
     whole = (sync.sharded and sync.world_size > 1) or sync.pieces[0].itemsize == 2
     if getattr(module, "logit_transform", None) is None or whole:
         return
@@ -30,22 +34,22 @@ def leave_in_rows(module: nn.Module, sync: HostGradients) -> None:
         head.take_rows = rows.of_head  # type: ignore[assignment]
         words.forward = lambda input: _Words.apply(words.weight, input, words.padding_idx, rows)
         sync.tied = rows
-        if isinstance(sync, StreamedGradients):  # FSDP makes none of a gradient that it does not see
+        if isinstance(sync, StreamedGradients):  # FSDP creates no shard for a gradient that it does not see
             sync.shards[head.weight] = shard = head.weight.detach()
             shard._local_tensor = rows.home
 
 
 class TiedRows:
-    """Rows on their way to the host memory of ``sync``."""
+    """Rows that are being copied to the host memory of ``sync``."""
 
     def __init__(self, sync: HostGradients, weight: nn.Parameter) -> None:
         self.sync, self.weight, self.home, self.adds = sync, weight, sync.homes[weight], False
-        self.is_first = False  # what is coming is the first of a window
-        self.coming: list[tuple[Tensor, Tensor]] = []  # tokens and their gradients, on the host or on their way there
-        self.held: list[Tensor] = []  # what these are copied from
+        self.is_first = False  # whether the next rows are the first of a window
+        self.coming: list[tuple[Tensor, Tensor]] = []  # tokens and their gradients, on the host or being copied there
+        self.held: list[Tensor] = []  # the sources of these copies
 
     def of_head(self, start: int, rows: Tensor) -> None:
-        """Take rows of the head's gradient from the row ``start`` on. In each backward all of them come, in order."""
+        """Take rows of the head's gradient, starting at row ``start``. Each backward provides all rows, in order."""
         if start == 0:
             self.settle()
             self.adds = self._begun()
@@ -64,7 +68,7 @@ class TiedRows:
         return begun
 
     def settle(self) -> None:
-        """Add what has come. The host waits for the micro-step before, while the device has a forward to do."""
+        """Add the rows that arrived. The device runs a forward while the host waits for the previous micro-step."""
         if self.sync.carrier is not None:
             self.sync.carrier.wait()
         if self.is_first:
@@ -74,12 +78,12 @@ class TiedRows:
         self.forget()
 
     def forget(self) -> None:
-        """Leave out what is on its way."""
+        """Drop the rows that are being copied."""
         self.coming, self.held, self.is_first = [], [], False
 
 
 class _Words(torch.autograd.Function):
-    """An embedding whose gradient is taken elsewhere."""
+    """An embedding that gives its gradient to :class:`TiedRows` instead of autograd."""
 
     @staticmethod
     def forward(ctx: Any, weight: Tensor, ids: Tensor, padding: int | None, rows: TiedRows) -> Tensor:

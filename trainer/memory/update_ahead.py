@@ -1,10 +1,11 @@
-"""Offloaded weights are updated while the last backward goes on, and the old ones put back if that was too early.
+"""Speculative updates: offloaded weights are updated during the last backward, and restored if that was wrong.
 
-The gradient of a parameter is complete long before the norm of all of them is known. A thread of the host updates the
-parameter at once, as if nothing were clipped or skipped, and keeps what it has overwritten. The norm then says whether
-that stands; if not, every bit is put back and the step goes on as if nothing had been done. The same bits either way.
-(Speculation, then validation: SuperOffload, Lian et al., 2025, arXiv 2509.21271. Its rollback computes the old values
-back, which rounds; here they are copied. ZeRO-Offload's delayed update is another optimizer: it is not done.)
+The gradient of a parameter is complete long before the norm of all gradients is known. A host thread updates the
+parameter at once, as if nothing were clipped or skipped, and keeps a copy of the old values. The norm then shows
+whether the update was right. If not, every bit is restored and the step continues normally. The result has the same
+bits either way. (Speculation, then validation: SuperOffload, Lian et al., 2025, arXiv 2509.21271. Its rollback
+recomputes the old values, which rounds; here they are copied. ZeRO-Offload's delayed update changes the result, so it
+is not used.)
 """
 
 from __future__ import annotations
@@ -22,43 +23,44 @@ from torch.optim import Optimizer
 from trainer.memory.sharding import local
 from trainer.system.machine import available_bytes
 
-AT_ONCE = 2**18  # elements updated at once: with fewer, Python would take most of the time
+AT_ONCE = 2**18  # min elements per update: with fewer, Python would take most of the time
 
 
 class UpdateAhead:
-    """Updates parameters of ``optimizer`` before it is asked to, in a thread of its own.
+    """Updates parameters of ``optimizer`` before its step, in a separate thread.
 
-    Any optimizer will do whose update of a parameter reads no other one, as all of ``optim.name`` are. It begins with
-    the second step, when all else has its memory, and takes at most its share of half of what the host has left. From
-    a step that was clipped or skipped on it waits for one that was not: who clips in every step pays for one mistake.
+    The update of a parameter must not read other parameters; this holds for every ``optim.name``. Updates ahead start
+    with the second step, when all other memory is allocated, and use at most this rank's share of half of the host's
+    free memory. After a step that was clipped or skipped they pause until a step that was neither, so a run that clips
+    in every step pays for one wrong update.
 
     Args:
-        optimizer: over weights in host memory.
-        scaler: of fp16 gradients, which are as they arrived: scaled.
-        world_size: ranks, which may share the host.
-        pays: whether to do it at all: where the host itself computes, no core is idle.
+        optimizer: an optimizer of weights in host memory.
+        scaler: scaler of fp16 gradients, which arrive scaled.
+        world_size: number of ranks, which may share the host.
+        pays: whether to update ahead at all. If the host itself computes, no core is idle.
     """
 
     def __init__(self, optimizer: Optimizer, scaler: Any = None, world_size: int = 1, pays: bool = True) -> None:
         self.optimizer, self.scaler, self.world_size, self.pays = optimizer, scaler, world_size, pays
-        self.hand = copy(optimizer)  # of the same settings, for it is shown a few parameters at a time, and no hooks
+        self.hand = copy(optimizer)  # the same settings; gets a few parameters at a time, and runs no hooks
         self.group_of = {p: number for number, group in enumerate(optimizer.param_groups) for p in group["params"]}
-        self.thread = ThreadPoolExecutor(1, "update ahead")  # which starts with the first update
+        self.thread = ThreadPoolExecutor(1, "update ahead")  # starts with the first update
         self.has_stepped, self.was_right, self.is_open = False, True, False
-        self.room: float | None = None  # bytes that are left for copies; ``None`` before the first
-        self.copies: dict[Tensor, dict[str, Tensor]] = defaultdict(dict)  # memory that is kept from step to step
-        self.before: dict[Tensor, dict[str, Any] | None] = {}  # the state of what was updated; ``None`` had none
-        self.norms: dict[Tensor, Tensor] = {}  # of the gradients that were used
+        self.room: float | None = None  # bytes left for copies; ``None`` before the first
+        self.copies: dict[Tensor, dict[str, Tensor]] = defaultdict(dict)  # old values; memory is reused in each step
+        self.before: dict[Tensor, dict[str, Any] | None] = {}  # old state of updated parameters; ``None``: no state
+        self.norms: dict[Tensor, Tensor] = {}  # norms of the gradients that were used
         self.taken: set[Tensor] = set()
         self.next: list[tuple[Tensor, Tensor]] = []
         self.updates: list[Future[None]] = []
 
     def open(self) -> None:
-        """Gradients that arrive from now on are those of the whole batch."""
+        """Start updates ahead: gradients that arrive from now on are complete."""
         self.is_open = self.pays and self.has_stepped and self.was_right
 
     def take(self, parameter: Tensor, gradient: Tensor, arrived: Callable[[], object] | None = None) -> None:
-        """Update ``parameter`` as soon as ``arrived`` returns, which waits for ``gradient``; this returns at once."""
+        """Schedule the update of ``parameter`` and return; ``arrived`` blocks until ``gradient`` is available."""
         if not self.is_open:
             return
         self.taken.add(parameter)
@@ -71,20 +73,23 @@ class UpdateAhead:
         self.updates.append(self.thread.submit(self.update, gradients, arrived))
 
     def stop(self) -> None:
-        """Wait for the update that has begun; those that have not are left to the optimizer."""
+        """Wait for updates that have started; leave the others to the optimizer."""
         for update in self.join():
             update.result()
 
     def join(self) -> list[Future[None]]:
-        """Begin nothing any more, and wait for what has begun, however it ends."""
+        """Stop accepting updates, and wait for those that have started, even if they fail."""
         self.is_open, self.next = False, []
         wait(self.updates)
         ended, self.updates = self.updates, []
         return ended
 
     def settle(self, norm: Tensor, largest: float | None) -> bool:
-        """Whether gradients of this ``norm`` are neither clipped to ``largest`` nor skipped; else undo all. If so, the
-        optimizer finds no gradient where it has nothing left to do."""
+        """Return whether the updates stand, because gradients with this ``norm`` are neither clipped nor skipped.
+
+        If they stand, the gradients of updated parameters are removed, so that the optimizer skips them. Otherwise all
+        updates are undone. ``largest`` is the norm to clip to.
+        """
         self.was_right = self.is_right(norm, largest)
         if not self.was_right:
             self.undo()
@@ -93,13 +98,13 @@ class UpdateAhead:
         return self.was_right
 
     def is_right(self, norm: Tensor, largest: float | None) -> bool:
-        """As ``clip_grads_with_norm_`` computes it: a factor of 1 changes no bit."""
+        """Return whether the clipping factor, computed as in ``clip_grads_with_norm_``, is 1 and changes no bit."""
         factor = norm.isfinite() if largest is None else torch.clamp(largest / (norm + 1e-6), max=1.0)
         return factor.item() == 1
 
     @torch.no_grad()
     def undo(self) -> None:
-        """Put back all that was overwritten since the last step, however the updates have ended."""
+        """Restore everything that was overwritten since the last step, even if updates failed."""
         self.join()
         for parameter, before in self.before.items():
             for name, value in _tensors(parameter, before or {}).items():
@@ -115,13 +120,13 @@ class UpdateAhead:
         self.taken.clear()
 
     def commit(self) -> None:
-        """The optimizer has taken its step: there is nothing left to undo."""
+        """Make the updates final: the optimizer has taken its step."""
         self.before.clear()
         self.has_stepped = True
 
     @torch.no_grad()
     def update(self, gradients: list[tuple[Tensor, Tensor]], arrived: Callable[[], object] | None) -> None:
-        """What the thread does, in the place of the optimizer."""
+        """Update parameters in the thread, instead of the optimizer."""
         if arrived is not None:
             arrived()
         members: dict[int, list[Tensor]] = defaultdict(list)
@@ -132,7 +137,7 @@ class UpdateAhead:
                     parameter.grad = gradient * self.scaler._scale.double().reciprocal().float()
                 self.norms[parameter] = torch.linalg.vector_norm(local(parameter.grad))
                 members[self.group_of[parameter]].append(parameter)
-        groups = self.optimizer.param_groups  # with what the schedule says now
+        groups = self.optimizer.param_groups  # with the current learning rates
         self.hand.state = self.optimizer.state
         self.hand.param_groups = [{**groups[number], "params": found} for number, found in members.items()]
         self.hand.step()
@@ -157,6 +162,5 @@ class UpdateAhead:
 
 
 def _tensors(parameter: Tensor, state: dict[str, Any]) -> dict[str, Tensor]:
-    """A parameter and the tensors of its state; this rank's shards."""
     named = {name: value for name, value in state.items() if isinstance(value, Tensor)}
     return {name: local(value.detach()) for name, value in {"": parameter, **named}.items()}

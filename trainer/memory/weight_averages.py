@@ -1,4 +1,4 @@
-"""``optim.ema``: an exponential moving average of the weights, for evaluations and for the model that is saved."""
+"""``optim.ema``: an exponential moving average of the weights, for evaluations and the saved model."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ from torch import Tensor
 from trainer.memory.sharding import local
 from trainer.recipe import Optim
 
-POWER = 2 / 3  # of timm's warm-up (``ModelEmaV3``): the n-th update, from 0, decays by at most 1 - (1 + n) ** -POWER
+POWER = 2 / 3  # warm-up as in timm (``ModelEmaV3``): the decay of update n, from 0, is at most 1 - (1 + n) ** -POWER
 
 
 class WeightAverages:
-    """The averages of the ``trained`` weights, in fp32 or wider: beside them, so of the shards that this rank has.
+    """The averages of the ``trained`` weights, in fp32 or wider, on the same device: of this rank's shards if sharded.
 
-    They begin as the weights are, and go on in the optimizer's steps (Polyak and Juditsky 1992), computed as
-    ``torch.optim.swa_utils`` does. Buffers are those of the model.
+    They start as copies of the weights and are updated after each optimizer step (Polyak and Juditsky 1992), as in
+    ``torch.optim.swa_utils``. Buffers are not averaged.
 
     Args:
-        trained: what the optimizer updates; masters in host memory where it is offloaded.
-        optim: has the decay.
-        sent: called when the weights have been exchanged; brings masters to the device.
+        trained: the tensors that the optimizer updates; masters in host memory if offloaded.
+        optim: the settings, with the decay.
+        sent: called after weights were exchanged with averages, to copy masters to the device.
     """
 
     def __init__(self, trained: Sequence[Tensor], optim: Optim, sent: Callable[[], None]) -> None:
@@ -33,30 +33,30 @@ class WeightAverages:
 
     @torch.no_grad()
     def begin(self) -> None:
-        """The averages are the weights."""
+        """Set the averages to the weights."""
         for trained in self.trained:
             weights = local(trained.detach())
             self.values[trained] = weights.to(torch.promote_types(weights.dtype, torch.float32), copy=True)
 
     def decay(self, updates: int) -> float:
-        """Of the update that comes after so many."""
+        """Return the decay of the next update, after ``updates`` updates."""
         assert self.optim.ema is not None
         return min(self.optim.ema, 1 - (1 + updates) ** -POWER) if self.optim.ema_warmup else self.optim.ema
 
     @torch.no_grad()
     def update(self, updates: int) -> None:
-        """A step of the optimizer was taken, after so many others."""
+        """Update the averages after an optimizer step that followed ``updates`` other steps."""
         averages, share = list(self.values.values()), 1 - self.decay(updates)
         weights = [local(trained.detach()) for trained in self.trained]
         if all(average.dtype == weight.dtype for average, weight in zip(averages, weights, strict=True)):
             torch._foreach_lerp_(averages, weights, share)
             return
-        for average, weight in zip(averages, weights, strict=True):  # one copy in fp32 at a time
+        for average, weight in zip(averages, weights, strict=True):  # only one fp32 copy at a time
             average.lerp_(weight.to(average.dtype), share)
 
     @contextmanager
     def applied(self) -> Iterator[None]:
-        """The model has the averages for weights inside of the context, and what it had when that ends, bit for bit."""
+        """Use the averages as weights in this context; afterwards restore the weights bit for bit."""
         kept = self._exchange({})
         try:
             yield
@@ -65,7 +65,7 @@ class WeightAverages:
 
     @torch.no_grad()
     def _exchange(self, kept: dict[Tensor, Tensor]) -> dict[Tensor, Tensor]:
-        """Put averages in the place of weights, or back; what cannot wait in the averages' memory is ``kept``."""
+        """Exchange weights and averages; return half-precision weights, which are ``kept`` for the exchange back."""
         found = dict[Tensor, Tensor]()
         for trained, average in self.values.items():
             weights = local(trained.detach())
@@ -73,7 +73,7 @@ class WeightAverages:
             weights.copy_(kept.get(trained, average))
             if before.dtype == average.dtype:
                 average.copy_(before)
-            elif trained not in kept:  # weights of half precision, which the averages know better
+            elif trained not in kept:  # half-precision weights stay aside, because fp32 averages must not be rounded
                 found[trained] = before
         self.sent()
         return found

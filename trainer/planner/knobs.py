@@ -9,7 +9,7 @@ from typing import Any
 
 from trainer.engine.cut import share_of
 from trainer.fakegpu.network import Cluster
-from trainer.memory.knobs import LOSSY, SEARCHED, UNPROVEN, left_open
+from trainer.memory.knobs import KNOBS, LOSSY, SEARCHED, UNPROVEN, left_open, turned_off
 from trainer.recipe import Memory, Recipe
 
 Settings = dict[str, Any]  # recipe settings by key, such as ``{"memory.cpu_offload": "optimizer"}``
@@ -50,25 +50,14 @@ def combinations(recipe: Recipe, ranks: int, on_gpu: bool = True, nodes: int = 1
 
 
 def is_sensible(memory: Memory, ranks: int) -> bool:
-    """Return whether a combination can be useful: some only take time for memory that another knob saves anyway."""
-    checkpointing, offload, sync = memory.activation_checkpointing, memory.cpu_offload, memory.sync_every_micro_step
-    sharded = ranks > 1 and memory.strategy == "fsdp"
-    if memory.strategy == "ddp" and offload == "parameters":
-        return False  # only FSDP streams parameters
-    if (memory.replicas > 1 or sync) and not sharded and offload != "parameters":
-        return False
-    if sync and offload != "none":
-        return False  # null means the same
-    if memory.optimizer_in_backward and (sync or offload != "none" or (ranks > 1 and not sharded)):
-        return False
-    if not memory.reshard_after_forward and not (sharded and offload != "parameters"):
-        return False
-    # With a fraction of the blocks checkpointed, only the activations of the other blocks could be offloaded.
-    return not (memory.activation_offload and isinstance(checkpointing, float))
+    """Return whether a combination can be useful: some only cost time for memory that another knob saves anyway."""
+    return all(knob.pays(memory, ranks) for knob in SEARCHED if knob.is_on(memory))
 
 
 CHECKPOINTING, OFFLOADED, REPLICAS = "memory.activation_checkpointing", "memory.activation_offload", "memory.replicas"
-SYNC, IN_BACKWARD = "memory.sync_every_micro_step", "memory.optimizer_in_backward"
+SYNC = "memory.sync_every_micro_step"
+OVERLAPPING = [f"memory.{knob.name}" for knob in SEARCHED if knob.overlaps]
+LASTING = {f"memory.{knob.name}": knob.lasting for knob in KNOBS}
 OFFLOAD = "memory.cpu_offload"
 FRACTIONS = (0.25, 0.5, 0.75)  # shares of blocks to try: memory and time lie between those of none and full
 
@@ -84,8 +73,8 @@ def intrusion(settings: Mapping[str, Any]) -> int:
 
 def does_at_least(settings: Mapping[str, Any], other: Mapping[str, Any], sharded: bool) -> bool:
     """Return whether ``settings`` do at least the work of ``other``: with the same cut they cannot be faster."""
-    if sharded and settings.get(IN_BACKWARD) != other.get(IN_BACKWARD):
-        return False  # an update in backward may overlap with reductions and be faster, or not
+    if sharded and any(settings.get(key) != other.get(key) for key in OVERLAPPING):
+        return False  # either of the two may be faster
     if settings.get(OFFLOADED) and other.get(OFFLOADED) and settings.get(CHECKPOINTING) != other.get(CHECKPOINTING):
         return False  # checkpointed blocks have less to offload
     return is_turned_as_far(settings, other)
@@ -109,13 +98,12 @@ def _does(key: str, value: Any, other: Any) -> bool:
 
 def keeps(settings: Mapping[str, Any]) -> Settings:
     """Return the settings that decide which weights and optimizer state are on the device."""
-    passing = (CHECKPOINTING, OFFLOADED, SYNC, IN_BACKWARD, "memory.reshard_after_forward")
-    return {key: value for key, value in settings.items() if key not in passing}
+    return {key: value for key, value in settings.items() if LASTING.get(key, "state") == "state"}
 
 
 def updates(settings: Mapping[str, Any]) -> Settings:
     """Return the settings that decide the memory of an update, without those about the activations."""
-    return {key: value for key, value in settings.items() if key not in (CHECKPOINTING, OFFLOADED)}
+    return {key: value for key, value in settings.items() if LASTING.get(key) != "forward"}
 
 
 def micro_batch_sizes(recipe: Recipe, ranks: int) -> list[int | None]:
@@ -175,7 +163,7 @@ def strategies(memory: Memory, cluster: Cluster) -> dict[str, Settings]:
     """Return the strategies that the recipe leaves open, by name, with the settings of each."""
     if cluster.devices == 1:
         alone: Settings = {"memory.strategy": "auto", "memory.replicas": 1, "memory.reshard_after_forward": True}
-        together = {"memory.tensor_parallel": 1, "memory.sequence_parallel": False}
+        together = {f"memory.{name}": value for name, value in turned_off("tensor_parallel").items()}
         alone |= together if memory.tensor_parallel > 1 else {}
         return {"single": alone | {"memory.sync_every_micro_step": None}}
     sharded: Settings = {"memory.strategy": "fsdp"}

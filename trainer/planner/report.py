@@ -9,7 +9,7 @@ from typing import Any
 
 from trainer.memory.knobs import LOSSY, SEARCHED
 from trainer.memory.plan import Plan, decide_plan
-from trainer.planner.knobs import IN_BACKWARD, OPEN, Settings, applied, turned, without_size
+from trainer.planner.knobs import OPEN, Settings, applied, turned, without_size
 from trainer.planner.predict import Prediction
 from trainer.recipe import Memory, Recipe
 from trainer.system.text import GB, WIDTH, as_text, columns, gigabytes, wrapped
@@ -23,10 +23,6 @@ SIGNS = {
     "hsdp": "keeps a replica of the sharded model on each machine: memory.replicas",
 }
 SIZE = "memory.micro_batch_size"
-UNPROTECTED = (
-    f"{IN_BACKWARD}: the run ends at a step that is not finite, and it cannot recover from running out of memory: "
-    f"--{IN_BACKWARD} false avoids both"
-)
 NOTHING = ("no plan fits", "no combination of knobs works", "the model cannot be traced")  # how explanations begin
 
 
@@ -263,9 +259,7 @@ def explain(candidates: Sequence[Candidate], combinations: tuple[int, int]) -> l
         lines.append(f"the next faster plan does not fit: {next_one.plan}: {needs}")
     elif not chosen.knobs:
         lines.append("no memory technique is needed: the plan without any is the fastest")
-    if chosen.flags.get(IN_BACKWARD):
-        lines.append(UNPROTECTED)
-    return lines
+    return lines + [knob.note for knob in SEARCHED if knob.note and chosen.flags.get(f"memory.{knob.name}")]
 
 
 def not_fitting(

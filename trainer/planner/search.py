@@ -31,7 +31,7 @@ from trainer.fakegpu.events import Category
 from trainer.fakegpu.gpus import GPU, NO_GPU, gpu_named, host_as_device, nccl_bytes, outside
 from trainer.fakegpu.network import ONE
 from trainer.fakegpu.target import Target, budget_bytes, cut_budget, gpu_here
-from trainer.memory.knobs import FOLLOWERS, UNPROVEN
+from trainer.memory.knobs import FOLLOWERS, ONE_MICRO_BATCH, UNPROVEN
 from trainer.memory.plan import CUT_MATTERS, Plan, decide_plan, with_precision
 from trainer.planner import knobs
 from trainer.planner.knobs import Settings, devices_of
@@ -250,18 +250,19 @@ class Search:
         )
 
     def _arms(self, settings: Settings, sizes: Sequence[int | None]) -> Iterator[Arm]:
-        in_backward, whole = settings.get(knobs.IN_BACKWARD), with_size(settings, sizes[0])
+        undivided = {key: settings[key] for key in ONE_MICRO_BATCH if settings.get(key)}
+        whole = with_size(settings, sizes[0])
         try:
             plan = self._plan(whole)
         except RecipeError as error:
             # A combination that the search added does not apply here: that is no rejection.
-            if not in_backward or self.recipe.memory.optimizer_in_backward:
+            if not knobs.changed(self.recipe, undivided):
                 self._refuse(whole, error)
             return
         sharded = plan.strategy == "fsdp"
         if plan.first_cut.accumulate > 1 or not settings.get(knobs.SYNC):
             yield Arm(settings, list(sizes[:1]), sharded, True)
-        if sizes[1:] and not in_backward:
+        if sizes[1:] and not undivided:
             yield Arm(settings, list(sizes[1:]), sharded, False)
 
     def _relate(self) -> None:

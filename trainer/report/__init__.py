@@ -1,1 +1,1 @@
-"""What a person sees of a run: metrics, progress, loggers, curves and the summary."""
+"""The output of a run for the user: metrics, progress, loggers, curves and the summary."""

@@ -1,4 +1,4 @@
-"""The model card: ``README.md`` beside a trained model, as the Hugging Face hub reads it."""
+"""The model card: ``README.md`` of a trained model, in the format of the Hugging Face hub."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ NO_FENCE = "`" * 3
 
 @dataclass(frozen=True)
 class Trained:
-    """What a card says of how the model was trained.
+    """The facts about the training for a model card.
 
     Args:
-        facts: rows of the first table: the plan, steps, figures.
-        metrics: figures by split, as in ``summary.json``.
-        data: its class, sizes and fingerprint, likewise.
-        versions: of the libraries; ``None`` for one that was not there.
+        facts: rows of the first table, such as the plan, steps and metrics.
+        metrics: metrics by split, as in ``summary.json``.
+        data: class, sizes and fingerprint of the data, as in ``summary.json``.
+        versions: versions of the libraries; ``None`` if not installed.
     """
 
     facts: Mapping[str, Any]
@@ -34,7 +34,7 @@ class Trained:
 
 
 def card_of(recipe: Recipe, run_dir: Path, trained: Trained) -> str:
-    """The model card of what the run in ``run_dir``, which has its ``recipe.yaml``, has trained."""
+    """Build the model card of the run in ``run_dir``, which must contain its ``recipe.yaml``."""
     model: Any = recipe.model
     kind = "token" if model.task == "token" else "text"
     if capability(model, Preparable).tokenizer_or_none() is None:
@@ -53,15 +53,15 @@ def card_of(recipe: Recipe, run_dir: Path, trained: Trained) -> str:
 def model_card(
     name: str, trained: Trained, recipe: str, pipeline: str | None, library: str | None, base: str | None
 ) -> str:
-    """The card of the model of a run: a YAML header and Markdown.
+    """Build a model card: a YAML header and Markdown.
 
     Args:
-        name: of the run.
-        trained: how.
-        recipe: its settings as YAML.
-        pipeline: the hub's name of the task, such as text-classification.
-        library: what loads the model, such as transformers; ``None`` for none but this.
-        base: the model on the hub that it was fine-tuned from.
+        name: name of the run.
+        trained: facts about the training.
+        recipe: the recipe as YAML.
+        pipeline: name of the task on the hub, such as text-classification.
+        library: the library that loads the model, such as transformers; ``None`` if only this package does.
+        base: the model on the hub that was fine-tuned, if any.
     """
     from huggingface_hub import EvalResult, ModelCardData
 

@@ -1,4 +1,4 @@
-"""Where the figures of a run go: ``metrics.csv`` always, TensorBoard, Weights & Biases and MLflow when asked for."""
+"""Loggers of a run: always ``metrics.csv``; TensorBoard, Weights & Biases and MLflow on request."""
 
 from __future__ import annotations
 
@@ -29,16 +29,16 @@ NO_SETTINGS = Run()
 
 
 def make_loggers(
-    names: Sequence[str],  # any of csv, tensorboard, wandb, mlflow; csv is always there
-    run_dir: Path,  # metrics.csv and tensorboard/ are written in it
-    config: Mapping[str, Any],  # the resolved recipe, shown beside the curves
-    extra_columns: Sequence[str] = (),  # of metrics.csv
-    figures: Sequence[str] = ("accuracy",),  # of an evaluation, besides the loss
-    resumed_at: int = 0,  # the step that the run goes on from; TensorBoard hides what was logged after it before
+    names: Sequence[str],  # any of csv, tensorboard, wandb, mlflow; csv is always included
+    run_dir: Path,  # directory of metrics.csv and tensorboard/
+    config: Mapping[str, Any],  # the resolved recipe, shown with the curves
+    extra_columns: Sequence[str] = (),  # additional columns of metrics.csv
+    figures: Sequence[str] = ("accuracy",),  # metrics of an evaluation, in addition to the loss
+    resumed_at: int = 0,  # the step that the run resumes from; TensorBoard hides earlier logs after it
     settings: Run = NO_SETTINGS,  # project, entity, tags and tracking_uri
-    run_id: str | None = None,  # the same when a run is resumed: Weights & Biases and MLflow then go on where it was
+    run_id: str | None = None,  # the same after a resume, so that Weights & Biases and MLflow continue the run
 ) -> list[Logger]:
-    """The loggers of a run, for ``Fabric(loggers=...)``; only the first rank writes."""
+    """Build the loggers of a run for ``Fabric(loggers=...)``; only the first rank writes."""
     make: dict[str, Callable[..., Logger]] = {
         "tensorboard": partial(_tensorboard, resumed_at),
         "wandb": partial(_wandb, settings, run_id),
@@ -49,7 +49,7 @@ def make_loggers(
 
 
 def require_loggers(names: Sequence[str]) -> None:
-    """Refuse loggers whose package is missing, before anything is started."""
+    """Reject loggers whose package is missing, before anything starts."""
     for name in ("wandb", "mlflow"):
         if name in names and find_spec(name) is None:
             raise RecipeError(f"run.logger={name} needs the package {name}: pip install 'exactbatch-trainer[{name}]'")
@@ -57,25 +57,25 @@ def require_loggers(names: Sequence[str]) -> None:
         try:
             import_module("torch.utils.tensorboard")
         except ImportError as error:
-            fix = "pip install tensorboard, or leave it out of run.logger"
+            fix = "pip install tensorboard, or remove it from run.logger"
             raise RecipeError(f"run.logger=tensorboard needs the package tensorboard ({error}): {fix}") from error
 
 
 def close_loggers(loggers: Sequence[Logger], status: str) -> None:
-    """Write what is left. ``status`` is how the run ended: finished, failed or interrupted."""
+    """Flush and close the loggers. ``status`` is finished, failed or interrupted."""
     for logger in loggers:
         logger.finalize("success" if status == "finished" else status)
-        # Weights & Biases uploads at interpreter exit, which a rank that must leave at once does not reach.
+        # Weights & Biases uploads at interpreter exit, which a rank that exits immediately does not reach.
         finish = getattr(getattr(logger, "experiment", None), "finish", None)
         if finish is not None:
             finish(exit_code=0 if status == "finished" else 1)
 
 
 class CSVMetrics(Logger):
-    """A Fabric logger that appends rows to one CSV file, at most seconds after they were logged.
+    """A Fabric logger that appends rows to one CSV file, within seconds after they were logged.
 
-    Not Fabric's own ``CSVLogger``: that one deletes an existing file, so a resumed run would lose its past, and
-    rewrites the whole file in place whenever a key is new, so a crash then loses everything.
+    Fabric's ``CSVLogger`` is not used, because it deletes an existing file, so that a resumed run loses its history. It
+    also rewrites the whole file in place for each new key, so that a crash can lose everything.
     """
 
     def __init__(
@@ -105,19 +105,19 @@ class CSVMetrics(Logger):
 
     @rank_zero_only
     def log_metrics(self, metrics: Mapping[str, Any], step: int | None = None) -> None:
-        """Add a row. Rows of an evaluation go to disk at once, the others within seconds."""
+        """Add a row. Rows of an evaluation are written to disk at once, others within seconds."""
         row: dict[str, Any] = {} if step is None else {"step": step}
         row |= {name: value.item() if hasattr(value, "item") else value for name, value in metrics.items()}
         unknown = [name for name in row if name not in self.columns]
         if unknown:
-            raise ValueError(f"{self.path.name} has no column {', '.join(unknown)}: name it in extra_columns")
+            raise ValueError(f"{self.path.name} has no column {', '.join(unknown)}: add it to extra_columns")
         self._rows.append(row)
         evaluated = any(name in self.of_evaluations for name in row)
         if evaluated or self._clock() - self._last_write >= SECONDS_BETWEEN_WRITES:
             self.save()
 
     def log_hyperparams(self, params: Any, *args: Any, **kwargs: Any) -> None:
-        """Nothing: the recipe has a file of its own."""
+        """No-op: the recipe is saved in a separate file."""
 
     @rank_zero_only
     def save(self) -> None:
@@ -129,7 +129,7 @@ class CSVMetrics(Logger):
         if not self._continues():
             writer.writeheader()
         writer.writerows(self._rows)
-        # Unbuffered: whole rows in one write, so that a killed run leaves no half a row behind.
+        # Unbuffered, with whole rows in one write, so that a killed run leaves no partial row.
         with naming(self.path):
             descriptor = open_own(self.path, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
             with os.fdopen(descriptor, "ab", buffering=0) as file:
@@ -156,7 +156,7 @@ def _tensorboard(resumed_at: int, run_dir: Path, config: Mapping[str, Any]) -> L
 
     purged = resumed_at + 1 if resumed_at else None
     logger = TensorBoardLogger(run_dir, name="tensorboard", version="", purge_step=purged)
-    # As text: TensorBoard's own hyperparameter page would put a curve named hp_metric beside the real ones.
+    # As text: TensorBoard's hyperparameter page would add a curve named hp_metric to the real ones.
     logger.experiment.add_text("recipe", "\n".join(f"    {key}: {value}" for key, value in config.items()))
     return logger
 
@@ -167,7 +167,7 @@ def _wandb(run: Run, run_id: str | None, run_dir: Path, config: Mapping[str, Any
     from wandb import Settings
     from wandb.errors import Error
 
-    # Its description of the machine has the command line in it.
+    # The metadata of the machine contains the command line, which may have secrets.
     settings = Settings(x_disable_meta=redact_words(sys.argv) != sys.argv)
     where: dict[str, Any] = {"project": run.project, "name": run_dir.name, "save_dir": run_dir}
     who: dict[str, Any] = {
@@ -184,7 +184,7 @@ def _wandb(run: Run, run_id: str | None, run_dir: Path, config: Mapping[str, Any
     return logger
 
 
-RUN_TAG = "trainer.run"  # the tag that identifies a run to resume: MLflow has run ids of its own
+RUN_TAG = "trainer.run"  # the tag that identifies a run to resume, because MLflow chooses run ids itself
 
 
 def _mlflow(run: Run, run_id: str | None, run_dir: Path, config: Mapping[str, Any]) -> Logger:
@@ -207,7 +207,7 @@ def _mlflow(run: Run, run_id: str | None, run_dir: Path, config: Mapping[str, An
         )
         if before:
             return MLFlowLogger(**where, run_id=before[0].info.run_id)
-        logger.log_hyperparams(dict(config))  # makes the run
+        logger.log_hyperparams(dict(config))  # creates the run
     except MlflowException as error:
         raise RecipeError(f"run.logger=mlflow: {error} (run.tracking_uri={redact(uri)})") from error
     return logger

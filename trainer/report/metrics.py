@@ -1,4 +1,4 @@
-"""Losses and metrics of an evaluation that are sums: counted on the device, joined over the ranks."""
+"""Losses and metrics of an evaluation that are computed from sums: counted on the device, then summed over ranks."""
 
 from __future__ import annotations
 
@@ -16,37 +16,38 @@ from trainer.errors import RecipeError
 from trainer.report.mistakes import Mistake, of_all_ranks
 from trainer.values import FIGURES, IGNORED_LABEL, Loss, Task
 
-NEEDS_PREDICTIONS = "needs predictions: give the model's Loss its logits and targets"
+NEEDS_PREDICTIONS = "needs predictions: set logits and targets in the model's Loss"
 
 
 @dataclass(frozen=True)
 class EvaluationResult:
-    """What an evaluation found, over all ranks."""
+    """The result of an evaluation over all ranks."""
 
-    loss: float  # the sum of losses; NaN when nothing had weight
+    loss: float  # sum of the mean losses; NaN if nothing had weight
     losses: dict[str, float]  # mean of each loss over its weighted items
-    weights: dict[str, float]  # the weight (samples or tokens) behind each of them
-    accuracy: float | None  # share of right predictions, 0 to 1; None for a model that does not classify
-    samples: int | None  # how many items were classified; None without num_classes
-    confusion: np.ndarray | None  # counts, shape (classes, classes): row = target, column = prediction; None as well
+    weights: dict[str, float]  # total weight (samples or tokens) of each loss
+    accuracy: float | None  # share of correct predictions, 0 to 1; None for a model that does not classify
+    samples: int | None  # number of classified items; None without num_classes
+    confusion: np.ndarray | None  # counts, shape (classes, classes): row = target, column = prediction; or None
     others: dict[str, float] = field(default_factory=dict)  # other metrics of the task, and those of run.metrics
-    mistakes: Sequence[Mistake] | None = None  # the surest ones; None where samples are not of one class each
+    mistakes: Sequence[Mistake] | None = None  # the most confident ones; None if samples do not have one class each
 
     def figures(self) -> dict[str, float]:
-        """The values for loggers, progress and summary: loss, metrics of the task, metrics of ``run.metrics``."""
+        """Return the metrics for loggers, progress and summary: loss, those of the task, and of ``run.metrics``."""
         return {"loss": self.loss} | ({} if self.accuracy is None else {"accuracy": self.accuracy}) | self.others
 
 
 class ClassificationMetrics:
     """Counts the losses and predictions of an evaluation without waiting for the device.
 
-    Those of torchmetrics do wait (``nonzero``, ``bincount``), and its R2Score subtracts large sums of squares.
+    Metrics of torchmetrics wait for the device (``nonzero``, ``bincount``), and its R2Score subtracts large sums of
+    squares.
 
     Args:
-        num_classes: classes, labels or outputs, by the task; ``None`` for models without logits to compare.
-        loss_names: known before the first update: a rank without samples has tensors of the same shape to sum.
-        task: what the logits mean.
-        wanted: metrics besides those of the task. ``names`` has those of them that the counts give.
+        num_classes: number of classes, labels or outputs, by task; ``None`` for models without logits to compare.
+        loss_names: names of the losses. Ranks without samples need them for tensors of the same shape.
+        task: the task, which defines the meaning of the logits.
+        wanted: metrics in addition to those of the task. ``names`` lists those that can be computed from counts.
     """
 
     def __init__(
@@ -59,9 +60,9 @@ class ClassificationMetrics:
     ) -> None:
         self.loss_names, self.task = tuple(loss_names), task
         self.classes = (num_classes or 0) if task in FIGURES and task != "language" else 0
-        # (losses, 3): total, weight and updates with logits, in float64: millions of float32 terms would lose digits
+        # (losses, 3): total, weight and number of updates with logits; float64 for millions of float32 terms
         self.sums = torch.zeros(len(self.loss_names), 3, dtype=torch.float64, device=device)
-        # (classes, classes) as the confusion matrix, else a row for each label or output: see _of_labels, _of_numbers
+        # (classes, classes) for a confusion matrix, otherwise a row per label or output: see _of_labels, _of_numbers
         columns = {"multi_label": 5, "regression": 6}.get(task, self.classes)
         dtype = torch.long if task in ("single_label", "token") else torch.float64
         self.counted = torch.zeros(self.classes, columns, dtype=dtype, device=device)
@@ -69,10 +70,10 @@ class ClassificationMetrics:
         self.names = [str(name) for name in wanted if name in known]
 
     def update(self, loss: Loss) -> None:
-        """Add one loss of one micro-batch; a zero-weight one adds nothing but its zero.
+        """Add one loss of one micro-batch; a zero-weight loss adds 0.
 
-        Logits have the shape ``(..., classes)``, targets the shape before it, or all of it for several labels or
-        numbers. Only one of several losses should have logits, as all logits are counted.
+        Logits have shape ``(..., classes)``. Targets have shape ``(...)``, or that of the logits for labels or numbers.
+        At most one of several losses should have logits, because all logits are counted.
         """
         if loss.name not in self.loss_names:
             raise ValueError(f"loss {loss.name!r} is not one of the model's loss_names {self.loss_names}")
@@ -102,12 +103,12 @@ class ClassificationMetrics:
         elif len(targets):
             true = targets.reshape(logits.shape).double()
             error, first = logits.double() - true, true[0]
-            mean = (true - first).mean(0)  # of what the targets exceed the first by: 0 where they are equal
+            mean = (true - first).mean(0)  # mean difference to the first target: exactly 0 for equal targets
             sums = (torch.ones_like(error), error.abs(), error.square(), (true - first - mean).square())
             self.counted = _joined(self.counted, torch.stack([*(each.sum(0) for each in sums), first, mean], -1))
 
     def compute(self) -> EvaluationResult:
-        """The result over all ranks, on every rank. Every rank must call it, whether or not it saw a sample."""
+        """Return the result over all ranks. Every rank must call it, even if it saw no sample."""
         totals, weights, given = _over_ranks(self.sums).T.tolist()
         joined = reduce(_joined, of_all_ranks(self.counted)) if self.task == "regression" else _over_ranks(self.counted)
         table = joined.cpu().numpy()
@@ -128,7 +129,7 @@ class ClassificationMetrics:
         )
 
     def values(self, table: np.ndarray) -> dict[str, float]:
-        """All metrics that counts give, by name; NaN where nothing was counted."""
+        """Compute all metrics of the counts ``table``, by name; NaN if nothing was counted."""
         compute = {"multi_label": _of_labels, "regression": _of_numbers}.get(self.task, _of_classes)
         found = compute(table if table.any() else np.ones_like(table))
         return {name: float(value) if table.any() else math.nan for name, value in found.items()}
@@ -139,7 +140,6 @@ class ClassificationMetrics:
 
 
 def _over_ranks(tensor: Tensor) -> Tensor:
-    """The sum over the ranks; ``tensor`` stays what this rank has counted."""
     total = tensor.clone()
     if dist.is_available() and dist.is_initialized():
         dist.all_reduce(total)
@@ -147,8 +147,8 @@ def _over_ranks(tensor: Tensor) -> Tensor:
 
 
 def _joined(one: Tensor, other: Tensor) -> Tensor:
-    """The counts of two sets of numbers as those of one, their spread by the rule of Chan et al. (1979)."""
-    both = one + other  # means are kept as differences from a target, so that nothing large cancels
+    """Combine the counts of two sets of numbers, with the spread by the rule of Chan et al. (1979)."""
+    both = one + other  # means are stored as differences to a target, to avoid cancellation
     apart = (other[:, 4] - one[:, 4]) + (other[:, 5] - one[:, 5])
     share = other[:, 0] / both[:, 0].clamp(min=1)
     both[:, 3] += apart.square() * one[:, 0] * share
@@ -157,7 +157,7 @@ def _joined(one: Tensor, other: Tensor) -> Tensor:
 
 
 def _by_class(right: np.ndarray, said: np.ndarray, true: np.ndarray, occurs: np.ndarray) -> dict[str, float]:
-    """F1, precision and recall by scikit-learn's rules: 0 where the divisor is 0, means over the classes that occur."""
+    """Compute F1, precision and recall as scikit-learn does: 0 if the divisor is 0, means over classes that occur."""
     found: dict[str, float] = {}
     for name, divisor in {"f1": (said + true) / 2, "precision": said, "recall": true}.items():
         each = right / np.where(divisor > 0, divisor, 1)
@@ -177,29 +177,29 @@ def _of_classes(confusion: np.ndarray) -> dict[str, float]:
 
 
 def _of_labels(counted: np.ndarray) -> dict[str, float]:
-    """For each label: samples with any label, right ones, said, true, and samples of which each label is right."""
+    """Columns per label: samples with any label, true positives, predicted, true, samples with all labels correct."""
     samples, right, said, true, whole = counted.T
     return _by_class(right, said, true, samples > 0) | {"subset_accuracy": whole[0] / samples[0]}
 
 
 def _of_numbers(counted: np.ndarray) -> dict[str, float]:
-    """For each output: samples, sums of |error|, error² and (target - mean)², a target, the mean minus that target."""
+    """Columns per output: samples, sums of |error|, error² and (target - mean)², one target, and the mean minus it."""
     samples, absolute, squares, spread, *_ = counted.T
-    # R² of equal targets is 0, or 1 without an error; of one sample it is NaN.
+    # R² is 0 for equal targets, 1 without an error, and NaN for a single sample.
     lost = np.where(spread > 0, squares / np.where(spread > 0, spread, 1), np.sign(squares))
     mse, r2 = (squares / samples).mean(), np.where(samples > 1, 1 - lost, math.nan).mean()
     return {"mae": (absolute / samples).mean(), "mse": mse, "rmse": np.sqrt(mse), "r2": r2}
 
 
 def classification_report(confusion: np.ndarray, class_names: Sequence[str] | None = None) -> str:
-    """scikit-learn's report (precision, recall, F1 and support of every class) from a confusion matrix."""
+    """Return scikit-learn's report (precision, recall, F1 and support of every class) for a confusion matrix."""
     from sklearn.metrics import classification_report as report
 
     classes = len(confusion)
     names = [str(name) for name in (range(classes) if class_names is None else class_names)]
-    if len(names) != classes:  # scikit-learn would only warn, and leave classes out
+    if len(names) != classes:  # scikit-learn would only warn, and omit classes
         raise ValueError(f"{len(names)} class names for {classes} classes")
-    if not confusion.any():  # which scikit-learn refuses
+    if not confusion.any():  # an error in scikit-learn
         return "no samples were classified\n"
     rows = np.repeat(np.indices(confusion.shape).reshape(2, -1), confusion.reshape(-1), axis=1)
     return report(*rows, labels=range(classes), target_names=names, digits=4, zero_division=0)

@@ -1,4 +1,4 @@
-"""Which samples a classifier gets wrong, and what each class is taken for: kept during evaluation, written after it."""
+"""Mistakes of a classifier: the most confident wrong predictions and the confusion matrix of an evaluation."""
 
 from __future__ import annotations
 
@@ -20,24 +20,24 @@ from trainer.system.text import escaped
 from trainer.values import IGNORED_LABEL, Loss
 
 MOST = 200
-"""Mistakes that are kept of an evaluation."""
+"""Max mistakes to keep of an evaluation."""
 
 MOST_LISTED, MOST_DRAWN = 1_000, 30
-"""Classes in confusion.csv, and in its picture: of more, those with the most mistakes."""
+"""Max classes in confusion.csv and in its picture: those with the most mistakes."""
 
 
 class Mistake(NamedTuple):
-    """A sample that was taken for another class."""
+    """A sample that was predicted as another class."""
 
-    position: int  # its place in its split
+    position: int  # index of the sample in its split
     target: int
     prediction: int
-    probability: float  # of the prediction
-    of_target: float
+    probability: float  # probability of the prediction
+    of_target: float  # probability of the target
 
 
 def of_all_ranks(tensor: Tensor) -> list[Tensor]:
-    """The tensors of all ranks, in their order, on every rank; they have the same shape. A collective."""
+    """Gather the tensors of all ranks, of the same shape, in the order of ranks. A collective."""
     if not (dist.is_available() and dist.is_initialized()):
         return [tensor]
     found = [torch.empty_like(tensor) for _ in range(dist.get_world_size())]
@@ -46,27 +46,27 @@ def of_all_ranks(tensor: Tensor) -> list[Tensor]:
 
 
 class Mistakes:
-    """The mistakes that the model was surest of, over all ranks, without ever waiting for the device.
+    """Collects the most confident mistakes over all ranks, without waiting for the device.
 
-    Only of losses whose logits have shape ``(samples, classes)`` and targets ``(samples,)``, in the samples' order.
+    Uses losses with logits of shape ``(samples, classes)`` and targets ``(samples,)``, in the order of the samples.
 
     Args:
-        wanted: whether samples have one class each; else nothing is kept.
-        device: of the logits.
+        wanted: whether samples have one class each; otherwise nothing is kept.
+        device: device of the logits.
     """
 
     def __init__(self, wanted: bool = True, device: torch.device | str = "cpu") -> None:
         self.wanted = wanted
         self.samples: Sequence[int] = ()
-        # (MOST, 5), the fields of a Mistake, with the probability first; -1 where there is none
+        # (MOST, 5): the fields of a Mistake with the probability first; -1 for unused rows
         self.rows = torch.full((MOST, 5), -1.0, dtype=torch.float64, device=device)
 
     def reset(self) -> None:
-        """Forget what was kept."""
+        """Remove all mistakes."""
         self.rows.fill_(-1.0)
 
     def update(self, loss: Loss) -> None:
-        """Look at a loss of the micro-batch whose ``samples`` were set before."""
+        """Add the mistakes of a loss of the micro-batch with the current ``samples``."""
         logits, targets, count = loss.logits, loss.targets, len(self.samples)
         if (
             not self.wanted
@@ -88,7 +88,7 @@ class Mistakes:
         self.rows = rows[rows[:, 0].topk(MOST).indices]
 
     def worst(self) -> list[Mistake] | None:
-        """The mistakes, the surest first, alike on every rank; a collective where they are wanted, or else ``None``."""
+        """Return the most confident mistakes of all ranks (a collective); ``None`` if not wanted."""
         if not self.wanted:
             return None
         found = torch.cat(of_all_ranks(self.rows)).tolist()
@@ -104,15 +104,15 @@ def write_mistakes(
     split: str,
     describe: Callable[[int], str],
 ) -> None:
-    """Write ``confusion.csv`` and ``confusion.png``, and ``errors.csv``, the mistakes with their files or rows.
+    """Write ``confusion.csv``, ``confusion.png``, and ``errors.csv`` with the files or rows of the mistakes.
 
     Args:
-        folder: where to.
+        folder: target directory.
         confusion: counts, shape (classes, classes): row = target, column = prediction.
-        mistakes: of the samples of ``split``.
-        names: of the classes.
+        mistakes: mistakes on ``split``.
+        names: names of the classes.
         split: val or test.
-        describe: the file or row of a sample of the split.
+        describe: function that returns the file or row of a sample of the split.
     """
     names = [escaped(name) for name in names]
     chosen = _most_confused(confusion, MOST_LISTED)
@@ -120,12 +120,12 @@ def write_mistakes(
     rows = [[names[k], *confusion[k, chosen].tolist()] for k in chosen]
     write_atomic(folder / "confusion.csv", _table(header, rows))
     columns = ["split", "position", "sample", "true", "predicted", "probability", "probability_of_true"]
-    told = [
+    lines = [
         [split, at, escaped(redact(describe(at))), names[target], names[said], f"{p:.6f}", f"{q:.6f}"]
         for at, target, said, p, q in mistakes or ()
     ]
     if mistakes is not None:
-        write_atomic(folder / "errors.csv", _table(columns, told))
+        write_atomic(folder / "errors.csv", _table(columns, lines))
     drawn = _most_confused(confusion, MOST_DRAWN)
     some = "" if len(drawn) == len(names) else f", {len(drawn)} of {len(names):,} classes: those with the most mistakes"
     title = f"{split}: what each class is taken for{some}"
@@ -133,7 +133,7 @@ def write_mistakes(
 
 
 def _most_confused(confusion: np.ndarray, most: int) -> np.ndarray:
-    """The classes, in order; of more than ``most``, those that most mistakes are of, or for."""
+    """Return at most ``most`` classes in order: those with the most mistakes, as target or as prediction."""
     if len(confusion) <= most:
         return np.arange(len(confusion))
     wrong = confusion.sum(0) + confusion.sum(1) - 2 * confusion.diagonal()

@@ -1,4 +1,4 @@
-"""Pages of HTML: each a file that stands alone, without a network, in the one style; ``report.html`` is one of them."""
+"""HTML pages such as ``report.html``: self-contained files in a common style that need no network."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from trainer.system.text import escaped
 
 FOLDER = Path(__file__).parent
 STYLE, REPORT = FOLDER / "style.css", FOLDER / "report.html"
-MAX_ERRORS = 50  # mistakes on the page; errors.csv has all of them
+MAX_ERRORS = 50  # max mistakes on the page; errors.csv has more
 
 PICTURES = {
     "curves.png": "Loss, figures of the evaluations, and learning rate over steps",
@@ -29,10 +29,10 @@ PICTURES = {
 
 
 def write_page(path: Path, template: Path, **values: Any) -> None:
-    """Write the page that a Jinja ``template`` makes of ``values``.
+    """Render the Jinja ``template`` with ``values`` to the page ``path``.
 
-    Secrets, HTML and control characters in values are made harmless. The filter ``lines`` keeps line breaks, and
-    ``style`` is the common style sheet.
+    Values are escaped, and secrets and control characters in them are removed. The filter ``lines`` keeps line breaks,
+    and ``style`` is the common style sheet.
     """
     jinja = Environment(autoescape=True, finalize=_as_html, undefined=StrictUndefined)
     jinja.trim_blocks = jinja.lstrip_blocks = jinja.keep_trailing_newline = True
@@ -43,7 +43,7 @@ def write_page(path: Path, template: Path, **values: Any) -> None:
 
 
 def _as_html(value: object, keep: str = "") -> Markup:
-    """A value as HTML, without secrets, and without control characters except ``keep``; Markup is returned as it is."""
+    """Escape a value for HTML, without secrets and control characters (except ``keep``); Markup is not changed."""
     return value if isinstance(value, Markup) else Markup.escape(escaped(redact(str(value)), keep))
 
 
@@ -54,10 +54,10 @@ def write_report(
     data: Mapping[str, Any],
     versions: Mapping[str, str | None],
 ) -> None:
-    """Write ``report.html``: what a run was asked, what came of it, and how to do it again, in one file.
+    """Write ``report.html``: the settings of a run, its results, and the command to repeat it, in one file.
 
-    Pictures, mistakes and settings are those in ``run_dir``; what is not there is left out. ``facts`` are labels and
-    texts, the status and the main metric first; ``plan`` is how the batch was cut, and what saved memory.
+    Pictures, mistakes and settings come from ``run_dir``; missing ones are left out. ``facts`` are labels and texts,
+    with the status and the main metric first. ``plan`` describes the cut of the batch and the memory techniques.
     """
     (_, status), *rest = facts
     stored = run_dir / "recipe.yaml"

@@ -1,4 +1,4 @@
-"""Pictures of a run: ``curves.png``, drawn from its ``metrics.csv``, and ``memory.png``."""
+"""Plots of a run, such as ``curves.png``, drawn from ``metrics.csv``, and ``memory.png``."""
 
 from __future__ import annotations
 
@@ -19,15 +19,17 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-# Okabe and Ito's colours: told apart with any colour vision, and in grey.
+# Okabe and Ito's colours: distinguishable with any colour vision, and in grey.
 BLUE, ORANGE, GREEN, GREY = "#0072B2", "#D55E00", "#009E73", "#555555"
 SMOOTHED_SHARE = 50  # the smoothed curve averages over one fiftieth of the steps
 Curve = tuple[np.ndarray, np.ndarray]
 
 
 def plot_curves(metrics_csv: Path, target: Path, best: int | None = None) -> None:
-    """Draw the curves of ``metrics_csv`` as a PNG, 1200 pixels wide, and mark the ``best`` step, whose weights are
-    kept; missing columns are left out."""
+    """Draw the curves of ``metrics_csv`` as a PNG, 1200 pixels wide; missing columns are left out.
+
+    ``best`` marks the step whose weights are kept.
+    """
     curves = _read(metrics_csv)
     names = [name for name in dict.fromkeys(_evaluated(curves)) if name != "loss"]
     rows = len(names) // 2 + 1
@@ -44,10 +46,10 @@ def plot_curves(metrics_csv: Path, target: Path, best: int | None = None) -> Non
     _finish(loss, "Loss", "mean loss per weighted item")
     for place, name in enumerate(names, start=1):
         share = name.endswith("accuracy")
-        said, beside = name.replace("_", " "), figure.add_subplot(grid[place // 2, place % 2], sharex=loss)
-        _draw_evaluations(beside, curves, name, "{:.2f} %" if share else "{:.4f}", factor=100 if share else 1)
-        _mark(beside, best)
-        _finish(beside, said[0].upper() + said[1:], f"{said} (%)" if share else said)
+        label, axes = name.replace("_", " "), figure.add_subplot(grid[place // 2, place % 2], sharex=loss)
+        _draw_evaluations(axes, curves, name, "{:.2f} %" if share else "{:.4f}", factor=100 if share else 1)
+        _mark(axes, best)
+        _finish(axes, label[0].upper() + label[1:], f"{label} (%)" if share else label)
     rate = figure.add_subplot(grid[-1, :], sharex=loss)
     if len(curves["lr"][0]):
         rate.plot(*curves["lr"], color=GREY, linewidth=2, label="learning rate")
@@ -60,8 +62,8 @@ def plot_memory(memory: Mapping[str, Any], history: Sequence[tuple[int, float]],
     """Draw peaks by phase, and memory over steps, as a PNG of 1200 × 500 pixels.
 
     Args:
-        memory: as in ``summary.json``; allocated and reserved are drawn where there is a GPU, else resident memory.
-        history: steps, and memory at their ends in GB: allocated on a GPU, resident elsewhere.
+        memory: as in ``summary.json``; on a GPU allocated and reserved memory are drawn, otherwise resident memory.
+        history: steps, and memory at their ends in GB: allocated on a GPU, otherwise resident.
     """
     figure = _new_figure(target.absolute().parent.name, height=5, margins=(0.12, 0.85, 0.2))
     peaks, levels = figure.subplots(1, 2)
@@ -85,8 +87,8 @@ def plot_memory(memory: Mapping[str, Any], history: Sequence[tuple[int, float]],
 
 
 def _new_figure(title: str, height: float, margins: tuple[float, float, float] | None = None) -> Figure:
-    """Laid out by the texts in it or, in half the time, with given ``margins``: bottom, top, and between the rows."""
-    # Figure without pyplot: no global state, no window, whatever the caller's own backend is.
+    """Create a figure; with given ``margins`` (bottom, top, between rows) in half the time of an automatic layout."""
+    # Without pyplot: no global state, no window, independent of the caller's backend.
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
@@ -106,7 +108,6 @@ def _save(figure: Figure, target: Path) -> None:
 
 
 def _read(metrics_csv: Path) -> defaultdict[str, Curve]:
-    """Steps and values of every column, without empty and non-finite cells; none of a column that is not there."""
     with open(metrics_csv, newline="") as file:
         reader = csv.DictReader(file)
         rows, columns = list(reader), reader.fieldnames or ()
@@ -120,7 +121,6 @@ def _read(metrics_csv: Path) -> defaultdict[str, Curve]:
 
 
 def _evaluated(curves: Mapping[str, Curve]) -> list[str]:
-    """The figures of the evaluations, the most telling first."""
     columns = [name.partition("_") for name, (steps, _) in curves.items() if len(steps)]
     return [figure for split, _, figure in columns if split in ("val", "test")]
 
@@ -133,7 +133,7 @@ def _number(cell: str | None) -> float:
 
 
 def _smooth(values: np.ndarray) -> np.ndarray:
-    """Centred mean over one fiftieth of the values; at the ends over those that there are."""
+    """Return the centred mean over one fiftieth of the values, and over fewer at the ends."""
     half = len(values) // SMOOTHED_SHARE // 2
     sums = np.concatenate([[0.0], np.cumsum(values)])
     at = np.arange(len(values))
@@ -142,7 +142,6 @@ def _smooth(values: np.ndarray) -> np.ndarray:
 
 
 def _draw_evaluations(axes: Axes, curves: Mapping[str, Curve], figure: str, form: str, factor: float = 1) -> None:
-    """Validation as a line with dots, test as diamonds; the last value of each in the legend."""
     styles: dict[str, dict[str, Any]] = {
         "val": {"color": ORANGE, "marker": "o", "markersize": 5, "linewidth": 2, "label": "validation"},
         "test": {"color": GREEN, "marker": "D", "markersize": 8, "linestyle": "none", "label": "test"},
@@ -155,7 +154,6 @@ def _draw_evaluations(axes: Axes, curves: Mapping[str, Curve], figure: str, form
 
 
 def _mark(axes: Axes, best: int | None) -> None:
-    """A line at the step whose weights were kept, where there is something to compare."""
     if best is not None and axes.lines:
         axes.axvline(best, color=BLACK, linestyle="--", linewidth=1.5, label=f"model/: step {best:,}")
 
@@ -184,9 +182,9 @@ def _finish(axes: Axes, title: str, unit: str, legend: bool = True, x_label: str
         axes.legend(fontsize=11)
 
 
-# ``confusion.png``: what each class is taken for.
+# ``confusion.png``: the confusion matrix.
 
-MOST_COUNTED, LONGEST_NAME = 20, 24  # classes whose cells have their counts written in; letters of a name
+MOST_COUNTED, LONGEST_NAME = 20, 24  # max classes for counts in cells; max letters of a name
 
 
 def plot_confusion(confusion: np.ndarray, names: Sequence[str], title: str, target: Path) -> None:
@@ -201,12 +199,12 @@ def plot_confusion(confusion: np.ndarray, names: Sequence[str], title: str, targ
             colour = "white" if shares[row, column] > 0.6 else "black"
             axes.text(column, row, f"{confusion[row, column]}", ha="center", va="center", color=colour, fontsize=10)
     shown = [name if len(name) <= LONGEST_NAME else f"{name[: LONGEST_NAME - 1]}…" for name in names]
-    shown = [name.replace("$", r"\$") for name in shown]  # no formula
+    shown = [name.replace("$", r"\$") for name in shown]  # not a formula
     axes.set_xticks(range(classes), shown, rotation=90 if max(map(len, shown), default=0) > 3 else 0)
     axes.set_yticks(range(classes), shown)
     axes.set_xlabel("predicted class", fontsize=12)
     axes.set_ylabel("true class", fontsize=12)
-    with warnings.catch_warnings():  # of letters that its font has not: the csv has them
+    with warnings.catch_warnings():  # about letters that the font lacks; the csv has them
         warnings.filterwarnings("ignore", message="Glyph .* missing")
         _save(figure, target)
 
@@ -214,7 +212,7 @@ def plot_confusion(confusion: np.ndarray, names: Sequence[str], title: str, targ
 def plot_rates(
     rates: Sequence[float], losses: Sequence[float], smoothed: Sequence[float], found: float, target: Path
 ) -> None:
-    """Draw the loss of a range test over its learning rates, and the one that was found: a PNG of 1200 × 600 pixels."""
+    """Draw the loss of a range test over learning rates, and the chosen rate, as a PNG of 1200 × 600 pixels."""
     figure = _new_figure(target.absolute().parent.name, height=6, margins=(0.11, 0.88, 0.2))
     axes = figure.add_subplot()
     axes.plot(rates, losses, color=BLUE, alpha=0.25, linewidth=1, label="each step")
@@ -222,7 +220,7 @@ def plot_rates(
     axes.axvline(found, color=BLACK, linestyle="--", linewidth=1.5, label=f"falls fastest: {found:.1e}")
     axes.set_xscale("log")
     start, least = smoothed[0], min(smoothed)
-    axes.set_ylim(least - 0.3 * (start - least), start + 0.7 * (start - least))  # where it diverges is off the picture
+    axes.set_ylim(least - 0.3 * (start - least), start + 0.7 * (start - least))  # a diverging loss is off the picture
     _finish(axes, "Loss while the learning rate grows", "mean loss per weighted item", x_label="learning rate")
     _save(figure, target)
 
@@ -236,9 +234,9 @@ def plot_ladder(
     """Draw the memory of each rung as bars, as a PNG 1200 pixels wide.
 
     Args:
-        rungs: label, peak memory in GB of each kind (``None`` for a rung without), and status of each; those whose
-            label starts with a plus are stacked, and those with a note in brackets give up something besides memory.
-        kinds: what is measured, such as allocated and reserved: the first is drawn solid, in front of the second.
+        rungs: label, peak memory in GB of each kind (``None`` if unknown), and status of each rung. A label that starts
+            with a plus belongs to a stacked rung. One with a note in brackets costs more than memory, such as accuracy.
+        kinds: kinds of memory, such as allocated and reserved: the first is drawn solid, in front of the second.
     """
     figure = _new_figure(title, height=1.6 + 0.36 * len(rungs))
     axes = figure.add_subplot()
@@ -259,7 +257,7 @@ def plot_ladder(
     _save(figure, target)
 
 
-# ``plan.png``: the predicted memory of a plan over a run, by what it is for.
+# ``plan.png``: the predicted memory of a plan over a run, by category.
 
 YELLOW, SKY, PURPLE, BLACK = "#E69F00", "#56B4E9", "#CC79A7", "#000000"
 
@@ -270,13 +268,13 @@ CATEGORIES = {
     "activations": ("activations", YELLOW),
     "temporaries": ("temporaries", PURPLE),
     "batch": ("batch", SKY),
-}  # from the bottom up: what stays first
+}  # from the bottom up: lasting memory first
 PHASES = {"init": GREY, "forward": BLUE, "backward": ORANGE, "step": GREEN, "evaluation": PURPLE, "saving": GREY}
 SHORT = {"forward": "fwd", "backward": "bwd", "evaluation": "eval"}  # for phases with little room
 BOX = {"boxstyle": "round,pad=0.2", "facecolor": "white", "alpha": 0.8, "linewidth": 0}
-FAR = 2.5  # a budget of more than so many times the peak is only written, not drawn: the curves would lie flat
-LETTERS = 95  # of a line of the title
-LETTER = 0.0078  # the width of a letter of a phase's label, as part of the width of the picture
+FAR = 2.5  # a budget above this multiple of the peak is written, not drawn, because the curves would be flat
+LETTERS = 95  # max letters per line of the title
+LETTER = 0.0078  # width of a letter of a phase's label, as a share of the width of the picture
 
 
 def plot_plan(timeline: Mapping[str, Any], budget: float, title: str, target: Path) -> None:
@@ -305,7 +303,6 @@ def plot_plan(timeline: Mapping[str, Any], budget: float, title: str, target: Pa
 
 
 def _draw_memory(axes: Axes, timeline: Mapping[str, Any], reserved: np.ndarray) -> None:
-    """What is allocated as areas upon each other with a dot at the peak, what is reserved as a line."""
     points, below = np.arange(len(reserved)), np.zeros(len(reserved))
     for name, (label, colour) in CATEGORIES.items():
         values = np.array(timeline["allocated"].get(name, below * 0)) / 1e9
@@ -320,7 +317,6 @@ def _draw_memory(axes: Axes, timeline: Mapping[str, Any], reserved: np.ndarray) 
 
 
 def _draw_budget(axes: Axes, budget: float, peak: float) -> None:
-    """A dashed line, or a word where it lies far above."""
     label, is_far = f"budget: {gigabytes(budget * GB)}", budget > FAR * peak
     top = 1.15 * peak or 1 if is_far else 1.12 * max(budget, peak)
     axes.set_ylim(0, top)
@@ -334,7 +330,7 @@ def _draw_budget(axes: Axes, budget: float, peak: float) -> None:
 
 
 def _draw_predicted_phases(strip: Axes, axes: Axes, marks: list[list[Any]], points: int) -> None:
-    """A coloured strip on top, with a word where there is room, and a thin line down at each border."""
+    """Draw the phases as a coloured strip on top, with names if they fit, and thin lines at the borders."""
     ends = [point for point, _ in marks[1:]] + [points - 1]
     for (start, phase), end in zip(marks, ends, strict=True):
         colour = PHASES.get(phase, GREY)

@@ -1,4 +1,4 @@
-"""Progress of training and planning: a bar on a terminal, plain lines every few seconds elsewhere."""
+"""Progress of training and planning: a bar on a terminal, otherwise plain lines every few seconds."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ from trainer.system.text import escaped
 
 Clock = Callable[[], float]
 SECONDS_BETWEEN_LINES = 5.0
-CELLS = 10  # of the bar: where the terminal is narrow, metrics have priority
+CELLS = 10  # width of the bar; on a narrow terminal, metrics have priority
 BAR = "{percentage:3.0f}%|{bar}| {n_fmt}/{total_fmt} {elapsed}<{remaining}{postfix}"
 BETWEEN = " · "
 
 
 class Bar(tqdm):
-    """A bar that leaves figures out, the least important first, instead of cutting them off.
+    """A progress bar that omits metrics, the least important first, instead of cutting them off.
 
-    ``figures`` are shown in this order; those to ``leave_out`` give way to ten cells of the bar, in that order, and the
-    cells but one to the others.
+    ``figures`` are shown in order. If there is no room for them and a bar of ten cells, those in ``leave_out`` are
+    omitted, in that order. Then the bar shrinks, to one cell at least, for the remaining ones.
     """
 
     figures: Mapping[str, str] = MappingProxyType({})
@@ -41,7 +41,7 @@ class Bar(tqdm):
         width = found["ncols"] or math.inf
 
         def takes(texts: Iterable[str]) -> int:
-            return len(tqdm.format_meter(**found | {"ncols": None, "postfix": BETWEEN.join(texts)}))  # with ten cells
+            return len(tqdm.format_meter(**found | {"ncols": None, "postfix": BETWEEN.join(texts)}))  # with 10 cells
 
         left = dict(self.figures)
         for name in self.leave_out:
@@ -54,16 +54,16 @@ class Bar(tqdm):
 
 
 def warn(text: str) -> None:
-    """Tell, without secrets, what is no reason to end a run: above a bar, if there is one, and where none is shown."""
+    """Print a warning without secrets, above the bar if one is shown."""
     tqdm.write(escaped(f"trainer: warning: {redact(text)}"), file=sys.stderr)
 
 
 class Progress:
-    """Shows how long work goes, to one person: silent on every rank but the first.
+    """Shows the progress of work on the first rank.
 
     Args:
-        enabled: ``False`` hides bars, steps, evaluations and what describes the run; notices and warnings stay.
-        stream: standard error by default. Whether it is a terminal, of known width, decides between bar and lines.
+        enabled: ``False`` hides bars, steps, evaluations and descriptions of the run, but no notices and warnings.
+        stream: standard error by default. A bar is shown if it is a terminal of known width, otherwise lines.
     """
 
     def __init__(
@@ -80,7 +80,7 @@ class Progress:
         self._first_step, self._began = 0, self._clock()
 
     def start(self, total_steps: int, first_step: int = 0) -> None:
-        """Begin to count to ``total_steps``; ``first_step`` of them are done already (a resumed run)."""
+        """Start to count to ``total_steps``; ``first_step`` of them are done already (a resumed run)."""
         self._total_steps, self._next_line = total_steps, float("-inf")
         self._first_step, self._began = first_step, self._clock()
         if self._shown and self._terminal:
@@ -90,12 +90,12 @@ class Progress:
     def step(
         self, step: int, *, loss: float, lr: float, speed: Speed, memory: str, epoch: int, skipped: int = 0
     ) -> None:
-        """Show that ``step`` steps are done, since the beginning of training.
+        """Show that ``step`` steps are done since the start of training.
 
         Args:
             loss: mean loss of this step's batch, or of the steps since the last call.
-            memory: figure, unit and kind, such as ``"0.52 GB host peak"``.
-            skipped: steps skipped so far because of a non-finite loss or gradient.
+            memory: value, unit and kind, such as ``"0.52 GB host peak"``.
+            skipped: number of steps skipped so far because of a non-finite loss or gradient.
         """
         if not self._shown:
             return
@@ -111,7 +111,7 @@ class Progress:
         )
 
     def count(self, done: int, total: int, text: str) -> None:
-        """Show that ``done`` of ``total`` pieces of work are done, which may change, and what ``text`` says of them."""
+        """Show that ``done`` of ``total`` items are done, with a ``text``; ``total`` may change."""
         self._total_steps = total
         if self._bar is not None:
             self._bar.total = total
@@ -128,28 +128,27 @@ class Progress:
             self._line(done, BETWEEN.join([counted, *figures.values()]))
 
     def _left(self, step: int) -> str:
-        """The time that the other steps take, as those until now; nothing where that is not known."""
         seconds, taken, others = self._clock() - self._began, step - self._first_step, self._total_steps - step
         known = seconds > 0 and taken > 0 and others > 0
         return f"{BETWEEN}{tqdm.format_interval(seconds / taken * others)} left" if known else ""
 
     def evaluation(self, step: int, split: str, result: dict[str, float]) -> None:
-        """Show what an evaluation after ``step`` found on ``split`` (val, test), above the bar."""
+        """Show the metrics of an evaluation of ``split`` (val, test) after ``step``, above the bar."""
         figures = [f"{name} {_figure(name, value)}" for name, value in result.items()]
         self.message(" · ".join([f"{split} after step {step}", *figures]))
 
     def message(self, text: str) -> None:
-        """Show a line of text, above the bar; also before ``start`` and after ``close``."""
+        """Show a line above the bar; also before ``start`` and after ``close``."""
         if self._shown:
             self._above(text)
 
     def notice(self, text: str) -> None:
-        """Show what happened otherwise than a run from start to end is asked for: also where progress is turned off."""
+        """Show an unusual event of the run, even if progress is disabled."""
         if self._rank == 0:
             self._above(text)
 
     def warning(self, text: str) -> None:
-        """Show what must not be missed: also where progress is turned off, and on every rank."""
+        """Show a warning on every rank, even if progress is disabled."""
         prefix = f"[rank {self._rank}] " if self._rank else ""
         self._above(f"{prefix}trainer: warning: {text}")
 
@@ -160,7 +159,7 @@ class Progress:
             self._print(text)
 
     def close(self) -> None:
-        """Show the last step and end; may be called twice."""
+        """Show the last step and close the bar; may be called twice."""
         if self._pending is not None:
             self._print(self._pending)
         if self._bar is not None:
@@ -168,7 +167,6 @@ class Progress:
         self._pending = self._bar = None
 
     def _line(self, step: int, text: str) -> None:
-        """Print the first line, the last one, and one every few seconds in between."""
         if self._clock() >= self._next_line or step == self._total_steps:
             self._print(text)
             self._pending, self._next_line = None, self._clock() + SECONDS_BETWEEN_LINES
@@ -180,12 +178,12 @@ class Progress:
 
 
 def _shows_a_bar(stream: TextIO) -> bool:
-    """Whether the stream is a terminal that knows its width: on one of 0 columns tqdm draws nothing at all."""
+    """Return whether the stream is a terminal with a known width: tqdm draws nothing on one with 0 columns."""
     if not stream.isatty():
         return False
     try:
         return os.get_terminal_size(stream.fileno()).columns > 0
-    except OSError:  # no file behind it to ask: tqdm takes a width of its own
+    except OSError:  # no file descriptor: tqdm uses its default width
         return True
 
 

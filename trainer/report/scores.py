@@ -1,4 +1,4 @@
-"""Metrics of an evaluation that are no sums: computed once, from the predictions of all ranks together."""
+"""Metrics of an evaluation that are not sums: computed once, from the predictions of all ranks."""
 
 from __future__ import annotations
 
@@ -22,21 +22,21 @@ from trainer.values import FIGURES, IGNORED_LABEL, Loss
 
 
 def is_higher_better(name: str, own: Sequence[Metric] = ()) -> bool:
-    """The direction of a figure."""
+    """Return whether higher values of a metric are better."""
     return name in HIGHER or any(metric.name == name and metric.higher_is_better for metric in own)
 
 
 class Scores:
-    """The metrics in ``wanted``, for one evaluation after the other.
+    """Computes the metrics in ``wanted`` for each evaluation.
 
     Args:
         wanted: names from the tables of :mod:`trainer.recipe` that fit the task, and custom metrics.
-        task: of the model: a key of ``REPORTED``; ``None`` for a model of one's own that does not say so.
-        num_classes: of the model; ``None`` for one that does not classify.
-        gather: the rows of all ranks, on the first one at least, from those of this rank or ``None``; a collective.
-        decide: what a function returns on the first rank, on all ranks; what it refuses, all refuse alike.
-        bytes_per_token: of the texts, for each token that is predicted; ``None`` where the data do not say.
-        split: the name of the evaluated set, for warnings.
+        task: task of the model, a key of ``REPORTED``; ``None`` for a custom model without a task.
+        num_classes: number of classes of the model; ``None`` if it does not classify.
+        gather: collective: this rank's rows (or ``None``) to the rows of all ranks, at least on the first rank.
+        decide: calls a function on the first rank, and returns its result or raises its error on all ranks.
+        bytes_per_token: bytes of text per predicted token; ``None`` if unknown.
+        split: name of the evaluated set, for warnings.
     """
 
     def __init__(
@@ -50,24 +50,27 @@ class Scores:
         split: str = "evaluation",
     ) -> None:
         self.task = task or ("single_label" if num_classes else None)
-        always = FIGURES["language"] if task == "language" else ()  # of the loss alone: nothing else is kept of logits
+        always = FIGURES["language"] if task == "language" else ()  # computed from the loss only: logits are not kept
         names = [*always, *(metric for metric in wanted if isinstance(metric, str))]
         self.of_loss = {"loss", "perplexity", "bits_per_byte"}.intersection(names)
         self.names = [name for name in dict.fromkeys(names) if name not in self.of_loss]
         self.own = [metric for metric in wanted if isinstance(metric, Metric)]
-        why = "run.metrics=bits_per_byte is of whole documents (Documents, not streamed), and the data are none: "
-        require("bits_per_byte" not in names or bytes_per_token is not None, f"{why}leave it out; there is perplexity")
+        require(
+            "bits_per_byte" not in names or bytes_per_token is not None,
+            "run.metrics=bits_per_byte needs whole documents (Documents, not streamed), but the data have none: remove "
+            "it, or use perplexity",
+        )
         self.gather, self.decide, self.split = gather, decide, split
         self.bytes_per_token = bytes_per_token or math.nan
         self.warned: list[str] = []
         self.reset()
 
     def reset(self) -> None:
-        """Before an evaluation."""
+        """Remove all predictions before an evaluation."""
         self.kept: tuple[list[Tensor], list[Tensor]] = [], []  # predictions and targets
 
     def update(self, loss: Loss) -> None:
-        """Keep the predictions of a micro-batch in host memory, which waits for the device."""
+        """Copy the predictions of a micro-batch to host memory. This waits for the device."""
         if not (self.names or self.own) or loss.logits is None or loss.targets is None:
             return
         logits, targets = loss.logits.detach(), loss.targets
@@ -78,7 +81,7 @@ class Scores:
         self.kept[1].append(targets.cpu())
 
     def compute(self, loss: float) -> dict[str, float]:
-        """The metrics of the evaluation whose mean loss is ``loss``, the same on all ranks. A collective."""
+        """Compute the metrics of an evaluation with the mean ``loss``, the same on all ranks. A collective."""
         of_loss = {"perplexity": math.exp(min(loss, 700.0)), "bits_per_byte": loss / math.log(2) / self.bytes_per_token}
         found = {name: value for name, value in of_loss.items() if name in self.of_loss}
         if not (self.names or self.own):
@@ -90,12 +93,12 @@ class Scores:
     def _figures(self, predictions: Tensor | None, targets: Tensor | None) -> dict[str, float]:
         if predictions is None or targets is None:
             raise RecipeError(f"run.metrics={[*self.names, *(own.name for own in self.own)][0]} {NEEDS_PREDICTIONS}")
-        if not targets.is_floating_point() and targets.ndim == 1:  # an item each
+        if not targets.is_floating_point() and targets.ndim == 1:  # one label per item
             there = targets != IGNORED_LABEL
             predictions, targets = predictions[there], targets[there]
         self.left_out: list[str] = []
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # those of scikit-learn and scipy about undefined metrics, which are NaN
+            warnings.simplefilter("ignore")  # scikit-learn and scipy warn about undefined metrics, which are NaN
             compute = partial(self._metric, predictions, targets)
             found = {name: _named(f"run.metrics={name}", partial(compute, name)) for name in self.names}
         if self.left_out and self.left_out != self.warned:  # once, not after every evaluation
@@ -105,7 +108,7 @@ class Scores:
         return found | {name: _named(f"metric {name}", compute) for name, compute in own.items()}
 
     def _metric(self, predictions: Tensor, targets: Tensor, name: str) -> float:
-        from scipy import stats  # these imports take a second: only when there is something to compute
+        from scipy import stats  # imported when needed, because these imports take a second
         from sklearn.metrics import average_precision_score, roc_auc_score
 
         task: Any = "regression" if name in REGRESSION else self.task or "single_label"
@@ -113,25 +116,25 @@ class Scores:
             return math.nan
         if task == "regression":
             predictions, targets = predictions.reshape(len(targets), -1), targets.reshape(len(targets), -1)
-        if name in ("pearson", "spearman"):  # NaN for constants and for single samples, which scipy refuses
+        if name in ("pearson", "spearman"):  # NaN for constants and for single samples, an error in scipy
             compute = {"pearson": stats.pearsonr, "spearman": stats.spearmanr}[name]
             pairs = zip(predictions.double().T.numpy(), targets.double().T.numpy(), strict=True)
             return float(np.mean([compute(*pair)[0] for pair in pairs])) if len(targets) > 1 else math.nan
         if name in ("auroc", "average_precision"):
             compute = roc_auc_score if name == "auroc" else average_precision_score
             return self._mean_over_classes(name, compute, task, predictions, targets)
-        if name == "top5_accuracy":  # of equal logits the last class is first, as in scikit-learn
+        if name == "top5_accuracy":  # the last class wins among equal logits, as in scikit-learn
             own, places = predictions.gather(1, targets[:, None]), torch.arange(predictions.shape[-1])
             below = (predictions < own) | ((predictions == own) & (places <= targets[:, None]))
             return float(((~below).sum(-1) < 5).double().mean())
         metrics = ClassificationMetrics(predictions.shape[-1], "cpu", task=task)
         metrics.count(predictions, targets)
         found = metrics.values(metrics.counted.numpy())
-        require(name in found, f"run.metrics={name} is of class 1 of two: say {name}_macro")
+        require(name in found, f"run.metrics={name} needs exactly two classes: use {name}_macro")
         return found[name]
 
     def _mean_over_classes(self, name: str, compute: Any, task: str, predictions: Tensor, targets: Tensor) -> float:
-        """Over those with positive samples and, for AUROC, negative ones: the others have no such metric."""
+        """Return the mean over classes with positive samples and, for AUROC, negative ones; others have no value."""
         if predictions.isnan().any():
             return math.nan
         found = []
@@ -140,24 +143,24 @@ class Scores:
             found.append(compute(positive.numpy(), scores.numpy()) if known else math.nan)
         if unknown := sum(map(math.isnan, found)):
             some = f"the mean of {len(found) - unknown} of {len(found)}"
-            self.left_out.append(f"{name} is {some if unknown < len(found) else 'NaN, as none can be scored'}")
+            self.left_out.append(f"{name} is {some if unknown < len(found) else 'NaN, because no class has a value'}")
         return float(np.nanmean(found))
 
 
 def _named(what: str, compute: Callable[[], Any]) -> float:
-    """What ``compute`` gives; an error of it says what could not be computed."""
     try:
         return float(compute())
     except RecipeError:
         raise
     except Exception as error:
-        raise RecipeError(f"{what} cannot be computed ({cause(error)}): leave it out, or mend it") from error
+        raise RecipeError(f"{what} cannot be computed ({cause(error)}): remove or fix it") from error
 
 
 def _columns(task: str, logits: Tensor, targets: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-    """For each class (of two only the second): which samples are of it, and scores that rank them by its probability p.
+    """Yield for each class (of two only the second) its true samples, and scores that rank samples by probability p.
 
-    The scores are log(p / (1 - p)): a softmax is 1 from a difference of 37 on, which makes sure predictions ties.
+    The scores are log(p / (1 - p)), because a softmax is 1 from a difference of 37 on, so that confident predictions
+    would be ties.
     """
     if task == "multi_label":
         for scores, labels in zip(logits.T, targets.T, strict=True):
@@ -166,8 +169,9 @@ def _columns(task: str, logits: Tensor, targets: Tensor) -> Iterator[tuple[Tenso
     elif logits.shape[-1] == 2:
         yield targets == 1, logits[:, 1].double() - logits[:, 0].double()
     else:
-        rows = (part.double().sort(-1).values for part in logits.split(4096))  # sums that no order of classes changes
-        rest = torch.cat([(row[:, :-1] - row[:, -1:]).logsumexp(-1) for row in rows])  # of all but the largest
+        # Sorted, so that the sums do not depend on the order of classes.
+        rows = (part.double().sort(-1).values for part in logits.split(4096))
+        rest = torch.cat([(row[:, :-1] - row[:, -1:]).logsumexp(-1) for row in rows])  # without the largest logit
         largest, total = logits.amax(-1).double(), rest.exp().log1p()
         for number, column in enumerate(logits.T):
             share = column.double() - largest

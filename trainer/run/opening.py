@@ -20,6 +20,7 @@ from trainer.launching.company import have_met, keep_company
 from trainer.launching.meeting import meet
 from trainer.launching.start import announced, host_threads, launch, on_first_rank_first
 from trainer.launching.world import World, find_world
+from trainer.memory.knobs import turned_off
 from trainer.memory.monitor import require_recordable
 from trainer.memory.plan import Plan, decide_plan
 from trainer.recipe import Recipe
@@ -83,7 +84,7 @@ def evaluation_session(recipe: Recipe, folder: Path) -> Iterator[Session]:
     if isinstance(recipe.model, Exportable) and recipe.model.own_format:
         recipe = recipe.replace(model=recipe.model.saved_in(folder))
     if world.size % (copies := recipe.memory.tensor_parallel):  # any number of ranks can evaluate
-        recipe = recipe.replace(memory=replace(recipe.memory, tensor_parallel=1, sequence_parallel=False))
+        recipe = recipe.replace(memory=replace(recipe.memory, **turned_off("tensor_parallel")))
         if first_here():
             warn(f"memory.tensor_parallel={copies} does not divide {world.size} rank(s): evaluated with 1")
     plan = decide_plan(recipe, world.size)

@@ -42,9 +42,9 @@ def placed(place: str) -> Iterator[None]:
 
 def report(error: BaseException) -> None:
     """Print ``error`` to standard error, once: a line, and the traceback of one that is nobody's setting or message."""
-    if getattr(error, "trainer_reported", False):
+    if getattr(error, "is_reported", False):
         return
-    vars(error)["trainer_reported"] = True
+    vars(error)["is_reported"] = True
     if isinstance(error, RecipeError | RunError):
         say(in_one_line(error))
         return
