@@ -118,7 +118,7 @@ def test_a_profile_has_our_phases_and_a_table_whose_shares_are_those_of_all(tmp_
     assert any(" aten::" in line for line in operations)
     said = capsys.readouterr().out.splitlines()[-1]
     assert said.startswith("profile of 2 steps: waiting for data ")
-    assert said.endswith("; profile.txt, profile.json.gz; its records are in the host's peak")
+    assert said.endswith("; profile.txt, profile.json.gz; peak CPU memory includes the profiler's records")
     assert [path.name for path in (tmp_path / "run").iterdir() if path.name.startswith(".")] == []
 
 
