@@ -45,7 +45,7 @@ FOLDER = "checkpoints"
 
 
 class Resumption:
-    """The checkpoint from which a run resumes, if any, and the folder of its own checkpoints.
+    """The checkpoint from which a run resumes, if any, and the folder of this run's checkpoints.
 
     Created by all ranks together.
 
