@@ -97,17 +97,17 @@ def test_the_options_of_fabric_run_are_taken_over_and_its_variables_removed():
 
 def test_the_line_says_what_was_found():
     world = World("torchrun", "cuda", 4, 2, backend="nccl")
-    assert world.describe("fsdp") == "torchrun: 8 ranks on 2 nodes (4 a node), cuda, nccl, fsdp"
-    alone = World("python", "cpu", 1, fallback="torch sees no CUDA device")
-    said = "python: 1 rank on 1 node, cpu (torch sees no CUDA device), no process group, single"
+    assert world.describe("fsdp") == "torchrun: 8 ranks on 2 nodes (4 per node), cuda, nccl, fsdp"
+    alone = World("python", "cpu", 1, fallback="no NVIDIA GPU found")
+    said = "python: 1 rank on 1 node, cpu (no NVIDIA GPU found), no process group, single"
     assert alone.describe("single") == said
 
 
 def test_all_gpus_are_used_and_no_more_ranks_than_there_are(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     wanted = recipe(accelerator="auto")
-    assert find_world(wanted, {})[1].fallback in ("torch sees no CUDA device", "this torch is built without CUDA")
-    with pytest.raises(RecipeError, match=r"run\.accelerator=cuda, but torch sees no CUDA device"):
+    assert find_world(wanted, {})[1].fallback in ("no NVIDIA GPU found", "this torch is built without CUDA")
+    with pytest.raises(RecipeError, match=r"run\.accelerator=cuda, but no NVIDIA GPU found"):
         detect_world(recipe(accelerator="cuda"), {})
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
