@@ -71,10 +71,7 @@ def _problems(subject: Subject, sample: Any, classes: int | None) -> Iterator[tu
     label = sample.get("labels")
     if classes is not None and label is not None:
         for stray, _ in stray_labels({"labels": torch.as_tensor(label)}, classes):
-            yield (
-                f"label {stray} is not one of the {classes} classes 0 to {classes - 1}",
-                "fix it, or model.num_classes",
-            )
+            yield f"label {stray} is not one of the classes 0 to {classes - 1}", "fix it, or model.num_classes"
     ids = sample.get("input_ids")
     tokenizer = subject.recipe.model.tokenizer_or_none() if ids is not None else None
     if tokenizer is not None and not set(torch.as_tensor(ids).flatten().tolist()) - set(tokenizer.all_special_ids):
