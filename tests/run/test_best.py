@@ -270,7 +270,7 @@ def test_own_listeners_hear_everything_and_their_errors_name_them(tmp_path):
     assert "listeners" not in (tmp_path / "r/recipe.yaml").read_text()
     with pytest.raises(RunError, match=r"listener Heard.on_step after step 2: ZeroDivisionError: of mine"):
         fit(wild(tmp_path / "failed", listeners=[Heard(fails=True)]))
-    with pytest.raises(RecipeError, match=r"listeners\[1\]=7 is no trainer.Listener: give an object of a subclass"):
+    with pytest.raises(RecipeError, match=r"listeners\[1\]=7 is not a trainer.Listener: give an instance of one"):
         fit(wild(tmp_path / "none", listeners=[listener, 7]))
 
 

@@ -124,7 +124,7 @@ def test_a_profile_has_our_phases_and_a_table_whose_shares_are_those_of_all(tmp_
 
 @pytest.mark.parametrize(("steps", "fix"), [(4, "lower it to 1, or"), (3, "leave it out, or")])
 def test_a_run_with_too_few_steps_is_refused(tmp_path, steps, fix) -> None:
-    with pytest.raises(RecipeError, match=f"run.profile=2 .* the run has {steps} in all: {fix} raise max_steps"):
+    with pytest.raises(RecipeError, match=f"run.profile=2 .* the run has only {steps}: {fix} raise max_steps"):
         fit(profiled(tmp_path / "run", max_steps=steps))
 
 

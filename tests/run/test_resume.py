@@ -225,7 +225,7 @@ STEP, AUTO = "copy/checkpoints/step-0000000", {"resume": "auto"}
             lambda path: [damage(one / "state.json") for one in path.iterdir()],
             AUTO,
             {},
-            r"step-00000006/state\.json is corrupt.*and 2 older ones are not valid",
+            r"step-00000006/state\.json is corrupt.*2 older checkpoints are not valid",
         ),
         (
             lambda path: damage(path / "step-00000004/metrics.csv"),
