@@ -198,7 +198,7 @@ def test_data_that_cannot_be_prepared_or_does_not_fit_the_model(tmp_path):
     ("content", "what"),
     [
         ([point(0), point(1, label=3)], "label 3 is not one of the classes 0 to 2"),
-        ([point(0), point(1, label=torch.tensor([0, -1]))], "label -1 is none"),
+        ([point(0), point(1, label=torch.tensor([0, -1]))], "label -1 is not one"),
         ([point(0), point(float("nan"))], "pixels are not finite"),
         (Broken([point(0), point(1)]), "train sample 1 cannot be loaded: OSError: unreadable"),
     ],
@@ -215,7 +215,7 @@ def test_a_sample_that_will_not_do(content, what):
 def test_many_bad_samples_are_summed_up():
     found = found_by(samples.samples, subject_of(Points([point(i, label=9) for i in range(50)]), vit()))
     assert [status for status, _ in found] == ["FAIL"] * 4
-    assert "47 more of the samples" in found[3][1]
+    assert "47 more of the loaded samples" in found[3][1]
 
 
 def test_samples_of_the_training_set_in_the_test_set():

@@ -75,8 +75,8 @@ def test_the_launcher_says_how_many_there_are(run, environment, world):
             r"--use_fsdp is not for this trainer: .* --memory\.strategy fsdp",
         ),
         ({}, FABRIC_RUN | {"LT_STRATEGY": "deepspeed"}, r"memory\.strategy='deepspeed' is not one of"),
-        ({}, FABRIC_RUN | {"LT_DEVICES": "3"}, r"LT_DEVICES=3 asks for another .* devices is 2: .* --devices 3"),
-        ({}, FABRIC_RUN | {"LT_NUM_NODES": "2"}, r"LT_NUM_NODES=2 .* whose num_nodes is 1: .* --num-nodes 2"),
+        ({}, FABRIC_RUN | {"LT_DEVICES": "3"}, r"LT_DEVICES=3 asks for another .* devices=2: .* --devices 3"),
+        ({}, FABRIC_RUN | {"LT_NUM_NODES": "2"}, r"LT_NUM_NODES=2 .* num_nodes=1: .* --num-nodes 2"),
         ({}, {"LT_CLI_USED": "1", "LT_DEVICES": "2"}, "unset LT_CLI_USED"),
     ],
 )
