@@ -263,7 +263,7 @@ def test_texts_that_say_nothing_or_are_there_twice_and_a_tokenizer_of_more_words
     status, text = finding_of(samples.duplicates, subject)
     assert (status, "train.csv row 2" in text) == ("warning", True)
     status, text = finding_of(samples.vocabulary, subject)
-    assert (status, "30,522 tokens, 1,000 rows" in text) == ("FAIL", True)
+    assert (status, "30,522 tokens, 1,000 embedding rows" in text) == ("FAIL", True)
     subject.module.get_input_embeddings().num_embeddings = 30522
     assert finding_of(samples.vocabulary, subject)[0] == "ok"
     assert found_by(samples.vocabulary, subject_of()) == []
