@@ -3,8 +3,8 @@
 #   launch/nodes.sh HEAD NODES PROCESSES RECIPE [flags of trainer fit]
 #   launch/nodes.sh node1 2 4 vit_digits --run.dir /shared/runs/digits            two machines of four processes
 #   launch/nodes.sh node1 1:2 4 vit_digits --run.dir … --run.resume auto          one or two: see --nnodes of torchrun
-# HEAD is a name or address of the machine that hosts the meeting point; it must stay for as long as the run does.
-# PORT (29500), ID (the name of HEAD and the port), RESTARTS (3) and the interfaces are taken from the environment.
+# HEAD is the name or address of the machine that hosts the rendezvous; it must stay up until the run ends.
+# PORT (29500), ID (the name of HEAD and the port), RESTARTS (3) and the interfaces are read from the environment.
 set -euo pipefail
 if [ $# -lt 4 ]; then
     sed -n '2,7s/^# \?//p' "$0" >&2
@@ -14,8 +14,8 @@ head=$1 nodes=$2 processes=$3
 shift 3
 port=${PORT:-29500}
 
-# By which address and interface this machine reaches the head, and whether it is the head: torchrun guesses both by
-# the machine's name, which may be unknown or a loopback address.
+# Find the address and interface by which this machine reaches the head, and whether it is the head. Torchrun guesses
+# both from the machine's name, which may be unknown or a loopback address.
 way=$(python3 -I - "$head" <<'PYTHON'
 import fcntl, socket, struct, sys
 
@@ -51,14 +51,14 @@ if [ "$interface" != - ]; then
     export GLOO_SOCKET_IFNAME=${GLOO_SOCKET_IFNAME:-$interface}
     export NCCL_SOCKET_IFNAME=${NCCL_SOCKET_IFNAME:-$interface}
 fi
-# Else torchrun keeps one store for all its rounds, and a node that comes later, or back, never learns where it is.
+# Otherwise torchrun keeps one store for all rounds, and a node that joins later, or again, never learns its address.
 export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1
-# A node that is gone must have been given up when the ranks, which notice within 10 s, meet anew.
+# A lost node must be given up before the ranks, which detect the loss within 10 s, meet again.
 conf="is_host=$is_host,keep_alive_interval=2,keep_alive_max_attempt=4,last_call_timeout=${LAST_CALL:-15}"
 
 answers() { timeout 2 bash -c "exec 3<>/dev/tcp/$head/$port" 2>/dev/null; }
 
-# Started before the head, it waits for it.
+# A node that starts before the head waits for it.
 until [ "$is_host" = 1 ] || answers; do
     if [ "$SECONDS" -ge "${WAIT:-600}" ]; then
         echo "launch/nodes.sh: nothing answers at $head, port $port: does the command run there, is the port open?" >&2
@@ -69,9 +69,9 @@ until [ "$is_host" = 1 ] || answers; do
     sleep 1
 done
 
-# Not -m trainer, which would import whatever lies in the working directory first.
+# Not -m trainer, which would first import modules from the working directory.
 export PYTHONUNBUFFERED=1
-start() { # in a subshell, whose number becomes torchrun's: the process that ranks end with
+start() { # in a subshell, whose process id becomes torchrun's: ranks end when this process ends
     export TRAINER_LAUNCHER=$BASHPID
     exec torchrun "$@"
 }
@@ -80,10 +80,10 @@ start --nnodes "$nodes" --nproc-per-node "$processes" --max-restarts "${RESTARTS
     --no-python trainer fit "$@" &
 child=$!
 trap 'kill -TERM "$child" 2>/dev/null || true' TERM
-trap : INT HUP # a terminal sends them to torchrun, too
+trap : INT HUP # a terminal also sends them to torchrun
 
-# Cut off from the head, the ranks end by themselves, but torchrun waits for an answer until the kernel gives up its
-# connection, a quarter of an hour later.
+# If the head is unreachable, the ranks end by themselves, but torchrun waits until the kernel gives up its connection,
+# 15 minutes later.
 end_without_head() {
     local missed=0
     while sleep 2 && kill -0 "$child" 2>/dev/null; do
@@ -98,7 +98,7 @@ end_without_head() {
 [ "$is_host" = 1 ] || end_without_head &
 watcher=$!
 
-while :; do # a signal that is passed on interrupts the wait
+while :; do # a forwarded signal interrupts the wait
     code=0
     wait "$child" || code=$?
     kill -0 "$child" 2>/dev/null || break

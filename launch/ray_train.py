@@ -13,12 +13,12 @@ if TYPE_CHECKING:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Train on Ray's workers; the exit code is that of ``trainer fit``.
+    """Train on Ray's workers and return the exit code of ``trainer fit``.
 
-    0, 2 for a setting that cannot work, and 1 when the workers have failed more often than they may.
+    0, 2 for an invalid setting, and 1 if the workers failed more often than ``--max-failures``.
     """
     options, fit_flags = parse(argv)
-    # Ray's workers would print every line twice: once as it is and once as a line of Ray's log.
+    # Otherwise every line of a worker is printed twice, the second time by Ray's log.
     os.environ.setdefault("RAY_TRAIN_ENABLE_PRINT_PATCH", "0")
     try:
         import ray
@@ -28,7 +28,7 @@ def main(argv: Sequence[str]) -> int:
         return refuse(f"launch/ray_train.py needs Ray ({error}): pip install 'exactbatch-trainer[ray]'")
 
     folder = os.getcwd()
-    os.chdir(os.path.dirname(os.path.abspath(__file__)))  # Ray has its workers import from here before all else
+    os.chdir(os.path.dirname(os.path.abspath(__file__)))  # Ray's workers import from the working directory first
     ray.init()
     resources = {"CPU": options.cpus_per_worker} | ({"GPU": 1.0} if options.use_gpu else {})
     if lacking := missing_resources(ray.cluster_resources(), resources, options.workers):
@@ -42,7 +42,7 @@ def main(argv: Sequence[str]) -> int:
         # With offloaded optimizer state, gradients are summed in host memory, which NCCL cannot do.
         torch_config=TorchConfig(backend="cpu:gloo,cuda:nccl" if options.use_gpu else "gloo"),
         run_config=RunConfig(
-            # Workers that cannot be started for want of resources are a failure of Ray's controller.
+            # Workers that cannot start for lack of resources count as a failure of Ray's controller.
             failure_config=FailureConfig(
                 max_failures=options.max_failures, controller_failure_limit=options.max_failures
             )
@@ -51,7 +51,7 @@ def main(argv: Sequence[str]) -> int:
     try:
         result = trainer.fit()
     except TrainingFailedError as error:
-        ray.shutdown()  # which ends the workers' log: what follows is the last that is said
+        ray.shutdown()  # ends the workers' log, so that the message below comes last
         print("\n".join(first_lines(error)), file=sys.stderr)
         return 1
     ray.shutdown()
@@ -59,7 +59,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def parse(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
-    """This script's own options, and the words of ``trainer fit``: the recipe and its flags."""
+    """Return this script's options and the arguments of ``trainer fit``."""
     parser = argparse.ArgumentParser(
         usage="ray_train.py RECIPE --run.dir DIR --workers N [options] [flags of trainer fit]",
         description="Train a recipe on the workers of Ray Train.",
@@ -68,7 +68,7 @@ def parse(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
     parser.add_argument("--workers", type=int, required=True, help="processes, over all machines of the Ray cluster")
     parser.add_argument("--use-gpu", action="store_true", help="give each worker a GPU")
     parser.add_argument("--cpus-per-worker", type=float, default=1.0, help="CPUs that each worker reserves (1)")
-    parser.add_argument("--max-failures", type=int, default=3, help="how often failed workers are started again (3)")
+    parser.add_argument("--max-failures", type=int, default=3, help="how often failed workers are restarted (3)")
     options, rest = parser.parse_known_args(argv)
     if options.workers < 1:
         parser.error("--workers must be at least 1")
@@ -78,7 +78,7 @@ def parse(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
 
 
 def missing_resources(present: dict[str, float], each: dict[str, float], workers: int) -> str | None:
-    """Why a Ray that was started here could never start the workers; one that was named may grow, and is waited for."""
+    """Return why a local Ray could never start the workers; ``None`` for a cluster, which may still grow."""
     if os.environ.get("RAY_ADDRESS"):
         return None
     for name, amount in each.items():
@@ -91,16 +91,16 @@ def missing_resources(present: dict[str, float], each: dict[str, float], workers
 
 
 def train(settings: dict[str, Any]) -> str | None:
-    """On each worker: train, in the folder that this script was started in.
+    """Train on a worker, in the folder from which this script was started.
 
     Args:
-        settings: the words of ``trainer fit``, and the folder.
+        settings: the arguments of ``trainer fit`` (fit) and the folder.
 
     Returns:
-        What is wrong with a setting: to raise it would have Ray start the workers again for the same answer.
+        The error of an invalid setting. If it were raised, Ray would restart the workers for the same error.
 
     Raises:
-        RunError: for anything else that ended the run, with the line that ``trainer fit`` would have ended with.
+        RunError: for any other failure, with the last line that ``trainer fit`` would have printed.
     """
     from trainer.cli import fit_command
     from trainer.errors import RecipeError, RunError, require
@@ -121,7 +121,7 @@ def train(settings: dict[str, Any]) -> str | None:
 
 
 def first_lines(error: TrainingFailedError) -> list[str]:
-    """Of what ended each worker, the line that says why."""
+    """Return one line per failed worker that says why it ended."""
     failures = getattr(error, "worker_failures", {})
     if not failures:
         return [f"trainer: error: {error}"]
@@ -129,13 +129,13 @@ def first_lines(error: TrainingFailedError) -> list[str]:
 
 
 def first_line(text: str) -> str:
-    """Our own line in a worker's traceback, or the first one of what Ray says of a worker that is gone."""
+    """Return the trainer's error line in a worker's traceback, or the first line of Ray's report of a lost worker."""
     marked = [line for line in text.splitlines() if "trainer: error: " in line]
     return marked[0].partition("RunError: ")[2] or marked[0] if marked else text.strip().partition("\n")[0]
 
 
 def refuse(message: str) -> int:
-    """Say what cannot work; the exit code of it."""
+    """Print an error and return the exit code for an invalid setting."""
     print(f"trainer: error: {message}", file=sys.stderr)
     return 2
 

@@ -1,4 +1,4 @@
-"""BigBird on whole IMDb reviews, up to 4,096 tokens, 12 reviews a step."""
+"""BigBird on whole IMDb reviews of up to 4,096 tokens, 12 reviews per step."""
 
 from trainer import Memory, Optim, Recipe, main
 from trainer.data import IMDb

@@ -1,4 +1,4 @@
-"""DistilBERT on IMDb reviews, 12 reviews of up to 512 tokens a step."""
+"""DistilBERT on IMDb reviews of up to 512 tokens, 12 reviews per step."""
 
 from trainer import Memory, Optim, Recipe, main
 from trainer.data import IMDb

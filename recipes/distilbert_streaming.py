@@ -1,4 +1,4 @@
-"""DistilBERT on labelled texts in Parquet files of any number and size, read and tokenised as they are needed."""
+"""DistilBERT on labelled texts in Parquet files of any number and size, which are streamed and tokenised on the fly."""
 
 from trainer import Memory, Optim, Recipe, main
 from trainer.data import StreamedText

@@ -1,4 +1,4 @@
-"""ViT-B/16 on images of your own, a folder for each class: --data.root photos, with train and test in it."""
+"""ViT-B/16 on your own images, one folder per class: --data.root photos, which contains train and test."""
 
 from trainer import Memory, Optim, Recipe, main
 from trainer.data import ImageFolder

@@ -1,4 +1,4 @@
-"""A small Llama that learns to write Python from the standard library's own sources, byte by byte: no download."""
+"""A small byte-level Llama trained on the sources of Python's standard library: no download."""
 
 from sysconfig import get_path
 

@@ -1,4 +1,4 @@
-"""SmolLM2-135M on everyday conversations of the hub, learning the assistant's words."""
+"""SmolLM2-135M on everyday conversations from the hub; the loss covers only the assistant's words."""
 
 from trainer import Memory, Optim, Recipe, main
 from trainer.data import Conversations

@@ -1,4 +1,4 @@
-"""Qwen3-8B on one GPU of 16 GB: adapters in every block, beside weights that are quantised to NF4."""
+"""Qwen3-8B on one GPU of 16 GB: LoRA adapters in every block, frozen weights quantised to NF4."""
 
 from trainer import Memory, Optim, Recipe, main
 from trainer.data import Conversations
@@ -15,7 +15,7 @@ recipe = Recipe(
     epochs=1,
     memory=Memory(
         micro_batch_size=1, precision="bf16-true", activation_checkpointing="full", cpu_offload="optimizer"
-    ),  # of the adapters: the host keeps them in fp32
+    ),  # CPU memory holds fp32 masters of the adapters
 )
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""The 784-512-512-10 network on Fashion-MNIST with plain SGD: 64 samples a step, cut any way you like."""
+"""The 784-512-512-10 network on Fashion-MNIST with plain SGD: 64 samples per step, in micro-batches of any size."""
 
 from trainer import Memory, Optim, Recipe, main
 from trainer.data import FashionMNIST

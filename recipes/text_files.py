@@ -1,4 +1,4 @@
-"""DistilBERT on texts of your own, one label each: --data.train_file a.csv --data.test_file b.csv (or .jsonl)."""
+"""DistilBERT on your own texts with one label each: --data.train_file a.csv --data.test_file b.csv (or .jsonl)."""
 
 from trainer import Memory, Optim, Recipe, main
 from trainer.data import TextFiles

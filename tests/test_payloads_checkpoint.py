@@ -85,7 +85,7 @@ def test_a_state_of_other_kinds_is_refused_naming_it(original, resumed, way, val
     code, error = resumed("state.json", json.dumps(state).encode())
     assert code == 1
     assert error.startswith("trainer: error: ")
-    assert "state.json holds something else than a run has written" in error
+    assert "state.json holds content that no run wrote" in error
 
 
 @pytest.mark.parametrize("name", LYING)
@@ -98,4 +98,4 @@ def test_tensors_that_lie_are_refused(resumed, name):
 def test_a_history_that_is_no_text_is_refused_before_training(resumed):
     code, error = resumed("metrics.csv", b"step,loss\n1,\xff\n")
     assert code == 1
-    assert "metrics.csv holds something else than a run has written" in error
+    assert "metrics.csv holds content that no run wrote" in error

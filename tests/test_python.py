@@ -111,10 +111,10 @@ def test_a_class_of_ones_own_is_imported_when_that_is_trusted_or_comes_with_the_
         found.model.state_dict() for found in (load(tmp_path / "own", own), load(tmp_path / "own", trusted=True))
     ]
     assert all(torch.equal(value, weights[1][name]) for name, value in weights[0].items())
-    with pytest.raises(RecipeError, match="listeners is no plain value"):
+    with pytest.raises(RecipeError, match="listeners is not a plain value"):
         fit_beside(own.replace(listeners=[trainer.Listener()]))
     monkeypatch.setattr(Narrow, "__module__", "__main__")
-    with pytest.raises(RecipeError, match=r"Narrow is defined here, .* put it into a \.py file"):
+    with pytest.raises(RecipeError, match=r"Narrow is defined in the notebook, .* put it into a \.py file"):
         fit_beside(own)
     file = tmp_path / "own" / "recipe.yaml"
     file.write_text(file.read_text().replace(f"{__name__}.Narrow", "__main__.Narrow"))

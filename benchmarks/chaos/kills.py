@@ -54,7 +54,7 @@ def _kill_once(trial: Trial) -> bool:
 
 
 def _names_victim(trial: Trial, run: ForkedRun, victim: int) -> None:
-    with_store = "|rank that it began with, has ended" if victim == 0 and not trial.launched else ""
+    with_store = "|launcher or the first rank has ended" if victim == 0 and not trial.launched else ""
     trial.names(run, f"rank {victim} .*killed{with_store}")
 
 

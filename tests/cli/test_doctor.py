@@ -76,7 +76,7 @@ def crowd(folder):
         (machine.run_directory, lambda _: at("/proc/doctor"), {}, "FAIL", "/proc"),
         (machine.space, whole, {}, "ok", "3 checkpoints"),
         (machine.space, hoarder, {}, "FAIL", "lower --checkpoint.keep_last"),
-        (machine.space, at, {}, "skipped", "not known"),
+        (machine.space, at, {}, "skipped", "unknown"),
         (machine.libraries, at, {}, "ok", "as required"),
         (machine.libraries, at, {"required": lambda: ["torch>=99"]}, "FAIL", "fit >=99; pip install 'torch>=99'"),
         (machine.libraries, at, {"required": lambda: ["absent>=1"]}, "FAIL", "absent is not installed"),
@@ -88,7 +88,7 @@ def crowd(folder):
         (machine.shared_memory, at, {}, "ok", "0 worker(s)"),
         (machine.shared_memory, crowd, {"SMALL_SHARED": 0.0}, "warning", "cores"),
         (machine.shared_memory, crowd, {"SMALL_SHARED": 1e15}, "warning", "--shm-size"),
-        (machine.round_trip, whole, {"hash_file": lambda path: "another"}, "FAIL", "read back otherwise"),
+        (machine.round_trip, whole, {"hash_file": lambda path: "another"}, "FAIL", "other content than"),
         (machine.round_trip, whole, {"LARGEST": 10.0}, "skipped", "only up to"),
         (samples.duplicates, whole, {}, "ok", "no test sample is in the training set"),
         ({}.__getitem__, lambda _: "x", {}, "FAIL", "the check ended with KeyError"),
@@ -197,8 +197,8 @@ def test_data_that_cannot_be_prepared_or_does_not_fit_the_model(tmp_path):
 @pytest.mark.parametrize(
     ("content", "what"),
     [
-        ([point(0), point(1, label=3)], "label 3 is none of the 3 classes"),
-        ([point(0), point(1, label=torch.tensor([0, -1]))], "label -1 is none"),
+        ([point(0), point(1, label=3)], "label 3 is not one of the classes 0 to 2"),
+        ([point(0), point(1, label=torch.tensor([0, -1]))], "label -1 is not one"),
         ([point(0), point(float("nan"))], "pixels are not finite"),
         (Broken([point(0), point(1)]), "train sample 1 cannot be loaded: OSError: unreadable"),
     ],
@@ -215,14 +215,14 @@ def test_a_sample_that_will_not_do(content, what):
 def test_many_bad_samples_are_summed_up():
     found = found_by(samples.samples, subject_of(Points([point(i, label=9) for i in range(50)]), vit()))
     assert [status for status, _ in found] == ["FAIL"] * 4
-    assert "47 more of the samples" in found[3][1]
+    assert "47 more of the loaded samples" in found[3][1]
 
 
 def test_samples_of_the_training_set_in_the_test_set():
     subject = subject_of(Points([point(0), point(1), point(2)], [point(7), point(1)]), vit())
     status, text = finding_of(samples.duplicates, subject)
     assert status == "warning"
-    assert "1 of the test samples (1) are in the training set, too: test sample 1 is train sample 1" in text
+    assert "1 of the test samples (1) are also in the training set: test sample 1 equals train sample 1" in text
     assert finding_of(samples.duplicates, subject_of(Points([point(0)]), vit()))[0] == "skipped"
 
 
@@ -263,7 +263,7 @@ def test_texts_that_say_nothing_or_are_there_twice_and_a_tokenizer_of_more_words
     status, text = finding_of(samples.duplicates, subject)
     assert (status, "train.csv row 2" in text) == ("warning", True)
     status, text = finding_of(samples.vocabulary, subject)
-    assert (status, "30,522 tokens, 1,000 rows" in text) == ("FAIL", True)
+    assert (status, "30,522 tokens, 1,000 embedding rows" in text) == ("FAIL", True)
     subject.module.get_input_embeddings().num_embeddings = 30522
     assert finding_of(samples.vocabulary, subject)[0] == "ok"
     assert found_by(samples.vocabulary, subject_of()) == []
@@ -287,7 +287,7 @@ def test_a_run_that_fits_when_torch_gives_its_cache_back(monkeypatch):
 def test_without_a_device_nothing_else_is_looked_at():
     recipe = Recipe(model=vit(), data=Digits(), batch_size=24, run=Run(accelerator="cuda"))
     (finding,) = examine(recipe, "own")
-    assert (finding.status, "torch sees no CUDA device" in finding.text) == ("FAIL", True)
+    assert (finding.status, "no NVIDIA GPU found" in finding.text) == ("FAIL", True)
 
 
 def test_the_packaged_recipe_is_well_and_a_failed_check_is_exit_code_1(capsys, tmp_path):

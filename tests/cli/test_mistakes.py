@@ -573,8 +573,8 @@ IN_TRAINING = {
     ),
     "the best without validation": (
         "fit vit_digits --run.best accuracy",
-        "run.best=accuracy: there is no validation set, and what a test set has chosen says too much of itself: hold "
-        "out a part of the training set (data.val_fraction 0.1, say), or say run.best test_accuracy",
+        "run.best=accuracy needs a validation set: a test set that chooses the model can no longer measure it. Hold "
+        "out a part of the training set (data.val_fraction 0.1), or set run.best test_accuracy",
     ),
     "several labels of one": (
         "fit vit_digits --model.task multi_label --data.mixup 0.8",
@@ -702,15 +702,15 @@ recipe = load_recipe("vit_digits")[0].replace(data=Own())
 WARNED = {
     "batch larger than the data": (
         "vit_digits --batch_size 100000 --max_steps 1 --optim.warmup_steps 0",
-        "batch_size=100000 is more than the 1,437 samples there are: every step takes all of them",
+        "batch_size=100000 is larger than the 1,437 training samples: every step uses all of them",
     ),
     "warm-up longer than the run": (
         "vit_digits --optim.warmup_steps 5000 --max_steps 2",
-        "optim.warmup_steps=5000 is no less than the 2 steps of the run: the learning rate does not come to optim.lr=",
+        "optim.warmup_steps=5000, but the run ends after 2 steps: the learning rate never reaches optim.lr=",
     ),
     "nothing to evaluate": (
         "TMP/no_test.py --max_steps 1 --optim.warmup_steps 0",
-        "nothing is evaluated: there is neither a validation set nor a test set; --data.val_fraction 0.1 holds out",
+        "no evaluation: the data has neither a validation set nor a test set; --data.val_fraction 0.1 holds out",
     ),
 }
 
@@ -725,7 +725,7 @@ def test_what_is_hardly_meant_is_said_and_the_run_goes_on(tmp_path: Path, capsys
     assert [line for line in err.splitlines() if line.startswith(f"warning: {expected}")] != [], err
     assert sum(line.startswith("warning: ") for line in err.splitlines()) == 1
     summary = json.loads((folder / "summary.json").read_text())
-    assert summary["batch_size"] == (1437 if "more than" in expected else 64)
+    assert summary["batch_size"] == (1437 if "larger than" in expected else 64)
     assert f"batch {summary['batch_size']:,} samples per step on 1 rank" in " ".join(out.split())
 
 
@@ -734,7 +734,7 @@ def test_ranks_without_samples_are_counted():
     for batch, ranks, idle in ((2, 3, 1), (2, 2, 0), (64, 3, 0), (5, 8, 3)):
         plan = decide_plan(recipe.replace(batch_size=batch, memory=Memory()), ranks)
         found = [line for line in unmeant(recipe, plan, 1437, 10) if "ranks" in line]
-        said = f"batch_size={batch} has fewer samples than ranks: {idle} of {ranks} have nothing to do in any step"
+        said = f"batch_size={batch} has fewer samples than ranks: {idle} of {ranks} ranks are idle in every step"
         assert [line.partition(";")[0] for line in found] == [said] * bool(idle)
 
 

@@ -266,7 +266,7 @@ def test_asked_to_stop_it_passes_that_on_once_and_leaves_with_the_requeue_code(s
     for pid in run.pids() if whole_job else [run.process.pid]:
         os.kill(pid, number)
     assert run.wait(60) == 75, run.text
-    assert "nothing is lost" in run.text
+    assert "everything is saved" in run.text
     assert run.codes == [75]
     assert run.journal["attempts"][0]["step"] >= 10
     assert run.journal["status"] == "stopped"

@@ -93,7 +93,7 @@ def test_a_resumed_run_is_the_undisturbed_one_bit_for_bit(data, tmp_path, kind):
     fit(recipe(whole, data=data(kind), **changes))
     run = {"resume": str(whole / "checkpoints" / "step-00000002")}  # in the middle of an epoch
     with pytest.raises(
-        RecipeError, match=r"was saved by another recipe: data\.max_length: 64 in the checkpoint, 60 now"
+        RecipeError, match=r"was saved with a different recipe: data\.max_length: 64 in the checkpoint, 60 now"
     ):
         fit(recipe(tmp_path / "other", data=data(kind, max_length=60), run=run, **changes))
     fit(recipe(rest, data=data(kind), run=run, **changes))

@@ -118,7 +118,7 @@ def test_a_run_is_the_same_however_it_is_cut_and_is_resumed_where_it_was(drawn, 
     resumed = recipe("resumed")
     fifth = min((tmp_path / "whole" / "checkpoints").glob("step-*5"))
     resumed = resumed.replace(run=replace(resumed.run, resume=str(fifth)))
-    with pytest.raises(RecipeError, match=r'by another recipe: data: "\w+" in the checkpoint, "\w+" now'):
+    with pytest.raises(RecipeError, match=r'with a different recipe: data: "\w+" in the checkpoint, "\w+" now'):
         fit(resumed.replace(data=mixture(drawn, (0.5, 0.5), augment="crop_flip")))
     fit(resumed)
     assert losses("resumed")[-11:] == losses("whole")[-11:]

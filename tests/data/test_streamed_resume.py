@@ -54,7 +54,7 @@ def kill_and_resume(tmp_path, sample_data, ranks, workers):
     assert done.returncode == 0, done.stdout + done.stderr
     found = json.loads(done.stdout.splitlines()[-1])
     calm, killed = found["calm"], found["killed"]
-    assert "was saved by another recipe: data: " in found["refused"]
+    assert "was saved with a different recipe: data: " in found["refused"]
     assert "(changed: train/part-02.parquet)" in found["refused"]
     assert len(calm["losses"]) == len(killed["losses"]) == 2 * STEPS
     # A checkpoint is written beside the training: the last one before the kill, or the one before that.

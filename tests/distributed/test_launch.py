@@ -41,9 +41,9 @@ ACCELERATE = [sys.executable, "-m", "accelerate.commands.launch", "--multi_gpu",
 ON_CPU = ["--run.accelerator", "cpu"]
 
 LINES = {
-    "torchrun.sh": "torchrun: 2 ranks on 1 node (2 a node), cpu, gloo, ddp",
-    "fabric": "fabric run: 2 ranks on 1 node (2 a node), cpu, gloo, ddp",
-    "accelerate": "accelerate launch (torchrun): 2 ranks on 1 node (2 a node), cpu, gloo, ddp",
+    "torchrun.sh": "torchrun: 2 ranks on 1 node (2 per node), cpu, gloo, ddp",
+    "fabric": "fabric run: 2 ranks on 1 node (2 per node), cpu, gloo, ddp",
+    "accelerate": "accelerate launch (torchrun): 2 ranks on 1 node (2 per node), cpu, gloo, ddp",
 }
 
 

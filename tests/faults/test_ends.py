@@ -145,7 +145,7 @@ def test_a_signal_to_one_rank_stops_all_with_a_checkpoint_and_the_code_that_says
     assert run.wait() == EXIT_REQUEUE
     run.assert_nothing_left()
     assert "Traceback" not in run.text
-    step = int(re.search(r"stopped by .* after step (\d+); nothing is lost", run.text)[1])
+    step = int(re.search(r"stopped by .* after step (\d+); everything is saved", run.text)[1])
     (checkpoint,) = (run.output.parent / "run" / "checkpoints").iterdir()
     assert checkpoint.name.endswith(str(step))
 
@@ -162,6 +162,6 @@ def test_torchrun_passes_the_signal_on_and_waits_for_the_checkpoint(start):
     run.process.send_signal(signal.SIGTERM)
     assert run.wait() != 0
     run.assert_nothing_left()
-    assert "nothing is lost" in run.text
+    assert "everything is saved" in run.text
     assert "DataLoader worker" not in run.text
     assert len(list((run.output.parent / "run" / "checkpoints").iterdir())) == 1

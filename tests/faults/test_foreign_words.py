@@ -70,7 +70,7 @@ def test_an_end_that_no_rank_has_told_is_one_line(pair):
     first, _ = pair
     for content in GARBAGE:
         first.store.set(first._key("ended"), content)
-        assert first.told() == Told("the ranks' store holds what no rank writes there: can others reach its port?")
+        assert first.told() == Told("the ranks' store holds content that no rank wrote: check who can reach its port")
 
 
 def test_words_of_a_stranger_steer_no_terminal_and_have_an_end(pair):

@@ -48,7 +48,7 @@ def test_the_first_is_noted_and_the_second_ends_the_process(name):
     process.send_signal(signal.SIGTERM)
     _, errors = process.communicate(timeout=LONG)
     assert process.returncode == 128 + signal.SIGTERM
-    said = "saving a checkpoint at the end of this step, then leaving; once more leaves at once"
+    said = "saving a checkpoint at the end of this step, then exiting; a second signal exits at once"
     assert errors == f"{name} received: {said}\n"
 
 

@@ -58,7 +58,7 @@ def test_tasks_of_one_node_meet_at_the_port_of_their_step(monkeypatch, wish):
     ("changed", "gpus", "message"),
     [
         ({"SLURM_STEP_TASKS_PER_NODE": "2,1(x2)"}, None, r"Slurm put 2, 1, 1 tasks on the nodes n\[1-2\]"),
-        ({"SLURM_NODEID": "0"}, None, "say --distribution=block"),
+        ({"SLURM_NODEID": "0"}, None, "use --distribution=block"),
         ({}, 1, r"started 2 tasks on this node, and this one sees 1 GPU\(s\): .*--gpus-per-node=2"),
     ],
 )

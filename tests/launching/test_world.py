@@ -75,8 +75,8 @@ def test_the_launcher_says_how_many_there_are(run, environment, world):
             r"--use_fsdp is not for this trainer: .* --memory\.strategy fsdp",
         ),
         ({}, FABRIC_RUN | {"LT_STRATEGY": "deepspeed"}, r"memory\.strategy='deepspeed' is not one of"),
-        ({}, FABRIC_RUN | {"LT_DEVICES": "3"}, r"LT_DEVICES=3 asks for another .* devices is 2: .* --devices 3"),
-        ({}, FABRIC_RUN | {"LT_NUM_NODES": "2"}, r"LT_NUM_NODES=2 .* whose num_nodes is 1: .* --num-nodes 2"),
+        ({}, FABRIC_RUN | {"LT_DEVICES": "3"}, r"LT_DEVICES=3 asks for another .* devices=2: .* --devices 3"),
+        ({}, FABRIC_RUN | {"LT_NUM_NODES": "2"}, r"LT_NUM_NODES=2 .* num_nodes=1: .* --num-nodes 2"),
         ({}, {"LT_CLI_USED": "1", "LT_DEVICES": "2"}, "unset LT_CLI_USED"),
     ],
 )
@@ -97,17 +97,17 @@ def test_the_options_of_fabric_run_are_taken_over_and_its_variables_removed():
 
 def test_the_line_says_what_was_found():
     world = World("torchrun", "cuda", 4, 2, backend="nccl")
-    assert world.describe("fsdp") == "torchrun: 8 ranks on 2 nodes (4 a node), cuda, nccl, fsdp"
-    alone = World("python", "cpu", 1, fallback="torch sees no CUDA device")
-    said = "python: 1 rank on 1 node, cpu (torch sees no CUDA device), no process group, single"
+    assert world.describe("fsdp") == "torchrun: 8 ranks on 2 nodes (4 per node), cuda, nccl, fsdp"
+    alone = World("python", "cpu", 1, fallback="no NVIDIA GPU found")
+    said = "python: 1 rank on 1 node, cpu (no NVIDIA GPU found), no process group, single"
     assert alone.describe("single") == said
 
 
 def test_all_gpus_are_used_and_no_more_ranks_than_there_are(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     wanted = recipe(accelerator="auto")
-    assert find_world(wanted, {})[1].fallback in ("torch sees no CUDA device", "this torch is built without CUDA")
-    with pytest.raises(RecipeError, match=r"run\.accelerator=cuda, but torch sees no CUDA device"):
+    assert find_world(wanted, {})[1].fallback in ("no NVIDIA GPU found", "this torch is built without CUDA")
+    with pytest.raises(RecipeError, match=r"run\.accelerator=cuda, but no NVIDIA GPU found"):
         detect_world(recipe(accelerator="cuda"), {})
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)

@@ -66,7 +66,7 @@ def test_notices_stay(tmp_path, capsys):
     assert "pid 1 on " in err
     assert "manifest.json is corrupt: " in err
     assert "changed since the checkpoint: optim.lr" in err
-    assert "step-00000002 is after the checkpoint that is resumed: renamed to " in err
+    assert "step-00000002 is newer than the resumed checkpoint: renamed to " in err
     assert "resuming from " in err
     assert ", after step 1" in err
     assert [text for text in HIDDEN if text in err] == []

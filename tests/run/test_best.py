@@ -211,10 +211,10 @@ def test_a_lower_figure_of_ones_own_is_better_and_the_first_of_equals_is_kept(tm
 @pytest.mark.parametrize(
     ("run", "message"),
     [
-        ({"best": "loss", "patience": None}, "run.best=loss: there is no validation set, and what a test set has"),
+        ({"best": "loss", "patience": None}, "run.best=loss needs a validation set: a test set that chooses"),
         (
             {"patience": 2},
-            r"run.patience=2: there is no validation set.*data.val_fraction 0.1, say\), or say run.best te",
+            r"run.patience=2 needs a validation set.*data.val_fraction 0.1\), or set run.best te",
         ),
         ({"best": "test_mae"}, "run.best=test_mae is not for single_label models: choose one of"),
     ],
@@ -222,7 +222,7 @@ def test_a_lower_figure_of_ones_own_is_better_and_the_first_of_equals_is_kept(tm
 def test_a_test_set_does_not_choose_and_what_the_model_has_not_is_refused(run, message, tmp_path):
     with pytest.raises(RecipeError, match=message):
         fit(wild(tmp_path / "r", run, data=FewDigits(test_fraction=0.97)))
-    with pytest.raises(RecipeError, match=r"run.best=test_loss: there is a validation set: choose by run.best loss"):
+    with pytest.raises(RecipeError, match=r"run.best=test_loss, but there is a validation set: set run.best loss"):
         fit(wild(tmp_path / "other", {"best": "test_loss"}))
 
 
@@ -270,7 +270,7 @@ def test_own_listeners_hear_everything_and_their_errors_name_them(tmp_path):
     assert "listeners" not in (tmp_path / "r/recipe.yaml").read_text()
     with pytest.raises(RunError, match=r"listener Heard.on_step after step 2: ZeroDivisionError: of mine"):
         fit(wild(tmp_path / "failed", listeners=[Heard(fails=True)]))
-    with pytest.raises(RecipeError, match=r"listeners\[1\]=7 is no trainer.Listener: give an object of a subclass"):
+    with pytest.raises(RecipeError, match=r"listeners\[1\]=7 is not a trainer.Listener: give an instance of one"):
         fit(wild(tmp_path / "none", listeners=[listener, 7]))
 
 

@@ -96,7 +96,7 @@ def test_what_changes_training_is_refused_unless_allowed_and_the_rest_is_told(tm
         compare(before, after)
     for allowed in ("optim.lr", "optim"):
         assert compare(before, after, (allowed,)) == ["optim.lr: 0.01 in the checkpoint, 0.02 now"]
-    with pytest.raises(RecipeError, match=r"run\.allow_change='optm\.lr' is no setting; did you mean optim\.lr\?"):
+    with pytest.raises(RecipeError, match=r"run\.allow_change='optm\.lr' is not a setting; did you mean optim\.lr\?"):
         compare(before, after, ("optm.lr",))
     assert compare(before, before.replace(checkpoint=Checkpoint(every=7))) == [
         "checkpoint.every: 2 in the checkpoint, 7 now",
@@ -110,10 +110,10 @@ def test_a_setting_that_is_younger_than_the_checkpoint_counts_as_its_default(tmp
     older = {key: value for key, value in flat_settings(now).items() if key not in younger}
     assert compare(now, now, recipe=older) == []
     changed = now.replace(memory=dataclasses.replace(now.memory, init="meta"))
-    with pytest.raises(RecipeError, match=r'another recipe: memory\.init: "device" in the checkpoint, "meta" now\. '):
+    with pytest.raises(RecipeError, match=r'different recipe: memory\.init: "device" in the checkpoint, "meta" now\. '):
         compare(now, changed, recipe=older)
     del older["optim.lr"]
-    with pytest.raises(RecipeError, match=r"another recipe: optim\.lr: 0\.001 in the checkpoint, 0\.01 now\. "):
+    with pytest.raises(RecipeError, match=r"different recipe: optim\.lr: 0\.001 in the checkpoint, 0\.01 now\. "):
         compare(now, now, recipe=older)
 
 
@@ -141,7 +141,7 @@ class Blocky(VisionTransformer):
 def test_other_classes_are_noticed_and_what_yaml_cannot_hold_is_compared_by_name(tmp_path):
     before = recipe(tmp_path, model=MLP([8]))
     for after in (before.replace(model=Deeper([8])), before.replace(data=MoreDigits(test_fraction=0.97))):
-        with pytest.raises(RecipeError, match=r"was saved by another recipe: (model|data): "):
+        with pytest.raises(RecipeError, match=r"was saved with a different recipe: (model|data): "):
             compare(before, after)
     linear, convolution = (
         recipe(tmp_path, model=Blocky("custom", **TINY, layers_of=kind)) for kind in (nn.Linear, nn.Conv2d)
@@ -172,5 +172,5 @@ Edited.__qualname__ = "Digits"
 
 def test_one_changed_pixel_of_the_data_is_refused(tmp_path):
     fit(recipe(tmp_path / "r", max_steps=2))
-    with pytest.raises(RecipeError, match=r'was saved by another recipe: data: "[0-9a-f]{12}" in the checkpoint'):
+    with pytest.raises(RecipeError, match=r'was saved with a different recipe: data: "[0-9a-f]{12}" in the checkpoint'):
         fit(recipe(tmp_path / "r", max_steps=2, data=Edited(test_fraction=0.97), run={"resume": "auto"}))

@@ -119,13 +119,13 @@ def test_a_profile_has_our_phases_and_a_table_whose_shares_are_those_of_all(tmp_
     assert any(" aten::" in line for line in operations)
     said = capsys.readouterr().out.splitlines()[-1]
     assert said.startswith("profile of 2 steps: waiting for data ")
-    assert said.endswith("; profile.txt, profile.json.gz; its records are in the host's peak")
+    assert said.endswith("; profile.txt, profile.json.gz; peak CPU memory includes the profiler's records")
     assert [path.name for path in (tmp_path / "run").iterdir() if path.name.startswith(".")] == []
 
 
 @pytest.mark.parametrize(("steps", "fix"), [(4, "lower it to 1, or"), (3, "leave it out, or")])
 def test_a_run_with_too_few_steps_is_refused(tmp_path, steps, fix) -> None:
-    with pytest.raises(RecipeError, match=f"run.profile=2 .* the run has {steps} in all: {fix} raise max_steps"):
+    with pytest.raises(RecipeError, match=f"run.profile=2 .* the run has only {steps}: {fix} raise max_steps"):
         fit(profiled(tmp_path / "run", max_steps=steps))
 
 

@@ -225,7 +225,7 @@ STEP, AUTO = "copy/checkpoints/step-0000000", {"resume": "auto"}
             lambda path: [damage(one / "state.json") for one in path.iterdir()],
             AUTO,
             {},
-            r"step-00000006/state\.json is corrupt.*and 2 older ones are not valid",
+            r"step-00000006/state\.json is corrupt.*2 older checkpoints are not valid",
         ),
         (
             lambda path: damage(path / "step-00000004/metrics.csv"),
@@ -233,12 +233,12 @@ STEP, AUTO = "copy/checkpoints/step-0000000", {"resume": "auto"}
             {},
             r"4/metrics\.csv is corr",
         ),
-        (make_later, AUTO, {}, r"has format 99.*resume with the version that has written it"),
-        (shutil.rmtree, AUTO, {}, "holds a run that has finished, and no checkpoint to go on from"),
+        (make_later, AUTO, {}, r"has format 99.*resume with the version that wrote it"),
+        (shutil.rmtree, AUTO, {}, "holds a finished run without a checkpoint to resume from"),
         (None, {"resume": f"{STEP}2"}, {"batch_size": 12}, "batch_size: 24 in the checkpoint, 12 now"),
         (None, AUTO | {"dir": None}, {}, "run.resume=auto needs run.dir"),
         (None, {"resume": "nowhere", "dir": "new"}, {}, "run.resume=nowhere: there is no checkpoint in nowhere"),
-        (None, {}, {}, "already holds a run: go on with it by --run.resume auto"),
+        (None, {}, {}, "already holds a run: resume it with --run.resume auto"),
     ],
 )
 def test_what_cannot_be_resumed_is_refused_and_stays(copied, spoil, run, changes, message, monkeypatch):

@@ -1,1 +1,1 @@
-"""``trainer doctor``: what would go wrong with a run, found before it starts, each finding with its fix."""
+"""``trainer doctor``: checks machine, data and model before a run; every problem comes with its fix."""

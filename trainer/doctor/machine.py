@@ -1,5 +1,5 @@
-"""The machine: libraries, devices, disk, memory, and what is tried in processes of their own: ranks that meet, the peak
-that the planner predicts, a checkpoint there and back."""
+"""Checks of the machine: libraries, devices, disk and memory; in separate processes also the process group, the
+planner's estimate and a checkpoint that is written and read."""
 
 from __future__ import annotations
 
@@ -40,12 +40,12 @@ from trainer.system.text import GB, gigabytes
 DISTRIBUTION = "exactbatch-trainer"
 PROJECT = Path(__file__).parents[2] / "pyproject.toml"
 
-SECONDS_OF_GPUS = 60.0  # that a new process may take to import torch and query each GPU
-BUSY = 0.1  # share of a GPU's memory in use by others from which on a warning is given
+SECONDS_OF_GPUS = 60.0  # how long a new process may take to import torch and query each GPU
+BUSY = 0.1  # minimum share of a GPU's memory in use by others that causes a warning
 
 
 def libraries(subject: Subject) -> Finding:
-    """Whether the installed versions are those that the project asks for."""
+    """Check that the installed versions meet the project's requirements."""
     wrong = []
     needed = [one for one in map(Requirement, required()) if one.marker is None or one.marker.evaluate({"extra": ""})]
     for one in needed:
@@ -63,7 +63,7 @@ def libraries(subject: Subject) -> Finding:
 
 
 def required() -> list[str]:
-    """What the project needs: as it was installed, or as its ``pyproject.toml`` says for a checkout that was not."""
+    """Return the project's requirements from its metadata, or from ``pyproject.toml`` if it is not installed."""
     try:
         return metadata.requires(DISTRIBUTION) or []
     except metadata.PackageNotFoundError:
@@ -72,7 +72,7 @@ def required() -> list[str]:
 
 
 def devices(subject: Subject) -> Iterator[Finding]:
-    """Whether the devices are there, and free."""
+    """Check that the devices exist and are free."""
     ranks, threads = subject.world.devices, torch.get_num_threads()
     if subject.world.accelerator == "cpu":
         text = f"CPU: {cores()} cores for {ranks} rank(s) of {threads} thread(s)"
@@ -83,12 +83,12 @@ def devices(subject: Subject) -> Iterator[Finding]:
 
 
 def of_gpus(gpus: Sequence[dict[str, Any]], wanted: int) -> Iterator[Finding]:
-    """What there is to say of the first ``wanted`` GPUs, as :func:`trainer.system.machine.seen_gpus` gives them."""
+    """Check the first ``wanted`` GPUs of those that :func:`trainer.system.machine.seen_gpus` returned."""
     version = Path("/proc/driver/nvidia/version")
     known = re.search(r"Module[^\d]+([\d.]+)", version.read_text()) if version.exists() else None
     driver = known[1] if known else f"for CUDA {torch.version.cuda}"
     if wanted > len(gpus):
-        text = f"{wanted} GPUs were asked for and {len(gpus)} are there"
+        text = f"{wanted} GPUs were requested and {len(gpus)} found"
         yield fail(text, f"--run.devices {len(gpus)}, or CUDA_VISIBLE_DEVICES")
     for number, gpu in enumerate(gpus[:wanted]):
         free, total = gpu["free"], gpu["total_memory"]
@@ -98,7 +98,7 @@ def of_gpus(gpus: Sequence[dict[str, Any]], wanted: int) -> Iterator[Finding]:
 
 
 def host_memory(subject: Subject) -> Finding:
-    """Whether the weights and their optimizer's state fit the host, where they are to be there, and a copy of them."""
+    """Check that CPU memory holds a checkpoint's copy and, on a CPU or with offload, weights and optimizer state."""
     available, memory = available_bytes(), subject.recipe.memory
     on_host = subject.world.accelerator == "cpu" or memory.cpu_offload != "none"
     needed = 0
@@ -116,7 +116,7 @@ def host_memory(subject: Subject) -> Finding:
 
 
 def shared_memory(subject: Subject) -> Finding:
-    """Whether workers can hand their batches over, which they do in /dev/shm."""
+    """Check /dev/shm, through which data workers send their batches."""
     world = subject.world
     workers = decide_workers(subject.recipe.data, world.accelerator, world.devices)
     if not SHARED.is_dir():
@@ -130,14 +130,14 @@ def shared_memory(subject: Subject) -> Finding:
     return ok(text)
 
 
-# The disk: whether the run directory can be written to as checkpoints are, and has the space for them.
+# Check that checkpoints can be written to the run directory and fit on its disk.
 
 PROBE_BYTES = 8 * 2**20
-SLOW = 20e6  # bytes a second below which a disk is called slow
+SLOW = 20e6  # bytes per second, below which a disk counts as slow
 
 
 def run_directory(subject: Subject) -> Iterator[Finding]:
-    """Whether there is a run already, and whether files can be written, synced, renamed and locked there."""
+    """Check that the run directory holds no other run, and that files can be written, synced, renamed and locked."""
     folder, disk = subject.run_dir, subject.disk
     if (folder / "recipe.yaml").exists() and subject.recipe.run.resume == "none":
         yield fail(f"{folder} already holds a run", "--run.resume auto, or another --run.dir")
@@ -162,12 +162,12 @@ def run_directory(subject: Subject) -> Iterator[Finding]:
     yield warning(text, "a local disk, or a larger --checkpoint.every") if speed < SLOW else ok(text)
     if (folder / NAME).exists():
         lock = RunLock(folder)
-        lock.acquire()  # one that is in use is a finding
+        lock.acquire()  # raises a RecipeError if another run uses the directory
         lock.release()
 
 
 def _write_and_rename(folder: Path) -> float:
-    """Write a file to the disk and give it its name, as a checkpoint is; the bytes a second."""
+    """Write, sync and rename a file as for a checkpoint, and return the bytes per second."""
     content = os.urandom(PROBE_BYTES)
     began = time.perf_counter()
     part = folder / "part"
@@ -177,14 +177,14 @@ def _write_and_rename(folder: Path) -> float:
     sync_to_disk(folder)
     taken = time.perf_counter() - began
     if (folder / "whole").read_bytes() != content:
-        raise OSError(0, "what was written is not what is read")
+        raise OSError(0, "a file was read with other content than was written")
     return PROBE_BYTES / taken
 
 
 def space(subject: Subject) -> Finding:
-    """Whether there is space for the checkpoints that are kept, and the one that is being written."""
+    """Check that the disk has space for the checkpoints that are kept and one that is being written."""
     if not subject.ready:
-        return skipped("the size of the model is not known")
+        return skipped("the size of the model is unknown")
     wishes, run = subject.recipe.checkpoint, subject.recipe.run
     has_best = run.evaluate and run.best != "last" and (subject.recipe.data.val is not None or run.best is not None)
     count = wishes.keep_last + max(wishes.keep_best, int(has_best)) + 1
@@ -194,17 +194,17 @@ def space(subject: Subject) -> Finding:
     return ok(text) if needed <= free else fail(text, f"{fix}, or another --run.dir")
 
 
-# Ports and process group: as many ranks as were asked for, started and added up, in processes of their own.
+# Ports and process group: start the requested number of ranks in separate processes and run an all-reduce.
 
 MEETING_SECONDS = 20.0
-MEETING_FIX = "check firewall, hostname and GLOO_SOCKET_IFNAME or NCCL_SOCKET_IFNAME; NCCL_DEBUG=INFO says more"
+MEETING_FIX = "check firewall, hostname and GLOO_SOCKET_IFNAME or NCCL_SOCKET_IFNAME; NCCL_DEBUG=INFO shows details"
 
 
 def process_group(subject: Subject) -> Finding:
-    """Start the ranks of this machine and let them add up who they are, for no longer than ``MEETING_SECONDS``."""
+    """Start the ranks of this machine and add up their numbers, within ``MEETING_SECONDS``."""
     size, on_gpu = subject.world.devices, subject.world.accelerator == "cuda"
     try:
-        listener = socket.create_server((ADDRESS, 0))  # which the first rank inherits
+        listener = socket.create_server((ADDRESS, 0))  # inherited by the first rank, which hosts the store
     except OSError as error:
         return fail(f"no port can be opened on {ADDRESS}: {error}", "check the network of this container")
     backend = "nccl" if on_gpu else "gloo"
@@ -241,58 +241,58 @@ def _add_up(backend: str, rank: int, size: int, listener: socket.socket) -> bool
     value = torch.tensor(float(rank + 1), device="cuda" if backend == "nccl" else "cpu")
     dist.all_reduce(value)
     if value.item() != size * (size + 1) / 2:
-        raise RuntimeError(f"the sum of the ranks came out as {value.item():g}")
+        raise RuntimeError(f"the all-reduce returned {value.item():g} instead of {size * (size + 1) // 2}")
     dist.destroy_process_group()
     return True
 
 
-# Memory and checkpoints: the planner's prediction for the longest samples, and a checkpoint written and read back.
+# Memory and checkpoints: the planner's estimate for the longest samples, and a checkpoint that is written and read.
 
-LARGEST = 2e9  # bytes of weights up to which a checkpoint is tried
-SECONDS = 30.0  # that a prediction, and a checkpoint, may take
-FIX = "--memory.budget 90%, or trainer plan, finds one that fits; --memory.activation_checkpointing full"
+LARGEST = 2e9  # maximum bytes of weights for the checkpoint check
+SECONDS = 30.0  # time limit of the estimate and of the checkpoint check
+FIX = "--memory.budget 90% or trainer plan finds a plan that fits; or --memory.activation_checkpointing full"
 
 
 class PeakMemory:
-    """The planner's prediction of a run, made beside the other checks, against what the device has."""
+    """The planner's memory estimate, computed while the other checks run and compared with the device's memory."""
 
     def __init__(self, subject: Subject) -> None:
         self.subject = subject
         self.child: Child | None = None
         if subject.ready and subject.plan is not None:
             world, self.device = subject.world, this_device(subject.world.accelerator)
-            self.sharing = world.devices if self.device.name == "cpu" else 1  # ranks on CPUs share the host's memory
+            self.sharing = world.devices if self.device.name == "cpu" else 1  # ranks on CPUs share CPU memory
             self.limit = budget_bytes(subject.recipe.memory.budget, self.device, world.size)
             asked = partial(predict_here, subject.recipe, subject.plan, Target.here(self.device), world.nodes)
             self.child = Child(partial(asked, capacity=self.limit // self.sharing))
 
     def look(self) -> Finding:
-        """The verdict, within ``SECONDS`` of waiting."""
+        """Return the finding, after waiting at most ``SECONDS``."""
         if self.child is None:
-            asked = "the planner decides what fits when the run starts: trainer plan shows it"
+            asked = "the planner chooses a plan that fits when the run starts: trainer plan shows it"
             return skipped(asked if self.subject.ready else "model or data could not be prepared")
         if not self.child.wait(SECONDS):
             self.child.kill()
-            return skipped(f"the prediction takes more than {SECONDS:g} s: trainer plan has more patience")
+            return skipped(f"the estimate takes more than {SECONDS:g} s: use trainer plan, which has no time limit")
         result: Any = self.child.result()
         if isinstance(result, Failed):
-            return skipped(f"it cannot be predicted: {result}")
+            return skipped(f"no estimate is possible: {result}")
         if isinstance(result, Exception):
             raise result
         found = Prediction.answered(result)
-        peak, kind = found.reserved * self.sharing, "of host memory" if self.device.name == "cpu" else "reserved"
-        text = f"{gigabytes(peak)} {kind} predicted for the longest samples, of {gigabytes(self.limit)}"
+        peak, kind = found.reserved * self.sharing, "CPU memory" if self.device.name == "cpu" else "reserved memory"
+        text = f"estimated {kind} for the longest samples: {gigabytes(peak)} of {gigabytes(self.limit)}"
         if found.retries is None:
             return fail(text, FIX)
-        text += f": fits after {found.retries} retries of torch's allocator" if found.retries else ""
+        text += f"; fits after {found.retries} retries of torch's allocator" if found.retries else ""
         return warning(text, FIX) if peak * (1 + MARGIN) > self.limit else ok(text)
 
 
 def round_trip(subject: Subject) -> Finding:
-    """Write the model's weights as a checkpoint's, and read them back, bit for bit."""
+    """Write the model's weights like a checkpoint, read them, and compare them bit for bit."""
     weights = sum(p.numel() * p.element_size() for p in subject.module.parameters())
     if weights > LARGEST:
-        return skipped(f"{weights / GB:.1f} GB of weights: only up to {LARGEST / GB:g} GB are tried")
+        return skipped(f"{weights / GB:.1f} GB of weights: checked only up to {LARGEST / GB:g} GB")
     with tempfile.TemporaryDirectory(prefix=".doctor-", dir=subject.disk) as name:
         try:
             taken = in_child(partial(_there_and_back, subject, Path(name)), seconds=SECONDS)
@@ -300,13 +300,13 @@ def round_trip(subject: Subject) -> Finding:
             text = f"{gigabytes(weights)} took more than {SECONDS:g} s"
             return warning(text, "a faster disk, or a larger --checkpoint.every")
     if taken["different"]:
-        return fail(f"{taken['different']} was read back otherwise than it was written", "another --run.dir")
+        return fail(f"{taken['different']} was read with other content than was written", "another --run.dir")
     rates = f"saved in {taken['save']:.2f} s, loaded in {taken['load']:.2f} s"
     return ok(f"{gigabytes(taken['bytes'])} of weights {rates}, bit for bit")
 
 
 def _there_and_back(subject: Subject, folder: Path) -> dict[str, Any]:
-    """Save and load the weights of a new model; the seconds that each took, and what came back different."""
+    """Save and load the weights of a new model; return the seconds of each and the name of a tensor that differs."""
     torch.manual_seed(subject.recipe.seed)
     module = without_weights(subject.recipe.model).build()
     tensors: dict[str, torch.Tensor] = {f"weights/{name}": parameter for name, parameter in module.named_parameters()}

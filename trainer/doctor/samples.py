@@ -1,4 +1,4 @@
-"""The dataset: samples as they come out of it, labels, empty texts, image modes, and what is in both train and test."""
+"""Checks of the dataset: loading, labels, empty texts, image modes, and samples in both train and test."""
 
 from __future__ import annotations
 
@@ -22,17 +22,17 @@ from trainer.system.files import open_regular
 from trainer.system.reports import cause
 from trainer.weights.nf4 import size_of
 
-LOOKED_AT = 200  # samples of each split
-COMPARED = 100_000  # samples of each split that are searched for in another split
-PLAIN = ("RGB", "L", "1")  # image modes that become RGB or grey without loss
+LOOKED_AT = 200  # samples of each split that are loaded
+COMPARED = 100_000  # maximum number of samples of a split that are compared with another split
+PLAIN = ("RGB", "L", "1")  # image modes that convert to RGB or grey without loss
 MOST_TOLD = 3
 BAD_FIX = "replace or remove it, or data.max_bad_samples"
 SPLITS = ("train", "val", "test")
-Problem = tuple[str, str, str]  # where it is, what it is, and the fix
+Problem = tuple[str, str, str]  # sample, description, fix
 
 
 def samples(subject: Subject) -> Iterator[Finding]:
-    """Load an evenly spread part of each split, and look at labels, tokens and pixels."""
+    """Load evenly spaced samples of each split, and check labels, tokens and pixels."""
     model, data = subject.recipe.model, subject.recipe.data
     classes = data.num_classes if model.num_classes is None else model.num_classes
     classes = None if model.task == "regression" else classes
@@ -51,7 +51,7 @@ def samples(subject: Subject) -> Iterator[Finding]:
         yield from _told(check, unloadable, "warning" if len(unloadable) <= data.max_bad_samples else "FAIL")
         yield from _told(check, problems, "FAIL")
         if not (problems or unloadable):
-            text = f"{len(positions):,} of {len(split):,} load, with labels that the model has"
+            text = f"{len(positions):,} of {len(split):,} loaded, all labels valid"
             yield ok(text, check=check)
         yield from _image_modes(check, split, positions)
 
@@ -60,7 +60,7 @@ def _told(check: str, problems: Sequence[Problem], status: Status) -> Iterator[F
     for place, what, fix in problems[:MOST_TOLD]:
         yield Finding(status, f"{place}: {what}", fix, check)
     if len(problems) > MOST_TOLD:
-        yield Finding(status, f"{len(problems) - MOST_TOLD} more of the samples that were looked at", "as above", check)
+        yield Finding(status, f"{len(problems) - MOST_TOLD} more of the loaded samples", "as above", check)
 
 
 def _problems(subject: Subject, sample: Any, classes: int | None) -> Iterator[tuple[str, str]]:
@@ -69,15 +69,14 @@ def _problems(subject: Subject, sample: Any, classes: int | None) -> Iterator[tu
     label = sample.get("labels")
     if classes is not None and label is not None:
         for stray, _ in stray_labels({"labels": torch.as_tensor(label)}, classes):
-            text = f"label {stray} is none of the {classes} classes 0 to {classes - 1}"
-            yield text, "mend it, or model.num_classes"
+            yield f"label {stray} is not one of the classes 0 to {classes - 1}", "fix it, or model.num_classes"
     ids = sample.get("input_ids")
     tokenizer = capability(subject.recipe.model, Preparable).tokenizer_or_none() if ids is not None else None
     if tokenizer is not None and not set(torch.as_tensor(ids).flatten().tolist()) - set(tokenizer.all_special_ids):
-        yield "the text is empty, or all of it is unknown to the tokenizer", "remove it, or another model.tokenizer"
+        yield "the text is empty, or the tokenizer knows none of it", "remove it, or use another model.tokenizer"
     pixels = sample.get("pixel_values")
     if isinstance(pixels, Tensor) and not bool(pixels.isfinite().all()):
-        yield "pixels are not finite", "mend the image, or data.normalize"
+        yield "pixels are not finite", "fix the image, or data.normalize"
 
 
 def _describe(name: str, split: Samples, position: int) -> str:
@@ -93,23 +92,22 @@ def _image_modes(check: str, split: Samples, positions: Sequence[int]) -> Iterat
     found: defaultdict[str, list[str]] = defaultdict(list)
     for position in positions:
         path = str(files[position][0])
-        with suppress(Exception), open_regular(path) as file, Image.open(file) as image:  # said already: not loadable
+        with suppress(Exception), open_regular(path) as file, Image.open(file) as image:  # reported by samples()
             found[image.mode].append(path)
     odd = [f"{len(paths)} of mode {mode} (such as {paths[0]})" for mode, paths in found.items() if mode not in PLAIN]
     if odd:
-        fix = "convert them to RGB as you want them, if transparency, 16 bits or CMYK matter"
-        yield warning(
-            f"{', '.join(odd)} of {sum(map(len, found.values()))} images are converted when they are read", fix, check
-        )
+        fix = "convert them to RGB yourself if transparency, 16 bits or CMYK matter"
+        count = sum(map(len, found.values()))
+        yield warning(f"{', '.join(odd)} of {count} images are converted when they are loaded", fix, check)
 
 
 def duplicates(subject: Subject) -> Iterator[Finding]:
-    """Whether samples that are trained on are in the validation or test set, too."""
+    """Check that no training sample is also in the validation or test set."""
     splits = splits_of(subject.recipe.data)
     train = splits.pop("train")
     known = {key: position for position, key in reversed(list(keys(train).items()))}
     if not splits:
-        yield skipped("there is neither a validation nor a test set")
+        yield skipped("no validation set and no test set")
     for name, split in splits.items():
         of_split = keys(split)
         found = [position for position, key in of_split.items() if key in known]
@@ -117,14 +115,16 @@ def duplicates(subject: Subject) -> Iterator[Finding]:
             yield ok(f"no {name} sample is in the training set")
             continue
         twin = _describe("train", train, known[of_split[found[0]]])
-        text = f"{len(found)} of the {name} samples ({listed(found)}) are in the training set, too: "
-        text += f"{_describe(name, split, found[0])} is {twin}"
-        yield warning(text, "remove them from one of the two, or the figures will be too good")
+        text = f"{len(found)} of the {name} samples ({listed(found)}) are also in the training set: "
+        text += f"{_describe(name, split, found[0])} equals {twin}"
+        yield warning(text, "remove them from one of the two, otherwise the metrics are too good")
 
 
 def keys(split: Samples) -> dict[int, bytes]:
-    """A hash of each sample's content without its label, by its position: of all samples of files, arrays and texts, up
-    to ``COMPARED``; of another split, of those that are looked at."""
+    """Return a hash of each sample's content without its label, by position.
+
+    Covers the first ``COMPARED`` samples of files, arrays and texts, and ``LOOKED_AT`` samples of other splits.
+    """
     if split.digests is not None:
         return dict(enumerate(split.digests[:COMPARED]))
     if isinstance(split.images, Tensor):
@@ -139,7 +139,7 @@ def keys(split: Samples) -> dict[int, bytes]:
     for position in spread(len(split), LOOKED_AT):
         try:
             sample = split[position]
-        except (Exception, SystemExit):  # said already
+        except (Exception, SystemExit):  # reported by samples()
             continue
         content = {k: v for k, v in sample.items() if k != "labels"} if isinstance(sample, dict) else sample
         found[position] = Content(content).hexdigest().encode()
@@ -147,30 +147,30 @@ def keys(split: Samples) -> dict[int, bytes]:
 
 
 def vocabulary(subject: Subject) -> Iterator[Finding]:
-    """Whether the model has a row for every token that the tokenizer makes."""
+    """Check that the model has an embedding row for every token of the tokenizer."""
     tokenizer = capability(subject.recipe.model, Preparable).tokenizer_or_none()
     if tokenizer is None:
         return
     embed = getattr(subject.module, "get_input_embeddings", None)
     if embed is None:
-        yield skipped(f"{type(subject.module).__name__} does not say which its embeddings are")
+        yield skipped(f"{type(subject.module).__name__} has no get_input_embeddings")
         return
     rows, tokens = embed().num_embeddings, len(tokenizer)
-    text = f"{tokens:,} tokens, {rows:,} rows of embeddings"
+    text = f"{tokens:,} tokens, {rows:,} embedding rows"
     fix = "the tokenizer of this model (model.tokenizer), or model.config.vocab_size"
     yield fail(text, fix) if tokens > rows else ok(text)
 
 
 def model_and_data(subject: Subject) -> Finding:
-    """Prepare them: files, columns, classes and weights' configuration are checked on the way."""
+    """Prepare model and data, which checks files, columns, classes and the configuration of the weights."""
     subject.recipe = prepared(subject.recipe)
     subject.ready = True
     sizes = ", ".join(f"{len(split):,} {name}" for name, split in splits_of(subject.recipe.data).items())
-    return ok(f"{type(subject.recipe.model).__name__} of {size_of(subject.module)}; {sizes}")
+    return ok(f"{type(subject.recipe.model).__name__}, {size_of(subject.module)}; {sizes}")
 
 
 def plan_of(subject: Subject) -> Finding:
-    """How the batch is cut, and which techniques are used: refused here as they would be by the run."""
+    """Describe the plan; an invalid one is rejected as it would be by the run."""
     if subject.plan is None:
         return skipped("the planner decides when the run starts")
     return ok(subject.plan.describe())

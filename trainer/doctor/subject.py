@@ -1,4 +1,4 @@
-"""What the checks look at, the recipe with its data and what follows from it, and what they find."""
+"""The subject of all checks (recipe, data and derived sizes), and their findings."""
 
 from __future__ import annotations
 
@@ -8,17 +8,19 @@ from functools import cached_property, partial
 from pathlib import Path
 from typing import Literal
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
 from trainer.contract import Streamable, capability, without_weights
+from trainer.engine.rehearsal import make_state
 from trainer.errors import RecipeError, RunError
 from trainer.launching.world import World
-from trainer.memory.own_optimizer import trial_of
+from trainer.memory.optimizer import build_optimizer
 from trainer.memory.parameter_groups import choose_trained
 from trainer.memory.plan import Plan, decide_plan
 from trainer.memory.precision import weights_dtype
 from trainer.planner.knobs import wants_plan
-from trainer.recipe import Recipe
+from trainer.recipe import Memory, Optim, Recipe
 from trainer.system.redact import redact, redact_value
 from trainer.system.reports import cause
 from trainer.system.text import escaped
@@ -26,13 +28,10 @@ from trainer.weights.streaming import on_meta
 
 Status = Literal["ok", "warning", "FAIL", "skipped"]
 
-STATE_TENSORS = {"adamw": 2, "adam": 2, "rmsprop": 1, "adagrad": 1, "lion": 1}
-"""Tensors of a weight's size that an optimizer keeps of it; those of sgd depend on its momentum."""
-
 
 @dataclass
 class Subject:
-    """A recipe that ``source`` names, and the ranks that were asked for; once ``ready``, both are prepared."""
+    """A recipe with its ``source`` and the detected world; ``ready`` once model and data are prepared."""
 
     recipe: Recipe
     source: str
@@ -41,41 +40,39 @@ class Subject:
 
     @property
     def run_dir(self) -> Path:
-        """Where the run would write; without ``run.dir``, where it would make its directory."""
+        """The run directory; without ``run.dir``, the folder in which the run would create it."""
         return Path(self.recipe.run.dir or f"runs/{Path(self.source).stem}").absolute()
 
     @cached_property
     def disk(self) -> Path:
-        """The run directory, or the nearest folder above it that is there."""
+        """The run directory, or the nearest existing folder above it."""
         return next(path for path in (self.run_dir, *self.run_dir.parents) if path.is_dir())
 
     @cached_property
     def module(self) -> nn.Module:
-        """The model, without memory for its weights; only when ``ready``."""
+        """The model on the meta device; requires ``ready``."""
         module = on_meta(without_weights(self.recipe.model).build)
         choose_trained(module, self.recipe.model, self.recipe.optim)
         return module
 
     @cached_property
     def plan(self) -> Plan | None:
-        """How the run would use memory; ``None`` where the planner is still to decide that."""
+        """The run's memory plan; ``None`` if the planner will choose it."""
         return None if wants_plan(self.recipe) else decide_plan(self.recipe, self.world.size)
 
     @cached_property
     def checkpoint_bytes(self) -> int:
-        """Of one checkpoint: weights that no file has, buffers and the optimizer's state."""
+        """Size of a checkpoint: trained weights (and frozen ones that no file has), buffers and optimizer state."""
         return self._bytes(capability(self.recipe.model, Streamable).in_base(self.module))
 
     @cached_property
     def state_bytes(self) -> int:
-        """The same with all weights, as the run holds them."""
+        """Size of all weights, buffers and optimizer state, over all ranks."""
         return self._bytes()
 
     def _bytes(self, left_out: Collection[str] = ()) -> int:
         optim, memory = self.recipe.optim, self.recipe.memory
-        dtype = weights_dtype(memory)
-        tensors = trial_of(optim).moments if optim.is_custom else STATE_TENSORS.get(optim.kind, 0)
-        tensors += optim.name in ("sgd", "rmsprop") and optim.momentum > 0
+        dtype, tensors = weights_dtype(memory), _moments(optim)
         total = sum(buffer.nbytes for buffer in self.module.buffers())
         for name, parameter in self.module.named_parameters():
             if name in left_out:
@@ -88,10 +85,20 @@ class Subject:
         return total
 
 
+def _moments(optim: Optim) -> int:
+    """Count the state tensors of a weight's size that the optimizer creates for a small matrix."""
+    weight = nn.Parameter(torch.zeros(2, 2))
+    optimizer = build_optimizer([weight], optim, Memory(), weight.device)
+    make_state(optimizer)
+    return sum(isinstance(value, Tensor) and value.shape == weight.shape for value in optimizer.state[weight].values())
+
+
 @dataclass(frozen=True)
 class Finding:
-    """One line: of what may go wrong (warning), will (FAIL), could not be examined (skipped), or ok. ``check`` is what
-    was examined, by default the name of the check. A :class:`RecipeError` has its ``fix`` within."""
+    """The result of a check: ok, a possible problem (warning), a certain one (FAIL), or skipped.
+
+    ``check`` is what was checked, by default the name of the check. The text of a :class:`RecipeError` has its ``fix``.
+    """
 
     status: Status
     text: str
@@ -99,12 +106,12 @@ class Finding:
     check: str = ""
 
     def line(self) -> str:
-        """For a person, without secrets."""
+        """Format the finding for the terminal, without secrets."""
         line = f"{self.status:<8} {self.check:<18} {self.text}" + (f"; fix: {self.fix}" if self.fix else "")
         return escaped(redact(line))
 
     def to_json(self) -> dict[str, str]:
-        """For a program, without secrets."""
+        """Return the finding as JSON values, without secrets."""
         return redact_value({"check": self.check, **asdict(self)})
 
 
@@ -115,7 +122,7 @@ skipped = partial(Finding, "skipped")
 
 
 def findings(check: str, look: Callable[[], Finding | Iterator[Finding]]) -> Iterator[Finding]:
-    """What ``look`` finds, one or several; an error that it ends with is a finding, too."""
+    """Yield the findings of ``look``; an exception becomes a finding."""
     try:
         found = look()
         for one in [found] if isinstance(found, Finding) else found:
@@ -124,4 +131,4 @@ def findings(check: str, look: Callable[[], Finding | Iterator[Finding]]) -> Ite
         yield fail(cause(error), check=check)
     except (Exception, SystemExit) as error:
         why = f"the check ended with {cause(error)}"
-        yield fail(why, "if the run starts all the same, report this", check)
+        yield fail(why, "if the run starts nevertheless, report this as a bug", check)

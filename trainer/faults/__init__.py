@@ -1,1 +1,1 @@
-"""What ends a run before its time: found quickly, said with its cause, and without a process left behind."""
+"""Detects failures that end a run early, reports their cause, and leaves no process behind."""

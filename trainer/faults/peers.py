@@ -1,7 +1,7 @@
-"""What the ranks of a run know of each other when collectives no longer tell: through the launcher's store.
+"""Heartbeats and failure reports of the ranks, exchanged through the launcher's store when collectives are broken.
 
-The store has no password. What is read from it is data, which may be anybody's: it is checked, and what cannot be of a
-rank is as if it were not there. A process is killed only by the rank that has watched it.
+The store has no password, so its content is untrusted: it is checked, and ignored if a rank cannot have written it. A
+process is killed only by the rank that watched it.
 """
 
 from __future__ import annotations
@@ -26,27 +26,28 @@ from trainer.system.text import escaped
 SECONDS_BETWEEN_LOOKS = 1.0
 
 LOOKS_OF_SILENCE = 10
-"""Looks in a row without a new beat after which a rank that cannot be looked at is given up. Counted in looks of the
-watching rank: when all processes were stopped for a while, none of them has been silent."""
+"""Checks in a row without a new heartbeat after which a rank counts as dead if its process cannot be inspected.
+
+Counted in checks of the watching rank, so that a pause of all processes does not count as silence."""
 
 STORE_TIMEOUT = timedelta(seconds=10)
-MOST_BYTES = 1 << 16  # of what a rank writes there at once
-LONGEST_TOLD = 2000  # characters of a line that a rank ends with
+MOST_BYTES = 1 << 16  # maximum size of a value in the store
+LONGEST_TOLD = 2000  # characters of a reported reason
 
 
 @dataclass(frozen=True)
 class Told:
-    """Why the run ends: the first rank to say so is believed by all."""
+    """The reason why the run ends. The first rank that reports one decides for all ranks."""
 
     text: str
-    is_stopped: bool = False  # that is a rank which does not run, and which the one that has watched it kills
+    is_stopped: bool = False  # a rank is suspended; the rank that watched it kills it
 
     @classmethod
     def read(cls, content: bytes) -> Told:
-        """What the store holds of it, or a line for what no rank has written."""
+        """Parse the reason in the store; for content that no rank wrote, return a reason that reports this."""
         found = parsed_object(content, MOST_BYTES)
         if found is None or not isinstance(found.get("text"), str):
-            return cls("the ranks' store holds what no rank writes there: can others reach its port?")
+            return cls("the ranks' store holds content that no rank wrote: check who can reach its port")
         text = escaped(found["text"])
         text = text if len(text) <= LONGEST_TOLD else f"{text[:LONGEST_TOLD]} …"
         return cls(text, found.get("stopped") is True)
@@ -54,7 +55,7 @@ class Told:
 
 @dataclass(frozen=True)
 class Beat:
-    """A sign of life: which process the rank is, where it is in its work, and whether it leaves in peace."""
+    """A heartbeat: the process of the rank, its position in the work, and whether it is exiting normally."""
 
     process: ProcessId
     place: Place
@@ -62,7 +63,7 @@ class Beat:
 
     @classmethod
     def read(cls, content: bytes, rank: int) -> Beat | None:
-        """What the store holds of it; ``None`` for what ``rank`` cannot have written."""
+        """Parse the heartbeat in the store; ``None`` for content that ``rank`` cannot have written."""
         found = parsed_object(content, MOST_BYTES)
         try:
             if found is None or (place := Place.from_dict(found.get("place"))).rank != rank:
@@ -73,25 +74,25 @@ class Beat:
 
 
 class Peers:
-    """Tells the others where this rank is, hears what they tell, and watches one of them: the next.
+    """Publishes the heartbeat of this rank, reads what other ranks report, and watches the next rank.
 
-    A ring suffices: of any ranks that are gone, at least one is watched by a rank that is not. So the store has a few
-    small requests a second from each rank, however many there are (``size``, two or more).
+    A ring is enough: of all dead ranks, at least one is watched by a living rank. So each rank sends a few small
+    requests per second to the store, for any number of ranks (``size``, at least 2).
 
-    A rank whose process is there, and runs, is given up after ``patience`` seconds of silence: one that computes
-    without letting Python's other threads run is silent, and well.
+    A rank whose process runs is given up only after ``patience`` seconds without a heartbeat, because code that holds
+    Python's GIL blocks the heartbeat of a healthy rank.
     """
 
     def __init__(self, rank: int, size: int, monitor: Monitor, patience: float) -> None:
         self.rank, self.size, self.patience = rank, size, patience
-        self.store = distributed_c10d._get_default_store().clone()  # a connection of its own
+        self.store = distributed_c10d._get_default_store().clone()  # a separate connection
         self.store.set_timeout(STORE_TIMEOUT)
-        # A script may train several times over one launcher's store: what one run tells, no later one shall hear.
+        # A script may train several times with one launcher store. A run must not read an earlier run's reports.
         self.run = self.store.add(f"watchdogs/{rank}", 1)
         self.next = (rank + 1) % size
         self.own = ProcessId.own().to_dict()
         self.box = BlackBox(monitor)
-        self.answers = 0  # of the store
+        self.answers = 0  # number of answers from the store
         self._beats = self._silent = 0
         self._last = b""
         self._last_beat: Beat | None = None
@@ -101,7 +102,7 @@ class Peers:
         self._acknowledged = False
 
     def beat(self, place: Place, leaving: bool = False) -> None:
-        """Show that this rank lives, and where it is; or that it leaves, and need not be watched any more."""
+        """Publish a heartbeat with the place of this rank, or, if ``leaving``, that it need not be watched any more."""
         self._beats += 1
         beat = {"place": place.to_dict(), "process": self.own, "beat": self._beats, "leaving": leaving}
         if leaving:
@@ -110,11 +111,11 @@ class Peers:
         self.answers += 1
 
     def tell(self, told: Told) -> None:
-        """Say why the run ends, unless another rank has said so before."""
+        """Publish why the run ends, unless another rank has already done so."""
         self.store.compare_set(self._key("ended"), "", json.dumps({"text": told.text, "stopped": told.is_stopped}))
 
     def told(self) -> Told | None:
-        """What a rank has told, this one or another; hearing it is acknowledged, once."""
+        """Return the reason that a rank, perhaps this one, published; acknowledge it once."""
         if not self.store.check([self._key("ended")]):
             return None
         found = self.store.get(self._key("ended"))
@@ -124,24 +125,24 @@ class Peers:
         return Told.read(found)
 
     def wait_told(self, seconds: float) -> Told | None:
-        """What a rank tells within ``seconds``."""
+        """Wait up to ``seconds`` for a published reason."""
         until = time.monotonic() + seconds
         while (told := self.told()) is None and time.monotonic() < until:
             time.sleep(SECONDS_BETWEEN_LOOKS / 10)
         return told
 
     def wait_heard(self, seconds: float) -> None:
-        """Wait until all other ranks have heard, or ``seconds``: then the launcher may end them."""
+        """Wait up to ``seconds`` until all other ranks have read the reason; then the launcher may end them."""
         until = time.monotonic() + seconds
         while self.store.add(self._key("heard"), 0) < self.size - 1 and time.monotonic() < until:
             time.sleep(SECONDS_BETWEEN_LOOKS / 10)
 
     def look(self) -> Told | None:
-        """What is wrong with the next rank, if anything is."""
+        """Check the next rank and return what is wrong with it, if anything."""
         content = self._written(self.next)
         beat = Beat.read(content, self.next)
         if self._next_process is None:
-            if beat is None:  # it has not begun yet
+            if beat is None:  # it has not started yet
                 return None
             self._next_process = beat.process
             self._next_box = open_box(beat.process.pid) if beat.process.is_here() else None
@@ -151,31 +152,31 @@ class Peers:
             self._silent += 1
         if (last := self._last_beat) is None or last.leaving:
             return None
-        # A beat is as old as a second.
+        # The box is exact; a heartbeat may be 1 s old.
         return self._judge(last.process, last.place if self._next_box is None else read_box(self._next_box, self.next))
 
     @property
     def knows_next(self) -> bool:
-        """Whether the next rank was seen."""
+        """Whether a heartbeat of the next rank was seen."""
         return bool(self._last)
 
     def why_silent(self) -> Told:
-        """Why the store does not answer, as far as this rank sees without it."""
+        """Return why the store does not answer, as far as this rank can tell without it."""
         process = self._next_process
         if process is not None and process.is_here() and process.state() == "stopped":
             self._stopped = process
             return Told(f"{self._name(process)} is stopped by a signal, and with it the store of all ranks", True)
         address, seconds = os.environ.get("MASTER_ADDR", "the first rank"), LOOKS_OF_SILENCE * SECONDS_BETWEEN_LOOKS
-        why = "the launcher, or the rank that it began with, is stopped, or its machine is gone or cannot be reached"
+        why = "the launcher or the first rank is stopped, or its machine is gone or unreachable"
         return Told(f"the store of the ranks, at {address}, has not answered for {seconds:g} s: {why}")
 
     def kill_stopped(self) -> None:
-        """End the rank that this one has found stopped: the signals of a launcher would not."""
+        """Kill the suspended rank that this one found: a launcher's SIGTERM does not end it."""
         if self._stopped is not None:
             self._stopped.kill()
 
     def furthest_behind(self) -> Place | None:
-        """Where the rank is that has moved on the least."""
+        """Return the place of the rank that has made the least progress."""
         beats = [Beat.read(self._written(rank), rank) for rank in range(self.size)]
         places = [beat.place for beat in beats if beat is not None]
         return min(places, key=lambda place: place.position) if places else None
@@ -193,7 +194,7 @@ class Peers:
         if state == "stopped":
             return Told(f"{name} is stopped by a signal, for {silent:g} s now: it was last {place.at()}", True)
         if state == "running":
-            return Told(f"{name} gave no sign for {silent:g} s, last {place.at()}, though its process runs", True)
+            return Told(f"{name} gave no sign for {silent:g} s, but its process runs: it was last {place.at()}", True)
         gone = "it or its machine is gone, or cannot be reached"
         return Told(f"{name} gave no sign for {silent:g} s: {gone}; it was last {place.at()}")
 
@@ -209,7 +210,7 @@ class Peers:
 
 
 def is_echo(error: BaseException) -> bool:
-    """Whether ``error`` may be what a collective says when another rank has gone."""
+    """Return whether ``error`` may be the reaction of a collective to the end of another rank."""
     if isinstance(error, RecipeError | RunError):
         return False
     if not dist.is_initialized():  # the group was aborted

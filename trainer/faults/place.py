@@ -1,4 +1,4 @@
-"""Where a rank is in its work: in words, and kept where it can still be read when the rank is gone."""
+"""The position of a rank in its work: described in messages, and kept in memory that outlives the rank."""
 
 from __future__ import annotations
 
@@ -14,59 +14,59 @@ from trainer.memory.monitor import Monitor
 from trainer.system.files import open_regular
 from trainer.system.text import escaped
 
-AFTER_A_STEP = (None, "evaluation", "checkpoint", "init")  # init: of a run that is resumed
-SAMPLES = MOST_LISTED + 1  # of them, as many are kept as are shown, and one
+AFTER_A_STEP = (None, "evaluation", "checkpoint", "init")  # activities between steps; init in a resumed run
+SAMPLES = MOST_LISTED + 1  # samples that are kept: one more than a message lists
 LONGEST_ACTIVITY = 64
 
 
 @dataclass(frozen=True)
 class Place:
-    """Of a rank, at one moment."""
+    """The position of a rank in its work at one moment."""
 
-    rank: int  # over all machines
-    steps: int  # taken so far
-    activity: str | None  # a phase, loading or anything that was announced to the monitor; None between them
-    samples: tuple[int, ...] = ()  # the first of those that it works on, by their place in the dataset
+    rank: int  # global rank
+    steps: int  # completed steps
+    activity: str | None  # a phase, loading or another activity of the monitor; None between activities
+    samples: tuple[int, ...] = ()  # dataset indices of the first samples in the current micro-batch
     moves: int = 0  # how often the activity changed since the last step ended
 
     @classmethod
     def of(cls, rank: int, monitor: Monitor) -> Place:
-        """Where ``rank`` is by its monitor."""
+        """Return the current place of ``rank`` according to its ``monitor``."""
         return cls(rank, monitor.step, monitor.activity, tuple(map(int, monitor.samples[:SAMPLES])), monitor.moves)
 
     @classmethod
     def from_dict(cls, values: Any) -> Place:
-        """What :meth:`to_dict` gave; a ValueError for what came from elsewhere and cannot be that."""
+        """Return the place that :meth:`to_dict` wrote; raise a ValueError for anything else."""
         if not isinstance(values, dict) or values.keys() != cls.__dataclass_fields__.keys():
-            raise ValueError("no place")
+            raise ValueError("not a place")
         activity, samples = values["activity"], values["samples"]
         if not isinstance(samples, list | tuple) or len(samples) > SAMPLES:
-            raise ValueError("no list of samples")
+            raise ValueError("samples must be a short list")
         numbers = [values["rank"], values["steps"], values["moves"], *samples]
         if not all(type(number) is int and 0 <= number < 2**63 for number in numbers):
-            raise ValueError("no number of a step or a sample")
+            raise ValueError("rank, steps, moves and samples must be integers from 0")
         if activity is not None and not (isinstance(activity, str) and len(activity) <= LONGEST_ACTIVITY):
-            raise ValueError("no activity")
+            raise ValueError("activity must be a short string")
         known = None if activity is None else escaped(activity)
         return cls(**values | {"samples": tuple(samples), "activity": known})
 
     def to_dict(self) -> dict[str, Any]:
-        """For JSON."""
+        """Return the fields as a JSON-serialisable dict."""
         return asdict(self)
 
     @property
     def position(self) -> tuple[int, int]:
-        """Rises as a rank moves on, alike on all ranks."""
+        """Two counters that grow as the rank makes progress, comparable between ranks."""
         return self.steps, self.moves
 
     def when(self) -> str:
-        """The step: that which is being taken, from 1, or the one taken last."""
+        """Describe the current step, counted from 1, or the last completed one."""
         if self.activity == "init" and not self.steps:
             return "before step 1"
         return f"after step {self.steps}" if self.activity in AFTER_A_STEP else f"step {self.steps + 1}"
 
     def what(self) -> str:
-        """The activity."""
+        """Describe the activity."""
         return {"init": "building the model", None: "between steps"}.get(self.activity, self.activity or "")
 
     def __str__(self) -> str:
@@ -74,27 +74,28 @@ class Place:
         return ", ".join([f"rank {self.rank}", self.when(), self.what(), *samples])
 
     def at(self) -> str:
-        """The same without the rank, as the end of a sentence."""
+        """Describe the place without the rank, as the end of a sentence."""
         when = self.when() if self.when()[0] != "s" else f"at {self.when()}"
         samples = f" (samples {listed(self.samples)})" if self.samples else ""
         return f"{when} in {self.what()}{samples}" if self.activity else f"{when}, between steps"
 
 
 NAME = "trainer-rank"
-LAYOUT = struct.Struct(f"=qq16sq{SAMPLES}q")  # steps, moves, activity, and the first samples after how many they are
+LAYOUT = struct.Struct(f"=qq16sq{SAMPLES}q")  # steps, moves, activity, number of samples, samples
 PADDING = (0,) * SAMPLES
 
 
 class BlackBox:
-    """Writes down every move of a rank, as the ``monitor`` announces it, for half a microsecond each.
+    """Writes every place of this rank to shared memory; 0.5 µs each.
 
-    It is a file without a name, in memory shared with other processes: nothing of it is left when nobody has it open.
+    A heartbeat in the store may be 1 s old, which is too late to name the step and the samples of a rank that crashed.
+    The memory is an anonymous file: it disappears when no process has it open.
     """
 
     def __init__(self, monitor: Monitor) -> None:
         self.monitor = monitor
         self._descriptor: int | None = None
-        if hasattr(os, "memfd_create"):  # on Linux, where alone another process is looked at
+        if hasattr(os, "memfd_create"):  # only on Linux can another process open it
             self._descriptor = os.memfd_create(NAME)
             os.ftruncate(self._descriptor, LAYOUT.size)
         self.memory = mmap.mmap(-1 if self._descriptor is None else self._descriptor, LAYOUT.size)
@@ -102,7 +103,7 @@ class BlackBox:
         monitor.on_move = self.write
 
     def write(self) -> None:
-        """Note where the rank is now."""
+        """Write the current place."""
         monitor = self.monitor
         samples = monitor.samples[:SAMPLES]
         count = len(samples)
@@ -110,7 +111,7 @@ class BlackBox:
         LAYOUT.pack_into(self.memory, 0, monitor.step, monitor.moves, activity, count, *samples, *PADDING[count:])
 
     def close(self) -> None:
-        """Write no more."""
+        """Stop writing."""
         self.monitor.on_move = None
         if self._descriptor is not None:
             os.close(self._descriptor)
@@ -118,7 +119,7 @@ class BlackBox:
 
 
 def open_box(pid: int) -> mmap.mmap | None:
-    """The memory of the black box of the rank that is process ``pid``; ``None`` when it cannot be reached from here."""
+    """Open the shared memory of the rank with process id ``pid``; ``None`` if it is not accessible."""
     try:
         for link in Path(f"/proc/{pid}/fd").iterdir():
             if os.readlink(link) == f"/memfd:{NAME} (deleted)":
@@ -130,7 +131,7 @@ def open_box(pid: int) -> mmap.mmap | None:
 
 
 def read_box(memory: mmap.mmap, rank: int) -> Place:
-    """Where ``rank`` was last."""
+    """Return the last place that ``rank`` wrote."""
     steps, moves, words, count, *samples = LAYOUT.unpack_from(memory, 0)
     activity = escaped(words.rstrip(b"\0").decode(errors="replace")) or None
     return Place(rank, steps, activity, tuple(samples[:count]), moves)

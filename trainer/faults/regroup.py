@@ -1,9 +1,8 @@
-"""Leave a process group in which one rank could not go on, and meet again in a new one, in the same processes.
+"""Leaves a process group in which one rank failed, and creates a new one in the same processes.
 
-A gloo group closes its connections when nothing refers to it any more, and has no other way to. Whatever keeps a
-reference (a wrapped module, a device mesh, the default arguments of ``torch.distributed.nn`` and of FSDP's
-``sharded_grad_scaler`` if those are first imported when the group is there) keeps the other ranks waiting; they are
-then ended with a message.
+A gloo group closes its connections only when nothing refers to it any more. Any remaining reference keeps the other
+ranks waiting until they are ended with a message: a wrapped module, a device mesh, or the default arguments of
+``torch.distributed.nn`` and of FSDP's ``sharded_grad_scaler`` if they are first imported after the group was created.
 """
 
 from __future__ import annotations
@@ -25,46 +24,46 @@ from trainer.system.reports import say
 from trainer.system.text import escaped
 
 SECONDS_TO_HEAR = 1.0
-"""How long a rank whose collective broke waits to hear that another one called for a new group, which that does before
-it closes its connections. It must be short: where Fabric has started the ranks, it kills the first one up to five
-seconds after another has failed, summary written or not."""
+"""How long a rank whose collective broke waits for another rank's call for a new group, which precedes the closing of
+its connections. It must be short: Fabric kills the first rank of those that it started within five seconds after
+another has failed, even if the summary is not written."""
 
 SECONDS_BETWEEN_LOOKS = 0.5
 LONGEST = 1000  # characters of a reason
 
 SECONDS_TO_LEAVE = 300.0
-"""How long a rank that was called may take before it is ended: to come out of its collective and to keep its state."""
+"""How long a called rank may take to leave its collective and save its state before it is ended."""
 
 
 def recovers(recipe: Recipe, plan: Plan) -> bool:
-    """Whether a run goes on after an out of memory; not one that is to be compared, as other cuts have other bits."""
+    """Return whether a run continues after out of memory; never a deterministic one: a new cut changes rounding."""
     return recipe.run.recover and not plan.deterministic
 
 
 def keep_ranks_alive() -> None:
-    """Have torch leave the errors of NCCL alone; called before there is a group.
+    """Make torch ignore NCCL errors; call it before the process group is created.
 
-    When one rank has left, the others' connections break, and torch would end their processes before they hear that
-    they are called. Torchrun sets this to 1 for its ranks, so that nobody's wish can be told from it. What hangs is
-    ended by the watchdog.
+    When one rank leaves, the others' connections break, and torch would end their processes before they are called.
+    Torchrun sets the variable to 1 for all ranks, so its value does not show what the user wants. The watchdog ends a
+    rank that hangs.
     """
     os.environ["TORCH_NCCL_ASYNC_ERROR_HANDLING"] = "0"
 
 
 class Regrouping:
-    """Calls all ranks of a launched ``fabric`` out of whatever they do together.
+    """Calls all ranks of a launched ``fabric`` out of their collectives.
 
-    A rank that fails inside a collective cannot finish it, and the others would wait for it until the process group's
-    timeout. It says so in the launcher's key-value store, which needs nobody's help, and closes its connections: over
-    gloo the others' collectives then end with an error at once. NCCL does not notice a peer that has gone: on GPUs a
-    thread that watches the store aborts this rank's part when it is called.
+    A rank that fails inside a collective cannot finish it, and the others would wait until the process group's timeout.
+    It writes a call to the launcher's key-value store and closes its connections. With gloo, the other ranks'
+    collectives then fail at once. NCCL does not notice a missing peer, so on GPUs a thread watches the store and aborts
+    this rank's collectives when it is called.
     """
 
     def __init__(self, fabric: Fabric) -> None:
         self.fabric = fabric
         self.store = distributed_c10d._get_default_store()
-        self.own_store = self.store.clone()  # a connection of its own, for the thread
-        # A script may train several times over one launcher's store: what one run called, no later one shall hear.
+        self.own_store = self.store.clone()  # a separate connection for the thread
+        # A script may train several times with one launcher store. A run must not read an earlier run's calls.
         self.run = self.own_store.add(f"regroupings/{fabric.global_rank}", 1)
         self.meetings = 0
         self.lock = threading.Lock()
@@ -72,11 +71,11 @@ class Regrouping:
         threading.Thread(target=self._watch, daemon=True).start()
 
     def call(self, why: str) -> None:
-        """Tell all ranks to leave."""
+        """Call all ranks to leave the group, for the reason ``why``."""
         self.own_store.set(self._key(self.meetings), why)
 
     def called(self) -> str | None:
-        """Why this rank is to leave; ``None`` when nobody says so within seconds, as when a rank has died."""
+        """Return why this rank must leave; ``None`` if no rank calls in time, for example because one has died."""
         until = time.monotonic() + SECONDS_TO_HEAR
         while time.monotonic() < until:
             if self.own_store.check([self._key(self.meetings)]):
@@ -85,16 +84,16 @@ class Regrouping:
         return None
 
     def meet(self) -> None:
-        """Leave the group and enter a new one, which begins when all ranks have come."""
+        """Leave the group and join a new one, which starts when all ranks have joined."""
         fabric = self.fabric
         device = fabric.device if fabric.device.type == "cuda" else None
         if device is not None:
-            time.sleep(SECONDS_BETWEEN_LOOKS)  # the others hear the call before they see connections break
-        with self.lock:  # from here on, the thread must not abort: the next group would be the one that it finds
+            time.sleep(SECONDS_BETWEEN_LOOKS)  # the others must read the call before connections break
+        with self.lock:  # from here on, the thread must not abort: it would find the next group
             self._abort()
             self.meetings += 1
         _forget_groups_of_meshes()
-        with suppress(Exception):  # it is broken: whatever it says of that
+        with suppress(Exception):  # the group is broken, so any error is expected
             dist.destroy_process_group()
         dist.init_process_group(
             getattr(fabric.strategy, "process_group_backend", None),
@@ -106,23 +105,22 @@ class Regrouping:
         )
 
     def close(self) -> None:
-        """Stop listening."""
+        """Stop watching the store."""
         self.done.set()
 
     def _key(self, meeting: int) -> str:
         return f"run{self.run}/leave/{meeting}"
 
     def _said(self, meeting: int) -> str:
-        """Why, as the store has it: which may be anybody's words."""
         return escaped(self.own_store.get(self._key(meeting)).decode(errors="replace"))[:LONGEST]
 
     def _watch(self) -> None:
-        """Runs in a thread for as long as the process does."""
+        """Abort this rank's collectives when it is called; runs in a thread until the run ends."""
         meeting = 0
         while not self.done.wait(SECONDS_BETWEEN_LOOKS):
             try:
                 called = meeting <= self.meetings and self.own_store.check([self._key(meeting)])
-            except RuntimeError:  # the launcher, and its store, have ended before this process
+            except RuntimeError:  # the launcher and its store ended before this process
                 return
             if not called:
                 continue
@@ -133,13 +131,13 @@ class Regrouping:
             meeting += 1
 
     def _abort(self) -> None:
-        """End this rank's part in the collectives of a GPU, which leaving would wait for; nothing if that was done."""
+        """Abort this rank's collectives on a GPU, for which leaving would wait; does nothing the second time."""
         if self.fabric.device.type == "cuda":
             with suppress(Exception):
                 distributed_c10d._abort_process_group()
 
     def _require_leaving(self, meeting: int) -> None:
-        """End the process, should it wait in a broken collective for ever: no run may hang."""
+        """End the process if it does not leave a broken collective in time: no run may hang."""
         until = time.monotonic() + SECONDS_TO_LEAVE
         while self.meetings <= meeting and not self.done.is_set():
             if time.monotonic() > until:
@@ -151,6 +149,6 @@ class Regrouping:
 
 
 def _forget_groups_of_meshes() -> None:
-    """Device meshes live on in the caches of DTensor, and with them the old group and its connections."""
+    """Clear the groups of all device meshes: DTensor's caches keep meshes, and so the old group, alive."""
     for mesh in [one for one in gc.get_objects() if type(one) is DeviceMesh]:
         getattr(mesh, "_pg_registry", {}).clear()

@@ -1,4 +1,4 @@
-"""Signals that ask a run to stop: noted, and answered at the end of the step."""
+"""Handles signals that ask a run to stop, and ends ranks together before the watchdog runs."""
 
 from __future__ import annotations
 
@@ -20,33 +20,33 @@ from trainer.system.reports import say
 
 
 def stop_signals() -> list[int]:
-    """Of a scheduler that wants the machine back, a person, Slurm's ``--signal``, a terminal that is closed.
+    """Return the signals sent by a scheduler, the user, Slurm's ``--signal`` and a closed terminal.
 
-    Not SIGHUP where that is ignored, as ``nohup`` has it.
+    SIGHUP is left out if it is ignored, as under ``nohup``.
     """
     hangup = [] if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN else [signal.SIGHUP]
     return [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, *hangup]
 
 
 def is_hangup(number: int) -> bool:
-    """Whether a terminal sends this when it is closed: its shell sends another one, which asks for nothing more."""
+    """Return whether a closed terminal sends this signal. It sends it twice, which is not a second request."""
     return number == signal.SIGHUP
 
 
 def tell(text: str) -> None:
-    """Write a line to standard error, from within a handler: the terminal may be gone, and the signal be its last.
+    """Write a line to standard error from within a signal handler; the terminal may be gone.
 
-    Not print: the signal may have come in the middle of one, whose buffer is not to be entered again.
+    ``print`` is not reentrant: the signal may have interrupted one.
     """
-    with suppress(OSError, ValueError):  # the latter of one that is closed
+    with suppress(OSError, ValueError):  # ValueError: stderr is closed
         os.write(sys.__stderr__.fileno() if sys.__stderr__ else 2, f"{text}\n".encode())
 
 
 def leave_before_training() -> None:
-    """In a job of Slurm, a task that is asked to stop before it trains ends with ``EXIT_REQUEUE``: nothing is lost.
+    """Make a task of a Slurm job that is asked to stop before training end with ``EXIT_REQUEUE``.
 
-    A preemption, or a time limit, may come while libraries are imported and data prepared; without this the job would
-    fail. :class:`StopSignals` takes over when training begins.
+    Otherwise a preemption or a time limit during imports and data preparation would fail the job. :class:`StopSignals`
+    takes over when training begins.
     """
     if "SLURM_JOB_ID" in os.environ and threading.current_thread() is threading.main_thread():
         for number in (signal.SIGTERM, signal.SIGUSR1):
@@ -59,21 +59,21 @@ def _leave(number: int, frame: FrameType | None) -> None:
 
 
 class StopSignals:
-    """While it lasts, the first of :func:`stop_signals` is noted in ``received``; a second one ends the process.
+    """A context in which the first of :func:`stop_signals` is stored in ``received``; a second one ends the process.
 
-    Not a second SIGHUP. Only the main thread can do this; elsewhere ``received`` stays ``None``. A process that is
-    forked meanwhile has the signals' own effects: see :func:`trainer.system.processes.become_helper`.
+    A second SIGHUP does nothing. Only the main thread can handle signals; in another thread ``received`` stays
+    ``None``. Forked processes keep the default effects: see :func:`trainer.system.processes.become_helper`.
 
     Args:
-        first: whether this process is the one that tells the person.
-        expected: whether a signal is the launcher's answer to a failure, which is reported already, and not a request.
+        first: whether this process prints the message.
+        expected: returns whether a signal is the launcher's reaction to a failure that is already reported.
     """
 
     def __init__(self, first: bool = True, expected: Callable[[], bool] = lambda: False) -> None:
         self.first, self.expected = first, expected
         self.received: str | None = None
-        # All is saved and all ranks leave. A SIGTERM is then what a launcher sends the others when one rank has left,
-        # which must not keep the first from writing its results.
+        # True once everything is saved and all ranks are leaving. A SIGTERM is then the launcher's reaction to the
+        # first rank that left; it must not keep rank 0 from writing its results.
         self.leaving = False
         self._pid = os.getpid()
         self._before: dict[int, Any] = {}
@@ -92,7 +92,7 @@ class StopSignals:
         self._before.clear()
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
-        if os.getpid() != self._pid:  # forked, and not yet what it is to become
+        if os.getpid() != self._pid:  # a forked child, before it sets its own handlers
             signal.signal(number, signal.SIG_DFL)
             os.kill(os.getpid(), number)
             return
@@ -104,49 +104,47 @@ class StopSignals:
             return
         self.received = signal.Signals(number).name
         if self.first and not self.expected():
-            text = "saving a checkpoint at the end of this step, then leaving; once more leaves at once"
+            text = "saving a checkpoint at the end of this step, then exiting; a second signal exits at once"
             tell(f"{self.received} received: {text}")
 
 
-# The end of a rank: not before those that Fabric has started from it, and not after others have left it alone.
+# The end of the first rank: not before the ranks that Fabric started from it, and not long after one of them failed.
 
 SECONDS_BETWEEN_LOOKS = 0.2
 SECONDS_TO_END = 15.0
 
 SECONDS_TO_LEAVE = 30.0  # how long leaving the process group may take
 SECONDS_TO_FAIL = 10.0
-"""How long this rank has to end by itself when another has ended with an error, which may be everybody's."""
+"""How long this rank has to end by itself when another rank has failed: all ranks may have the same error."""
 
 _children: list[subprocess.Popen] = []
 _watches: list[StartWatch] = []
 
 
 class StartWatch:
-    """Ends this rank when one that it has started ends before the run's own watch has begun.
+    """Ends this rank when a rank that it started ends before the run's watchdog has begun.
 
-    Fabric's own observer kills this process without a message when a rank that was started from it has failed, within
-    five seconds. It observes the list of those that it has ``started``, which grows, and is emptied here.
+    The watchdog needs the ranks' store, which exists only once all of them have imported torch and met. Fabric's
+    observer would kill this process without a message, within 5 s after a rank in its list ``started`` failed, so this
+    class empties that list.
     """
 
     def __init__(self, started: list[subprocess.Popen]) -> None:
-        self.started = started
-        self.ranks: list[subprocess.Popen] = []
+        self.started, self.ranks = started, list[subprocess.Popen]()
         self.stopped = threading.Event()
         self._thread = threading.Thread(target=self._run, name="start watch", daemon=True)
         self._thread.start()
 
     def stop(self) -> None:
-        """The run has a watch of its own, or this process ends: perhaps because of a rank that was killed just now."""
+        """Stop watching and report a rank that was killed just now, perhaps the reason why this process ends."""
         self.stopped.set()
         self._thread.join(SECONDS_TO_END)
-        self._adopt()
         if killed := self._ended()[0]:
             say(f"{killed} before training: nothing is lost")
 
     def _run(self) -> None:
         failed_at = math.inf
         while not self.stopped.wait(SECONDS_BETWEEN_LOOKS):
-            self._adopt()
             killed, failed = self._ended()
             if failed:
                 failed_at = min(failed_at, time.monotonic())
@@ -156,14 +154,11 @@ class StartWatch:
                     child.kill()
                 os._exit(1)
 
-    def _adopt(self) -> None:
-        while self.started:
-            child = self.started.pop(0)
-            self.ranks.append(child)
-            _children.append(child)
-
     def _ended(self) -> tuple[str, str]:
-        """What is said of a rank that was killed, and of one that has failed; empty where there is none."""
+        """Describe a rank that was killed and one that failed; each is empty if there is none."""
+        while self.started:
+            self.ranks.append(self.started.pop(0))
+            _children.append(self.ranks[-1])
         killed = failed = ""
         for rank, child in enumerate(self.ranks, start=1):
             code, name = child.poll(), f"rank {rank} (pid {child.pid})"
@@ -175,20 +170,20 @@ class StartWatch:
 
 
 def watch_start(started: list[subprocess.Popen]) -> None:
-    """Begin to watch the ranks that Fabric starts from this process."""
+    """Start watching the ranks that Fabric starts from this process."""
     end_start_watch()
     _watches.append(StartWatch(started))
     atexit.register(wait_for_children)
 
 
 def end_start_watch() -> None:
-    """A watch of the run has begun, or this process ends."""
+    """Stop the watch, because the watchdog has begun or this process ends."""
     while _watches:
         _watches.pop().stop()
 
 
 def wait_for_children() -> None:
-    """Let them finish what they do and say, and kill what does not end."""
+    """Wait for the ranks that were started here to finish, and kill those that do not."""
     end_start_watch()
     until = time.monotonic() + SECONDS_TO_END
     while _children:
@@ -201,7 +196,7 @@ def wait_for_children() -> None:
 
 @contextmanager
 def ended_after(seconds: float) -> Iterator[None]:
-    """End the process should this take longer: a GPU's process group waits for collectives that others have left."""
+    """End the process if the block takes longer: leaving a NCCL group waits for collectives that others have left."""
     timer = threading.Timer(seconds, os._exit, (1,))
     timer.daemon = True
     timer.start()

@@ -1,4 +1,4 @@
-"""A thread of each rank that notices when this rank, or another one, does not go on, and ends the process then."""
+"""A thread of each rank that detects when this or another rank hangs or died, and ends the process."""
 
 from __future__ import annotations
 
@@ -18,38 +18,38 @@ from trainer.system.redact import redact_value
 from trainer.system.reports import cause, note_place, report, say
 
 WATCHED = ("loading", "forward", "backward", "step", "evaluation", "checkpoint")
-"""What may take ``run.hang_after`` at most."""
+"""Activities that may take at most ``run.hang_after`` seconds."""
 
 LONG = 1800.0
-"""Seconds that anything else may take, and the first step of a module that was just built: it may compile."""
+"""Seconds that other activities may take, and the first step of a new module, which may compile."""
 
 SECONDS_TO_LEARN = 15.0
-"""How long a rank whose collective broke waits to hear why."""
+"""How long a rank whose collective broke waits for another rank to report the reason."""
 
 SECONDS_TO_HEAR = 3.0
-"""How long a rank that failed waits for the others to hear of it, before the launcher ends them."""
+"""How long a rank that failed waits for the others to read its report, before the launcher ends them."""
 
 SECONDS_TO_END = 5.0
-"""How long a rank that heard of a failure has to come out of its collective, before it is ended."""
+"""How long a rank that read of a failure has to leave its collective before it is ended."""
 
 SECONDS_TO_CLEAN_UP = 300.0
-"""How long a rank may take, once its run has failed, to write down what there is and leave."""
+"""How long a rank may take to write its results and exit after its run has failed."""
 
 COLLECTIVES = tuple(
     text.replace("/", os.sep) for text in ("torch/distributed/", "torch/nn/parallel/", "engine/totals.py")
 )
-"""Where the code is in which a rank waits for others: over NCCL, where it reads what the collectives of a step gave."""
+"""Source files in which a rank waits for others; with NCCL, that is where it reads the results of collectives."""
 
-STORE_GONE = "the launcher, or the rank that it began with, has ended"
-"""What it means that the ranks' store does not answer."""
+STORE_GONE = "the launcher or the first rank has ended"
+"""The reason why the ranks' store does not answer."""
 
 
 class PeerError(RunError):
-    """Another rank could not go on. The message says which one, where it was, and why."""
+    """Another rank failed. The message has its number, its place and the reason."""
 
 
 class Watchdog:
-    """Watches over this rank's main thread, by its ``monitor``, and, where there are several ranks, over the next one.
+    """Watches this rank's main thread through its ``monitor`` and, if there are several ranks, the next rank.
 
     A phase may take ``hang_after`` seconds.
     """
@@ -57,7 +57,7 @@ class Watchdog:
     def __init__(self, monitor: Monitor, rank: int, world_size: int, hang_after: float) -> None:
         self.monitor, self.rank, self.hang_after = monitor, rank, hang_after
         self.peers = Peers(rank, world_size, monitor, hang_after) if world_size > 1 else None
-        self.heard: Told | None = None  # why the run ends, once a rank has told
+        self.heard: Told | None = None  # why the run ends, once a rank has reported it
         self._main = threading.current_thread()
         self._ending = self._closed = self._store_is_gone = False
         self._cause: BaseException | None = None
@@ -71,19 +71,19 @@ class Watchdog:
             threading.Thread(target=self._watch_store, args=(self.peers,), name="store watch", daemon=True).start()
 
     def place(self) -> Place:
-        """Where this rank is."""
+        """Return the current place of this rank."""
         return Place.of(self.rank, self.monitor)
 
     def explain(self, error: BaseException) -> BaseException:
-        """What to raise for ``error``, which the main thread ends with: itself, or what ended another rank before.
+        """Return the exception to raise for ``error`` of the main thread: itself, or the failure of another rank.
 
-        An error of this rank is reported and told to the others; one rank alone leaves that to who catches it. What
-        goes wrong afterwards, as when results are written to the disk that is full, is not the cause.
+        An error of this rank is printed and published to the others; without other ranks, the caller prints it. Later
+        errors, for example while results are written to a full disk, do not replace the first.
         """
         if self._ending:
             return self._cause or error
-        self._ending = True  # from here on, the thread does not end the process for what it hears
-        if not isinstance(error, Stopped):  # on all ranks alike
+        self._ending = True  # from here on, the thread no longer ends the process because of other ranks
+        if not isinstance(error, Stopped):  # all ranks raise Stopped
             self._cause = self._explained(error)
         return self._cause or error
 
@@ -103,7 +103,7 @@ class Watchdog:
                 _leave_for_torchrun(error)
                 self.peers.tell(Told(f"rank {self.rank} ended {place.at()}: {cause(error)}"))
                 self.peers.wait_heard(SECONDS_TO_HEAR)
-        except (RuntimeError, ValueError) as gone:  # the store, and its other users with it
+        except (RuntimeError, ValueError) as gone:  # the store has ended, and with it other ranks
             if is_echo(error):
                 return PeerError(f"{place}: {STORE_GONE} ({cause(gone)})")
             note_place(error, str(place))
@@ -118,27 +118,25 @@ class Watchdog:
             with suppress(RuntimeError, ValueError):  # the store may be gone already
                 self.peers.beat(self.place(), leaving=True)
 
-    # The thread.
-
     def _run(self) -> None:
         try:
             while not self._wake.wait(self._pause()):
                 if self.peers is not None:
                     self._look_at_peers(self.peers)
                 self._look_at_self()
-        except (RuntimeError, ValueError) as error:  # of the store
+        except (RuntimeError, ValueError) as error:  # from the store
             self._store_is_gone = True
             self._wait_for_main(SECONDS_TO_END)
             if not (self._closed or self._ending):
                 self._end(f"{self.place()}: {STORE_GONE} ({cause(error)})")
 
     def _pause(self) -> float:
-        """Seconds to the next look; few, until the next rank is known: it may be the one that the store ends with."""
+        """Return the seconds until the next check; fewer until the next rank was seen, as it may own the store."""
         is_known = self.peers is None or self.peers.knows_next
         return SECONDS_BETWEEN_LOOKS if is_known else SECONDS_BETWEEN_LOOKS / 10
 
     def _watch_store(self, peers: Peers) -> None:
-        """In a thread of its own: a store whose process is stopped keeps every thread that asks it, without a limit."""
+        """Detect a store that does not answer. A separate thread: a suspended store blocks every caller forever."""
         silent = answers = 0
         while not (self._wake.wait(SECONDS_BETWEEN_LOOKS) or self._store_is_gone):
             silent = silent + 1 if peers.answers == answers else 0
@@ -156,7 +154,7 @@ class Watchdog:
             return
         self.heard = told
         if not told.is_stopped:
-            # The one that ended closes its connections, and with them the collective that the main thread waits in.
+            # The rank that ended closes its connections, which ends the collective in which the main thread waits.
             self._wait_for_main(SECONDS_TO_END)
         if not (self._closed or self._ending):
             self._end(told.text)
@@ -164,20 +162,20 @@ class Watchdog:
 
     def _look_at_self(self) -> None:
         now, place = time.monotonic(), self.place()
-        # A process that was stopped for an hour has not been hanging for an hour.
+        # Do not count the time during which the process was stopped as a hang.
         self._still += min(now - self._last_look, 2 * SECONDS_BETWEEN_LOOKS)
         self._last_look = now
         if place.position != self._position:
             self._position, self._still = place.position, 0.0
-        if self._ending:  # the run has failed; this rank may still wait in a collective for one that failed otherwise
+        if self._ending:  # this rank may still wait in a collective for a rank that failed elsewhere
             if self._still > SECONDS_TO_CLEAN_UP and not self._closed:
-                self._end(f"{place}: the run has failed, and does not come to its end", stack=True)
+                self._end(f"{place}: the run has failed, but this rank does not exit", stack=True)
             return
         is_usual = place.activity in WATCHED and not self.monitor.fresh
         if self._still < (self.hang_after if is_usual else max(self.hang_after, LONG)):
             return
         if self.peers is not None and (other := self._waits_for(self.peers, place)):
-            if self.peers.wait_told(SECONDS_TO_END) is not None:  # that one tells it itself, if it can
+            if self.peers.wait_told(SECONDS_TO_END) is not None:  # the other rank reports the hang itself, if it can
                 self._look_at_peers(self.peers)
                 return
             text = f"{place}: {other}, for {self._still:.0f} s now"
@@ -187,7 +185,7 @@ class Watchdog:
             self._end(text, stack=True)
 
     def _waits_for(self, peers: Peers, place: Place) -> str | None:
-        """What this rank waits for, where it only waits for others; ``None`` where it is itself what takes long."""
+        """Describe the rank for which this rank waits; ``None`` if this rank itself takes long."""
         behind = peers.furthest_behind()
         if behind is not None and behind.position < place.position:
             return f"waits for rank {behind.rank}, which is {behind.at()}"
@@ -196,7 +194,7 @@ class Watchdog:
         return "waits for other ranks" if any(part in innermost for part in COLLECTIVES) else None
 
     def _wait_for_main(self, seconds: float) -> None:
-        """Give the main thread time to end by itself, and go on beating meanwhile."""
+        """Give the main thread time to end by itself; heartbeats continue."""
         until = time.monotonic() + seconds
         while time.monotonic() < until and not (self._ending or self._wake.wait(SECONDS_BETWEEN_LOOKS / 4)):
             if self.peers is not None:
@@ -204,7 +202,7 @@ class Watchdog:
                     self.peers.beat(self.place())
 
     def _end(self, text: str, stack: bool = False) -> None:
-        """End the process, whatever its main thread waits for."""
+        """Report ``text`` and end the process, even if its main thread is blocked."""
         say(text)
         if stack:
             frame = sys._current_frames().get(self._main.ident or 0)
@@ -216,7 +214,7 @@ class Watchdog:
         self._leave()
 
     def _leave(self) -> None:
-        """End this process, and the one that it has found stopped."""
+        """End this process and the suspended one that it found."""
         if self.peers is not None:
             self.peers.kill_stopped()
         sys.stdout.flush()
@@ -224,7 +222,7 @@ class Watchdog:
 
 
 def _leave_for_torchrun(error: BaseException) -> None:
-    """Write the file from which torchrun's own report takes the first failure and its traceback."""
+    """Write the file from which torchrun's report takes the first failure and its traceback."""
     path = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if path and not isinstance(error, RecipeError | RunError):
         from torch.distributed.elastic.multiprocessing.errors import get_error_handler

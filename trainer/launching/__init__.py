@@ -1,1 +1,1 @@
-"""Which ranks take part in a run, how they find each other, and how they are started."""
+"""Detects the ranks of a run, starts them if no launcher did, and connects them."""

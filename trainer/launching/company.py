@@ -1,4 +1,4 @@
-"""Ranks of one machine that no launcher watches, such as tasks of srun: if one ends before they have met, all end."""
+"""Ranks of one machine that no launcher watches, such as srun tasks: if one ends before they have met, all end."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from trainer.system.processes import has_told_launcher
 from trainer.system.reports import say
 
 SECONDS_TO_FAIL = 4.0
-"""How long a rank has to end by itself when the one that it watches has ended: an error may concern all of them."""
+"""How long a rank has to end by itself when the rank that it watches has ended: all may have the same error."""
 
 SECONDS_BETWEEN_LOOKS = 0.2
 LAUNCH = ("SLURM_JOB_ID", "SLURM_STEP_ID", "TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT", "MASTER_PORT")
@@ -25,9 +25,9 @@ _kept: list[Company] = []
 
 
 class Company:
-    """Watches the first rank, or as the first rank all others, until the ranks have ``met``.
+    """Watches the first rank (or, on the first rank, all others) until the ranks have ``met``.
 
-    Each listens on an abstract socket, which the kernel closes when its process ends, however that happens.
+    Each rank listens on an abstract socket, which the kernel closes when the process ends for any reason.
     """
 
     def __init__(self, rank: int, size: int, launch: str) -> None:
@@ -45,7 +45,7 @@ class Company:
                 line = socket.socket(socket.AF_UNIX)
                 if line.connect_ex(self.address(rank)) == 0 and _user_of(line) == os.getuid():
                     lines[line] = rank
-            ended = select.select(lines, [], [], SECONDS_BETWEEN_LOOKS)[0]  # nobody writes there
+            ended = select.select(lines, [], [], SECONDS_BETWEEN_LOOKS)[0]  # readable only when the other end closes
             if ended and not self.met.wait(SECONDS_TO_FAIL):
                 say(f"rank {lines[ended[0]]} was killed or has failed before training: nothing is lost")
                 os._exit(1)
@@ -56,7 +56,7 @@ def _user_of(line: socket.socket) -> int:
 
 
 def keep_company(environment: Mapping[str, str] = os.environ) -> None:
-    """Watch the other ranks of this machine from now on, if no launcher does, until :func:`have_met`."""
+    """Start to watch the other ranks of this machine if no launcher does; :func:`have_met` ends it."""
     names = [f"SLURM_{name}" for name in ("PROCID", "STEP_NUM_TASKS", "STEP_NUM_NODES")]
     names = ["RANK", "WORLD_SIZE", "GROUP_WORLD_SIZE"] if "RANK" in environment else names
     rank, size, nodes = (number(name, default, environment) for name, default in zip(names, (0, 1, 1), strict=True))
@@ -69,6 +69,6 @@ def keep_company(environment: Mapping[str, str] = os.environ) -> None:
 
 
 def have_met() -> None:
-    """The ranks have met, and watch each other in another way."""
+    """Stop watching: the ranks have met and have watchdogs."""
     for company in _kept:
         company.met.set()

@@ -1,7 +1,7 @@
-"""The ranks of one machine: their store, and every other socket, listen where no other machine reaches them.
+"""Makes all sockets of the ranks of one machine listen on the loopback interface only.
 
-Torch's store has no password, and listens on all interfaces: who reaches it reads and writes what the ranks tell each
-other. One that this process hosts is given a listener of its own; the store of a launcher is the launcher's.
+Torch's store has no password and listens on all interfaces, so any machine that reaches it can read and write what the
+ranks exchange. A store that this process hosts uses a loopback listener; a launcher's store is left as it is.
 """
 
 from __future__ import annotations
@@ -27,18 +27,18 @@ from trainer.system.processes import has_told_launcher
 ADDRESS = "127.0.0.1"
 INTERFACE = "GLOO_SOCKET_IFNAME"
 SECONDS_BETWEEN_LOOKS = 0.2
-MOST_BYTES = 1 << 16  # of what a rank says of itself
+MOST_BYTES = 1 << 16  # maximum size of what a rank publishes about itself
 
 SECONDS_TO_MEET = 45.0
-"""How much later than this rank another one of the machine may come, where no launcher would end it if that is gone."""
+"""How long to wait for another rank of the machine if no launcher would report that it died."""
 
 
 def loopback_store(at: int | socket.socket = 0, seconds: float = SECONDS_TO_MEET) -> TCPStore:
-    """A store that this process hosts on 127.0.0.1.
+    """Host a store on 127.0.0.1.
 
     Args:
-        at: the port, 0 for a free one; or what listens there already. One that is taken is an OSError.
-        seconds: that requests to it may take; a DistError when this machine does not reach itself.
+        at: the port (0 for a free one), or a socket that listens already. A port that is in use raises an OSError.
+        seconds: timeout of requests; a DistError if this machine cannot reach itself.
     """
     listener = socket.create_server((ADDRESS, at)) if isinstance(at, int) else at
     return TCPStore(
@@ -46,14 +46,14 @@ def loopback_store(at: int | socket.socket = 0, seconds: float = SECONDS_TO_MEET
         listener.getsockname()[1],
         is_master=True,
         wait_for_workers=False,
-        multi_tenant=True,  # torch finds it by its port when the process group is made
+        multi_tenant=True,  # torch finds it by its port when the process group is created
         timeout=timedelta(seconds=seconds),
         master_listen_fd=listener.detach(),
     )
 
 
 def keep_to_loopback(environment: MutableMapping[str, str] = os.environ) -> None:
-    """Have gloo and NCCL listen there, unless somebody has said where."""
+    """Make gloo and NCCL listen on the loopback interface, unless the environment names another one."""
     interface = interface_of(ADDRESS)
     if interface is not None:
         for name in (INTERFACE, "NCCL_SOCKET_IFNAME"):
@@ -61,18 +61,18 @@ def keep_to_loopback(environment: MutableMapping[str, str] = os.environ) -> None
 
 
 def gather_here(world: World, seconds: float, environment: MutableMapping[str, str] = os.environ) -> TCPStore | None:
-    """Host the store of the ranks of one machine, or reach it, at the address that the environment names from then on.
+    """Host the store of the ranks of one machine, or connect to it, and write its address to the environment.
 
-    Where Fabric starts the ranks this is done before, and those find each other by it. Others wait for each other here:
-    so many ``seconds`` for the last where a launcher ends all when one is gone, else less.
+    If Fabric starts the ranks, this happens before they start. Other ranks wait for each other here: ``seconds`` for
+    the last one if a launcher ends all ranks when one dies, otherwise at most :data:`SECONDS_TO_MEET`.
 
     Returns:
-        The store, to be kept until the process group takes it up; none where the launcher hosts it, or the first rank
-        does and this is another that it has started.
+        The store, which must be kept until the process group uses it. ``None`` if the launcher hosts it, or if the
+        first rank does and started this one.
 
     Raises:
-        RunError: naming the ranks that did not come, or the store that cannot be reached.
-        RecipeError: for a port that is taken.
+        RunError: names the missing ranks, or the store that cannot be reached.
+        RecipeError: if the port is in use.
     """
     keep_to_loopback(environment)
     if environment.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
@@ -90,7 +90,7 @@ def gather_here(world: World, seconds: float, environment: MutableMapping[str, s
         if rank == 0:
             store = _hosted(port, environment)
         else:
-            half = timedelta(seconds=seconds / 2)  # torch tries to connect twice, for so long each time
+            half = timedelta(seconds=seconds / 2)  # torch tries to connect twice, for this long each time
             store = TCPStore(ADDRESS, port, is_master=False, wait_for_workers=False, timeout=half)
             store.set_timeout(timedelta(seconds=seconds))
         all_that_come(store, rank, world.size, seconds, {})
@@ -106,22 +106,26 @@ def _hosted(port: int, environment: MutableMapping[str, str]) -> TCPStore:
     except OSError as error:
         if error.errno != errno.EADDRINUSE:
             raise
-        try:  # an earlier run of this process may have left one there
+        try:  # an earlier run of this process may have left its store there
             store = TCPStore(ADDRESS, port, is_master=True, wait_for_workers=False, multi_tenant=True)
         except DistError as error:
-            fix = "is taken by another process: unset it, and a free one is chosen"
+            fix = "is taken by another process: unset it to use a free port"
             raise RecipeError(f"MASTER_PORT={port} in the environment {fix}") from error
     environment["MASTER_PORT"] = str(store.port)
     return store
 
 
 def all_that_come(store: Store, rank: int, size: int, seconds: float, own: dict[str, Any]) -> list[Any]:
-    """What all ranks say of themselves, in their order; ``None`` for what none can, and the rest may be anybody's.
+    """Wait for all ranks and return what each published, in rank order.
+
+    The content is untrusted; it is ``None`` for content that no rank can have written.
 
     Args:
-        store, rank, size: of all ranks, this one, and how many there are.
-        seconds: to wait for the last of them; a RunError names those that did not come.
-        own: what this rank says.
+        store: the store of all ranks.
+        rank: this rank.
+        size: number of ranks.
+        seconds: how long to wait for the last rank; a RunError names those that are missing.
+        own: what this rank publishes.
     """
     meeting = PrefixStore("meeting", store)
     meeting.set(str(rank), json.dumps(own))
@@ -130,14 +134,14 @@ def all_that_come(store: Store, rank: int, size: int, seconds: float, own: dict[
     while missing := [other for other in missing if not meeting.check([str(other)])]:
         if time.monotonic() > until:
             raise RunError(
-                f"of {size} ranks, {listed(missing[: MOST_LISTED + 1])} have not come within {seconds:g} s: have they, "
-                "or their machines, ended, or are they slower to start (run.hang_after)?"
+                f"of {size} ranks, {listed(missing[: MOST_LISTED + 1])} have not come within {seconds:g} s: check "
+                "whether they or their machines have ended, or raise run.hang_after if they start slowly"
             )
         time.sleep(SECONDS_BETWEEN_LOOKS)
     return [parsed_object(meeting.get(str(other)), MOST_BYTES) for other in range(size)]
 
 
 def interface_of(address: str) -> str | None:
-    """The interface of this machine that has ``address``."""
+    """Return the network interface of this machine that has ``address``."""
     known = psutil.net_if_addrs()
     return next((name for name, found in known.items() if address in (one.address for one in found)), None)

@@ -1,7 +1,7 @@
-"""Before the process group of several machines: all ranks are there, run the same versions, and can reach each other.
+"""Checks of several machines before the process group: all ranks run, have the same versions and reach each other.
 
-Without it, a rank that does not come is waited for half an hour, and one that tells the others a loopback address ends
-in an error that names neither the machine nor the cure.
+Without these checks, torch waits half an hour for a missing rank, and a rank that publishes a loopback address ends in
+an error that names neither the machine nor a fix.
 """
 
 from __future__ import annotations
@@ -23,26 +23,27 @@ from trainer.report.summary import versions
 from trainer.system.environment import number
 from trainer.system.text import escaped
 
-FOREIGN = "the store says of rank {rank} what no rank says of itself: can others reach its port?"
-LONGEST = 100  # characters of a name that a rank says of itself
+FOREIGN = "the ranks' store holds content about rank {rank} that no rank wrote: check who can reach its port"
+LONGEST = 100  # characters of a name that a rank publishes
 
 
 def meet(seconds: float, environment: MutableMapping[str, str] = os.environ) -> TCPStore | None:
-    """Wait for the other ranks of a torchrun over several machines, and compare what they say of themselves.
+    """Wait for the other ranks of a torchrun over several machines, and compare their versions.
 
-    ``GLOO_SOCKET_IFNAME`` is added to the environment where this machine's own name would lead gloo to an address that
-    no other machine can reach.
+    Sets ``GLOO_SOCKET_IFNAME`` in the environment if this machine's name would lead gloo to an address that no other
+    machine can reach.
 
     Returns:
-        The ranks' store, to be kept until the process group takes it up; ``None`` on a single machine.
+        The ranks' store, which must be kept until the process group uses it; ``None`` on a single machine.
 
     Raises:
-        RunError: naming the ranks that did not come, or the store that cannot be reached.
-        RecipeError: when versions differ, or no address of this machine can be found.
+        RunError: names the missing ranks, or the store that cannot be reached.
+        RecipeError: if versions differ, or no address of this machine can be found.
     """
     if "TORCHELASTIC_RUN_ID" not in environment or number("GROUP_WORLD_SIZE", environment=environment) == 1:
         return None
-    require("MASTER_ADDR" in environment, "MASTER_ADDR is not set, which torchrun does: it is the first rank's machine")
+    if "MASTER_ADDR" not in environment:
+        raise RecipeError("MASTER_ADDR is not set: set it to the first rank's machine, as torchrun does")
     rank, size = (number(name, environment=environment) for name in ("RANK", "WORLD_SIZE"))
     _choose_interface(environment)
     store = _store(rank, size, seconds, environment)
@@ -53,7 +54,7 @@ def meet(seconds: float, environment: MutableMapping[str, str] = os.environ) -> 
 
 
 def _store(rank: int, size: int, seconds: float, environment: MutableMapping[str, str]) -> TCPStore:
-    """A connection to the store that torchrun has chosen; the first rank hosts it where the agent does not."""
+    """Connect to the store that torchrun has chosen; the first rank hosts it if torchrun's agent does not."""
     address, port = environment["MASTER_ADDR"], number("MASTER_PORT", environment=environment)
     by_agent = environment.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     if rank == 0 and by_agent and environment.get("TORCHELASTIC_MAX_RESTARTS", "0") != "0":
@@ -73,13 +74,13 @@ def _store(rank: int, size: int, seconds: float, environment: MutableMapping[str
     except (DistError, RuntimeError) as error:
         raise RunError(
             f"rank {rank} on {socket.gethostname()} does not reach the first rank's machine, {address}, port {port} "
-            f"({str(error).splitlines()[0]}): is the name known here, and are ports open between the machines? "
-            "torchrun --local-addr there says by which address it is reached; see docs/launching/several-machines.md"
+            f"({str(error).splitlines()[0]}): check that the name is known here and that ports are open between the "
+            "machines, or set its address there with torchrun --local-addr; see docs/launching/several-machines.md"
         ) from error
 
 
 def _known(rank: int, said: Any) -> dict[str, Any]:
-    """The machine of a rank and the versions of its libraries, as it says."""
+    """Return the machine and the library versions that a rank published, checked and escaped."""
     host, found = (said.get("host"), said.get("versions")) if isinstance(said, dict) else (None, None)
     if not isinstance(host, str) or not isinstance(found, dict):
         raise RunError(FOREIGN.format(rank=rank))
@@ -92,11 +93,11 @@ def _require_same_versions(found: list[dict[str, Any]]) -> None:
         for name, version in first["versions"].items():
             theirs = other["versions"].get(name)
             difference = f"{name} is {version} on {first['host']} and {theirs} on {other['host']}"
-            require(theirs == version, f"{difference}: install the same on all machines")
+            require(theirs == version, f"{difference}: install the same version on all machines")
 
 
 def _choose_interface(environment: MutableMapping[str, str]) -> None:
-    """Where this machine's name is unknown or its own loopback, gloo would give the others that address."""
+    """Choose gloo's interface if this machine's name leads to a loopback address, which gloo would publish."""
     name, head = socket.gethostname(), environment["MASTER_ADDR"]
     if INTERFACE in environment or not _leads_nowhere(name):
         return
@@ -105,8 +106,8 @@ def _choose_interface(environment: MutableMapping[str, str]) -> None:
     if interface is None:
         known = ", ".join(other for _, other in socket.if_nameindex() if other != "lo") or "its interfaces"
         raise RecipeError(
-            f"{name} finds no address of its own that other machines can reach ({name} is unknown, or a loopback "
-            f"address, to itself): set {INTERFACE} (and NCCL_SOCKET_IFNAME on GPUs) to one of {known}"
+            f"{name} finds no address by which other machines can reach it (here, the name {name} is unknown or a "
+            f"loopback address): set {INTERFACE} (and NCCL_SOCKET_IFNAME on GPUs) to one of {known}"
         )
     environment[INTERFACE] = interface
     if environment.get("LOCAL_RANK", "0") == "0":
@@ -115,7 +116,7 @@ def _choose_interface(environment: MutableMapping[str, str]) -> None:
 
 
 def _leads_nowhere(name: str) -> bool:
-    """Whether ``name`` is unknown here, or a loopback address, such as Debian's 127.0.1.1."""
+    """Return whether ``name`` is unknown here or a loopback address, such as Debian's 127.0.1.1."""
     try:
         found = socket.getaddrinfo(name, None, socket.AF_UNSPEC, socket.SOCK_STREAM)
     except OSError:
@@ -124,7 +125,7 @@ def _leads_nowhere(name: str) -> bool:
 
 
 def route_to(host: str) -> str | None:
-    """The address from which this machine reaches ``host``; ``None`` where that is a loopback. Nothing is sent."""
+    """Return the address from which this machine reaches ``host``; ``None`` for a loopback. Sends nothing."""
     with suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as way:
         way.connect((host, 9))
         address = str(way.getsockname()[0])

@@ -1,4 +1,4 @@
-"""What Slurm tells the tasks that ``srun`` starts: which they are, and how many on which nodes."""
+"""Reads rank, size and nodes of a task from the environment variables that Slurm's ``srun`` sets."""
 
 from __future__ import annotations
 
@@ -12,8 +12,9 @@ from trainer.errors import require
 from trainer.system.environment import number
 
 FIRST_PORT, PORTS, PORTS_BETWEEN_STEPS = 15000, 10000, 1009
-"""Ports that the steps of jobs are dealt out to, below those that Linux gives to clients; by a prime, so that neither
-the next steps of a job nor the next jobs meet on one."""
+"""Range of ports for job steps, below Linux's ports for clients, and the distance between steps of a job.
+
+The distance is a prime, so that consecutive steps and consecutive jobs get different ports."""
 
 
 @dataclass(frozen=True)
@@ -31,23 +32,23 @@ class SlurmTask:
 
     @property
     def port(self) -> int:
-        """Of the ranks' meeting on the first node: every task can tell, and no two steps of a node share one soon."""
+        """Port of the store on the first node. Every task computes the same; steps rarely share one."""
         return FIRST_PORT + (self.job + PORTS_BETWEEN_STEPS * self.step) % PORTS
 
     @property
     def variables(self) -> dict[str, str]:
-        """What torchrun would tell this rank, as errors and helpers expect it, and Fabric where it is told to."""
-        told = {"RANK": self.rank, "LOCAL_RANK": self.local_rank, "GROUP_RANK": self.node_rank, "WORLD_SIZE": self.size}
-        return {name: str(number) for name, number in told.items()}
+        """The environment variables that torchrun would set, which error reports, helpers and Fabric read."""
+        values = (self.rank, self.local_rank, self.node_rank, self.size)
+        return dict(zip(("RANK", "LOCAL_RANK", "GROUP_RANK", "WORLD_SIZE"), map(str, values), strict=True))
 
     @property
     def first_node(self) -> str:
-        """Where the ranks meet."""
+        """The node that hosts the ranks' store."""
         return SLURMEnvironment.resolve_root_node_address(self.nodes)
 
 
 def slurm_task(environment: Mapping[str, str]) -> SlurmTask | None:
-    """This task of a step of several tasks; ``None`` in a process that no ``srun`` has started with others."""
+    """Return this task of a step with several tasks; ``None`` if ``srun`` did not start several tasks."""
     if not started_by_srun(environment):
         return None
 
@@ -61,36 +62,36 @@ def slurm_task(environment: Mapping[str, str]) -> SlurmTask | None:
 
 
 def started_by_srun(environment: Mapping[str, str]) -> bool:
-    """Whether this process is one of several tasks of a step. A job's other variables are those of its allocation."""
+    """Return whether this process is one of several tasks of a step. Slurm's other variables describe the job."""
     return "SLURM_STEP_ID" in environment and number("SLURM_STEP_NUM_TASKS", 1, environment) > 1
 
 
 def devices_per_node(task: SlurmTask, gpus: int | None) -> int:
-    """Ranks on this node, as many as on every other and in a row, each with one of the ``gpus`` that it sees."""
+    """Return the number of ranks per node; reject unequal nodes, scattered ranks, or fewer ``gpus`` than ranks."""
     counts = sorted(set(task.tasks_per_node))
     require(
         len(counts) == 1,
-        f"Slurm put {', '.join(map(str, task.tasks_per_node))} tasks on the nodes {task.nodes}: as many on each are "
-        "needed, say --nodes and --ntasks-per-node",
+        f"Slurm put {', '.join(map(str, task.tasks_per_node))} tasks on the nodes {task.nodes}: use the same number on "
+        "each, with --nodes and --ntasks-per-node",
     )
     require(
         task.rank == task.node_rank * counts[0] + task.local_rank,
-        "Slurm dealt the tasks out to the nodes in turn: say --distribution=block, for ranks in a row on each node",
+        "Slurm distributed the tasks cyclically: use --distribution=block, which gives each node consecutive ranks",
     )
     require(
         gpus is None or gpus >= counts[0],
         f"Slurm started {counts[0]} tasks on this node, and this one sees {gpus} GPU(s): give the node as many with "
-        f"--gpus-per-node={counts[0]}, leave --gpus-per-task out, and say --gpu-bind=none",
+        f"--gpus-per-node={counts[0]}, leave out --gpus-per-task, and add --gpu-bind=none",
     )
     return counts[0]
 
 
 def require_srun(environment: Mapping[str, str]) -> None:
-    """Refuse to be one process in a job of several tasks: it would train alone, and the others' devices lie idle."""
+    """Reject a single process in a job of several tasks: it would train alone while other devices are idle."""
     if "SLURM_JOB_ID" in environment and "SLURM_STEP_ID" not in environment:
         tasks = number("SLURM_NTASKS", 1, environment)
         require(
             tasks <= 1,
-            f"this job of Slurm has {tasks} tasks, but srun did not start this process: write srun before the command, "
-            "or say --run.devices for processes of this node alone",
+            f"this job of Slurm has {tasks} tasks, but srun did not start this process: put srun before the command, "
+            "or set --run.devices to use this node only",
         )

@@ -1,4 +1,4 @@
-"""The ranks of a run: started where no launcher has, joined in a process group, and counted."""
+"""Starts the ranks of a run if no launcher did, joins them in a process group, and checks their number."""
 
 from __future__ import annotations
 
@@ -29,25 +29,26 @@ from trainer.system.machine import cores
 from trainer.system.processes import LAUNCHER, SUPERVISOR, ProcessId, end_with_parent
 
 Watch = Callable[[list[Popen[bytes]]], None]
-"""Takes the list of the processes that Fabric starts from this one, which grows."""
+"""A function that receives the growing list of the processes that Fabric starts."""
 
 
 def launch(plan: Plan, world: World, watch: Watch = lambda started: None, seconds: float = SECONDS_TO_MEET) -> Fabric:
-    """Start Fabric, with the strategy and precision of ``plan``, and the other processes where no launcher has.
+    """Start Fabric with the strategy and precision of ``plan``, and the other ranks if no launcher started them.
 
     Args:
-        plan, world: what was decided, and found.
-        watch: is called before Fabric starts anybody.
-        seconds: that the last rank of this machine is waited for, where a launcher ends all when one is gone.
+        plan: provides strategy, replicas and precision.
+        world: the detected world.
+        watch: is called before Fabric starts processes.
+        seconds: how long to wait for the last rank of this machine, if a launcher ends all ranks when one dies.
 
     Raises:
-        RecipeError: when the world that came out is not the one asked for: N silent single runs would be the result.
-        RunError: when the ranks of this machine do not meet.
+        RecipeError: if the number of ranks differs from the request, which could mean N independent single runs.
+        RunError: if the ranks of this machine do not meet.
     """
-    if "TORCHELASTIC_RUN_ID" in os.environ:  # Fabric reads the others, too
+    if "TORCHELASTIC_RUN_ID" in os.environ:  # reject invalid values before Fabric reads them
         for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE"):
             number(name)
-    if world.launcher != "ray":  # which ends its workers itself
+    if world.launcher != "ray":  # Ray ends its workers itself
         _end_with_launcher()
     environment = _environment(world)
     store = None
@@ -65,19 +66,19 @@ def launch(plan: Plan, world: World, watch: Watch = lambda started: None, second
         watch(started)
     with _launching():
         fabric.launch()
-    del store  # it is the process group's now
+    del store  # the process group uses it now
     require(
         fabric.world_size == world.size,
-        f"{world.size} rank(s) were asked for and {fabric.world_size} came up: check run.devices and the launcher "
+        f"{world.size} rank(s) were requested and {fabric.world_size} started: check run.devices and the launcher "
         "(under Slurm, ntasks-per-node must equal run.devices)",
     )
     return fabric
 
 
 def _end_with_launcher() -> None:
-    """Where torchrun or Fabric started this process, have it end when they do: killed, they would leave it behind.
+    """Make this process end when torchrun or Fabric, which started it, ends: killed, they would leave it running.
 
-    A supervisor may have ended, and with it the first rank, while this one was not yet bound to that.
+    The supervisor may already have ended, and with it the first rank, before this rank was bound to it.
     """
     by_torchrun = "TORCHELASTIC_RUN_ID" in os.environ
     if by_torchrun or (os.environ.get("LOCAL_RANK", "0") != "0" and not started_by_srun(os.environ)):
@@ -88,14 +89,14 @@ def _end_with_launcher() -> None:
     try:
         supervisor = ProcessId.from_dict(json.loads(text))
     except (ValueError, RecursionError):
-        raise RecipeError(f"{SUPERVISOR}={text!r} in the environment is not of trainer run: unset it") from None
+        raise RecipeError(f"{SUPERVISOR}={text!r} in the environment was not set by trainer run: unset it") from None
     if supervisor.is_here() and supervisor.state() == "gone":
         print("trainer: error: the supervisor of this run has ended", file=sys.stderr, flush=True)
         os._exit(1)
 
 
 def announced(world: World, plan: Plan, say: Callable[[str], None]) -> World:
-    """The world with the backend of the process group that was made, after it was said what was found."""
+    """Print the world, and return it with the backend of the process group."""
     if dist.is_initialized():
         by_device = dict(part.split(":") for part in dist.get_backend_config().split(","))
         world = dataclasses.replace(world, backend=by_device[world.accelerator])
@@ -105,8 +106,11 @@ def announced(world: World, plan: Plan, say: Callable[[str], None]) -> World:
 
 
 def host_threads(world: World, plan: Plan, environment: Mapping[str, str] = os.environ) -> int | None:
-    """How many threads of a rank update offloaded weights: its share of the cores, without one that launches kernels,
-    where torchrun has set ``OMP_NUM_THREADS=1``, as it does for several ranks. ``None`` keeps the number."""
+    """Return the number of threads with which a rank updates offloaded weights; ``None`` keeps torch's number.
+
+    Only for GPU ranks of torchrun, which sets ``OMP_NUM_THREADS=1``: the rank's share of the cores, less one core that
+    launches kernels.
+    """
     by_torchrun = "TORCHELASTIC_RUN_ID" in environment and environment.get("OMP_NUM_THREADS") == "1"
     if not (by_torchrun and world.devices > 1 and world.accelerator == "cuda" and plan.memory.cpu_offload != "none"):
         return None
@@ -114,9 +118,9 @@ def host_threads(world: World, plan: Plan, environment: Mapping[str, str] = os.e
 
 
 def on_first_rank_first(fabric: Fabric, action: Callable[[], Any]) -> None:
-    """Run ``action`` on the first rank of every node, then on the others; an error on it becomes everybody's.
+    """Run ``action`` on the first rank of every node, then on the others; its error is raised on all ranks.
 
-    With a bare barrier in between, the others would wait for a failed rank until the process group's timeout.
+    With only a barrier in between, the others would wait for a failed rank until the process group's timeout.
     """
     error: BaseException | None = None
     if fabric.local_rank == 0:
@@ -132,18 +136,18 @@ def on_first_rank_first(fabric: Fabric, action: Callable[[], Any]) -> None:
     if error is not None:
         raise error
     if failed:
-        raise RecipeError("preparing model and data failed on the first rank of a node, which says why")
+        raise RecipeError("preparing model and data failed on the first rank of a node: see that rank's error")
     if fabric.local_rank != 0:
         action()
 
 
 def _environment(world: World) -> list[ClusterEnvironment]:
-    """What Fabric is told of the launcher: ranks of Slurm and of Ray are told what torchrun would tell them.
+    """Return the cluster environment for Fabric. Ranks of Slurm and Ray get the variables that torchrun would set.
 
-    Torchrun it finds by itself. It would take any job of Slurm for one, with the variables of the whole job, demand
-    ``--ntasks-per-node``, make silent single runs of steps in a job that is called ``bash`` or ``interactive``, and
-    give all steps of a job one port. Ray's own plugin is for Lightning's Trainer, and would make Ray an import of every
-    run; a process group that is there is taken as it is.
+    Fabric detects torchrun itself. Its Slurm plugin does not fit: it uses the variables of the whole job, requires
+    ``--ntasks-per-node``, starts silent single runs in a job named ``bash`` or ``interactive``, and gives all steps of
+    a job the same port. Ray's plugin is for Lightning's Trainer and would require importing Ray in every run. An
+    existing process group is used as it is.
     """
     task = slurm_task(os.environ) if world.launcher == "slurm" else None
     if task is not None:
@@ -159,8 +163,8 @@ def _environment(world: World) -> list[ClusterEnvironment]:
 
 @contextmanager
 def _launching() -> Iterator[None]:
-    """The ranks that Fabric starts meanwhile know which process to end with; its lines about its group are left out."""
-    loggers = map(logging.getLogger, ("lightning.fabric", "lightning.pytorch"))  # it writes to both
+    """Tell ranks that Fabric starts in the block with which process to end, and mute Fabric's log about the group."""
+    loggers = map(logging.getLogger, ("lightning.fabric", "lightning.pytorch"))  # Fabric writes to both
     before = [(logger, logger.level) for logger in loggers]
     os.environ[LAUNCHER] = str(os.getpid())
     try:

@@ -1,4 +1,4 @@
-"""Which processes take part: found out from the launcher's environment, and checked against what was asked for."""
+"""Detects the processes of a run from the launcher's environment, and checks them against the recipe."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ from trainer.launching.slurm import devices_per_node, require_srun, slurm_task
 from trainer.recipe import Recipe
 from trainer.system.environment import number
 
-# The names that `fabric run --precision` also takes, and ours for them.
+# Short names that `fabric run --precision` also accepts, with the full names.
 PRECISION_ALIASES = {"32": "32-true", "64": "64-true", "16": "16-mixed", "bf16": "bf16-mixed"}
 
 ACCELERATE_PRECISION = {"no": None, "fp16": "16-mixed", "bf16": "bf16-mixed"}
-"""``accelerate launch --mixed_precision``, and ``memory.precision`` for it; no leaves the recipe's."""
+"""``memory.precision`` for each ``accelerate launch --mixed_precision``; no keeps the recipe's."""
 
 RAY_WORKER = ("RAY_JOB_ID", "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "NODE_RANK")
-"""The environment of a worker of Ray Train's ``TorchTrainer``; any other of Ray's processes has only the first."""
+"""Environment variables of a worker of Ray Train's ``TorchTrainer``; other Ray processes have only the first."""
 
 FABRIC_STARTS = ("python", "accelerate launch")
-"""Launchers that leave one process, from which Fabric starts the other ranks."""
+"""Launchers that start one process, from which Fabric starts the other ranks."""
 
 
 @dataclass(frozen=True)
@@ -31,12 +31,13 @@ class World:
     """The processes of a run.
 
     Args:
-        launcher: what started them: python (one process; Fabric starts the others), torchrun, fabric run,
-            accelerate launch, accelerate launch (torchrun), ray or slurm.
+        launcher: python (one process; Fabric starts the others), torchrun, fabric run, accelerate launch,
+            accelerate launch (torchrun), ray or slurm.
         accelerator: cpu or cuda.
-        devices, nodes: ranks on this node, and machines.
-        fallback: why this accelerator was taken, where it is not the one that a person may expect.
-        backend: of the process group, once there is one.
+        devices: number of ranks on this node.
+        nodes: number of machines.
+        fallback: why the accelerator is cpu, if the recipe does not ask for it.
+        backend: backend of the process group, once it exists.
     """
 
     launcher: str
@@ -48,30 +49,30 @@ class World:
 
     @property
     def size(self) -> int:
-        """Ranks over all nodes."""
+        """Number of ranks on all nodes."""
         return self.devices * self.nodes
 
     @property
     def started_by_fabric(self) -> bool:
-        """Whether the other ranks are started from this process, or this one from the first."""
+        """Whether Fabric starts the ranks from the first one."""
         return self.launcher in FABRIC_STARTS
 
     def describe(self, strategy: str) -> str:
-        """What was found, in a line: ``torchrun: 2 ranks on 1 node (2 a node), cpu, gloo, ddp``."""
+        """Describe the world in one line: ``torchrun: 2 ranks on 1 node (2 per node), cpu, gloo, ddp``."""
         ranks = f"{self.size} rank{'s' * (self.size > 1)} on {self.nodes} node{'s' * (self.nodes > 1)}"
-        ranks += f" ({self.devices} a node)" if self.size > 1 else ""
+        ranks += f" ({self.devices} per node)" if self.size > 1 else ""
         accelerator = self.accelerator + (f" ({self.fallback})" if self.fallback else "")
         return f"{self.launcher}: {ranks}, {accelerator}, {self.backend or 'no process group'}, {strategy}"
 
 
 def find_world(recipe: Recipe, environment: MutableMapping[str, str] = os.environ) -> tuple[Recipe, World]:
-    """The recipe with what the launcher was told, and the world that the two ask for, with a device for each rank.
+    """Return the recipe with the options of ``fabric run``, and the detected world with a device for each rank.
 
-    The variables of ``fabric run``, which starts the ranks with torchrun, are removed: as long as they are there,
-    Fabric refuses every argument that says the same thing in another way, a strategy object among them.
+    The variables of ``fabric run``, which starts the ranks with torchrun, are removed: while they are set, Fabric
+    rejects every argument that sets the same option, including a strategy object.
 
     Raises:
-        RecipeError: when they contradict each other.
+        RecipeError: if launcher and recipe contradict each other, or a rank has no device.
     """
     if number("LT_CLI_USED", 0, environment):
         del environment["LT_CLI_USED"]
@@ -84,7 +85,7 @@ def find_world(recipe: Recipe, environment: MutableMapping[str, str] = os.enviro
         require(
             world.devices <= found,
             f"{asked} {world.devices} ranks on this node, and torch sees {found} GPU(s): use at most {found}, or check "
-            "CUDA_VISIBLE_DEVICES and what the scheduler gives to each process",
+            "CUDA_VISIBLE_DEVICES and which GPUs the scheduler gives to each process",
         )
     return recipe, world
 
@@ -106,42 +107,42 @@ def _of_fabric_run(recipe: Recipe, environment: MutableMapping[str, str]) -> tup
     world = detect_world(recipe, environment)
     require(
         world.launcher == "torchrun",
-        "LT_CLI_USED in the environment says that fabric run started this process, but the variables of torchrun, "
-        "which it starts, are not there: unset LT_CLI_USED",
+        "LT_CLI_USED=1 in the environment means that fabric run started this process, but the variables of torchrun, "
+        "which it uses, are missing: unset LT_CLI_USED",
     )
     for name, found in (("devices", world.devices), ("num_nodes", world.nodes)):
         wanted = asked[name] or ""  # or a list of devices, or auto
         require(
             not wanted.isdigit() or int(wanted) == found,
-            f"LT_{name.upper()}={wanted} asks for another world than fabric run has started, whose {name} is {found}: "
-            f"unset LT_{name.upper()}, or say fabric run --{name.replace('_', '-')} {wanted}",
+            f"LT_{name.upper()}={wanted} asks for another world than fabric run has started, with {name}={found}: "
+            f"unset LT_{name.upper()}, or use fabric run --{name.replace('_', '-')} {wanted}",
         )
     return recipe, dataclasses.replace(world, launcher="fabric run")
 
 
 def detect_world(recipe: Recipe, environment: Mapping[str, str] = os.environ) -> World:
-    """The world that the launcher's environment and the recipe ask for; refused when they contradict each other."""
+    """Return the world of the launcher's environment and the recipe; reject contradictions."""
     accelerator, fallback = _accelerator(recipe, environment)
     wanted = recipe.run.devices
-    accelerated = "ACCELERATE_DYNAMO_BACKEND" in environment  # which accelerate launch always sets
+    accelerated = "ACCELERATE_DYNAMO_BACKEND" in environment  # accelerate launch always sets it
     if accelerated:
         _refuse_options_of_accelerate(recipe, environment)
     if "TORCHELASTIC_RUN_ID" in environment:
         name = "accelerate launch (torchrun)" if accelerated else "torchrun"
         devices, nodes = (number(f"{level}_WORLD_SIZE", environment=environment) for level in ("LOCAL", "GROUP"))
         world = World(name, accelerator, devices, nodes)
-        size = number("WORLD_SIZE", world.size, environment)  # ranks are counted as those of this node times the nodes
+        size = number("WORLD_SIZE", world.size, environment)  # world.size assumes the same number on every node
         require(
             size == world.size,
-            f"torchrun started {size} ranks on {nodes} node(s), {devices} of them on this one: start as many on every "
-            "node, by the same --nproc-per-node",
+            f"torchrun started {size} ranks on {nodes} node(s), {devices} of them on this one: start the same number "
+            "on every node, with the same --nproc-per-node",
         )
     elif all(name in environment for name in RAY_WORKER):
         workers, devices = (number(name, environment=environment) for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE"))
         require(
             devices > 0 and workers % devices == 0,
-            f"Ray has put {devices} of {workers} workers on this node, and another number on others: choose --workers "
-            "and --cpus-per-worker so that every node has as many",
+            f"Ray has put {devices} of {workers} workers on this node, and other numbers on others: choose --workers "
+            "and --cpus-per-worker so that every node has the same number",
         )
         world = World("ray", accelerator, devices, workers // devices)
     elif (task := slurm_task(environment)) is not None:
@@ -156,23 +157,23 @@ def detect_world(recipe: Recipe, environment: Mapping[str, str] = os.environ) ->
     require(
         wanted in ("auto", world.devices),
         f"run.devices={wanted} contradicts the launcher: {world.launcher} started {world.devices} process(es) on this "
-        "node; leave run.devices out, or start as many",
+        f"node; leave out run.devices, or start {wanted}",
     )
     return dataclasses.replace(world, fallback=fallback)
 
 
 def _refuse_unknown_launcher(world: World, environment: Mapping[str, str]) -> None:
-    """Several processes that do not know of each other would be as many silent single runs."""
+    """Reject several processes of an unknown launcher: each would silently be a single run."""
     for name in ("WORLD_SIZE", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "JSM_NAMESPACE_SIZE"):
         started = number(name, 1, environment)
-        # Fabric tells the processes that it starts itself their WORLD_SIZE, too: that of run.devices.
+        # Fabric sets WORLD_SIZE to run.devices in the processes that it starts.
         joined = name == "WORLD_SIZE" and "LOCAL_RANK" in environment and started == world.size
         require(
             started == 1 or joined,
-            f"{name}={started} in the environment says that a launcher started {started} processes, but it is neither "
+            f"{name}={started} in the environment means that a launcher started {started} processes, but it is neither "
             "torchrun nor Slurm: start the run with torchrun, fabric run, srun or --run.devices, or unset the variable",
         )
-    # For several processes on CPUs, accelerate launch starts one, says where the others would meet, and not how many.
+    # For several processes on CPUs, accelerate launch starts only one, and sets MASTER_ADDR but not their number.
     require(
         world.launcher != "accelerate launch" or world.size > 1 or "MASTER_ADDR" not in environment,
         "accelerate launch was asked for several processes and started one: start them with "
@@ -181,37 +182,37 @@ def _refuse_unknown_launcher(world: World, environment: Mapping[str, str]) -> No
 
 
 def _refuse_options_of_accelerate(recipe: Recipe, environment: Mapping[str, str]) -> None:
-    """What ``accelerate launch`` tells the library of that name means nothing here: no option is dropped silently."""
+    """Reject options of ``accelerate launch`` that are for the library accelerate: none is dropped silently."""
     name = environment.get("ACCELERATE_MIXED_PRECISION", "no")
     precision = ACCELERATE_PRECISION.get(name, "one of its values")
     require(
         precision in (None, recipe.memory.precision),
         f"accelerate launch --mixed_precision {name} contradicts memory.precision={recipe.memory.precision}: "
-        f"say --memory.precision {precision}, and --mixed_precision no",
+        f"use --memory.precision {precision}, and --mixed_precision no",
     )
     for option in ("FSDP", "DEEPSPEED", "MEGATRON_LM"):
         require(
             environment.get(f"ACCELERATE_USE_{option}", "false").lower() not in ("true", "1"),
-            f"accelerate launch --use_{option.lower()} is not for this trainer: leave it out, and say "
+            f"accelerate launch --use_{option.lower()} is not for this trainer: leave it out, and use "
             "--memory.strategy fsdp",
         )
 
 
 def _accelerator(recipe: Recipe, environment: Mapping[str, str]) -> tuple[str, str | None]:
-    """``cpu`` or ``cuda``, and why it is the former where nobody has asked for it."""
+    """Return ``cpu`` or ``cuda``, and the reason for ``cpu`` if the recipe does not ask for it."""
     import torch
 
     if recipe.run.accelerator != "auto":
         require(
             recipe.run.accelerator != "cuda" or torch.cuda.is_available(),
-            "run.accelerator=cuda, but torch sees no CUDA device: use run.accelerator cpu or auto",
+            "run.accelerator=cuda, but no NVIDIA GPU found: use run.accelerator cpu or auto",
         )
         return recipe.run.accelerator, None
     if environment.get("ACCELERATE_USE_CPU", "false").lower() in ("true", "1"):
-        return "cpu", "as accelerate launch was told"
+        return "cpu", "set by accelerate launch"
     if torch.cuda.is_available():
         return "cuda", None
-    return "cpu", "this torch is built without CUDA" if torch.version.cuda is None else "torch sees no CUDA device"
+    return "cpu", "this torch is built without CUDA" if torch.version.cuda is None else "no NVIDIA GPU found"
 
 
 def _devices_here(accelerator: str) -> int:

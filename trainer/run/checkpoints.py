@@ -1,4 +1,4 @@
-"""When the state of training is saved, and what belongs to it."""
+"""Decides when a checkpoint is saved, and collects its content."""
 
 from __future__ import annotations
 
@@ -22,14 +22,17 @@ from trainer.run.session import Session
 from trainer.run.state import State
 from trainer.system.text import parse_duration
 
-SECONDS_TO_FINISH = 5.0  # that a failed run waits for a checkpoint in progress: a dead rank never writes its part
+SECONDS_TO_FINISH = 5.0  # how long a failed run waits for a checkpoint in progress: a dead rank never writes its part
 
 SECONDS_BETWEEN_LOOKS = 1.0
 
 
 class Checkpointer:
-    """Called by the engine at every step boundary: saves what is due, and ends training that is to stop. Saved are the
-    engine's state, ``state`` and, on the first rank, what ``history`` gives: ``metrics.csv``."""
+    """Saves checkpoints that are due, and ends training on request. The engine calls it at every step boundary.
+
+    A checkpoint holds the engine's state, ``state`` and, from the first rank, ``metrics.csv``, which ``history``
+    returns.
+    """
 
     def __init__(self, session: Session, resumption: Resumption, state: State, history: Callable[[], bytes]) -> None:
         self.session, self.folder, self.origin = session, resumption.folder, resumption.origin
@@ -41,7 +44,7 @@ class Checkpointer:
         self.every_seconds = parse_duration(every) if isinstance(every, str) else math.inf
         self.versions = versions()
         if session.is_first:
-            _ = self.origin.base  # of the files as they were loaded, whatever becomes of them
+            _ = self.origin.base  # hash the files now, as they were loaded: they may change during training
         self.begin_at(0)
         self.background = Background()
         self.on_host = HostCopies().of if self.wishes.asynchronous else on_host
@@ -52,14 +55,18 @@ class Checkpointer:
         session.agreement.collect(self._votes)
 
     def _votes(self) -> tuple[float, float, float]:
-        """Whether this rank should stop, a checkpoint is due (by the first rank's clock), and the last one failed."""
+        """Return whether this rank should stop, a checkpoint is due by the first rank's clock, and the last failed."""
         is_time = self.session.is_first and time.monotonic() - self.saved_when >= self.every_seconds
         has_failed = self.background.failure is not None
         return float(self.session.asked_to_stop() is not None), float(is_time), float(has_failed)
 
     def __call__(self, engine: Engine) -> None:
-        """Before a step: save what is due. On all ranks alike :class:`Stopped` says that one was asked to stop, and all
-        is saved then, or a ``RunError`` that a checkpoint could not be written."""
+        """Save what is due, before a step.
+
+        Raises:
+            Stopped: on all ranks, if one of them was asked to stop; everything is saved first.
+            RunError: on all ranks, if a checkpoint could not be written.
+        """
         stop, is_time, has_failed = self.session.agreement.agreed
         if has_failed:
             self._wait()
@@ -69,48 +76,48 @@ class Checkpointer:
             self.stop(engine)
 
     def stop(self, engine: Engine) -> NoReturn:
-        """End training between two steps, on all ranks alike; what is not saved yet is saved before."""
+        """End training between two steps on all ranks; save a checkpoint first if the last step has none."""
         engine.settle()
         if self._is_unsaved(engine):
             self.save(engine)
         self._wait()
         signal = self.session.asked_to_stop() or "a signal to another rank"
         raise Stopped(
-            f"stopped by {signal} after step {engine.counters.step}; nothing is lost: go on with "
+            f"stopped by {signal} after step {engine.counters.step}; everything is saved: resume with "
             f"--run.dir {self.folder.path.parent} --run.resume auto"
         )
 
     def begin_at(self, step: int) -> None:
-        """What there is at ``step`` is saved already, or is the start."""
+        """Start at ``step``, whose state is already saved, or at step 0."""
         self.saved_at, self.saved_when = step, time.monotonic()
         self.best_saved = self.best.step
         self.writes = int(step > 0)
 
     def at_end(self, engine: Engine) -> None:
-        """After the last step: the end of training is saved, too, where checkpoints were due on the way."""
+        """Save the state after the last step if checkpoints were due during training."""
         if self._is_unsaved(engine) and (self.writes or self._is_due(engine)):
             self.save(engine)
         self._wait()
 
     def close(self) -> None:
-        """Training has ended, perhaps by an error: a checkpoint that is nearly written is worth a few seconds."""
+        """Give a checkpoint that is being written a few seconds. Called when training ends, also after an error."""
         self.background.ends(SECONDS_TO_FINISH)
 
     def _move(self) -> None:
         self.moves += 1
 
     def _wait(self) -> None:
-        """Until the last checkpoint is on disk; on all ranks alike an error that says why it is not. A collective."""
+        """Wait until the last checkpoint is on disk; raise on all ranks if it could not be written. A collective."""
         with self._announced():
             moves = self.moves
             while not self.background.ends(SECONDS_BETWEEN_LOOKS):
-                if self.moves != moves:  # the watchdog waits for a disk as long as it takes something
+                if self.moves != moves:  # a slow disk is not a hang as long as it accepts bytes
                     moves = self.moves
                     self.session.monitor.doing("checkpoint")
             failures = self._total(self.background.failure is not None)
         self.background.wait()
         if failures:
-            raise RunError("another rank could not write its part of a checkpoint; its message says why")
+            raise RunError("another rank could not write its part of a checkpoint; see that rank's error for the cause")
 
     @contextmanager
     def _announced(self) -> Iterator[None]:
@@ -120,31 +127,34 @@ class Checkpointer:
         self.session.monitor.doing(None)
 
     def _is_unsaved(self, engine: Engine) -> bool:
-        """Also true if the best step was saved before it was evaluated: its checkpoint holds the score."""
+        """Also true if the best step was saved before it was evaluated: its checkpoint must contain the score."""
         return engine.steps > self.saved_at or self.best.step > self.best_saved
 
     def _is_due(self, engine: Engine) -> bool:
-        """By the number of steps, or because an evaluation is the best so far or one for ``checkpoint.keep_best``."""
+        """Return whether the number of steps, the best evaluation or ``checkpoint.keep_best`` requires a checkpoint."""
         step, every = engine.steps, self.every_steps
         due = every is not None and step // every > self.saved_at // every
         due |= self.best.step > self.best_saved
         return due or (self.wishes.keep_best > 0 and self._figures(engine) is not None)
 
     def _figures(self, engine: Engine) -> dict[str, float] | None:
-        """The model's finite metrics; ``None`` if it was not evaluated at this step, or cannot be rated."""
+        """The model's finite metrics; ``None`` if it was not evaluated at this step, or its score is not finite."""
         if engine.last_result is None or engine.counters.evaluated_at != engine.steps:
             return None
         figures = {name: value for name, value in engine.last_result.figures().items() if math.isfinite(value)}
         return figures if math.isfinite(self.best.score_of(figures)) else None
 
     def save(self, engine: Engine) -> None:
-        """Copy the state to host memory and write it, beside the training unless that is not wanted. On all ranks alike
-        a ``RunError`` says that there is no space for it."""
+        """Copy the state to host memory and write it, in the background if ``checkpoint.asynchronous`` is set.
+
+        Raises:
+            RunError: on all ranks, if the disk has not enough space.
+        """
         engine.settle()
         self._wait()  # one copy in host memory at a time
         with self._announced():
             snapshot = self._snapshot(engine)
-            # The first rank looks, and all hear of it: none may write while another gives up.
+            # The first rank checks the space for all: no rank may write while another gives up.
             needed = int(self._total(snapshot.nbytes))
             self.folder.make()
             missing = int(self._total(missing_space(self.folder.path, needed) if self.session.is_first else 0))
@@ -172,8 +182,11 @@ class Checkpointer:
         )
 
     def _manifest(self, engine: Engine) -> Callable[[Mapping[str, Any]], Manifest]:
-        """From the files to the manifest. Everything is read now, the data only on the rank that writes it, and not
-        beside the training: reading samples seeds the random generators that dropout draws from."""
+        """Return a function from the written files to the manifest.
+
+        Everything else is read now, the data only on the rank that writes the manifest. Reading samples during training
+        would seed the random generators that dropout draws from.
+        """
         session = self.session
         facts = {name: getattr(engine.counters, name) for name in ("step", "epoch", "step_in_epoch")}
         facts |= {"seed": session.recipe.seed, "world_size": session.fabric.world_size, "plan": session.plan.describe()}

@@ -1,4 +1,4 @@
-"""The run directory: what a run writes, and what it prints of it."""
+"""The run directory: the files that a run writes, and the description that it prints at the start."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from trainer.contract import splits_of
 from trainer.engine.cut import padding_share, share_of
 from trainer.engine.loop import count_steps
 from trainer.engine.window import Windows
-from trainer.errors import RunError, Stopped, require
+from trainer.errors import RecipeError, RunError, Stopped, require
 from trainer.memory.plan import Plan, idle_ranks, plan_warnings
 from trainer.memory.stack import Stack
 from trainer.planner.predict import faster
@@ -49,11 +49,14 @@ from trainer.weights.nf4 import size_of
 
 
 def with_run_dir(recipe: Recipe, fabric: Fabric, source: str | None) -> Recipe:
-    """The recipe with the directory of this run, which is there then, the same on every rank; refused on all alike when
-    it holds a run and that is not resumed, or cannot be made or written to. A collective."""
+    """Create the run directory and return the recipe with its path, the same on every rank. A collective.
+
+    Raises:
+        RecipeError: on all ranks, if the directory holds a run that is not resumed, or cannot be created or written to.
+    """
     wanted, resume = recipe.run.dir, recipe.run.resume
-    missing = "run.resume=auto needs run.dir, the directory of the run to go on with"
-    require(resume != "auto" or wanted is not None, missing)
+    if resume == "auto" and wanted is None:
+        raise RecipeError("run.resume=auto needs run.dir, the directory of the run to resume")
     run_dir = Path(from_first(fabric, str(Path(wanted or default_folder(source)).absolute())))
     on_first(fabric, partial(_make, run_dir, resume))
     require_shared(fabric, run_dir)
@@ -61,11 +64,11 @@ def with_run_dir(recipe: Recipe, fabric: Fabric, source: str | None) -> Recipe:
 
 
 def require_unused(run_dir: Path, resume: str) -> None:
-    """Refuse a directory that holds a run which is not resumed."""
+    """Reject a directory that holds a run, unless that run is resumed."""
     from_within = resume != "none" and Path(os.path.realpath(resume)).is_relative_to(os.path.realpath(run_dir))
     require(
         not os.path.exists(run_dir / "recipe.yaml") or resume == "auto" or from_within,  # no OSError for absurd names
-        f"run.dir={run_dir} already holds a run: go on with it by --run.resume auto, or choose another directory",
+        f"run.dir={run_dir} already holds a run: resume it with --run.resume auto, or choose another directory",
     )
 
 
@@ -77,7 +80,7 @@ def _make(run_dir: Path, resume: str) -> None:
 
 @contextmanager
 def written_to(run_dir: Path) -> Iterator[None]:
-    """Say of an error of the disk below ``run_dir`` which file it was about, and what stays."""
+    """Turn an OSError below ``run_dir`` into a RunError that names the file and the newest checkpoint."""
     try:
         yield
     except OSError as error:
@@ -86,28 +89,30 @@ def written_to(run_dir: Path) -> Iterator[None]:
         kept = CheckpointFolder(run_dir / "checkpoints").newest_first()
         stays = f"older checkpoints stay, the newest is {kept[0]}" if kept else "no checkpoint was saved before"
         raise RunError(
-            f"{error.filename}: {error.strerror}; {stays}. Mend the disk, or free some space, then go on with "
+            f"{error.filename}: {error.strerror}; {stays}. Fix the disk or free some space, then resume with "
             f"--run.dir {run_dir} --run.resume auto"
         ) from error
 
 
 @contextmanager
 def status_kept(session: Session) -> Iterator[None]:
-    """Keep ``status.json`` for as long as the run lasts, and leave in it how that has ended."""
+    """Write ``status.json`` when the run starts, and again, with the outcome, when it ends."""
     write_status(session, "running", begins=True)
     try:
         yield
     except BaseException as error:
         known = {Stopped: "stopped", KeyboardInterrupt: "interrupted"}
-        with suppress(OSError):  # the disk may be what the run has died of
+        with suppress(OSError):  # the disk may be the reason why the run failed
             write_status(session, known.get(type(error), "failed"))
         raise
     write_status(session, "finished")
 
 
 def write_status(session: Session, status: str, begins: bool = False) -> None:
-    """Write ``status.json``, on the first rank: the plan as it is now, for who finds the run dead. Its status is
-    ``running`` or as in ``summary.json``; an attempt that ``begins`` is counted."""
+    """Write ``status.json`` on the first rank: the current plan and ``running``, or the status of ``summary.json``.
+
+    It shows what a run that was killed was doing. ``begins`` counts a new attempt.
+    """
     if not session.is_first:
         return
     path, first = session.run_dir / "status.json", session.plan.first_cut
@@ -115,7 +120,7 @@ def write_status(session: Session, status: str, begins: bool = False) -> None:
     cut = {"batch_size": first.batch_size, "micro_batch_size": first.micro_batch_size}
     content = {
         "plan": session.plan.describe(),
-        "cut": None if isinstance(session.recipe.accumulate, dict) else cut,  # each epoch has one of its own
+        "cut": None if isinstance(session.recipe.accumulate, dict) else cut,  # None: the cut depends on the epoch
         "attempt": (before if type(before) is int else 0) + begins,
         "status": status,
     }
@@ -123,8 +128,10 @@ def write_status(session: Session, status: str, begins: bool = False) -> None:
 
 
 def write_recipe(session: Session, source: str | None) -> None:
-    """Write ``recipe.yaml``, so that it can be repeated and evaluated from anywhere: without the run directory, for a
-    repetition is another run, and with paths that do not depend on where it starts."""
+    """Write ``recipe.yaml``, with which the run can be repeated and evaluated from any folder.
+
+    It has absolute paths, and no run directory, because a repetition is another run.
+    """
     recipe = session.recipe
     run = dataclasses.replace(recipe.run, dir=None, resume="none", allow_change=[])
     text = dump_recipe(with_absolute_paths(recipe.replace(run=run)), source)
@@ -132,16 +139,16 @@ def write_recipe(session: Session, source: str | None) -> None:
 
 
 NAMES = ("config", "revision", "encoding", "separator", "task")
-"""Fields that name no file, though there may be one that is called so."""
+"""Fields whose text is never a path, even if a file has that name."""
 
 
 def with_absolute_paths(recipe: Recipe) -> Recipe:
-    """The recipe with every path in its model and data that exists as seen from the root."""
+    """Return the recipe with every existing path in its model and data made absolute."""
     return recipe.replace(model=_absolute(recipe.model), data=_absolute(recipe.data))
 
 
 def _absolute(part: Any) -> Any:
-    """A model or dataset whose text fields that name a file, a folder, or files by a pattern in one are absolute."""
+    """Make absolute every text field of a model or dataset that names a file, a folder or a pattern in a folder."""
     paths = {}
     for field in dataclasses.fields(part):
         text = getattr(part, field.name) if field.init else None
@@ -156,13 +163,13 @@ def _absolute(part: Any) -> Any:
 
 
 def open_loggers(session: Session, resumed_at: int, run: str) -> list[Any]:
-    """The loggers that the recipe asks for, on the first rank, of the ``run`` that goes on from step ``resumed_at``."""
+    """Return the loggers of the recipe for ``run``, which starts at step ``resumed_at``; only on the first rank."""
     if not session.is_first:
         return []
     recipe, names = session.recipe, session.recipe.model.loss_names
     extra = [f"loss_{name}" for name in names] if len(names) > 1 else []
     parts = {field.name: getattr(recipe, field.name) for field in dataclasses.fields(recipe)}
-    # Sections as text, without their secrets.
+    # Sections as text, without secrets.
     config = {name: redact(str(part)) if dataclasses.is_dataclass(part) else part for name, part in parts.items()}
     task = recipe.model.task or "single_label"
     has_metrics = task == "language" or recipe.model.num_classes is not None
@@ -174,7 +181,7 @@ def open_loggers(session: Session, resumed_at: int, run: str) -> list[Any]:
 def write_results(
     session: Session, module: nn.Module, state: Mapping[str, Tensor], summary: Summary, result: EvaluationResult | None
 ) -> None:
-    """Write what there is to write; of a run that failed, its figures and no model."""
+    """Write the summary, evaluation, plots and report, and the model unless the run failed."""
     run_dir = session.run_dir
     if summary.status == "finished":
         with staged_folder(run_dir / "model") as folder:
@@ -182,8 +189,8 @@ def write_results(
             facts = {"plan": session.plan.describe(), **dict(summary_rows(summary))}
             trained = Trained(facts, summary.metrics, summary.data, summary.versions)
             card = card_of(session.recipe, run_dir, trained)
-            write_atomic(folder / "README.md", card)  # a person may change it: it has no hash
-    write_atomic(run_dir / "summary.json", summary.to_json())  # after the model, which "finished" promises
+            write_atomic(folder / "README.md", card)  # not hashed: the user may edit it
+    write_atomic(run_dir / "summary.json", summary.to_json())  # after the model: "finished" promises that it exists
     if result is not None:
         write_evaluation(run_dir, result, session.recipe.data)
     try:
@@ -193,13 +200,13 @@ def write_results(
         plot_memory(summary.memory, session.monitor.history, run_dir / "memory.png")
     except OSError:
         raise
-    except Exception as error:  # figures that no axis can hold: a picture is not the end of a run
-        warn(f"the figures of this run cannot be drawn ({cause(error)}): they are in metrics.csv and summary.json")
+    except Exception as error:  # values that no axis can show must not fail the run
+        warn(f"the metrics of this run cannot be plotted ({cause(error)}): see metrics.csv and summary.json")
     write_report(run_dir, summary_rows(summary), session.plan.describe(), summary.data, summary.versions)
 
 
 def write_evaluation(folder: Path, result: EvaluationResult, data: Any) -> None:
-    """Write the report of the final evaluation to ``folder`` and, of a classifier, its mistakes."""
+    """Write the report of the final evaluation to ``folder`` and, for a classifier, its mistakes."""
     write_atomic(folder / "classification_report.txt", report_text(result, data) + "\n")
     if result.confusion is not None:
         split = "val" if data.test is None else "test"
@@ -208,7 +215,7 @@ def write_evaluation(folder: Path, result: EvaluationResult, data: Any) -> None:
 
 
 def report_text(result: EvaluationResult, data: Any) -> str:
-    """The classification report, or the losses and figures of a model that says no class."""
+    """Return the classification report, or the losses and metrics if the model does not classify."""
     if result.confusion is None:
         figures = {**result.losses, **result.others}
         return "\n".join(f"{escaped(name)} {value:.6f}" for name, value in figures.items())
@@ -217,7 +224,7 @@ def report_text(result: EvaluationResult, data: Any) -> str:
 
 
 def describe_run(session: Session, stack: Stack, windows: Windows) -> list[str]:
-    """The plan, the size of the model and the run and, for texts, what cutting by length saves: a line each."""
+    """Return one line each for the plan, the size of model and run, warnings, the estimate and padding."""
     device, recipe = session.fabric.device, session.recipe
     on_gpu = device.type == "cuda"
     steps = count_steps(windows, recipe.epochs, recipe.max_steps)
@@ -233,37 +240,37 @@ def describe_run(session: Session, stack: Stack, windows: Windows) -> list[str]:
     if session.forecast is not None:
         lines += session.forecast.lines()
         lines += faster(recipe, session.plan.world_size, session.forecast.device, session.forecast.prediction)
-    if windows.packs:  # streamed texts, too, whose lengths nobody knows
-        lines.append("padding: none, the model computes on the tokens that are there (model.padding_free)")
+    if windows.packs:  # also for streamed texts, whose lengths are unknown
+        lines.append("padding: none, the model computes on real tokens only (model.padding_free)")
     elif windows.lengths is not None:
         drawn, cut = (f"{100 * share:.1f} %" for share in padding_shares(windows))
-        lines.append(f"padding: {cut} of the tokens, micro-batches cut by length ({drawn} in the order drawn)")
+        lines.append(f"{cut} of the tokens are padding ({drawn} without grouping by length)")
     return lines
 
 
 def unmeant(recipe: Recipe, plan: Plan, samples: int, steps: int) -> list[str]:
-    """What works, and is hardly what somebody wants of a run of ``steps`` on so many ``samples``; a line each."""
+    """Return warnings, one line each, about settings that work but are probably not intended."""
     found, batch, warmup = [], plan.first_cut.batch_size, recipe.optim.warmup_steps
     shares = share_of(recipe.memory, 0, plan.world_size)[1]
     if batch > samples:
-        found.append(f"batch_size={batch} is more than the {samples:,} samples there are: every step takes all of them")
+        found.append(f"batch_size={batch} is larger than the {samples:,} training samples: every step uses all of them")
     if 0 < steps <= warmup:
-        lr = f"the learning rate does not come to optim.lr={recipe.optim.lr:g}"
-        found.append(f"optim.warmup_steps={warmup} is no less than the {steps:,} steps of the run: {lr}")
+        lr = f"the learning rate never reaches optim.lr={recipe.optim.lr:g}"
+        found.append(f"optim.warmup_steps={warmup}, but the run ends after {steps:,} steps: {lr}")
     if min(batch, samples) < shares:
-        idle = f"{shares - min(batch, samples)} of {shares} have nothing to do in any step"
-        found.append(f"batch_size={batch} has fewer samples than ranks: {idle}; use fewer of them, or a larger batch")
+        idle = f"{shares - min(batch, samples)} of {shares} ranks are idle in every step"
+        found.append(f"batch_size={batch} has fewer samples than ranks: {idle}; use fewer ranks or a larger batch")
     if plan.memory.cpu_offload == "optimizer" and plan.strategy == "ddp" and shares > 1:
-        found.append("cpu_offload optimizer with ddp: each rank has all masters; memory.strategy fsdp shares them")
+        found.append("cpu_offload=optimizer with ddp: every rank holds all masters; memory.strategy fsdp shards them")
     if recipe.run.evaluate and recipe.data.val is None and recipe.data.test is None:
         fix = "--data.val_fraction 0.1 holds out a tenth of the training set"
         fix = fix if recipe.data.val_fraction is not None else f"set {type(recipe.data).__name__}.val in prepare()"
-        found.append(f"nothing is evaluated: there is neither a validation set nor a test set; {fix}")
+        found.append(f"no evaluation: the data has neither a validation set nor a test set; {fix}")
     return found
 
 
 def padding_shares(windows: Windows) -> tuple[float, float]:
-    """The share of padding in the first epoch: with batches cut in the order drawn, and cut by length."""
+    """Return the share of padding in the first epoch without and with grouping by length."""
     assert windows.lengths is not None
     shares = []
     for cut in (dataclasses.replace(windows, lengths=None), windows):
@@ -272,16 +279,21 @@ def padding_shares(windows: Windows) -> tuple[float, float]:
     return shares[0], shares[1]
 
 
-# Whether all machines see the same run directory: found out before training, not when the first checkpoint fails.
+# Check before training, not when the first checkpoint fails, that all machines see the same run directory.
 
 PREFIX = ".shared-"
-SECONDS_TO_SEE = 10.0  # how long a file may take to be seen on another machine
+SECONDS_TO_SEE = 10.0  # how long a file may take to appear on another machine
 SECONDS_BETWEEN_LOOKS = 0.2
 
 
 def require_shared(fabric: Fabric, run_dir: Path) -> None:
-    """Have the first rank leave a file in ``run_dir`` that one rank of every other machine looks for and answers; a
-    refusal, on all ranks alike, names the machines that see another directory, or cannot write to it. A collective."""
+    """Check that all machines share ``run_dir``. A collective.
+
+    The first rank writes a file; one rank of every other machine looks for it and answers with another file.
+
+    Raises:
+        RecipeError: on all ranks; names the machines that see another directory or cannot write to it.
+    """
     on_other_machine = fabric.local_rank == 0 and fabric.global_rank != 0
     if not any(from_all(fabric, on_other_machine)):
         return
@@ -294,13 +306,13 @@ def require_shared(fabric: Fabric, run_dir: Path) -> None:
     here = on_first(fabric, socket.gethostname)
     require(
         not found,
-        f"run.dir={run_dir} is not one directory for all machines: {found}, where {here} has made it: choose a "
-        "directory on a file system that all of them share",
+        f"run.dir={run_dir} is not one directory for all machines: {found}; {here} created it: choose a directory on a "
+        "file system that all machines share",
     )
 
 
 def _leave(run_dir: Path) -> str:
-    """Make the file; its name."""
+    """Create the file and return its name."""
     token = PREFIX + secrets.token_hex(8)
     problem = _touch(run_dir / token)
     require(problem is None, f"run.dir={run_dir} cannot be written to ({problem}): choose another directory")
@@ -308,7 +320,7 @@ def _leave(run_dir: Path) -> str:
 
 
 def _answer(run_dir: Path, token: str) -> str | None:
-    """Look for the file, and leave one beside it; what is wrong, if anything is."""
+    """Look for the file and create another one next to it; return the problem, if any."""
     here, until = socket.gethostname(), time.monotonic() + SECONDS_TO_SEE
     while not _is_seen(run_dir, token):
         if time.monotonic() > until:
@@ -327,7 +339,7 @@ def _touch(path: Path) -> str | None:
 
 
 def _is_seen(run_dir: Path, token: str) -> bool:
-    """NFS asks its server when a directory is listed; a name that was not there it may believe missing for 30 s."""
+    """List the directory, because NFS then asks its server; it may cache a missing name for 30 s."""
     with suppress(OSError):
         return token in os.listdir(run_dir)
     with suppress(OSError):

@@ -1,4 +1,4 @@
-"""What a run is made of, as far as a checkpoint must be resumed with the same."""
+"""The identity of a run: what must not change between saving a checkpoint and resuming from it."""
 
 from __future__ import annotations
 
@@ -25,8 +25,10 @@ from trainer.system.waiting import doing
 
 
 class Origin:
-    """Which run it is (``run`` if that is resumed), which start of it, and the recipe, data and tokenizer that it was
-    started with. All ranks make theirs at the same time."""
+    """The id of the run (``run`` if it is resumed), the id of this start, and its recipe, data and tokenizer.
+
+    Created by all ranks at the same time.
+    """
 
     def __init__(self, session: Session, run: str | None = None) -> None:
         drawn = from_first(session.fabric, [secrets.token_hex(8), secrets.token_hex(4)])
@@ -38,7 +40,7 @@ class Origin:
 
     @cached_property
     def dataset(self) -> str:
-        """Fingerprint of the prepared data; takes seconds, so it is made when it is first needed, on the first rank."""
+        """Fingerprint of the prepared data. It takes seconds, so it is computed on first use, on the first rank."""
         return fingerprint(self._data)
 
     @property
@@ -48,12 +50,12 @@ class Origin:
 
     @cached_property
     def data_files(self) -> dict[str, str]:
-        """A short hash of every file of the data, where those are kept apart."""
+        """A short hash of every data file, if the dataset lists its files."""
         return data_files(self._data)
 
     @cached_property
     def base(self) -> dict[str, str]:
-        """The sha256 of every file of frozen weights that checkpoints leave out; takes half a second a GB."""
+        """The sha256 of every file of frozen weights that checkpoints leave out; takes 0.5 s per GB."""
         return base_hashes(self._model)
 
     @cached_property
@@ -63,20 +65,23 @@ class Origin:
 
 
 def base_hashes(model: Model) -> dict[str, str]:
-    """The sha256 of every file of ``model`` that checkpoints leave out, by its name."""
+    """Return the sha256 of every file of ``model`` that checkpoints leave out, by file name."""
     doing("hashing the frozen weights")
     return {path.name: hash_file(path) for path in capability(model, Streamable).base_files()}
 
 
 def require_same_base(path: Path, manifest: Manifest, model: Model) -> None:
-    """Refuse other files than the checkpoint ``path`` was saved beside; nothing is to be done where it has it all."""
+    """Reject frozen weights that differ from those of the checkpoint ``path``, if it leaves out frozen weights."""
     changed = _changed_files(manifest.base, base_hashes(model)) if manifest.base else ""
-    require(not changed, f"{path} leaves out frozen weights that model.weights has no more{changed}: put them back")
+    require(not changed, f"{path} needs frozen weights that model.weights no longer has{changed}: restore them")
 
 
 def flat_settings(recipe: Recipe) -> dict[str, Any]:
-    """Every setting by its dotted name, as JSON gives it back, and the classes of model and data. Paths are absolute,
-    so that a recipe's file and ``recipe.yaml`` agree. Secrets are redacted: a URL may be signed anew."""
+    """Return every setting as JSON values by its dotted name, and the class names of model and data.
+
+    Paths are absolute, so that a recipe's file and ``recipe.yaml`` agree. Secrets are redacted, because the signature
+    of a URL may change.
+    """
     recipe = with_absolute_paths(recipe)
     settings: dict[str, Any] = {}
     for part, chosen in (("model", recipe.model), ("data", recipe.data)):
@@ -89,7 +94,7 @@ def flat_settings(recipe: Recipe) -> dict[str, Any]:
 
 
 def default_settings(recipe: Recipe) -> dict[str, Any]:
-    """Every setting that has a default, and which: what it counts as in a checkpoint from before there was one."""
+    """Return the default of every setting that has one: its value in a checkpoint older than the setting."""
     plain, defaults = settings_of(recipe), dict[str, Any]()
     for key in flat_settings(recipe):
         *sections, name = key.split(".")
@@ -101,38 +106,41 @@ def default_settings(recipe: Recipe) -> dict[str, Any]:
 
 
 def _name_of(value: Any) -> Any:
-    """For what YAML cannot hold, and settings leave out (a function, classes of blocks): its name, in every process."""
+    """Return a name for a value that YAML cannot hold (a function, block classes), the same in every process."""
     if isinstance(value, list | tuple | set | frozenset):
         return [_name_of(item) for item in value]
     return getattr(value, "__qualname__", type(value).__qualname__)
 
 
-# Whether what is resumed is what is asked for: recipe, data and tokenizer, those of the checkpoint against today's.
+# Compare recipe, data and tokenizer of the checkpoint with those of the run that resumes it.
 
-IGNORED = ("run.dir", "run.resume", "run.allow_change")  # settings that say how to resume
+IGNORED = ("run.dir", "run.resume", "run.allow_change")  # settings that control how to resume
 
 BINDING = ("run.deterministic", "run.max_skipped_steps", "run.evaluate", "run.best", "run.patience")
-"""Settings of the section run that change what is trained or found; the others of run and checkpoint do not."""
+"""Settings of the section run that change training or its result; other settings of run and checkpoint do not."""
 
 LOADING = ("data.workers", "data.worker_timeout", "data.max_bad_samples", "data.cache_dir")
-"""Settings of the section data that do not change what is in a sample."""
+"""Settings of the section data that do not change the samples."""
 
 PLANNED = tuple(f"memory.{knob.name}" for knob in KNOBS if knob.planned)
-"""What the planner decides where there is a budget: for another machine it may decide otherwise, and changes nothing
-but rounding."""
+"""Settings that the planner chooses if there is a budget. They may differ on another machine and change only rounding.
+"""
 
 
 def require_same_run(path: Path, manifest: Manifest, now: Origin, allowed: list[str]) -> list[str]:
-    """Compare the checkpoint ``path``, which is resumed, with what is asked for now; a line for each difference. One
-    that changes the training and is not ``allowed``, by its name or section, is a ``RecipeError``."""
+    """Compare the checkpoint ``path``, which is resumed, with the current run; return one line per difference.
+
+    Raises:
+        RecipeError: for a difference that changes the training, unless its name or section is ``allowed``.
+    """
     known = sorted({*now.recipe, *map(_section, now.recipe), "data", "tokenizer", "base"})
     for key in allowed:
-        require(key in known, f"run.allow_change={key!r} is no setting{did_you_mean(key, known)}")
+        require(key in known, f"run.allow_change={key!r} is not a setting{did_you_mean(key, known)}")
     is_planned = all(recipe.get("memory.budget") is not None for recipe in (manifest.recipe, now.recipe))
     free = {*LOADING, *allowed, *(PLANNED if is_planned else ())}
-    told: list[str] = []
-    refused: list[tuple[str, str]] = []
-    files = now.data_files  # read before training, so that the next checkpoint has those of its own fingerprint
+    lines: list[str] = []
+    rejected: dict[str, str] = {}
+    files = now.data_files  # read before training, so that the next checkpoint's hashes match its fingerprint
     for key, old, new in _differences(manifest, now):
         before, after = (cut_off(json.dumps(value, ensure_ascii=False)) for value in (old, new))
         keep = f" (--{key} {old} keeps it)" if key == "memory.precision" else ""  # auto differs on another GPU
@@ -141,17 +149,16 @@ def require_same_run(path: Path, manifest: Manifest, now: Origin, allowed: list[
             line += _changed_files(manifest.data_files, files)
         if key == "base":
             line = f"base: the files of model.weights have changed{_changed_files(manifest.base, now.base)}"
-        told.append(line)
+        lines.append(line)
         is_free = _section(key) in ("run", "checkpoint") and key not in BINDING
         if not is_free and key not in free and _section(key) not in allowed:
-            refused.append((key, line))
-    if refused:
-        keys = json.dumps([key for key, _ in refused])
+            rejected[key] = line
+    if rejected:
         raise RecipeError(
-            f"{path} was saved by another recipe: {'; '.join(line for _, line in refused)}. Undo the change, or, "
-            f"to train on with it, say --run.allow_change '{keys}'"
+            f"{path} was saved with a different recipe: {'; '.join(rejected.values())}. Revert the change, or allow it "
+            f"with --run.allow_change '{json.dumps([*rejected])}'"
         )
-    return told
+    return lines
 
 
 def _section(key: str) -> str:
@@ -166,18 +173,18 @@ def _differences(manifest: Manifest, now: Origin) -> Iterator[tuple[str, Any, An
             yield key, old, new
     if manifest.dataset != now.dataset:
         yield "data", manifest.dataset[:12], now.dataset[:12]
-    if manifest.base and manifest.base != now.base:  # a checkpoint without it holds all weights
+    if manifest.base and manifest.base != now.base:  # a checkpoint without base files holds all weights
         yield "base", manifest.base, now.base
     if manifest.tokenizer != now.tokenizer:
         yield "tokenizer", (manifest.tokenizer or "none")[:12], (now.tokenizer or "none")[:12]
 
 
 def _changed_files(before: Mapping[str, str], now: Mapping[str, str]) -> str:
-    """Which files of the data have changed, the first few of each kind."""
+    """Describe the changed, missing and new files, the first few of each kind; empty if there are none."""
     kinds = {
         "changed": [name for name in before if name in now and before[name] != now[name]],
         "missing": [name for name in before if name not in now],
         "new": [name for name in now if name not in before],
     }
-    told = [f"{kind}: {listed(names)}" for kind, names in kinds.items() if names]
-    return f" ({'; '.join(told)})" if before and told else ""
+    found = [f"{kind}: {listed(names)}" for kind, names in kinds.items() if names]
+    return f" ({'; '.join(found)})" if before and found else ""

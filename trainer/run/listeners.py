@@ -1,4 +1,4 @@
-"""What listens to training: the progress display and the loggers."""
+"""Listeners of training: throughput, progress display, loggers and the recipe's own."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from trainer.engine.events import Counters, Listener
 from trainer.engine.quarantine import BadSampleAt, Quarantine
 from trainer.engine.step import StepResult
 from trainer.engine.window import OnLoad
-from trainer.errors import RunError, require
+from trainer.errors import RecipeError, RunError
 from trainer.memory.monitor import Monitor
 from trainer.report.progress import Progress, warn
 from trainer.report.summary import Speed
@@ -25,27 +25,27 @@ from trainer.system.reports import cause
 
 
 class Stopwatch(Listener):
-    """Training throughput so far, without the time of evaluations; ``peak_seconds`` is that of a ``Forecast``."""
+    """Training throughput so far, without the time of evaluations; ``peak_seconds`` is the method of ``Forecast``."""
 
     def __init__(
         self, peak_seconds: Callable[[], float | None] = lambda: None, clock: Callable[[], float] = time.perf_counter
     ) -> None:
-        self.seconds = self.waited = 0.0  # of ``seconds``, those that this rank waited for data
+        self.seconds = self.waited = 0.0  # ``waited``: the part of ``seconds`` that this rank waited for data
         self.samples = self.tokens = 0
         self._peak_seconds, self._clock = peak_seconds, clock
-        self._asked: float | None = None  # when data was asked for that is not there yet
+        self._asked: float | None = None  # when the data that is still missing was requested
         self.restart()
 
     def restart(self) -> None:
-        """What was done since the last step does not count."""
+        """Exclude the time since the last step."""
         self._since, self._asked = self._clock(), None
 
     def leave_out(self, seconds: float) -> None:
-        """The last ``seconds`` do not count."""
+        """Exclude the last ``seconds``."""
         self._since += seconds
 
     def timed(self, on_load: OnLoad) -> OnLoad:
-        """``on_load``, and what it is called for is timed."""
+        """Return ``on_load`` with a timer around the loading that it announces."""
 
         def load(samples: Sequence[int]) -> None:
             on_load(samples)
@@ -77,7 +77,7 @@ class Stopwatch(Listener):
 
     @property
     def speed(self) -> Speed:
-        """As of the last step."""
+        """The average speed until the last step."""
         seconds, peak = self.seconds, self._peak_seconds()
         if not seconds:
             return Speed(0.0)
@@ -87,7 +87,7 @@ class Stopwatch(Listener):
 
 
 class ProgressListener(Listener):
-    """Shows steps and evaluations to a person."""
+    """Shows steps and evaluations in the terminal."""
 
     def __init__(self, progress: Progress, stopwatch: Stopwatch, monitor: Monitor, split: str) -> None:
         self.progress, self.stopwatch, self.monitor, self.split = progress, stopwatch, monitor, split
@@ -149,7 +149,7 @@ class LoggingListener(Listener):
 
 
 class Named(Listener):
-    """A listener of the recipe's own: what it raises says that it is its, and where."""
+    """A wrapper of a recipe's listener, whose errors name the listener, the event and the step."""
 
     def __init__(self, listener: Listener) -> None:
         self.listener = listener
@@ -168,23 +168,25 @@ class Named(Listener):
 
     def _call(self, event: str, counters: Counters, *values: Any) -> None:
         try:
-            getattr(self.listener, event)(replace(counters), *values)  # a copy: it is the run that counts
+            getattr(self.listener, event)(replace(counters), *values)  # a copy: only the engine may change counters
         except Exception as error:
             who = f"listener {type(self.listener).__name__}.{event} after step {counters.step}"
             raise RunError(f"{who}: {cause(error)}") from error
 
 
 def own_listeners(listeners: Sequence[Any]) -> list[Listener]:
-    """The listeners of a recipe, whose errors name them; refused is what is none."""
+    """Wrap the listeners of a recipe in :class:`Named`; reject objects of other classes."""
     for number, listener in enumerate(listeners):
-        fits = isinstance(listener, Listener)
-        require(fits, f"listeners[{number}]={listener!r} is no trainer.Listener: give an object of a subclass")
+        if not isinstance(listener, Listener):
+            raise RecipeError(f"listeners[{number}]={listener!r} is not a trainer.Listener: give an instance of one")
     return [Named(listener) for listener in listeners]
 
 
 def report_bad_samples(quarantine: Quarantine, new: list[BadSampleAt], run_dir: str | None) -> None:
-    """Warn of each ``new`` finding, and write all to ``quarantine.json`` in ``run_dir``, if there is one: of each its
-    split, its index there, its file or row, and why it could not be loaded."""
+    """Warn of each ``new`` bad sample, and write all to ``quarantine.json`` in ``run_dir``, if it is given.
+
+    The file has the split, index, file or row and error of each sample.
+    """
     for finding in new:
         warn(f"left out: {finding.describe()}")
     if run_dir is not None:

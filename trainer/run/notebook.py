@@ -1,4 +1,4 @@
-"""Training with several ranks from where Fabric cannot start them: a notebook, or any Python without a script."""
+"""Starts several ranks from a notebook or another Python without a script, where Fabric cannot start them."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from trainer.errors import EXIT_REQUEUE, RecipeError, RunError, Stopped, require
+from trainer.errors import EXIT_REQUEUE, RecipeError, RunError, Stopped
 from trainer.launching.world import find_world
 from trainer.recipe import Recipe
 from trainer.run.directory import with_absolute_paths
@@ -24,13 +24,13 @@ ALONE = "train on one device (Run(devices=1)), or write the recipe to a .py file
 
 
 def is_interactive() -> bool:
-    """Whether there is no script that other processes could be started from; there is one in any rank."""
+    """Return whether there is no script from which other processes could be started. Never true in a rank."""
     script = getattr(sys.modules["__main__"], "__file__", None) or ""
     return not os.path.isfile(script) and "LOCAL_RANK" not in os.environ
 
 
 def needs_processes(recipe: Recipe) -> bool:
-    """Whether a run takes several ranks that neither a launcher has started nor Fabric can start from here."""
+    """Return whether a run needs several ranks that no launcher started and Fabric cannot start from here."""
     if not is_interactive():
         return False
     world = find_world(recipe)[1]
@@ -38,23 +38,23 @@ def needs_processes(recipe: Recipe) -> bool:
 
 
 def fit_beside(recipe: Recipe) -> Path:
-    """Train as ``recipe`` says, in processes of its own that end with this one; what they print is printed here.
+    """Train ``recipe`` in separate processes that end with this one, and print their output here.
 
     Returns:
         The run directory.
 
     Raises:
-        RecipeError: also for a recipe that other processes cannot be told: with a class of ``__main__``, say.
-        RunError: with the last error of theirs.
-        Stopped: when they were asked to stop, as by the interrupt of this process: everything is saved then.
+        RecipeError: also for a recipe that cannot be sent to other processes, such as one with a class of ``__main__``.
+        RunError: with the last error of those processes.
+        Stopped: if they were asked to stop, for example by an interrupt of this process; everything is saved.
     """
     _require_tellable(recipe)
     run_dir = Path(recipe.run.dir or default_folder(None)).absolute()
-    told = recipe.replace(run=dataclasses.replace(recipe.run, dir=str(run_dir)))
+    recipe = recipe.replace(run=dataclasses.replace(recipe.run, dir=str(run_dir)))
     with tempfile.TemporaryDirectory(prefix="trainer-fit-") as folder:
         path = Path(folder) / "recipe.yaml"
-        write_atomic(path, dump_recipe(with_absolute_paths(told), None))
-        # Trusted: what the classes are of is imported here already.
+        write_atomic(path, dump_recipe(with_absolute_paths(recipe), None))
+        # Trusted: this process has already imported the modules of its classes.
         command = own_command("fit", str(path), "--trust-recipe")
         streams: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
         ranks, said = Watched(command, os.environ, errors="replace", **streams), Said()
@@ -71,7 +71,7 @@ def fit_beside(recipe: Recipe) -> Path:
 
 
 def _relayed(process: subprocess.Popen[str], said: Said) -> int:
-    """Print what a process prints until it ends, an interrupt passed on to it; its exit code."""
+    """Print the output of a process until it ends, forward interrupts to it, and return its exit code."""
     while True:
         try:
             for line in process.stdout or ():
@@ -84,17 +84,20 @@ def _relayed(process: subprocess.Popen[str], said: Said) -> int:
 
 
 def _require_tellable(recipe: Recipe) -> None:
-    said = f"run.devices={recipe.run.devices} in a notebook"
+    setting = f"run.devices={recipe.run.devices} in a notebook"
     for part in (recipe.model, recipe.data):
         name = class_of(part)
-        why = f"{said}: {name.rpartition('.')[2]} is defined here, where the processes of other ranks cannot find it"
-        fix = "put it into a .py file beside the notebook and import it from there"
-        require(not name.startswith("__main__."), f"{why}: {fix}, or {ALONE}")
+        if name.startswith("__main__."):
+            raise RecipeError(
+                f"{setting}: {name.rpartition('.')[2]} is defined in the notebook, where the processes of other ranks "
+                f"cannot import it: put it into a .py file next to the notebook and import it from there, or {ALONE}"
+            )
     sections: dict[str, Any] = {"": recipe, "model.": recipe.model, "data.": recipe.data, "optim.": recipe.optim}
-    told = settings_of(recipe)
+    sent = settings_of(recipe)
     for prefix, section in sections.items():
         for field in dataclasses.fields(section):
             key, value = f"{prefix}{field.name}", getattr(section, field.name, None)
-            held = not field.init or key in told or dataclasses.is_dataclass(value) or not value
-            why = f"{said}: {key} is no plain value, which the processes of other ranks could be told"
-            require(held, f"{why}: {ALONE}")
+            if field.init and value and key not in sent and not dataclasses.is_dataclass(value):
+                raise RecipeError(
+                    f"{setting}: {key} is not a plain value and cannot be sent to the processes of other ranks: {ALONE}"
+                )

@@ -1,4 +1,4 @@
-"""``run.profile``: where the time of some steps goes, by torch's profiler."""
+"""``run.profile``: records some steps with torch's profiler and summarizes where their time goes."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from torch.profiler import ProfilerAction, ProfilerActivity, profile, schedule
 from trainer.engine.events import Counters, Listener
 from trainer.engine.step import Phases
 from trainer.engine.window import MicroBatch
-from trainer.errors import require
+from trainer.errors import RecipeError
 from trainer.memory.monitor import FIRST_STEPS
 from trainer.run.listeners import Stopwatch
 from trainer.run.session import Session
@@ -26,45 +26,45 @@ from trainer.system.files import scratch_folder, staged_file, write_atomic
 from trainer.system.text import escaped
 
 UNRECORDED = FIRST_STEPS
-"""Steps before: the monitor looks at memory in all of them, losses are compared in the first (``LossCheck``)."""
-OPERATIONS = 20  # in the table: those that take longest
-RANGE, STEP = "trainer: ", "ProfilerStep"  # how what encloses operations is called in the trace
+"""Steps before the recording: the memory monitor checks all of them, and ``LossCheck`` the first."""
+OPERATIONS = 20  # longest operations in the table
+RANGE, STEP = "trainer: ", "ProfilerStep"  # name prefixes of the ranges that enclose operations in the trace
 PARTS = {"data": "waiting for data", "forward": "forward", "backward": "backward", "step": "optimizer step"}
-"""What a step consists of, one after the other; what is left is between them."""
+"""The sequential parts of a step; the rest of its time is between them."""
 COLLECTIVES = ("gloo:", "nccl:", "ncclDevKernel", "ncclKernel", "c10d::", "_c10d_functional::")
 
 
 def require_profilable(steps: int | None, run_steps: int) -> None:
-    """Refuse ``run.profile`` for a run with too few steps."""
-    most = run_steps - UNRECORDED
-    fix = f"lower it to {most}" if most > 0 else "leave it out"
-    require(
-        steps is None or steps <= most,
-        f"run.profile={steps} records {steps} steps after {UNRECORDED} to warm up, and the run has {run_steps} in all: "
-        f"{fix}, or raise max_steps or epochs",
-    )
+    """Reject ``run.profile`` for a run with too few steps."""
+    available = run_steps - UNRECORDED
+    if steps is not None and steps > available:
+        fix = f"lower it to {available}" if available > 0 else "leave it out"
+        raise RecipeError(
+            f"run.profile={steps} records {steps} steps after {UNRECORDED} warm-up steps, but the run has only "
+            f"{run_steps}: {fix}, or raise max_steps or epochs"
+        )
 
 
 class Profile(Phases, Listener):
-    """Records the ``steps`` after the first :data:`UNRECORDED` of this process, and writes what it found.
+    """Records ``steps`` steps after the first :data:`UNRECORDED` of this process, and writes trace and table.
 
-    The run's monitor hears all that it hears. A run that ends within the steps writes those that were recorded.
+    Forwards all events to the run's memory monitor. If the run ends during the recording, the recorded steps are
+    written.
     """
 
     def __init__(self, session: Session, steps: int, stopwatch: Stopwatch) -> None:
         self.monitor, self.stopwatch, fabric = session.monitor, stopwatch, session.fabric
         self.on_gpu = fabric.device.type == "cuda"
-        self.summary = ""  # in one line, once it is written
+        self.summary = ""  # one line, empty until the files are written
         part = f".rank{fabric.global_rank}" if fabric.world_size > 1 else ""
         self.trace, self.table = (session.run_dir / f"profile{part}.{kind}" for kind in ("json.gz", "txt"))
         kinds = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if self.on_gpu else [])]
         stages = schedule(wait=UNRECORDED - 1, warmup=1, active=steps, repeat=1)
-        os.environ.setdefault("KINETO_LOG_LEVEL", "5")  # else a build for GPUs tells of an error where there is none
+        os.environ.setdefault("KINETO_LOG_LEVEL", "5")  # a CUDA build without a GPU would log an error
         self.profiler = profile(activities=kinds, schedule=stages, on_trace_ready=self._write, acc_events=True)
         self._recording, self._range = False, None
 
     def load(self, samples: Sequence[int]) -> None:
-        """As the monitor's."""
         self.monitor.load(samples)
         self._enter("data" if samples else None)
 
@@ -88,7 +88,7 @@ class Profile(Phases, Listener):
         self.close()
 
     def close(self) -> None:
-        """Write what was recorded, if the run has ended within it."""
+        """Write the recorded steps, if the run ends during the recording."""
         self._enter(None)
         if self._recording:
             self._recording = False
@@ -107,12 +107,12 @@ class Profile(Phases, Listener):
                 part.write_bytes(gzip.compress(Path(plain).read_bytes(), 5))
             self.summary, table = self._described(list(found.events() or ()), list(found.key_averages()))
             write_atomic(self.table, table)
-        except OSError as error:  # must not hide an error that the run ends with
+        except OSError as error:  # must not replace the error with which the run ends
             warnings.warn(f"{self.trace} could not be written: {error}", stacklevel=2)
         self.stopwatch.leave_out(time.perf_counter() - began)
 
     def _described(self, events: list[Any], averages: list[Any]) -> tuple[str, str]:
-        """The shares in a line, and the whole text: shares of the time of all steps, and the longest operations."""
+        """Return a line with the main shares of the time, and the full tables with the longest operations."""
         on_host = [event for event in events if event.device_type == DeviceType.CPU]
         steps = [event.time_range for event in on_host if event.name.startswith(STEP)]
         count, total = len(steps), sum(step.elapsed_us() for step in steps)
@@ -127,40 +127,40 @@ class Profile(Phases, Listener):
             return f"{100 * time / total:5.1f} %{time / count / 1e3:12.3f} ms  {name}"
 
         def table(title: str, rows: list[tuple[str, float]]) -> list[str]:
-            return ["", f"  share         a step  {title}", *(row(*each) for each in rows)]
+            return ["", f"  share       per step  {title}", *(row(*each) for each in rows)]
 
         def of_range(name: str) -> float:
             return covered(on_host, lambda event: event.name.startswith(name))
 
         parts = {name: of_range(RANGE + part) for part, name in PARTS.items()}
         idle = total - covered(working, lambda event: not encloses(event, event.name))
-        beside = {
+        overlapping = {
             "communication": covered(events, lambda event: event.name.startswith(COLLECTIVES)),
-            "the optimizer's own work on the host": of_range("Optimizer.step#"),
-            "the GPU computes nothing" if self.on_gpu else "no operation of torch runs: Python": idle,
+            "optimizer.step on the CPU": of_range("Optimizer.step#"),
+            "GPU idle" if self.on_gpu else "no torch operation: Python": idle,
         }
         operations = sorted((a for a in averages if not encloses(a, a.key)), key=lambda a: -getattr(a, own))
         rows = [(f"{a.count / count:5.0f}  {escaped(a.key)}", getattr(a, own)) for a in operations[:OPERATIONS]]
         between = {"between these": total - sum(parts.values())}
         lines = [
-            f"{count} steps, {total / count / 1e3:.3f} ms a step with the profiler's own time in them",
-            *table("on the host, one after the other", [*(parts | between).items()]),
-            *table("of the same time, whatever it overlaps with", [*beside.items()]),
+            f"{count} steps, {total / count / 1e3:.3f} ms per step, including the profiler's own time",
+            *table("sequential parts, on the CPU", [*(parts | between).items()]),
+            *table("shares of the same time, which overlap with the parts", [*overlapping.items()]),
             *table(f"calls  operation, by its own time on the {device}", rows),
         ]
-        told = [*parts.items(), ("communication", beside["communication"])]
-        shares = ", ".join(f"{name} {100 * time / total:.1f} %" for name, time in told)
-        where = f"{self.table.name}, {self.trace.name}; its records are in the host's peak"
+        main = [*parts.items(), ("communication", overlapping["communication"])]
+        shares = ", ".join(f"{name} {100 * time / total:.1f} %" for name, time in main)
+        where = f"{self.table.name}, {self.trace.name}; peak CPU memory includes the profiler's records"
         return f"profile of {count} steps: {shares}; {where}", "\n".join(lines) + "\n"
 
 
 def encloses(found: Any, name: str) -> bool:
-    """Whether something that was found is no operation, but a name for what is done within it, Python included."""
+    """Return whether an event is not an operation but a named range around operations and Python code."""
     return found.is_user_annotation or name.startswith(STEP)
 
 
 def union(spans: list[tuple[float, float]], first: float, last: float) -> float:
-    """How much of the time from ``first`` to ``last`` lies in at least one of ``spans`` of (begin, end)."""
+    """Return the time between ``first`` and ``last`` that at least one of ``spans``, (begin, end), covers."""
     time, reached = 0.0, -math.inf
     for begin, end in sorted(spans):
         time += max(0.0, min(end, last) - max(begin, reached, first))

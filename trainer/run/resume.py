@@ -1,4 +1,4 @@
-"""Going on from a checkpoint: which one, whether it is what was saved, whether it fits, and putting everything back."""
+"""Resuming from a checkpoint: select and verify it, check that it fits the run, and restore all state."""
 
 from __future__ import annotations
 
@@ -45,8 +45,13 @@ FOLDER = "checkpoints"
 
 
 class Resumption:
-    """What a run goes on from, if it does, and what its own checkpoints say of it. Made by all ranks together, and
-    refused when there is nothing valid to resume from, or it is of another recipe, dataset or tokenizer."""
+    """The checkpoint from which a run resumes, if any, and the folder of this run's checkpoints.
+
+    Created by all ranks together.
+
+    Raises:
+        RecipeError: if no checkpoint is valid, or the chosen one belongs to another recipe, dataset or tokenizer.
+    """
 
     def __init__(self, session: Session, progress: Progress) -> None:
         say, fabric = progress.notice, session.fabric
@@ -64,9 +69,9 @@ class Resumption:
                 for problem in problems.values():
                     progress.warning(f"{problem}; resuming from {found.path.name} instead")
             same = partial(require_same_run, found.path, found.manifest, self.origin, session.recipe.run.allow_change)
-            for line in on_first(fabric, same):  # the others need make no fingerprint
+            for line in on_first(fabric, same):  # other ranks need not compute a fingerprint
                 say(f"changed since the checkpoint: {line}")
-            if session.is_first:  # only now is it certain that the run goes on from there
+            if session.is_first:  # only after all checks: now the run certainly resumes from this checkpoint
                 self._set_aside(found.path, {path.name for path in problems}, say)
             say(f"resuming from {found.path}, after step {found.manifest.step:,}")
         elif session.recipe.run.resume == "auto":
@@ -74,12 +79,12 @@ class Resumption:
             say(f"no checkpoint in {self.folder.path}: starting from step 0")
 
     def _find(self) -> tuple[Found | None, dict[Path, str]]:
-        """Named or newest valid checkpoint and faults of newer ones; the same on all ranks, which share the hashing."""
+        """Return the named or newest valid checkpoint, and the faults of newer ones. All ranks share the hashing."""
         wanted, problems = self.session.recipe.run.resume, dict[Path, str]()
         if wanted == "none":
             return None, problems
         if wanted != "auto" and is_checkpoint(Path(wanted)):
-            candidates = [Path(os.path.realpath(wanted))]  # a link such as latest has another name than what it is
+            candidates = [Path(os.path.realpath(wanted))]  # a link such as latest has not the name of a checkpoint
         else:
             folder, path = self.folder, Path(wanted)
             if wanted != "auto":
@@ -93,40 +98,47 @@ class Resumption:
                 return Found(path, read_manifest(path)), problems
             problems[path] = problem
         if problems:
-            rest = f" (and {len(problems) - 1} older ones are not valid, either)" if len(problems) > 1 else ""
-            fix = "give another checkpoint to run.resume, or start anew in another run.dir"
+            rest = f" ({len(problems) - 1} older checkpoints are not valid either)" if len(problems) > 1 else ""
+            fix = "set run.resume to another checkpoint, or start from scratch in another run.dir"
             raise RecipeError(f"{problems[candidates[0]]}{rest}: {fix}")
         return None, problems
 
     def _problem(self, path: Path) -> str | None:
-        """What is wrong with a checkpoint, if anything: the files are dealt out to the ranks."""
+        """Return what is wrong with a checkpoint, if anything. Each rank checks some of its files."""
         fabric = self.session.fabric
         error = fault_of(path, fabric.global_rank, fabric.world_size)
         found = from_all(fabric, (None if error is None else str(error), isinstance(error, UnknownFormat)))
         problem, is_unknown = next((one for one in found if one[0] is not None), (None, False))
-        require(not is_unknown, f"{problem}: resume with the version that has written it")
+        require(not is_unknown, f"{problem}: resume with the version that wrote it")
         return problem
 
     def _set_aside(self, chosen: Path, corrupt: set[str], say: Callable[[str], None]) -> None:
-        """Keep checkpoints after ``chosen`` from being taken for the newest again; ``corrupt`` are names."""
+        """Rename this run's checkpoints newer than ``chosen``, so that none counts as the newest again.
+
+        ``corrupt`` holds the names of those that are corrupt.
+        """
         if os.path.realpath(chosen.absolute().parent) != os.path.realpath(self.folder.path):
             return
         for path in self.folder.newest_first():
             if path.name == chosen.name:
                 break
             aside = self.folder.set_aside(path, "corrupt" if path.name in corrupt else "abandoned")
-            say(f"{path.name} is after the checkpoint that is resumed: renamed to {aside.name}")
+            say(f"{path.name} is newer than the resumed checkpoint: renamed to {aside.name}")
 
     def _refuse_finished(self) -> None:
-        """Training all of it again would write over what a finished run has left."""
+        """Reject a finished run without checkpoints: training again would overwrite its results."""
         run_dir = self.session.run_dir
-        unfinished = read_object(run_dir / "summary.json", MOST_BYTES).get("status") != "finished"
-        what = "holds a run that has finished, and no checkpoint to go on from: choose another directory"
-        require(unfinished, f"run.dir={run_dir} {what}")
+        if read_object(run_dir / "summary.json", MOST_BYTES).get("status") == "finished":
+            raise RecipeError(
+                f"run.dir={run_dir} holds a finished run without a checkpoint to resume from: choose another directory"
+            )
 
     def restore_tensors(self, tensors: Tensors) -> None:
-        """Put model and optimizer back, and on the first rank ``metrics.csv``: the steps after the checkpoint are
-        taken, and logged, again. The tensors first, for they may be refused: nothing is changed until then."""
+        """Restore model and optimizer and, on the first rank, ``metrics.csv``.
+
+        The steps after the checkpoint are repeated and logged again. The tensors come first, because they may be
+        rejected; nothing is changed until then.
+        """
         if self.found is not None:
             restore_tensors(self.found, tensors)
         if self.session.is_first:
@@ -136,7 +148,7 @@ class Resumption:
                 (self.session.run_dir / HISTORY).unlink(missing_ok=True)
 
     def _take_along(self, best: int, is_first: bool) -> None:
-        """Copy the checkpoint of the ``best`` step to this run's own, where another run's is gone on with."""
+        """Copy the checkpoint of the ``best`` step to this run's folder, if the run resumes from another run."""
         assert self.found is not None
         source, name = self.found.path.parent, folder_name(best)
         if is_first and best and not (self.folder.path / name).exists() and (source / name).is_dir():
@@ -144,8 +156,11 @@ class Resumption:
                 shutil.copytree(source / name, folder, dirs_exist_ok=True)
 
     def restore_best(self, best: int, tensors: Tensors) -> str | None:
-        """Put the model, for which training is over, into the state of the checkpoint of the step ``best``; why not, if
-        so, and nothing is changed then. A collective."""
+        """Load the model weights of the checkpoint of the step ``best``, after training. A collective.
+
+        Returns:
+            ``None``, or the reason why the checkpoint cannot be used; nothing is changed then.
+        """
         path = self.folder.path / folder_name(best)
         problem = self._problem(path)
         if problem is None:
@@ -153,12 +168,12 @@ class Resumption:
         return problem
 
     def restore(self, engine: Engine, state: State) -> None:
-        """Put everything else back; the random generators when training starts."""
+        """Restore everything else. The random generators are set again when training starts."""
         if self.found is None:
             return
         session, stepper, windows, manifest = self.session, engine.stepper, engine.windows, self.found.manifest
         with self.found.explained(STATE):
-            nothing = {"figure": "", "score": 0.0, "step": 0, "since": 0}  # earlier versions knew of no best
+            nothing = {"figure": "", "score": 0.0, "step": 0, "since": 0}  # earlier versions saved no best
             saved = {"best": nothing} | self.found.json(STATE)
             require_alike(saved, state.common(engine))
             state.load_common(engine, saved)
@@ -166,57 +181,57 @@ class Resumption:
             if any(getattr(engine.counters, name) != number for name, number in stated.items()):
                 raise ValueError(f"{engine.counters}, where the manifest has {stated}")
         self._take_along(state.best.step, session.is_first)
-        if windows.halvings:  # evaluations are cut as small
+        if windows.halvings:  # evaluations use the same micro-batch size
             session.recut(windows.cut(engine.counters.epoch))
             write_status(session, "running")
         session.monitor.step = engine.counters.step
         if stepper.sync.overlapped and session.fabric.world_size > 2 and engine.counters.step > 1:
-            # DDP orders its buckets anew after the first gradients, and sums of three depend on what shares a bucket.
+            # DDP reorders its buckets after the first gradients, and sums over 3 ranks depend on the buckets.
             rehearse(stepper, windows.longest(session.recipe.epochs))
         if manifest.world_size == session.fabric.world_size:
             rank = session.fabric.global_rank
-            sign = sign_of(rank - rank % session.recipe.memory.tensor_parallel)  # alike where samples are alike
+            sign = sign_of(rank - rank % session.recipe.memory.tensor_parallel)  # ranks of the same samples share it
             with self.found.explained(sign):
                 state.generators.load_state_dict(self.found.json(sign)["random"])
 
 
-# Model and optimizer filled from a checkpoint, each rank with what it holds.
+# Fill model and optimizer from a checkpoint; each rank reads only the parts that it holds.
 
-MOST_HISTORY = 2 * 2**30  # bytes of metrics.csv: some hundred a step
+MOST_HISTORY = 2 * 2**30  # bytes of metrics.csv, which has some hundred bytes per step
 
 
 @dataclass(frozen=True)
 class Found:
-    """A checkpoint that was found to be what was saved."""
+    """A checkpoint whose files match their hashes."""
 
     path: Path
     manifest: Manifest
 
     def json(self, name: str) -> Any:
-        """The content of one of its JSON files."""
+        """Read one of the checkpoint's JSON files."""
         with self.explained(name):
             return json.loads(read_regular(self.path / name, MOST_BYTES))
 
     @contextmanager
     def explained(self, name: str) -> Iterator[None]:
-        """Say that the file ``name`` is what cannot be used. Its hash is right, but anybody can write a manifest."""
+        """Turn an error in unusable content into one that names the file ``name``: a valid hash proves no origin."""
         try:
             yield
         except (RecipeError, RunError):
             raise
         except (ArithmeticError, AttributeError, LookupError, OSError, RuntimeError, TypeError, ValueError) as error:
-            what = f"holds something else than a run has written: {type(error).__name__}: {error}"
+            what = f"holds content that no run wrote: {type(error).__name__}: {error}"
             raise CorruptCheckpoint(f"{self.path / name} {what}") from error
 
     def history(self) -> bytes:
-        """``metrics.csv`` as it was then."""
+        """Return ``metrics.csv`` as it was when the checkpoint was saved."""
         with self.explained(HISTORY):
             content = read_regular(self.path / HISTORY, MOST_HISTORY)
-            content.decode()  # what is no text could not be gone on with
+            content.decode()  # the logger could not append to a file that is not text
             return content
 
     def open(self) -> tuple[PartsReader, dict[str, Any]]:
-        """A reader of the tensors of all ranks that saved it, and the numbers beside them."""
+        """Return a reader of the tensors that all ranks saved, and the saved numbers."""
         reader, values = PartsReader(self.path), dict[str, Any]()
         for rank in range(self.manifest.world_size):
             with self.explained(sign_of(rank)):
@@ -227,24 +242,27 @@ class Found:
 
 
 def restore_tensors(found: Found, tensors: Tensors) -> None:
-    """Fill the model and the optimizer from the checkpoint: every rank reads what it holds, wherever that was saved; a
-    ``RecipeError`` names the tensor that is missing, of another shape, or not needed."""
+    """Fill the model and the optimizer from the checkpoint. Every rank reads what it holds, from any saved shards.
+
+    Raises:
+        RecipeError: names the tensors that are missing, have another shape, or are not needed.
+    """
     reader, values = found.open()
     tensors.make_state({*reader.shapes, *values})
     parts, numbers, averages = tensors.parts(reader.shapes), tensors.numbers(), tensors.stack.averages
     has_averages = any(name.startswith("ema/") for name in reader.shapes)  # or optim.ema was changed, as allowed
     parts = {name: part for name, part in parts.items() if has_averages or not name.startswith("ema/")}
-    # Under several ranks each holds some parts of quantised state, so only what is missing here can be told of that.
+    # With several ranks, each holds only some parts of quantised state, so only parts missing here can be detected.
     wanted = {part.of or name for name, part in parts.items()}
     missing = sorted(wanted - reader.shapes.keys())
     surplus = sorted(name for name in reader.shapes.keys() - wanted if "@" not in name)
     surplus = [name for name in surplus if averages is not None or not name.startswith("ema/")]
     require(
         not any("@" in name for name in missing),
-        f"{found.path}: the optimizer's state of 8 or 4 bits was quantised in other shards: resume with the "
-        f"memory.strategy and the number of ranks ({found.manifest.world_size}) that it was saved with",
+        f"{found.path}: the 8-bit or 4-bit optimizer state was quantised in other shards: resume with the "
+        f"memory.strategy and the number of ranks ({found.manifest.world_size}) with which it was saved",
     )
-    faults = {"missing": missing, "left over": surplus}
+    faults = {"missing": missing, "not needed": surplus}
     text = "; ".join(f"{fault}: {', '.join(names[:3])}" for fault, names in faults.items() if names)
     require(not text, f"{found.path} does not fit the model and its optimizer: {text}")
     with torch.no_grad():
@@ -262,7 +280,7 @@ def restore_tensors(found: Found, tensors: Tensors) -> None:
 
 @torch.no_grad()
 def restore_weights(found: Found, tensors: Tensors) -> None:
-    """Fill the model alone, likewise, from a checkpoint of the same run."""
+    """Fill only the model, from a checkpoint of the same run."""
     reader, _ = found.open()
     averages = tensors.stack.averages
     has_averages = any(name.startswith("ema/") for name in reader.shapes)
@@ -275,7 +293,7 @@ def restore_weights(found: Found, tensors: Tensors) -> None:
 
 
 def load_whole_model(found: Found, model: Model) -> nn.Module:
-    """The module of ``model`` in host memory, with what the checkpoint has of it in the types saved there."""
+    """Build the module of ``model`` in CPU memory and fill it from the checkpoint, with the saved dtypes."""
     reader, _ = found.open()
     require_same_base(found.path, found.manifest, model)
     own = next((reader.read(name).dtype for name in reader.shapes if name.startswith("weights/")), None)
@@ -295,16 +313,21 @@ def load_whole_model(found: Found, model: Model) -> nn.Module:
     require(not missing, f"{misfit}: missing: {', '.join(missing[:3])}")
     for name, tensor in wanted.items():
         shape = reader.shapes[name]
-        require(shape == tuple(tensor.shape), f"{misfit}: {name} is of shape {shape}, not {tuple(tensor.shape)}")
+        require(shape == tuple(tensor.shape), f"{misfit}: {name} has shape {shape}, not {tuple(tensor.shape)}")
         with found.explained(next((file for file, _ in reader.parts[name]), sign_of(0))):
             tensor.data = reader.read(name)
     return module
 
 
 def require_alike(found: Any, own: Any, where: str = "it") -> None:
-    """Check that JSON is of the kinds that this run would write: a valid hash does not say who has made it. In ``own``
-    a list's first item stands for all, ``None`` for anything. A ``ValueError`` names what is not."""
-    if own is None or (isinstance(own, Mapping) and found is None):  # of a part that only one of the two runs has
+    """Check that parsed JSON has the types that this run would write: a matching hash does not prove who wrote it.
+
+    The first item of a list in ``own`` is the template for all items; ``None`` accepts anything.
+
+    Raises:
+        ValueError: names the first entry that does not match.
+    """
+    if own is None or (isinstance(own, Mapping) and found is None):  # only one of the two runs has this part
         return
     if isinstance(own, Mapping):
         fits = isinstance(found, dict) and found.keys() >= own.keys()

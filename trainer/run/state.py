@@ -1,4 +1,4 @@
-"""The state of a run: of each part what it has come to, by names that do not depend on strategy or number of ranks."""
+"""The state of a run, with names that do not depend on the strategy or the number of ranks."""
 
 from __future__ import annotations
 
@@ -28,15 +28,15 @@ from trainer.weights.streaming import stretches
 
 
 class Tensors:
-    """Weights, buffers and optimizer state of this rank: its shards under FSDP, masters where they are on the host."""
+    """Weights, buffers and optimizer state of this rank: its shards under FSDP, the masters if they are offloaded."""
 
     def __init__(self, stack: Stack, stepper: Stepper, base: Collection[str] = ()) -> None:
         self.stack, self.stepper = stack, stepper
         self.base = {f"weights/{name}" for name in base}
-        """What the files have that the run was started with, and is not saved."""
+        """Names of frozen weights that are not saved, because the files of the pretrained model have them."""
 
     def parts(self, saved: Collection[str] = ()) -> dict[str, Part]:
-        """The tensors as a checkpoint keeps them; also of the ``base`` those that were ``saved`` all the same."""
+        """Return the tensors as a checkpoint stores them, including those of ``base`` that are in ``saved``."""
         found: dict[str, Part] = {}
         for name, value, parameter in self._named():
             if isinstance(value, Tensor) and (name not in self.base or name in saved):
@@ -47,17 +47,17 @@ class Tensors:
                 if part.tensor.ndim:
                     offset, shape = stretch.place(part.offset, part.shape)
                     found[full] = replace(part, of=whole_name, offset=offset, shape=shape)
-                else:  # a number of the optimizer, the same of all three
+                else:  # an optimizer scalar, the same for query, key and value
                     found[full] = replace(part, of=whole_name, writer=-1 if stretch.number else part.writer)
         return found
 
     def numbers(self) -> dict[str, Any]:
-        """What is no tensor."""
+        """Return the values that are not tensors."""
         return {name: value for name, value, _ in self._named() if not isinstance(value, Tensor)}
 
     @torch.no_grad()
     def on_host(self) -> dict[str, Any]:
-        """Copies in host memory of what training changes. No collective: a rank can make them whose group is broken."""
+        """Copy what training changes to CPU memory. No collective, so it works when the process group is broken."""
         frozen = {f"weights/{name}" for name, p in self.stack.module.named_parameters() if not p.requires_grad}
         return {
             name: local(value).detach().to("cpu", copy=True) if isinstance(value, Tensor) else value
@@ -66,7 +66,7 @@ class Tensors:
         }
 
     def make_state(self, saved: Collection[str]) -> None:
-        """Let the optimizer make its state, but none for a parameter of which ``saved``, names, has none."""
+        """Create the optimizer's state, but only for parameters that have state among the names in ``saved``."""
         reached = {name.split("/")[1] for name in saved if name.startswith("optimizer/")}
         optimizer = self.stepper.optimizer
         if isinstance(optimizer, OptimizerInBackward):
@@ -75,12 +75,12 @@ class Tensors:
             make_state(optimizer)
         built = stretches(self.stack.module)
         for name, _, trained in self._trained():
-            if name not in reached and (name not in built or built[name].name not in reached):  # by any gradient
+            if name not in reached and (name not in built or built[name].name not in reached):  # it had no gradient
                 optimizer.state.pop(trained, None)
 
     @torch.no_grad()
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take over what ``state`` has; the optimizer's state is there already."""
+        """Load the values that ``state`` has. The optimizer's state must exist already."""
         for name, value, _ in self._named():
             if isinstance(value, Tensor) and name in state:
                 local(value).copy_(state[name])
@@ -91,8 +91,10 @@ class Tensors:
         self.stack.send_back()
 
     def _named(self) -> Iterator[tuple[str, Any, nn.Parameter | None]]:
-        """Every tensor and number, not copied, as ``weights/NAME``, ``ema/NAME``, ``buffers/NAME`` or
-        ``optimizer/NAME/KEY``, and the parameter that says how it is sharded."""
+        """Yield every tensor and number, not copied, with its name and the parameter that defines its sharding.
+
+        Names are ``weights/NAME``, ``ema/NAME``, ``buffers/NAME`` and ``optimizer/NAME/KEY``.
+        """
         masters = self.stack.masters or {}
         for name, parameter in self.stack.module.named_parameters():
             yield f"weights/{name}", masters.get(parameter, parameter), parameter
@@ -108,7 +110,7 @@ class Tensors:
                 yield f"optimizer/{name}/{key}", value, parameter
 
     def _trained(self) -> Iterator[tuple[str, nn.Parameter, Tensor]]:
-        """Every parameter that the optimizer updates: its name, the module's parameter, and what is updated."""
+        """Yield for every parameter that the optimizer updates: name, module parameter, updated tensor."""
         masters = self.stack.masters or {}
         updated = set(map(id, self.stepper.parameters))
         for name, parameter in self.stack.module.named_parameters():
@@ -118,7 +120,7 @@ class Tensors:
 
 
 def part_of(value: Tensor, parameter: Tensor | None) -> Part:
-    """``value`` as a part of a whole: the shard that the ``parameter`` it belongs to is, or all of it."""
+    """Return ``value`` as part of a whole tensor: the same shard as its ``parameter``, or all of it."""
     shapes = (parameter.shape, parameter.to_local().shape) if isinstance(parameter, DTensor) else ()
     if not isinstance(parameter, DTensor) or value.ndim == 0 or value.shape not in shapes:
         return whole(local(value))
@@ -126,14 +128,13 @@ def part_of(value: Tensor, parameter: Tensor | None) -> Part:
     _, offset = compute_local_shape_and_global_offset(parameter.shape, mesh, parameter.placements)
     at = mesh.get_coordinate() or ()
     copy = any(isinstance(p, Replicate) and place for p, place in zip(parameter.placements, at, strict=True))
-    copy = copy or not (mesh.mesh == 0).any()  # of what ranks of other samples, or of other parts, have as well
-    # A rank with a copy of another's shard has nothing to write.
-    writer = -1 if copy else torch.distributed.get_rank()
+    copy = copy or not (mesh.mesh == 0).any()  # other data-parallel or tensor-parallel ranks hold the same shard
+    writer = -1 if copy else torch.distributed.get_rank()  # -1: another rank writes this shard
     return Part(local(value), tuple(offset), tuple(parameter.shape), writer)
 
 
 def _parts_of(name: str, value: Tensor, parameter: nn.Parameter | None) -> dict[str, Part]:
-    """One part, or those of a quantised tensor: codes, scales and code book, which fit only the same shard again."""
+    """Return one part, or those of a quantised tensor (codes, scales, code book), which fit only the same shard."""
     part = part_of(value, parameter)
     inner = part.tensor
     if not hasattr(inner, "__tensor_flatten__"):
@@ -145,7 +146,7 @@ def _parts_of(name: str, value: Tensor, parameter: nn.Parameter | None) -> dict[
 
 @dataclass(frozen=True)
 class State:
-    """What a checkpoint keeps of a run, besides its engine: each part gives it, and takes it back."""
+    """The parts of a run that a checkpoint stores in addition to the engine."""
 
     tensors: Tensors
     stopwatch: Stopwatch
@@ -153,39 +154,39 @@ class State:
     best: Best
 
     def common(self, engine: Engine) -> dict[str, Any]:
-        """What is the same on all ranks, as JSON."""
+        """Return the state that is the same on all ranks, as JSON values."""
         parts = {"stopwatch": self.stopwatch.state_dict(), "best": self.best.state_dict()}
         return {**engine.state_dict(), **parts}
 
     def load_common(self, engine: Engine, state: Mapping[str, Any]) -> None:
-        """Take that over."""
+        """Restore what :meth:`common` returned."""
         engine.load_state_dict(state)
         self.stopwatch.load_state_dict(state["stopwatch"])
         self.best.load_state_dict(state["best"])
 
 
-# The random generators of a process. The engine seeds torch's before every micro-step and needs none of this: it is for
-# models of one's own that draw from ``random``, NumPy or torch in between, and for datasets that do so in this process.
+# The random generators of a process. The engine seeds torch's before every micro-step and does not need this state. It
+# is for custom models and datasets that draw from ``random``, NumPy or torch in this process.
 
 
 def seed_random_state(seed: int, rank: int) -> None:
-    """Let every start of a run begin with the same generators, unlike on every rank."""
+    """Seed the generators: the same at every start of a run, different on every rank."""
     random.seed(derive_seed(seed, rank, 0))
     np.random.seed(derive_seed(seed, rank, 1) % 2**32)
     torch.manual_seed(derive_seed(seed, rank, 2))
 
 
 class RandomState(Listener):
-    """The generators, of the host and of ``device``, as they are between two steps, before the next batch is loaded.
+    """The generators of the CPU and of ``device`` as they were after a step, before the next batch was loaded.
 
-    When a step is saved the next batch is there already, and loading it may have drawn numbers. A run that goes on from
-    there loads it again, and must draw the same.
+    When a step is saved, the next batch is already loaded, which may have drawn numbers. A resumed run loads the batch
+    again and must draw the same numbers.
     """
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self.resumed: Mapping[str, Any] | None = None
-        """What to begin with: put back when training starts, after whatever was drawn in its preparation."""
+        """The state to set again when training starts, because preparing the training may draw numbers."""
         self._note()
 
     def on_fit_start(self, counters: Counters, total_steps: int) -> None:
@@ -200,17 +201,17 @@ class RandomState(Listener):
         self._note()
 
     def state_dict(self) -> dict[str, Any]:
-        """As JSON."""
+        """Return the state as JSON values."""
         (version, numbers, gauss), (name, keys, *rest), on_host, on_device = self._state
         state: dict[str, Any] = {"python": [version, list(numbers), gauss]}
         state |= {"numpy": [name, np.asarray(keys).tolist(), *rest], "torch": bytes(on_host.tolist()).hex()}
         return state if on_device is None else state | {"cuda": bytes(on_device.tolist()).hex()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Put the generators into ``state``, that of a GPU only where there is one, now and when training starts."""
+        """Set the generators to ``state`` now and again when training starts; the GPU's only if there is a GPU."""
         self.resumed = state
         version, numbers, gauss = state["python"]
-        if not isinstance(gauss, float | None):  # which Python believes
+        if not isinstance(gauss, float | None):  # random.setstate accepts any type
             raise TypeError(f"the generator's next number is {gauss!r}")
         random.setstate((version, tuple(numbers), gauss))
         name, keys, *rest = state["numpy"]
