@@ -160,9 +160,7 @@ def _environment(world: World) -> list[ClusterEnvironment]:
 @contextmanager
 def _launching() -> Iterator[None]:
     """The ranks that Fabric starts meanwhile know which process to end with; its lines about its group are left out."""
-    loggers = map(
-        logging.getLogger, ("lightning_fabric", "lightning.fabric", "lightning.pytorch")
-    )  # the last one imported
+    loggers = map(logging.getLogger, ("lightning_fabric", "lightning.fabric", "lightning.pytorch"))
     before = [(logger, logger.level) for logger in loggers]
     os.environ[LAUNCHER] = str(os.getpid())
     try:
