@@ -45,7 +45,7 @@ class Child:
 
     Args:
         sees_gpu: let the job use this machine's GPUs.
-        anew: start a new interpreter, which takes seconds, instead of a fork. The job must be picklable. CUDA works
+        ``anew``: start a new interpreter, which takes seconds, instead of a fork. The job must be picklable. CUDA works
             there even if this process has initialized it: without NVML, torch does so just to look for a GPU, and
             CUDA does not work in forks afterwards.
         plain: the job does not use torch, so it may be forked even after this process has used CUDA.
