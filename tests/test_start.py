@@ -47,7 +47,7 @@ def test_what_is_not_there_is_refused_before_torch_is_imported(tmp_path):
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == str([2] * len(commands)), done.stderr
     said = [line.removeprefix("trainer: error: ") for line in done.stderr.splitlines()]
-    starts = ("data.train_files='nope': ", "data.root='./nope': ", "--rungs: no rung 'baselin'", "no GPU is there: ")
+    starts = ("data.train_files='nope': ", "data.root='./nope': ", "--rungs: no rung 'baselin'", "no GPU found: ")
     assert [line for line, start in zip(said, starts, strict=True) if not line.startswith(start)] == []
 
 

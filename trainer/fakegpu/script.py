@@ -131,7 +131,7 @@ def _trace(script: Script, end: Callable[[Callable[[], Any]], None], stopped: in
 
     columns, taken = columns_of(script.columns), dict[int, int]()
     if (card := gpu_named(script.gpu) if script.gpu else gpu_here()) is None:
-        raise RecipeError(f"no GPU is there: say which one is meant with --gpu: {', '.join(sorted(GPUS))}")
+        raise RecipeError(f"no GPU found: choose one with --gpu: {', '.join(sorted(GPUS))}")
     os.environ["CUDA_VISIBLE_DEVICES"] = ""  # nothing may use the real one from here on
     with fake_gpu(card) as gpu:
         gpu.capacity, cut = budget_bytes(script.budget, card, 1), cut_budget(script.budget, card, 1)
