@@ -412,7 +412,7 @@ def test_guesses_and_compiled_models_are_noted_also_within_the_block() -> None:
     line = asking.__code__.co_firstlineno + 12
     assert inside == after
     assert inside[0].startswith("torch.compile is not simulated")
-    assert inside[1:] == [f"a value that is not known is asked for at {__file__}:{line}"]
+    assert inside[1:] == [f"an unknown value is read at {__file__}:{line}"]
 
 
 def sparse_loop() -> None:

@@ -40,7 +40,7 @@ ELEMENTS = 2.6
 ATTENTION = 0.72
 # CPU seconds per operation. The CPU runs ahead of the GPU, so a phase takes the longer of both. Not measured.
 # ``LAUNCH``: an operation in eager mode, with autograd and Python. Assumed; usual: 5 to 25 µs; ``a * 1.2`` alone
-# took 2.7, 4.3 and 7.3 µs on three machines (github.com/mli/transformers-benchmarks and issue 4). ``view``: an operation
+# took 2.7, 4.3 and 7.3 µs on three machines (github.com/mli/transformers-benchmarks, issue 4). ``view``: an operation
 # without a kernel, 1.0 to 1.9 µs on a CPU. ``chunk`` of the optimizer offload, without its copies: assumed; 40 to
 # 60 µs with them, from reading ``Carrier.carry``. ``fused``: merged by the compiler with the previous kernel.
 LAUNCH, NO_KERNEL = 8e-6, {"view": 1.5e-6, "chunk": 25e-6, "fused": 0.0}

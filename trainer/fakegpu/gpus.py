@@ -210,7 +210,7 @@ def _card(
 def _geforce(
     title: str, capability: tuple[int, int], memory: float, bandwidth: float, tflops: float, bus: float
 ) -> GPU:
-    """Build a GeForce GPU: since Ampere, half precision with fp32 sums has twice the fp32 rate (half the advertised)."""
+    """Build a GeForce GPU: half precision with fp32 sums has twice the fp32 rate (half the data sheet)."""
     name, reported = title.lower().replace(" ", "-"), "NVIDIA GeForce " + re.sub(r" \d+GB$", "", title)
     return _card(name, title, reported, capability, memory, bandwidth, (tflops / 64, tflops, tflops, 2 * tflops), bus)
 
