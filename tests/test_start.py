@@ -23,9 +23,7 @@ def loaded(code: str, names: tuple[str, ...]) -> str:
 
 
 def test_what_trains_imports_torch_and_fabric_alone_and_what_predicts_no_fabric():
-    assert (
-        loaded("from trainer import fit, evaluate", (*HEAVY, "lightning", FABRIC)) == f"[{FABRIC!r}]"
-    )
+    assert loaded("from trainer import fit, evaluate", (*HEAVY, "lightning", FABRIC)) == f"[{FABRIC!r}]"
     assert loaded("from trainer import predict, load_recipe", (*HEAVY, "lightning", "lightning_fabric")) == "[]"
 
 
