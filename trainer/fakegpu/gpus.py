@@ -77,10 +77,7 @@ class GPU:
 
 
 def gpu_named(name: str) -> GPU:
-    """Return the GPU of that name, ignoring case, spaces, dashes, ``NVIDIA``, ``GeForce`` and ``RTX``.
-
-    The ``RecipeError`` for an unknown name lists the table.
-    """
+    """Return the GPU of that name, ignoring case, spaces, dashes, ``NVIDIA``, ``GeForce`` and ``RTX``."""
     names = {_squash(known): gpu for known, gpu in GPUS.items()}
     names |= {alias: GPUS[known] for alias, known in ALIASES.items()}
     squashed = _squash(name)
@@ -120,10 +117,9 @@ def usable_memory(gpu: GPU, ranks: int) -> int:
 
 
 def nccl_bytes(ranks: int) -> int:
-    """Return the bytes of NCCL's buffers (0 for one rank), as a margin that was not measured.
+    """Return the bytes of NCCL's buffers (0 for one rank): a margin, not measured.
 
-    About 10 MB per channel and neighbour. A ring has two neighbours on up to 32 channels; a tree has more with each
-    doubling of the ranks.
+    About 10 MB per channel and neighbour: a ring has two on up to 32 channels, a tree more with each doubling of ranks.
     """
     return int(250e6 + 100e6 * math.log2(ranks)) if ranks > 1 else 0
 
