@@ -347,7 +347,7 @@ def mistakes() -> list[str]:
 
 def test_mistakes_are_named_and_torch_is_given_back() -> None:
     nested, full, as_json, failed, empty, card, version, drawn = in_child(mistakes)
-    assert nested == "a process can simulate one GPU at a time: end the block of the other one first"
+    assert nested == "a process can simulate one GPU at a time: end the other block first"
     assert full.startswith("card      RTX 4060 with 7.69 GB for torch: it does not fit: it needs 12.00 GB"), full
     assert "no optimizer step was taken" in full
     assert json.loads(as_json)["reserved_gb"] == pytest.approx(12, rel=0.001)
