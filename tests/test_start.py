@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import os
-import pty
-import re
 import subprocess
 import sys
 from pathlib import Path
@@ -12,7 +10,10 @@ from pathlib import Path
 import pytest
 from helpers import LONG
 
+from trainer.system import waiting
+
 HEAVY = ("torchmetrics", "sklearn", "matplotlib", "transformers", "scipy", "lightning.pytorch")
+FABRIC = "lightning_fabric"
 
 
 def loaded(code: str, names: tuple[str, ...]) -> str:
@@ -22,8 +23,8 @@ def loaded(code: str, names: tuple[str, ...]) -> str:
 
 
 def test_what_trains_imports_torch_and_fabric_alone_and_what_predicts_no_fabric():
-    assert loaded("from trainer import fit, evaluate", (*HEAVY, "lightning.fabric")) == "['lightning.fabric']"
-    assert loaded("from trainer import predict, load_recipe", (*HEAVY, "lightning", "lightning.fabric")) == "[]"
+    assert loaded("from trainer import fit, evaluate", (*HEAVY, "lightning", FABRIC)) == f"[{FABRIC!r}]"
+    assert loaded("from trainer import predict, load_recipe", (*HEAVY, "lightning", "lightning_fabric")) == "[]"
 
 
 WRONG = {
@@ -44,7 +45,7 @@ def test_what_is_not_there_is_refused_before_torch_is_imported(tmp_path):
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == str([2] * len(commands)), done.stderr
     said = [line.removeprefix("trainer: error: ") for line in done.stderr.splitlines()]
-    starts = ("data.train_files='nope': ", "data.root='./nope': ", "--rungs: no rung 'baselin'", "no GPU is there: ")
+    starts = ("data.train_files='nope': ", "data.root='./nope': ", "--rungs: no rung 'baselin'", "no GPU found: ")
     assert [line for line, start in zip(said, starts, strict=True) if not line.startswith(start)] == []
 
 
@@ -61,55 +62,19 @@ def test_the_first_line_comes_before_torch_and_once_for_all_ranks(tmp_path):
         assert "no torch here" in done.stderr
 
 
-SLOW = """
-import os, sys, time
-from trainer.system import streams, waiting
-streams.keep_streams()
-waiting.begin("a command")
-waiting.doing("one")
-time.sleep(2.5)
-waiting.doing("two")
-if os.fork() == 0:
-    time.sleep(2.5)
-    os._exit(0)
-os.wait()
-print("shown", file=sys.stderr)
-waiting.end()
-assert not [finder for finder in sys.meta_path if isinstance(finder, waiting.Waiting)]
-"""
-
-
-@pytest.mark.slow
-def test_in_a_pipe_it_is_repeated_until_there_is_something_to_show():
-    done = subprocess.run([sys.executable, "-c", SLOW], capture_output=True, text=True, check=True)
-    lines = done.stderr.splitlines()
-    assert (lines[0], lines[-1]) == ("a command · one …", "shown")
-    repeated = [re.fullmatch(r"a command · (one|two) … (\d+) s", line) for line in lines[1:-1]]
-    assert all(repeated)
-    assert [found[1] for found in repeated if found] == sorted(found[1] for found in repeated if found)
-    seconds = [int(found[2]) for found in repeated if found]
-    assert seconds == sorted(set(seconds)), "one process says it, not the one that it has forked"
-    assert {"one", "two"} == {found[1] for found in repeated if found}
-
-
-@pytest.mark.slow
-def test_on_a_terminal_the_line_changes_and_is_gone_when_something_is_printed():
-    reader, writer = pty.openpty()
-    process = subprocess.Popen([sys.executable, "-c", SLOW], stderr=writer)
-    os.close(writer)
-    seen = b""
-    while chunk := read(reader):
-        seen += chunk
-    assert process.wait(LONG) == 0
-    first, *changes, last = seen.decode().replace("\r\n", "\n").split("\x1b[K")
-    assert first == "\ra command · one …"
-    assert all(re.fullmatch(r"\ra command · (one|two) … \d+ s", line) for line in changes[:-1])
-    assert {line.split(" · ")[1][:3] for line in changes[:-1]} == {"one", "two"}
-    assert (changes[-1], last) == ("\r", "shown\n")
-
-
-def read(reader: int) -> bytes:
-    try:
-        return os.read(reader, 4096)
-    except OSError:  # the other end is closed
-        return b""
+def test_a_status_line_follows_another_only_after_a_while_and_none_after_the_end(monkeypatch, capsys):
+    now = 0.0
+    monkeypatch.setattr(sys, "__stderr__", sys.stderr)
+    monkeypatch.setattr(waiting.time, "monotonic", lambda: now)
+    waiting.doing("nothing has begun")
+    waiting.begin("a command\x1b[2J", {"RANK": "0"})
+    for seconds, what in ((0.0, "one"), (1.0, "two"), (2.0, "three"), (3.0, "four")):
+        now = seconds
+        waiting.doing(what)
+    waiting.end()
+    now = 9.0
+    waiting.doing("five")
+    waiting.begin("another rank", {"LOCAL_RANK": "1"})
+    waiting.doing("six")
+    first, second = (rf"a command\x1b[2J · {what} …" for what in ("one", "three"))
+    assert capsys.readouterr().err.splitlines() == [first, second]

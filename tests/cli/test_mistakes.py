@@ -585,7 +585,7 @@ IN_TRAINING = {
         "fit TMP/mean.py --run.resume TMP/nowhere",
         "run.resume=TMP/nowhere: there is no checkpoint in TMP/nowhere",
     ),
-    "a plan without a GPU": ("plan vit_digits", "no GPU is there: say which one is meant with --gpu: …"),
+    "a plan without a GPU": ("plan vit_digits", "no GPU found: choose one with --gpu: …"),
     "a rung": (
         "ladder vit_digits --rungs bf16-mxied",
         "--rungs: no rung 'bf16-mxied' here; did you mean bf16-mixed? (rungs: …",

@@ -238,10 +238,11 @@ with quick_imports():
 assert gc.isenabled()
 heavy = {"lightning.pytorch", "torchmetrics", "transformers", "torchvision", "scipy", "matplotlib"} & set(sys.modules)
 assert not heavy, heavy
-from lightning import Fabric as ours, LightningModule, Trainer
-import lightning, lightning.fabric, torchmetrics
+from lightning_fabric import Fabric as ours
+from lightning import LightningModule, Trainer
+import lightning.pytorch, torchmetrics
 from torchmetrics.classification import MulticlassAccuracy
-assert lightning.fabric.Fabric is ours is trainer.planner.trace.Fabric and lightning.pytorch.Trainer is Trainer
+assert ours is trainer.planner.trace.Fabric and lightning.pytorch.Trainer is Trainer
 assert torchmetrics.Accuracy(task="binary") is not None and lightning.__version__[0] == "2"
 """
     subprocess.run([sys.executable, "-c", code], check=True)

@@ -13,7 +13,7 @@ import pytest
 import torch
 from helpers.live_bytes import LiveBytes
 from helpers.pretrained import saved, text, vit
-from lightning.fabric import Fabric
+from lightning_fabric import Fabric
 from safetensors.torch import save_file
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh

@@ -14,7 +14,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from lightning.fabric import Fabric
+from lightning_fabric import Fabric
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 from torchvision.models import vit_l_16

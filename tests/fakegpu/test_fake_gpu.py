@@ -347,15 +347,15 @@ def mistakes() -> list[str]:
 
 def test_mistakes_are_named_and_torch_is_given_back() -> None:
     nested, full, as_json, failed, empty, card, version, drawn = in_child(mistakes)
-    assert nested == "a process can have one fake GPU at a time: end the block of the other one first"
-    assert full.startswith("card      RTX 4060 with 7.69 GB for torch: it does not fit: 12.00 GB are needed"), full
+    assert nested == "a process can simulate one GPU at a time: end the other block first"
+    assert full.startswith("card      RTX 4060 with 7.69 GB for torch: it does not fit: it needs 12.00 GB"), full
     assert "no optimizer step was taken" in full
     assert json.loads(as_json)["reserved_gb"] == pytest.approx(12, rel=0.001)
     assert "peak      in init: params" in failed
-    assert 'nothing was put on the GPU: move the model and the batches with .to("cuda")' in empty
+    assert 'no tensor is on the GPU: move the model and the batches with .to("cuda")' in empty
     assert "a1000 is not in the planner's table; did you mean a100-80gb?" in card
-    assert version == "torch_version='new' must be such as '2.6'"
-    assert drawn.startswith("memory.png cannot be drawn: nothing was put on the GPU")
+    assert version == "torch_version='new' must be a version such as '2.6'"
+    assert drawn.startswith("memory.png cannot be drawn: no tensor is on the GPU")
 
 
 def drawn(folder: Path) -> None:
@@ -411,8 +411,8 @@ def test_guesses_and_compiled_models_are_noted_also_within_the_block() -> None:
     inside, after = in_child(asking)
     line = asking.__code__.co_firstlineno + 12
     assert inside == after
-    assert inside[0].startswith("torch.compile is left out")
-    assert inside[1:] == [f"a value that is not known is asked for at {__file__}:{line}"]
+    assert inside[0].startswith("torch.compile is not simulated")
+    assert inside[1:] == [f"an unknown value is read at {__file__}:{line}"]
 
 
 def sparse_loop() -> None:

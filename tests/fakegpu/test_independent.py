@@ -55,7 +55,9 @@ def unregistered(folder: Path) -> str:
 
 
 def test_a_plot_names_the_package_that_draws(tmp_path: Path) -> None:
-    assert in_child(lambda: unregistered(tmp_path)).endswith("import fake_gpu from trainer.planner, which has plots")
+    assert in_child(lambda: unregistered(tmp_path)).endswith(
+        "import fake_gpu from trainer.planner, which provides plots"
+    )
 
 
 def replaced() -> list[bool]:

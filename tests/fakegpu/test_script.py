@@ -140,7 +140,7 @@ def test_guesses_and_a_budget_above_the_card_are_said_and_secrets_are_not(writte
 def test_without_a_gpu_one_must_be_named(written, capsys):
     assert run(["plan", "--script", written(LOOP), "--out", "out"]) == 2
     told = capsys.readouterr().err
-    assert "no GPU is there: say which one is meant with --gpu: a10," in told
+    assert "no GPU found: choose one with --gpu: a10," in told
     assert "cpu" not in told
 
 

@@ -16,7 +16,7 @@ STEP = r"step 3, forward, samples \d+, \d+, \d+, \d+"
 AT = r"at step 3 in forward \(samples \d+, \d+, \d+, \d+\)"
 CAUSES = {
     "raise": r"ZeroDivisionError: division by zero$",
-    "exit": r"SystemExit: sys.exit\(0\) was called, by which nothing is finished$",
+    "exit": r"SystemExit: sys.exit\(0\) was called before the run was finished$",
     "run error": "this rank has had enough$",
     "no memory": "out of memory in forward on rank 1; ",
 }

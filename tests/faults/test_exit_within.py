@@ -66,7 +66,7 @@ recipe = Recipe(model=Model([4]), data=Own(), batch_size=8, epochs=1, memory=Mem
                 run=Run(progress=False, predict=False))
 """
 
-CALLED = r"SystemExit: sys\.exit\(0\) was called, by which nothing is finished"
+CALLED = r"SystemExit: sys\.exit\(0\) was called before the run was finished"
 
 
 @pytest.fixture
@@ -82,7 +82,7 @@ def test_it_is_a_failure_of_any_command(code, capsys):
         sys.exit(code)
     assert _exit_code(caught.value) == 1
     shown = "" if code is None else code
-    line = f"trainer: error: SystemExit: sys.exit({shown}) was called, by which nothing is finished"
+    line = f"trainer: error: SystemExit: sys.exit({shown}) was called before the run was finished"
     assert capsys.readouterr().err.splitlines()[0] == line
 
 

@@ -84,9 +84,9 @@ def rank(**names):
 def test_a_rank_whose_launcher_has_ended_or_has_no_number_ends_at_once():
     ended = subprocess.Popen(["true"])
     ended.wait()
-    said = "trainer: error: what started this rank has ended\n"
+    said = "trainer: error: the process that started this rank has ended\n"
     assert rank(TRAINER_LAUNCHER=str(ended.pid)) == (1, "", said)
-    said = "trainer: error: TRAINER_LAUNCHER='nobody' is not the number of a process: unset it\n"
+    said = "trainer: error: TRAINER_LAUNCHER='nobody' is not a process ID: unset it\n"
     assert rank(TRAINER_LAUNCHER="nobody") == (2, "", said)
 
 

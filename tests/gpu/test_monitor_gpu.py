@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from lightning.fabric import Fabric
+from lightning_fabric import Fabric
 from torch import nn
 
 from trainer import Memory, Recipe, Run

@@ -8,7 +8,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from lightning.fabric import Fabric
+from lightning_fabric import Fabric
 from torch import Tensor, nn
 
 from helpers.problems import Problem as Samples

@@ -9,8 +9,8 @@ from tempfile import mkdtemp
 from typing import Any
 
 import torch
-from lightning.fabric import Fabric
-from lightning.fabric.strategies import DDPStrategy, SingleDeviceStrategy
+from lightning_fabric import Fabric
+from lightning_fabric.strategies import DDPStrategy, SingleDeviceStrategy
 from torch import Tensor, nn
 from torch.nn.functional import binary_cross_entropy_with_logits, cross_entropy, huber_loss, l1_loss, mse_loss
 from torch.utils.data import default_collate

@@ -12,7 +12,7 @@ import torch
 from helpers.live_bytes import LiveBytes, weight_bytes
 from helpers.pretrained import saved, text, vit
 from helpers.problems import make_model
-from lightning.fabric import Fabric
+from lightning_fabric import Fabric
 from safetensors.torch import load_file, save_file
 from torch import nn
 

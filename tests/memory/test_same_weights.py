@@ -10,8 +10,8 @@ import torch
 from helpers.matrix import launched
 from helpers.pretrained import saved, text, vit
 from helpers.problems import make_model
-from lightning.fabric import Fabric
-from lightning.fabric.strategies import SingleDeviceStrategy
+from lightning_fabric import Fabric
+from lightning_fabric.strategies import SingleDeviceStrategy
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves

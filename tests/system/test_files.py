@@ -20,7 +20,7 @@ def test_a_regular_file_is_read_and_no_byte_beyond_the_limit(tmp_path):
     (tmp_path / "link").symlink_to(file)
     with open_regular(tmp_path / "link") as opened:
         assert opened.read() == b"content"
-    with pytest.raises(OSError, match=r"larger than the 6e-06 MB") as caught:
+    with pytest.raises(OSError, match=r"larger than the limit of 6e-06 MB") as caught:
         read_regular(file, 6)
     assert caught.value.errno == errno.EFBIG
     with pytest.raises(OSError, match="larger than"):  # what states no size is bounded all the same

@@ -53,7 +53,7 @@ def test_a_hub_that_says_nothing_is_asked_once_and_the_error_names_what_helps(on
         TextClassifier(NAME).prepare()
     text = str(refused.value)
     assert f"and {silent} does not answer within 0.3 s. Give a local folder" in text
-    assert "HF_ENDPOINT names a mirror of the hub, and HF_HUB_OFFLINE=1 asks nobody" in text
+    assert "set HF_ENDPOINT to a mirror of the hub, or HF_HUB_OFFLINE=1 to use only the cache" in text
     assert (constants.HF_HUB_OFFLINE, os.environ["HF_HUB_OFFLINE"]) == (True, "1")  # of processes that it starts, too
     monkeypatch.setattr(hub, "_answers", lambda endpoint: pytest.fail("it was asked again"))
     with pytest.raises(RecipeError, match=r"model\.name='nobody/absent' .*, or a model type such as distilbert; "):
@@ -68,7 +68,7 @@ def test_what_the_cache_has_is_taken_and_that_is_said_once(online, capsys):
             assert from_hub("weights", NAME, lambda: "cached") == "cached"
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith("trainer: warning: http://127.0.0.1:")
-    assert "does not answer within 3 s: what its cache holds is taken; HF_ENDPOINT" in line
+    assert "does not answer within 3 s: using its local cache; set HF_ENDPOINT" in line
 
 
 def test_a_model_type_with_random_weights_needs_no_hub(online, monkeypatch):

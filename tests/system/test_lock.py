@@ -69,7 +69,7 @@ def test_a_second_run_is_refused_and_takes_over_when_the_first_is_killed(holds, 
     lock = RunLock(tmp_path)
     line = lock.acquire()
     assert f"pid {holder.pid}" in line
-    assert "has died: its lock is taken over" in line
+    assert "has died: taking over its lock" in line
     lock.release()
 
 

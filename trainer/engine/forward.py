@@ -6,8 +6,8 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 import torch
-from lightning.fabric import Fabric
-from lightning.fabric.plugins.precision import Precision
+from lightning_fabric import Fabric
+from lightning_fabric.plugins.precision import Precision
 from torch import nn
 
 from trainer.contract import Model, Packable, capability

@@ -1,7 +1,15 @@
-"""A simulated GPU: what any training loop takes of a card, in memory and time, found without one.
+"""A simulated GPU: predicts memory and time of a training loop on a card without that card.
 
-``fake_gpu(card)`` is for a whole loop, ``tracing(target)`` records what runs in a block, ``replay(trace)`` lets torch's
-allocator do the same, and ``step_cost`` estimates the time. Of this package it imports only ``system`` and ``errors``.
+    with fake_gpu("a100-80gb") as gpu:      # any loop: peaks, largest blocks, estimated time of a step
+        train()
+    print(gpu)
+
+    with tracing(Target.here(card)) as tracer:      # the operations of a block of code
+        train()
+    memory = replay(tracer.trace)                   # peaks of torch's allocator for the same allocations
+    cost = step_cost(tracer.trace, card, seconds)   # milliseconds; seconds(work): link, time of a collective
+
+From ``trainer``, it imports only ``system`` and ``errors``.
 """
 
 from __future__ import annotations
@@ -13,7 +21,7 @@ _LAZY = {"fake_gpu": "any_loop", "FakeGPU": "any_loop", "tracing": "tracer", "re
 __all__ = list(_LAZY)
 
 
-def __getattr__(name: str) -> Any:  # most of it needs torch, and much of that: imported when it is used
+def __getattr__(name: str) -> Any:  # imported on first use, because most modules need torch
     if name not in _LAZY:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return getattr(import_module(f"{__name__}.{_LAZY[name]}"), name)

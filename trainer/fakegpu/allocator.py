@@ -1,8 +1,8 @@
-"""Torch's caching allocator for CUDA (its native backend), without a GPU: how much it reserves for what is allocated.
+"""Simulation of torch's native caching allocator for CUDA: computes reserved memory from allocations and frees.
 
 Source: torch's c10/cuda/CUDACachingAllocator.cpp, ``DeviceCachingAllocator``, and c10/core/AllocatorConfig.h (read at
-2.10, constants at 2.15). Left out are private pools (CUDA graphs) and all of ``PYTORCH_CUDA_ALLOC_CONF`` but
-``expandable_segments``.
+2.10, constants at 2.15). Private pools (CUDA graphs) are not simulated. Of ``PYTORCH_CUDA_ALLOC_CONF``, only
+``expandable_segments`` is.
 """
 
 from __future__ import annotations
@@ -11,44 +11,46 @@ from bisect import bisect_left, insort
 from dataclasses import dataclass
 
 MiB = 2**20
-LEAST_BLOCK = 512  # bytes that every block is a multiple of (kMinBlockSize)
-MOST_SMALL = MiB  # of the largest block in the pool of small ones (kSmallSize); what a large one may waste unsplit
-SMALL_SEGMENT = 2 * MiB  # what the driver is asked for at once for small blocks (kSmallBuffer); an expandable page
-LARGE_SEGMENT = 20 * MiB  # for blocks between 1 and 10 MiB (large_segment_size_mb), and a large expandable page
-LEAST_OWN_SEGMENT = 10 * MiB  # from here on a block that is not cached gets a segment of its own size (kMinLargeAlloc)
-SEGMENT_STEP = 2 * MiB  # that such a segment is a multiple of (kRoundLarge)
-ADDRESSES = 2**50  # bytes of addresses of an expandable segment
+LEAST_BLOCK = 512  # block sizes are multiples of this (kMinBlockSize)
+MOST_SMALL = MiB  # max size in the small pool (kSmallSize), and max unsplit rest of a large block
+SMALL_SEGMENT = 2 * MiB  # segment for small blocks (kSmallBuffer), and page of a small expandable segment
+LARGE_SEGMENT = 20 * MiB  # segment for blocks of 1 to 10 MiB (large_segment_size_mb), and large expandable page
+LEAST_OWN_SEGMENT = 10 * MiB  # min size of a block that gets a separate segment (kMinLargeAlloc)
+SEGMENT_STEP = 2 * MiB  # separate segments are multiples of this (kRoundLarge)
+ADDRESSES = 2**50  # bytes of address space of an expandable segment
 
 
 def round_up(number: int, step: int) -> int:
-    """The first multiple of ``step`` that is not less than ``number``."""
+    """Round ``number`` up to a multiple of ``step``."""
     return -(-number // step) * step
 
 
 @dataclass(frozen=True)
 class AllocatorSettings:
-    """What ``PYTORCH_CUDA_ALLOC_CONF`` says: whether a stream has one segment that grows, not one a large block."""
+    """Settings of ``PYTORCH_CUDA_ALLOC_CONF``: expandable segments grow, so a stream has one for all large blocks."""
 
     expandable_segments: bool = False
 
     def rounded(self, requested: int) -> int:
-        """Bytes of the block that a request of ``requested`` bytes looks for (round_size)."""
+        """Return the block size for a request of ``requested`` bytes (round_size)."""
         return max(LEAST_BLOCK, round_up(requested, LEAST_BLOCK))
 
     def segment_bytes(self, size: int) -> int:
-        """Bytes that the driver is asked for when no free block has ``size`` bytes (get_allocation_size)."""
+        """Return the bytes to request from the driver if no free block has ``size`` bytes (get_allocation_size)."""
         if size <= MOST_SMALL:
             return SMALL_SEGMENT
         return LARGE_SEGMENT if size < LEAST_OWN_SEGMENT else round_up(size, SEGMENT_STEP)
 
     def splits(self, small: bool, remaining: int) -> bool:
-        """Whether a block with ``remaining`` bytes more than were asked for is cut in two (should_split)."""
+        """Return whether a block with ``remaining`` unneeded bytes is split (should_split)."""
         return remaining >= LEAST_BLOCK if small or self.expandable_segments else remaining > MOST_SMALL
 
 
 class Block:
-    """``size`` bytes from ``address`` on, in a segment of ``pool``: in use, free, or, in an expandable segment (which
-    begins at ``segment``), without memory behind them."""
+    """A block of ``size`` bytes at ``address`` in a segment of ``pool``: in use, free or unmapped.
+
+    Only blocks of an expandable segment, which starts at ``segment``, can be unmapped (without memory).
+    """
 
     __slots__ = ("address", "allocated", "mapped", "next", "pool", "previous", "requested", "segment", "size")
 
@@ -59,7 +61,7 @@ class Block:
         self.next: Block | None = None
 
     def split(self, size: int) -> Block:
-        """Keep the first ``size`` bytes; returns the block of the others, which is in no list yet."""
+        """Keep the first ``size`` bytes and return a block of the rest, which is in no list yet."""
         rest = Block(self.address + size, self.size - size, self.pool, self.segment)
         rest.mapped = self.mapped
         rest.previous, rest.next = self, self.next
@@ -69,7 +71,7 @@ class Block:
         return rest
 
     def merge(self) -> None:
-        """Take in the blocks before and after that are free like this one, or without memory like this one."""
+        """Merge with the neighbours that are free and, like this block, mapped or unmapped."""
         before, after = self.previous, self.next
         if before is not None and not before.allocated and before.mapped == self.mapped:
             before.pool.remove(before)
@@ -84,11 +86,11 @@ class Block:
 
     @property
     def extent(self) -> int:
-        """Bytes that it has, or would have if it grew into the addresses behind it that have no memory."""
+        """The size of the block including an unmapped block after it."""
         return self.size if self.next is None or self.next.mapped else self.size + self.next.size
 
     def has_room(self, size: int) -> bool:
-        """Whether the blocks from this one on that are not in use have ``size`` bytes of addresses."""
+        """Return whether this block and the unused blocks after it have ``size`` bytes of addresses."""
         found, block = 0, self
         while not block.allocated:
             found += block.size
@@ -99,12 +101,12 @@ class Block:
 
 
 class Pool:
-    """The free blocks of one stream, small or large; no other stream is given one.
+    """The free blocks of one stream, small or large. Streams do not share blocks.
 
     Attributes:
-        page: bytes of memory that an expandable segment gets at once.
-        free: ``(size, address, block)``, in this order: the first that is large enough is the best fit.
-        unmapped: ``(address, block)`` of expandable segments, where no memory is, by address.
+        page: bytes that an expandable segment maps at once.
+        free: sorted ``(size, address, block)``; the first that is large enough is the best fit.
+        unmapped: sorted ``(address, block)`` of unmapped blocks in expandable segments.
     """
 
     __slots__ = ("free", "page", "small", "stream", "unmapped")
@@ -129,25 +131,25 @@ class Pool:
 
 
 class Shortage(Exception):
-    """The driver has no memory for a block, even after the cache was given back."""
+    """Raised when the driver has no memory for a block, even after the cache was released."""
 
 
 class CachingAllocator:
-    """One device's allocator: best fit among the free blocks of a stream, else memory from the driver.
+    """The allocator of one device: best fit among the free blocks of a stream, otherwise memory from the driver.
 
-    The driver has memory up to a ``capacity`` in bytes, without end by default; a process that calls
-    ``torch.cuda.set_per_process_memory_fraction`` has one, too.
-    A free block is split when enough is left over, and merged with its free neighbours when it is freed. Segments go
-    back to the driver only when it has no memory left, or by :meth:`release_cached`. In an expandable segment memory
-    is mapped a page at a time, at the lowest address where the request fits; gaps that released pages have left are
-    the first to be filled.
+    ``capacity`` is the driver's memory in bytes, unlimited by default. In torch,
+    ``torch.cuda.set_per_process_memory_fraction`` has the same effect.
+
+    A free block is split if the rest is large enough, and merged with its free neighbours when it is freed. Segments
+    return to the driver only if it has no memory left, or by :meth:`release_cached`. An expandable segment maps whole
+    pages at the lowest address where the request fits, so gaps of released pages are filled first.
 
     Attributes:
-        allocated: bytes of the blocks in use, as ``torch.cuda.memory_allocated`` counts: with what rounding adds and
-            with what was left over but not split off.
-        requested: bytes that were asked for.
-        reserved: bytes that the driver has given, in use or free.
-        retries: how often the driver had no memory until the cache was given back (num_alloc_retries).
+        allocated: bytes of the blocks in use, as ``torch.cuda.memory_allocated`` counts: including rounding and
+            unsplit rests.
+        requested: bytes requested by the program.
+        reserved: bytes obtained from the driver, in use or free.
+        retries: number of times that the cache was released because the driver had no memory (num_alloc_retries).
     """
 
     def __init__(self, settings: AllocatorSettings | None = None, capacity: int | None = None) -> None:
@@ -158,7 +160,7 @@ class CachingAllocator:
         self._next_address = 2**40
 
     def malloc(self, requested: int, stream: int = 0) -> Block:
-        """A block for ``requested`` bytes on ``stream``; :class:`Shortage` if even a released cache is too small."""
+        """Return a block for ``requested`` bytes on ``stream``; raise :class:`Shortage` if memory is exhausted."""
         if requested <= 0:
             raise ValueError(f"a block of {requested} bytes cannot be allocated")
         size = self.settings.rounded(requested)
@@ -177,7 +179,7 @@ class CachingAllocator:
         return block
 
     def free(self, block: Block) -> None:
-        """Put ``block``, which is in use, back in its pool, merged with its free neighbours."""
+        """Return a used ``block`` to its pool, merged with its free neighbours."""
         if not block.allocated:
             raise ValueError(f"the block at address {block.address} is not in use")
         block.allocated = False
@@ -187,7 +189,7 @@ class CachingAllocator:
         block.pool.insert(block)
 
     def release_cached(self) -> None:
-        """Give the driver every segment, or mapped page, that is wholly free (``torch.cuda.empty_cache``)."""
+        """Return all unused segments and mapped pages to the driver (``torch.cuda.empty_cache``)."""
         for pool in self.pools.values():
             for _, _, block in list(pool.free):
                 if block.segment is not None:
@@ -197,19 +199,19 @@ class CachingAllocator:
                     self.reserved -= block.size
 
     def _cached(self, pool: Pool, size: int) -> Block | None:
-        """The free block that fits best, taken off its list (get_free_block)."""
+        """Remove the best fitting free block from its list and return it (get_free_block)."""
         free = pool.free
         index = bisect_left(free, (size, 0))
         if index == len(free):
             return None
         if self.settings.expandable_segments:
-            # A block that can grow counts as large as it could get: rather a larger one that cannot.
+            # The extent of a block counts, so a larger block with a smaller extent is preferred.
             while index + 1 < len(free) and free[index + 1][2].extent < free[index][2].extent:
                 index += 1
         return free.pop(index)[2]
 
     def _retried(self, pool: Pool, size: int) -> Block:
-        """A block of memory that others had cached: all that is wholly free goes back to the driver first."""
+        """Release the cache, then return a block from the driver."""
         self.release_cached()
         self.retries += 1
         if (block := self._from_driver(pool, size)) is None:
@@ -217,9 +219,9 @@ class CachingAllocator:
         return block
 
     def _from_driver(self, pool: Pool, size: int) -> Block | None:
-        """A block of at least ``size`` bytes with new memory, on no list; ``None`` if the driver has too little.
+        """Return a block of at least ``size`` bytes with new memory, in no list; ``None`` if the driver has too little.
 
-        Of an expandable segment, what could be mapped until then stays mapped, and free.
+        In an expandable segment, pages mapped before the failure stay mapped and free.
         """
         if not self.settings.expandable_segments:
             segment = self.settings.segment_bytes(size)
@@ -232,12 +234,12 @@ class CachingAllocator:
             assert gap is not None
             if not self._map(gap, min(gap.size, size - block.size)):
                 return None
-            block = gap  # mapping has merged the two
+            block = gap  # mapping merged both
         pool.remove(block)
         return block
 
     def _reserve(self, size: int) -> bool:
-        """Take ``size`` bytes of the driver's memory, if there are so many."""
+        """Reserve ``size`` bytes if the driver has them; return whether it does."""
         if self.capacity is not None and self.reserved + size > self.capacity:
             return False
         self.reserved += size
@@ -245,14 +247,14 @@ class CachingAllocator:
         return True
 
     def new_address(self, size: int) -> int:
-        """Where the driver lets a segment of ``size`` bytes begin: addresses rise."""
+        """Return the address of a new segment of ``size`` bytes; addresses increase."""
         self._next_address += size
         return self._next_address - size
 
     # Source: find_expandable_block, map_block, try_allocate_expandable_block and unmap_block.
 
     def _lowest(self, pool: Pool, size: int) -> Block:
-        """The first block, free or unmapped, from which on ``size`` bytes of addresses can be had."""
+        """Return the first free or unmapped block at which ``size`` bytes of addresses are unused."""
         for _, gap in pool.unmapped:
             before = gap.previous
             first = before if before is not None and not before.allocated else gap
@@ -266,7 +268,7 @@ class CachingAllocator:
         return block
 
     def _map(self, block: Block, size: int) -> bool:
-        """Put memory behind the pages of the first ``size`` bytes of ``block``, and merge it with free neighbours."""
+        """Map the pages of the first ``size`` bytes of ``block`` and merge it with its free neighbours."""
         pool, mapped = block.pool, round_up(size, block.pool.page)
         if not self._reserve(mapped):
             return False
@@ -279,7 +281,7 @@ class CachingAllocator:
         return True
 
     def _unmap(self, block: Block, segment: int) -> None:
-        """Give back the memory of those pages that lie wholly in a free ``block``."""
+        """Unmap the pages that lie completely in a free ``block``."""
         pool = block.pool
         begin = segment + round_up(block.address - segment, pool.page)
         end = block.address + block.size
@@ -296,5 +298,5 @@ class CachingAllocator:
         middle.mapped = False
         middle.merge()
         self.reserved -= end - begin
-        if middle.previous is not None or middle.next is not None:  # else nothing of the segment is left
+        if middle.previous is not None or middle.next is not None:  # otherwise the whole segment is gone
             pool.insert(middle)

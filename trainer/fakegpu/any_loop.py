@@ -1,4 +1,4 @@
-"""``fake_gpu``: what any training loop would take of a simulated GPU, found by hooks and not by our engine."""
+"""``fake_gpu``: predict memory and time of any training loop on a simulated GPU, with hooks instead of our engine."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_leaves
 from torch.utils.weak import WeakIdKeyDictionary
 
-from trainer.errors import RunError, require
+from trainer.errors import RecipeError, RunError
 from trainer.fakegpu.allocator import AllocatorSettings, Block, CachingAllocator
 from trainer.fakegpu.cost import cost_of
 from trainer.fakegpu.events import EMPTY_CACHE, Category, Event
@@ -33,46 +33,46 @@ from trainer.fakegpu.tracer import Tracer, plain_tensors, tracing
 from trainer.system.text import gigabytes, wrapped
 
 draw: Callable[[dict[str, Any], int, str, Path], None] | None = None
-"""What :meth:`FakeGPU.plot` draws :attr:`FakeGPU.picture` with. ``trainer.planner`` registers it."""
+"""The function that :meth:`FakeGPU.plot` calls with :attr:`FakeGPU.picture`. ``trainer.planner`` registers it."""
 
 
 class Held(NamedTuple):
     """A block of memory."""
 
-    bytes: int  # that were asked for
+    bytes: int  # requested bytes
     category: Category
-    name: str  # of the parameter, or the operation that made it and the module that this was in
-    shape: tuple[int, ...]  # of the tensor that it was made for
-    dtype: str  # of that, as torch names it (``bfloat16``)
-    phase: str  # in which it was made
+    name: str  # parameter, or operation and module that created the block
+    shape: tuple[int, ...]  # shape of the tensor that the block was created for
+    dtype: str  # dtype of that tensor, as torch names it (``bfloat16``)
+    phase: str  # phase in which the block was created
 
 
 class LoopTracer(Tracer):
-    """A tracer that guesses phases and categories from calls that any loop makes.
+    """A tracer that infers phases and categories from calls that every training loop makes.
 
-    ``forward`` begins with the outermost call of a module (``evaluation``, without gradients) and lasts until another
-    phase begins; ``backward`` and ``step`` are a backward and a step of an optimizer; after those comes ``other``.
+    ``forward`` starts with the outermost call of a module (``evaluation`` if gradients are disabled) and ends when
+    another phase starts. ``backward`` and ``step`` are calls of backward and of an optimizer; ``other`` follows them.
     """
 
     def __init__(self, target: Target, mode: FakeGPUMode) -> None:
         super().__init__(target, mode)
         self.records_work, self.settings = True, AllocatorSettings(target.expandable_segments)
-        self.made: dict[int, Held] = {}  # by the number of the block
-        self.steps, self.step_work = 0, (0, 0)  # optimizer steps taken, and where the work of the last one is
-        self._from_host: set[int] = set()  # blocks that were copied to the device, and are nothing else so far
-        self._names = WeakIdKeyDictionary()  # of modules and parameters, from the outermost module on
-        self._calls: list[nn.Module] = []  # that are going on, the innermost last
-        self._backwards = self._updates = 0  # how many are going on, one within the other
-        self._began: dict[int | None, int] = {None: 0}  # where in the work an optimizer's next step begins, by its id
+        self.made: dict[int, Held] = {}  # by block number
+        self.steps, self.step_work = 0, (0, 0)  # number of optimizer steps, and the last one's range in trace.work
+        self._from_host: set[int] = set()  # blocks copied from the host that have no category yet
+        self._names = WeakIdKeyDictionary()  # full names of modules and parameters
+        self._calls: list[nn.Module] = []  # active module calls, the innermost last
+        self._backwards = self._updates = 0  # number of active, possibly nested, calls
+        self._began: dict[int | None, int] = {None: 0}  # start of the next step in trace.work, by id of the optimizer
         self._meter, self._blocks, self._metered = CachingAllocator(self.settings), dict[int, Block](), 0
 
     def __enter__(self) -> Tracer:
         call, backward, apply = nn.Module.__call__, torch.autograd.backward, nn.Module._apply
         compiled = torch.compile
-        less = "torch.compile is left out: what it fuses needs less memory, mostly, and less time"
+        less = "torch.compile is not simulated: fused operations usually need less memory and time"
 
         def called(module: nn.Module, *args: Any, **options: Any) -> Any:
-            if not self._calls and not self._backwards:  # in a backward it is computed again
+            if not self._calls and not self._backwards:  # a call during backward is recomputation
                 self._name(module)
                 inputs = [leaf for leaf in tree_leaves((args, options)) if isinstance(leaf, Tensor)]
                 self.categorise([tensor for tensor in inputs if not self._is_computed(tensor)], "batch")
@@ -124,13 +124,13 @@ class LoopTracer(Tracer):
         super().enter(phase)
 
     def settle(self) -> None:
-        """What was copied from the host, and is nothing else, is the batch."""
+        """Categorise tensors that were copied from the host as the batch, unless they have another category."""
         for number in self._from_host:
             self.trace.categories.setdefault(number, "batch")
         self._from_host.clear()
 
     def held(self, blocks: list[Event]) -> list[Held]:
-        """What those blocks are, the largest first."""
+        """Return descriptions of the blocks, the largest first."""
         found = []
         for number, size, op, phase, _ in blocks:
             known = self.made.get(number) or Held(size, "temporaries", op, (), "", phase)
@@ -140,7 +140,7 @@ class LoopTracer(Tracer):
     def watch(self, tensor: Any, op: str) -> None:
         before = self._ids
         super().watch(tensor, op)
-        if self._ids > before and tensor.layout is not torch.sparse_coo:  # whose parts were watched
+        if self._ids > before and tensor.layout is not torch.sparse_coo:  # parts of a sparse tensor are watched
             path = self._names.get(self._calls[-1]) if self._calls else None
             what = f"{op} in {path}" if path else op, tuple(tensor.shape), str(tensor.dtype).removeprefix("torch.")
             self.made[self._ids] = Held(tensor.untyped_storage().nbytes(), "temporaries", *what, self.phase)
@@ -164,7 +164,7 @@ class LoopTracer(Tracer):
             for key, value in state.items() if isinstance(state, dict) else ():
                 for tensor in tree_leaves(value):
                     self._claim(tensor, "optimizer", f"{key} of {self._names.get(parameter)}")
-        end = len(self.trace.work)  # several take turns: each has all that was done since its own last step
+        end = len(self.trace.work)  # with several optimizers, a step covers the work since the same optimizer's last
         self.step_work = self._began.get(id(optimizer), self._began[None]), end
         self._began[id(optimizer)] = end
         self.steps += 1
@@ -176,7 +176,7 @@ class LoopTracer(Tracer):
         self.enter("backward" if self._backwards else "step" if self._updates else "other")
 
     def _name(self, module: nn.Module) -> None:
-        """Name its parts, those that are parts of several by the longest path."""
+        """Name the parts of ``module``; shared parts get the longest path."""
         tensors = dict(module.named_parameters()) | dict(module.named_buffers())
         for name, part in (*module.named_modules(), *tensors.items()):
             self._names[part] = max(name, self._names.get(part, ""), key=len)
@@ -184,7 +184,7 @@ class LoopTracer(Tracer):
             self._claim(tensor, "params", self._names[tensor])
 
     def _is_computed(self, tensor: Tensor) -> bool:
-        """Whether it is no batch: the output of a model, perhaps detached, on its way to a loss or a metric."""
+        """Return whether a tensor is a model's output, such as the input of a loss module, rather than a batch."""
         found = (self.storages.get(id(part.untyped_storage())) for part in plain_tensors(tensor))
         return tensor.requires_grad or any(one and one.phase in ("forward", "evaluation") for one in found)
 
@@ -194,7 +194,7 @@ class LoopTracer(Tracer):
                 self._claim(part.grad, "gradients", f"gradient of {name}")
 
     def _claim(self, tensor: Any, category: Category, name: str) -> None:
-        """Say what the memory of ``tensor`` is for, whatever was guessed before."""
+        """Set category and name of the memory of ``tensor``, replacing an earlier guess."""
         for part in plain_tensors(tensor):
             storage = self.storages.get(id(part.untyped_storage()))
             if storage is not None and storage.on_device and storage.bytes:
@@ -203,7 +203,7 @@ class LoopTracer(Tracer):
                     self.made[storage.id] = self.made[storage.id]._replace(name=name)
 
     def _adopt(self, module: nn.Module) -> None:
-        """Fake the real parameters of a module from outside; those that it shares stay shared, optimizers follow."""
+        """Replace a module's real parameters by fake ones, also in optimizers; shared parameters stay shared."""
         found: dict[int, Any] = {}
         for part in module.modules():
             for name, real in part._parameters.items():
@@ -218,10 +218,10 @@ class LoopTracer(Tracer):
     def _faked(self, real: nn.Parameter) -> Any:
         if not real.is_meta:
             return self.mode.from_tensor(real)
-        with _disable_current_modes(), self.mode:  # it takes no memory of the host
+        with _disable_current_modes(), self.mode:  # not counted as host memory
             return nn.Parameter(torch.empty_like(real, device="cpu"), real.requires_grad)
 
-    # What loops ask torch.cuda about its allocator, answered by the one of the replay, as far as the loop has come.
+    # torch.cuda's memory functions, answered by a simulated allocator that follows the trace.
 
     def _empty_cache(self) -> None:
         self.trace.events.append(Event(EMPTY_CACHE, 0, "empty_cache", self.phase))
@@ -247,29 +247,29 @@ class LoopTracer(Tracer):
 
 
 class FakeGPU:
-    """What a loop takes of a simulated card: so far or, after the block, in all. Memory is in bytes."""
+    """Predicted memory (in bytes) and time of a loop on a simulated card, so far or, after the block, in total."""
 
     card: GPU
-    capacity: int  # that torch may take of the card: all but CUDA's context; set it to ask about less
-    fits: bool  # whether that is enough; the loop is never ended for the want of memory
-    retries: int | None  # how often torch must give its cache back for it to be enough; ``None``: it is not
-    allocated: int  # the most that tensors take at once, as torch.cuda.max_memory_allocated
-    reserved: int  # the most that torch's allocator takes from the GPU, as torch.cuda.max_memory_reserved
-    host: int  # the most that tensors made in the block take in host memory, besides Python, its libraries and batches
-    categories: dict[Category, int]  # what is in use at the allocated peak, by what it is for
-    largest: list[Held]  # the largest blocks of it
-    peak_phase: str  # where that peak is
-    phases: dict[str, PhasePeak]  # peaks within init, forward, backward, step, evaluation and, between them, other
-    steps: int  # optimizer steps that were taken
-    step_ms: float | None  # of the GPU, estimated, from the last step but one to the end of the last; None without one
-    notes: list[str]  # what else a person must know to read the figures
-    timeline: dict[str, Any]  # for a plot
+    capacity: int  # memory for torch: the card's without CUDA's context; can be set to a smaller value
+    fits: bool  # whether the capacity is sufficient; the loop itself never runs out of memory
+    retries: int | None  # how often torch must release its cache to stay within the capacity; ``None``: impossible
+    allocated: int  # peak memory of tensors, as torch.cuda.max_memory_allocated
+    reserved: int  # peak memory of torch's allocator, as torch.cuda.max_memory_reserved
+    host: int  # peak host memory of tensors created in the block, without Python, libraries and batches
+    categories: dict[Category, int]  # memory at the allocated peak, by category
+    largest: list[Held]  # the largest blocks at the allocated peak
+    peak_phase: str  # phase of the allocated peak
+    phases: dict[str, PhasePeak]  # peaks within init, forward, backward, step, evaluation and other
+    steps: int  # number of optimizer steps
+    step_ms: float | None  # estimated GPU time of the last step; ``None`` without a step
+    notes: list[str]  # limits of the prediction
+    timeline: dict[str, Any]  # data for a plot
 
     def __init__(self, tracer: LoopTracer) -> None:
         self.card, self.capacity = tracer.target.gpu, usable_memory(tracer.target.gpu, 1)
         self._tracer, self._found = tracer, ((-1, -1, -1), dict[str, Any]())
 
-    def __getattr__(self, name: str) -> Any:  # of the figures: they are computed when somebody asks
+    def __getattr__(self, name: str) -> Any:  # the results are computed on access
         if name not in FakeGPU.__annotations__:
             raise AttributeError(f"a FakeGPU has no {name!r}")
         tracer = self._tracer
@@ -277,7 +277,7 @@ class FakeGPU:
         if self._found[0] != seen:
             self._found = seen, self._figures()
         found = self._found[1]
-        if name in ("fits", "retries"):  # which depend on what the capacity is set to
+        if name in ("fits", "retries"):  # these depend on the capacity
             retries = retries_within(tracer.trace, self.capacity, tracer.settings, found["memory"])
             return retries if name == "retries" else retries is not None
         return found[name]
@@ -292,9 +292,9 @@ class FakeGPU:
             step_ms = cost_of(last, target, Cluster(1, 1), interconnects(ONE, target.gpu)[0]).step_ms
         notes = list(trace.notes)
         if not memory.peak_allocated:
-            notes.append('nothing was put on the GPU: move the model and the batches with .to("cuda")')
+            notes.append('no tensor is on the GPU: move the model and the batches with .to("cuda")')
         elif tracer.steps < 2:
-            notes.append(f"{tracer.steps or 'no'} optimizer step was taken, and the peak of training is in the second")
+            notes.append(f"{tracer.steps or 'no'} optimizer step was taken, but the peak of training is in the second")
         return {
             "memory": memory,
             "allocated": memory.peak_allocated,
@@ -311,24 +311,24 @@ class FakeGPU:
         }
 
     def plot(self, path: str | Path) -> None:
-        """Draw memory over allocations and frees, by what it is for, with the phases: a PNG.
+        """Write a PNG with memory by category over allocations and frees, and the phases.
 
         Raises:
-            RunError: when nothing was put on the GPU.
+            RunError: no tensor was on the GPU.
         """
         if not self.allocated:
             raise RunError(f"{path} cannot be drawn: {self.notes[-1]}")
         if draw is None:
-            raise RunError(f"{path} cannot be drawn: import fake_gpu from trainer.planner, which has plots")
+            raise RunError(f"{path} cannot be drawn: import fake_gpu from trainer.planner, which provides plots")
         draw(*self.picture, Path(path))
 
     @property
     def picture(self) -> tuple[dict[str, Any], int, str]:
-        """What a plot shows: the timeline, the capacity in bytes, and a title."""
+        """The content of a plot: timeline, capacity in bytes and title."""
         return self.timeline, self.capacity, f"{self.card.title}, predicted: {self._verdict}"
 
     def to_json(self) -> dict[str, Any]:
-        """All of it but what is drawn, in plain types, with memory in GB (1e9 bytes)."""
+        """Return all results except the timeline in plain types, with memory in GB (1e9 bytes)."""
         sizes = {name: getattr(self, name) for name in ("capacity", "allocated", "reserved", "host")}
         largest = [{"gb": in_gb(one.bytes), **dict(zip(one._fields[1:], one[1:], strict=True))} for one in self.largest]
         peaks = {name: peak._asdict() for name, peak in self.phases.items()}
@@ -342,8 +342,8 @@ class FakeGPU:
     @property
     def _verdict(self) -> str:
         if self.retries:
-            return f"it fits, if torch gives its cache back {self.retries} times"
-        return "it fits" if self.fits else f"it does not fit: {gigabytes(self.reserved)} are needed"
+            return f"it fits if torch releases its cache {self.retries} times"
+        return "it fits" if self.fits else f"it does not fit: it needs {gigabytes(self.reserved)}"
 
     def __str__(self) -> str:
         parts = ", ".join(f"{name} {gigabytes(size)}" for name, size in self.categories.items())
@@ -354,7 +354,7 @@ class FakeGPU:
             "peak": f"in {self.peak_phase}: {parts or 'nothing'}",
             "largest": largest or "nothing",
             "host": gigabytes(self.host),
-            "step": "none was taken" if self.step_ms is None else f"{self.step_ms:,.1f} ms, estimated",
+            "step": "no step was taken" if self.step_ms is None else f"{self.step_ms:,.1f} ms, estimated",
             "notes": "; ".join(self.notes) or "none",
         }
         return "\n".join(wrapped(f"{label:<9} {text}", " " * 10) for label, text in rows.items())
@@ -362,23 +362,24 @@ class FakeGPU:
 
 @contextmanager
 def fake_gpu(card: str | GPU, *, torch_version: str | None = None) -> Iterator[FakeGPU]:
-    """Give the block a simulated GPU, and find out what it would take of a real one; no weights are needed.
+    """Simulate a GPU in the block and predict what the block would need on the real card, without weights.
 
-    Tensors and modules that are made in the block, or moved in it, have no data from then on, and are of no use after
-    it. Data loaders stay real; floating-point numbers that are read are 1. Nothing is compiled, and memory has no end.
+    Tensors and modules that are created or moved in the block have no data and cannot be used after it. Data loaders
+    stay real. Reading a floating-point value returns 1. Nothing is compiled, and memory is unlimited.
 
     Args:
-        card: such as ``"a100-80gb"``; a wrong name is answered with all of them.
-        torch_version: such as ``"2.6"``, whose kernels the card would run; by default the one that is installed.
+        card: a name such as ``"a100-80gb"``; an error lists all names.
+        torch_version: the version, such as ``"2.6"``, whose kernels the card would run; default: the installed one.
 
     Raises:
-        RecipeError: for a card or a version that is not known.
-        RunError: within another such block, or when this process has used its GPU already.
+        RecipeError: unknown card or version.
+        RunError: the block is in another such block, or this process has already used its GPU.
     """
     gpu = gpu_named(card) if isinstance(card, str) else card
     version = re.fullmatch(r"(\d+)\.(\d+).*", torch_version or "0.0")
-    require(version is not None, f"torch_version={torch_version!r} must be such as '2.6'")
-    major, minor = map(int, version.groups()) if version else (0, 0)
+    if version is None:
+        raise RecipeError(f"torch_version={torch_version!r} must be a version such as '2.6'")
+    major, minor = map(int, version.groups())
     with tracing(dataclasses.replace(Target.here(gpu), torch_version=(major, minor)), kind=LoopTracer) as tracer:
         assert isinstance(tracer, LoopTracer)
         tracer.enter("init")

@@ -1,10 +1,10 @@
-"""How long a step takes: an estimate from what it does, to rank plans by.
+"""Estimate of the time of a step from its operations, to rank plans.
 
 An operation takes the longer of its arithmetic and its memory traffic (the roofline model: Williams, Waterman and
-Patterson, 2009) and a part of the shorter, for the first tiles of a product are read and its last are written while
-nothing computes. Copies and collectives take what their link allows.
+Patterson, 2009) plus a part of the shorter, because a product computes nothing while it reads its first and writes its
+last tiles. The time of copies and collectives depends on their link.
 
-No figure here was fitted on a training step. How far off steps are is in docs/planner.md.
+No constant in this file was fitted to a training step. For the errors of predicted steps see docs/planner.md.
 """
 
 from __future__ import annotations
@@ -21,43 +21,44 @@ from trainer.fakegpu.gpus import GPU
 from trainer.fakegpu.network import Cluster, Interconnect, sent
 
 if TYPE_CHECKING:
-    from trainer.fakegpu.target import Target  # which imports torch
+    from trainer.fakegpu.target import Target  # it imports torch
 
-# Of the data sheet's bandwidth, in large copies and elementwise kernels: the median of 14 measurements of torch, 0.73
-# on an A100 to 0.91 on a 4090 (github.com/chsasank/device-benchmarks, github.com/mli/transformers-benchmarks).
+# Achieved fraction of the data sheet's memory bandwidth in large copies and elementwise kernels: the median of 14
+# measurements with torch, from 0.73 on an A100 to 0.91 on a 4090 (github.com/chsasank/device-benchmarks,
+# github.com/mli/transformers-benchmarks).
 MEMORY = 0.83
-# Of the shorter of arithmetic and traffic, what nothing overlaps with, and the seconds to start, fill and drain a
-# kernel: found on what square products of 1,024 to 4,096 rows take on 16 cards (``tests/fakegpu/test_cost.py``), 15 %
-# off in the root mean square; 20 % with all of it overlapped, 17 % with nothing.
+# ``EXPOSED``: the fraction of the shorter of arithmetic and traffic without overlap. ``KERNEL``: seconds to start,
+# fill and drain a kernel. Both were fitted to square products of 1,024 to 4,096 rows on 16 cards
+# (``tests/fakegpu/test_cost.py``): root mean square error 15 %; 20 % with full overlap, 17 % without overlap.
 EXPOSED, KERNEL = 0.5, 4e-6
-# Elements that a multiprocessor reads or writes in a clock, in kernels that are no products. That, and not memory, is
-# the limit of an A100 in half precision: layers of BERT-large and GPT-2 medium take there as long as with 3.3 and 2.1
-# (github.com/mli/transformers-benchmarks). Those on a V100, an A6000 and a 3090 Ti are predicted within 8 % anyway.
+# Elements per clock that a multiprocessor reads or writes in kernels other than products. This, not memory, limits an
+# A100 in half precision: layers of BERT-large and GPT-2 medium match values of 3.3 and 2.1
+# (github.com/mli/transformers-benchmarks). Predictions for a V100, an A6000 and a 3090 Ti are within 8 % regardless.
 ELEMENTS = 2.6
-# What attention kernels reach of the rate of products: FlashAttention-2 50 to 73 % of an A100's peak, whose products
-# reach 83 % (Dao, 2023), and cuDNN's about 55 % of an H100's (Shah et al., 2024).
+# Speed of attention kernels relative to products: FlashAttention-2 reaches 50 to 73 % of an A100's peak, of which
+# products reach 83 % (Dao, 2023); cuDNN's attention reaches about 55 % of an H100's peak (Shah et al., 2024).
 ATTENTION = 0.72
-# Seconds of the CPU. It runs ahead of the GPU, so a phase takes the longer of the two. No GPU has measured these.
-# ``LAUNCH``: an operation in eager mode, with autograd and Python. Assumed; 5 to 25 µs are seen: ``a * 1.2`` alone took
-# 2.7, 4.3 and 7.3 µs on three machines (github.com/mli/transformers-benchmarks and issue 4). ``view``: an operation
-# that launches nothing, 1.0 to 1.9 µs on a CPU. ``chunk`` of the optimizer offload, besides its copies: assumed; 40 to
-# 60 µs with them, by reading ``Carrier.carry``. ``fused``: joined by the compiler to the kernel before it.
+# CPU seconds per operation. The CPU runs ahead of the GPU, so a phase takes the longer of both. Not measured.
+# ``LAUNCH``: an operation in eager mode, with autograd and Python. Assumed; usual: 5 to 25 µs; ``a * 1.2`` alone
+# took 2.7, 4.3 and 7.3 µs on three machines (github.com/mli/transformers-benchmarks, issue 4). ``view``: an operation
+# without a kernel, 1.0 to 1.9 µs on a CPU. ``chunk`` of the optimizer offload, without its copies: assumed; 40 to
+# 60 µs with them, from reading ``Carrier.carry``. ``fused``: merged by the compiler with the previous kernel.
 LAUNCH, NO_KERNEL = 8e-6, {"view": 1.5e-6, "chunk": 25e-6, "fused": 0.0}
-COPY = 10e-6  # seconds to start a copy over the bus. Assumed; 5 to 20
-# Bytes a second of one rank's optimizer on the host. Assumed: Adam on a billion weights takes 1.39 s in plain torch and
-# 0.22 s in DeepSpeed's kernel on two large sockets (ZeRO-Offload, Ren et al., 2021, table 4), which is 20 to 127 GB/s.
+COPY = 10e-6  # seconds to start a copy over the bus; assumed, typical are 5 to 20 µs
+# Bytes/s of one rank's optimizer on the host. Assumed: Adam on a billion weights takes 1.39 s in plain torch and 0.22 s
+# in DeepSpeed's kernel on two large sockets (ZeRO-Offload, Ren et al., 2021, table 4), which is 20 to 127 GB/s.
 HOST_MEMORY = 40e9
-HOST_NETWORK = 1e9  # bytes a second of gloo in host memory: 0.2 s for 188 MB on 2 ranks of one machine were measured
+HOST_NETWORK = 1e9  # bytes/s of gloo in host memory; measured: 0.2 s for 188 MB on 2 ranks of one machine
 ERROR = 0.2
-"""What steps are off by: the root mean square, in logarithms, over the published steps of docs/planner.md, "Times".
-None of them was used for a figure here."""
-ESTIMATES = f"estimates, ± {100 * ERROR:.0f} % (root mean square): to order plans on a card, less so to order cards"
+"""Root mean square error of the logarithm of predicted step times, over the published steps of docs/planner.md,
+"Times". No constant in this file was fitted to them."""
+ESTIMATES = f"estimates, ± {100 * ERROR:.0f} % (root mean square): to rank plans on a card, less so to rank cards"
 TAKES_WEIGHTS = "split_with_sizes_copy"  # FSDP2's first operation on gathered weights: it waits for their all-gather
-Seconds = Callable[[Work], tuple[str, float]]  # the link that a collective takes, and for how many seconds
+Seconds = Callable[[Work], tuple[str, float]]  # link and seconds of a collective
 
 
 def kernel_seconds(item: Work, gpu: GPU) -> float:
-    """Seconds of one kernel, by its arithmetic at the rate of products and by its traffic."""
+    """Return the seconds of one kernel from its arithmetic, at the rate of products, and its memory traffic."""
     if not item.flops and not item.bytes:
         return 0.0
     rate = gpu.product_rate(item.dtype) * (ATTENTION if "attention" in item.op else 1.0)
@@ -71,27 +72,30 @@ def kernel_seconds(item: Work, gpu: GPU) -> float:
 
 @dataclass(frozen=True)
 class StepCost:
-    """Milliseconds of a step; what a kind of work takes is one after the other, overlapped or not."""
+    """Milliseconds of a step. The times of the kinds of work are sums that ignore overlap."""
 
-    step_ms: float  # from its begin to its end, what runs at the same time counted once
-    alone_ms: float  # the same without any collective
-    update_ms: float  # of ``step_ms``, what comes after the last backward
-    compute_ms: float  # of all kernels
-    launch_ms: float  # of the CPU, which launches while the GPU computes
-    transfer_ms: float  # of copies over the bus
-    communication_ms: float  # of collectives
-    host_ms: float  # of the optimizer on the CPU, beside the last backward or after it
+    step_ms: float  # duration of the step, with overlap
+    alone_ms: float  # the same without collectives
+    update_ms: float  # part of ``step_ms`` after the last backward
+    compute_ms: float  # kernels
+    launch_ms: float  # CPU time for launches, while the GPU computes
+    transfer_ms: float  # copies over the bus
+    communication_ms: float  # collectives
+    host_ms: float  # the optimizer on the CPU, during the last backward or after it
 
     @property
     def exposed_ms(self) -> float:
-        """What collectives add to the time of the rest, because nothing is left to overlap with."""
+        """Time that collectives add to the step because nothing overlaps them."""
         return self.step_ms - self.alone_ms
 
 
 def changed(work: Sequence[Work], units: str | None) -> list[Work]:
-    """``work`` with fp32 products in ``units``; with ``None`` compiled: consecutive operations of a phase, but for
-    products, norms and copies, are a kernel that moves what the largest does. Two published steps are 14 and 23 %
-    shorter by this rule (rows of GPT-2 with flash attention and Llama 3.2 3B); compiling them saved 18 and 21 %."""
+    """Return ``work`` with fp32 products in ``units`` or, if ``units`` is ``None``, as compiled.
+
+    Compiled means: consecutive operations of a phase, except products, norms and copies, become one kernel with the
+    traffic of the largest. This shortens two published steps (GPT-2 with flash attention and Llama 3.2 3B) by 14 and
+    23 %; compiling them saved 18 and 21 %.
+    """
     if units:
         return [one._replace(dtype=units) if one.flops and one.dtype == "float32" else one for one in work]
     found: list[Work] = []
@@ -106,7 +110,7 @@ def _is_fusible(one: Work) -> bool:
 
 
 def cost_of(trace: Trace, target: Target, cluster: Cluster, network: Interconnect) -> StepCost:
-    """The time of a step over ``network``."""
+    """Return the time of the last step of ``trace`` on ``cluster``, connected by ``network``."""
 
     def seconds(item: Work) -> tuple[str, float]:
         group = cluster.group(item.ranks, item.stride)
@@ -120,12 +124,12 @@ def cost_of(trace: Trace, target: Target, cluster: Cluster, network: Interconnec
 
 
 def step_cost(trace: Trace, gpu: GPU, seconds: Seconds) -> StepCost:
-    """The time of the last step of ``trace``; micro-steps that were not traced are like the one in the middle."""
+    """Return the time of the last step of ``trace``; micro-steps that were not traced count as the middle one."""
     return StepCost(*(1e3 * figure for figure in of_whole_step(trace, lambda work: _figures(work, gpu, seconds))))
 
 
 def peak_seconds(trace: Trace, gpu: GPU) -> float:
-    """Of the model's own arithmetic in the last step of ``trace``, at the data sheet's peak: without recomputation."""
+    """Return the seconds of the last step's forward and backward FLOPs at the card's peak, without recomputation."""
 
     def seconds(work: Sequence[Work]) -> list[float]:
         own = [item for item in work if item.phase in ("forward", "backward") and not item.again]
@@ -135,7 +139,7 @@ def peak_seconds(trace: Trace, gpu: GPU) -> float:
 
 
 def of_whole_step(trace: Trace, measure: Callable[[Sequence[Work]], list[float]]) -> list[float]:
-    """What ``measure`` says of the last step: micro-steps that were not traced add what the one in its middle does."""
+    """Return ``measure`` of the last step; each micro-step that was not traced adds the values of the middle one."""
     work, more, once = trace.work, trace.skipped_micro_steps, measure(trace.work)
     if not more:
         return once
@@ -145,7 +149,7 @@ def of_whole_step(trace: Trace, measure: Callable[[Sequence[Work]], list[float]]
 
 
 def _figures(work: Sequence[Work], gpu: GPU, seconds: Seconds) -> list[float]:
-    """In seconds, in the order of :class:`StepCost`."""
+    """Return the fields of :class:`StepCost` in seconds."""
     clocks = Clocks(gpu, seconds)
     step = alone = clocks.run(work)
     if clocks.busy["communication"]:
@@ -155,22 +159,22 @@ def _figures(work: Sequence[Work], gpu: GPU, seconds: Seconds) -> list[float]:
 
 
 class Clocks:
-    """The clocks of one rank: of the CPU, which launches; of the GPU; of each link and each direction of the bus.
+    """Simulated clocks of one rank: CPU launches, GPU, each link and each direction of the bus.
 
-    Operations come in their order, each when its inputs and its place are free. What the strategies overlap follows:
+    Operations run in order, each when its inputs and its resource are free. This gives the overlap of the strategies:
 
-    * DDP reduces a bucket when its gradients are there, beside the rest of that backward.
+    * DDP reduces a bucket when its gradients are complete, during the rest of the backward.
     * FSDP2 gathers the next block's weights while a block computes, one ahead (``wait_for_unshard`` of torch's
-      ``_fsdp_param_group.py``), and reduces a block's gradients beside the backward of the blocks before it.
-    * Both wait for all reductions at the end of a backward. The host updates when all that it needs has arrived.
-    * A thread of the host updates what has arrived while the last backward goes on (``memory/update_ahead.py``); no
-      step is clipped. What it has not begun at the end of that, it need not copy before.
+      ``_fsdp_param_group.py``), and reduces a block's gradients during the backward of the blocks before it.
+    * Both wait for all reductions at the end of a backward. The host updates when its inputs have arrived.
+    * A host thread updates arrived gradients during the last backward (``memory/update_ahead.py``), if gradients are
+      not clipped. Copies that it has not started at the end of backward are unnecessary.
     """
 
     def __init__(self, gpu: GPU, seconds: Seconds) -> None:
         self.gpu, self.seconds = gpu, seconds
         self.launched = self.computed = self.reduced = self.may_gather = self.took_weights = 0.0
-        self.ahead: list[tuple[float, Work]] = []  # what the host's thread has to do, and since when it can
+        self.ahead: list[tuple[float, Work]] = []  # (earliest start, work) of the host thread
         self.free: dict[str, float] = defaultdict(float)
         self.busy: dict[str, float] = defaultdict(float)
         self.gathered: deque[float] = deque()
@@ -178,10 +182,10 @@ class Clocks:
         self.began: dict[str, float] = {}
 
     def run(self, work: Sequence[Work]) -> float:
-        """Seconds until all of ``work`` is done."""
+        """Return the seconds until all of ``work`` is done."""
         for item in work:
             if item.phase != self.phase:
-                # A backward waits for its reductions, a forward for the weights that were copied for it.
+                # Backward waits for its reductions, forward for weights copied to the device.
                 self.computed = max(self.computed, self.free["to_device"])
                 if self.phase == "backward":
                     self.computed = self._all_done()
@@ -192,7 +196,7 @@ class Clocks:
         return self._all_done()
 
     def _update_ahead(self) -> None:
-        """The work of the host's thread in the phase that has ended now."""
+        """Account for the host thread's work in the phase that ends now."""
         end, done = self._all_done(), 0.0
         for arrived, item in self.ahead:
             if item.op != "copy_" or max(done, arrived) < end:
@@ -208,7 +212,7 @@ class Clocks:
         if item.stream == HOST_THREAD:
             self.ahead.append((max(self.launched, self.free["to_host"]), item))
             return
-        if item.stream == HOST_STREAM:  # when everything that it needs has arrived
+        if item.stream == HOST_STREAM:  # starts when all its inputs have arrived
             reduces = item.kind == "collective"
             seconds = self.seconds(item)[1] if reduces else item.bytes / HOST_MEMORY
             self.busy["communication" if reduces else "host"] += seconds
@@ -233,7 +237,7 @@ class Clocks:
         self.busy["compute"] += seconds
         self.computed = begin + seconds
         if takes:
-            # In forward an all-gather waits until the weights before these are taken, in backward for these.
+            # An all-gather waits for the use of the previous weights in forward, of these weights in backward.
             self.may_gather = self.took_weights if item.phase == "forward" else self.computed
             self.took_weights = self.computed
 
@@ -248,7 +252,7 @@ class Clocks:
         self.free[link] = end = max(begin, self.computed, self.reduced) + seconds
         if item.phase == "backward" and not item.waits:
             self.reduced = end
-        else:  # such as the norm of the gradients, or what tensor parallelism sums within a block
+        else:  # such as the gradient norm, or a sum of tensor parallelism within a block
             self.computed = end
 
     def _copy(self, item: Work) -> None:

@@ -1,4 +1,4 @@
-"""GPUs: what the planner must know of each, from data sheets, and of the one that this machine has."""
+"""Table of GPUs with the values that the planner needs, from data sheets, and the GPU of this machine."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from typing import Any
 from trainer.errors import RecipeError
 from trainer.system.machine import cores
 
-# What a large transfer reaches of a link's nominal rate: 25 of 31.5 GB/s on PCIe 4.0 with pinned memory, 230-240 of 300
-# GB/s in NCCL's all-reduce over the NVLink of eight A100. The rest is packet headers and flow control.
+# Fraction of a link's nominal rate that a large transfer reaches: 25 of 31.5 GB/s on PCIe 4.0 with pinned memory,
+# 230-240 of 300 GB/s in NCCL's all-reduce over the NVLink of eight A100. Packet headers and flow control use the rest.
 ACHIEVED = 0.8
 PCIE_3, PCIE_4, PCIE_5 = 15.75, 31.5, 63.0  # nominal GB/s of 16 lanes in one direction, after line coding
-AMD_MI300 = (9, 4)  # what torch gives as the capability of gfx942; there is no such CUDA capability
+AMD_MI300 = (9, 4)  # torch's capability of gfx942, which no CUDA device has
 MIB, GIB = 2**20, 2**30
 
 
@@ -26,38 +26,38 @@ MIB, GIB = 2**20, 2**30
 class GPU:
     """A graphics card, from its maker's data sheet."""
 
-    name: str  # as a flag, such as a100-80gb
-    title: str  # as a person says it, such as A100 80 GB (SXM)
+    name: str  # name in flags, such as a100-80gb
+    title: str  # name in messages, such as A100 80 GB (SXM)
     capability: tuple[int, int]  # CUDA compute capability, such as (8, 0)
-    memory: int  # bytes that a process finds, as torch.cuda.get_device_properties gives them
-    bandwidth: float  # of its memory, bytes a second
-    # Dense floating-point operations a second by torch's dtype, without sparsity and with sums in fp32; also tfloat32
-    # where it has it. A dtype that is not there has no units of its own.
+    memory: int  # total memory in bytes, from torch.cuda.get_device_properties
+    bandwidth: float  # memory bandwidth in bytes/s
+    # Dense floating-point operations/s by torch's dtype, without sparsity and with sums in fp32; also tfloat32 if the
+    # card has it. A missing dtype has no separate units.
     flops: dict[str, float]
-    products: tuple[float, float, float]  # what large products reach of ``flops``: fp32 and fp64, tf32, half precision
-    bus: float  # PCIe, bytes a second in one direction, as a large copy from pinned memory reaches them (ACHIEVED)
-    link: float  # the same to another GPU of its machine, as a large collective reaches them; of the bus if it has none
-    reported: str = ""  # what the driver calls it; empty where the card was not looked up by name
-    estimated: bool = False  # the figures are not from a data sheet, but derived from what torch says of the card
-    note: str = ""  # what a person must know before trusting a prediction for it
+    products: tuple[float, float, float]  # fraction of ``flops`` in large products: fp32 and fp64, tf32, half precision
+    bus: float  # PCIe bytes/s in one direction, reached by a large copy from pinned memory (ACHIEVED)
+    link: float  # bytes/s to another GPU of its machine, reached by a large collective; ``bus`` without NVLink
+    reported: str = ""  # the driver's name of the card; empty if the card was not found by name
+    estimated: bool = False  # values are not from a data sheet but derived from torch's properties of the card
+    note: str = ""  # a limit of predictions for this card
 
     def product_rate(self, dtype: str) -> float:
-        """Operations a second that large products reach; a dtype without units of its own computes as fast as fp32."""
+        """Return the operations/s of large products; a dtype without separate units is as fast as fp32."""
         units = dtype if dtype in self.flops else "float32"
         return self.flops[units] * self.products[{"tfloat32": 1, "float16": 2, "bfloat16": 2}.get(units, 0)]
 
     @property
     def clocks(self) -> float:
-        """Of all multiprocessors in a second, at the clock of the data sheet: each has 64 or 128 fp32 units."""
+        """Clock cycles/s, summed over the multiprocessors, at the data sheet's clock; each has 64 or 128 fp32 units."""
         units = 64 if self.capability[0] == 7 or self.capability == (8, 0) else 128
         return self.flops["float32"] / (2 * units) if self.name != "cpu" else math.inf
 
     @property
     def cublas_workspace(self) -> int:
-        """Bytes of the workspace that torch gives to cuBLAS, unless CUBLAS_WORKSPACE_CONFIG says otherwise.
+        """Bytes of torch's workspace for cuBLAS, from CUBLAS_WORKSPACE_CONFIG if set.
 
-        As in ``parseChosenWorkspaceSize`` of torch's ``CublasHandlePool.cpp``: 32 MiB on Hopper and on all of
-        Blackwell, GeForce included (torch of before 2026 has 8.1 MiB there), 128 MiB on the MI300X.
+        Source: ``parseChosenWorkspaceSize`` in torch's ``CublasHandlePool.cpp``: 32 MiB on Hopper and Blackwell,
+        including GeForce (8.1 MiB there before 2026), 128 MiB on the MI300X.
         """
         if wished := re.findall(r":(\d+):(\d+)", os.environ.get("CUBLAS_WORKSPACE_CONFIG", "")):
             return sum(int(kib) * 1024 * int(count) for kib, count in wished)
@@ -67,29 +67,32 @@ class GPU:
 
     @property
     def context(self) -> int:
-        """Bytes that CUDA takes beside torch's allocator for context and loaded kernels, which grow with the number of
-        multiprocessors. A margin, rounded up; cuBLAS's and cuDNN's kernels come on top, as they are used."""
+        """Bytes of CUDA's context and loaded kernels, outside torch's allocator; more with more multiprocessors.
+
+        A margin, rounded up. Kernels of cuBLAS and cuDNN need additional memory when they are used.
+        """
         if self.name == "cpu":
             return 0
         return {7: 400, 8: 500}.get(self.capability[0], 700) * 10**6
 
 
 def gpu_named(name: str) -> GPU:
-    """The GPU of that name; case, spaces, dashes, ``NVIDIA``, ``GeForce`` and ``RTX`` do not matter. A ``RecipeError``
-    lists the table."""
-    meant = {_squash(known): gpu for known, gpu in GPUS.items()}
-    meant |= {alias: GPUS[known] for alias, known in ALIASES.items()}
+    """Return the GPU of that name, ignoring case, spaces, dashes, ``NVIDIA``, ``GeForce`` and ``RTX``."""
+    names = {_squash(known): gpu for known, gpu in GPUS.items()}
+    names |= {alias: GPUS[known] for alias, known in ALIASES.items()}
     squashed = _squash(name)
-    if squashed in meant:
-        return meant[squashed]
-    near = get_close_matches(squashed, meant, 1)
-    hint = f"; did you mean {meant[near[0]].name}?" if near else "."
+    if squashed in names:
+        return names[squashed]
+    near = get_close_matches(squashed, names, 1)
+    hint = f"; did you mean {names[near[0]].name}?" if near else "."
     raise RecipeError(f"--gpu={name} is not in the planner's table{hint} It has: {', '.join(sorted(GPUS))}")
 
 
 def gpu_of(seen: Mapping[str, Any]) -> GPU:
-    """The GPU that torch sees, with the memory it finds (:func:`trainer.system.machine.seen_gpus`). A card that is not
-    in the table (a laptop's, a MIG slice, a newer one) gets estimates from its clocks and units."""
+    """Return the GPU for an entry of :func:`trainer.system.machine.seen_gpus`, with the memory that torch reports.
+
+    For a card that is not in the table (laptop, MIG slice, newer card), speeds are estimated from clocks and units.
+    """
     for gpu in GPUS.values():
         if gpu.reported == seen["name"] and abs(gpu.memory / seen["total_memory"] - 1) < 0.05:
             return dataclasses.replace(gpu, memory=seen["total_memory"])
@@ -97,25 +100,27 @@ def gpu_of(seen: Mapping[str, Any]) -> GPU:
 
 
 def host_as_device() -> GPU:
-    """The CPU of this machine as the device of a run. Its rates are rough, and only for ranking plans."""
+    """Return this machine's CPU as the device of a run, with rough rates that only serve to rank plans."""
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     flops = {"float32": 50e9 * cores(), "float64": 25e9 * cores()}
     return GPU("cpu", "CPU", (0, 0), memory, 20e9, flops, (1, 1, 1), bus=20e9, link=1e9, estimated=True)
 
 
 def outside(gpu: GPU, ranks: int) -> int:
-    """Bytes that each device needs beside torch's allocator: CUDA's context and NCCL's buffers."""
+    """Return the bytes outside torch's allocator on each device: CUDA's context and NCCL's buffers."""
     return gpu.context + nccl_bytes(ranks)
 
 
 def usable_memory(gpu: GPU, ranks: int) -> int:
-    """Bytes that torch's allocator may reserve."""
+    """Return the bytes that torch's allocator may reserve."""
     return gpu.memory - outside(gpu, ranks)
 
 
 def nccl_bytes(ranks: int) -> int:
-    """Bytes of NCCL's buffers, 0 for one rank; a margin, not measured. About 10 MB for each channel and neighbour: a
-    ring has two on up to 32 channels, a tree more with every doubling of the ranks."""
+    """Return the bytes of NCCL's buffers (0 for one rank): a margin, not measured.
+
+    About 10 MB per channel and neighbour: a ring has two on up to 32 channels, a tree more with each doubling of ranks.
+    """
     return int(250e6 + 100e6 * math.log2(ranks)) if ranks > 1 else 0
 
 
@@ -123,23 +128,23 @@ def _squash(name: str) -> str:
     return re.sub(r"nvidia|geforce|tesla|rtx|[^a-z0-9]", "", name.lower())
 
 
-# What large products reach of the data sheet, measured by others with torch.mm of square matrices of 8,192 rows: fp32,
-# tf32, half precision. Sources: (a) github.com/zzc0721/torch-performance-test-data, database.md and issues 54 to 200;
-# (b) github.com/mli/transformers-benchmarks; (c) github.com/chsasank/device-benchmarks; (d) the best of many shapes, so
-# rather high: github.com/mag-/gpu_benchmark and the table of achievable FLOPS of github.com/stas00/ml-engineering.
-# Why they differ: a data sheet counts at one clock, which cards of 70 to 150 W do not hold in products, larger ones not
-# quite, and which GeForce cards exceed. Multiprocessors since 8.6 have twice as many fp32 units, but do not feed them
-# twice as fast: fp32 products reach 0.6 to 0.77.
+# Fraction of the data sheet's rate in large products (fp32, tf32, half precision), from published measurements of
+# torch.mm with square matrices of 8,192 rows. Sources: (a) github.com/zzc0721/torch-performance-test-data, database.md
+# and issues 54 to 200; (b) github.com/mli/transformers-benchmarks; (c) github.com/chsasank/device-benchmarks; (d) the
+# best of many shapes, so rather high: github.com/mag-/gpu_benchmark and the table of achievable FLOPS of
+# github.com/stas00/ml-engineering. Reason: a data sheet assumes one clock; in products, cards of 70 to 150 W are below
+# it, larger cards slightly below, and GeForce cards above. Since capability 8.6, multiprocessors have twice as many
+# fp32 units but not twice their data rate: fp32 products reach 0.6 to 0.77.
 GEFORCE = (0.70, 1.03, 1.05)  # medians of (a): 3060 to 3090, 4060 Ti to 4090, 5060 Ti to 5090: 0.61-0.76, 0.98-1.13
 PRODUCTS = {
-    "t4": (0.51, 1, 0.64),  # (a), (c); only for as long as it is cool
+    "t4": (0.51, 1, 0.64),  # (a), (c); only while the card is cool
     "v100-16gb": (0.90, 1, 0.75),  # (a) 0.92 and 0.78, (b) 0.76, (c) 0.83 and 0.67
     "v100-32gb": (0.90, 1, 0.75),
     "a10": (0.45, 0.45, 0.45),  # (c); tf32 assumed
     "a10g": (0.67, 0.98, 0.95),  # (a)
     "l4": (0.60, 0.70, 0.70),  # (d) 0.76; fp32 and tf32 assumed
     "l40s": (0.65, 0.70, 0.70),  # (d); fp32 and tf32 assumed
-    "rtx-a6000": (0.63, 0.78, 0.68),  # (b) 0.61 in 2022, (a) 0.74 of the A40, which has the same chip
+    "rtx-a6000": (0.63, 0.78, 0.68),  # (b) 0.61 in 2022, (a) 0.74 for the A40, which has the same chip
     "rtx-6000-ada": (0.65, 0.76, 0.76),  # (d); fp32 and tf32 assumed
     "a100-40gb": (0.95, 0.74, 0.80),  # (a)
     "a100-80gb": (0.98, 0.74, 0.83),  # (a) 0.83-0.85, (b) 0.74 in 2022, (d) 0.87
@@ -147,23 +152,23 @@ PRODUCTS = {
     "h100-sxm": (0.76, 0.76, 0.76),  # (a) 0.74-0.81, (d) 0.80
     "h100-pcie": (0.71, 0.62, 0.61),  # (a), (c), (d) 0.66
     "h100-nvl": (0.71, 0.60, 0.58),  # (d); fp32 and tf32 assumed
-    "h200": (0.76, 0.76, 0.76),  # assumed: the chip and the power of the H100
+    "h200": (0.76, 0.76, 0.76),  # assumed: same chip and power as the H100
     "gh200": (0.76, 0.78, 0.80),  # (d) 0.84; fp32 and tf32 assumed
     "b200": (0.88, 0.75, 0.75),  # (a); tf32 assumed
     "mi300x": (0.55, 0.55, 0.55),  # (d) 0.51-0.60; fp32 and tf32 assumed
 }
 
-# Of one multiprocessor, by major capability: in fp32, and in half precision with sums in fp32. Of GeForce where it
-# differs from servers' cards, so that a card is rather faster than estimated.
+# FLOPs per clock and multiprocessor by major capability: fp32, and half precision with sums in fp32. If GeForce and
+# server cards differ, the value is GeForce's, so that a card is faster rather than slower than estimated.
 FLOPS_PER_CLOCK = {6: (256, 256), 7: (128, 512), 8: (256, 512), 9: (256, 4096), 10: (256, 8192), 12: (256, 512)}
 
 
 def _estimate(seen: Mapping[str, Any]) -> GPU:
     capability, name = (seen["major"], seen["minor"]), seen["name"]
     fp32, half = (128, 2048) if capability == (8, 0) else FLOPS_PER_CLOCK.get(seen["major"], (256, 512))
-    # Clocks are in kHz. Where torch does not say them, those of a slow card.
+    # Clocks are in kHz; if torch does not report them, those of a slow card.
     clock = seen["multi_processor_count"] * (seen["clock_rate"] or 1_400_000) * 1e3
-    beats = (seen["memory_clock_rate"] or 5_000_000) * 2e3  # two a clock
+    beats = (seen["memory_clock_rate"] or 5_000_000) * 2e3  # two per clock
     bandwidth = beats * (seen["memory_bus_width"] or 128) / 8
     double = fp32 / 2 if capability in ((6, 0), (7, 0), (8, 0), (9, 0), (10, 0)) else fp32 / 64
     flops = _flops(capability, clock * double, clock * fp32, clock * half / 2, clock * half)
@@ -190,8 +195,8 @@ def _card(
     link: float | None = None,
     note: str = "",
 ) -> GPU:
-    """From the units of data sheets: GiB, GB/s, TFLOP/s in fp64, fp32, tf32 and half, nominal GB/s."""
-    flops = _flops(capability, *(figure * 1e12 for figure in tflops))
+    """Build a GPU from data sheet units: GiB, GB/s, TFLOP/s (fp64, fp32, tf32, half), nominal GB/s."""
+    flops = _flops(capability, *(rate * 1e12 for rate in tflops))
     within = (bus if link is None else link) * 1e9 * ACHIEVED
     size, moves, reached = int(memory * GIB), bandwidth * 1e9, bus * 1e9 * ACHIEVED
     products = PRODUCTS.get(name, GEFORCE)
@@ -201,21 +206,21 @@ def _card(
 def _geforce(
     title: str, capability: tuple[int, int], memory: float, bandwidth: float, tflops: float, bus: float
 ) -> GPU:
-    """Tensor cores since Ampere: twice the fp32 rate in half precision with fp32 sums (half of what is advertised)."""
+    """Build a GeForce GPU: half precision with fp32 sums has twice the fp32 rate (half the data sheet)."""
     name, reported = title.lower().replace(" ", "-"), "NVIDIA GeForce " + re.sub(r" \d+GB$", "", title)
     return _card(name, title, reported, capability, memory, bandwidth, (tflops / 64, tflops, tflops, 2 * tflops), bus)
 
 
-# Memory is what torch reports on Linux: the least that was found in published out-of-memory messages. It differs by
-# about 1 % with driver and ECC: 79.14-79.33 GiB on A100, 139.72-139.81 on H200, 23.5-23.7 on RTX 4090. GeForce cards of
-# one generation and size were taken to find the same. fp64 is that of tensor cores where they have it.
-# NVLink bridges between two PCIe cards are not counted: a ring over more than two goes over the bus.
+# Memory is torch's value on Linux: the minimum in published out-of-memory messages. It varies by about 1 % with driver
+# and ECC: 79.14-79.33 GiB on A100, 139.72-139.81 on H200, 23.5-23.7 on RTX 4090. GeForce cards of one generation and
+# size are assumed to have the same value. fp64 rates are those of tensor cores if they support it. NVLink bridges
+# between two PCIe cards are ignored, because a ring over more than two cards uses the bus.
 _AMPERE, _ADA, _BLACKWELL = (8, 6), (8, 9), (12, 0)
 _V100 = (7.8, 15.7, 0, 125)
 _A100 = (19.5, 19.5, 156, 312)
 _HOPPER = (66.9, 66.9, 494.7, 989.4)
 _MI300X = (163.4, 163.4, 653.7, 1307.4)
-_ROCM = "the replay assumes the workspaces of CUDA's kernels, and was never compared with a run on ROCm"
+_ROCM = "the replay assumes the workspaces of CUDA's kernels, and was not compared with a run on ROCm"
 _SERVERS = [
     _card("t4", "T4", "Tesla T4", (7, 5), 14.56, 320, (0.25, 8.1, 0, 65), PCIE_3),
     _card("v100-16gb", "V100 16 GB (SXM)", "Tesla V100-SXM2-16GB", (7, 0), 15.77, 900, _V100, PCIE_3, 150),
@@ -269,8 +274,8 @@ _GEFORCE = [
 
 GPUS = {gpu.name: gpu for gpu in [*_SERVERS, *_GEFORCE]}
 
-NO_GPU = f"no GPU is there: say which one is meant with --gpu: {', '.join(sorted(GPUS))}, or cpu"
+NO_GPU = f"no GPU found: choose one with --gpu: {', '.join(sorted(GPUS))}, or cpu"
 
-# Shorter names, squashed as ``gpu_named`` does it.
+# Short names, normalised as in ``gpu_named``.
 ALIASES = {"a100": "a100-80gb", "a100sxm": "a100-80gb", "a100pcie": "a100-80gb-pcie", "h100": "h100-sxm"}
 ALIASES |= {"v100": "v100-16gb", "306012gb": "rtx-3060", "308010gb": "rtx-3080"}

@@ -1,4 +1,4 @@
-"""CUDA kernels that look at a tensor's device before they do anything, for tensors that C++ believes to be on meta."""
+"""Replacements for CUDA kernels that check a tensor's device, because C++ sees simulated tensors on meta."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ aten = torch.ops.aten
 
 
 def install_kernels(library: torch.library.Library, attention: AttentionRules) -> None:
-    """Register attention, dropout and moves between devices in ``library``, for aten."""
+    """Register aten's attention, dropout and device moves in ``library``."""
     library.impl("scaled_dot_product_attention", attend(attention), "AutogradCUDA")
     library.impl("dropout", dropout, "AutogradCUDA")
     library.impl("_pad_packed_sequence", pad_packed_sequence, "AutogradCUDA")
@@ -29,7 +29,7 @@ def install_kernels(library: torch.library.Library, attention: AttentionRules) -
 
 
 def dropout(tensor: Tensor, rate: float, train: bool) -> Tensor:
-    """The fused kernel of CUDA, which keeps a mask of one byte an element."""
+    """Apply dropout like CUDA's fused kernel, which keeps a mask of one byte per element."""
     if not train or rate == 0 or tensor.numel() == 0:
         return tensor
     if rate == 1:
@@ -40,7 +40,7 @@ def dropout(tensor: Tensor, rate: float, train: bool) -> Tensor:
 def pad_packed_sequence(
     data: Tensor, batch_sizes: Tensor, batch_first: bool, padding_value: float, total_length: int
 ) -> tuple[Tensor, Tensor]:
-    """As in C++, which would write into memory that is not there."""
+    """Do the same as the C++ function, which would write into memory that does not exist."""
     sizes = batch_sizes.tolist()
     padded = data.new_full((max(len(sizes), total_length), sizes[0], *data.shape[1:]), padding_value)
     for row, part in enumerate(data.split(sizes)):
@@ -60,11 +60,11 @@ def to_dtype_layout(
     copy: bool = False,
     memory_format: torch.memory_format | None = None,
 ) -> Tensor:
-    """As in C++, but for the device of ``tensor``, of which C++ has another idea."""
+    """Do the same as the C++ function, with the device that Python sees for ``tensor``."""
     dtype = dtype or tensor.dtype
     device = torch.device(device) if device is not None else tensor.device
     if device.type == "meta" and isinstance(tensor, FakeTensor):
-        device = tensor.device  # C++ asks for "where it is"
+        device = tensor.device  # C++ means the current device of the tensor
     if device.type == "cuda":
         device = GPU_DEVICE
     unchanged = dtype == tensor.dtype and device == tensor.device
@@ -78,11 +78,11 @@ def to_device(tensor: Tensor, device: Any, dtype: torch.dtype, *options: Any) ->
     return to_dtype_layout(tensor, dtype=dtype, device=device, **named)
 
 
-# Attention as the target GPU would compute it: which kernel is chosen, and what it needs inside.
+# Attention on the target GPU: choice of the kernel and its temporary memory.
 #
-# ``scaled_dot_product_attention`` asks the GPU that is there; here another one, which is not, has to be asked for.
+# ``scaled_dot_product_attention`` would choose for a real GPU, so the choice is repeated here for the simulated one.
 #
-# Source: aten/src/ATen/native/transformers/cuda/sdp_utils.cpp and the kernels' host code beside it.
+# Source: aten/src/ATen/native/transformers/cuda/sdp_utils.cpp and the host code of the kernels in that folder.
 
 Kernel = Literal["flash", "efficient", "cudnn", "math"]
 WITH_CUDNN = ((9, 0), (10, 0))  # compute capabilities for which torch prefers cuDNN's attention
@@ -90,15 +90,15 @@ WITH_CUDNN = ((9, 0), (10, 0))  # compute capabilities for which torch prefers c
 
 @dataclass(frozen=True)
 class AttentionRules:
-    """What a GPU and a version of torch allow, and what its kernels take."""
+    """The attention kernels that a GPU and a version of torch allow, and their temporary memory."""
 
     capability: tuple[int, int]  # CUDA compute capability
-    prefers_cudnn: bool = False  # whether cuDNN's comes before flash (torch 2.10 and later)
+    prefers_cudnn: bool = False  # whether cuDNN has priority over flash (torch 2.10 and later)
 
     def choose(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, grouped: bool) -> Kernel:
-        """The kernel for these tensors, of shape ``(batch, heads, tokens, size)``, of those that are enabled."""
+        """Choose among the enabled kernels; the tensors have the shape ``(batch, heads, tokens, size)``."""
         if query.dim() != 4 or 0 in query.shape[:3] or any(tensor.stride(-1) != 1 for tensor in (query, key, value)):
-            return "math"  # the others want rows in one piece
+            return "math"  # the other kernels need contiguous rows
         half = query.dtype in (torch.float16, torch.bfloat16)
         same_heads = query.size(1) == key.size(1) == value.size(1)
         sizes = query.size(-1), key.size(-1), value.size(-1)
@@ -121,7 +121,7 @@ class AttentionRules:
         return self.prefers_cudnn and self.capability in WITH_CUDNN and fits and not learned
 
     def fits_flash(self, sizes: tuple[int, ...], grouped: bool) -> bool:
-        """Whether flash attention takes heads of these sizes, ``grouped`` or each with its own keys."""
+        """Return whether flash attention supports these sizes of query, key and value heads."""
         return len(set(sizes)) == 1 and sizes[0] <= 256 and self.capability >= (8, 0)
 
     def _efficient(self, dtype: torch.dtype, half: bool, sizes: tuple[int, ...]) -> bool:
@@ -135,7 +135,7 @@ class AttentionRules:
     def flash(
         self, query: Tensor, key: Tensor, value: Tensor, dropout: float, causal: bool, scale: float | None
     ) -> Tensor:
-        """Flash attention, for heads whose size is a multiple of 8, after padding."""
+        """Compute flash attention; head sizes are padded to a multiple of 8."""
         size = query.size(-1)
         scale = scale if scale is not None else size**-0.5
         if missing := -size % 8:
@@ -144,11 +144,11 @@ class AttentionRules:
         return out[..., :size] if missing else out
 
     def inner_bytes(self, name: str, args: tuple) -> tuple[int, ...]:
-        """Sizes of what an attention kernel allocates for itself and frees before it returns; ``args`` of a call."""
+        """Return the sizes in bytes of the temporary allocations of an attention kernel called with ``args``."""
         if not name.endswith("attention_backward"):
             return ()
         query = args[1]
-        if name == "_flash_attention_backward":  # of packed texts: mha_varlen_bwd in flash_api.cpp
+        if name == "_flash_attention_backward":  # packed texts; see mha_varlen_bwd in flash_api.cpp
             (tokens, heads, size), texts = query.shape, len(args[6]) - 1
             rows = heads * (tokens + 128 * texts)
             expanded = 0 if args[2].shape[1] == heads else args[2].shape[0] * heads * size * query.element_size()
@@ -164,7 +164,7 @@ class AttentionRules:
 
 
 def attend(rules: AttentionRules) -> Any:
-    """``scaled_dot_product_attention`` by the kernel that ``rules`` choose."""
+    """Return a ``scaled_dot_product_attention`` that uses the kernel chosen by ``rules``."""
 
     def attention(
         query: Tensor,
@@ -197,7 +197,7 @@ def attend(rules: AttentionRules) -> Any:
 
 
 def _as_bias(mask: Tensor, query: Tensor, key: Tensor) -> Tensor:
-    """A mask as the kernels take it: added to the scores, rows padded to 16 and cut again, one for every head."""
+    """Convert a mask to the kernels' form: added to the scores, rows with a stride multiple of 16, one per head."""
     if mask.dtype == torch.bool:
         mask = torch.where(mask, 0.0, -math.inf).to(query.dtype)
     length = mask.size(-1)
@@ -207,11 +207,13 @@ def _as_bias(mask: Tensor, query: Tensor, key: Tensor) -> Tensor:
 
 
 def counted_args(name: str, args: tuple) -> tuple:
-    """Arguments with which torch counts the operations of an attention kernel: shapes for tensors, and as many heads of
-    keys and values as of queries, which costs the same and which torch 2.11 insists on."""
+    """Return the arguments for torch's FLOP formula of an attention kernel: shapes instead of tensors.
+
+    Keys and values get as many heads as queries, which costs the same and which torch 2.11 requires.
+    """
     if not name.startswith("_scaled_dot_product"):
         return args
-    first = 1 if name.endswith("_backward") else 0  # after the gradient
+    first = 1 if name.endswith("_backward") else 0  # backward starts with the gradient
     query, key, value = (tuple(tensor.shape) for tensor in args[first : first + 3])
     key, value = ((*shape[:1], query[1], *shape[2:]) for shape in (key, value))
     return (*args[:first], query, key, value, *args[first + 3 :])

@@ -1,4 +1,4 @@
-"""Tensors without memory that Python sees on a GPU, and C++ on meta."""
+"""Fake tensors without memory: Python sees them on a GPU, C++ sees them on meta."""
 
 from __future__ import annotations
 
@@ -21,33 +21,33 @@ from trainer.system.children import users_line
 aten = torch.ops.aten
 
 GPU_DEVICE = torch.device("cuda", 0)
-LARGEST_KNOWN = 2**22  # elements up to which the values of whole numbers and truth values are computed for real
-LARGEST_KNOWN_FLOATS = 2**16  # of floating-point numbers: rates, scales, masks that are added; few weights are as small
+LARGEST_KNOWN = 2**22  # max elements of integer and boolean tensors whose values are computed
+LARGEST_KNOWN_FLOATS = 2**16  # the same for floating-point tensors: rates, scales, additive masks, hardly any weights
 UNINITIALISED = {aten.empty.memory_format, aten.empty_like.default, aten.empty_permuted.default}
 UNINITIALISED |= {aten.empty_strided.default, aten.new_empty.default, aten.new_empty_strided.default}
-"""Operations that return whatever was in memory before: nobody knows it."""
+"""Operations whose results are uninitialised and therefore unknown."""
 COMPARED = {aten.eq.Tensor: True, aten.ne.Tensor: False, aten.eq.Scalar: False, aten.ne.Scalar: True}
-"""What comparisons of finite numbers come to, with themselves or with infinity: what isfinite is made of."""
-SIZED_BY_VALUES = {aten.nonzero.default, aten.masked_select.default}  # what a boolean index becomes
+"""Results of comparing finite numbers with themselves (Tensor) or with infinity (Scalar), as isfinite does."""
+SIZED_BY_VALUES = {aten.nonzero.default, aten.masked_select.default}  # operations of boolean indexing
 ABSORBING = {aten.bitwise_or.Tensor: True, aten.logical_or.default: True}
 ABSORBING |= {aten.bitwise_and.Tensor: False, aten.logical_and.default: False}
-"""The truth value that decides what such an operation returns, whatever the other one is."""
-ALL = {aten.all.default, aten._is_all_true.default}  # code asks whether everything is as it must be
+"""The operand value that determines the result of an operation regardless of the other operand."""
+ALL = {aten.all.default, aten._is_all_true.default}  # usually validity checks, which should hold
 WRITTEN_WHOLE = {aten.copy_.default, aten.zero_.default, aten.fill_.Scalar, aten.fill_.Tensor}
-BUILT_IN = {"aten", "prims", "quantized", "torchvision"}  # namespaces whose kernels for a CPU are harmless
+BUILT_IN = {"aten", "prims", "quantized", "torchvision"}  # namespaces whose CPU kernels are safe to run
 
 
 class FakeGPUMode(FakeTensorMode):
     """A fake tensor mode that knows the values of masks, positions and lengths.
 
-    A model that asks ``if mask.all()`` must take the branch that it takes on a GPU, so tensors of integers and
-    booleans, and small ones of floating-point numbers, carry along what follows from real tensors, constants and random
-    numbers. Where a value is not known, it is guessed, and counted.
+    A model with ``if mask.all()`` must take the same branch as on a GPU. So integer, boolean and small floating-point
+    tensors carry values that follow from real tensors, constants and random numbers. Unknown values are guessed, and
+    guesses are counted.
 
     Args:
-        ranks: how many there are. Each is taken to hold the same values as this one when they are summed, and every
-            floating-point number that is read (a loss, a norm) is this one: finite, and what a sum of ones comes to.
-            Whether numbers are finite is not guessed: they are.
+        ranks: number of ranks. All ranks are assumed to hold the same values as this one. Reading an unknown
+            floating-point value (a loss, a norm) returns this number, the sum of ones over the ranks. All values are
+            assumed to be finite.
     """
 
     supports_higher_order_operators = True
@@ -55,19 +55,19 @@ class FakeGPUMode(FakeTensorMode):
     def __init__(self, ranks: int = 1) -> None:
         super().__init__(allow_non_fake_inputs=True, allow_fallback_kernels=False)
         self.ranks = ranks
-        self.trace = Trace()  # of its tracer, which is told of guesses
+        self.trace = Trace()  # shared with the tracer; counts guesses
         self.known: dict[int, tuple[Any, Tensor]] = {}
         self.pinned: weakref.WeakSet[Any] = weakref.WeakSet()
-        self.overwritten: weakref.WeakSet[Any] = weakref.WeakSet()  # memory of values that are known no more
+        self.overwritten: weakref.WeakSet[Any] = weakref.WeakSet()  # storages of values that are no longer valid
 
     @property
     def avoid_device_init(self) -> bool:
-        """That a real tensor which is moved to the GPU becomes a fake one."""
+        """``True``: a real tensor that is moved to the GPU becomes a fake tensor."""
         return True
 
     def fake(self, real: Tensor) -> Tensor:
-        """A fake of a real tensor, which is kept as its value if it is small enough; one that is fake stays."""
-        if isinstance(real, FakeTensor):  # computed of a batch while it was packed
+        """Return a fake of a real tensor, with its value if it is small enough. A fake tensor is returned unchanged."""
+        if isinstance(real, FakeTensor):  # computed while the batch was packed
             return real
         fake = self.from_tensor(real)
         if _can_be_known(real):
@@ -75,14 +75,14 @@ class FakeGPUMode(FakeTensorMode):
         return fake
 
     def value(self, tensor: Any) -> Tensor | None:
-        """The value of a tensor, where it is known; a real one is its own."""
+        """Return the value of a fake tensor, or ``None`` if unknown; return a real tensor unchanged."""
         if not isinstance(tensor, FakeTensor):
             return tensor
         _, value = self.known.get(id(tensor), (None, None))
         return None if value is None or value.untyped_storage() in self.overwritten else value
 
     def read(self, fake: Any) -> Tensor:
-        """The value of a tensor that somebody has asked for: guessed where it is not known."""
+        """Return the value of a tensor that the program reads; guess it if unknown."""
         with no_dispatch():
             if (value := self.value(fake)) is not None:
                 return value.detach().clone()
@@ -92,14 +92,14 @@ class FakeGPUMode(FakeTensorMode):
             return torch.full(fake.shape, hasattr(fake, "should_hold"), dtype=fake.dtype)
 
     def _guess(self) -> None:
-        """The caller guesses a value that decides something: remember where it was asked for."""
+        """Record a guess and the line of code that needs the value."""
         frames = [(frame.f_code.co_filename, line) for frame, line in traceback.walk_stack(None)]
-        if not any(file == nn.init.__file__ for file, _ in frames):  # first weights: whether to draw some of them again
+        if not any(file == nn.init.__file__ for file, _ in frames):  # nn.init only asks whether to redraw weights
             self.trace.guesses += 1
-            self.trace.say(f"a value that is not known is asked for at {users_line(frames)}")
+            self.trace.say(f"an unknown value is read at {users_line(frames)}")
 
     def know(self, fake: Any, value: Tensor) -> None:
-        """``value`` is that of a fake tensor until it is written to."""
+        """Set the value of a fake tensor, valid until it is written to."""
 
         def forget(_: Any, key: int = id(fake)) -> None:
             self.known.pop(key, None)
@@ -107,7 +107,7 @@ class FakeGPUMode(FakeTensorMode):
         self.known[id(fake)] = (weakref.ref(fake, forget), value)
 
     def _forget(self, func: Any, args: Any) -> None:
-        """What ``func`` has written is not known any more, nor is any tensor that shares its memory."""
+        """Invalidate the values of tensors written by ``func`` and of tensors that share their memory."""
         for argument, written in zip(func._schema.arguments, args, strict=False):
             for tensor in tree_leaves(written) if argument.is_write else ():
                 if (value := self.value(tensor)) is not None:
@@ -123,7 +123,7 @@ class FakeGPUMode(FakeTensorMode):
             return self.read(args[0]).item()
         if func.namespace == "aten" and func.__name__.startswith("_fused_") and not func._schema.returns:
             self._forget(func, args)
-            return None  # a fused optimizer: works in place, and not all have a kernel for fake tensors
+            return None  # a fused optimizer works in place; some have no kernel for fake tensors
         if func is torch.ops.c10d.allreduce_.default:
             for tensor in args[0]:
                 if (value := self.value(tensor)) is not None:
@@ -139,18 +139,18 @@ class FakeGPUMode(FakeTensorMode):
             if func not in (aten.equal.default, aten.allclose.default):
                 raise
             self._guess()
-            return True  # a question whether two tensors are equal: they are
+            return True  # tensors of unknown values are assumed to be equal
         except (fake_tensor.DynamicOutputShapeException, fake_tensor.UnsupportedOperatorException):
             return self._tried(func, args, kwargs)
         finally:
-            torch._C._set_only_lift_cpu_tensors(True)  # a nested mode's exit drops it, and torch.tensor needs it
+            torch._C._set_only_lift_cpu_tensors(True)  # torch.tensor needs it, and leaving a nested mode resets it
         if pinned:
             self.pinned.add(out.untyped_storage())
         self._learn(func, args, kwargs, out)
         return out
 
     def _sized(self, func: Any, tensor: Any, mask: Any) -> Any:
-        """The result of an operation whose shape depends on a mask that is not known: all elements are taken."""
+        """Return the result of an operation whose shape depends on an unknown mask, as if all elements are selected."""
         self._guess()
         if func is aten.nonzero.default:
             return tensor.new_empty((mask.numel(), tensor.dim()), dtype=torch.int64)
@@ -160,10 +160,10 @@ class FakeGPUMode(FakeTensorMode):
         if func._schema.is_mutable:
             self._write(func, args, kwargs)
             return
-        leaves = [out] if isinstance(out, FakeTensor) else tree_leaves(out)  # which costs as much as all the rest
+        leaves = [out] if isinstance(out, FakeTensor) else tree_leaves(out)  # tree_leaves is slow
         outs = [leaf for leaf in leaves if isinstance(leaf, FakeTensor)]
         for tensor in outs:
-            if tensor.constant is not None:  # torch's own knowledge, which it would compute with on a real GPU
+            if tensor.constant is not None:  # torch's constant, which it would compute with on a real GPU
                 self.know(tensor, tensor.constant)
                 tensor.constant = None
         first = next((tensor for tensor in outs if _can_be_known(tensor)), None)
@@ -172,7 +172,7 @@ class FakeGPUMode(FakeTensorMode):
         results = self._computed(func, args, kwargs)
         if results is None and (certain := self._certain(func, args)) is not None:
             with no_dispatch():
-                results = [torch.tensor(certain).expand(first.shape)]  # in the memory of one element
+                results = [torch.tensor(certain).expand(first.shape)]  # takes the memory of one element
         for tensor, value in zip(outs, results or [], strict=False):
             if isinstance(value, Tensor):
                 self.know(tensor, value)
@@ -180,19 +180,19 @@ class FakeGPUMode(FakeTensorMode):
             outs[0].should_hold = True  # type: ignore[attr-defined]
 
     def _write(self, func: Any, args: Any, kwargs: dict[str, Any]) -> None:
-        """Write into the values as ``func`` has written into the tensors, also for all that share their memory."""
+        """Apply the in-place operation ``func`` to the known values, which share memory like their tensors."""
         target: Any = args[0] if args else None
         new = func in WRITTEN_WHOLE and isinstance(target, FakeTensor) and self.value(target) is None
         if new and not target._is_view() and _can_be_known(target):
             with no_dispatch():
                 self.know(target, torch.empty_strided(target.shape, target.stride(), dtype=target.dtype))
-        # Nobody asks for the value of a weight, which would make those of small models known.
+        # Randomly initialised weights stay unknown, because their values are never needed.
         drawn = torch.Tag.nondeterministic_seeded in func.tags and target.is_floating_point()
         if drawn or self._computed(func, args, kwargs) is None:
             self._forget(func, args)
 
     def _certain(self, func: Any, args: Any) -> bool | None:
-        """What an operation comes to whatever is not known: numbers are finite, one side decides ``and`` and ``or``."""
+        """Return a result that unknown values cannot change: all are finite, one operand decides ``and``, ``or``."""
         if func in (aten.isnan.default, aten.isinf.default):
             return False
         if func in COMPARED and args[0].is_floating_point():
@@ -204,9 +204,9 @@ class FakeGPUMode(FakeTensorMode):
         return ABSORBING[func] if decided else None
 
     def _computed(self, func: Any, args: Any, kwargs: dict[str, Any], stand_in: Any = None) -> list[Any] | None:
-        """What ``func`` returns for the values of its inputs; of those that are not known, for ``stand_in(input)``."""
+        """Return the results of ``func`` for the values of its inputs; unknown inputs become ``stand_in(input)``."""
         if stand_in is None and any(isinstance(item, FakeTensor) and self.value(item) is None for item in args):
-            return None  # as nearly always: seen without taking a tree apart
+            return None  # the usual case, without the slow tree_map
         unknown = False
 
         def real(item: Any) -> Any:
@@ -222,22 +222,22 @@ class FakeGPUMode(FakeTensorMode):
             try:
                 return None if unknown else tree_leaves(func(*real_args, **real_kwargs))
             except (RuntimeError, TypeError, ValueError, IndexError):
-                return None  # not computable on a CPU: simply not known
+                return None  # cannot be computed on a CPU, so unknown
 
     def _tried(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-        """What ``func`` returns on the host; unknown inputs are distinct values, so that none is dropped, or ones."""
+        """Return the results of ``func`` on the host; unknown inputs are distinct values or, if that fails, ones."""
         tensors = [item for item in tree_leaves((args, kwargs)) if isinstance(item, FakeTensor)]
         results = None
         if func.namespace in BUILT_IN and all(tensor.numel() <= LARGEST_KNOWN for tensor in tensors):
-            if func is not aten.bincount.default:  # there are seldom as many bins
+            if func is not aten.bincount.default:  # distinct values would create too many bins
                 results = self._computed(
                     func, args, kwargs, lambda t: torch.arange(t.numel()).view(t.shape).to(t.dtype)
                 )
             results = results or self._computed(func, args, kwargs, lambda t: torch.ones(t.shape, dtype=t.dtype))
         usual = (isinstance(one, Tensor) and one.layout is torch.strided and not one.is_nested for one in results or ())
         if not results or not all(usual):
-            advice = "give it one with torch.library.register_fake, or plan without it"
-            raise NotImplementedError(f"{func} has no kernel for tensors without data and cannot be traced: {advice}")
+            advice = "register one with torch.library.register_fake, or plan without this operation"
+            raise NotImplementedError(f"{func} has no fake kernel, so it cannot be traced: {advice}")
         decisive = [tensor for tensor in tensors if not tensor.is_floating_point()] or tensors
         if any(self.value(tensor) is None for tensor in decisive):
             self._guess()
@@ -248,7 +248,7 @@ class FakeGPUMode(FakeTensorMode):
             if not result.is_floating_point():
                 self.know(out, result)
         if func is aten._pack_padded_sequence.default:
-            outs[1] = results[1]  # sizes that C++ reads: a real tensor on the host, as it always is
+            outs[1] = results[1]  # C++ reads these sizes, so they must be a real host tensor
         return outs[0] if len(outs) == 1 else tuple(outs)
 
 
@@ -258,7 +258,7 @@ def _can_be_known(tensor: Tensor) -> bool:
 
 
 def _is_pinned(func: Any, args: Any, kwargs: dict[str, Any]) -> bool:
-    """Whether the result is in page-locked memory: if asked for, or copied from the GPU without waiting."""
+    """Return whether the result is in pinned memory: if requested, or for a non-blocking copy from the GPU."""
     if func is aten._to_copy.default and kwargs.get("non_blocking"):
         device = kwargs.get("device")
         return device is not None and torch.device(device).type == "cpu" and args[0].device.type == "cuda"
@@ -266,9 +266,10 @@ def _is_pinned(func: Any, args: Any, kwargs: dict[str, Any]) -> bool:
 
 
 def _on_a_device(func: Any, kwargs: dict[str, Any]) -> dict[str, Any]:
-    """C++ that asks for "where the input is" says meta, and means the GPU; pinned memory needs one that is there.
+    """Replace the device meta, which C++ sees for simulated tensors, by the GPU; drop ``pin_memory``.
 
-    A single number, which C++ makes for ``torch.where``, goes with tensors of both if it is on the host.
+    Pinned memory needs a real GPU. A scalar that C++ creates for ``torch.where`` stays on the host, where it can be
+    combined with tensors of both devices.
     """
     device = kwargs.get("device")
     if device is not None and torch.device(device).type == "meta":
@@ -276,11 +277,10 @@ def _on_a_device(func: Any, kwargs: dict[str, Any]) -> dict[str, Any]:
     return {**kwargs, "pin_memory": False} if kwargs.get("pin_memory") else kwargs
 
 
-# Autocast as CUDA does it, for tensors that C++ does not believe to be on CUDA: its own casts look at the device of a
-# tensor, which is ``meta`` to them here. These stand in for them: the same lists of operations, and the same cache of
-# cast weights, which lives as long as the autocast context.
+# CUDA's autocast for simulated tensors. Torch's casts check a tensor's device, which is ``meta`` in C++. So they are
+# replaced, with the same lists of operations and the same cache of cast weights, which ends with the autocast context.
 #
-# Source of the lists: aten/src/ATen/autocast_mode.h; the dispatcher is asked whether they are complete.
+# Source of the lists: aten/src/ATen/autocast_mode.h. The dispatcher's registrations show whether they are complete.
 
 CASTS = {  # operations cast to the lower type, to fp32, with a result in fp32, and to the widest type of the inputs
     "lower": """_convolution.deprecated _convolution conv1d conv2d conv3d conv_tbc conv_transpose1d
@@ -301,13 +301,13 @@ CASTS = {  # operations cast to the lower type, to fp32, with a result in fp32, 
 }
 LEFT_ALONE = """norm.Scalar norm.ScalarOpt_dim binary_cross_entropy _cudnn_rnn rnn_relu_cell rnn_tanh_cell lstm_cell
     gru_cell _thnn_fused_lstm_cell _thnn_fused_gru_cell cudnn_convolution cudnn_convolution_transpose"""
-"""Refused by autocast, recurrent, or reached only through another of the lists."""
+"""Operations that autocast rejects, recurrent ones, and those called only by operations of the lists."""
 
 cast_weights: dict[int, tuple[Tensor, Tensor]] = {}
 
 
 def install_autocast(library: torch.library.Library, is_on_gpu: Callable[[Any], bool]) -> list[str]:
-    """Register the kernels in ``library``; return what this torch casts, too, and is in none of the lists."""
+    """Register the kernels in ``library``; return the operations that torch casts but that are in none of the lists."""
     for policy, names in CASTS.items():
         for name in names.split():
             if (op := _overload(name)) is not None:
@@ -353,14 +353,14 @@ def _kernel(op: Any, policy: str, is_on_gpu: Callable[[Any], bool]) -> Callable[
 
 
 def _with_float32_result(args: tuple, kwargs: dict[str, Any], names: list[str]) -> dict[str, Any]:
-    """``kwargs`` with ``dtype=float32``, unless the caller has said which, or the input is no float."""
+    """Add ``dtype=float32`` to ``kwargs`` unless a dtype is given or the input is not floating-point."""
     if "dtype" not in names or len(args) > names.index("dtype") or not args[0].is_floating_point():
         return kwargs
     return kwargs if kwargs.get("dtype") is not None else {**kwargs, "dtype": torch.float32}
 
 
 def _cast(value: Tensor, dtype: torch.dtype) -> Tensor:
-    """``value`` in ``dtype``; of a weight in fp32, the copy that is kept until the context ends."""
+    """Cast ``value`` to ``dtype``; an fp32 weight's copy is cached until the autocast context ends."""
     kept = (
         value.dtype == torch.float32
         and value.requires_grad

@@ -1,7 +1,7 @@
-"""Links between GPUs, in a node and between nodes, and how long a collective takes over them.
+"""Links between GPUs within a node and between nodes, and the time of collectives over them.
 
-Bandwidths are those of the standards and data sheets times what is typically reached; latencies, and the way in which
-both make the time of a collective, are those by which NCCL itself chooses its algorithms (``src/graph/tuning.cc``).
+Bandwidths are those of standards and data sheets, times the fraction that is usually reached. Latencies and the formula
+for the time of a collective are those that NCCL uses to choose its algorithms (``src/graph/tuning.cc``).
 """
 
 from __future__ import annotations
@@ -14,26 +14,26 @@ from dataclasses import dataclass
 from trainer.errors import RecipeError, nearest, require
 from trainer.fakegpu.gpus import ACHIEVED, GPU, PCIE_4, PCIE_5
 
-BASE = 14e-6  # seconds of any collective: ``baseLat`` of NCCL's LL128 protocol
-# Seconds of one hop of a ring: ``hwLat`` of the same protocol, for NVLink, PCIe and the network.
+BASE = 14e-6  # fixed seconds of a collective: ``baseLat`` of NCCL's LL128 protocol
+# Seconds per hop of a ring: ``hwLat`` of the same protocol, for NVLink, PCIe and the network.
 NVLINK_HOP, PCIE_HOP, RDMA_HOP = 1.9e-6, 2.5e-6, 4e-6
-# Over TCP: 8 bytes took 38 to 46 µs between two nodes (github.com/NVIDIA/nccl-tests/issues/82), with ``BASE``.
+# Over TCP: 8 bytes took 38 to 46 µs between two nodes (github.com/NVIDIA/nccl-tests/issues/82), including ``BASE``.
 TCP_HOP = 20e-6
-# What NCCL reaches of Ethernet over TCP: "no more than 60 % of wire speed" at 32 Gbit/s, 4 to 6 of 12.5 GB/s at 100
-# (github.com/NVIDIA/nccl/issues/209 and /450). RDMA reaches ``ACHIEVED``: 600 of 800 Gbit/s over RoCE (issue 495).
+# Fraction that NCCL reaches with TCP: "no more than 60 % of wire speed" at 32 Gbit/s, 4 to 6 of 12.5 GB/s at
+# 100 (github.com/NVIDIA/nccl/issues/209, /450). RDMA reaches ``ACHIEVED``: 600 of 800 Gbit/s over RoCE (issue 495).
 TCP = 0.6
-TREE = 0.9  # what a tree reaches of the bandwidth of a ring
-USUAL, ONE = "25gbe,100gbe,8x-ib-hdr", "ib-hdr"  # compared by default; joins the devices of a single plan
+TREE = 0.9  # bandwidth of a tree relative to a ring
+USUAL, ONE = "25gbe,100gbe,8x-ib-hdr", "ib-hdr"  # interconnects compared by default, and that of a single plan
 
 
 @dataclass(frozen=True)
 class Link:
-    """What joins GPUs."""
+    """A link between GPUs."""
 
-    name: str  # as a flag
-    title: str  # as a person says it, with the source of its bandwidth
-    bandwidth: float  # bytes a second in one direction, of large collectives: of a GPU in a node, an adapter between
-    latency: float  # seconds of a hop
+    name: str  # name in flags
+    title: str  # name in messages, with the source of its bandwidth
+    bandwidth: float  # bytes/s in one direction in large collectives: per GPU within a node, per adapter between nodes
+    latency: float  # seconds per hop
 
 
 _WITHIN = (
@@ -57,35 +57,35 @@ WITHIN, BETWEEN = ({link.name: link for link in links} for links in (_WITHIN, _B
 class Group:
     """The ranks of one collective."""
 
-    ranks: int  # that take part
-    nodes: int  # that they are on, evenly
-    beside: int = 1  # groups that do the same at the same time and share the network of the nodes with this one
+    ranks: int  # number of ranks
+    nodes: int  # number of nodes, with equally many ranks on each
+    beside: int = 1  # number of groups that share the nodes' network at the same time, including this one
 
 
 @dataclass(frozen=True)
 class Interconnect:
-    """What joins the GPUs of a cluster."""
+    """The links of a cluster."""
 
-    name: str  # as a flag: ``100gbe``, ``8x-ib-hdr``, ``pcie-4+25gbe``
-    within: Link  # of each GPU to the others of its node
-    between: Link  # what leaves a node, over all its adapters
+    name: str  # name in flags: ``100gbe``, ``8x-ib-hdr``, ``pcie-4+25gbe``
+    within: Link  # from each GPU to the others in its node
+    between: Link  # between nodes, over all adapters of a node
 
     @property
     def across(self) -> str:
-        """What joins nodes, in words."""
+        """Description of the link between nodes."""
         between = self.between
         return f"{between.title}, {between.bandwidth / 1e9:.3g} GB/s a node, {1e6 * between.latency:g} µs a hop"
 
     @property
     def inside(self) -> str:
-        """What joins the GPUs of a node, in words."""
+        """Description of the link within a node."""
         return f"{self.within.title}, {self.within.bandwidth / 1e9:.3g} GB/s a GPU"
 
     def seconds(self, op: str, size: int, group: Group) -> float:
-        """Seconds of a collective of ``size`` bytes (of the whole tensor): of a ring or, if faster, of a tree.
+        """Return the seconds of a collective of ``size`` bytes (whole tensor) as a ring or, if faster, as a tree.
 
-        A ring enters and leaves each node once, so that what each rank sends also leaves the node, once for each of
-        the groups beside. Trees are for all_reduce only.
+        A ring enters and leaves each node once, so the data of each rank also leave the node, once per concurrent
+        group. Trees are for all_reduce only.
         """
         if group.ranks == 1:
             return 0.0
@@ -100,7 +100,7 @@ class Interconnect:
         return BASE + min(ring, climbing + 2 * size / (TREE * rate))
 
     def rate(self, group: Group) -> float:
-        """Bytes a second that each rank of a group can send."""
+        """Return the bytes/s that each rank of a group can send."""
         if group.nodes == 1:
             return self.within.bandwidth
         network = self.between.bandwidth / group.beside
@@ -108,16 +108,21 @@ class Interconnect:
 
 
 def sent(op: str, size: int, group: Group) -> float:
-    """Bytes that each rank sends for a collective of ``size`` bytes (of the whole tensor), as a ring: ``(n - 1) / n``
-    of them for an all-gather or reduce-scatter over n ranks, twice that for all-reduce (Patarasuk and Yuan, 2009)."""
+    """Return the bytes that each rank sends in a ring for a collective of ``size`` bytes (whole tensor).
+
+    All-gather and reduce-scatter over n ranks send ``(n - 1) / n`` of ``size``, all-reduce twice as much (Patarasuk and
+    Yuan, 2009).
+    """
     return (2 if op == "all_reduce" else 1) * (group.ranks - 1) / group.ranks * size
 
 
 def interconnects(text: str, gpu: GPU) -> list[Interconnect]:
-    """What ``--interconnect`` names, separated by commas: each ``BETWEEN`` or ``WITHIN+BETWEEN``; without ``WITHIN`` it
-    is the link of the GPU's data sheet. A ``RecipeError`` for a name that is unknown, or there twice."""
+    """Parse ``--interconnect``: names separated by commas, each ``BETWEEN`` or ``WITHIN+BETWEEN``.
+
+    Without ``WITHIN``, it is the link of the GPU's data sheet. An unknown or repeated name is a ``RecipeError``.
+    """
     names = [name.strip().lower() for name in text.split(",")]
-    require(len(set(names)) == len(names), f"--interconnect={text} names one of them twice")
+    require(len(set(names)) == len(names), f"--interconnect={text} contains a name twice: give each once")
     return [_interconnect(name, gpu) for name in names]
 
 
@@ -135,38 +140,41 @@ def _interconnect(name: str, gpu: GPU) -> Interconnect:
 
 
 def _unknown(name: str, part: str, near: list[str], where: str, known: Iterable[str]) -> RecipeError:
-    said = f"--interconnect={name}: {part!r} is not known {where}{nearest(part, near) or '.'}"
+    error = f"--interconnect={name}: {part!r} is not a known link {where}{nearest(part, near) or '.'}"
     return RecipeError(
-        f"{said} There are: {', '.join(known)}, as in 100gbe, 8x-ib-hdr (eight adapters in a node) or pcie-4+25gbe"
+        f"{error} Known: {', '.join(known)}, as in 100gbe, 8x-ib-hdr (eight adapters in a node) or pcie-4+25gbe"
     )
 
 
 def own_link(gpu: GPU) -> Link:
-    """The link between GPUs of its kind in one node, by its data sheet."""
+    """Return the link between GPUs of this kind within a node, from the data sheet."""
     name, title, hop = ("nvlink", "NVLink", NVLINK_HOP) if gpu.link > gpu.bus else ("pcie", "PCIe", PCIE_HOP)
     return Link(name, f"{title} of the {gpu.title}", gpu.link, hop)
 
 
 @dataclass(frozen=True)
 class Cluster:
-    """Devices, and the nodes that they are on, numbered node by node."""
+    """Devices on nodes, numbered node by node."""
 
     devices: int
     nodes: int
 
     def group(self, ranks: int = 0, stride: int = 1) -> Group:
-        """Those of a collective of ``ranks``, 0 for all, that are ``stride`` apart."""
+        """Return the group of a collective of ``ranks`` (0: all) with distance ``stride``."""
         ranks, here = ranks or self.devices, self.devices // self.nodes
         on_nodes = max(1, min(ranks, ranks * stride // here))
         return Group(ranks, on_nodes, beside=max(1, here * on_nodes // ranks))
 
 
 def clusters(devices: Sequence[int], nodes: Sequence[int] | None, per_node: int | None) -> list[Cluster]:
-    """The devices with their nodes, one device first, to compare with. ``nodes`` are as many as ``devices``, or one
-    number for all; else machines have ``per_node`` devices, or 8. A ``RecipeError`` if numbers do not divide."""
+    """Return the clusters for ``--devices``, with one device as the first, for comparison.
+
+    ``nodes`` has one number for all or one per number of devices. Without it, nodes have ``per_node`` devices,
+    default 8. A ``RecipeError`` reports numbers that do not divide.
+    """
     shown, here = ",".join(map(str, devices)), per_node or 8
-    require(len(set(devices)) == len(devices), f"--devices={shown} names a number twice")
-    require(nodes is None or per_node is None, "--nodes and --per-node say the same: give one of them")
+    require(len(set(devices)) == len(devices), f"--devices={shown} contains a number twice: give each once")
+    require(nodes is None or per_node is None, "--nodes and --per-node exclude each other: give one of them")
     if nodes is not None and len(nodes) not in (1, len(devices)):
         text = ",".join(map(str, nodes))
         raise RecipeError(f"--nodes={text} must be one number, or as many as --devices={shown}: {len(devices)}")
@@ -177,8 +185,8 @@ def clusters(devices: Sequence[int], nodes: Sequence[int] | None, per_node: int 
             require(count % machines == 0, f"--devices={count} must be a multiple of --nodes={machines}")
         else:
             machines = max(1, count // here)
-            fits = count <= here or count % here == 0
-            require(fits, f"--devices={count} must be a multiple of --per-node={here}, or no more than that")
+            if count > here and count % here:
+                raise RecipeError(f"--devices={count} must be a multiple of --per-node={here}, or at most {here}")
         found.append(Cluster(count, machines))
     found.sort(key=lambda one: one.devices)
     return found if found[0].devices == 1 else [Cluster(1, 1), *found]

@@ -1,8 +1,8 @@
-"""A simulated CUDA device: what torch is told about it, wherever its Python code asks.
+"""Patches that make torch's Python code see a simulated CUDA device.
 
-Python sees tensors on ``cuda:0``; to C++ they are on meta, so that autograd works on any build of torch, without a GPU,
-a driver, or memory. Whatever asks which device it has before it chooses (autocast, attention, dropout, the optimizers,
-FSDP2) is told what the target GPU would say. All of it holds within :func:`installed`.
+Python sees tensors on ``cuda:0``. C++ sees them on meta, so autograd works on any build of torch without a GPU, driver
+or memory. Code that chooses by device (autocast, attention, dropout, optimizers, FSDP2) gets the answers of the target
+GPU. All patches apply within :func:`installed`.
 """
 
 from __future__ import annotations
@@ -48,27 +48,27 @@ from trainer.fakegpu.target import NEWEST, OLDEST, Target, installed_version
 NOTHING = """set_device init _lazy_init synchronize empty_cache set_rng_state manual_seed manual_seed_all seed seed_all
     set_stream reset_peak_memory_stats reset_accumulated_memory_stats ipc_collect _sleep
     set_per_process_memory_fraction _record_memory_history"""
-"""What ``torch.cuda`` has nothing to do for."""
-# Bytes by compute capability, where all cards of one have as much: A100, H100 and H200, B200.
+"""Functions of ``torch.cuda`` that become no-ops."""
+# Bytes by compute capability, if all its cards have the same size: A100, H100 and H200, B200.
 L2_CACHE = {(8, 0): 40 * 2**20, (9, 0): 50 * 2**20, (10, 0): 126 * 2**20}
 MISSING = object()
 _paused = 0
 _library: torch.library.Library | None = None
-changes = ExitStack()  # what takes each change back, the last one first
+changes = ExitStack()  # undoes all changes, the last one first
 
 
 def is_paused() -> bool:
-    """Whether what is computed now is only about shapes: DTensor propagates them with whole, unsharded tensors."""
+    """Return whether DTensor is propagating shapes with whole, unsharded tensors, which must not be traced."""
     return _paused > 0
 
 
 def is_on_gpu(tensor: Any) -> bool:
-    """Whether a tensor is on the simulated GPU."""
+    """Return whether a tensor is on the simulated GPU."""
     return isinstance(tensor, FakeTensor) and tensor.fake_device.type == "cuda"
 
 
 def replace(owner: Any, **answers: Any) -> None:
-    """Set attributes of ``owner``, those that this version of torch has, within :func:`installed`."""
+    """Set attributes of ``owner`` within :func:`installed`; skip those that this version of torch lacks."""
     for name, answer in answers.items():
         if hasattr(owner, name):
             before = vars(owner).get(name, MISSING)
@@ -78,13 +78,16 @@ def replace(owner: Any, **answers: Any) -> None:
 
 @contextmanager
 def installed(target: Target, ranks: int = 1) -> Iterator[list[str]]:
-    """Give this process ``target``, a card or the CPU, as its device, of which this machine says that it has ``ranks``.
-    Yields warnings for a person; torch is itself again afterwards. A ``RunError`` if there is a device already."""
+    """Simulate ``target`` (a card or the CPU) as this process's device, with ``ranks`` such devices on the machine.
+
+    Yields warnings. All changes to torch are undone at the end. Raises a ``RunError`` if this process already uses a
+    real or simulated GPU.
+    """
     global _library
     if _library is not None:
-        raise RunError("a process can have one fake GPU at a time: end the block of the other one first")
+        raise RunError("a process can simulate one GPU at a time: end the other block first")
     if torch.cuda.is_initialized():
-        raise RunError("this process has used its GPU already: do it before that, or in a process of its own")
+        raise RunError("this process has used its GPU already: simulate before that, or in a separate process")
     _library = torch.library.Library("aten", "IMPL")
     try:
         yield _install(_library, target, ranks)
@@ -99,13 +102,13 @@ def installed(target: Target, ranks: int = 1) -> Iterator[list[str]]:
 def _install(library: torch.library.Library, target: Target, ranks: int) -> list[str]:
     patch_modules()
     patch_ranks()
-    if target.device.type == "cpu":  # there is one: nothing but memory is pretended
+    if target.device.type == "cpu":  # the CPU is real, so only memory is simulated
         return []
     patch_tensors()
     patch_cuda(target, ranks)
     patch_updates()
     patch_fsdp()
-    with warnings.catch_warnings():  # that kernels are replaced is the purpose
+    with warnings.catch_warnings():  # torch warns about replaced kernels
         warnings.simplefilter("ignore")
         replace(torch, clear_autocast_cache=torch.clear_autocast_cache)  # which the next line replaces
         uncast = install_autocast(library, is_on_gpu)
@@ -256,7 +259,7 @@ def _to(move: Callable[..., Any], moved: int = 1) -> Callable[..., Any]:
 
 
 def patch_cuda(target: Target, ranks: int) -> None:
-    """``torch.cuda`` answers for the target, of which this machine has ``ranks``."""
+    """Make ``torch.cuda`` answer for the target; this machine has ``ranks`` of them."""
     gpu, major = target.gpu, target.gpu.capability[0]
     properties = SimpleNamespace(  # the few that libraries ask for before they choose
         L2_cache_size=L2_CACHE.get(gpu.capability, 0),  # at 0 timm's lion takes all weights at once: the most
@@ -373,7 +376,7 @@ def _only_shapes() -> Iterator[None]:
         _paused -= 1
 
 
-# Streams and events of the simulated GPU: they keep the order in which memory is asked for, and no time.
+# Streams and events of the simulated GPU record the order of allocations, but no time.
 
 
 def _nothing(*args: Any, **options: Any) -> None: ...

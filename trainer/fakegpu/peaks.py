@@ -1,4 +1,4 @@
-"""Replay of a traced run's allocations: the peaks, and who made them."""
+"""Replay of a traced run's allocations: memory peaks and the blocks in use at them."""
 
 from __future__ import annotations
 
@@ -14,26 +14,26 @@ from trainer.fakegpu.events import EMPTY_CACHE, Category, Event, Trace
 from trainer.system.text import GB
 
 CATEGORIES: tuple[Category, ...] = get_args(Category)
-LARGEST = 12  # of the largest blocks at the peak, so many are named
+LARGEST = 12  # number of largest blocks at the peak that are listed
 BUCKETS = 999  # parts of the events in a timeline; each leaves two points at most, the last event one more
 
 
 class PhasePeak(NamedTuple):
-    """The most bytes within one phase, with what was there when it began."""
+    """Peak bytes within one phase, including the memory in use at its start."""
 
     allocated: int
     reserved: int
 
 
 def in_gb(size: int) -> float:
-    """As files hold it, in GB (1e9 bytes)."""
+    """Convert bytes to rounded GB (1e9 bytes) for files."""
     return round(size / GB, 4)
 
 
 def peaks_to_json(
     sizes: dict[str, int], phases: Mapping[str, dict[str, int]], categories: Mapping[Any, int]
 ) -> dict[str, Any]:
-    """What files hold of ``sizes``, such as ``reserved``, of the peaks within ``phases``, and of ``categories``."""
+    """Return total ``sizes``, such as ``reserved``, the peaks of ``phases`` and the ``categories`` in GB, for files."""
     every = {"": sizes, **phases}
     named = {phase: {f"{name}_gb": in_gb(size) for name, size in own.items()} for phase, own in every.items()}
     of_all, shares = named.pop(""), {name: in_gb(size) for name, size in categories.items()}
@@ -51,11 +51,11 @@ class Timeline:
 
 @dataclass(frozen=True)
 class Replay:
-    """What the allocator did with a run; all figures are bytes."""
+    """The result of replaying a run; all sizes are bytes."""
 
-    peak_allocated: int  # the most in use at once, with what rounding adds
-    peak_reserved: int  # the most that the driver had given at once
-    peak_requested: int  # the most that was asked for at once
+    peak_allocated: int  # peak of blocks in use, including rounding
+    peak_reserved: int  # peak of memory obtained from the driver
+    peak_requested: int  # peak of requested bytes
     allocated_at: int | None  # index of the event at the allocated peak; ``None`` if nothing was allocated
     allocated_phase: str | None  # its phase
     phases: dict[str, PhasePeak]  # peaks within each phase, in the order in which they first came
@@ -66,7 +66,7 @@ class Replay:
 
     @property
     def categories(self) -> dict[Category, int]:
-        """In use at the allocated peak, by category, the largest first; without those that had nothing."""
+        """Memory at the allocated peak by category, the largest first, without empty categories."""
         found: Counter[Category] = Counter()
         for (category, _, _), size in self.alive.items():
             found[category] += size
@@ -74,7 +74,7 @@ class Replay:
 
     @property
     def fragmentation(self) -> int:
-        """Reserved at the allocated peak and not in use."""
+        """Memory that is reserved but unused at the allocated peak."""
         return self.reserved_then - self.peak_allocated
 
 
@@ -87,10 +87,10 @@ class _Moment(NamedTuple):
 
 
 def replay(run: Trace | Sequence[Event], settings: AllocatorSettings | None = None) -> Replay:
-    """Let the allocator do what a run did: a trace, or its events alone, which then are all temporaries.
+    """Replay the allocations of a trace or of a list of events, whose blocks then all count as temporaries.
 
     Raises:
-        ValueError: for a block that is allocated twice, or freed when it is not in use.
+        ValueError: a block is allocated twice, or freed while not in use.
     """
     events, categories = (run.events, run.categories) if isinstance(run, Trace) else (run, {})
     allocator = CachingAllocator(settings)
@@ -120,7 +120,7 @@ def timeline_of(memory: Replay, trace: Trace) -> dict[str, Any]:
 def retries_within(
     run: Trace, capacity: int, settings: AllocatorSettings | None = None, memory: Replay | None = None
 ) -> int | None:
-    """How often torch must give its cache back for a run to go through with ``capacity`` bytes; ``None``: it cannot."""
+    """Return how often torch must release its cache to stay within ``capacity`` bytes; ``None`` if impossible."""
     if memory and not memory.peak_allocated <= capacity < memory.peak_reserved:  # its replay without a limit knows
         return 0 if memory.peak_reserved <= capacity else None
     allocator = CachingAllocator(settings, capacity)
@@ -143,7 +143,7 @@ def _history(allocator: CachingAllocator, events: Sequence[Event]) -> list[_Mome
 
 
 def follow(allocator: CachingAllocator, blocks: dict[int, Block], event: Event) -> int:
-    """Do what ``event`` did, to the ``blocks`` in use; returns the bytes of its block, negative if it was freed."""
+    """Apply ``event`` to the ``blocks`` in use; return the bytes of its block, negative for a free."""
     if event.id == EMPTY_CACHE:
         allocator.release_cached()
         return 0
@@ -172,7 +172,7 @@ def _phases(events: Sequence[Event], history: Sequence[_Moment]) -> dict[str, Ph
 def _second_pass(
     events: Sequence[Event], categories: Mapping[int, Category], history: Sequence[_Moment], peak: int | None
 ) -> tuple[Timeline, dict[tuple[Category, str, str], int], list[Event]]:
-    """Who has what: at the points of the timeline by category, at the allocated peak by operation and by block."""
+    """Return memory by category at the timeline's points, and by operation and block at the allocated peak."""
     points = _points(history)
     timeline = Timeline(points, {category: [] for category in CATEGORIES}, [history[i].reserved for i in points])
     wanted, held = set(points), dict.fromkeys(CATEGORIES, 0)

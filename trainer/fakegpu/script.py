@@ -39,7 +39,7 @@ LAUNCHED = re.compile(
 
 @dataclass(frozen=True)
 class Script:
-    """What is to be planned."""
+    """A script to plan."""
 
     path: str
     args: Sequence[str]
@@ -54,7 +54,7 @@ class Script:
 
     @property
     def log(self) -> Path:
-        """What the script prints."""
+        """The file with the script's output."""
         return Path(self.out, LOG)
 
 
@@ -102,7 +102,7 @@ def _how_it_ended(script: Script, code: int | None, dump: str) -> str:
 
 
 def child() -> None:
-    """In the new process: run the script, answer and end."""
+    """Run the script in the new process, send the result and exit."""
     words, number, stopped = sys.argv[1:]
     script, connection = Script(**json.loads(words)), Connection(int(number), readable=False)
     faulthandler.enable()
@@ -131,7 +131,7 @@ def _trace(script: Script, end: Callable[[Callable[[], Any]], None], stopped: in
 
     columns, taken = columns_of(script.columns), dict[int, int]()
     if (card := gpu_named(script.gpu) if script.gpu else gpu_here()) is None:
-        raise RecipeError(f"no GPU is there: say which one is meant with --gpu: {', '.join(sorted(GPUS))}")
+        raise RecipeError(f"no GPU found: choose one with --gpu: {', '.join(sorted(GPUS))}")
     os.environ["CUDA_VISIBLE_DEVICES"] = ""  # nothing may use the real one from here on
     with fake_gpu(card) as gpu:
         gpu.capacity, cut = budget_bytes(script.budget, card, 1), cut_budget(script.budget, card, 1)
@@ -173,7 +173,7 @@ def _trace(script: Script, end: Callable[[Callable[[], Any]], None], stopped: in
 
 
 def _described(path: str, error: BaseException) -> str:
-    """The last line of the traceback, and the line of the script, or of what is beside it, that led there."""
+    """The last line of the traceback, and the line of the script, or of a file next to it, that led there."""
     if isinstance(error, SystemExit):
         return f"{path} has ended itself with {error.code!r}"
     frames = traceback.extract_tb(error.__traceback__)

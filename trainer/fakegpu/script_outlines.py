@@ -39,6 +39,7 @@ KERNELS = "Triton's kernels are not in the time of a step; what they fill is cou
 SILENT = {  # by module: functions that do nothing here, and what to say of it
     "safetensors.torch": ("save_file save_model", ""),
     "lightning.fabric.utilities.cloud_io": ("_atomic_save", ""),
+    "lightning_fabric.utilities.cloud_io": ("_atomic_save", ""),
     "torch.utils.tensorboard.writer": ("SummaryWriter", ""),
     "timm.models._builder": ("load_pretrained", UNREAD),
     "triton.runtime.jit": ("JITFunction.run", KERNELS),

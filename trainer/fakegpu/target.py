@@ -1,4 +1,4 @@
-"""What a planned run will take place on."""
+"""The target of a prediction: GPU, version of torch and allocator settings."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from trainer.system.text import gigabytes, parse_budget
 
 Workspaces = Literal["kept, and one a call", "kept", "one a call"]
 """Whether matrix products allocate a workspace once for each thread and stream, and keep it, or at each call. Before
-torch 2.9 those with a bias had another of their own. Source: aten/src/ATen/cuda/CublasHandlePool.cpp."""
+torch 2.9, products with a bias had an additional one. Source: aten/src/ATen/cuda/CublasHandlePool.cpp."""
 
 # The version after which torch prefers its attention; wheels for CUDA 12.9 and before have older ones.
 FAST_CUDNN = 91500
@@ -32,12 +32,12 @@ OLDEST_KERNELS = (2, 4)
 
 @dataclass(frozen=True)
 class Target:
-    """What the run will take place on."""
+    """The GPU and the software of a planned run."""
 
     gpu: GPU
-    torch_version: tuple[int, int] = (0, 0)  # whose kernels the card will run, (major, minor); 0.0: this process's
+    torch_version: tuple[int, int] = (0, 0)  # (major, minor) of the kernels; (0, 0): this process's version
     expandable_segments: bool = False  # whether the run sets PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True
-    joined_by: str = ONE  # what joins the devices, as ``--interconnect`` names it
+    joined_by: str = ONE  # interconnect of the devices, as in ``--interconnect``
 
     def __post_init__(self) -> None:
         named = (*self.torch_version, *OLDEST_KERNELS, *NEWEST)
@@ -46,19 +46,19 @@ class Target:
 
     @classmethod
     def here(cls, gpu: GPU, joined_by: str = ONE) -> Target:
-        """``gpu`` with the version of torch and the settings of the allocator that a run from here would have."""
+        """Return ``gpu`` with this process's version of torch and allocator settings."""
         config = os.environ.get("PYTORCH_ALLOC_CONF") or os.environ.get("PYTORCH_CUDA_ALLOC_CONF") or ""
         expandable = "expandable_segments:true" in config.lower().replace(" ", "")
         return cls(gpu, expandable_segments=expandable, joined_by=joined_by)
 
     @property
     def network(self) -> Interconnect:
-        """What joins the devices."""
+        """The interconnect of the devices."""
         return interconnects(self.joined_by, self.gpu)[0]
 
     @property
     def device(self) -> torch.device:
-        """Where the tensors of a run are."""
+        """The device of the run's tensors."""
         return torch.device("cpu") if self.gpu.name == "cpu" else torch.device("cuda", 0)
 
     @property
@@ -68,13 +68,13 @@ class Target:
 
     @property
     def attention(self) -> AttentionRules:
-        """Which attention kernels it has. Whether an installed cuDNN is fast is not known of a CPU build: taken so."""
+        """The rules for attention kernels. A CPU build of torch has no cuDNN, so a fast one is assumed."""
         asked = self.version >= (2, 10) and self.gpu.capability in WITH_CUDNN  # others than these it may refuse
         return AttentionRules(self.gpu.capability, asked and (torch.backends.cudnn.version() or 10**6) > FAST_CUDNN)
 
     @property
     def workspaces(self) -> Workspaces:
-        """How long cuBLAS keeps its memory."""
+        """The lifetime of cuBLAS workspaces."""
         if self.version < (2, 9):
             return "kept, and one a call"
         kept = self.version < (2, 15) or os.environ.get("TORCH_CUBLAS_WORKSPACE_CACHE") == "1"
@@ -91,7 +91,7 @@ def installed_version() -> tuple[int, int]:
 
 
 def gpu_here() -> GPU | None:
-    """The GPU of this machine, if it has one; a process of its own asks, so that this one can still fork."""
+    """Return the GPU of this machine, if any; a child process asks torch, so that this process can still fork."""
     if torch.cuda.is_initialized():
         return gpu_of(seen_gpus()[torch.cuda.current_device()])
     found: list[dict[str, Any]] = []
@@ -110,7 +110,7 @@ def budget_bytes(text: str | None, gpu: GPU, ranks: int) -> int:
 
 
 def cut_budget(text: str | None, gpu: GPU, ranks: int) -> list[str]:
-    """What to say where the budget ``text`` is more than :func:`budget_bytes`."""
+    """Return a message if the budget ``text`` is more than :func:`budget_bytes`."""
     budget = budget_bytes(text, gpu, ranks)
     cut = text is not None and int(parse_budget(text, gpu.memory)) > budget
     own = f"memory.budget: {text} was asked for, and {gpu.title} has no more than {gigabytes(budget)} for torch"

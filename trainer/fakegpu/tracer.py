@@ -1,4 +1,4 @@
-"""Watches every operation of a run on fake tensors: what memory it asks for and gives back, and what it costs."""
+"""Tracer of all operations of a run on fake tensors: records allocations, frees and costs."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ from trainer.fakegpu.target import Target
 
 MATRIX_PRODUCTS = ("mm", "addmm", "bmm", "baddbmm", "_addmm_activation")
 CONVOLUTIONS = {"convolution": 1, "convolution_backward": 2}  # by where their weight is; 7 after it are the groups
-LEAST_CHANNELS = 8  # of a group, for tensor cores to compute a convolution: one row of their tiles in half precision
+LEAST_CHANNELS = 8  # min channels per group for tensor cores in a convolution: one row of a half precision tile
 LT_WORKSPACE = 1 << 20  # bytes for a product with a bias, by cuBLASLt (CUBLASLT_WORKSPACE_SIZE's default)
-LEAST_HOST_BYTES = 2**16  # of work on the host that takes time worth counting
+LEAST_HOST_BYTES = 2**16  # host operations on fewer bytes are ignored
 _ALL_GATHERS = ("_allgather_base_", "allgather_", "allgather_into_tensor_coalesced_", "all_gather_into_tensor")
 _SCATTERS = ("_reduce_scatter_base_", "reduce_scatter_", "reduce_scatter_tensor", "alltoall_base_")  # as many bytes
 COLLECTIVES = {
@@ -49,12 +49,12 @@ class Storage:
         self.reference: Any = None
 
     def host_bytes(self, size: int) -> int:
-        """What ``size`` bytes take in host memory: torch rounds page-locked memory up (CachingHostAllocator.h)."""
+        """Return the host memory for ``size`` bytes: torch rounds pinned memory up (CachingHostAllocator.h)."""
         return 1 << (size - 1).bit_length() if self.is_pinned and size else size
 
 
 class Tracer(TorchDispatchMode):
-    """Records the events of everything that runs inside of it, on tensors of ``mode`` that seem to be on ``target``."""
+    """Records events and work of everything that runs within it, on tensors of ``mode`` on the simulated ``target``."""
 
     supports_higher_order_operators = True
 
@@ -69,7 +69,7 @@ class Tracer(TorchDispatchMode):
         self._workspaces: set[tuple[bool, int]] = set()
 
     def enter(self, phase: str) -> None:
-        """What follows is of ``phase``."""
+        """Start ``phase``."""
         if phase != self.phase or not self.trace.marks:
             self.trace.marks.append((len(self.trace.events), phase))
         self.phase = phase
@@ -80,7 +80,7 @@ class Tracer(TorchDispatchMode):
 
     @contextmanager
     def beside(self) -> Iterator[None]:
-        """What is done inside is what a thread of the host does."""
+        """Record operations in the block as work of a host thread."""
         self.host = HOST_THREAD
         try:
             yield
@@ -155,7 +155,7 @@ class Tracer(TorchDispatchMode):
         self.trace.host_bytes = max(self.trace.host_bytes, self._host_bytes)
 
     def inside(self, sizes: Iterable[int], op: str) -> None:
-        """What a kernel allocates for itself, and frees before it returns."""
+        """Record the temporary allocations of a kernel."""
         for number in [self._allocate(size, f"{op} (inside)") for size in sizes if size > 0]:
             self.trace.events.append(Event(number, 0, "", self.phase))
 
@@ -173,7 +173,7 @@ class Tracer(TorchDispatchMode):
         if self.target.workspaces == "one a call":
             self.inside((LT_WORKSPACE if op == "addmm" else size,), op)
             return
-        in_backward = torch._C._current_graph_task_id() != -1  # where autograd runs in a thread of its own
+        in_backward = torch._C._current_graph_task_id() != -1  # autograd runs in a separate thread
         key = (in_backward, FakeStream.current.number)
         if key not in self._workspaces:
             self._workspaces.add(key)
@@ -233,7 +233,7 @@ class Tracer(TorchDispatchMode):
             # The functional ones are those of DTensor: of tensor parallelism, in the middle of a forward or backward.
             self._note_collective(name, tensors, (*group, func.namespace == "_c10d_functional"))
             return
-        if getattr(func, "is_view", False) or name == "_unsafe_view":  # which is one, too, but for autograd
+        if getattr(func, "is_view", False) or name == "_unsafe_view":  # a view except for autograd
             if any(map(self.is_on_device, tensors)):
                 self.note("view", "compute", 0, 0, "")
             return
@@ -255,7 +255,7 @@ class Tracer(TorchDispatchMode):
         self.note(name, "compute", flops, moved + moved_again(name, args, units, moved), units)
 
     def _note_collective(self, name: str, tensors: list[Tensor], group: tuple[int, int, bool]) -> None:
-        """What the device's network does or, with gradients in host memory, the host's."""
+        """Record a collective on the device or, for tensors in host memory, on the host."""
         here = [tensor for tensor in tensors if self.is_on_device(tensor)]
         sizes = [_bytes([tensor]) for tensor in here or tensors]
         if not sizes or name not in COLLECTIVES:
@@ -275,20 +275,20 @@ class Tracer(TorchDispatchMode):
 
 
 def dtype_of(tensors: Iterable[Tensor]) -> str:
-    """What is computed in, as torch names it."""
+    """Return the dtype of the computation, as torch names it."""
     return str(next((t.dtype for t in tensors if t.is_floating_point()), torch.float32)).removeprefix("torch.")
 
 
 def flops_of(func: Any, name: str, args: tuple, kwargs: dict[str, Any], out: Any) -> int:
-    """Floating-point operations of a call, as torch counts them, but for two things; 0 where it counts none.
+    """Return the FLOPs of a call by torch's formulas with two corrections; 0 without a formula.
 
-    Torch takes the gradient of a grouped convolution's weight for that of an ungrouped one, and causal attention for
-    all of the square of tokens, of which the kernels skip what lies above the diagonal.
+    Torch counts the weight gradient of a grouped convolution as ungrouped, and causal attention as full attention,
+    although kernels skip everything above the diagonal.
     """
     count = flop_registry.get(getattr(func, "_overloadpacket", None))
     if count is None:
         return 0
-    if name.startswith("_flash_attention"):  # of packed texts, whose lengths have no value here: the longest for all
+    if name.startswith("_flash_attention"):  # packed texts: lengths are unknown, so all count as the longest
         is_backward = name.endswith("backward")
         query, longest = args[is_backward], args[(9 if is_backward else 6)]
         products, is_causal = (5, args[11]) if is_backward else (2, args[8])
@@ -306,8 +306,10 @@ def flops_of(func: Any, name: str, args: tuple, kwargs: dict[str, Any], out: Any
 
 
 def units_of(name: str, args: tuple, dtype: str) -> str:
-    """What computes a product of ``dtype``: units for tf32 where torch may take them for fp32, or those for fp32. With
-    few channels a group, convolutions cannot fill tensor cores (ATen's DepthwiseConv2d.cu)."""
+    """Return the units for a product of ``dtype``: tf32 instead of fp32 if torch may use them.
+
+    Convolutions with few channels per group cannot use tensor cores (ATen's DepthwiseConv2d.cu).
+    """
     backends: Any = torch.backends
     setting = backends.cuda.matmul if name in MATRIX_PRODUCTS else None
     if name in CONVOLUTIONS:
@@ -319,7 +321,7 @@ def units_of(name: str, args: tuple, dtype: str) -> str:
 
 
 def moved_again(name: str, args: tuple, units: str, moved: int) -> int:
-    """Bytes that a kernel moves besides each of the tensors of its call once, which are ``moved``.
+    """Return the bytes that a kernel moves in addition to ``moved``, which counts each tensor of the call once.
 
     cuDNN transposes what is not channels_last for its tensor cores (NVIDIA, Convolutional Layers User's Guide).
     Normalisations over many rows take their sums first and read everything again for the result, as all backwards do
@@ -335,11 +337,10 @@ def moved_again(name: str, args: tuple, units: str, moved: int) -> int:
 
 @contextmanager
 def tracing(target: Target, ranks: int = 1, nodes: int = 1, kind: type[Tracer] | None = None) -> Iterator[Tracer]:
-    """Make ``target`` the CUDA device of this process, and trace what is done inside of the context, by ``kind``.
+    """Simulate ``target`` as the CUDA device of this process and trace the block with a tracer of class ``kind``.
 
-    Tensors that are made inside are fake; real ones that come from outside are moved with ``.to("cuda")``. What is
-    traced is ``tracer.trace``; call ``tracer.enter`` where a phase begins. Torch is itself again afterwards; tensors
-    that were made inside are of no use there.
+    Tensors created in the block are fake and cannot be used after it; move real tensors to it with ``.to("cuda")``.
+    Call ``tracer.enter`` at the start of a phase. The result is ``tracer.trace``. Torch is restored at the end.
     """
     with installed(target, ranks // nodes) as notes:
         mode = FakeGPUMode(ranks)
@@ -350,7 +351,7 @@ def tracing(target: Target, ranks: int = 1, nodes: int = 1, kind: type[Tracer] |
 
 
 def plain_tensors(tensor: Any) -> list[Tensor]:
-    """The tensors with memory that a tensor consists of: a shard, or the parts of a quantised one."""
+    """Return the tensors with memory that a tensor consists of: a shard, or the parts of a quantised tensor."""
     if isinstance(tensor, DTensor):
         tensor = tensor.to_local()
     if isinstance(tensor, FakeTensor) and tensor.layout is torch.sparse_coo:
@@ -374,12 +375,11 @@ def _kind(tensors: list[Tensor], results: list[Tensor]) -> Kind:
 
 
 def group_among(values: list[Any]) -> tuple[int, int]:
-    """How many ranks the process group among a collective's arguments has, and how far apart they are; ``(0, 1)``, for
-    all ranks, if there is none."""
+    """Return (number of ranks, distance between them) of the group in a collective's arguments; default ``(0, 1)``."""
     for value in values:
         kind: Any = value._type() if isinstance(value, torch.ScriptObject) else None
         group = torch.distributed.ProcessGroup.unbox(value) if kind and kind.name() == "ProcessGroup" else value
-        if isinstance(value, str):  # of a functional one
+        if isinstance(value, str):  # a functional collective names its group
             group = next((one for one, name in distributed_c10d._world.pg_names.items() if name == value), None)
         if isinstance(group, torch.distributed.ProcessGroup):
             ranks = torch.distributed.get_process_group_ranks(group)

@@ -14,7 +14,7 @@ import time
 from contextlib import suppress
 
 import torch.distributed as dist
-from lightning.fabric import Fabric
+from lightning_fabric import Fabric
 from torch.distributed import distributed_c10d
 from torch.distributed.device_mesh import DeviceMesh
 

@@ -6,7 +6,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from lightning.fabric.plugins.environments import SLURMEnvironment
+from lightning_fabric.plugins.environments import SLURMEnvironment
 
 from trainer.errors import require
 from trainer.system.environment import number

@@ -14,8 +14,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from lightning.fabric import Fabric
-from lightning.fabric.plugins.environments import ClusterEnvironment, LightningEnvironment, TorchElasticEnvironment
+from lightning_fabric import Fabric
+from lightning_fabric.plugins.environments import ClusterEnvironment, LightningEnvironment, TorchElasticEnvironment
 
 from trainer.errors import RecipeError, require
 from trainer.launching.loopback import SECONDS_TO_MEET, gather_here
@@ -164,7 +164,7 @@ def _environment(world: World) -> list[ClusterEnvironment]:
 @contextmanager
 def _launching() -> Iterator[None]:
     """Tell ranks that Fabric starts in the block with which process to end, and mute Fabric's log about the group."""
-    loggers = map(logging.getLogger, ("lightning.fabric", "lightning.pytorch"))  # Fabric writes to both
+    loggers = map(logging.getLogger, ("lightning_fabric", "lightning.fabric", "lightning.pytorch"))
     before = [(logger, logger.level) for logger in loggers]
     os.environ[LAUNCHER] = str(os.getpid())
     try:

@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Callable
 
 import torch
-from lightning.fabric import Fabric
+from lightning_fabric import Fabric
 from torch import nn
 
 from trainer.contract import Model, Streamable

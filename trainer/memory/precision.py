@@ -7,8 +7,8 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
-from lightning.fabric.plugins.precision import DoublePrecision, HalfPrecision, MixedPrecision
-from lightning.fabric.plugins.precision import Precision as FabricPrecision
+from lightning_fabric.plugins.precision import DoublePrecision, HalfPrecision, MixedPrecision
+from lightning_fabric.plugins.precision import Precision as FabricPrecision
 from torch.amp import GradScaler
 from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 

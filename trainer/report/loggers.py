@@ -14,8 +14,8 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from lightning.fabric.loggers.logger import Logger
-from lightning.fabric.utilities.rank_zero import rank_zero_only
+from lightning_fabric.loggers.logger import Logger
+from lightning_fabric.utilities.rank_zero import rank_zero_only
 
 from trainer.errors import RecipeError
 from trainer.recipe import Run
@@ -152,7 +152,7 @@ class CSVMetrics(Logger):
 
 
 def _tensorboard(resumed_at: int, run_dir: Path, config: Mapping[str, Any]) -> Logger:
-    from lightning.fabric.loggers import TensorBoardLogger
+    from lightning_fabric.loggers import TensorBoardLogger
 
     purged = resumed_at + 1 if resumed_at else None
     logger = TensorBoardLogger(run_dir, name="tensorboard", version="", purge_step=purged)

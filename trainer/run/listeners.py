@@ -9,7 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from lightning.fabric.loggers import Logger
+from lightning_fabric.loggers import Logger
 
 from trainer.engine.events import Counters, Listener
 from trainer.engine.quarantine import BadSampleAt, Quarantine

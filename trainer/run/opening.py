@@ -9,7 +9,7 @@ from functools import partial
 from pathlib import Path
 
 import torch
-from lightning.fabric import Fabric
+from lightning_fabric import Fabric
 
 from trainer.contract import Exportable, Preparable, capability, prepare_data, splits_of
 from trainer.engine.feed import fill_from_data

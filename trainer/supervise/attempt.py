@@ -1,4 +1,4 @@
-"""One start of a supervised run: its processes, what it says, and how it ended."""
+"""One attempt of a supervised run: its processes, its output and its end."""
 
 from __future__ import annotations
 
@@ -26,17 +26,20 @@ from trainer.system.text import escaped
 
 LAUNCHERS = ("LT_", "TORCHELASTIC_", "MASTER_")
 RANKS = ("RANK", "LOCAL_RANK", "NODE_RANK", "GROUP_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_WORLD_SIZE")
-"""Variables of a rendezvous: each attempt makes one of its own."""
-STATUS = "status.json"  # what a run writes about itself for observers
-NOTED = "received: saving a checkpoint"  # printed by a run that a signal has asked to stop
+"""Environment variables of a rendezvous, which are removed because each attempt creates a new one."""
+STATUS = "status.json"  # a run's status file
+NOTED = "received: saving a checkpoint"  # printed by a run after a stop signal
 SECONDS_BETWEEN_LOOKS = 0.05
 
-CUT = ("batch_size", "accumulate", "memory.micro_batch_size")  # settings that define how batches are cut
+CUT = ("batch_size", "accumulate", "memory.micro_batch_size")  # settings that define the micro-batches
 
 
 class FitCommand(NamedTuple):
-    """A ``trainer fit`` that resumes by itself; ``flags`` are those that were given, without what the others say;
-    ``cut`` is the samples of a batch and of a micro-batch, where the supervisor has changed how batches are cut."""
+    """A ``trainer fit`` command that resumes automatically.
+
+    ``flags`` are the user's flags, without those of the other fields. ``cut`` is (batch size, micro-batch size) if the
+    supervisor has reduced the micro-batches.
+    """
 
     recipe: str
     flags: tuple[str, ...]
@@ -45,7 +48,7 @@ class FitCommand(NamedTuple):
     cut: tuple[int, int] | None = None
 
     def words(self) -> list[str]:
-        """The command line, without the program's name."""
+        """Return the command line without the program's name."""
         words = ["fit", self.recipe, *self.flags, "--run.dir", self.run_dir, "--run.resume", "auto"]
         allowed = list(self.allow_change)
         if self.cut is not None:
@@ -54,7 +57,7 @@ class FitCommand(NamedTuple):
         return [*words, *(["--run.allow_change", json.dumps(allowed)] if allowed else [])]
 
     def cut_smaller(self, batch_size: int, micro_batch_size: int) -> FitCommand:
-        """The same batch in smaller micro-batches. It is said, too: where accumulate alone gave it, it would change."""
+        """Return the command with smaller micro-batches and an explicit batch size, which ``accumulate`` may define."""
         flags = self.flags
         for name in CUT:
             _, flags = take(flags, name)
@@ -62,7 +65,7 @@ class FitCommand(NamedTuple):
 
 
 def take(flags: tuple[str, ...], name: str) -> tuple[str | None, tuple[str, ...]]:
-    """The value of ``--name``, the last one if there are several, and the flags without it."""
+    """Return the last value of ``--name`` and the flags without it."""
     kept, value = [], None
     words = list(flags)
     while words:
@@ -78,25 +81,24 @@ def take(flags: tuple[str, ...], name: str) -> tuple[str | None, tuple[str, ...]
 
 
 class Ending(NamedTuple):
-    """How an attempt ended: an exit code, or minus the number of the signal that killed it, and its first error or its
-    last words; empty for one that was killed without any."""
+    """The end of an attempt."""
 
-    code: int
-    cause: str
+    code: int  # exit code, or minus the number of the signal that killed the attempt
+    cause: str  # the first error or the last line; empty for a killed attempt that reported no error
 
     @property
     def exit_code(self) -> int:
-        """As a shell gives it: 128 and the number of the signal."""
+        """The exit code as in a shell: 128 plus the number of a signal."""
         return self.code if self.code >= 0 else 128 - self.code
 
     def describe(self) -> str:
-        """``exit code 1`` or ``killed by SIGKILL``, and the cause."""
+        """Return ``exit code 1`` or ``killed by SIGKILL``, with the cause."""
         how = f"exit code {self.code}" if self.code >= 0 else f"killed by {signal.Signals(-self.code).name}"
         return f"{how}: {self.cause}" if self.cause else how
 
 
 class Attempt(Watched):
-    """A run that ends when this process does; what it says on stderr is passed on."""
+    """A run that ends with this process and whose standard error is forwarded."""
 
     def __init__(self, command: Sequence[str]) -> None:
         kept = [name for name in os.environ if not name.startswith(LAUNCHERS) and name not in RANKS]
@@ -110,7 +112,7 @@ class Attempt(Watched):
         self.noted = False
 
     def wait(self, seconds: float = SECONDS_BETWEEN_LOOKS) -> Ending | None:
-        """Pass on what it says for about so long; how it ended, if it has, and none of its processes is left then."""
+        """Forward output for about ``seconds``. If the run has ended, kill its processes and return its end."""
         self._pass_on(seconds)
         if self.process.poll() is None:
             return None
@@ -120,10 +122,10 @@ class Attempt(Watched):
         self._pipe.close()
         self._note(self._line)
         code = self.process.returncode
-        return Ending(code, self.said.reason if code > 0 else self.said.own)  # a signal comes unsaid
+        return Ending(code, self.said.reason if code > 0 else self.said.own)  # a killed run's last line is no cause
 
     def _pass_on(self, seconds: float) -> bool:
-        """Pass on what there is within ``seconds``; whether there was something."""
+        """Forward the output of at most ``seconds``; return whether there was any."""
         if self._pipe.closed:
             time.sleep(seconds)
             return False
@@ -152,43 +154,48 @@ def tell(content: bytes) -> None:
 
 
 def say(text: str) -> None:
-    """Tell the person, without secrets."""
+    """Print a message without secrets."""
     tell(f"trainer run: {escaped(redact(text))}\n".encode())
 
 
-# Out of memory, as it looks from outside: the run's own words, or the kernel's count of what it had to kill.
+# Detecting out of memory from outside: the run's error, or the kernel's count of killed processes.
 
 VMSTAT, CGROUPS, CGROUP_ROOT = Path("/proc/vmstat"), Path("/proc/self/cgroup"), Path("/sys/fs/cgroup")
 
 
 def kernel_kills() -> int:
-    """How many processes the kernel has killed for want of memory, of this control group or else of this machine; 0
-    where neither is told. Only a difference between two calls means something."""
-    told = [VMSTAT]
+    """Return the number of processes that the kernel's out-of-memory killer has killed.
+
+    It counts this cgroup or, if unknown, this machine; 0 if both are unknown. Only a difference between two calls is
+    meaningful.
+    """
+    counters = [VMSTAT]
     with suppress(OSError, StopIteration):
         line = next(line for line in CGROUPS.read_text().splitlines() if line.startswith("0::"))
-        told.insert(0, CGROUP_ROOT / line.removeprefix("0::").lstrip("/") / "memory.events")
-    for path in told:  # files of names and numbers
+        counters.insert(0, CGROUP_ROOT / line.removeprefix("0::").lstrip("/") / "memory.events")
+    for path in counters:  # lines of name and number
         with suppress(OSError, ValueError, KeyError):
             return int(dict(line.split(maxsplit=1) for line in path.read_text().splitlines())["oom_kill"])
     return 0
 
 
 def ran_out_of_memory(ending: Ending, kills: int) -> bool:
-    """Whether an attempt ended for want of memory; ``kills`` are those of the kernel while it lasted."""
-    said = ending.code == 1 and "out of memory" in ending.cause.lower()
-    return said or (kills > 0 and (ending.code == -signal.SIGKILL or "was killed" in ending.cause))
+    """Return whether an attempt ran out of memory; ``kills`` is the growth of :func:`kernel_kills` during it."""
+    reported = ending.code == 1 and "out of memory" in ending.cause.lower()
+    return reported or (kills > 0 and (ending.code == -signal.SIGKILL or "was killed" in ending.cause))
 
 
 def attempts(run_dir: Path) -> int:
-    """How many runs have begun in the directory, as ``status.json`` says."""
+    """Return the number of runs started in the directory, according to ``status.json``."""
     found = read_object(run_dir / STATUS, MOST_BYTES).get("attempt")
     return found if type(found) is int else 0
 
 
 def known_cut(run_dir: Path, before: int) -> tuple[int, int] | None:
-    """An attempt's samples of a batch and of a micro-batch in the end; ``None`` where each epoch has its own batch,
-    or where the attempt, the one after ``before`` others, has ended before it was decided."""
+    """Return (batch size, micro-batch size) of the attempt that followed ``before`` others.
+
+    ``None`` if the batch size changes per epoch, or if the attempt ended before the sizes were decided.
+    """
     cut = read_object(run_dir / STATUS, MOST_BYTES).get("cut")
     if attempts(run_dir) == before or not isinstance(cut, dict):
         return None
@@ -197,7 +204,7 @@ def known_cut(run_dir: Path, before: int) -> tuple[int, int] | None:
 
 
 class Journal:
-    """``supervisor.json``: every attempt, an earlier supervisor's too; written anew whenever one begins or ends."""
+    """The file ``supervisor.json`` with all attempts, including those of earlier supervisors."""
 
     def __init__(self, run_dir: Path, command: list[str]) -> None:
         self.path = run_dir / "supervisor.json"
@@ -206,32 +213,32 @@ class Journal:
         self.content["attempts"] = earlier if isinstance(earlier, list) else []
 
     def begin(self, step: int, command: list[str]) -> None:
-        """An attempt begins, with the newest checkpoint at ``step`` (-1: none)."""
+        """Record the start of an attempt with the newest checkpoint at ``step`` (-1: none)."""
         at = step if step >= 0 else None
         entry = {"start": _now(), "end": None, "exit_code": None, "cause": None, "from_step": at, "step": None}
         self.content["attempts"].append({**entry, "command": redact_words(command)})
         self._write()
 
     def end(self, exit_code: int, cause: str, step: int) -> None:
-        """It has ended, with the newest checkpoint at ``step``; minus a signal's number for one that was killed."""
+        """Record the end of the attempt; a negative exit code is minus the number of a signal."""
         ended = {"end": _now(), "exit_code": exit_code, "cause": redact(cause) or None}
         self.content["attempts"][-1] |= {**ended, "step": step if step >= 0 else None}
         self._write()
 
     def close(self, status: str) -> None:
-        """No attempt follows: finished, stopped, interrupted or failed."""
+        """Record the final status: finished, stopped, interrupted or failed."""
         self.content["status"] = status
         self._write()
 
     def _write(self) -> None:
         try:
             write_atomic(self.path, json.dumps(self.content, indent=1, ensure_ascii=False) + "\n")
-        except OSError as error:  # a full disk may be what the run has died of, and may have space again
+        except OSError as error:  # the disk may be full now but not later, so supervision continues
             say(f"{self.path} could not be written: {error.strerror or error}")
 
 
 def newest_step(run_dir: Path) -> int:
-    """Of the newest checkpoint, by its name; -1 when there is none."""
+    """Return the step of the newest checkpoint, from its name; -1 if there is none."""
     names = [path.name for path in CheckpointFolder(run_dir / "checkpoints").newest_first()]
     return int(names[0].removeprefix("step-")) if names else -1
 

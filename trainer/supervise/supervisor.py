@@ -1,4 +1,4 @@
-"""``trainer run``: a run that is started again when it dies, until it has finished, is asked to stop or gets stuck."""
+"""``trainer run``: restart a run after a crash until it finishes, is asked to stop or makes no progress."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from pathlib import Path
 from types import FrameType, SimpleNamespace
 from typing import NamedTuple
 
-from trainer.errors import EXIT_REQUEUE, require
+from trainer.errors import EXIT_REQUEUE, RecipeError, require
 from trainer.faults.signals import is_hangup, stop_signals
 from trainer.supervise import attempt as looks
 from trainer.supervise.attempt import Attempt, Ending, FitCommand, Journal, newest_step, say, take
@@ -24,34 +24,36 @@ from trainer.system.redact import redact_words
 USAGE = """\
 usage: trainer run [flags] -- RECIPE [flags of trainer fit]
 
-Trains RECIPE, and starts it again from its newest checkpoint when it dies; in smaller micro-batches when memory ran
-out. See docs/supervisor.md.
+Trains RECIPE and restarts it from its newest checkpoint after a crash; after out of memory, with smaller
+micro-batches. See docs/supervisor.md.
 
 flags:
-  --restarts N       restarts at most; counted anew whenever there is a newer checkpoint (default: 3)
+  --restarts N       maximum number of restarts; the count starts again at each new checkpoint (default: 3)
   --nproc N          ranks on this machine: --run.devices of each attempt
-  --grace SECONDS    how long a run that was asked to stop may take until it is killed (default: as long as it takes)
-  --patience N       crashes in a row with the same newest checkpoint after which it gives up (default: 2)
-  --backoff SECONDS  wait before the first restart, and twice as long before each further one, up to 60 (default: 1)
+  --grace SECONDS    time to stop after a signal before the run is killed (default: unlimited)
+  --patience N       give up after this many crashes in a row without a new checkpoint (default: 2)
+  --backoff SECONDS  wait before the first restart; doubled before each further one, up to 60 (default: 1)
   -h, --help         show this page
 
-The run directory is --run.dir, or one that is chosen and printed; --run.resume is auto.
+The run directory is --run.dir or, without it, a new one that is printed; --run.resume is auto.
 """
-LOCK = ".supervisor.lock"  # held besides the run's own lock, which is free between two attempts
+LOCK = ".supervisor.lock"  # in addition to the run's lock, which is free between two attempts
 FLAGS = {"restarts": (3, 0), "nproc": (None, 1), "grace": (None, 0), "patience": (2, 1), "backoff": (1.0, 0)}
-"""Their values where they are not given, and the least that they may have."""
+"""Default and minimum value of each flag."""
 WHOLE = ("restarts", "nproc", "patience")
 SEVERAL_MACHINES = ("nnodes", "nodes", "num_nodes", "rdzv-backend", "rdzv-endpoint", "rdzv-id", "node-rank")
-"""Flags of torchrun and of Fabric that one may look for here."""
-WRONG_RECIPE, INTERRUPTED = 2, 130  # exit codes of a setting that cannot work, and of Ctrl-C
+"""Flags of torchrun and Fabric for several machines, which are rejected with an explanation."""
+WRONG_RECIPE, INTERRUPTED = 2, 130  # exit codes of an invalid setting and of Ctrl-C
 LONGEST_WAIT = 60.0
 SECONDS_TO_NOTICE = 1.0
-"""Schedulers signal every process of a job: a run that says within this time that it has heard is not told again, for
-a second signal ends it at once."""
+"""Time in which a run may report a stop signal before the supervisor sends one.
+
+Schedulers signal every process of a job, and a second signal would end the run at once.
+"""
 
 
 def run_command(argv: Sequence[str]) -> int:
-    """``trainer run``: the exit code to leave with."""
+    """Run ``trainer run`` and return its exit code."""
     if not argv or argv[0] in ("-h", "--help"):
         print(USAGE, end="")
         return 0
@@ -72,14 +74,14 @@ def run_command(argv: Sequence[str]) -> int:
 
 
 def split(argv: Sequence[str]) -> tuple[SimpleNamespace, list[str]]:
-    """The flags of ``trainer run``, and the words of the recipe; the two dashes between may be left out."""
+    """Split into the flags of ``trainer run`` and the words of ``trainer fit``; the ``--`` between is optional."""
     own = SimpleNamespace(**{name: value for name, (value, _) in FLAGS.items()})
     rest = list(argv)
-    one = "trainer run starts the ranks of one machine; for several, run launch/nodes.sh on each, which starts them"
+    one = "trainer run starts ranks on one machine only: for several machines, run launch/nodes.sh on each"
     while rest and rest[0].startswith("--") and rest[0] != "--":
         name, equals, text = rest.pop(0)[2:].partition("=")
-        require(name not in SEVERAL_MACHINES, f"--{name}: {one} again, too")
-        require(name in FLAGS, f"unknown flag --{name}: flags of the recipe come after it (trainer run --help)")
+        require(name not in SEVERAL_MACHINES, f"--{name}: {one}, which also restarts them")
+        require(name in FLAGS, f"unknown flag --{name}: put flags of the recipe after it (trainer run --help)")
         require(bool(equals or rest), f"flag --{name} needs a value")
         setattr(own, name, _number(name, text if equals else rest.pop(0)))
     return own, rest[1:] if rest[:1] == ["--"] else rest
@@ -90,21 +92,21 @@ def _number(name: str, text: str) -> float:
         value = float(text)
     except ValueError:
         value = -1.0
-    kind, least = "an integer" if name in WHOLE else "a number", FLAGS[name][1]
-    fine = least <= value < float("inf") and (name not in WHOLE or value.is_integer())
-    require(fine, f"--{name}={text!r} must be {kind} of at least {least}")
+    kind, smallest = "an integer" if name in WHOLE else "a number", FLAGS[name][1]
+    if not (smallest <= value < float("inf") and (name not in WHOLE or value.is_integer())):
+        raise RecipeError(f"--{name}={text!r} must be {kind} of at least {smallest}")
     return int(value) if name in WHOLE else value
 
 
 def fit_command(words: Sequence[str], ranks: int | None) -> FitCommand:
-    """What is started for the words after the flags of ``trainer run``; flags that it gives itself are refused."""
-    named = bool(words) and not words[0].startswith("-")
-    require(named, "run needs a RECIPE after its own flags: see trainer run --help")
-    launched = "TORCHELASTIC_RUN_ID" in os.environ
-    require(not launched, "trainer run starts the ranks itself: start it without torchrun, and say --nproc")
+    """Return the command for the words after the flags of ``trainer run``; reject flags that the supervisor sets."""
+    if not words or words[0].startswith("-"):
+        raise RecipeError("run needs a RECIPE after its own flags: see trainer run --help")
+    if "TORCHELASTIC_RUN_ID" in os.environ:
+        raise RecipeError("trainer run starts the ranks itself: start it without torchrun and give --nproc")
     recipe, flags = words[0], tuple(words[1:])
     resume, flags = take(flags, "run.resume")
-    require(resume in (None, "auto"), f"--run.resume {resume}: trainer run resumes by itself, from run.dir")
+    require(resume in (None, "auto"), f"--run.resume {resume}: trainer run resumes from run.dir itself: leave it out")
     wanted, flags = take(flags, "run.dir")
     allowed, flags = take(flags, "run.allow_change")
     devices, flags = take(flags, "run.devices")
@@ -117,18 +119,18 @@ def fit_command(words: Sequence[str], ranks: int | None) -> FitCommand:
 
 
 def announce(command: FitCommand) -> None:
-    """Say what is started, and where it writes."""
+    """Print the command and its run directory."""
     say(f"run directory {command.run_dir}: trainer {shlex.join(redact_words(command.words()))}")
 
 
-# The run: attempt after attempt.
+# The attempts.
 
 
-Outcome = tuple[str, int]  # the status that is noted, and the exit code, when no other attempt follows
+Outcome = tuple[str, int]  # final status and exit code
 
 
 class Supervisor:
-    """The attempts of one run; one that is asked to stop may take ``grace`` seconds (``None``: as long as it takes)."""
+    """Starts the attempts of a run; after a stop signal, an attempt has ``grace`` seconds (``None``: unlimited)."""
 
     def __init__(self, command: FitCommand, policy: Policy, grace: float | None = None) -> None:
         self.command, self.policy, self.grace = command, policy, grace
@@ -137,7 +139,7 @@ class Supervisor:
         self.asked: list[int] = []
 
     def run(self) -> int:
-        """Attempt after attempt; the exit code of the last one, as a shell gives it."""
+        """Run attempts until no restart follows; return the last exit code as in a shell."""
         before = {number: signal.signal(number, self._ask) for number in stop_signals()}
         try:
             while (outcome := self._attempt()) is None:
@@ -154,7 +156,7 @@ class Supervisor:
             self.asked.append(number)
 
     def _attempt(self) -> Outcome | None:
-        """One attempt, and the wait for the next one; what to leave with, if there is none."""
+        """Run one attempt and wait before the next one; return the outcome if no other attempt follows."""
         if self.asked:
             return "stopped", EXIT_REQUEUE
         words = self.command.words()
@@ -178,7 +180,7 @@ class Supervisor:
         return None
 
     def _watched(self, attempt: Attempt) -> Ending:
-        """Wait for the end of an attempt, and pass on what this process is asked meanwhile: once, and then by force."""
+        """Wait for the end of an attempt; forward the first stop signal, and kill the attempt at the second."""
         passed_on = killed = False
         asked_at: float | None = None
         while (ending := attempt.wait()) is None:
@@ -192,24 +194,24 @@ class Supervisor:
                 attempt.kill()
                 killed = True
             elif not passed_on and not attempt.noted and now - asked_at > SECONDS_TO_NOTICE:
-                # To the first rank: the ranks agree on what follows, and those that do not know it yet end with it.
+                # Signal the first rank only: the ranks agree to stop at the same step.
                 attempt.process.send_signal(self.asked[0])
                 passed_on = True
         return ending
 
     def _final(self, ending: Ending) -> Outcome | None:
-        """What to leave with when no restart is wanted, whatever the count says."""
+        """Return the outcome if this end allows no restart, regardless of the number of restarts left."""
         if ending.code == 0:
             return "finished", 0
-        if ending.exit_code == EXIT_REQUEUE:  # a signal to the whole job may reach this process last
+        if ending.exit_code == EXIT_REQUEUE:  # the scheduler's signal may reach this process later than the run
             self._sleep(SECONDS_TO_NOTICE)
         if ending.exit_code == INTERRUPTED:
             return "interrupted", INTERRUPTED
         if self.asked:
-            died_of_it = ending.code == -self.asked[0]  # before it could note it: nothing was lost
+            died_of_it = ending.code == -self.asked[0]  # the signal came before its handler was set: nothing is lost
             return "stopped", EXIT_REQUEUE if died_of_it else ending.exit_code
         if ending.code == WRONG_RECIPE:
-            say("the recipe cannot work, and would not another time either: no restart")
+            say("the recipe is invalid and would fail again: not restarting")
             return "failed", WRONG_RECIPE
         return None
 
@@ -226,17 +228,17 @@ class Supervisor:
         return decision
 
     def _sleep(self, seconds: float) -> None:
-        """Wait, but no longer than until this process is asked to stop."""
+        """Wait until the time is over or a stop signal arrives."""
         until = time.monotonic() + seconds
         while time.monotonic() < until and not self.asked:
             time.sleep(looks.SECONDS_BETWEEN_LOOKS)
 
 
-# Whether a run that has ended is started again, when, and how: decided from how it ended and what it has saved.
+# The restart policy, based on the end of an attempt and on its checkpoints.
 
 
 class Decision(NamedTuple):
-    """Start again after ``wait`` seconds, or not, for ``None``; ``why`` says so to the person."""
+    """Restart after ``wait`` seconds, or do not (``None``); ``why`` is the message about it."""
 
     wait: float | None
     why: str
@@ -244,10 +246,10 @@ class Decision(NamedTuple):
 
 @dataclass
 class Policy:
-    """Counts restarts, of which so many are ``allowed``, and crashes in a row, of which ``patience`` are too many.
+    """Allows at most ``allowed`` restarts and fewer than ``patience`` crashes in a row.
 
-    Both counts begin anew when there is a checkpoint after the step ``newest`` (-1: none). It waits ``first_wait``
-    seconds before the first restart, and twice as long before each further one, up to a minute.
+    Both counters are reset when a checkpoint after the step ``newest`` (-1: none) exists. The wait before a restart is
+    ``first_wait`` seconds, doubled for each further one, at most one minute.
     """
 
     allowed: int
@@ -258,29 +260,32 @@ class Policy:
     crashes: int = field(default=0, init=False)
 
     def after_crash(self, step: int, cause: str) -> Decision:
-        """What to do after a crash, with the newest checkpoint at ``step``."""
+        """Decide after a crash, with the newest checkpoint at ``step``."""
         self._progress(step)
         self.crashes += 1
         if self.crashes < self.patience or not self.allowed:
             return self._restart()
         since = f"step {self.newest}" if self.newest >= 0 else "the start"
-        why = f"{self.crashes} crashes in a row without a checkpoint after {since}: it would crash again ({cause})"
+        why = f"{self.crashes} crashes in a row without a checkpoint after {since}: not restarting ({cause})"
         return Decision(None, why)
 
     def after_out_of_memory(self, step: int, smaller: int | None) -> Decision:
-        """As :meth:`after_crash`, where the next attempt has micro-batches of ``smaller`` samples: a crash before says
-        nothing of that one. ``None`` where they cannot be made smaller; 0 after micro-batches of one sample."""
+        """Decide after out of memory; the next attempt uses micro-batches of ``smaller`` samples.
+
+        Earlier crashes do not count, because the next attempt differs. ``smaller`` is ``None`` if the cut is unknown
+        and 0 if micro-batches had one sample.
+        """
         if smaller == 0:
-            why = "out of memory with micro-batches of one sample: docs/faults.md says what else may help"
+            why = "out of memory with micro-batches of one sample: see docs/faults.md for other ways to save memory"
             return Decision(None, why)
         if smaller is None:
-            return self.after_crash(step, "out of memory, and it is not known how to cut its batches smaller")
+            return self.after_crash(step, "out of memory, and its micro-batch size is unknown")
         self._progress(step)
         self.crashes = 0
         return self._restart(f" with micro-batches of {smaller}")
 
     def after_preemption(self, step: int) -> Decision:
-        """As :meth:`after_crash`, for a run that was asked to stop while this process was not."""
+        """Decide after a run was asked to stop while this process was not."""
         self._progress(step)
         return self._restart()
 

@@ -1,7 +1,7 @@
-"""Work in processes of its own: each prediction changes torch for the rest of its process, so each has its own.
+"""Jobs in child processes. Each prediction needs one, because it changes torch for the rest of its process.
 
-A fork has the recipe, its data and everything imported already, also a model class that only a user's script knows;
-nothing is pickled, and results come back as JSON.
+A fork already has the recipe, its data and all imports, including a model class that is defined in a user's script.
+Nothing is pickled, and results are returned as JSON.
 """
 
 from __future__ import annotations
@@ -26,50 +26,52 @@ from trainer.system.machine import cores
 from trainer.system.processes import become_helper
 
 Job = Callable[[], Any]
-"""Returns something that JSON can hold."""
+"""A function that returns a value that JSON can represent."""
 
-CANNOT = "this process has {}: predict before {}, or from a process of its own, as `trainer plan` is"
-HAS_TRAINED = CANNOT.format("trained already, and what it forks can compute no gradients", "training")
-HAS_USED_GPU = CANNOT.format("used its GPU already, which no process that it forks survives", "that")
-
+CANNOT = "this process has {}: predict before that, or in a separate process, as `trainer plan` does"
+HAS_TRAINED = CANNOT.format("trained already, so its forks cannot compute gradients")
+HAS_USED_GPU = CANNOT.format("used its GPU already, so its forks cannot use CUDA")
 
 IDLE, WALL = 10.0, 120.0
-"""Seconds without a call after which a fork of :class:`Bounded` ends; and of wall time that a call may take."""
+"""Seconds without a call after which a fork of :class:`Bounded` ends, and the maximum wall time of a call."""
 
 
 class Failed(RunError):
-    """A job ended without a result."""
+    """Raised when a job ends without a result."""
 
 
 class Child:
-    """A job that runs in another process; where it ``sees_gpu``, it may use that of this machine.
+    """A job that runs in another process.
 
-    ``anew`` starts a new interpreter, which takes seconds, for a ``job`` that can be pickled. CUDA works there whatever
-    this process has done: without NVML, torch starts CUDA to find out whether there is a GPU, and then no fork can use
-    one. A ``plain`` job does not use torch, so that it can be forked all the same.
+    Args:
+        sees_gpu: let the job use this machine's GPUs.
+        ``anew``: start a new interpreter, which takes seconds, instead of a fork. The job must be picklable. CUDA works
+            there even if this process has initialized it: without NVML, torch does so just to look for a GPU, and
+            CUDA does not work in forks afterwards.
+        plain: the job does not use torch, so it may be forked even after this process has used CUDA.
     """
 
     def __init__(self, job: Job, sees_gpu: bool = False, anew: bool = False, plain: bool = False) -> None:
         context: Any = multiprocessing.get_context("spawn" if anew else "fork")
         self.connection, theirs = context.Pipe(duplex=False)
-        torch = sys.modules.get("torch")  # this floor loads without it
-        # Asked here: in a fork torch says that it is not.
+        torch = sys.modules.get("torch")  # this package must not import it
+        # Checked here because in a fork is_initialized() returns False.
         gpu_in_use = torch is not None and torch.cuda.is_initialized() and not (anew or plain)
         self.process = context.Process(target=_work, args=(job, theirs, sees_gpu, gpu_in_use), daemon=True)
-        # Otherwise a worker of torch's DataLoader, which is a daemon, may start no process.
+        # DataLoader workers are daemons, and multiprocessing forbids daemons to start processes.
         multiprocessing.current_process()._config["daemon"] = False  # type: ignore[attr-defined]
         self.process.start()
         theirs.close()
 
     def wait(self, seconds: float | None = None) -> bool:
-        """Whether the job ends within ``seconds``."""
+        """Return whether the job ends within ``seconds``."""
         return self.connection.poll(seconds)
 
     def result(self) -> Any:
-        """What the job returned, or the ``RecipeError`` or :class:`Failed` that it ended with; waits for it."""
+        """Wait for the job and return its result, or the ``RecipeError`` or :class:`Failed` that ended it."""
         try:
             answer = json.loads(self.connection.recv_bytes())
-        except (EOFError, OSError):  # also in the middle of an answer
+        except (EOFError, OSError):  # the child died, possibly while it sent its answer
             answer = {}
         finally:
             self.connection.close()
@@ -78,20 +80,20 @@ class Child:
             return answer["result"]
         if "recipe_error" in answer:
             return RecipeError(answer["recipe_error"])
-        ended = f"its process ended with code {self.process.exitcode}: did memory run out?"
+        ended = f"its process ended with code {self.process.exitcode}: check whether memory ran out"
         return Failed(answer.get("error") or ended)
 
     def kill(self) -> None:
-        """End it, whatever it is doing."""
+        """Kill the process and wait for its end."""
         self.process.kill()
         self.process.join()
 
 
 class Bounded:
-    """Calls ``job`` in another process, with limits on CPU time and memory: for what a file of unknown origin computes.
+    """Calls ``job`` in a fork with limits on CPU time and memory, for computations that an untrusted file defines.
 
-    Arguments and results are JSON. Each process that calls this object forks one at its first call. The fork ends when
-    it has not been called for some seconds; the next call then forks another one.
+    Arguments and results are JSON. Each process that calls this object creates a fork at its first call. The fork ends
+    after :data:`IDLE` seconds without a call; the next call then creates a new one.
     """
 
     def __init__(self, job: Callable[..., Any], seconds: float, memory: int) -> None:
@@ -99,11 +101,11 @@ class Bounded:
         self.child, self.connection = cast(Child, None), cast(Any, None)
 
     def __getstate__(self) -> dict[str, Any]:
-        """For a process that is spawned."""
+        """Return the state without the fork, which a spawned process cannot use."""
         return self.__dict__ | {"owner": 0, "child": None, "connection": None}
 
     def __call__(self, *arguments: Any) -> Any:
-        """The result of ``job``, or the ``RecipeError`` that it raised; :class:`Failed` names the limit it exceeded."""
+        """Return the result of ``job`` or raise its ``RecipeError``; :class:`Failed` names an exceeded limit."""
         request = json.dumps(arguments, default=lambda value: f"<{type(value).__name__}>").encode()
         was_killed = False
         while True:
@@ -113,7 +115,7 @@ class Bounded:
                 theirs.close()
             try:
                 self.connection.send_bytes(request)
-                if not self.connection.poll(WALL):  # no CPU time, or a lock held when it was forked
+                if not self.connection.poll(WALL):  # starved of CPU time, or a lock was held during the fork
                     self.child.kill()
                 return json.loads(self.connection.recv_bytes())
             except (EOFError, OSError):
@@ -121,19 +123,20 @@ class Bounded:
             if self.child.process.exitcode == -signal.SIGPROF:
                 raise Failed(f"takes more than {self.seconds:g} s of CPU time")
             if self.child.process.exitcode == -signal.SIGKILL and not was_killed:
-                was_killed = True  # another fork, once
-            elif ended is not None:  # else it ended for lack of calls, just before this one
+                was_killed = True  # retry once in another fork
+            elif ended is not None:  # otherwise the fork had just ended because it was idle
                 raise ended
 
     def _serve(self, connection: Connection) -> None:
-        """Do the job in the fork as often as it is asked for."""
-        self.connection.close()  # it would never see the end of the caller
+        """Serve calls in the fork."""
+        self.connection.close()  # otherwise the fork would not notice that the caller has ended
         for number in (signal.SIGTERM, signal.SIGPROF):
             signal.signal(number, signal.SIG_DFL)
-        with suppress(OSError):  # macOS has no /proc, and no such limit
+        with suppress(OSError):  # macOS has neither /proc nor this limit
             pages, hard = Path("/proc/self/statm").read_text().split()[0], resource.getrlimit(resource.RLIMIT_AS)[1]
-            most = int(pages) * resource.getpagesize() + self.memory
-            resource.setrlimit(resource.RLIMIT_AS, (most if hard == resource.RLIM_INFINITY else min(most, hard), hard))
+            limit = int(pages) * resource.getpagesize() + self.memory
+            limit = limit if hard == resource.RLIM_INFINITY else min(limit, hard)
+            resource.setrlimit(resource.RLIMIT_AS, (limit, hard))
         with suppress(EOFError, ConnectionError):
             while connection.poll(IDLE):
                 arguments = json.loads(connection.recv_bytes())
@@ -147,7 +150,7 @@ class Bounded:
 
 
 def in_child(job: Job, sees_gpu: bool = False, seconds: float | None = None) -> Any:
-    """The result of ``job``, done by a :class:`Child`; what that ended with, or a TimeoutError, is raised."""
+    """Run ``job`` in a :class:`Child` and return its result; raise its error, or a TimeoutError after ``seconds``."""
     child = Child(job, sees_gpu)
     if not child.wait(seconds):
         child.kill()
@@ -159,10 +162,10 @@ def in_child(job: Job, sees_gpu: bool = False, seconds: float | None = None) -> 
 
 
 def in_children(jobs: Sequence[Job], at_once: int | None = None, sees_gpu: bool = False) -> Iterator[tuple[int, Any]]:
-    """Do ``jobs`` in processes of their own, begun in this order; yield the number and the result of each, as they end.
+    """Run each job in a child process, started in order; yield (index, result) of each job when it ends.
 
-    The result may be the ``RecipeError`` or :class:`Failed` that a job ended with. By default there is a process a
-    core, eight at most; ``sees_gpu`` is as of :class:`Child`.
+    A result may be the ``RecipeError`` or :class:`Failed` that ended the job. By default, one process per core, at most
+    8, runs at a time. For ``sees_gpu`` see :class:`Child`.
     """
     at_once = at_once or min(cores(), 8)
     waiting = list(enumerate(jobs))
@@ -182,9 +185,9 @@ def in_children(jobs: Sequence[Job], at_once: int | None = None, sees_gpu: bool 
 
 
 def _work(job: Job, connection: Connection, sees_gpu: bool, gpu_in_use: bool) -> None:
-    """Do ``job`` in the child, silently: what it prints is about a machine that is not there."""
+    """Run ``job`` in the child without output, because its messages would describe the simulated machine."""
     become_helper()
-    gc.freeze()  # what was there before is not looked through again and again
+    gc.freeze()  # existing objects need no collection in the child
     sys.stdout = sys.stderr = open(os.devnull, "w")  # noqa: SIM115
     for descriptor in (1, 2):
         os.dup2(sys.stdout.fileno(), descriptor)
@@ -193,21 +196,21 @@ def _work(job: Job, connection: Connection, sees_gpu: bool, gpu_in_use: bool) ->
     try:
         import torch
 
-        torch.set_num_threads(1)  # OpenMP's threads did not survive the fork
+        torch.set_num_threads(1)  # OpenMP's threads do not exist in a fork
         answer = {"error": HAS_USED_GPU} if gpu_in_use else {"result": job()}
     except RecipeError as error:
         answer = {"recipe_error": str(error)}
     except BaseException as error:
-        if "autograd's threading" in str(error):  # torch's engine does not survive a fork
+        if "autograd's threading" in str(error):  # torch's autograd engine does not work in a fork
             error = Failed(HAS_TRAINED)
         answer = {"error": _described(error)}
     connection.send_bytes(json.dumps(answer).encode())
     connection.close()
-    os._exit(0)  # no destructor may touch a GPU that is not there
+    os._exit(0)  # skip destructors, which could touch the simulated GPU
 
 
 def _described(error: BaseException) -> str:
-    """The first line of an error and where it came from, outside of torch if possible; our own speak for themselves."""
+    """Return type, first line and source line of an error; a :class:`Failed` needs only its message."""
     first = (str(error).splitlines() or [""])[0]
     if isinstance(error, Failed):
         return first
@@ -217,7 +220,7 @@ def _described(error: BaseException) -> str:
 
 
 def users_line(frames: Iterable[tuple[str, int]]) -> str:
-    """``file:line`` of the innermost of ``frames`` that is neither torch's nor of what pretends to be a GPU."""
+    """Return ``file:line`` of the innermost frame that is neither in torch nor in the GPU simulator."""
     import torch
 
     here = Path(__file__).parents[1]

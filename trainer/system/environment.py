@@ -1,4 +1,4 @@
-"""Numbers that launchers put in the environment: read in one way, and refused by name."""
+"""Integer environment variables that launchers set: read and validated in one place."""
 
 from __future__ import annotations
 
@@ -17,31 +17,31 @@ NUMBERS = (  # variables that this program or Lightning reads, some of them duri
 
 
 def number(name: str, default: int | None = None, environment: Mapping[str, str] = os.environ) -> int:
-    """The variable ``name``, an integer of at least 0, or ``default``; refused by name where it is none of these."""
+    """Return the variable ``name``, an integer of at least 0, or ``default`` if it is not set."""
     text = environment.get(name)
     if text is None:
         if default is not None:
             return default
         raise RecipeError(
-            f"{name} is missing in the environment, where other variables say that a launcher has started this "
-            "process: start the run with that launcher, or unset them"
+            f"{name} is not set, but other environment variables indicate that a launcher started this process: use "
+            "that launcher, or unset those variables"
         )
-    most = LARGEST.get(name, 2**32 - 1)  # which is how Slurm numbers steps of no number
-    if not (text.isascii() and text.isdecimal() and len(text) < 20 and int(text) <= most):
+    largest = LARGEST.get(name, 2**32 - 1)  # Slurm uses 2**32 - 1 for steps without a number
+    if not (text.isascii() and text.isdecimal() and len(text) < 20 and int(text) <= largest):
         shown = repr(text if len(text) < 40 else f"{text[:40]}…")
         raise RecipeError(
-            f"{name}={shown} in the environment must be an integer from 0 to {most}: unset it, or start the run with "
-            "the launcher that sets it"
+            f"{name}={shown} in the environment must be an integer from 0 to {largest}: unset it, or start the run "
+            "with the launcher that sets it"
         )
     return int(text)
 
 
 def require_numbers() -> None:
-    """Refuse an environment in which one of :data:`NUMBERS` is none, before a library ends with a traceback."""
+    """Reject invalid values of :data:`NUMBERS` before a library fails with a traceback."""
     for name in NUMBERS:
         number(name, 0)
 
 
 def first_here() -> bool:
-    """Whether this process is the first of its machine, as far as the launcher's variables tell."""
+    """Return whether this process is the first on its machine, according to the launcher's variables."""
     return all(os.environ.get(name, "0") == "0" for name in ("LOCAL_RANK", "SLURM_LOCALID"))

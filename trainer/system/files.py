@@ -1,4 +1,4 @@
-"""Files that somebody else may have put there or a crash may cut: regular, of a size that was thought of, whole."""
+"""Safe reading and atomic writing: files may come from another user, and a crash may interrupt a write."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from trainer.system.processes import boot_id
 from trainer.system.text import escaped
 
 CHUNK = 16 * 2**20
-"""Bytes that are hashed at once."""
+"""Bytes that are read at once for hashing."""
 
 KINDS = {
     stat.S_IFIFO: "a named pipe",
@@ -37,10 +37,10 @@ KINDS = {
 
 
 def open_regular(path: str | Path, limit: int | None = None) -> BinaryIO:
-    """Open a file of at most ``limit`` bytes to read them, without waiting for anybody to write it.
+    """Open a regular file of at most ``limit`` bytes for reading; follow symlinks.
 
-    A named pipe would be waited for, a device read for ever: whoever can place a file can place these. An OSError for
-    what is no regular file (EINVAL) or is larger (EFBIG), as for one that cannot be read. Symlinks are followed.
+    A named pipe would block and a device could be read forever, so these raise an OSError with EINVAL. A larger file
+    raises EFBIG.
     """
     descriptor, found = _opened(path, os.O_RDONLY)
     try:
@@ -52,7 +52,7 @@ def open_regular(path: str | Path, limit: int | None = None) -> BinaryIO:
 
 
 def read_regular(path: str | Path, limit: int) -> bytes:
-    """The content of a file, as by :func:`open_regular`; one that grows while it is read is refused as well."""
+    """Return the content of a file, checked as in :func:`open_regular`, also if it grows while it is read."""
     with open_regular(path, limit) as file:
         content = file.read(limit + 1)
     _require_size(len(content), path, limit)
@@ -60,7 +60,7 @@ def read_regular(path: str | Path, limit: int) -> bytes:
 
 
 def read_object(path: str | Path, limit: int) -> dict[str, Any]:
-    """The JSON object in a regular file of at most ``limit`` bytes; empty where there is none."""
+    """Return the JSON object in a regular file of at most ``limit`` bytes, or an empty dict if there is none."""
     try:
         return parsed_object(read_regular(path, limit), limit) or {}
     except OSError:
@@ -68,7 +68,7 @@ def read_object(path: str | Path, limit: int) -> dict[str, Any]:
 
 
 def parsed_object(content: bytes, limit: int) -> dict[str, Any] | None:
-    """The JSON object in ``content``, which may be anybody's; ``None`` for anything else, and beyond ``limit``."""
+    """Return the JSON object in untrusted ``content``; ``None`` for anything else and beyond ``limit`` bytes."""
     try:
         found = json.loads(content) if len(content) <= limit else None
     except (ValueError, RecursionError):
@@ -77,10 +77,11 @@ def parsed_object(content: bytes, limit: int) -> dict[str, Any] | None:
 
 
 def open_own(path: str | Path, flags: int) -> int:
-    """A descriptor of a file that this program writes in place: made, or one that nothing else leads to.
+    """Open or create a file that this program writes in place, and return its descriptor.
 
-    A symlink (ELOOP) or a second hard link (EMLINK) there could lead to any file of the user's; EINVAL for what is no
-    regular file. The ``flags`` of open(2) have no O_TRUNC, which would empty it before it is looked at.
+    A symlink (ELOOP) or a second hard link (EMLINK) is rejected, because it could lead to any file of the user.
+    Anything but a regular file raises EINVAL. ``flags`` of open(2) must not contain O_TRUNC, which would empty the file
+    before it is checked.
     """
     try:
         descriptor, found = _opened(path, flags | os.O_NOFOLLOW)
@@ -90,7 +91,7 @@ def open_own(path: str | Path, flags: int) -> int:
         raise
     if found.st_nlink > 1:
         os.close(descriptor)
-        raise OSError(errno.EMLINK, "it is a hard link to a file that has another name, too", str(path))
+        raise OSError(errno.EMLINK, "it is a hard link to a file that has another name", str(path))
     return descriptor
 
 
@@ -106,7 +107,7 @@ def _opened(path: str | Path, flags: int) -> tuple[int, os.stat_result]:
 
 
 def require_regular(found: os.stat_result, path: str | Path) -> None:
-    """Refuse what is no regular file: an OSError that says what it is instead."""
+    """Raise an OSError that names the kind of file unless it is a regular file."""
     if not stat.S_ISREG(found.st_mode):
         kind = KINDS.get(stat.S_IFMT(found.st_mode), "something else")
         raise OSError(errno.EINVAL, f"it is {kind}, not a regular file", str(path))
@@ -114,31 +115,31 @@ def require_regular(found: os.stat_result, path: str | Path) -> None:
 
 def _require_size(size: int, path: str | Path, limit: int | None) -> None:
     if limit is not None and size > limit:
-        raise OSError(errno.EFBIG, f"it is larger than the {limit / 1e6:g} MB that it may have", str(path))
+        raise OSError(errno.EFBIG, f"it is larger than the limit of {limit / 1e6:g} MB", str(path))
 
 
 def make_folder(key: str, path: Path) -> None:
-    """Make a folder that the setting ``key`` names, unless it is there; refused where its name cannot be one, too."""
+    """Create the folder that the setting ``key`` names unless it exists; raise a RecipeError if that fails."""
     try:
-        os.fsencode(path).decode()  # what is written about it is UTF-8
+        os.fsencode(path).decode()  # files that mention its name are UTF-8
         if not path.is_dir():
             path.mkdir(parents=True, exist_ok=True)
-            with suppress(PermissionError):  # a folder that may be written to and not read
-                sync_to_disk(path.parent)  # what is flushed in it would be lost with its name
+            with suppress(PermissionError):  # the parent may be writable but not readable
+                sync_to_disk(path.parent)  # otherwise a power cut could lose the folder with its synced files
     except (OSError, ValueError) as error:
-        why = error.strerror if isinstance(error, OSError) else error
-        raise RecipeError(f"{key}={escaped(str(path))} cannot be made ({why}): choose another directory") from error
+        cause = error.strerror if isinstance(error, OSError) else error
+        raise RecipeError(f"{key}={escaped(str(path))} cannot be made ({cause}): choose another directory") from error
 
 
 def default_folder(reference: str | None, kind: str = "") -> str:
-    """The folder of a run of the recipe that ``reference`` names, where none is given: another one every time."""
+    """Return a new, unused default folder for a run of the recipe ``reference``."""
     folder = f"runs/{Path(reference or 'recipe').stem}/{kind}{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}"
-    more = (f"{folder}-{number}" for number in itertools.count(2))  # of one process and second
+    more = (f"{folder}-{number}" for number in itertools.count(2))  # several runs in one process and second
     return next(name for name in itertools.chain([folder], more) if not os.path.lexists(name))
 
 
 def hash_file(path: str | Path) -> str:
-    """The sha256 of a file, opened by :func:`open_regular`, in hexadecimal."""
+    """Return the hexadecimal SHA-256 of a regular file."""
     digest = hashlib.sha256()
     with open_regular(path) as file:
         buffer = memoryview(bytearray(min(CHUNK, max(4096, os.fstat(file.fileno()).st_size))))
@@ -149,7 +150,7 @@ def hash_file(path: str | Path) -> str:
 
 @contextmanager
 def naming(path: Path) -> Iterator[None]:
-    """Have an error of the disk say that it was about ``path``: of write(2) and fsync(2) the system names no file."""
+    """Add ``path`` to an OSError without a file name, such as those of write(2) and fsync(2)."""
     try:
         yield
     except OSError as error:
@@ -159,11 +160,11 @@ def naming(path: Path) -> Iterator[None]:
 
 
 OS_ERROR = re.compile(r"\(os error (\d+)\)|\[Errno (\d+)\]|Not enough disk space")
-"""In messages of errors without an errno: of safetensors, which is written in Rust, of shutil, and of ``datasets``."""
+"""Matches error messages without an errno: of safetensors (written in Rust), shutil and ``datasets``."""
 
 
 def errno_of(error: BaseException) -> int | None:
-    """The errno of an error of the operating system; ``None`` for others, whose messages may quote any text."""
+    """Return the errno of an operating system error; ``None`` for other errors, whose messages may quote any text."""
     is_known = isinstance(error, OSError) or type(error).__name__ == "SafetensorError"
     found = OS_ERROR.search(str(error)) if is_known else None
     return int(found[1] or found[2] or errno.ENOSPC) if found else None
@@ -171,7 +172,7 @@ def errno_of(error: BaseException) -> int | None:
 
 @contextmanager
 def room_in(folder: Path, fix: str) -> Iterator[None]:
-    """Raise a RunError that names ``folder`` and the ``fix`` if a full or read-only disk has caused an error."""
+    """Turn an error that a full or read-only disk caused into a RunError that names ``folder`` and the ``fix``."""
     try:
         yield
     except Exception as error:
@@ -180,22 +181,25 @@ def room_in(folder: Path, fix: str) -> Iterator[None]:
             found = found.__cause__ or (None if found.__suppress_context__ else found.__context__)
         if found is None or isinstance(error, RunError):
             raise
-        why = os.strerror(errno_of(found) or 0)
-        raise RunError(f"{folder} cannot be written to ({why}): free some space, or {fix}") from error
+        cause = os.strerror(errno_of(found) or 0)
+        raise RunError(f"{folder} cannot be written to ({cause}): free some space, or {fix}") from error
 
 
 HOST = socket.gethostname()
 MACHINE = [hashlib.sha256(name.encode()).hexdigest()[:6] for name in (HOST, boot_id() or HOST)]
-"""This machine and its current boot, in names of files: others that share a folder may not see the locks held here."""
+"""Hashes of this machine and of its current boot, used in file names.
+
+Another machine that shares the folder may not see the locks of this one, so each cleans up only its own files.
+"""
 
 
 def aside(path: Path, kind: str) -> Path:
-    """A hidden name in the same folder, as only a move within one file system is atomic."""
+    """Return a hidden path in the same folder, because only a move within one file system is atomic."""
     return path.with_name(f".{path.name}.{'-'.join(MACHINE)}-{secrets.token_hex(4)}.{kind}")
 
 
 def sync_to_disk(path: Path) -> None:
-    """Wait until the file, or the names in the folder, are on disk."""
+    """Wait until the file's content, or the folder's list of names, is on disk."""
     with naming(path):
         descriptor = os.open(path, os.O_RDONLY)
         try:
@@ -205,35 +209,35 @@ def sync_to_disk(path: Path) -> None:
 
 
 def remove(path: Path) -> None:
-    """Remove a file, or a folder with all that is in it; of a link only itself, whatever it leads to."""
+    """Remove a file, or a folder with its content. A symlink is removed, its target is not."""
     if path.is_dir() and not path.is_symlink():
         shutil.rmtree(path)
     else:
         path.unlink()
 
 
-# Files and folders that are there whole or not at all, also after a crash or a power cut.
+# Atomic files and folders: after a crash or a power cut, either the old or the new one is complete.
 
 LEFTOVER = re.compile(r"(\w{6})-(\w{6})-\w{8}\.(part|old)")  # the end of a name by aside()
 
 
 def _lock(path: Path, until: ExitStack) -> None:
-    """Lock a file or folder ``until`` then, or until this process ends in any way; an OSError if another one has."""
-    access = os.O_RDONLY if path.is_dir() else os.O_RDWR  # NFS locks a file only for one who may write to it
+    """Lock a file or folder until ``until`` closes or this process ends; raise an OSError if it is locked already."""
+    access = os.O_RDONLY if path.is_dir() else os.O_RDWR  # NFS requires a writable descriptor
     descriptor = os.open(path, access | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
     until.callback(os.close, descriptor)
     fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
 
 
 def _remove_leftovers(target: Path) -> None:
-    """Remove what killed writers of ``target`` have left. An old folder is moved back if nothing took its place."""
+    """Remove the files of killed writers of ``target``; move an old folder back if ``target`` is missing."""
     begin = f".{target.name}."
     for name in os.listdir(target.parent):
         found = LEFTOVER.fullmatch(name.removeprefix(begin)) if name.startswith(begin) else None
         if found is not None and {found[1], found[2]} & {*MACHINE}:
             path = target.with_name(name)
             with suppress(OSError), ExitStack() as until:
-                _lock(path, until)  # else its writer is alive, or it is another user's
+                _lock(path, until)  # fails if its writer is alive or another user owns it
                 if found[3] == "old" and not os.path.lexists(target):
                     os.rename(path, target)
                 else:
@@ -242,15 +246,15 @@ def _remove_leftovers(target: Path) -> None:
 
 @contextmanager
 def _part(target: Path, make: Callable[[Path], object]) -> Iterator[Path]:
-    """A hidden path beside ``target`` that ``make`` makes, locked; removed at the end, unless it was moved."""
+    """Create a locked, hidden path next to ``target`` with ``make``; remove it at the end unless it was moved."""
     with naming(target), ExitStack() as until:
         target.parent.mkdir(parents=True, exist_ok=True)
-        with suppress(PermissionError):  # a folder that may be written to and not read
+        with suppress(PermissionError):  # the folder may be writable but not readable
             _remove_leftovers(target)
         make(new := aside(target, "new"))
-        with suppress(OSError):  # a file system without locks, on which leftovers stay
+        with suppress(OSError):  # without locks on this file system, leftovers stay
             _lock(new, until)
-        part = new.rename(new.with_suffix(".part"))  # by which others find it
+        part = new.rename(new.with_suffix(".part"))  # only now, locked, may other writers find it
         try:
             yield part
         finally:
@@ -259,15 +263,18 @@ def _part(target: Path, make: Callable[[Path], object]) -> Iterator[Path]:
 
 
 def scratch_folder(beside: Path) -> AbstractContextManager[Path]:
-    """An empty hidden folder beside ``beside`` for this user alone; removed at the end, or by the next writer of it."""
+    """Create an empty hidden folder next to ``beside`` that only this user can read; remove it at the end.
+
+    After a kill, the next writer of ``beside`` removes it.
+    """
     return _part(beside, partial(Path.mkdir, mode=0o700))
 
 
 @contextmanager
 def staged_file(path: Path, sync_folder: bool = True) -> Iterator[Path]:
-    """An empty file beside ``path`` to write to; moved to ``path`` on success, removed on an exception.
+    """Create an empty file next to ``path`` to write to; move it to ``path`` on success, remove it on an exception.
 
-    Its name cannot be foreseen, and a link at ``path`` is replaced, not followed. An error of the disk names a file.
+    Its name is random. A symlink at ``path`` is replaced, not followed. Disk errors name a file.
     """
     with _part(path, Path.touch) as part:
         yield part
@@ -278,10 +285,10 @@ def staged_file(path: Path, sync_folder: bool = True) -> Iterator[Path]:
 
 
 def write_atomic(path: Path, content: str | bytes, sync_folder: bool = True) -> None:
-    """Put ``content`` (text as UTF-8) at ``path``: a reader sees the old file or the new one, never a part of it.
+    """Write ``content`` (text as UTF-8) to ``path`` so that a reader sees the whole old or the whole new file.
 
-    The folder is made if need be; without ``sync_folder`` the content is on disk when this returns, and perhaps not the
-    file's name.
+    A missing folder is created. Without ``sync_folder``, the content is on disk when this returns, but the file's name
+    may not be.
     """
     with staged_file(path, sync_folder) as part:
         part.write_bytes(content.encode() if isinstance(content, str) else content)
@@ -289,27 +296,27 @@ def write_atomic(path: Path, content: str | bytes, sync_folder: bool = True) -> 
 
 @contextmanager
 def staged_folder(target: Path) -> Iterator[Path]:
-    """An empty folder beside ``target`` to fill; takes the place of ``target`` on success, removed on an exception.
+    """Create an empty folder next to ``target`` to fill; it replaces ``target`` on success and is removed on an error.
 
-    A link at ``target`` is replaced: what it leads to stays as it is.
+    A symlink at ``target`` is replaced; its target stays unchanged.
 
-    A folder cannot be replaced in one move. An old ``target`` is moved aside (``.NAME.*.old``) first and deleted after
-    the new one stands in its place. If the machine dies between the two moves, the next writer of ``target`` moves the
-    old one back, so a whole folder always exists.
+    A folder cannot be replaced in one move. An old ``target`` is first renamed to ``.NAME.*.old`` and deleted after
+    the new one has its name. If the machine crashes between the two moves, the next writer of ``target`` moves the
+    old one back, so a complete folder always exists.
     """
     with _part(target, Path.mkdir) as part:
         mode = part.stat().st_mode & 0o666
         yield part
         for path in part.rglob("*"):
             if path.is_file() and stat.S_IMODE(path.stat().st_mode) != mode:
-                path.chmod(mode)  # safetensors makes files that only their owner can read
+                path.chmod(mode)  # safetensors creates files that only their owner can read
             sync_to_disk(path)
         sync_to_disk(part)
         swap_in(part, target)
 
 
 def swap_in(part: Path, target: Path) -> None:
-    """Move ``part`` to ``target``, and what was there out of the way."""
+    """Move ``part`` to ``target`` and remove the old ``target``."""
     old = aside(target, "old") if os.path.lexists(target) else None
     if old is not None:
         os.rename(target, old)
@@ -319,7 +326,7 @@ def swap_in(part: Path, target: Path) -> None:
         if old is not None:
             os.rename(old, target)
         raise
-    # Before the old folder goes, the new name must be on disk.
+    # The new name must be on disk before the old folder is removed.
     sync_to_disk(target.parent)
     if old is not None:
         remove(old)

@@ -1,4 +1,4 @@
-"""Whether the Hugging Face hub is there: asked once, before its libraries try to reach it for a minute."""
+"""Check once whether the Hugging Face hub is reachable, because its libraries would retry for a minute."""
 
 from __future__ import annotations
 
@@ -10,41 +10,43 @@ from threading import Thread
 
 from trainer.system.text import escaped
 
-SECONDS = 3.0  # that the hub may take to answer
+SECONDS = 3.0  # timeout for the hub's answer
 
 
 def away() -> str:
-    """Why nothing can be had from the hub but its cache; empty if it answers. If not, this process and its children are
-    offline from here on, as with ``HF_HUB_OFFLINE=1``."""
+    """Return why only the hub's local cache is available; an empty string if the hub answers.
+
+    If the hub does not answer, this process and its children use ``HF_HUB_OFFLINE=1`` from then on.
+    """
     from huggingface_hub import constants
 
     if constants.HF_HUB_OFFLINE and not _gone_offline():
         return "HF_HUB_OFFLINE is set, so the hub is not asked"
     if not constants.HF_HUB_OFFLINE and not _answers(constants.ENDPOINT):
         constants.HF_HUB_OFFLINE, os.environ["HF_HUB_OFFLINE"], os.environ[OURS] = True, "1", "1"
-        if "datasets" in sys.modules:  # which has read the other already
+        if "datasets" in sys.modules:  # it copied the constant when it was imported
             sys.modules["datasets"].config.HF_HUB_OFFLINE = True
     return f"{constants.ENDPOINT} does not answer within {SECONDS:g} s" if _gone_offline() else ""
 
 
 def advice() -> str:
-    """What to do where something cannot be had from the hub."""
+    """Return what to do if something cannot be downloaded from the hub."""
     from huggingface_hub import constants
 
     if constants.HF_HUB_OFFLINE and not _gone_offline():
         return "unset HF_HUB_OFFLINE to ask the hub"
-    return "HF_ENDPOINT names a mirror of the hub, and HF_HUB_OFFLINE=1 asks nobody"
+    return "set HF_ENDPOINT to a mirror of the hub, or HF_HUB_OFFLINE=1 to use only the cache"
 
 
 @cache
 def tell_of_cache() -> None:
-    """Say, once, that files are of the hub's cache because the hub did not answer."""
+    """Warn once if files come from the local cache because the hub did not answer."""
     if _gone_offline():
-        said = f"{away()}: what its cache holds is taken; {advice()}"
-        print(escaped(f"trainer: warning: {said}"), file=sys.stderr, flush=True)
+        message = f"{away()}: using its local cache; {advice()}"
+        print(escaped(f"trainer: warning: {message}"), file=sys.stderr, flush=True)
 
 
-OURS = "TRAINER_HUB_IS_AWAY"  # tells child processes why they are offline
+OURS = "TRAINER_HUB_IS_AWAY"  # shows child processes that trainer, not the user, set HF_HUB_OFFLINE
 
 
 def _gone_offline() -> bool:
@@ -53,7 +55,7 @@ def _gone_offline() -> bool:
 
 @cache
 def _answers(endpoint: str) -> bool:
-    """Whether anything at all answers; in a thread, for looking a name up knows no limit of time."""
+    """Return whether the endpoint answers at all. A thread is used because a DNS lookup has no timeout."""
     answered = []
 
     def ask() -> None:

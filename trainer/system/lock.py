@@ -1,4 +1,4 @@
-"""One run a directory: a second one is refused."""
+"""The lock of a run directory: a second run in the same directory is rejected."""
 
 from __future__ import annotations
 
@@ -19,18 +19,18 @@ NAME = ".run.lock"
 MOST_BYTES = 4096
 
 NO_ID = "none"
-"""What torchrun calls a rendezvous that was given no ``--rdzv-id``: it may be any."""
+"""torchrun's default ID for a rendezvous without ``--rdzv-id``; it identifies no run."""
 
 _held: set[Path] = set()
-"""Locks of this process. The kernel would let it take one twice, and drop it when the second is closed."""
+"""Locks of this process. The kernel would let a process lock a file twice and unlock it when one is closed."""
 
 
 class RunLock:
-    """The lock of an existing run directory, for its first rank; a run and its supervisor have one each, by ``name``.
+    """The lock of an existing run directory, for its first rank. A run and its supervisor use different names.
 
-    The kernel holds it (a POSIX record lock on the file): it ends with the process, however that ends, and a process
-    that is forked from this one does not inherit it. Between machines that share a directory without sharing its
-    locks, what is written in the file decides: host, pid, boot_id, when it was taken and by which job of Slurm.
+    It is a POSIX record lock, so the kernel releases it when the process ends for any reason, and forks do not inherit
+    it. Machines may share a directory but not its locks. Then the file's content decides: host, pid, boot_id, time and
+    Slurm job of its owner.
     """
 
     def __init__(self, run_dir: Path, name: str = NAME) -> None:
@@ -38,9 +38,10 @@ class RunLock:
         self._descriptor: int | None = None
 
     def acquire(self) -> str | None:
-        """Take the lock; return a line that says so when it was that of a run that has died.
+        """Take the lock. If its last owner died, return a message about that.
 
-        A RecipeError names the run that holds it, or why there can be no lock.
+        Raises:
+            RecipeError: another run holds the lock, or the file cannot be locked.
         """
         if self.path in _held:
             raise self._in_use(f"another run of this process (pid {os.getpid()})")
@@ -49,7 +50,7 @@ class RunLock:
         except OSError as error:
             raise RecipeError(
                 f"run.dir={self.path.parent} cannot be locked ({self.path.name}: {error.strerror}): choose a directory "
-                "of your own, on a disk that can lock files"
+                "that you own, on a disk that supports file locks"
             ) from error
         before = _read(descriptor)
         if before is not None and _may_live(before):
@@ -63,13 +64,13 @@ class RunLock:
             os.fsync(descriptor)
         _held.add(self.path)
         self._descriptor = descriptor
-        return None if before is None else f"the run of {_described(before)} has died: its lock is taken over"
+        return None if before is None else f"the run of {_described(before)} has died: taking over its lock"
 
     def release(self) -> None:
-        """Give the lock back; nothing if it is not held."""
+        """Release the lock if it is held."""
         if self._descriptor is None:
             return
-        self.path.unlink(missing_ok=True)  # before it is free: what another process opens from here on is its own
+        self.path.unlink(missing_ok=True)  # before unlocking, so that the next process creates a new file
         os.close(self._descriptor)
         self._descriptor = None
         _held.discard(self.path)
@@ -78,7 +79,7 @@ class RunLock:
         return RecipeError(f"run.dir={self.path.parent} is in use by {by}")
 
     def _locked(self) -> int:
-        """A locked descriptor of the file that is at the path now, and not of one that its owner has removed."""
+        """Return a locked descriptor of the file at the path, not of one that its owner has just removed."""
         while True:
             descriptor = open_own(self.path, os.O_RDWR | os.O_CREAT)
             try:
@@ -88,11 +89,11 @@ class RunLock:
             except (BlockingIOError, PermissionError) as error:
                 owner = _read(descriptor)
                 os.close(descriptor)
-                name = _described(owner) if owner else "a process that has just begun"
-                fix = "wait for its end, stop it, or choose another directory"
+                name = _described(owner) if owner else "a process that has just started"
+                fix = "wait until it ends, stop it, or choose another directory"
                 raise self._in_use(f"the run of {name}: {fix}") from error
             except FileNotFoundError:
-                pass  # removed between the two looks
+                pass  # removed between exists() and stat()
             except BaseException:
                 os.close(descriptor)
                 raise
@@ -100,7 +101,7 @@ class RunLock:
 
 
 def _slurm_job() -> dict[str, Any]:
-    """The job of this process, and how often Slurm has started it again; nothing outside of one."""
+    """Return the Slurm job of this process and its number of restarts; empty outside Slurm."""
     if "SLURM_JOB_ID" not in os.environ:
         return {}
     cluster, job = (os.environ.get(name, "") for name in ("SLURM_CLUSTER_NAME", "SLURM_JOB_ID"))
@@ -108,26 +109,25 @@ def _slurm_job() -> dict[str, Any]:
 
 
 def _rendezvous() -> dict[str, Any]:
-    """The ``--rdzv-id`` of the torchrun that has started this process; nothing without one."""
+    """Return the ``--rdzv-id`` of the torchrun that started this process; empty without one."""
     name = os.environ.get("TORCHELASTIC_RUN_ID", NO_ID)
     return {} if name == NO_ID else {"rendezvous": name}
 
 
 def _read(descriptor: int) -> dict[str, Any] | None:
-    """Who wrote the file; ``None`` when it is empty or was not written to its end."""
+    """Return the owner that wrote the file; ``None`` if the file is empty or incomplete."""
     return parsed_object(os.pread(descriptor, MOST_BYTES, 0), MOST_BYTES)
 
 
 def _may_live(owner: dict[str, Any]) -> bool:
-    """Whether an owner whose lock is free may be alive all the same: on a machine whose locks are not seen here.
+    """Return whether an owner whose lock is free may still be alive on a machine whose locks are not visible here.
 
-    On this kernel a free lock says that its owner is dead, and a host of this name with another boot_id was this one
-    before it was started again. Slurm starts a job again, on whichever node, when it has ended. torchrun goes on
-    without a machine only when that is gone, or cut off: its ranks have ended then, or end by themselves before the
-    others have started.
+    With the same boot_id, a free lock means that its owner is dead. The same host name with another boot_id means that
+    this machine has rebooted. Slurm restarts a job, on any node, only after it has ended. torchrun continues without
+    a machine only if that machine is gone or cut off; its ranks end by themselves before the others have started.
     """
     own, job = _rendezvous(), _slurm_job()
-    before = range(job.get("slurm_restarts", 0))  # what a damaged file says is none of them
+    before = range(job.get("slurm_restarts", 0))  # a value from a damaged file is not in the range
     if job and owner.get("slurm_job") == job["slurm_job"] and owner.get("slurm_restarts") in before:
         return False
     if own and owner.get("rendezvous") == own["rendezvous"]:

@@ -1,4 +1,4 @@
-"""Processes of this machine: which they are, whether they live, and that none outlives the one that started it."""
+"""Process identity and lifetime: identify a process, check whether it runs, and end it with its parent."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from typing import Any
 
 from trainer.system.text import escaped
 
-PR_SET_PDEATHSIG = 1  # of prctl(2)
+PR_SET_PDEATHSIG = 1  # see prctl(2)
 
 SUPERVISOR = "TRAINER_SUPERVISOR"
-"""Variable in which ``trainer run`` tells the ranks that it starts which process it is."""
+"""Environment variable with the identity of the ``trainer run`` process that started the ranks."""
 LAUNCHER = "TRAINER_LAUNCHER"
-"""Variable in which what starts ranks tells them the number of its process."""
+"""Environment variable with the PID of the process that started the ranks."""
 BOUND = "TRAINER_RANK_BOUND"
-"""Variable by which what a rank starts knows that torchrun's variables are the rank's, and that it is none itself."""
+"""Environment variable that a rank sets: its children inherit torchrun's variables but are not ranks."""
 
 MAIN = Path(__file__).parents[1] / "__main__.py"
 THIS_PACKAGE = f"""\
@@ -34,38 +34,38 @@ sys.path[:1] = [{str(MAIN.parent.parent)!r}, *(path for path in sys.path[:1] if 
 import trainer
 del sys.path[0]
 """
-"""For ``python -c``, which puts the working directory first, as an empty word, unless it was told not to."""
+"""Code for ``python -c`` that imports this package without the working directory, which Python puts first."""
 
 BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 STOPPED, GONE = "T", "ZX"
-"""States in /proc/PID/stat: stopped by a signal; ended, and perhaps not yet waited for."""
+"""States in /proc/PID/stat: stopped by a signal; ended (also a zombie)."""
 
 SECONDS_TO_CONNECT = 5.0
 SECONDS_TO_VANISH = 5.0
-MOST_PIDS = 2**22  # of Linux, on any machine
+MOST_PIDS = 2**22  # the maximum on Linux
 LONGEST_NAME = 255
 
 _told: list[int] = []
 
 
 def own_command(*words: str) -> list[str]:
-    """What starts this package's command line in a process of its own, as ``trainer`` does.
+    """Return the command that runs ``trainer`` with these arguments in a new process.
 
-    ``python -m trainer`` would import from the working directory before all else: a random.py that came with somebody's
-    files, say. Python has a flag against that from 3.11 on only.
+    ``python -m trainer`` would search the working directory first and could import, for example, a random.py that
+    lies there. Python has a flag against that only since version 3.11.
     """
     return [sys.executable, str(MAIN), *words]
 
 
 def own_code(code: str) -> list[str]:
-    """The same for Python code of ours, which finds this package."""
+    """Return the command that runs Python code in a new process that can import this package."""
     return [sys.executable, "-c", THIS_PACKAGE + code]
 
 
 def end_with_parent(starter: int | None = None) -> None:
-    """Have the kernel kill this process when its parent ends, however that ends.
+    """Ask the kernel to kill this process when its parent ends for any reason (Linux).
 
-    Where the number of its ``starter`` is known, and that has ended before the kernel could be asked, it ends at once.
+    If the process ``starter`` has already ended, this process exits at once.
     """
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
@@ -74,57 +74,57 @@ def end_with_parent(starter: int | None = None) -> None:
 
 
 def end_with_launcher() -> None:
-    """What a rank does before it imports anything that takes time: it ends with what started it, however that ends.
+    """Make a rank end with its launcher. Called before slow imports.
 
-    A launcher that is killed while its ranks import would leave them behind, waiting for each other. Which process it
-    is, it tells by :data:`LAUNCHER`; torchrun does not, and may have ended before the kernel could be asked: then its
-    store is not there, or this process belongs to the one that inherits orphans. srun and Ray end their own.
+    Ranks whose launcher is killed while they import would otherwise wait for each other forever. Our launchers pass
+    their PID in :data:`LAUNCHER`. torchrun does not, and it may have ended before this call; then its store is gone, or
+    this process has been adopted by init. srun and Ray end their own processes.
     """
-    told = os.environ.pop(LAUNCHER, None)
+    launcher = os.environ.pop(LAUNCHER, None)
     by_torchrun = "TORCHELASTIC_RUN_ID" in os.environ and BOUND not in os.environ
-    if sys.platform != "linux" or (told is None and not by_torchrun):
+    if sys.platform != "linux" or (launcher is None and not by_torchrun):
         return
     os.environ[BOUND] = "1"
-    if told is not None and not (told.isascii() and told.isdigit()):
-        _leave(2, f"{LAUNCHER}={told!r} is not the number of a process: unset it")
-    _told.extend([] if told is None else [int(told)])
+    if launcher is not None and not (launcher.isascii() and launcher.isdigit()):
+        _leave(2, f"{LAUNCHER}={launcher!r} is not a process ID: unset it")
+    _told.extend([] if launcher is None else [int(launcher)])
     end_with_parent()
-    if _is_gone(int(told)) if told is not None else _is_orphan():
-        _leave(1, "what started this rank has ended")
+    if _is_gone(int(launcher)) if launcher is not None else _is_orphan():
+        _leave(1, "the process that started this rank has ended")
 
 
 def has_told_launcher() -> bool:
-    """Whether what started this rank has told which process it is: that one ends all ranks when one is gone."""
+    """Return whether one of our launchers started this rank; it ends all ranks when one of them ends."""
     return bool(_told)
 
 
 def _is_orphan() -> bool:
-    """Whether the torchrun that started this process has ended."""
+    """Return whether the torchrun that started this process has ended."""
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True" and os.environ.get("GROUP_RANK") == "0":
         try:
             store = os.environ.get("MASTER_ADDR", ""), int(os.environ.get("MASTER_PORT", ""))
             socket.create_connection(store, SECONDS_TO_CONNECT).close()
         except ConnectionRefusedError:
             return True
-        except (OSError, ValueError, OverflowError):  # whatever is wrong there is told by those that need it
+        except (OSError, ValueError, OverflowError):  # the code that uses the address reports the error
             pass
     try:
         parent = Path(f"/proc/{os.getppid()}/cmdline").read_bytes().split(b"\0")[0].rpartition(b"/")[2]
     except OSError:
         parent = b""
-    return parent == b"systemd" or (os.getppid() == 1 and b"python" not in parent)  # in a container, torchrun may be 1
+    return parent == b"systemd" or (os.getppid() == 1 and b"python" not in parent)  # torchrun may be PID 1
 
 
-def _leave(code: int, why: str) -> None:
+def _leave(code: int, message: str) -> None:
     with suppress(OSError):
-        os.write(2, f"trainer: error: {why}\n".encode())
+        os.write(2, f"trainer: error: {message}\n".encode())
     os._exit(code)
 
 
 class Watched:
-    """A command in a session of its own: so all that it starts can be ended together, whatever state it is in.
+    """A command in a new session, so that all its processes can be killed together.
 
-    The kernel ends it when this process ends (on Linux), however that ends. ``streams`` are as Popen takes them.
+    On Linux, the kernel kills it when this process ends. ``streams`` are arguments of Popen.
     """
 
     def __init__(self, command: Sequence[str], environment: Mapping[str, str], **streams: Any) -> None:
@@ -135,12 +135,12 @@ class Watched:
         self._gone = False
 
     def kill(self) -> None:
-        """End all its processes, and wait until they are gone."""
-        if self._gone:  # its number may be another group's by now
+        """Kill all its processes and wait until they are gone."""
+        if self._gone:  # the PID may belong to another process group now
             return
         until = time.monotonic() + SECONDS_TO_VANISH
-        with suppress(ProcessLookupError, PermissionError):  # the latter of what is left of ended ones, on macOS
-            while time.monotonic() < until:  # where nobody waits for orphans, what is left of them stays
+        with suppress(ProcessLookupError, PermissionError):  # PermissionError: only zombies are left, on macOS
+            while time.monotonic() < until:  # in a container without init, zombies stay
                 os.killpg(self.process.pid, signal.SIGKILL)
                 self.process.poll()
                 time.sleep(0.01)
@@ -149,17 +149,16 @@ class Watched:
 
 
 def become_helper() -> None:
-    """What a process that was forked from a rank does first: signals to the rank are not for it, and it ends with it.
+    """Prepare a process that was forked from a rank: it ignores signals for the rank and ends with the rank.
 
-    Ctrl-C, a terminal that is closed, and torchrun's own end reach every process of the rank's group. A helper that
-    died of that would take from the rank what it needs to finish its step, so it leaves the group; the kernel ends it
-    when the rank ends.
+    Ctrl-C, a closed terminal and the end of torchrun signal the whole process group of the rank. The rank needs its
+    helpers to finish its step, so a helper leaves the group; the kernel kills it when the rank ends.
     """
-    for number in (signal.SIGINT, signal.SIGUSR1):  # a rank's own handlers; torch has set that of SIGTERM
+    for number in (signal.SIGINT, signal.SIGUSR1):  # remove the rank's handlers; torch has reset that of SIGTERM
         signal.signal(number, signal.SIG_DFL)
     signal.signal(signal.SIGHUP, signal.SIG_IGN)
     if sys.platform == "linux":
-        from multiprocessing import parent_process  # not before a rank is bound to its launcher
+        from multiprocessing import parent_process  # slow, so not before end_with_launcher()
 
         os.setpgrp()
         rank = parent_process()
@@ -168,67 +167,67 @@ def become_helper() -> None:
 
 @lru_cache(maxsize=1)
 def boot_id() -> str:
-    """What tells this start of this machine from any other; empty where the system does not say."""
+    """Return the ID of the machine's current boot; empty if the system has none."""
     return BOOT_ID.read_text().strip() if BOOT_ID.is_file() else ""
 
 
 @dataclass(frozen=True)
 class ProcessId:
-    """A process, told from a later one with the same number."""
+    """The identity of a process, which differs from that of a later process with the same PID."""
 
     host: str
     pid: int
-    boot_id: str  # of the machine's kernel
-    namespace: str  # in which the number holds; containers have their own
-    began: int  # in the kernel's ticks since boot
+    boot_id: str
+    namespace: str  # PID namespace; containers have separate ones
+    began: int  # start time in kernel ticks since boot
 
     @classmethod
     def own(cls) -> ProcessId:
-        """This process."""
+        """Return the identity of this process."""
         return cls.of(os.getpid())
 
     @classmethod
     def of(cls, pid: int) -> ProcessId:
-        """A process that this one can see."""
+        """Return the identity of a process that this one can see."""
         found = _stat(pid)
         return cls(socket.gethostname(), pid, boot_id(), _namespace(), found[1] if found else 0)
 
     def to_dict(self) -> dict[str, Any]:
-        """For JSON."""
+        """Return a dict that JSON can represent."""
         return asdict(self)
 
     @classmethod
     def from_dict(cls, values: Any) -> ProcessId:
-        """What :meth:`to_dict` gave; a ValueError for what came from elsewhere and cannot be that."""
+        """Return the identity from the dict of :meth:`to_dict`; raise a ValueError for any other value."""
         if not isinstance(values, dict) or values.keys() != cls.__dataclass_fields__.keys():
-            raise ValueError("no process")
+            raise ValueError("not a process identity")
         pid, began, texts = values["pid"], values["began"], [values[name] for name in ("host", "boot_id", "namespace")]
         if not (type(pid) is type(began) is int and 0 < pid <= MOST_PIDS and began >= 0):
-            raise ValueError("no number of a process")
+            raise ValueError("not a process ID and start time")
         if not all(isinstance(text, str) and len(text) <= LONGEST_NAME for text in texts):
-            raise ValueError("no name of a machine")
+            raise ValueError("not a host, boot ID and namespace")
         return cls(**values | {"host": escaped(values["host"])})
 
     def is_here(self) -> bool:
-        """Whether this process can see it: it is of the same machine and container, and Linux tells."""
+        """Return whether it runs on this machine and in this container (Linux only)."""
         return bool(self.boot_id and self.namespace) and (self.boot_id, self.namespace) == (boot_id(), _namespace())
 
     def state(self) -> str:
-        """``running``, ``stopped`` by a signal, or ``gone``; only for one that is here."""
+        """Return ``running``, ``stopped`` (by a signal) or ``gone``; valid only if :meth:`is_here`."""
         found = _stat(self.pid)
         if found is None or found[1] != self.began or found[0] in GONE:
             return "gone"
         return "stopped" if found[0] == STOPPED else "running"
 
     def is_kin(self) -> bool:
-        """Whether one process has started this and that, or one of the two the other: as it is with ranks."""
+        """Return whether it is the parent, a child or a sibling of this process, as ranks are."""
         found, own = _stat(self.pid), _stat(os.getpid())
         if not self.is_here() or found is None or found[1] != self.began or own is None:
             return False
         return own[2] in (found[2], self.pid) or found[2] == os.getpid()
 
     def kill(self) -> None:
-        """End it at once, if it is here, still the same, and kin: whatever else names it may have been made up."""
+        """Kill it if it runs here and is related to this process; other identities in a file may be forged."""
         if self.is_here() and self.state() != "gone" and self.is_kin():
             with suppress(ProcessLookupError, PermissionError):
                 os.kill(self.pid, signal.SIGKILL)
@@ -240,7 +239,7 @@ def _is_gone(pid: int) -> bool:
 
 
 def _stat(pid: int) -> tuple[str, int, int] | None:
-    """State, start and parent of a process; ``None`` when there is none of that number."""
+    """Return state, start time and parent of a process, or ``None`` if no process has this PID."""
     try:
         fields = Path(f"/proc/{pid}/stat").read_text(errors="replace").rsplit(")", 1)[1].split()
     except (OSError, IndexError):

@@ -1,4 +1,4 @@
-"""Secrets taken out of what is written to files and logs or said in messages."""
+"""Redaction of secrets in files, logs and messages."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from typing import Any
 
 from trainer.errors import RecipeError
 
-REDACTED = "<redacted>"  # stands in the place of a secret
-_LEAST = 8  # characters from which on a variable's value is searched for in texts: "1" or "test" is no secret
+REDACTED = "<redacted>"
+_LEAST = 8  # minimum length of a variable's value to be redacted in texts; "1" or "test" would match too often
 
-_NAME = re.compile(  # secret settings and variables; not pad_token and its like, nor any key that sorts or groups
+_NAME = re.compile(  # secret settings and variables, but not pad_token or sort_key
     r"token|(?:.*_)?(?:password|passwd|passphrase|secret|credentials?|apikey"
     r"|(?:api|access|secret|private|account)_?key|(?:api|auth|access|hub|hf|github|bearer|refresh|session|security)_?token)",
     re.IGNORECASE,
@@ -39,15 +39,15 @@ _QUOTED = re.compile(
 
 
 def redact(text: str) -> str:
-    """``text`` with :data:`REDACTED` for every secret that can be told as one.
+    """Replace every recognizable secret in ``text`` by :data:`REDACTED`.
 
-    These are: user and password in a URL; query parameters such as token, key or sig; the tokens of Hugging Face,
-    GitHub, GitLab, OpenAI, AWS, Google and Slack by their prefixes; ``api_key='...'`` and its like; and the values of
-    this process's environment variables whose names say that they are secret, such as WANDB_API_KEY.
+    These are: user and password in a URL; query parameters such as token, key or sig; tokens of Hugging Face, GitHub,
+    GitLab, OpenAI, AWS, Google and Slack, by their prefixes; values such as ``api_key='...'``; and the values of
+    environment variables with secret names, such as WANDB_API_KEY.
     """
     named = {name: value for name, value in os.environ.items() if len(value) >= _LEAST}
     values = {value for name, value in named.items() if _is_secret(name) or name.upper().endswith("_TOKEN")}
-    for value in sorted(values, key=lambda value: (-len(value), value)):  # one may begin with another
+    for value in sorted(values, key=lambda value: (-len(value), value)):  # a value may be the start of another
         text = text.replace(value, REDACTED)
     text = _USER.sub(_without_user, text)
     text = _QUERY.sub(_without_parameter, text)
@@ -57,7 +57,7 @@ def redact(text: str) -> str:
 
 
 def redact_value(value: Any, name: str = "") -> Any:
-    """A setting, of plain YAML types, with its texts redacted; all of a text whose ``name`` says that it is secret."""
+    """Redact the texts in a setting of plain YAML types; a text with a secret ``name`` is redacted entirely."""
     if isinstance(value, str) and not isinstance(value, Enum):
         return REDACTED if value and _is_secret(name) else redact(value)
     if isinstance(value, Mapping):
@@ -68,7 +68,7 @@ def redact_value(value: Any, name: str = "") -> Any:
 
 
 def redact_words(words: Sequence[str]) -> list[str]:
-    """The words of a command line, where flags may be ``--name value`` or ``--name=value``."""
+    """Redact the words of a command line with flags ``--name value`` or ``--name=value``."""
     redacted, before = [], ""
     for word in words:
         name, equals, value = word.partition("=")
@@ -79,7 +79,7 @@ def redact_words(words: Sequence[str]) -> list[str]:
 
 
 def refuse_redacted(settings: Mapping[str, Any]) -> None:
-    """Refuse settings, by their dotted names, that were read from a file which could not hold their secrets."""
+    """Raise a RecipeError if a setting (by dotted name) was read from a file in which its secret was redacted."""
     for key, value in settings.items():
         if REDACTED in str(value):
             raise RecipeError(f"{key} was written without its credentials: give it again as --{key}")
@@ -90,7 +90,7 @@ def _is_secret(name: str) -> bool:
 
 
 def _without_user(match: re.Match[str]) -> str:
-    # A name alone is how ssh and its like say whose account is meant; with http it is often a token.
+    # A user name alone is an account for ssh, but often a token for http.
     is_secret = ":" in match["user"] or match["scheme"].lower().startswith("http")
     return f"{match['scheme']}://{REDACTED}@" if is_secret else match[0]
 

@@ -1,4 +1,4 @@
-"""The first lines of an error: rank, step, phase, samples and cause, then the traceback; and how to read them."""
+"""Error reports: one line with rank, step, phase, samples and cause, then the traceback; and how to parse them."""
 
 from __future__ import annotations
 
@@ -19,19 +19,19 @@ LONGEST = 400
 
 
 def note_place(error: BaseException, place: str) -> None:
-    """Keep with ``error`` where it happened; Python 3.11 and later show it below the traceback."""
+    """Attach the place where ``error`` happened; Python 3.11 and later show it below the traceback."""
     notes = [*getattr(error, "__notes__", ()), place]
     vars(error).update(__notes__=notes, trainer_place=place)
 
 
 def place_of(error: BaseException) -> str | None:
-    """Where ``error`` happened in a run, if it did in one."""
+    """Return the place in a run where ``error`` happened, if it is known."""
     return getattr(error, "trainer_place", None)
 
 
 @contextmanager
 def placed(place: str) -> Iterator[None]:
-    """Have an error that is raised meanwhile say that it happened at ``place``, unless it knows better."""
+    """Attach ``place`` to an error that is raised in the block, unless it already has a place."""
     try:
         yield
     except (Exception, SystemExit) as error:
@@ -41,7 +41,7 @@ def placed(place: str) -> Iterator[None]:
 
 
 def report(error: BaseException) -> None:
-    """Print ``error`` to standard error, once: a line, and the traceback of one that is nobody's setting or message."""
+    """Print ``error`` to standard error, once; with a traceback unless it is a RecipeError or RunError."""
     if getattr(error, "is_reported", False):
         return
     vars(error)["is_reported"] = True
@@ -50,38 +50,38 @@ def report(error: BaseException) -> None:
         return
     place = place_of(error)
     say(cause(error) if place is None else f"{place}: {cause(error)}")
-    vars(error).pop("__notes__", None)  # the first line says it
+    vars(error).pop("__notes__", None)  # already in the first line
     print_traceback(type(error), error, error.__traceback__)
 
 
 def print_traceback(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-    """What Python prints of an error, without secrets: for ``sys.excepthook``, too."""
+    """Print an error's traceback without secrets; also usable as ``sys.excepthook``."""
     text = redact("".join(traceback.format_exception(kind, error, trace)))
-    own = text.replace("\ntrainer: ", "\n  trainer: ")  # a message's second line is none of ours
+    own = text.replace("\ntrainer: ", "\n  trainer: ")  # a line of the user's message must not look like ours
     print(escaped(own, "\n\t"), end="", file=sys.stderr, flush=True)
 
 
 def say(message: str) -> None:
-    """Print ``trainer: error: message``, one line without secrets; with its rank, where that is not the first."""
-    told = (os.environ.get(name, "") for name in ("RANK", "LOCAL_RANK"))
-    rank = next((text for text in told if text.isascii() and text.isdecimal() and len(text) < 10), "0")
+    """Print ``trainer: error: message`` in one line without secrets, with the rank unless it is the first."""
+    given = (os.environ.get(name, "") for name in ("RANK", "LOCAL_RANK"))
+    rank = next((text for text in given if text.isascii() and text.isdecimal() and len(text) < 10), "0")
     prefix = "" if rank == "0" else f"[rank {rank}] "
     print(f"{prefix}{ERROR}{escaped(redact(message))}", file=sys.stderr, flush=True)
 
 
 def in_one_line(error: BaseException) -> str:
-    """The message."""
+    """Return the error's message in one line."""
     return " ".join(line.strip() for line in text_of(error).split("\n"))
 
 
 def cause(error: BaseException) -> str:
-    """Type and message, in one line that is not too long."""
+    """Return type and message in one line of limited length."""
     text = in_one_line(error)
     text = text if len(text) <= LONGEST else f"{text[:LONGEST]} …"
     if isinstance(error, RecipeError | RunError):
         return text
     if isinstance(error, SystemExit):
-        return f"SystemExit: sys.exit({text}) was called, by which nothing is finished"
+        return f"SystemExit: sys.exit({text}) was called before the run was finished"
     return f"{type(error).__name__}: {text}" if text else type(error).__name__
 
 
@@ -90,15 +90,15 @@ OTHER_RANK = "another rank ended"
 
 
 class Said:
-    """The lines of a program, as far as they say why it ended."""
+    """Collects a program's output lines and finds the reason why it ended."""
 
     def __init__(self) -> None:
         self.own = ""
-        """The first error of one line that is ours, of the rank that knows why where one does."""
+        """The first ``trainer: error:`` message, preferably not one about the end of another rank."""
         self._raised = self._last = ""
 
     def note(self, line: str) -> None:
-        """Take in the next line."""
+        """Process the next line."""
         line = line.strip()
         if ERROR in line:
             if not self.own or OTHER_RANK in self.own:
@@ -109,13 +109,13 @@ class Said:
 
     @property
     def reason(self) -> str:
-        """Our own error, or the end of the first traceback, or the last words; empty where nothing was said."""
+        """Our own error, else the end of the first traceback, else the last line; empty without output."""
         knows = self.own and OTHER_RANK not in self.own
         return self.own if knows else self._raised or self.own or self._last
 
 
 def reason_in(text: str) -> str | None:
-    """Why a program has ended, by all that it has said."""
+    """Return the reason why a program ended, from its whole output."""
     said = Said()
     for line in text.splitlines():
         said.note(line)

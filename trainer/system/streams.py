@@ -1,7 +1,7 @@
-"""Standard streams by which no run ends: not by a reader that has gone, a full disk, nor a name that steers a terminal.
+"""Standard streams that survive a closed descriptor, a missing reader or a full disk.
 
-What a run makes is in its files; what it prints is for whoever reads it, if anybody does. So the streams take
-everything, whichever ``print`` it comes from: of this program, of a library, of Python's own end.
+The results of a run are in its files, so lost output must not end it. This covers every ``print``: of this program, of
+its libraries and of the user's code.
 """
 
 from __future__ import annotations
@@ -9,87 +9,47 @@ from __future__ import annotations
 import errno
 import io
 import os
-import re
 import select
 import sys
-from collections.abc import Callable
 from contextlib import suppress
-from typing import Any, ClassVar
-
-from trainer.system.text import escaped
+from typing import Any
 
 READER_GONE = (errno.EPIPE, errno.ECONNRESET, errno.ESHUTDOWN, errno.ENOTCONN, errno.EBADF)
-"""Nobody will read it any more: what comes is not missed, and may go nowhere."""
-
-MEANT = re.compile("(\x1b\\[[0-9;]*m|\\A\n*(?:\x1b\\[A)+\\Z)")
-"""Escape sequences that a terminal may get: colours, and the way up by which tqdm comes back to the bar above."""
+"""Errors that mean that no process will read the output."""
 
 
 class Descriptor(io.FileIO):
-    """Writes to a descriptor, and drops what the file behind it does not take. Unless its reader is gone (a full disk
-    may have space again), the first error is kept in ``lost``."""
+    """Writes to a descriptor and drops output that cannot be written.
+
+    The first error is kept in ``lost``, unless the reader is gone. After a full disk, later output is written again.
+    """
 
     lost: OSError | None = None
 
     def write(self, content: Any) -> int:
-        """Write all of it, and wait for a reader that is slow."""
+        """Write all of ``content``, waiting for a slow reader, and return its size even if output was dropped."""
         left = memoryview(content).cast("B")
         size = len(left)
         try:
             while left:
                 written = super().write(left)
-                if written is None:  # the descriptor does not block
+                if written is None:  # the descriptor is non-blocking
                     select.select([], [self.fileno()], [])
                 else:
                     left = left[written:]
         except OSError as error:
             if error.errno in READER_GONE:
-                lead_nowhere(self.fileno())  # C code writes there, too
+                lead_nowhere(self.fileno())  # also for C code
             else:
                 self.lost = self.lost or error
         return size
 
 
-class Stream(io.TextIOWrapper):
-    """Text for a :class:`Descriptor`: control characters, and what the encoding has no bytes for, are written out."""
-
-    mode = "w"  # as Python's own have
-    before_write: ClassVar[Callable[[], None] | None] = None
-    """Makes room for what is written, on any of them: see :mod:`trainer.system.waiting`."""
-
-    def __init__(self, number: int, like: io.TextIOWrapper | None) -> None:
-        self.descriptor = Descriptor(number, "w", closefd=False)
-        self.descriptor.name = getattr(like, "name", number)  # <stdout>
-        self.terminal = os.isatty(number)
-        unbuffered = like is not None and like.write_through  # python -u
-        super().__init__(
-            self.descriptor if unbuffered else io.BufferedWriter(self.descriptor),
-            encoding=like.encoding if like is not None else "utf-8",
-            errors="backslashreplace",
-            line_buffering=number == 2 or self.terminal,
-            write_through=unbuffered,
-        )
-
-    def write(self, text: str) -> int:
-        """Write ``text``."""
-        if not isinstance(text, str):
-            return super().write(text)  # refused as by any text stream
-        if Stream.before_write is not None:
-            Stream.before_write()
-        parts = MEANT.split(text) if self.terminal else [text]
-        super().write("".join(part if at % 2 else escaped(part, "\n\r\t") for at, part in enumerate(parts)))
-        return len(text)
-
-    def close(self) -> None:
-        """Only flush: somebody else has something to say afterwards."""
-        self.flush()
-
-
 def keep_streams() -> None:
-    """Make the standard streams of this process such that nothing comes of printing to them but what is printed.
+    """Replace the standard streams of this process by streams that never raise OSError.
 
-    Called first of all: a descriptor that was closed (``2>&-``) would be the next file's that is opened, a
-    checkpoint's, say. Streams that somebody else has put in place, a notebook or a test, are left alone.
+    Call this first: a descriptor that is closed (``2>&-``) would be reused by the next opened file, such as a
+    checkpoint. Streams that a notebook or a test has replaced stay as they are.
     """
     for number, name in enumerate(("stdin", "stdout", "stderr")):
         try:
@@ -100,18 +60,32 @@ def keep_streams() -> None:
         if number == 0:
             kept: Any = stream or open(0, closefd=False)  # noqa: SIM115
         elif stream is None or (type(stream) is io.TextIOWrapper and stream.fileno() == number):
-            if stream is not None:
-                with suppress(OSError):
-                    stream.flush()
-            kept = Stream(number, stream)
+            kept = opened(number, stream)
         else:
             continue
         setattr(sys, name, kept)
         setattr(sys, f"__{name}__", kept)
 
 
+def opened(number: int, like: io.TextIOWrapper | None) -> io.TextIOWrapper:
+    """Return a text stream for a :class:`Descriptor`, with encoding and buffering of the stream that it replaces."""
+    if like is not None:
+        with suppress(OSError):
+            like.flush()
+    descriptor = Descriptor(number, "w", closefd=False)
+    descriptor.name = getattr(like, "name", number)  # <stdout>
+    unbuffered = like is not None and like.write_through  # python -u
+    return io.TextIOWrapper(
+        descriptor if unbuffered else io.BufferedWriter(descriptor),
+        encoding=like.encoding if like is not None else "utf-8",
+        errors="backslashreplace",
+        line_buffering=number == 2 or os.isatty(number),
+        write_through=unbuffered,
+    )
+
+
 def lead_nowhere(number: int) -> None:
-    """Open the null device as descriptor ``number``, for children, too."""
+    """Open the null device as descriptor ``number``, inheritable by children."""
     null = os.open(os.devnull, os.O_RDWR)
     if null != number:
         os.dup2(null, number)
@@ -120,8 +94,10 @@ def lead_nowhere(number: int) -> None:
 
 
 def lost_output() -> OSError | None:
-    """Why standard output does not hold all that was written there; ``None`` when it does, or has no reader."""
-    if not isinstance(sys.stdout, Stream):
+    """Return the error because of which standard output is incomplete; ``None`` if it is complete or has no reader."""
+    buffer = getattr(sys.stdout, "buffer", None)
+    descriptor = getattr(buffer, "raw", buffer)
+    if not isinstance(descriptor, Descriptor):
         return None
     sys.stdout.flush()
-    return sys.stdout.descriptor.lost
+    return descriptor.lost

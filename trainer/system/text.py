@@ -1,4 +1,4 @@
-"""Texts for people: what came from outside must not steer their terminal, nor look like a line of ours."""
+"""Text for terminals: escaping of untrusted text, tables, units and amounts."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from typing import Any
 
 from trainer.errors import RecipeError, require
 
-# Controls of C0 and C1 (escape sequences begin with one), what turns the direction of writing, separators of lines, and
-# the lone surrogates by which Python keeps bytes of a file name that are no text: no stream could encode these.
+# Control characters C0 and C1 (escape sequences start with one), characters that change the writing direction, line
+# separators, and the lone surrogates with which Python represents undecodable bytes of file names.
 _UNPRINTABLE = re.compile("[\x00-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
 
 
 def escaped(text: object, keep: str = "") -> str:
-    r"""``text``, or what ``str`` makes of it, with control characters written out: ``\x1b``, ``\n``, ``\u202e``.
+    r"""Return ``str(text)`` with control characters escaped (``\x1b``, ``\n``, ``\u202e``), except those to ``keep``.
 
-    Not those to ``keep``, such as ``"\n"`` in a text of several lines.
+    Untrusted text must neither control the terminal nor look like a message of this program.
     """
 
     def written_out(found: re.Match[str]) -> str:
@@ -28,22 +28,22 @@ def escaped(text: object, keep: str = "") -> str:
 
 
 def as_text(value: Any) -> str:
-    """A setting as it is written in YAML and on a command line."""
+    """Return a setting as written in YAML and on a command line."""
     return json.dumps(value) if value is None or isinstance(value, (bool, list)) else str(value)
 
 
 # Lines and tables for a terminal.
 
-WIDTH, WIDEST = 112, 120  # characters of a line of text, and of a table
+WIDTH, WIDEST = 112, 120  # maximum characters in a line of text and of a table
 
 
 def wrapped(line: str, indent: str) -> str:
-    """``line`` on as many as it takes, those after the first behind ``indent``."""
+    """Wrap ``line`` to the width of a terminal, with ``indent`` before all lines but the first."""
     return textwrap.fill(line, WIDTH, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False)
 
 
 def columns(names: Sequence[str], rows: Sequence[Sequence[str]], words: Container[str]) -> str:
-    """A table: columns that are named in ``words`` are aligned to the left, figures to the right."""
+    """Format a table; columns named in ``words`` are aligned to the left, numbers to the right."""
     widths = [max(map(len, column)) for column in zip(names, *rows, strict=True)]
     gap = "  " if sum(widths) + 2 * len(names) <= WIDEST else " "
 
@@ -54,7 +54,7 @@ def columns(names: Sequence[str], rows: Sequence[Sequence[str]], words: Containe
     return "\n".join([line(names), gap.join("-" * width for width in widths), *map(line, rows)])
 
 
-# Amounts as people write them: a memory budget, a time.
+# Amounts in settings: a memory budget, a time.
 
 _AMOUNT = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([a-z]+|%)\s*", re.IGNORECASE)
 _SECONDS = {"s": 1, "min": 60, "h": 3600}
@@ -62,17 +62,17 @@ _BYTES = {"b": 1} | {f"{unit}{i}b": (1024 if i else 1000) ** n for n, unit in en
 
 
 def parse_budget(text: str, whole: float) -> float:
-    """The bytes in a memory budget: ``2GB`` (1e9), ``2GiB`` (2^30), or ``90%`` of ``whole``; no more than 100 %."""
+    """Return the bytes of a memory budget: ``2GB`` (1e9 each), ``2GiB`` (2^30 each), or ``90%`` of ``whole``."""
     kind = "a memory size: write it as 2GB, 1.5GiB or 90%"
     number, unit = _amount("memory.budget", text, {**_BYTES, "%": 0}, kind)
     if unit != "%":
         return number * _BYTES[unit]
-    require(number <= 100, f"memory.budget={text!r} is more than the whole device")
+    require(number <= 100, f"memory.budget={text!r} is more than the whole device: give at most 100%")
     return number / 100 * whole
 
 
 def parse_duration(text: str) -> float:
-    """The seconds in ``90s``, ``15min`` or ``1.5h``, the value of ``checkpoint.every``."""
+    """Return the seconds in ``90s``, ``15min`` or ``1.5h``, the value of ``checkpoint.every``."""
     number, unit = _amount("checkpoint.every", text, _SECONDS, "a time: write it as 90s, 15min or 1.5h")
     return number * _SECONDS[unit]
 
@@ -85,14 +85,14 @@ def _amount(key: str, text: str, units: Mapping[str, int], kind: str) -> tuple[f
     return float(match[1]), match[2].lower()
 
 
-# Units of memory: decimal, as makers of devices count.
+# Units of memory: decimal, as device makers use.
 
 GB = 1e9
 MB = 1e6
 
 
 def gigabytes(size: float) -> str:
-    """For a person: in MB where it is less than a GB."""
+    """Format bytes for display: in GB, or in MB if less than 1 GB."""
     if abs(size) >= 0.9995 * GB:
         return f"{size / GB:.2f} GB"
     return f"{size / MB:.0f} MB" if abs(size) >= 9.95 * MB else f"{size / MB:.1f} MB"
