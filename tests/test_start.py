@@ -12,7 +12,7 @@ from helpers import LONG
 
 from trainer.system import waiting
 
-HEAVY = ("torchmetrics", "sklearn", "matplotlib", "transformers", "scipy", "lightning.pytorch")
+HEAVY = ("torchmetrics", "sklearn", "matplotlib", "transformers", "scipy", "pytorch_lightning")
 FABRIC = "lightning_fabric"
 
 

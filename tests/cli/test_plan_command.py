@@ -236,13 +236,13 @@ from trainer.system.imports import quick_imports
 with quick_imports():
     import trainer.planner.search
 assert gc.isenabled()
-heavy = {"lightning.pytorch", "torchmetrics", "transformers", "torchvision", "scipy", "matplotlib"} & set(sys.modules)
+heavy = {"pytorch_lightning", "torchmetrics", "transformers", "torchvision", "scipy", "matplotlib"} & set(sys.modules)
 assert not heavy, heavy
 from lightning_fabric import Fabric as ours
 from lightning import LightningModule, Trainer
-import lightning.pytorch, torchmetrics
+import pytorch_lightning, torchmetrics
 from torchmetrics.classification import MulticlassAccuracy
-assert ours is trainer.planner.trace.Fabric and lightning.pytorch.Trainer is Trainer
+assert ours is trainer.planner.trace.Fabric and pytorch_lightning.Trainer is Trainer
 assert torchmetrics.Accuracy(task="binary") is not None and lightning.__version__[0] == "2"
 """
     subprocess.run([sys.executable, "-c", code], check=True)

@@ -26,7 +26,7 @@ def test_wandb_gets_project_entity_tags_and_the_id_of_the_run(tmp_path, monkeypa
     monkeypatch.setattr(loggers, "find_spec", lambda name: True)
     monkeypatch.setitem(sys.modules, "wandb", SimpleNamespace(Settings=lambda **given: given, errors=errors))
     monkeypatch.setitem(sys.modules, "wandb.errors", errors)
-    monkeypatch.setattr("lightning.pytorch.loggers.WandbLogger", logger)
+    monkeypatch.setattr("pytorch_lightning.loggers.WandbLogger", logger)
     settings = Run(project="digits", entity="team", tags=["a", "b"])
     make_loggers(["wandb"], tmp_path / "mine", {"seed": 1}, settings=settings, run_id="c0ffee")
     wanted = {"project": "digits", "entity": "team", "tags": ["a", "b"], "id": "c0ffee", "resume": "allow"}

@@ -163,7 +163,7 @@ def _tensorboard(resumed_at: int, run_dir: Path, config: Mapping[str, Any]) -> L
 
 def _wandb(run: Run, run_id: str | None, run_dir: Path, config: Mapping[str, Any]) -> Logger:
     require_loggers(["wandb"])
-    from lightning.pytorch.loggers import WandbLogger
+    from pytorch_lightning.loggers import WandbLogger
     from wandb import Settings
     from wandb.errors import Error
 
@@ -189,7 +189,7 @@ RUN_TAG = "trainer.run"  # the tag that identifies a run to resume, because MLfl
 
 def _mlflow(run: Run, run_id: str | None, run_dir: Path, config: Mapping[str, Any]) -> Logger:
     require_loggers(["mlflow"])
-    from lightning.pytorch.loggers import MLFlowLogger
+    from pytorch_lightning.loggers import MLFlowLogger
     from mlflow.exceptions import MlflowException
 
     uri = run.tracking_uri or os.environ.get("MLFLOW_TRACKING_URI") or f"sqlite:///{run_dir / 'mlflow.db'}"
