@@ -239,8 +239,8 @@ assert gc.isenabled()
 heavy = {"pytorch_lightning", "torchmetrics", "transformers", "torchvision", "scipy", "matplotlib"} & set(sys.modules)
 assert not heavy, heavy
 from lightning_fabric import Fabric as ours
-from lightning import LightningModule, Trainer
-import pytorch_lightning, torchmetrics
+import lightning, pytorch_lightning, torchmetrics
+from pytorch_lightning import LightningModule, Trainer
 from torchmetrics.classification import MulticlassAccuracy
 assert ours is trainer.planner.trace.Fabric and pytorch_lightning.Trainer is Trainer
 assert torchmetrics.Accuracy(task="binary") is not None and lightning.__version__[0] == "2"
