@@ -259,7 +259,7 @@ def test_a_prediction_that_cannot_be_made_stops_nobody_and_says_why(why, monkeyp
         monkeypatch.setattr(name, lambda: True)
         outlook = forecast_of(digits())
     (line,) = outlook.lines()
-    assert "not known" in line
+    assert "unknown" in line
     assert why in line
     assert outlook.beside({"host_peak_gb": 2.0, "host_idle_gb": 1.0}) == {}
     outlook.close()
