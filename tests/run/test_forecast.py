@@ -251,7 +251,7 @@ def failing() -> None:
     raise ValueError("this model cannot be traced")
 
 
-@pytest.mark.parametrize("why", ["this model cannot be traced", "has used its GPU already", "has joined its group"])
+@pytest.mark.parametrize("why", ["this model cannot be traced", "has used its GPU already", "has already joined a process group"])
 def test_a_prediction_that_cannot_be_made_stops_nobody_and_says_why(why, monkeypatch) -> None:
     if "traced" in why:
         outlook = Forecast(Child(failing), host_as_device(), 10**9)
@@ -260,7 +260,7 @@ def test_a_prediction_that_cannot_be_made_stops_nobody_and_says_why(why, monkeyp
         monkeypatch.setattr(name, lambda: True)
         outlook = forecast_of(digits())
     (line,) = outlook.lines()
-    assert "not known" in line
+    assert "unknown" in line
     assert why in line
     assert outlook.beside({"host_peak_gb": 2.0, "host_idle_gb": 1.0}) == {}
     outlook.close()

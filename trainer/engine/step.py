@@ -180,12 +180,16 @@ class Stepper(Forward):
     def begin(self, window: Window) -> LossTotals:
         """Prepare a window; in the first steps, also check that its losses are sums over samples."""
         if self.check:
-            self.phases.enter("forward", window.micro_batches[0])
-            self.check.compare(self, window, self.fabric.world_size, self.generator)
+            self.compare(self.check, window)
         self.sync.begin(window)
         if self.batchnorm:
             self.batchnorm.remember()
         return (TotalsInOrder if self.sync.in_order else LossTotals)(window, self.world_size, self.copies)
+
+    def compare(self, check: LossCheck, window: Window) -> None:
+        """Compare the losses of a few samples of ``window`` with the losses of their halves."""
+        self.phases.enter("forward", window.micro_batches[0])
+        check.compare(self, window, self.fabric.world_size, self.generator)
 
     def prepare(self, micro: MicroBatch, micro_steps: int) -> None:
         """Set the seed, synchronisation on the last micro-step only, and the momentum of BatchNorm."""
