@@ -251,7 +251,9 @@ def failing() -> None:
     raise ValueError("this model cannot be traced")
 
 
-@pytest.mark.parametrize("why", ["this model cannot be traced", "has used its GPU already", "has already joined a process group"])
+@pytest.mark.parametrize(
+    "why", ["this model cannot be traced", "has used its GPU already", "has already joined a process group"]
+)
 def test_a_prediction_that_cannot_be_made_stops_nobody_and_says_why(why, monkeypatch) -> None:
     if "traced" in why:
         outlook = Forecast(Child(failing), host_as_device(), 10**9)

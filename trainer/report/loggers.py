@@ -189,8 +189,8 @@ RUN_TAG = "trainer.run"  # the tag that identifies a run to resume, because MLfl
 
 def _mlflow(run: Run, run_id: str | None, run_dir: Path, config: Mapping[str, Any]) -> Logger:
     require_loggers(["mlflow"])
-    from pytorch_lightning.loggers import MLFlowLogger
     from mlflow.exceptions import MlflowException
+    from pytorch_lightning.loggers import MLFlowLogger
 
     uri = run.tracking_uri or os.environ.get("MLFLOW_TRACKING_URI") or f"sqlite:///{run_dir / 'mlflow.db'}"
     tags = {RUN_TAG: run_id or "", **({"tags": ", ".join(run.tags)} if run.tags else {})}
