@@ -30,8 +30,8 @@ from trainer.fakegpu.gpus import host_as_device
 from trainer.fakegpu.peaks import replay
 from trainer.fakegpu.target import Target
 from trainer.fakegpu.tracer import tracing
-from trainer.models.block_sparse import use_own_attention
-from trainer.models.unpadded import pack, unpad
+from trainer.models.block_sparse import replace_attention
+from trainer.models.padding_free import pack, unpad
 
 OURS, THEIRS = "ours, block-sparse", "transformers, block_sparse"
 FULL, PACKED = "full, SDPA", "full, without padding"
@@ -46,7 +46,7 @@ def build(name: str) -> Any:
     sparse = {} if name == THEIRS else {"attention_type": "original_full"}
     module = BigBirdForSequenceClassification(BigBirdConfig(vocab_size=1000, num_hidden_layers=1, **sparse)).train()
     if name != THEIRS:
-        use_own_attention(module)
+        replace_attention(module)
     if name == OURS:
         module.config.attention_type = "block_sparse"
     if name == PACKED:

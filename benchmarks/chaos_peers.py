@@ -36,7 +36,7 @@ from torch.optim import AdamW
 from torch.utils.data import DataLoader, TensorDataset
 
 import trainer.api  # noqa: F401  imported once, for all that are forked
-from trainer.checkpoint.writer import Writer
+from trainer.checkpoint.writer import CheckpointWriter
 from trainer.data import Digits
 from trainer.models import MLP
 
@@ -194,7 +194,7 @@ def ours(folder: Path, resume: bool) -> None:
     from trainer.run.listeners import LoggingListener
 
     diary = Diary(folder)
-    Writer.write = diary.around(Writer.write)
+    CheckpointWriter.write = diary.around(CheckpointWriter.write)
     log = LoggingListener.on_step
 
     def logged(self: Any, counters: Any, result: StepResult) -> None:

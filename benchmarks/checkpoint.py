@@ -27,8 +27,8 @@ from torch import nn
 
 from trainer.checkpoint.folder import CheckpointFolder
 from trainer.checkpoint.manifest import Manifest, read_manifest, verify_files
-from trainer.checkpoint.parts import HostCopies, Part, PartsReader, on_host, whole
-from trainer.checkpoint.writer import Background, Snapshot, Writer
+from trainer.checkpoint.tensor_parts import HostStagingBuffers, PartsReader, TensorPart, replicated_part, view_on_host
+from trainer.checkpoint.writer import BackgroundTask, CheckpointWriter, Snapshot
 
 WIDTH = 1024
 
@@ -43,7 +43,7 @@ def state_of(millions: float) -> dict[str, torch.Tensor]:
     }
 
 
-def snapshot_of(state: dict[str, torch.Tensor], step: int, take: Callable[[Any], dict[str, Part]]) -> Snapshot:
+def snapshot_of(state: dict[str, torch.Tensor], step: int, take: Callable[[Any], dict[str, TensorPart]]) -> Snapshot:
     """What a run would hand to its writer; ``take`` brings the tensors to the host."""
 
     def manifest(files: Any) -> Manifest:
@@ -52,8 +52,10 @@ def snapshot_of(state: dict[str, torch.Tensor], step: int, take: Callable[[Any],
             dataset="", tokenizer=None, versions={}, figures=None, created="", files=files,
         )  # fmt: skip
 
-    parts = take({name: whole(tensor) for name, tensor in state.items()})
-    return Snapshot(step=step, parts=parts, own={"random": {}, "values": {}}, common={}, history=b"", manifest=manifest)
+    parts = take({name: replicated_part(tensor) for name, tensor in state.items()})
+    return Snapshot(
+        step=step, parts=parts, rank_state={"random": {}, "values": {}}, shared_state={}, history=b"", manifest=manifest
+    )
 
 
 class Ours:
@@ -61,19 +63,19 @@ class Ours:
 
     def __init__(self, folder: Path) -> None:
         self.folder = CheckpointFolder(folder)
-        self.writer = Writer(self.folder, 0, 1, "benchmark", 60.0, 1, 0, lambda figures: 0.0)
-        self.step, self.copies = 0, HostCopies()
+        self.writer = CheckpointWriter(self.folder, 0, 1, "benchmark", 60.0, 1, 0, lambda figures: 0.0)
+        self.step, self.copies = 0, HostStagingBuffers()
 
     def save(self, state: dict[str, torch.Tensor]) -> None:
         self.step += 1
-        self.writer.write(snapshot_of(state, self.step, self.copies.of))
+        self.writer.write(snapshot_of(state, self.step, self.copies.copy))
 
     def load(self, state: dict[str, torch.Tensor]) -> None:
         path = self.folder.newest_first()[0]
         verify_files(path, read_manifest(path))
         reader = PartsReader(path, [json.loads((path / "rank-00000.json").read_text())["tensors"]])
         for name, tensor in state.items():
-            reader.read_into(name, Part(tensor, (0,) * tensor.ndim, tuple(tensor.shape)))
+            reader.read_into(name, TensorPart(tensor, (0,) * tensor.ndim, tuple(tensor.shape)))
 
 
 class TorchSave:
@@ -165,17 +167,17 @@ def stall(millions: float, folder: Path, steps: int = 30) -> dict[str, Any]:
 
     step()
     plain = statistics.median(step() for _ in range(steps))
-    writer = Writer(CheckpointFolder(folder / "stall"), 0, 1, "benchmark", 60.0, 1, 0, lambda figures: 0.0)
+    writer = CheckpointWriter(CheckpointFolder(folder / "stall"), 0, 1, "benchmark", 60.0, 1, 0, lambda figures: 0.0)
     found: dict[str, Any] = {
         "step_s": round(plain, 4),
         "state_gb": round(sum(t.nbytes for t in state().values()) / 1e9, 3),
     }
-    copies = HostCopies()
-    ways = {"asynchronous, first": copies.of, "asynchronous": copies.of, "synchronous": on_host}
+    copies = HostStagingBuffers()
+    ways = {"asynchronous, first": copies.copy, "asynchronous": copies.copy, "synchronous": view_on_host}
     before = peak()
     for number, (key, take) in enumerate(ways.items()):
         asynchronous = key != "synchronous"
-        background = Background()
+        background = BackgroundTask()
         began = time.perf_counter()
         snapshot = snapshot_of(state(), number + 1, take)
         copied = time.perf_counter() - began

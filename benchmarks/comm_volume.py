@@ -30,8 +30,8 @@ from torch import nn
 
 from trainer import Data, Loss, Memory, Model, Optim, Recipe
 from trainer.memory.plan import decide_plan
-from trainer.models.common import classification_loss
-from trainer.planner.predict import prepared
+from trainer.models.base import classification_loss
+from trainer.planner.predict import prepare_recipe
 from trainer.settings import change
 
 WIDTH, BLOCKS, CLASSES = 768, 4, 10
@@ -82,18 +82,18 @@ def recipe_of(settings: Mapping[str, Any]) -> Recipe:
     recipe = Recipe(
         model=Perceptron(), data=Noise(), optim=Optim("sgd", lr=0.01), accumulate=2, memory=Memory(micro_batch_size=4)
     )
-    return prepared(change(recipe, dict(settings), {}))
+    return prepare_recipe(change(recipe, dict(settings), {}))
 
 
 def predicted(settings: Mapping[str, Any], ranks: int) -> dict[str, float]:
     """Bytes that a rank sends in a step, by collective, as the planner traces them."""
-    from trainer.planner.predict import predict_here
+    from trainer.planner.predict import predict_in_process
     from trainer.planner.search import target_for
-    from trainer.system.children import in_child
+    from trainer.system.child_jobs import run_in_child
 
     recipe = recipe_of(settings)
-    call = partial(predict_here, recipe, decide_plan(recipe, ranks), target_for("cpu"))
-    return in_child(call)["traffic"]
+    call = partial(predict_in_process, recipe, decide_plan(recipe, ranks), target_for("cpu"))
+    return run_in_child(call)["traffic"]
 
 
 def measured(ranks: int) -> dict[str, dict[str, float]]:
@@ -170,14 +170,14 @@ def _of_steps(recipe: Recipe) -> float:
     from trainer.launching.start import launch
     from trainer.launching.world import World
     from trainer.memory.initialize import build_module
-    from trainer.memory.stack import apply_stack, build_updates
-    from trainer.planner.trace import draw_samples
+    from trainer.memory.stack import apply_stack, build_optimizer_and_sync
+    from trainer.planner.traced_run import draw_samples
 
     ranks = torch.distributed.get_world_size()
     plan = decide_plan(recipe, ranks)
     fabric = launch(plan, World("torchrun", "cpu", devices=ranks, nodes=1))
     stack = apply_stack(fabric, recipe.model, build_module(fabric, recipe.model, recipe.seed, plan), plan, recipe.seed)
-    optimizer, sync = build_updates(fabric, recipe.model, stack, recipe.optim, plan)
+    optimizer, sync = build_optimizer_and_sync(fabric, recipe.model, stack, recipe.optim, plan)
     stepper = Stepper(fabric, recipe.model, stack.wrapped, optimizer, sync=sync)
     window = draw_samples(recipe, plan).first
     for _ in range(2):  # the first step of DDP reduces in another way

@@ -86,11 +86,11 @@ class Record:
 
 def resolve(arguments: Sequence[str]) -> Recipe:
     """The recipe that ``trainer fit`` would run with these arguments: a recipe and its flags."""
-    from trainer.commands.flags import RecipeParser, scan
+    from trainer.commands.flags import RecipeParser, split_argv
     from trainer.commands.recipes import load_recipe
     from trainer.settings import change
 
-    (reference,), flags = scan(arguments)
+    (reference,), flags = split_argv(arguments)
     recipe, _ = load_recipe(reference)
     return change(recipe, RecipeParser(recipe).read_flags(flags, {}))
 

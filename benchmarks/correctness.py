@@ -67,7 +67,7 @@ from trainer.launching.start import launch
 from trainer.launching.world import detect_world
 from trainer.memory.initialize import build_module
 from trainer.memory.plan import decide_plan
-from trainer.memory.stack import apply_stack, build_updates, whole_state
+from trainer.memory.stack import apply_stack, build_optimizer_and_sync, full_state_dict
 from trainer.models import CausalLM
 from trainer.recipe import Memory, Optim, Recipe, Run, Strategy
 from trainer.values import IGNORED_LABEL, Loss
@@ -388,12 +388,12 @@ def ours(case: Case, module: nn.Module, strategy: Strategy = "auto") -> None:
         run=Run(accelerator="cpu"),
     )
     world = detect_world(recipe)
-    plan = decide_plan(recipe, world.size)
+    plan = decide_plan(recipe, world.world_size)
     fabric = launch(plan, world)
     own = build_module(fabric, recipe.model, recipe.seed, plan)
     own.load_state_dict(module.state_dict())  # built in float64, it drew other random numbers
     stack = apply_stack(fabric, recipe.model, own, plan)
-    optimizer, sync = build_updates(fabric, recipe.model, stack, recipe.optim, plan)
+    optimizer, sync = build_optimizer_and_sync(fabric, recipe.model, stack, recipe.optim, plan)
     stepper = Stepper(fabric, recipe.model, stack.wrapped, optimizer, sync=sync)
     windows = Windows(
         size=case.samples,
@@ -408,7 +408,7 @@ def ours(case: Case, module: nn.Module, strategy: Strategy = "auto") -> None:
         packs=recipe.model.packs(),
     )
     Engine(stepper, windows).fit(epochs=1)
-    module.load_state_dict(whole_state(stack) or module.state_dict())  # under FSDP the first rank has it
+    module.load_state_dict(full_state_dict(stack) or module.state_dict())  # under FSDP the first rank has it
 
 
 def _sum_over_ranks(values: list[float]) -> list[float]:

@@ -18,18 +18,18 @@ import torch.distributed
 from common import resolve
 from torch.distributed import ReduceOp
 
-from trainer.engine.rehearsal import rehearse
+from trainer.engine.memory_rehearsal import rehearse
 from trainer.engine.step import Stepper
 from trainer.errors import RecipeError, require
-from trainer.fakegpu.ranks import fake_ranks
+from trainer.fakegpu.fake_process_group import fake_ranks
 from trainer.launching.start import launch
 from trainer.launching.world import World
 from trainer.memory.initialize import build_module
-from trainer.memory.monitor import Monitor
+from trainer.memory.monitor import MemoryMonitor
 from trainer.memory.plan import Plan, decide_plan
-from trainer.memory.stack import apply_stack, build_updates, whole_state
-from trainer.planner.predict import prepared
-from trainer.planner.trace import draw_samples
+from trainer.memory.stack import apply_stack, build_optimizer_and_sync, full_state_dict
+from trainer.planner.predict import prepare_recipe
+from trainer.planner.traced_run import draw_samples
 from trainer.recipe import Recipe
 
 
@@ -39,7 +39,7 @@ def take_steps(recipe: Recipe, ranks: int) -> dict[str, Any]:
     Raises:
         RecipeError: for a recipe that is not sharded: DDP's reducer in C++ wants answers that a fake group has not.
     """
-    recipe = prepared(recipe)
+    recipe = prepare_recipe(recipe)
     plan = decide_plan(recipe, ranks)
     require(plan.strategy == "fsdp", f"memory.strategy={plan.strategy} cannot be measured with fake ranks: use fsdp")
     print(f"plan: {plan.describe()}", flush=True)
@@ -47,22 +47,22 @@ def take_steps(recipe: Recipe, ranks: int) -> dict[str, Any]:
     fake_ranks(ranks, nodes=ranks)
     _answer_reductions()
     monitor, stepper, stack = _build(recipe, plan, ranks)
-    if recipe.memory.micro_batch_size == "auto" and not stepper.sync.applied:
+    if recipe.memory.micro_batch_size == "auto" and not stepper.sync.updates_in_backward:
         rehearse(stepper, samples.longest)
     for window in (samples.first, samples.longest, samples.first):
         stepper.step(window)
-    whole_state(stack)
+    full_state_dict(stack)
     memory = monitor.report(all_ranks=False)
     return {"steps": 3, "skipped_steps": stepper.skipped_steps, "memory": memory}
 
 
-def _build(recipe: Recipe, plan: Plan, ranks: int) -> tuple[Monitor, Stepper, Any]:
+def _build(recipe: Recipe, plan: Plan, ranks: int) -> tuple[MemoryMonitor, Stepper, Any]:
     """The monitor, the stepper and the stack, as ``trainer.fit`` makes them."""
     fabric = launch(plan, World("torchrun", recipe.run.accelerator, devices=1, nodes=ranks))
-    monitor = Monitor(fabric.device)
+    monitor = MemoryMonitor(fabric.device)
     module = build_module(fabric, recipe.model, recipe.seed, plan)
     stack = apply_stack(fabric, recipe.model, module, plan, recipe.seed)
-    optimizer, sync = build_updates(fabric, recipe.model, stack, recipe.optim, plan)
+    optimizer, sync = build_optimizer_and_sync(fabric, recipe.model, stack, recipe.optim, plan)
     stepper = Stepper(
         fabric,
         recipe.model,

@@ -148,15 +148,15 @@ def run(
 def predict(benchmark: Benchmark, parts: Mapping[str, list[Row]], gpu: str, record: Record) -> None:
     """Predict what each row takes of a GPU that is not there, beside its target; print and write it."""
     from trainer.memory.plan import decide_plan
-    from trainer.planner.predict import Prediction, predict_here, prepared
+    from trainer.planner.predict import Prediction, predict_in_process, prepare_recipe
     from trainer.planner.search import target_for
-    from trainer.system.children import in_child
+    from trainer.system.child_jobs import run_in_child
 
     found: list[dict[str, Any]] = []
     for name, row in [(name, row) for name, rows in parts.items() for row in rows]:
-        recipe = prepared(resolve(benchmark._arguments(row, row.steps)))
+        recipe = prepare_recipe(resolve(benchmark._arguments(row, row.steps)))
         plan, target = decide_plan(recipe, 1), target_for(gpu)
-        answer = Prediction.answered(in_child(partial(predict_here, recipe, plan, target)))
+        answer = Prediction.from_child(run_in_child(partial(predict_in_process, recipe, plan, target)))
         sizes = {kind: round(getattr(answer, kind) / 1e9, 3) for kind in ("allocated", "reserved", "host")}
         largest = [f"{operation} in {phase} {size / 1e9:.2f} GB" for _, operation, phase, size in answer.largest[:5]]
         goal = row.limit_gb and f"{row.target[0]} {row.limit_gb:.2f} GB" if row.target else "none"

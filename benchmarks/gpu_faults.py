@@ -24,7 +24,7 @@ from gpu_rows import FEW_GAPS, TINY, memory
 from planner_runs import environment_here, probe_gpu
 
 from trainer.lab.measured_run import Trial, run_trial
-from trainer.system.processes import Watched
+from trainer.system.processes import ProcessSession
 
 HERE = Path(__file__).parent
 SECONDS = 470.0
@@ -148,7 +148,7 @@ def run_tests(
     log.parent.mkdir(parents=True, exist_ok=True)
     with log.open("w") as output:
         command = [sys.executable, "-m", "pytest", *words]
-        watched = Watched(command, environment, cwd=HERE.parent, stdout=output, stderr=output)
+        watched = ProcessSession(command, environment, cwd=HERE.parent, stdout=output, stderr=output)
         try:
             code: int | None = watched.process.wait(seconds)
         except subprocess.TimeoutExpired:

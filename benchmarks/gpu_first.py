@@ -256,7 +256,7 @@ class First:
             arguments = self.arguments("linear_layers", {**settings, **small, "max_steps": steps})
             entry = [str(HERE / "measured_run.py"), f"--out={folder}.json"]
             variables = {"CUDA_LAUNCH_BLOCKING": blocking, "CUBLAS_WORKSPACE_CONFIG": ":4096:8"}
-            trial = run_trial(arguments, folder, seconds=seconds, entry=entry, environment=variables, keeps_model=True)
+            trial = run_trial(arguments, folder, seconds=seconds, entry=entry, environment=variables, keep_model=True)
             files = sorted((folder / "model").glob("*.safetensors"))
             bits = hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest() if files else None
             return {"status": trial.status, "reason": trial.reason, "losses": trial.losses, "weights": bits}

@@ -54,7 +54,7 @@ def theirs(recipe: Recipe) -> None:
     from contenders import Job, transformers_trainer
     from torch.optim import AdamW
 
-    from trainer.engine.feed import fill_from_data
+    from trainer.engine.data_feed import fill_from_data
 
     data, text = recipe.data, hasattr(recipe.model, "tokenizer_or_none")
     data.prepare(recipe.model.tokenizer_or_none() if text else None)  # type: ignore[attr-defined]
@@ -209,7 +209,7 @@ def launch_kernel(name: str) -> dict[str, Any]:
         for shape in ((66, 131), (33, 777)):
             dequantise(quantise(torch.randn(shape, device="cuda")), shape, torch.bfloat16)
     else:
-        from trainer.models.token_loss import chunked_loss
+        from trainer.models.chunked_loss import chunked_loss
 
         head = torch.nn.Linear(64, 777, bias=False, device="cuda", dtype=torch.bfloat16)
         hidden = torch.randn(37, 64, device="cuda", dtype=torch.bfloat16, requires_grad=True)

@@ -34,7 +34,7 @@ def autocast(dtype: torch.dtype | None) -> AbstractContextManager[Any]:
 
 @dataclass
 class GPT2:
-    """What the tutorial changes, in its order: ``published`` by then is in :mod:`planner_holdout`."""
+    """What the tutorial changes, in its order: ``bundled_config_folder`` by then is in :mod:`planner_holdout`."""
 
     mask_on_the_fly: bool = False  # each layer had its own mask of 1024 x 1024 before
     tf32: bool = False
@@ -677,9 +677,9 @@ class Peft:
         from peft import get_peft_model
         from transformers import AutoConfig, AutoModelForCausalLM
 
-        from trainer.models.hub import published
+        from trainer.models.hub import bundled_config_folder
 
-        config = AutoConfig.from_pretrained(published("meta-llama/Llama-3.2-3B"), trust_remote_code=False)
+        config = AutoConfig.from_pretrained(bundled_config_folder("meta-llama/Llama-3.2-3B"), trust_remote_code=False)
         model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16, trust_remote_code=False).to("cuda")
         model = get_peft_model(model, self.adapters()) if self.adapters else model
         model.train()

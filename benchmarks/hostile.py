@@ -44,7 +44,7 @@ PRELOADED = [
     "trainer.lab.ladder",
     "trainer.commands.checkpoint",
     "trainer.supervise.supervisor",
-    "trainer.data.arrays",
+    "trainer.data.image_splits",
     "trainer.data.tokens",
     "trainer.data.text",
     "trainer.data.shards",
@@ -59,7 +59,7 @@ PRELOADED = [
     "trainer.lab.sweep",
     "trainer.lab.list_runs",
     "trainer.data.language",
-    "trainer.data.sequences",
+    "trainer.data.language_samples",
     "trainer.models.causal",
     "trainer.after.export",
     "optuna",
@@ -234,8 +234,8 @@ def _llama(folder: Path) -> None:
     """Save a tiny Llama with random weights, the tokenizer of bytes and a chat template."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    from trainer.data.sequences import CHATML
-    from trainer.models.bytes import byte_tokenizer
+    from trainer.data.language_samples import CHATML
+    from trainer.models.byte_tokenizer import byte_tokenizer
 
     tokenizer = byte_tokenizer()
     sizes: dict[str, int] = {"hidden_size": 8, "intermediate_size": 16, "num_hidden_layers": 1}
@@ -288,9 +288,9 @@ def _called(case: Case, here: Path, err: Path, idle: Path) -> int:
     words = _begun(case, here, err)
     sys.argv = ["trainer", *words]
     from trainer.cli import entry
-    from trainer.system.streams import keep_streams
+    from trainer.system.streams import install_safe_streams
 
-    keep_streams()  # before libraries are imported, as in a process of its own
+    install_safe_streams()  # before libraries are imported, as in a process of its own
     for logger in (logging.getLogger(name) for name in ("transformers", "datasets", "huggingface_hub")):
         for handler in logger.handlers:
             if isinstance(handler, logging.StreamHandler):

@@ -29,7 +29,7 @@ from torchvision.transforms.v2 import functional as F
 
 from trainer.data import CIFAR10, ImageFolder
 from trainer.data.images import IMAGENET
-from trainer.data.loader import Loader, generators_kept, seed_generators
+from trainer.data.loader import Loader, preserve_rng_state, seed_everything
 from trainer.values import Request
 
 SIZE, SAMPLES, AUGMENTS, KINDS = 224, 96, ("none", "flip", "crop_flip"), ("arrays", "JPEGs")
@@ -63,9 +63,9 @@ def usual(split: Any, augment: str) -> Callable[[Request], Any]:
 
     def load(request: Request) -> Any:
         samples = []
-        with generators_kept():
+        with preserve_rng_state():
             for index, seed in zip(request.indices, request.seeds or (), strict=True):
-                seed_generators(seed)
+                seed_everything(seed)
                 samples.append(sample(index))
         return default_collate(samples)
 

@@ -145,7 +145,7 @@ def _command(folder: Path, words: list[str], environment: dict[str, str]) -> int
         from trainer.system import processes
 
         processes.subprocess = SimpleNamespace(Popen=ForkedPopen, DEVNULL=-3)  # type: ignore[assignment,attr-defined]
-        measured_run.SECONDS_BETWEEN_LOOKS = 0.05
+        measured_run.POLL_INTERVAL = 0.05
     _no_plots()
     sys.argv = ["trainer", *words]
     try:
@@ -375,7 +375,7 @@ def _weights(folder: Path) -> None:
     from transformers import LlamaConfig, LlamaForCausalLM
 
     from trainer.commands.recipes import load_recipe
-    from trainer.models.bytes import byte_tokenizer
+    from trainer.models.byte_tokenizer import byte_tokenizer
 
     tokenizer, model = byte_tokenizer(), load_recipe(str(LANGUAGE))[0].model
     torch.manual_seed(0)

@@ -206,15 +206,15 @@ def measure(row: Row, layers: int, tiny: bool, folder: Path) -> Found:
     try:
         from trainer.fakegpu import tracer
         from trainer.fakegpu.events import HOST_STREAM
-        from trainer.fakegpu.patches import is_paused
+        from trainer.fakegpu.torch_patches import is_paused
     except ImportError:  # a commit before there was this package
         from trainer.planner.events import HOST_STREAM
         from trainer.planner.fake_patches import is_paused
 
         from trainer.planner import tracer
     from trainer.memory.plan import decide_plan
-    from trainer.planner import trace
-    from trainer.planner.predict import prepared
+    from trainer.planner import traced_run
+    from trainer.planner.predict import prepare_recipe
 
     detector.MACHINERY = (*detector.MACHINERY, __file__)  # a place in a report is a caller's, not this file's
     segments, began, pinned = [Segment("init")], [0], []
@@ -266,9 +266,9 @@ def measure(row: Row, layers: int, tiny: bool, folder: Path) -> Found:
             return out
 
     configurations.install(Waits())
-    tracer.Tracer = trace.tracing.__globals__["Tracer"] = Counts
+    tracer.Tracer = traced_run.tracing.__globals__["Tracer"] = Counts
 
-    class Steps(trace._FakeStepper):
+    class Steps(traced_run._FakeStepper):
         def to_device(self, batch: Any) -> Any:
             """From pinned memory what the loader has given, and nothing that was made of it afterwards."""
 
@@ -284,8 +284,8 @@ def measure(row: Row, layers: int, tiny: bool, folder: Path) -> Found:
             return self.fabric.to_device(tree_map(fake, batch))
 
     # Older commits took steps in a trace; now it launches them, as a run does.
-    name = "launch" if hasattr(trace._FakeStepper, "launch") else "step"
-    take = getattr(trace._FakeStepper, name)
+    name = "launch" if hasattr(traced_run._FakeStepper, "launch") else "step"
+    take = getattr(traced_run._FakeStepper, name)
 
     def taken(stepper: Any, window: Any) -> Any:
         if not begins:  # the first step sets up; those after it show what lies between two
@@ -295,7 +295,7 @@ def measure(row: Row, layers: int, tiny: bool, folder: Path) -> Found:
         return take(stepper, window)
 
     setattr(Steps, name, taken)
-    trace._FakeStepper = Steps
+    traced_run._FakeStepper = Steps
     backward = torch.Tensor.backward
 
     def then_mark(*args: Any, **kwargs: Any) -> None:
@@ -304,13 +304,13 @@ def measure(row: Row, layers: int, tiny: bool, folder: Path) -> Found:
 
     torch.Tensor.backward = then_mark  # type: ignore[method-assign]
     _keep_table()
-    recipe = prepared(row.make(layers, folder, tiny))
+    recipe = prepare_recipe(row.make(layers, folder, tiny))
     plan = decide_plan(recipe, 1)
-    samples = trace.draw_samples(recipe, plan)
+    samples = traced_run.draw_samples(recipe, plan)
     for micro in [*samples.first, *samples.longest]:
         loaded = getattr(micro, "packed", None)
         pinned += tree_leaves(micro.batch if loaded is None else loaded)
-    trace.trace_run(recipe, plan, samples, configurations.TARGET)
+    traced_run.trace_run(recipe, plan, samples, configurations.TARGET)
     return _steady(segments, begins)
 
 
@@ -353,7 +353,7 @@ def measure_nf4(tiny: bool) -> Found:
     from torch.utils._python_dispatch import TorchDispatchMode
     from torch.utils._pytree import tree_leaves
 
-    from trainer.planner import trace
+    from trainer.planner import traced_run
     from trainer.weights import nf4
 
     shape = (64, 128) if tiny else NF4_SHAPE
@@ -374,7 +374,7 @@ def measure_nf4(tiny: bool) -> Found:
             return out
 
     _keep_table()
-    with trace.tracing(configurations.TARGET):
+    with traced_run.tracing(configurations.TARGET):
         codes = torch.empty(nf4.rows_of(count), nf4.ROW, dtype=torch.uint8, device="cuda")
         nf4.dequantise(codes, shape, torch.bfloat16)  # whatever is made once
         with Counts():
@@ -411,7 +411,7 @@ def _deeper(few: Found, more: Found, row: Row) -> Found:
 
 def measure_all(words: str, tiny: bool) -> Iterator[tuple[str, Found]]:
     """Row by row; one that cannot be measured in this checkout says why. Each trace is a process of its own."""
-    from trainer.system.children import in_children
+    from trainer.system.child_jobs import run_in_children
 
     began = time.monotonic()
     chosen = [row for row in ROWS if _is_asked(row.name, words)]
@@ -425,7 +425,7 @@ def measure_all(words: str, tiny: bool) -> Iterator[tuple[str, Found]]:
             jobs.insert(0, partial(measure_nf4, tiny))
             places.insert(0, (None, 0))
         traces: dict[str, dict[int, Any]] = {row.name: {} for row in chosen}
-        for number, result in in_children(jobs):
+        for number, result in run_in_children(jobs):
             row, layers = places[number]
             seconds = {"seconds": round(time.monotonic() - began, 1)}
             if row is None:
@@ -441,11 +441,11 @@ def measure_all(words: str, tiny: bool) -> Iterator[tuple[str, Found]]:
 def _import(row: Row, folder: Path, tiny: bool) -> None:
     """Import what a row needs, which takes seconds, before processes are forked for its traces."""
     from trainer.memory.plan import decide_plan
-    from trainer.planner import trace
-    from trainer.planner.predict import prepared
+    from trainer.planner import traced_run
+    from trainer.planner.predict import prepare_recipe
 
-    recipe = prepared(row.make(1, folder, tiny))
-    trace._empty(recipe, decide_plan(recipe, 1))
+    recipe = prepare_recipe(row.make(1, folder, tiny))
+    traced_run._empty(recipe, decide_plan(recipe, 1))
 
 
 def _is_asked(name: str, words: str) -> bool:

@@ -33,7 +33,7 @@ from torch import Tensor, nn
 
 from trainer.models import liger
 from trainer.models.liger import ARCHITECTURES, NORMS, use_kernels
-from trainer.run.attention import note_attention
+from trainer.run.attention import record_attention_kernels
 
 LENGTHS = (5, 1, 3)
 ON_GPU = torch.cuda.is_available()
@@ -102,7 +102,7 @@ def computed(module: nn.Module, dtype: torch.dtype, parts: Sequence[str] = ()) -
     with patch.dict(ARCHITECTURES, {module.config.model_type: tuple(parts)}):  # type: ignore[union-attr, dict-item]
         use_kernels(module, "auto")
     batch = {key: value.to(DEVICE) for key, value in padded(documents(lengths=LENGTHS)).items()}
-    seen = note_attention(module)
+    seen = record_attention_kernels(module)
     torch.manual_seed(0)
     each = losses(module, batch)
     if parts and len([name for name in seen if name.startswith("Liger")]) < len(parts):

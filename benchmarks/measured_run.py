@@ -35,11 +35,11 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from trainer.api import fit
 from trainer.commands.recipes import load_recipe
-from trainer.engine.feed import fill_from_data
+from trainer.engine.data_feed import fill_from_data
 from trainer.errors import RecipeError, RunError
 from trainer.recipe import Recipe
 from trainer.settings import change
-from trainer.system.reports import report
+from trainer.system.error_reports import report
 
 KEPT = 5
 """Gradients of matrices that are kept whole, from the first to the last; of all others there are the norms."""

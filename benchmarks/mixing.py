@@ -21,7 +21,7 @@ import torch
 from common import Record, resolve, table
 from torch.nn.functional import cross_entropy
 
-from trainer.engine.feed import fill_from_data
+from trainer.engine.data_feed import fill_from_data
 from trainer.engine.order import batch_indices
 
 BATCH, ALPHAS = 64, (0.8, 1.0)

@@ -36,13 +36,13 @@ from transformers import Trainer as TransformersTrainer
 from trainer.contract import Data
 from trainer.engine.cut import cut_at
 from trainer.engine.loop import Engine
-from trainer.engine.step import Phases, Stepper
+from trainer.engine.step import PhaseHooks, Stepper
 from trainer.engine.window import MicroBatch, Window, Windows
 from trainer.faults.watchdog import Watchdog
-from trainer.memory.monitor import Monitor
+from trainer.memory.monitor import MemoryMonitor
 from trainer.models import MLP
 from trainer.recipe import Memory, Recipe
-from trainer.run.state import RandomState
+from trainer.run.state import RNGState
 
 ACCUMULATE = 4
 MICRO_BATCH_SIZE = 8
@@ -204,7 +204,7 @@ def transformers_trainer(loader: MicroBatches) -> None:
         trainer.train()
 
 
-def stepper_for_mlp(phases: Phases | None = None) -> Stepper:
+def stepper_for_mlp(phases: PhaseHooks | None = None) -> Stepper:
     """Ours, put together as ``trainer.fit`` does."""
     fabric = Fabric(accelerator="cpu", devices=1)
     module, optimizer = build()
@@ -232,10 +232,10 @@ def ours(loader: MicroBatches) -> None:
 def ours_watched(loader: MicroBatches) -> None:
     """``Engine.fit`` with what a run has besides: peaks by phase, the watchdog, the generators kept for checkpoints."""
     device = torch.device("cpu")
-    monitor, windows = Monitor(device), windows_of_mlp(loader)
-    windows.on_load = monitor.load
+    monitor, windows = MemoryMonitor(device), windows_of_mlp(loader)
+    windows.on_load = monitor.on_load
     watchdog = Watchdog(monitor, 0, 1, hang_after=600.0)
-    Engine(stepper_for_mlp(monitor), windows, listeners=[RandomState(device)]).fit(1)
+    Engine(stepper_for_mlp(monitor), windows, listeners=[RNGState(device)]).fit(1)
     watchdog.close()
 
 

@@ -31,7 +31,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceC
 
 from trainer.engine.cut import Cut, cut_batch, tokens_of
 from trainer.models import TextClassifier
-from trainer.models.packed_attention import NAME, pack_documents, register
+from trainer.models.packed_attention import NAME, pack_documents, register_packed_attention
 
 LENGTHS = (9, 13, 5, 1, 11)
 """Of the documents: 39 tokens, a number that no dimension of the tiny models has."""
@@ -229,7 +229,7 @@ def packed(module: nn.Module, texts: Sequence[Tensor]) -> dict[str, Any]:
 
 def certify(kind: str) -> Certificate:
     """Try to certify the model type ``kind``, of a tiny configuration."""
-    register()
+    register_packed_attention()
     began = time.perf_counter()
     config = tiny(kind)
     # Before transformers 5.21, ``sdpa`` left the cap of scores out without a word.

@@ -25,11 +25,11 @@ from trainer.commands.flags import RecipeParser
 from trainer.commands.recipes import load_recipe
 from trainer.fakegpu.gpus import host_as_device
 from trainer.fakegpu.target import Target
-from trainer.lab.measured_run import RETURN_FREED_MEMORY, run_trial
+from trainer.lab.measured_run import MALLOC_TRIM_ENV, run_trial
 from trainer.memory.plan import decide_plan
-from trainer.planner.predict import predict_here, prepared
+from trainer.planner.predict import predict_in_process, prepare_recipe
 from trainer.settings import change
-from trainer.system.children import in_children
+from trainer.system.child_jobs import run_in_children
 from trainer.system.text import GB
 
 STEPS = 5  # of an odd run
@@ -66,7 +66,7 @@ def main() -> None:
     odd = measured(ladder["recipe"]) if options.odd else before.get("odd", [])
     recipe, _ = load_recipe(ladder["recipe"])
     runs = [*rungs, *odd]
-    predictions = dict(in_children([partial(predicted, recipe, run["command"]) for run in runs]))
+    predictions = dict(run_in_children([partial(predicted, recipe, run["command"]) for run in runs]))
     rows = [row(run, predictions[number]) for number, run in enumerate(runs)]
     ways = {"of the ladder": rows[: len(rungs)], "odd": rows[len(rungs) :]}
     errors = {name: [abs(found["error"]) for found in of] for name, of in ways.items() if of}
@@ -95,7 +95,7 @@ def measured(recipe: str) -> list[dict[str, Any]]:
     with tempfile.TemporaryDirectory() as folder:
         for number, (name, flags) in enumerate(ODD.items()):
             words = [recipe, *fixed, *flags.split()]
-            environment = RETURN_FREED_MEMORY | {"OMP_NUM_THREADS": "1"}
+            environment = MALLOC_TRIM_ENV | {"OMP_NUM_THREADS": "1"}
             trial = run_trial(words, Path(folder) / str(number), seconds=300, environment=environment)
             if trial.status != "finished":
                 raise SystemExit(f"{name}: {trial.status}: {trial.reason}")
@@ -110,8 +110,8 @@ def predicted(recipe: Any, command: str) -> dict[str, Any]:
     flags = [word[2:].split("=", 1) for word in shlex.split(command) if word.startswith("--")]
     ranks = int(dict(flags).get("run.devices", 1))
     chosen = [(name, value) for name, value in flags if not name.startswith("run.")]
-    changed = prepared(change(recipe, {}, RecipeParser(recipe).read_flags(chosen, {})))
-    return predict_here(changed, decide_plan(changed, ranks), Target(host_as_device()), 1, False)
+    changed = prepare_recipe(change(recipe, {}, RecipeParser(recipe).read_flags(chosen, {})))
+    return predict_in_process(changed, decide_plan(changed, ranks), Target(host_as_device()), 1, False)
 
 
 def row(rung: dict[str, Any], prediction: Any) -> dict[str, Any]:

@@ -27,7 +27,7 @@ from holdout_scripts import GPT2, BertLarge, Head, LitGPT, Peft, Timm, TorchTune
 
 from trainer.fakegpu.target import OLDEST_KERNELS
 from trainer.planner import fake_gpu
-from trainer.system.children import in_children
+from trainer.system.child_jobs import run_in_children
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "fakegpu"))
 import published
@@ -419,7 +419,7 @@ def main() -> None:
     before = json.loads(record.path.read_text())["rows"] if options.only and record.path.is_file() else []
     found = {(row["source"], row["configuration"], row["note"]): row for row in before}
     names = [(row.source, row.configuration, row.note) for row in ROWS]
-    for number, answer in in_children([partial(predicted, row) for row in wanted], options.at_once):
+    for number, answer in run_in_children([partial(predicted, row) for row in wanted], options.at_once):
         row = compared(wanted[number], answer)
         found[wanted[number].source, wanted[number].configuration, wanted[number].note] = row
         print(" | ".join(memory_cells(row)), row.get("refused", ""), flush=True)

@@ -23,7 +23,7 @@ import trainer
 from trainer.errors import RecipeError
 from trainer.fakegpu.gpus import gpu_of
 from trainer.lab.measured_run import Trial, run_trial
-from trainer.system.machine import ask_for_gpus
+from trainer.system.machine import query_gpus_in_child
 
 # No torch here: a parent that has opened the GPU holds some of its memory.
 
@@ -39,7 +39,7 @@ LARGEST_TRACE = 300_000
 
 def probe_gpu() -> dict[str, Any] | None:
     """The GPU as the planner knows it, its name and driver, found out by a process that has ended by then."""
-    found = ask_for_gpus()
+    found = query_gpus_in_child()
     if not found:
         return None
     gpu = asdict(gpu_of(found[0]))

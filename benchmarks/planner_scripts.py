@@ -20,7 +20,7 @@ import numpy as np
 from common import RESULTS, Record
 from PIL import Image
 
-from trainer.system.processes import own_command
+from trainer.system.processes import trainer_command
 
 GLUE = "sentence1:str:110,sentence2:str:110,label:int:2,idx:int"
 QWEN = {
@@ -202,7 +202,9 @@ def planned(script: Public, folder: Path, gpu: str) -> dict[str, Any]:
         return {"error": f"no {script.path} in the folder"}
     flags, args = (text.format(needed=needed).split() for text in (script.flags, script.args))
     out = needed / "plans" / f"{time.time():.3f}"
-    words = own_command("plan", "--script", path.name, "--gpu", gpu, "--json", "--out", str(out), *flags, "--", *args)
+    words = trainer_command(
+        "plan", "--script", path.name, "--gpu", gpu, "--json", "--out", str(out), *flags, "--", *args
+    )
     began = time.perf_counter()
     done = subprocess.run(words, cwd=path.parent, capture_output=True, text=True, check=False)
     found: dict[str, Any] = {"code": done.returncode, "wall_s": round(time.perf_counter() - began, 1)}

@@ -25,11 +25,11 @@ from trainer.commands.recipes import load_recipe
 from trainer.fakegpu.gpus import gpu_named
 from trainer.fakegpu.target import Target
 from trainer.memory.plan import decide_plan
-from trainer.planner.predict import predict_here, prepared
+from trainer.planner.predict import predict_in_process, prepare_recipe
 from trainer.planner.search import plan
 from trainer.recipe import Recipe
 from trainer.settings import change
-from trainer.system.children import in_child
+from trainer.system.child_jobs import run_in_child
 from trainer.system.text import GB
 
 RECIPES = Path(__file__).parent / "recipes"
@@ -117,16 +117,16 @@ def llama(folder: Path) -> Recipe:
 
 def one(recipe: Recipe, ranks: int, settings: Mapping[str, Any]) -> dict[str, Any]:
     """One prediction in a process of its own, its imports not counted: what it took, and what it said."""
-    ready = prepared(change(recipe, dict(settings), {}))
+    ready = prepare_recipe(change(recipe, dict(settings), {}))
     target = Target(gpu_named(GPU_NAME))
     began = time.perf_counter()
-    found = in_child(partial(measured, ready, ranks, target))
+    found = run_in_child(partial(measured, ready, ranks, target))
     return {"seconds": round(time.perf_counter() - began, 2), **found}
 
 
 def measured(recipe: Recipe, ranks: int, target: Target) -> dict[str, Any]:
     """In the child: the prediction, and what this process used."""
-    found = predict_here(recipe, decide_plan(recipe, ranks), target, 1, False)
+    found = predict_in_process(recipe, decide_plan(recipe, ranks), target, 1, False)
     usage = resource.getrusage(resource.RUSAGE_SELF)
     return {
         "cpu_seconds": round(usage.ru_utime + usage.ru_stime, 2),
@@ -165,12 +165,12 @@ TRACE = f"""{IMPORTS}
 from trainer.commands.recipes import load_recipe
 from trainer.memory.plan import decide_plan
 from trainer.fakegpu.gpus import gpu_named
-from trainer.planner.predict import predict_here, prepared
+from trainer.planner.predict import predict_in_process, prepare_recipe
 from trainer.fakegpu.target import Target
 import os, time
-recipe = prepared(load_recipe("{COMMAND_RECIPE}")[0])
+recipe = prepare_recipe(load_recipe("{COMMAND_RECIPE}")[0])
 began = time.process_time(), time.perf_counter()
-predict_here(recipe, decide_plan(recipe, 1), Target(gpu_named("{GPU_NAME}")))
+predict_in_process(recipe, decide_plan(recipe, 1), Target(gpu_named("{GPU_NAME}")))
 print(time.process_time() - began[0], time.perf_counter() - began[1], flush=True)
 os._exit(0)
 """

@@ -20,9 +20,9 @@ from trainer.errors import require
 from trainer.fakegpu.gpus import GPU
 from trainer.fakegpu.target import Target
 from trainer.memory.plan import decide_plan
-from trainer.planner.predict import predict_here, prepared
-from trainer.planner.trace import draw_samples, trace_run
-from trainer.system.children import in_children
+from trainer.planner.predict import predict_in_process, prepare_recipe
+from trainer.planner.traced_run import draw_samples, trace_run
+from trainer.system.child_jobs import run_in_children
 from trainer.system.machine import cores
 
 
@@ -30,7 +30,7 @@ def predict_case(case: dict[str, Any], gpu: GPU) -> dict[str, Any]:
     """The prediction for one configuration, with memory in bytes. For a child process: it changes torch."""
     recipe, target = _prepared(case), _target(case, gpu)
     plan = decide_plan(recipe, case["ranks"])
-    return {"plan": plan.describe(), **predict_here(recipe, plan, target, nodes=case["ranks"], timeline=False)}
+    return {"plan": plan.describe(), **predict_in_process(recipe, plan, target, nodes=case["ranks"], timeline=False)}
 
 
 def requests_of(case: dict[str, Any], gpu: GPU) -> dict[str, int]:
@@ -43,7 +43,7 @@ def requests_of(case: dict[str, Any], gpu: GPU) -> dict[str, int]:
 
 def _prepared(case: dict[str, Any]) -> Any:
     os.environ.update(case["environment"])
-    return prepared(resolve(case["arguments"]))
+    return prepare_recipe(resolve(case["arguments"]))
 
 
 def _target(case: dict[str, Any], gpu: GPU) -> Target:
@@ -67,7 +67,7 @@ def main(asked: Path, found: Path) -> None:
         (case["name"], "requests") for case in counted
     ]
     results: dict[str, dict[str, Any]] = {case["name"]: {} for case in request["cases"]}
-    for number, result in in_children(jobs, at_once=cores()):
+    for number, result in run_in_children(jobs, max_workers=cores()):
         name, kind = names[number]
         if isinstance(result, Exception):
             result = {"error": str(result), "traceback": "".join(getattr(result, "__notes__", []))}

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from trainer.errors import RecipeError, require
-from trainer.fakegpu.allocator import MOST_SMALL, AllocatorSettings, Block, CachingAllocator
+from trainer.fakegpu.allocator import SMALL_SIZE, AllocatorSettings, Block, CachingAllocator
 from trainer.fakegpu.events import Event
 
 COMES = ("segment_alloc", "segment_map")
@@ -279,7 +279,7 @@ class Layout:
                 f"made with, and {ADVICE}"
             )
         self._remove(address)
-        if self.settings.splits(size <= MOST_SMALL, end - address - size):
+        if self.settings.splits(size <= SMALL_SIZE, end - address - size):
             self._insert(address + size, end)
         else:
             size = end - address

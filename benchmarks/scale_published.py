@@ -23,9 +23,9 @@ from trainer import Data, Loss, Memory, Model, Optim, Recipe
 from trainer.fakegpu.gpus import gpu_named
 from trainer.fakegpu.network import clusters, interconnects
 from trainer.fakegpu.target import Target
-from trainer.models.common import classification_loss
-from trainer.planner.predict import prepared
-from trainer.planner.scale import Scale, ScaleReport, ScaleRow
+from trainer.models.base import classification_loss
+from trainer.planner.predict import prepare_recipe
+from trainer.planner.scale import ScaleReport, ScaleRow, ScaleSearch
 
 GIB = 2**30
 TOKENS, SEQUENCES = 8192, 2
@@ -76,18 +76,22 @@ def main() -> None:
         ),
     )
     sizes = clusters(list(PUBLISHED), None, None)
-    report = Scale(prepared(recipe), Target(gpu), sizes, interconnects(NETWORK, gpu), lambda *said: print(*said)).run()
+    report = ScaleSearch(
+        prepare_recipe(recipe), Target(gpu), sizes, interconnects(NETWORK, gpu), lambda *said: print(*said)
+    ).run()
     record = Record("scale_published", {"gpu": gpu.title, "network": NETWORK, "tokens": TOKENS, "sequences": SEQUENCES})
-    rows = [compared(row, report) for row in report.rows if row.strategy in ("fsdp", "hsdp") and row.found is not None]
+    rows = [
+        compared(row, report) for row in report.rows if row.strategy in ("fsdp", "hsdp") and row.prediction is not None
+    ]
     record.write(True, rows=rows)
     print(table(list(rows[0]), [[str(value) for value in row.values()] for row in rows]))
 
 
 def compared(row: ScaleRow, report: ScaleReport) -> dict[str, Any]:
     """A row beside what was published for as many GPUs."""
-    assert row.found is not None
+    assert row.prediction is not None
     speed, memory = PUBLISHED[row.cluster.devices]
-    cost = row.found.costs[NETWORK]
+    cost = row.prediction.costs[NETWORK]
     rate = row.samples_per_second(NETWORK) * TOKENS
     return {
         "strategy": row.strategy,
@@ -96,8 +100,8 @@ def compared(row: ScaleRow, report: ScaleReport) -> dict[str, Any]:
         "predicted": round(rate),
         "ratio": round(rate / speed, 2),
         "GiB published": memory,
-        "GiB predicted": round(row.found.reserved / GIB, 1),
-        "memory ratio": round(row.found.reserved / GIB / memory, 2),
+        "GiB predicted": round(row.prediction.reserved / GIB, 1),
+        "memory ratio": round(row.prediction.reserved / GIB / memory, 2),
         "exposed ms": round(cost.exposed_ms, 1),
         "step ms": round(cost.step_ms, 1),
     }

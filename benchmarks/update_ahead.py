@@ -19,7 +19,7 @@ import torch
 from common import Record, table
 from torch import nn
 
-from trainer.memory.optimizer_offload import HostGradients
+from trainer.memory.optimizer_offload import HostGradientSync
 
 CLIPPED: dict[str, Callable[[int], bool]] = {
     "never": lambda step: False,
@@ -37,7 +37,7 @@ class Contender:
         self.module = nn.Sequential(*(nn.Linear(width, width) for _ in range(layers)))
         masters = {p: p.detach().clone().requires_grad_() for p in self.module.parameters()}
         self.optimizer = torch.optim.AdamW(list(masters.values()), lr=1e-6, fused=True)
-        self.sync = HostGradients(masters, torch.device("cpu"), self.optimizer, 1)
+        self.sync = HostGradientSync(masters, torch.device("cpu"), self.optimizer, 1)
         self.sync.ahead.pays = is_ahead
         self.updated: list[float] = []
 
@@ -48,7 +48,7 @@ class Contender:
         loss = self.module(samples).square().mean()
         self.sync.before_last_backward()
         loss.backward()
-        self.sync.after()
+        self.sync.after_last_backward()
         self.updated.append(len(self.sync.ahead.before) / len(self.sync.masters))
         self.sync.clip(self.sync.norm(), largest)
         self.optimizer.step()

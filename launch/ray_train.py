@@ -104,7 +104,7 @@ def train(settings: dict[str, Any]) -> str | None:
     """
     from trainer.cli import fit_command
     from trainer.errors import RecipeError, RunError, require
-    from trainer.system.reports import cause, in_one_line, place_of
+    from trainer.system.error_reports import describe_error, get_location, one_line_message
 
     try:
         folder = settings["folder"]
@@ -112,11 +112,13 @@ def train(settings: dict[str, Any]) -> str | None:
         os.chdir(folder)  # paths in recipe and flags are relative to it
         fit_command(settings["fit"])
     except RecipeError as error:
-        return in_one_line(error)
+        return one_line_message(error)
     except Exception as error:
-        place = place_of(error)
+        place = get_location(error)
         known = isinstance(error, RunError) or place is None
-        raise RunError(f"trainer: error: {cause(error) if known else f'{place}: {cause(error)}'}") from error
+        raise RunError(
+            f"trainer: error: {describe_error(error) if known else f'{place}: {describe_error(error)}'}"
+        ) from error
     return None
 
 

@@ -56,7 +56,7 @@ def pytest_runtest_protocol():
 def no_forecast(request, monkeypatch):
     """Runs within a test's own process do not predict their memory, but for tests with the marker ``forecast``."""
     if request.node.get_closest_marker("forecast") is None:
-        monkeypatch.setattr("trainer.run.opening.forecast", lambda *_: None)
+        monkeypatch.setattr("trainer.run.setup.start_prediction", lambda *_: None)
 
 
 @pytest.fixture(scope="session", autouse=True)

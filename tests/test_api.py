@@ -119,7 +119,7 @@ def test_the_files_are_evaluated_with_the_same_figures_and_predict_an_image(fini
 
     run_dir, summary, _ = finished
     saved, _ = load_recipe(str(run_dir / "recipe.yaml"))
-    assert evaluate(saved, run_dir).figures() == pytest.approx(summary.metrics["test"], rel=1e-6)
+    assert evaluate(saved, run_dir).metrics() == pytest.approx(summary.metrics["test"], rel=1e-6)
     assert "weighted avg" in capsys.readouterr().out
     Image.fromarray((load_digits().images[0] * 15).astype("uint8")).save(tmp_path / "zero.png")
     ((name, probability),) = predict(saved, run_dir, images=[str(tmp_path / "zero.png")])

@@ -15,8 +15,8 @@ from trainer.contract import (
     Packable,
     Plannable,
     Preparable,
-    Samples,
     Streamable,
+    TracedSamples,
     as_samples,
     capability,
     prepare_data,
@@ -25,7 +25,7 @@ from trainer.contract import (
 )
 from trainer.data import Digits, Mixture
 from trainer.data.fingerprint import split_fingerprint
-from trainer.engine.feed import windows_of
+from trainer.engine.data_feed import make_windows
 from trainer.models import MLP, VisionTransformer
 
 
@@ -124,7 +124,7 @@ def test_a_plain_list_is_a_split():
     assert split.files() == {}
     assert split.fingerprint() is None
     recipe = Recipe(model=Plain(), data=data, batch_size=2, memory=Memory(micro_batch_size=1))
-    assert windows_of(recipe, None).size == 3
+    assert make_windows(recipe, None).size == 3
     with pytest.raises(TypeError, match="num_classes"):
         Labelled()
 
@@ -164,7 +164,7 @@ def test_attributes_of_a_torch_dataset_are_read():
 
 
 def test_a_split_of_samples_needs_two_methods():
-    class Two(Samples):
+    class Two(TracedSamples):
         def __len__(self):
             return 2
 
@@ -175,7 +175,7 @@ def test_a_split_of_samples_needs_two_methods():
     assert split.original is split
     assert split_fingerprint(Two()) == split_fingerprint([split[0], split[1]])
     with pytest.raises(NotImplementedError, match=r"Samples must define __len__"):
-        len(Samples())
+        len(TracedSamples())
 
 
 def test_recipes_that_share_a_dataset_do_not_change_each_other():

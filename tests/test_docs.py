@@ -29,7 +29,7 @@ from trainer.memory.initialize import build_on_meta, materialise
 from trainer.models import CausalLM, ImageClassifier
 from trainer.recipe import Memory
 from trainer.settings import settings_of
-from trainer.system.children import in_child
+from trainer.system.child_jobs import run_in_child
 
 ROOT = Path(__file__).parents[1]
 
@@ -226,7 +226,7 @@ def sizes_of_some():
     """Predicted GB by script, of eight that take the least time: for a process that never trained."""
     (holdout,) = imported("planner_holdout")
     rows = [*holdout.GPT2_ROWS, *holdout.HEAD_ROWS]
-    found = {row.configuration: in_child(partial(holdout.predicted, row))[row.kind] for row in rows if row.eager}
+    found = {row.configuration: run_in_child(partial(holdout.predicted, row))[row.kind] for row in rows if row.eager}
     return {name: round(size / 1e9, 3) for name, size in found.items()}
 
 

@@ -22,8 +22,8 @@ from trainer.checkpoint.export import save_model
 from trainer.cli import run
 from trainer.data import TextFiles
 from trainer.data.cache import cache_folder
-from trainer.data.rows import find_file, find_hub
-from trainer.data.tokens import tokenise
+from trainer.data.tables import open_hub_dataset, open_table
+from trainer.data.tokens import tokenize_table
 from trainer.errors import RunError
 from trainer.models import hub
 from trainer.system.files import errno_of, room_in
@@ -65,24 +65,24 @@ def test_it_is_found_behind_any_error_and_never_in_a_text_of_the_data(tmp_path):
 def test_a_full_token_cache_is_named_and_not_the_file(tmp_path, no_room):
     (tmp_path / "a.csv").write_text(ROWS)
     cache = cache_folder(str(tmp_path / "cache"))
-    rows = find_file(tmp_path / "a.csv", cache)
+    rows = open_table(tmp_path / "a.csv", cache)
     said = rf"^{cache} cannot be written to \({FULL}\): free some space, or set data\.cache_dir"
     with pytest.raises(RunError, match=said):
-        tokenise(rows, "review", "label", text().tokenizer_or_none(), 32, cache)
+        tokenize_table(rows, "review", "label", text().tokenizer_or_none(), 32, cache)
 
 
 def test_a_full_cache_of_data_sets_is_named_and_not_the_data_set(tmp_path, no_room):
     (tmp_path / "own").mkdir()
     (tmp_path / "own" / "train.csv").write_text(ROWS)
     with pytest.raises(RunError, match=rf"^{tmp_path / 'cache'} cannot be written to \({FULL}\): .*data\.cache_dir"):
-        find_hub("name", str(tmp_path / "own"), {"train": "train"}, "", str(tmp_path / "cache"))
+        open_hub_dataset("name", str(tmp_path / "own"), {"train": "train"}, "", str(tmp_path / "cache"))
 
 
 def test_a_full_cache_of_the_hub_is_named_and_not_the_model(monkeypatch):
     def load(*args, **kwargs):
         raise OSError(errno.ENOSPC, FULL)
 
-    monkeypatch.setattr(hub, "away", lambda: "")
+    monkeypatch.setattr(hub, "offline_reason", lambda: "")
     cache = re.escape(huggingface_hub.constants.HF_HUB_CACHE)
     with pytest.raises(RunError, match=rf"^{cache} cannot be written to \({FULL}\): .*set HF_HOME"):
         hub.from_hub("name", "some/model", load)

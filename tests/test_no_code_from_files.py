@@ -17,7 +17,7 @@ from helpers.payloads import code
 
 from trainer.cli import COMMANDS, USAGE, run
 from trainer.lab.measured_run import probe_machine, run_trial
-from trainer.system.processes import own_code, own_command
+from trainer.system.processes import python_command, trainer_command
 
 ROOT = Path(__file__).parents[1]
 FOLDERS = ("trainer", "recipes", "benchmarks")
@@ -36,7 +36,7 @@ ALLOWED = {
     ("trainer/system/imports.py", "importlib.import_module"): "of a class named by a flag, or by a trusted file",
     ("trainer/fakegpu/__init__.py", "importlib.import_module"): "one of the public names, listed in that file",
     ("trainer/fakegpu/script.py", "import runpy"): "a script is one, too",
-    ("trainer/fakegpu/script_outlines.py", "from_pretrained"): "replaced for that script, and not called",
+    ("trainer/fakegpu/script_fallbacks.py", "from_pretrained"): "replaced for that script, and not called",
     (
         "trainer/after/export.py",
         "from_pretrained",
@@ -303,11 +303,11 @@ def test_children_import_nothing_from_the_working_directory(foreign, monkeypatch
     marker = foreign[1]
     for safe_path in ("", "1"):  # with which Python 3.11 and later leave the working directory out themselves
         monkeypatch.setenv("PYTHONSAFEPATH", safe_path)
-        done = subprocess.run(own_command("fit", "vit_digits", "--max_steps=-1"), capture_output=True, text=True)
+        done = subprocess.run(trainer_command("fit", "vit_digits", "--max_steps=-1"), capture_output=True, text=True)
         assert (done.returncode, done.stdout) == (2, "")
         assert done.stderr == "trainer: error: max_steps=-1 must be an integer of at least 1\n"
         look = "import random, sys, trainer.recipe; print(sys.path[0], trainer.__file__)"
-        done = subprocess.run(own_code(look), capture_output=True, text=True, check=True)
+        done = subprocess.run(python_command(look), capture_output=True, text=True, check=True)
         first, package = done.stdout.split()
         assert (Path(first).is_relative_to(Path.cwd()), Path(package)) == (False, ROOT / "trainer" / "__init__.py")
     assert not marker.exists()

@@ -18,7 +18,7 @@ from trainer.cli import run as command
 from trainer.commands.recipes import load_recipe
 from trainer.data import Digits
 from trainer.models import MLP
-from trainer.run.notebook import fit_beside
+from trainer.run.notebook import fit_in_subprocess
 
 NOTEBOOK = Path(__file__).parents[1] / "docs" / "notebook.ipynb"
 pytestmark = pytest.mark.usefixtures("no_pictures")
@@ -112,10 +112,10 @@ def test_a_class_of_ones_own_is_imported_when_that_is_trusted_or_comes_with_the_
     ]
     assert all(torch.equal(value, weights[1][name]) for name, value in weights[0].items())
     with pytest.raises(RecipeError, match="listeners is not a plain value"):
-        fit_beside(own.replace(listeners=[trainer.Listener()]))
+        fit_in_subprocess(own.replace(listeners=[trainer.Listener()]))
     monkeypatch.setattr(Narrow, "__module__", "__main__")
     with pytest.raises(RecipeError, match=r"Narrow is defined in the notebook, .* put it into a \.py file"):
-        fit_beside(own)
+        fit_in_subprocess(own)
     file = tmp_path / "own" / "recipe.yaml"
     file.write_text(file.read_text().replace(f"{__name__}.Narrow", "__main__.Narrow"))
     with pytest.raises(RecipeError, match=r"load\(RUN_DIR, recipe\)"):

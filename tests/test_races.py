@@ -20,14 +20,14 @@ from races.configurations import OTHERS, USUAL, Watched, watch
 from races.faults import UNORDERED, WAITING
 from races.programs import PROGRAMS, verdicts
 
-from trainer.system.children import in_child
+from trainer.system.child_jobs import run_in_child
 
 Allowed = dict[tuple[str, str, str], tuple[float, str]]
 
 SYNCS: Allowed = {
-    ("forward", "trainer/engine/totals.py", "read"): (1, "step"),  # losses and norm of the step before
-    ("step", "trainer/engine/totals.py", "read"): (1, "run"),  # those of the last step
-    ("forward", "trainer/engine/check.py", "see"): (4, "run"),  # weights of losses, compared in the first step
+    ("forward", "trainer/engine/loss_totals.py", "read"): (1, "step"),  # losses and norm of the step before
+    ("step", "trainer/engine/loss_totals.py", "read"): (1, "run"),  # those of the last step
+    ("forward", "trainer/engine/loss_check.py", "see"): (4, "run"),  # weights of losses, compared in the first step
     ("backward", "trainer/memory/optimizer_offload.py", "wait"): (1, "step"),  # all gradients are in host memory
     ("backward", "trainer/engine/sync.py", "ranks_that_reached"): (2, "step"),  # of DDP, in the first step
 }
@@ -80,7 +80,7 @@ Seen = Callable[[str], Watched]
 
 @pytest.fixture(scope="module")
 def process() -> Iterator[ProcessPoolExecutor]:
-    """One that has imported everything, and never trained: it can fork (see trainer/system/children.py)."""
+    """One that has imported everything, and never trained: it can fork (see trainer/system/child_jobs.py)."""
     with ProcessPoolExecutor(1, forks) as pool:
         yield pool
 
@@ -113,7 +113,7 @@ def check(name: str, watched: Watched) -> None:
     assert watched.operations
     allowed = SYNCS | (SYNCS_OF_OTHERS if name in OTHERS else {})
     if any(part in name for part in READ_AT_ONCE):
-        allowed |= {("step", "trainer/engine/totals.py", "read"): (1, "step")}
+        allowed |= {("step", "trainer/engine/loss_totals.py", "read"): (1, "step")}
     if Version(torch.__version__) < Version("2.13") and "parameters" in name:
         allowed |= SYNCS_OF_OLD_FSDP
     wrong = [*watched.findings, *waits(watched, allowed)]
@@ -121,7 +121,7 @@ def check(name: str, watched: Watched) -> None:
 
 
 def test_the_rules(process):
-    found = process.submit(in_child, verdicts).result()
+    found = process.submit(run_in_child, verdicts).result()
     assert found == {program.__name__: [wanted] * bool(wanted) for program, wanted in PROGRAMS.items()}
 
 

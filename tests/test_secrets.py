@@ -13,7 +13,7 @@ from PIL import Image
 
 from trainer.cli import COMMANDS, run
 from trainer.lab.measured_run import Trial
-from trainer.system.processes import own_code
+from trainer.system.processes import python_command
 from trainer.system.redact import REDACTED
 
 SECRETS = {
@@ -224,7 +224,7 @@ checkpoint.checkpoint = fail
 sys.argv = ["trainer", "checkpoint"]
 cli.entry()
 """
-    done = subprocess.run(own_code(code), capture_output=True, text=True)
+    done = subprocess.run(python_command(code), capture_output=True, text=True)
     assert done.returncode == 1
     assert done.stderr.startswith("Traceback")
     assert done.stderr.endswith(f"ValueError: https://{REDACTED}@host/x?token={REDACTED} is no address\n")

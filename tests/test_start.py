@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from helpers import LONG
 
-from trainer.system import waiting
+from trainer.system import status_line
 
 HEAVY = ("torchmetrics", "sklearn", "matplotlib", "transformers", "scipy", "pytorch_lightning")
 FABRIC = "lightning_fabric"
@@ -65,16 +65,16 @@ def test_the_first_line_comes_before_torch_and_once_for_all_ranks(tmp_path):
 def test_a_status_line_follows_another_only_after_a_while_and_none_after_the_end(monkeypatch, capsys):
     now = 0.0
     monkeypatch.setattr(sys, "__stderr__", sys.stderr)
-    monkeypatch.setattr(waiting.time, "monotonic", lambda: now)
-    waiting.doing("nothing has begun")
-    waiting.begin("a command\x1b[2J", {"RANK": "0"})
+    monkeypatch.setattr(status_line.time, "monotonic", lambda: now)
+    status_line.show_status("nothing has begun")
+    status_line.start_status("a command\x1b[2J", {"RANK": "0"})
     for seconds, what in ((0.0, "one"), (1.0, "two"), (2.0, "three"), (3.0, "four")):
         now = seconds
-        waiting.doing(what)
-    waiting.end()
+        status_line.show_status(what)
+    status_line.clear_status()
     now = 9.0
-    waiting.doing("five")
-    waiting.begin("another rank", {"LOCAL_RANK": "1"})
-    waiting.doing("six")
+    status_line.show_status("five")
+    status_line.start_status("another rank", {"LOCAL_RANK": "1"})
+    status_line.show_status("six")
     first, second = (rf"a command\x1b[2J · {what} …" for what in ("one", "three"))
     assert capsys.readouterr().err.splitlines() == [first, second]

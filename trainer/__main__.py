@@ -1,4 +1,4 @@
-"""``python -m trainer``; also the entry of child processes, see :func:`trainer.system.processes.own_command`."""
+"""``python -m trainer``; also the entry of child processes, see :func:`trainer.system.processes.trainer_command`."""
 
 import os
 import sys

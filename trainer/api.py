@@ -14,28 +14,28 @@ from trainer.system.imports import quick_imports
 with quick_imports():
     from torch import nn
 
-    from trainer.after.predict import checked, predict
-    from trainer.checkpoint.export import filled_as_saved, load_model
+    from trainer.after.predict import predict, verified_model_folder
+    from trainer.checkpoint.export import load_model, restore_open_fields
     from trainer.engine.deterministic import deterministic_algorithms
     from trainer.engine.forward import Forward
     from trainer.errors import RecipeError
-    from trainer.memory.initialize import built_at_home
-    from trainer.memory.monitor import recorded, snapshot_path
+    from trainer.memory.initialize import build_on_host
+    from trainer.memory.monitor import record_memory_history, snapshot_path
     from trainer.memory.precision import matmul_precision
     from trainer.memory.stack import apply_stack
     from trainer.recipe import Recipe
     from trainer.report.metrics import EvaluationResult
     from trainer.report.progress import Progress, warn
     from trainer.report.summary import Summary, read_summary
-    from trainer.run.directory import report_text, status_kept, write_evaluation, written_to
-    from trainer.run.notebook import fit_beside, needs_processes
-    from trainer.run.opening import evaluation_session, training_session
-    from trainer.run.resume import Resumption
-    from trainer.run.session import Session, evaluation, on_first
+    from trainer.run.directory import explain_disk_errors, report_text, status_file, write_evaluation
+    from trainer.run.notebook import fit_in_subprocess, needs_subprocess
+    from trainer.run.resume import ResumeState
+    from trainer.run.session import Session, make_evaluation, run_on_rank_zero
+    from trainer.run.setup import evaluation_session, training_session
     from trainer.run.training import Training
     from trainer.system.lock import RunLock
+    from trainer.system.status_line import show_status
     from trainer.system.text import escaped
-    from trainer.system.waiting import doing
 
 
 class FinishedRun:
@@ -73,8 +73,8 @@ class FinishedRun:
     @cached_property
     def model(self) -> nn.Module:
         """The trained module in eval mode on the CPU; loaded and verified on first use."""
-        folder = checked(self.dir)
-        return load_model(filled_as_saved(self.recipe.model, folder), folder).eval()
+        folder = verified_model_folder(self.dir)
+        return load_model(restore_open_fields(self.recipe.model, folder), folder).eval()
 
     def predict(
         self, texts: Sequence[str] = (), images: Sequence[str] = (), paths: Sequence[str] = (), **how: Any
@@ -104,42 +104,42 @@ def fit(recipe: Recipe, source: str | None = None) -> FinishedRun:
     Raises:
         RecipeError: if the recipe, the data or the weights make the run impossible.
         NonFiniteError: if the loss or the gradient stayed non-finite for ``run.max_skipped_steps`` steps.
-        OutOfMemory: if the device or the host has too little memory.
+        OutOfMemoryError: if the device or the host has too little memory.
         Stopped: if the run was asked to stop; everything is saved then.
     """
-    if needs_processes(recipe):
-        return FinishedRun(recipe, fit_beside(recipe))
-    with training_session(recipe, source) as session, session.guarded(), ExitStack() as closing:
+    if needs_subprocess(recipe):
+        return FinishedRun(recipe, fit_in_subprocess(recipe))
+    with training_session(recipe, source) as session, session.watched(), ExitStack() as closing:
         closing.enter_context(deterministic_algorithms(recipe.run.deterministic))
         closing.enter_context(matmul_precision(session.plan.memory.matmul_precision))
         fabric, lock = session.fabric, RunLock(session.run_dir)
-        closing.enter_context(written_to(session.run_dir))
+        closing.enter_context(explain_disk_errors(session.run_dir))
         if recipe.run.snapshot:
             path = snapshot_path(session.run_dir, fabric.global_rank, session.plan.world_size)
-            closing.enter_context(recorded(path))
+            closing.enter_context(record_memory_history(path))
         progress = Progress(recipe.run.progress, fabric.global_rank)
         closing.callback(lock.release)
-        if notice := on_first(fabric, lock.acquire):
+        if notice := run_on_rank_zero(fabric, lock.acquire):
             progress.notice(notice)
-        resumption = Resumption(session, progress)
-        closing.enter_context(status_kept(session))
+        resumption = ResumeState(session, progress)
+        closing.enter_context(status_file(session))
         summary = Training(session, source, progress, resumption).run()
         return FinishedRun(session.recipe, session.run_dir, summary)
 
 
 def evaluate(recipe: Recipe, run_dir: str | Path) -> EvaluationResult:
     """Evaluate the model of ``run_dir`` on the test (or else validation) set of ``recipe``, and print the report."""
-    folder = checked(run_dir)
-    if needs_processes(recipe):  # the result is the same on any number of ranks
+    folder = verified_model_folder(run_dir)
+    if needs_subprocess(recipe):  # the result is the same on any number of ranks
         alone = {"run": replace(recipe.run, devices=1), "memory": replace(recipe.memory, replicas=1)}
         recipe = recipe.replace(**alone)
     with evaluation_session(recipe, folder) as session, matmul_precision(recipe.memory.matmul_precision):
-        doing("loading the model")
+        show_status("loading the model")
         forward = _restore(session, folder)
-        run = evaluation(session, forward, "test") or evaluation(session, forward, "val")
+        run = make_evaluation(session, forward, "test") or make_evaluation(session, forward, "val")
         if run is None:
             raise RecipeError("the dataset has no test or validation set: create one, for example by data.val_fraction")
-        doing("evaluating")
+        show_status("evaluating")
         result = run()
         if session.is_first:
             out = Path(run_dir) / "evaluation"  # separate from the results of the run itself
@@ -148,11 +148,11 @@ def evaluate(recipe: Recipe, run_dir: str | Path) -> EvaluationResult:
             except OSError as error:
                 warn(f"{error.filename or out}: {error.strerror}: the metrics were not saved, and are printed only")
             print(report_text(result, session.recipe.data))
-            print(escaped(" · ".join(f"{name} {value:.4f}" for name, value in result.figures().items())))
+            print(escaped(" · ".join(f"{name} {value:.4f}" for name, value in result.metrics().items())))
         return result
 
 
 def _restore(session: Session, folder: Path) -> Forward:
     fabric, model, plan = session.fabric, session.recipe.model, session.plan.for_evaluation()
-    module = built_at_home(fabric, plan, partial(load_model, model, folder))
+    module = build_on_host(fabric, plan, partial(load_model, model, folder))
     return Forward(fabric, model, apply_stack(fabric, model, module, plan).wrapped)

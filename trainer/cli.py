@@ -14,12 +14,12 @@ from importlib import import_module
 from typing import NoReturn
 
 import trainer
-from trainer.errors import EXIT_REQUEUE, NothingNamed, RecipeError, RunError, Stopped
+from trainer.errors import EXIT_REQUEUE, MissingArgumentError, RecipeError, RunError, RunStoppedError
 from trainer.launching.company import keep_company
 from trainer.recipe import Recipe
-from trainer.system import waiting
-from trainer.system.environment import number, require_numbers
-from trainer.system.streams import keep_streams, lost_output
+from trainer.system import status_line
+from trainer.system.environment import read_int_variable, require_numbers
+from trainer.system.streams import install_safe_streams, stdout_error
 from trainer.system.text import escaped
 
 # Everything beyond the top-level help is imported where it is used, so that `trainer --help` is fast.
@@ -80,11 +80,11 @@ COMMANDS = {
 
 def entry() -> None:
     """The ``trainer`` command."""
-    keep_streams()
+    install_safe_streams()
     argv = sys.argv[1:]
     if argv[:1] and argv[0] in COMMANDS:
         _begin(next((word for word in argv[1:2] if word[:1] != "-"), argv[0]))
-    _end(run(argv) or _output_lost(argv), soon=True)
+    _end(run(argv) or _output_lost(argv), fast=True)
 
 
 def run(argv: Sequence[str]) -> int:
@@ -103,7 +103,7 @@ def run(argv: Sequence[str]) -> int:
 
 def main(recipe: Recipe) -> None:
     """Train ``recipe``, with the flags of ``trainer fit``: for ``python my_recipe.py --epochs 3``."""
-    keep_streams()
+    install_safe_streams()
     _begin(sys.argv[0])
     _quiet_libraries()
     code = 0
@@ -114,7 +114,7 @@ def main(recipe: Recipe) -> None:
         fit_script(recipe)
     except BaseException as error:
         code = _exit_code(error)
-    waiting.end()
+    status_line.clear_status()
     if code := code or _output_lost(["fit", *sys.argv[1:]]):
         _end(code)
 
@@ -130,24 +130,24 @@ def _command(name: str) -> Callable[[list[str]], int | None]:
 
 
 def _begin(subject: str) -> None:
-    waiting.begin(f"trainer {trainer.__version__} · {subject}")
+    status_line.start_status(f"trainer {trainer.__version__} · {subject}")
 
 
-def _end(code: int, soon: bool = False) -> NoReturn:
+def _end(code: int, fast: bool = False) -> NoReturn:
     """Exit with ``code``.
 
-    ``soon`` waits for threads and runs atexit handlers, but skips the teardown of modules, which takes 1 s with torch.
+    ``fast`` waits for threads and runs atexit handlers, but skips the teardown of modules, which takes 1 s with torch.
     A failed rank of several skips it too, because gloo may abort in it and change the exit code.
     """
-    waiting.end()
+    status_line.clear_status()
     launched = sys.modules.get("trainer.faults.signals")  # if not imported, nothing that could abort was started
-    failed = launched is not None and code != 0 and number("WORLD_SIZE", 1) > 1
+    failed = launched is not None and code != 0 and read_int_variable("WORLD_SIZE", 1) > 1
     if launched is not None and failed:
         launched.wait_for_children()
-    elif soon:
+    elif fast:
         threading._shutdown()  # type: ignore[attr-defined]
         atexit._run_exitfuncs()
-    if failed or soon:
+    if failed or fast:
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(code)
@@ -157,32 +157,34 @@ def _end(code: int, soon: bool = False) -> NoReturn:
 def _output_lost(argv: Sequence[str]) -> int:
     """Report output that could not be written and return 1; return 0 for training, which does not depend on it."""
     trains = argv[:1] in (["fit"], ["run"]) and not {"-h", "--help", "--print_config"} & set(argv)
-    error = None if trains else lost_output()
+    error = None if trains else stdout_error()
     if error is None:
         return 0
-    from trainer.system.reports import say
+    from trainer.system.error_reports import print_error
 
-    say(f"stdout: {error.strerror}: the output is not complete")
+    print_error(f"stdout: {error.strerror}: the output is not complete")
     return 1
 
 
 def _exit_code(error: BaseException) -> int:
     """Report an error that is known, or whose place in a run is known, and return its exit code; raise any other."""
-    if isinstance(error, Stopped):
+    if isinstance(error, RunStoppedError):
         print(escaped(error), file=sys.stderr)
         return EXIT_REQUEUE
     if isinstance(error, KeyboardInterrupt):
         return 130
-    from trainer.system.reports import place_of, print_traceback, report, say
+    from trainer.system.error_reports import get_location, print_error, print_traceback, report
 
-    if isinstance(error, RecipeError | RunError | SystemExit) or place_of(error) is not None:
+    if isinstance(error, RecipeError | RunError | SystemExit) or get_location(error) is not None:
         report(error)
     elif isinstance(error, RuntimeError) and any(sign in str(error) for sign in LOST_PEER):
-        say("another rank ended; its message says why")
+        print_error("another rank ended; its message says why")
     elif isinstance(error, OSError) and error.filename is not None:  # an invalid name, or a fault of the disk
-        say(f"{error.filename}: {error.strerror}")
+        print_error(f"{error.filename}: {error.strerror}")
     elif library := _importing(error):
-        say(f"cannot import {library}: {error}: reinstall it, or correct the environment variable that it reads")
+        print_error(
+            f"cannot import {library}: {error}: reinstall it, or correct the environment variable that it reads"
+        )
     else:
         sys.excepthook = print_traceback
         raise error
@@ -219,7 +221,7 @@ def _dispatch(argv: list[str]) -> int:
             keep_company()
         try:
             return _command(first)(argv[1:]) or 0
-        except NothingNamed:
+        except MissingArgumentError:
             if not {"-h", "--help"} & set(argv):
                 raise
             first = "--help"

@@ -13,7 +13,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 from trainer.errors import RecipeError, deprecated
-from trainer.values import IGNORED_LABEL, Groups, ImageInput, Loss, Mixing, Outline, Pretrained, Task
+from trainer.values import IGNORED_LABEL, ImageInput, Loss, MixupConfig, Outline, Pretrained, ShuffleGroups, Task
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -88,7 +88,7 @@ class Model(OptionalAttributes):
         for a tagger or a language model.
         """
         if "mixed_labels" in batch and capability(self, DrawnInputs).mixes:
-            return weigh_mixed(batch, self.weigh)
+            return mixed_sample_weights(batch, self.weigh)
         try:
             labels = batch["labels"]
             entries = labels.numel()
@@ -303,14 +303,14 @@ class Metric:
         raise NotImplementedError(f"{type(self).__name__} must define compute(predictions, targets) -> float")
 
 
-def weigh_mixed(batch: Mapping[str, Any], weigh: Callable[[Any], dict[str, float]]) -> dict[str, float]:
+def mixed_sample_weights(batch: Mapping[str, Any], weigh: Callable[[Any], dict[str, float]]) -> dict[str, float]:
     """Return the weights of a micro-batch of mixed samples: those of both labels, weighted by their shares."""
     plain = {key: value for key, value in batch.items() if key not in ("mixed_labels", "lam")}
     share, own, other = float(batch["lam"][0]), weigh(plain), weigh({**plain, "labels": batch["mixed_labels"]})
     return {name: other[name] + share * (own[name] - other[name]) for name in own}  # exact if both are equal
 
 
-class Samples(OptionalAttributes):
+class TracedSamples(OptionalAttributes):
     """Base class of a split. A subclass defines ``__len__`` and ``__getitem__``; everything else is optional.
 
     A list, a torch ``Dataset`` or a ``datasets.Dataset`` is a split, too: :func:`as_samples` reads the same attributes.
@@ -324,7 +324,7 @@ class Samples(OptionalAttributes):
     """Samples that are probably the longest, if ``lengths`` are unknown."""
     labels: Sequence[Any] | None
     """The label of every sample, in order."""
-    groups: Groups | None
+    groups: ShuffleGroups | None
     """Groups of neighbouring samples, if reading in random order is slow."""
     bytes_per_token: float | None
     """Average bytes of text per predicted token, for the metric bits_per_byte."""
@@ -376,7 +376,7 @@ class Samples(OptionalAttributes):
         return {}
 
 
-class DrawnSamples(Samples):
+class DrawnSamples(TracedSamples):
     """A split that loads samples one by one and converts a whole micro-batch at once, which is faster for images."""
 
     def draw(self, index: int) -> Any:
@@ -388,8 +388,8 @@ class DrawnSamples(Samples):
         raise NotImplementedError(f"{type(self).__name__} must define together(drawn)")
 
 
-class _AdaptedSamples(Samples):
-    """A split of another class with the attributes of :class:`Samples`; missing ones have their defaults."""
+class _AdaptedSamples(TracedSamples):
+    """A split of another class with the attributes of :class:`TracedSamples`; missing ones have their defaults."""
 
     def __init__(self, split: Any) -> None:
         self._split = split
@@ -421,12 +421,12 @@ class _AdaptedSamples(Samples):
         return getattr(self._split, "files", super().files)()
 
 
-def as_samples(split: Any) -> Samples:
-    """Return ``split`` as :class:`Samples`: unchanged if it is one, otherwise adapted."""
-    return split if isinstance(split, Samples) else _AdaptedSamples(split)
+def as_samples(split: Any) -> TracedSamples:
+    """Return ``split`` as :class:`TracedSamples`: unchanged if it is one, otherwise adapted."""
+    return split if isinstance(split, TracedSamples) else _AdaptedSamples(split)
 
 
-def splits_of(data: Data) -> dict[str, Samples]:
+def splits_of(data: Data) -> dict[str, TracedSamples]:
     """Return the splits of a prepared dataset by name: train, val and test, if they exist."""
     found = {"train": data.train, "val": data.val, "test": data.test}
     return {name: as_samples(split) for name, split in found.items() if split is not None}
@@ -436,7 +436,7 @@ class Data(OptionalAttributes):
     """A dataset. A custom dataset is a dataclass that subclasses this and defines ``prepare``.
 
     After ``prepare``, ``train``, ``val`` and ``test`` are splits or ``None``: objects with ``len`` and ``[i]``, and
-    with any of the attributes of :class:`Samples`.
+    with any of the attributes of :class:`TracedSamples`.
     """
 
     tasks: ClassVar[Sequence[Task]] = ()
@@ -503,7 +503,7 @@ class Data(OptionalAttributes):
         if the files exist, or if nothing is known: they are then prepared as for a run."""
         return None
 
-    def mixing(self) -> Mixing | None:
+    def mixing(self) -> MixupConfig | None:
         """Return how the training samples of a batch are mixed: ``pixel_values`` (n, channels, H, W) and ``labels``;
         ``None`` if they are not."""
         return None

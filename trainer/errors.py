@@ -14,8 +14,8 @@ from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 EXIT_REQUEUE = 75  # exit code of a run that was asked to stop, and goes on when it is resumed (EX_TEMPFAIL)
 
-MOST_LISTED = 8
-MOST = 10**15  # limit of every count: floats represent it exactly, and its products fit into about 64 bits
+MAX_LISTED_ITEMS = 8
+MAX_COUNT = 10**15  # limit of every count: floats represent it exactly, and its products fit into about 64 bits
 
 
 class RecipeError(ValueError):
@@ -24,7 +24,7 @@ class RecipeError(ValueError):
     is_reported = False  # whether this process must not print it again
 
 
-class NothingNamed(RecipeError):
+class MissingArgumentError(RecipeError):
     """A command was not told what to do it with."""
 
 
@@ -32,15 +32,15 @@ class RunError(RuntimeError):
     """A run that could not go on. The message says where it was and what to do."""
 
 
-class Stopped(RunError):
+class RunStoppedError(RunError):
     """A run that was asked to stop, and has saved a checkpoint to go on from; its exit code is ``EXIT_REQUEUE``."""
 
 
-class EvaluationStopped(RunError):
+class EvaluationInterruptedError(RunError):
     """An evaluation that was left, on all ranks alike, because one of them was asked to stop: nothing is saved yet."""
 
 
-def text_of(error: BaseException) -> str:
+def safe_message(error: BaseException) -> str:
     """Its message; errors of anybody's own may have none that can be made."""
     try:
         return str(error)
@@ -48,13 +48,13 @@ def text_of(error: BaseException) -> str:
         return f"its text cannot be made ({type(fault).__name__})"
 
 
-def listed(indices: Sequence[int | str]) -> str:
+def format_list(indices: Sequence[int | str]) -> str:
     """The first few of ``indices``, such as ``4, 17, 23, …``, or of names."""
-    shown = ", ".join(map(str, indices[:MOST_LISTED]))
-    return f"{shown}, …" if len(indices) > MOST_LISTED else shown
+    shown = ", ".join(map(str, indices[:MAX_LISTED_ITEMS]))
+    return f"{shown}, …" if len(indices) > MAX_LISTED_ITEMS else shown
 
 
-def nearest(word: str, known: Iterable[str], cutoff: float = 0.6, prefix: str = "") -> str:
+def suggest_name(word: str, known: Iterable[str], cutoff: float = 0.6, prefix: str = "") -> str:
     """The end of a message: which of the ``known`` names ``word`` probably meant; empty if none is near. Case does not
     matter; ``cutoff`` is the similarity, from 0 to 1, that two texts need."""
     names = {name.lower(): name for name in reversed(list(known))}  # of several, the first
@@ -120,11 +120,11 @@ def require_choice(key: str, value: Any, choices: Any) -> None:
     require(value in get_args(choices), f"{key}={value!r} is not one of {', '.join(map(str, get_args(choices)))}")
 
 
-def require_positive(key: str, value: Any, most: int = MOST) -> None:
-    """Refuse a ``value`` that is not an integer from 1 to ``most``, beyond which nothing real is counted."""
+def require_positive(key: str, value: Any, max_value: int = MAX_COUNT) -> None:
+    """Refuse a ``value`` that is not an integer from 1 to ``max_value``, beyond which nothing real is counted."""
     whole = isinstance(value, int) and not isinstance(value, bool)
     require(whole and value >= 1, f"{key}={value!r} must be an integer of at least 1")
-    require(value <= most, f"{key}={value!r} must be at most {most:,}")
+    require(value <= max_value, f"{key}={value!r} must be at most {max_value:,}")
 
 
 def require_package(key: str, package: str, extra: str) -> None:

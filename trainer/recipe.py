@@ -11,7 +11,15 @@ from functools import cache
 from typing import Any, Literal, TypeVar, get_origin, get_type_hints
 
 from trainer.contract import Data, Metric, Model
-from trainer.errors import RecipeError, deprecated, nearest, require, require_choice, require_positive, require_types
+from trainer.errors import (
+    RecipeError,
+    deprecated,
+    require,
+    require_choice,
+    require_positive,
+    require_types,
+    suggest_name,
+)
 from trainer.system.text import parse_budget, parse_duration
 
 DecidedPrecision = Literal["32-true", "64-true", "bf16-mixed", "16-mixed", "bf16-true", "16-true"]
@@ -24,17 +32,29 @@ ScaleLR = Literal["none", "linear", "sqrt"]
 LoggerName = Literal["csv", "tensorboard", "wandb", "mlflow"]
 _BY_CLASS = tuple(f"{figure}{mean}" for figure in ("f1", "precision", "recall") for mean in ("", "_macro", "_micro"))
 _OTHERS = ("auroc", "average_precision", "mcc", "r2", "pearson", "spearman")
-HIGHER = ("accuracy", "balanced_accuracy", "top5_accuracy", "subset_accuracy", *_BY_CLASS, "f1_weighted", *_OTHERS)
-LOWER = ("loss", "perplexity", "bits_per_byte", "mae", "mse", "rmse")
+HIGHER_IS_BETTER = (
+    "accuracy",
+    "balanced_accuracy",
+    "top5_accuracy",
+    "subset_accuracy",
+    *_BY_CLASS,
+    "f1_weighted",
+    *_OTHERS,
+)
+LOWER_IS_BETTER = ("loss", "perplexity", "bits_per_byte", "mae", "mse", "rmse")
 """The figures of an evaluation by name: those that are better the higher, and those that are better the lower."""
-_MEANS = (*(name for name in HIGHER if name.startswith(("f1_", "precision_", "recall_"))), "auroc", "average_precision")
+_MEANS = (
+    *(name for name in HIGHER_IS_BETTER if name.startswith(("f1_", "precision_", "recall_"))),
+    "auroc",
+    "average_precision",
+)
 _SINGLE = ("accuracy", "balanced_accuracy", "top5_accuracy", "mcc", "f1", "precision", "recall", *_MEANS, "perplexity")
-REGRESSION = ("mae", "mse", "rmse", "r2", "pearson", "spearman")
+REGRESSION_METRICS = ("mae", "mse", "rmse", "r2", "pearson", "spearman")
 REPORTED = {
     "single_label": _SINGLE,
     "token": _SINGLE,
     "multi_label": (*_MEANS, "subset_accuracy"),
-    "regression": REGRESSION,
+    "regression": REGRESSION_METRICS,
     "language": ("perplexity", "bits_per_byte"),
 }
 """What the evaluations of each task may have, besides the loss."""
@@ -48,9 +68,9 @@ def within(interval: str, default: T, note: str = "") -> T:
     return field(default=default, metadata={"interval": interval, "note": note})
 
 
-MOST_WORKERS = 1024  # processes that a run may start on a machine
+MAX_WORKERS = 1024  # processes that a run may start on a machine
 
-NOT_OFFERED = {
+UNSUPPORTED_VALUES = {
     ("memory.strategy", "dp"): "torch.nn.DataParallel copies the model to every GPU in every forward, and torch itself "
     "advises against it; use ddp: the same gradient, faster",
     ("memory.strategy", "async"): "asynchronous SGD adds gradients to newer weights than those they are of: not the "
@@ -59,7 +79,7 @@ NOT_OFFERED = {
 """What others offer under a key, and why it is refused here: see docs/techniques.md."""
 
 OPTIMIZERS = ("adamw", "adam", "sgd", "adafactor", "adagrad", "rmsprop", "lion")
-TORCH = "torch.optim."  # every class there is an optimizer, not custom code
+TORCH_OPTIM_PREFIX = "torch.optim."  # every class there is an optimizer, not custom code
 
 GROUP_SETTINGS: dict[str, tuple[str, Callable[[float], bool]]] = {
     "lr_scale": ("a factor greater than 0; frozen: true is none at all", lambda value: 0 < value < math.inf),
@@ -68,17 +88,17 @@ GROUP_SETTINGS: dict[str, tuple[str, Callable[[float], bool]]] = {
 }
 """Of ``optim.groups``: what each must be."""
 
-ALSO_CALLED = {("memory.precision", "bf16"): "bf16-mixed", ("memory.precision", "fp16"): "16-mixed"}
+VALUE_ALIASES = {("memory.precision", "bf16"): "bf16-mixed", ("memory.precision", "fp16"): "16-mixed"}
 """What everybody else calls a value of a key; as flags, in YAML and in Python it is the same."""
 
-MEANT = {
+VALUE_SUGGESTIONS = {
     ("run.resume", word): meant
     for meant, words in (("auto", ("yes", "true")), ("none", ("no", "false", "null")))
     for word in words
 }
 """Values that a key never has, and what who writes them means."""
 
-MOST_SECONDS = 10**9  # of any timeout: threads can count a little further
+MAX_SECONDS = 10**9  # of any timeout: threads can count a little further
 
 
 @dataclass(frozen=True)
@@ -171,13 +191,16 @@ class Optim:
     @property
     def is_code(self) -> bool:
         """Whether ``name`` is in a module outside torch: importing it executes user code."""
-        return self.name not in OPTIMIZERS and re.fullmatch(re.escape(TORCH) + r"[A-Za-z]\w*", self.name) is None
+        return (
+            self.name not in OPTIMIZERS
+            and re.fullmatch(re.escape(TORCH_OPTIM_PREFIX) + r"[A-Za-z]\w*", self.name) is None
+        )
 
     def _check_name(self) -> None:
         is_path = "." in self.name and all(word.isidentifier() for word in self.name.split("."))
         if not is_path and self.name not in OPTIMIZERS:
             wanted = f"must be {'|'.join(OPTIMIZERS)}, or a full name such as torch.optim.NAdam"
-            raise RecipeError(f"optim.name={self.name!r} {wanted}{nearest(self.name, OPTIMIZERS)}")
+            raise RecipeError(f"optim.name={self.name!r} {wanted}{suggest_name(self.name, OPTIMIZERS)}")
         if self.factory is None:
             return
         require(callable(self.factory), f"optim.factory={self.factory!r} must be a function or class")
@@ -230,7 +253,7 @@ class Optim:
                 raise RecipeError(f"{key}={settings!r} must be a mapping with any of {known}")
             for name, value in settings.items():
                 if name not in GROUP_SETTINGS:
-                    hint = nearest(str(name), GROUP_SETTINGS, 0.3) or f"; there are {known}"
+                    hint = suggest_name(str(name), GROUP_SETTINGS, 0.3) or f"; there are {known}"
                     raise RecipeError(f"{key} has no {name}{hint}")
                 wanted, fits = GROUP_SETTINGS[name]
                 is_right = isinstance(value, bool) if name == "frozen" else type(value) in (int, float) and fits(value)
@@ -308,7 +331,7 @@ class Memory:
 
     def __post_init__(self) -> None:
         if isinstance(self.precision, str):
-            precision = ALSO_CALLED.get(("memory.precision", self.precision), self.precision)
+            precision = VALUE_ALIASES.get(("memory.precision", self.precision), self.precision)
             object.__setattr__(self, "precision", precision)
         _check("memory.", self, positive=("tensor_parallel", "replicas", "micro_batch_size", "micro_batch_tokens"))
         if self.budget is not None:
@@ -408,7 +431,7 @@ class Run:
     recover: bool = True
     resume: str = "none"
     allow_change: list[str] = field(default_factory=list)
-    hang_after: float = within(f"(0, {MOST_SECONDS}]", 600.0, " seconds")
+    hang_after: float = within(f"(0, {MAX_SECONDS}]", 600.0, " seconds")
     deterministic: bool = False
 
     def __post_init__(self) -> None:
@@ -417,15 +440,15 @@ class Run:
             require_choice("run.logger", logger, LoggerName)
         require(bool(self.project.strip()), "run.project is empty: give a name, such as trainer")
         if self.devices != "auto":
-            require_positive("run.devices", self.devices, MOST_WORKERS)
+            require_positive("run.devices", self.devices, MAX_WORKERS)
         known = "auto, none or the path of a checkpoint or run directory"
         require(bool(self.resume), f"run.resume is empty: give {known}")
-        if (meant := MEANT.get(("run.resume", str(self.resume).lower()))) is not None:
+        if (meant := VALUE_SUGGESTIONS.get(("run.resume", str(self.resume).lower()))) is not None:
             raise RecipeError(f"run.resume={self.resume!r} must be {known}; did you mean {meant}?")
         self._check_metrics()
 
     def _check_metrics(self) -> None:
-        names = [*HIGHER, *LOWER]
+        names = [*HIGHER_IS_BETTER, *LOWER_IS_BETTER]
         for metric in self.metrics:
             if isinstance(metric, Metric):
                 name = str(getattr(metric, "name", ""))
@@ -458,7 +481,7 @@ class Run:
     def validate_metrics(self, task: str | None, num_classes: int | None) -> None:
         """Refuse metrics that a model of ``task`` cannot have; ``None`` is a custom model without a ``task``."""
         task = task or ("single_label" if num_classes else None)
-        offered = REPORTED.get(task or "", (*HIGHER, *LOWER))
+        offered = REPORTED.get(task or "", (*HIGHER_IS_BETTER, *LOWER_IS_BETTER))
         for name in (metric for metric in self.requested_metrics() if isinstance(metric, str)):
             key = f"run.metrics={name}" if name in self.metrics else f"run.best={self.best}"
             if name != "loss" and name not in offered:
@@ -527,8 +550,8 @@ class Recipe:
         self._check_task()
         self._check_batch()
         workers = self.data.workers
-        if workers is not None and not (isinstance(workers, int) and workers <= MOST_WORKERS):
-            raise RecipeError(f"data.workers={workers} must be an integer of at most {MOST_WORKERS}: each is a process")
+        if workers is not None and not (isinstance(workers, int) and workers <= MAX_WORKERS):
+            raise RecipeError(f"data.workers={workers} must be an integer of at most {MAX_WORKERS}: each is a process")
         if self.optim.schedule == "plateau" and not self.run.evaluate:
             fix = "use true, or another schedule"
             raise RecipeError(f"optim.schedule=plateau needs evaluations, and run.evaluate is false: {fix}")
@@ -563,7 +586,7 @@ class Recipe:
 def _require_metric(setting: str, name: str, known: list[str]) -> None:
     if name not in known:
         begun = [f"; did you mean {one}?" for one in known if one.startswith(name)]  # acc
-        hint = begun[0] if begun else nearest(name, known)
+        hint = begun[0] if begun else suggest_name(name, known)
         raise RecipeError(f"{setting} is not a known metric{hint} (there are {', '.join(known)})")
 
 
@@ -573,8 +596,8 @@ def _check(section: str, settings: Any, positive: tuple[str, ...]) -> None:
     for name, hint in _hints(type(settings)).items():
         if get_origin(hint) is Literal:
             key, value = section + name, getattr(settings, name)
-            if (key, value) in NOT_OFFERED:
-                raise RecipeError(f"{key}={value} is refused: {NOT_OFFERED[key, value]}")
+            if (key, value) in UNSUPPORTED_VALUES:
+                raise RecipeError(f"{key}={value} is refused: {UNSUPPORTED_VALUES[key, value]}")
             require_choice(key, value, hint)
     for name in positive:
         if getattr(settings, name) not in (None, "auto"):

@@ -20,7 +20,7 @@ from trainer.system.redact import redact_value
 
 CLASS = "class"  # the key in the sections model and data of YAML that names their class
 
-ELSEWHERE = {
+FOREIGN_NAMES = {
     "optim.lr": "learning_rate base_lr initial_lr",
     "optim.name": "optimizer optimizer_type opt optimizer_name",
     "optim.weight_decay": "wd decay l2",
@@ -58,7 +58,7 @@ ELSEWHERE = {
     "model.num_classes": "num_labels n_classes classes",
 }
 """What transformers' Trainer, timm, Lightning and others call a setting."""
-_OURS = {word: key for key, words in ELSEWHERE.items() for word in words.split()}
+_OURS = {word: key for key, words in FOREIGN_NAMES.items() for word in words.split()}
 
 
 class Setting(NamedTuple):
@@ -132,7 +132,7 @@ def dump_recipe(recipe: Recipe, source: str | None) -> str:
     for part in ("model", "data"):
         kind = type(getattr(recipe, part))
         if source is None or getattr(sys.modules.get(kind.__module__), "__file__", None) != source:
-            tree[part] = {CLASS: class_of(getattr(recipe, part)), **tree.get(part, {})}
+            tree[part] = {CLASS: class_spec(getattr(recipe, part)), **tree.get(part, {})}
     return yaml.dump(tree, Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=1000)
 
 
@@ -205,7 +205,7 @@ def _replace(node: Any, changes: Mapping[str, Any]) -> Any:
         raise RecipeError(f"{type(node).__name__}: {error}") from error
 
 
-def class_of(part: Any) -> str:
+def class_spec(part: Any) -> str:
     """What ``--model`` or ``--data`` calls the class of a model or dataset: its name, of one's own with the module."""
     kind = type(part)
     return kind.__name__ if kind.__module__.startswith("trainer.") else f"{kind.__module__}.{kind.__qualname__}"

@@ -19,7 +19,7 @@ Task = Literal["single_label", "multi_label", "regression", "token", "language"]
 """What a model says of a sample: one class of several, any number of labels, numbers, a class of every token, or the
 next token of every token."""
 
-FIGURES: Mapping[str | None, tuple[str, ...]] = {
+TASK_METRICS: Mapping[str | None, tuple[str, ...]] = {
     "single_label": ("accuracy",),
     "multi_label": ("f1_micro", "f1_macro", "subset_accuracy"),
     "regression": ("mae", "rmse", "r2"),
@@ -67,7 +67,7 @@ class ImageInput(NamedTuple):
     std: tuple[float, ...]
 
 
-class Mixing(NamedTuple):
+class MixupConfig(NamedTuple):
     """How training samples are mixed with each other.
 
     Args:
@@ -81,7 +81,7 @@ class Mixing(NamedTuple):
     probability: float = 1.0
 
 
-class Mix(NamedTuple):
+class MixupDraw(NamedTuple):
     """How the samples of a micro-batch are mixed with their partners, which are of the same batch.
 
     Args:
@@ -89,13 +89,13 @@ class Mix(NamedTuple):
         seeds: of each partner's augmentation.
         share: of a sample's own pixels and label, in 256ths: every floating-point type has these, and 1 - share.
         centre: of the rectangle that CutMix takes of the partner, as shares of the image; ``None`` for mixup. Where it
-            is cut off by the border, ``share`` grows.
+            is cut off by the border, ``lam`` grows.
     """
 
     partners: list[int]
     seeds: list[int] | None
-    share: float
-    centre: tuple[float, float] | None = None
+    lam: float
+    box_center: tuple[float, float] | None = None
 
 
 class Request(NamedTuple):
@@ -103,15 +103,15 @@ class Request(NamedTuple):
 
     indices: list[int]
     seeds: list[int] | None = None
-    mix: Mix | None = None
+    mix: MixupDraw | None = None
 
 
 @dataclass(frozen=True, eq=False)  # by identity: it is a key of caches, and may have a million entries
-class Groups:
+class ShuffleGroups:
     """Samples that lie together, such as the row groups of files: fast to read one after the other, slow all over.
 
-    An epoch takes the groups in an order of its own. So many in a row that they hold ``mixed`` samples make a stretch,
-    whose samples are shuffled with each other; stretch follows stretch.
+    An epoch takes the groups in an order of its own. So many in a row that they hold ``shuffle_buffer`` samples make a
+    stretch, whose samples are shuffled with each other; stretch follows stretch.
 
     Args:
         sizes: samples of every group; they follow one another.
@@ -119,11 +119,11 @@ class Groups:
     """
 
     sizes: Sequence[int]
-    mixed: int
+    shuffle_buffer: int
 
 
 @dataclass(frozen=True, eq=False)  # by identity, as Groups
-class Chances:
+class SampleWeights:
     """How likely each sample is drawn, with replacement, for every place of an epoch, which has as many as there are
     samples.
 
@@ -131,7 +131,7 @@ class Chances:
         relative: a number of at least 0 for every sample; their sum need not be 1.
     """
 
-    relative: Sequence[float]
+    weights: Sequence[float]
 
 
 class BadSample(NamedTuple):
@@ -150,11 +150,11 @@ class Packed:
     packed: Any  # what the model's ``packed`` made of it, for ``losses``
 
 
-class Incomplete(NamedTuple):
+class PartialBatch(NamedTuple):
     """A micro-batch without some of the samples that were asked for."""
 
     batch: Any  # the others, collated or Packed; where none is left, a sample of the same split that nobody asked for
-    kept: list[int]  # the samples in it that were asked for, by their place in the split
+    kept_indices: list[int]  # the samples in it that were asked for, by their place in the split
     bad: list[BadSample]
 
 

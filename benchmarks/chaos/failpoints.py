@@ -37,7 +37,7 @@ def install() -> None:
         return
     owner, function = {  # called once a save; of write_atomic, the calls for the manifest count
         "tensors": (writer, "write_parts"),
-        "sign": (writer.Writer, "_write_own"),
+        "sign": (writer.CheckpointWriter, "_write_own"),
         "manifest": (writer, "write_atomic"),
         "name": (CheckpointFolder, "commit"),
         "rotation": (CheckpointFolder, "rotate"),

@@ -14,7 +14,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from trainer.system.children import in_children
+from trainer.system.child_jobs import run_in_children
 from trainer.system.processes import end_with_parent
 
 PR_SET_CHILD_SUBREAPER = 36
@@ -52,8 +52,9 @@ def fork(work: Callable[[], int], output: Path) -> int:
 
 
 def in_forks(jobs: Sequence[Callable[[], Any]], at_once: int) -> Iterator[tuple[int, Any]]:
-    """``in_children`` for jobs that start runs: what these leave behind is the job's, and one that breaks ends all."""
-    for number, result in in_children([partial(_starting_runs, job) for job in jobs], at_once, sees_gpu=True):
+    """``run_in_children`` for jobs that start runs: what these leave behind is the job's, and one that breaks ends
+    all."""
+    for number, result in run_in_children([partial(_starting_runs, job) for job in jobs], at_once, sees_gpu=True):
         if isinstance(result, Exception):
             raise result
         yield number, result

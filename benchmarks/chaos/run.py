@@ -236,7 +236,7 @@ def log_windows(path: Path) -> None:
 
 
 def _host(port: int) -> int:
-    from trainer.launching.loopback import loopback_store
+    from trainer.launching.local_store import loopback_store
 
     store = loopback_store(port)
     while store:

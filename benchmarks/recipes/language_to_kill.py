@@ -9,19 +9,19 @@ from dataclasses import dataclass
 
 from trainer import Checkpoint, Memory, Optim, Recipe, Run, main
 from trainer.data import Documents
-from trainer.memory import update_ahead
+from trainer.memory import eager_update
 from trainer.models import CausalLM
 
 SIZES = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2}
 
 if "UPDATE_AHEAD" in os.environ:
-    update_ahead.AT_ONCE = 1
+    eager_update.CHUNK_ELEMENTS = 1
 
-    def open_on_cpu(ahead: update_ahead.UpdateAhead) -> None:
+    def open_on_cpu(ahead: eager_update.EagerOptimizerUpdate) -> None:
         """Update ahead although the host computes, where no core is idle for it."""
         ahead.is_open = ahead.has_stepped and ahead.was_right
 
-    update_ahead.UpdateAhead.open = open_on_cpu  # type: ignore[method-assign]
+    eager_update.EagerOptimizerUpdate.begin_last_backward = open_on_cpu  # type: ignore[method-assign]
 
 
 @dataclass

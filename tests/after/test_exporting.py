@@ -229,7 +229,7 @@ def test_a_tokenizer_with_more_words_than_the_model_is_refused(trained_text, tmp
 
 def test_made_up_texts_fit_the_positions_of_the_model(adapted, tmp_path):
     recipe, run_dir = adapted
-    reader = exporting.Reader(recipe.model.saved_in(run_dir / "model"), recipe.data, (), ())
+    reader = exporting.InputReader(recipe.model.saved_in(run_dir / "model"), recipe.data, (), ())
     for room in (7, 64):
         batches = exporting._batches(reader, tmp_path / "out", room)
         assert max(tensor.shape[1] for batch in batches for tensor in batch.values()) <= room

@@ -7,8 +7,8 @@ import torch
 from transformers import ByT5Tokenizer, GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
 from trainer import RecipeError
-from trainer.after.generate import require_room, write
-from trainer.weights.blocks import switch_cache_off
+from trainer.after.generate import generate_texts, require_free_positions
+from trainer.weights.blocks import disable_kv_cache
 
 TEXTS = ["def main(", "x", "import torch\nimport os"]
 POSITIONS, NEW = 64, 12
@@ -34,7 +34,7 @@ def module(request):
         if parameter.ndim > 1:
             torch.nn.init.normal_(parameter, std=0.3)
     made.generation_config.repetition_penalty = 5.0  # as published models have beside their weights
-    switch_cache_off(made)
+    disable_kv_cache(made)
     return made
 
 
@@ -56,21 +56,22 @@ def test_the_likeliest_tokens_are_written_whatever_the_batch_and_no_cache_is_lef
             ids = torch.cat([ids, module(ids).logits[:, -1:].argmax(-1)], 1)
         wanted.append(tokenizer.decode(ids[0, begin:], skip_special_tokens=True))
     assert len(set(wanted)) == len(TEXTS)
-    assert write(module, tokenizer, batch_of(tokenizer, TEXTS), [0, 1, 2], NEW) == wanted
+    assert generate_texts(module, tokenizer, batch_of(tokenizer, TEXTS), [0, 1, 2], NEW) == wanted
     assert module.config.use_cache is False
 
 
 def test_a_draw_depends_on_the_place_and_the_seed_and_not_on_the_batch(module, tokenizer):
     drawn = 0.9, 0.95, 3  # temperature, top_p, seed
-    together = write(module, tokenizer, batch_of(tokenizer, TEXTS), [0, 1, 2], NEW, *drawn)
+    together = generate_texts(module, tokenizer, batch_of(tokenizer, TEXTS), [0, 1, 2], NEW, *drawn)
     alone = [
-        write(module, tokenizer, batch_of(tokenizer, [text]), [at], NEW, *drawn)[0] for at, text in enumerate(TEXTS)
+        generate_texts(module, tokenizer, batch_of(tokenizer, [text]), [at], NEW, *drawn)[0]
+        for at, text in enumerate(TEXTS)
     ]
     assert alone == together
     same = batch_of(tokenizer, TEXTS[:1] * 2)
-    first, second = write(module, tokenizer, same, [0, 1], NEW, *drawn)
+    first, second = generate_texts(module, tokenizer, same, [0, 1], NEW, *drawn)
     assert first == together[0] != second
-    assert write(module, tokenizer, same, [0, 1], NEW, *drawn[:2], 4) != [first, second]
+    assert generate_texts(module, tokenizer, same, [0, 1], NEW, *drawn[:2], 4) != [first, second]
 
 
 def test_draws_have_the_models_probabilities(module, tokenizer):
@@ -78,7 +79,7 @@ def test_draws_have_the_models_probabilities(module, tokenizer):
     with torch.no_grad():
         wanted = (module(batch["input_ids"][:, :1]).logits[0, -1] / temperature).softmax(-1)
     many = {name: tensor.expand(count, -1) for name, tensor in batch.items()}
-    found = write(module, tokenizer, many, range(count), 1, temperature)
+    found = generate_texts(module, tokenizer, many, range(count), 1, temperature)
     best = int(wanted[3:].argmax()) + 3
     share, expected = found.count(tokenizer.decode([best])) / count, float(wanted[best])
     assert 0.02 < expected < 0.98
@@ -91,20 +92,22 @@ def test_no_more_is_written_than_there_are_positions(module, tokenizer):
     with torch.no_grad():
         for _ in range(2):
             ids = torch.cat([ids, module(ids).logits[:, -1:].argmax(-1)], 1)
-    assert write(module, tokenizer, batch, [0], 50) == [tokenizer.decode(ids[0, -2:], skip_special_tokens=True)]
-    require_room(batch, module)
+    assert generate_texts(module, tokenizer, batch, [0], 50) == [
+        tokenizer.decode(ids[0, -2:], skip_special_tokens=True)
+    ]
+    require_free_positions(batch, module)
     with pytest.raises(RecipeError, match=r"^it has 64 tokens, and the model takes 64: shorten it"):
-        require_room(batch_of(tokenizer, ["a" * POSITIONS]), module)
+        require_free_positions(batch_of(tokenizer, ["a" * POSITIONS]), module)
 
 
 def test_a_long_text_takes_no_room_from_those_that_are_asked_about_with_it(module, tokenizer):
     texts = ["x", "a" * (POSITIONS - 2), "def main("]
-    alone = [write(module, tokenizer, batch_of(tokenizer, [text]), [0], 20)[0] for text in texts]
-    assert write(module, tokenizer, batch_of(tokenizer, texts), [0, 1, 2], 20) == alone
+    alone = [generate_texts(module, tokenizer, batch_of(tokenizer, [text]), [0], 20)[0] for text in texts]
+    assert generate_texts(module, tokenizer, batch_of(tokenizer, texts), [0, 1, 2], 20) == alone
 
 
 @pytest.mark.parametrize("ends", [[1, "a"], "a", 1.5, {"a": 1}, [None], True])
 def test_ends_of_text_that_are_no_integers_are_refused(module, tokenizer, monkeypatch, ends):
     monkeypatch.setattr(module.generation_config, "eos_token_id", ends)
     with pytest.raises(RecipeError, match=r"eos_token_id=.* must be one or more integers: correct generation_config"):
-        write(module, tokenizer, batch_of(tokenizer, TEXTS), [0, 1, 2], NEW)
+        generate_texts(module, tokenizer, batch_of(tokenizer, TEXTS), [0, 1, 2], NEW)

@@ -14,7 +14,7 @@ from helpers.benchmark import imported
 from races import configurations  # noqa: F401 - before processes are forked
 
 from trainer.models import VisionTransformer
-from trainer.system.children import in_child
+from trainer.system.child_jobs import run_in_child
 
 common, launches = imported("common", "launches")
 COUNTS, Row = launches.COUNTS, launches.Row
@@ -41,7 +41,7 @@ def waiting(layers: int, folder: Path, tiny: bool) -> Any:
 
 def seen(make: Any, folder: Path) -> dict[str, Any]:
     """The counts of a tiny model of two layers."""
-    return in_child(partial(launches.measure, Row("tiny", make, 12), 2, True, folder))
+    return run_in_child(partial(launches.measure, Row("tiny", make, 12), 2, True, folder))
 
 
 def test_a_planted_wait_and_planted_operations_are_counted(tmp_path):
@@ -68,7 +68,7 @@ def test_the_real_depth_is_that_of_its_own_trace(tmp_path, monkeypatch):
 
 
 def test_a_weight_in_nf4_is_one_launch():
-    found = in_child(partial(launches.measure_nf4, True))
+    found = run_in_child(partial(launches.measure_nf4, True))
     assert found["launched"] == found["dispatched"] == 1
     assert found["bytes_per_weight"] == pytest.approx(2 + launches_nf4_bytes(), rel=1e-6)
 

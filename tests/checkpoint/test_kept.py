@@ -12,7 +12,7 @@ from helpers.matrix import Case, set_up
 from trainer import Memory
 from trainer.contract import Model
 from trainer.memory.plan import decide_plan
-from trainer.run.state import Tensors
+from trainer.run.state import TensorState
 
 
 @dataclass(frozen=True)
@@ -30,7 +30,7 @@ def take_over(case: Case) -> list[str]:
     (_, stepper, windows, stack), (_, other, _, built) = set_up(case, plan), set_up(case, plan)
     for window in windows.epoch(0, 0, 2):
         stepper.step(window)
-    before, after = Tensors(stack, stepper), Tensors(built, other)
+    before, after = TensorState(stack, stepper), TensorState(built, other)
     kept = before.on_host()
     after.make_state(kept)
     after.load_state_dict(kept)
@@ -41,11 +41,11 @@ def take_over(case: Case) -> list[str]:
     return list(after.parts())
 
 
-def _require_equal(before: Tensors, after: Tensors) -> None:
+def _require_equal(before: TensorState, after: TensorState) -> None:
     ours, theirs = before.parts(), after.parts()
     assert ours.keys() == theirs.keys()
     assert [name for name in ours if not torch.equal(ours[name].tensor, theirs[name].tensor)] == []
-    assert before.numbers() == after.numbers()
+    assert before.scalars() == after.scalars()
 
 
 MEMORIES = [

@@ -15,11 +15,11 @@ import pytest
 import torch
 
 from trainer.checkpoint.folder import CheckpointFolder
-from trainer.checkpoint.manifest import MANIFEST, CorruptCheckpoint, Manifest, read_manifest, verify_files
-from trainer.checkpoint.parts import on_host, share_out, whole
-from trainer.checkpoint.writer import Snapshot, Writer, sign_of
+from trainer.checkpoint.manifest import MANIFEST, CorruptCheckpointError, Manifest, read_manifest, verify_files
+from trainer.checkpoint.tensor_parts import assign_to_rank, replicated_part, view_on_host
+from trainer.checkpoint.writer import CheckpointWriter, Snapshot, done_marker
 from trainer.errors import RunError
-from trainer.run.resume import Found
+from trainer.run.resume import ValidCheckpoint
 
 RANKS = 2
 MUTATIONS = 400
@@ -27,20 +27,20 @@ MUTATIONS = 400
 
 def save(folder, step, ranks=range(RANKS - 1, -1, -1), world_size=RANKS, figures=None, **options) -> Path:
     """A checkpoint of a few tensors, written as ``ranks`` of a run write it; the first rank comes last."""
-    tensors = {f"t{number}": whole(torch.full((5, number + 1), float(step + number))) for number in range(6)}
+    tensors = {f"t{number}": replicated_part(torch.full((5, number + 1), float(step + number))) for number in range(6)}
     facts = {"run": "r", "step": step, "epoch": 0, "step_in_epoch": step, "seed": 0, "world_size": world_size}
     facts |= {"plan": "p", "recipe": {"seed": 0}, "dataset": "d", "tokenizer": None, "versions": {}, "created": "now"}
     for rank in ranks:
         snapshot = Snapshot(
             step=step,
-            parts=on_host(share_out(tensors, rank, world_size)),
-            own={"random": {}, "values": {}},
-            common={"counters": {"step": step}},
+            parts=view_on_host(assign_to_rank(tensors, rank, world_size)),
+            rank_state={"random": {}, "values": {}},
+            shared_state={"counters": {"step": step}},
             history=b"step,loss\n1,0.5\n",
             manifest=lambda files: Manifest(figures=figures, files=files, **facts),
         )
         settings = {"keep_last": 9, "keep_best": 0, "score": lambda figures: -figures["loss"]} | options
-        Writer(folder, rank, world_size, "attempt", 5.0, **settings).write(snapshot)
+        CheckpointWriter(folder, rank, world_size, "attempt", 5.0, **settings).write(snapshot)
     return folder.path / f"step-{step:08d}"
 
 
@@ -117,7 +117,7 @@ def test_no_mutation_is_accepted_and_the_file_is_named(originals, tmp_path):
         kinds.add(mutate(path, originals[1], draw))
         try:
             verify(path)
-        except CorruptCheckpoint as error:
+        except CorruptCheckpointError as error:
             assert str(path) in str(error)  # noqa: PT017
         else:
             accepted.append(trial)
@@ -136,11 +136,11 @@ def test_untouched_checkpoints_are_valid_also_from_within(originals, monkeypatch
 def test_a_manifest_of_a_later_version_or_another_step_is_refused(originals, copy, tmp_path):
     content = json.loads((copy / MANIFEST).read_text())
     (copy / MANIFEST).write_text(json.dumps({**content, "format": 99}))
-    with pytest.raises(CorruptCheckpoint, match="has format 99, of a later version; this version reads format 1"):
+    with pytest.raises(CorruptCheckpointError, match="has format 99, of a later version; this version reads format 1"):
         read_manifest(copy)
     other = shutil.copytree(originals[0], tmp_path / "step-00000011")
     with pytest.raises(
-        CorruptCheckpoint, match="belongs to step 10, but its folder is step-00000011: files were swapped"
+        CorruptCheckpointError, match="belongs to step 10, but its folder is step-00000011: files were swapped"
     ):
         read_manifest(other)
 
@@ -148,7 +148,7 @@ def test_a_manifest_of_a_later_version_or_another_step_is_refused(originals, cop
 @pytest.mark.parametrize("text", ["", "[]", "null", '"x"', "{}", '{"digest": 1}', "[" * 100_000, "\ufeff{}"])
 def test_a_manifest_that_is_none_is_refused(copy, text):
     (copy / MANIFEST).write_text(text)
-    with pytest.raises(CorruptCheckpoint, match=r"manifest\.json is corrupt"):
+    with pytest.raises(CorruptCheckpointError, match=r"manifest\.json is corrupt"):
         read_manifest(copy)
 
 
@@ -168,7 +168,7 @@ def test_a_manifest_with_a_right_hash_and_wrong_content_is_refused(copy, changes
     content = dataclasses.asdict(read_manifest(copy)) | changes
     (copy / MANIFEST).write_text(Manifest(**content).to_json())
     with pytest.raises(
-        CorruptCheckpoint, match=r"manifest\.json is corrupt: its content was not written by a run"
+        CorruptCheckpointError, match=r"manifest\.json is corrupt: its content was not written by a run"
     ) as caught:
         read_manifest(copy)
     assert f": {next(iter(changes))}=" in str(caught.value)  # the field
@@ -187,7 +187,7 @@ def test_a_manifest_that_has_no_end_is_refused_at_once(copy, kind):
     else:
         manifest.touch()
         os.truncate(manifest, 1 << 40)  # a sparse file
-    with pytest.raises(CorruptCheckpoint, match=rf"manifest\.json cannot be read: it is {kind}"):
+    with pytest.raises(CorruptCheckpointError, match=rf"manifest\.json cannot be read: it is {kind}"):
         read_manifest(copy)
 
 
@@ -221,7 +221,7 @@ def forge(folder, name, path, value):
 
 def tensors_of(folder):
     """All tensors of a checkpoint, read as an export reads them."""
-    found = Found(folder, read_manifest(folder))
+    found = ValidCheckpoint(folder, read_manifest(folder))
     verify_files(folder, found.manifest)
     reader, _ = found.open()
     return {name: reader.read(name) for name in reader.shapes}
@@ -229,7 +229,7 @@ def tensors_of(folder):
 
 @pytest.mark.slow
 def test_what_is_forged_with_hashes_that_fit_is_named_or_changes_nothing(originals, copy):
-    name, refused = sign_of(1), 0
+    name, refused = done_marker(1), 0
     original, untouched = tensors_of(originals[0]), {path: (copy / path).read_bytes() for path in (name, MANIFEST)}
     ways = list(places(json.loads(untouched[name])))
     for way in ways:
@@ -237,7 +237,7 @@ def test_what_is_forged_with_hashes_that_fit_is_named_or_changes_nothing(origina
             forge(copy, name, way, value)
             try:
                 found = tensors_of(copy)
-            except CorruptCheckpoint as error:
+            except CorruptCheckpointError as error:
                 refused += 1
                 assert str(copy) in str(error)  # noqa: PT017
             else:
@@ -248,9 +248,9 @@ def test_what_is_forged_with_hashes_that_fit_is_named_or_changes_nothing(origina
 
 
 def test_a_shape_that_no_file_can_hold_takes_no_memory(copy):
-    key = next(iter(json.loads((copy / sign_of(0)).read_text())["tensors"]))
-    forge(copy, sign_of(0), ("tensors", key, "shape"), [10**7, 10**7])
-    with pytest.raises(CorruptCheckpoint, match=rf"{key} is incomplete: \d+ of 100000000000000 numbers"):
+    key = next(iter(json.loads((copy / done_marker(0)).read_text())["tensors"]))
+    forge(copy, done_marker(0), ("tensors", key, "shape"), [10**7, 10**7])
+    with pytest.raises(CorruptCheckpointError, match=rf"{key} is incomplete: \d+ of 100000000000000 numbers"):
         tensors_of(copy)
 
 
@@ -298,7 +298,7 @@ def test_a_full_disk_leaves_the_older_checkpoint_and_says_what_is_missing(folder
         raise OSError(28, "No space left on device", "file")
 
     first = save_alone(folder, 1)
-    monkeypatch.setattr("trainer.checkpoint.parts.os.fsync", full)
+    monkeypatch.setattr("trainer.checkpoint.tensor_parts.os.fsync", full)
     with pytest.raises(RunError, match=r"no space for the checkpoint of step 2: it needs .* lacks [0-9,]+ bytes"):
         save_alone(folder, 2)
     verify(first)
@@ -323,7 +323,7 @@ def test_the_folder_may_get_its_name_as_soon_as_the_last_sign_is_there(folder, m
 
     def replace_and_name(part, path):
         replace(part, path)
-        if os.path.basename(path) == sign_of(1):  # the first rank was waiting for it
+        if os.path.basename(path) == done_marker(1):  # the first rank was waiting for it
             os.rename(os.path.dirname(path), named)
 
     monkeypatch.setattr("trainer.system.files.os.replace", replace_and_name)

@@ -23,11 +23,11 @@ from trainer.engine.loop import count_steps, epoch_at
 from trainer.engine.window import Windows
 from trainer.errors import RecipeError
 from trainer.launching.slurm import slurm_task
-from trainer.launching.world import detect_world, find_world
+from trainer.launching.world import detect_world, resolve_world
 from trainer.recipe import Checkpoint, Memory, Optim, Run
 from trainer.settings import change, dump_recipe
-from trainer.system.environment import NUMBERS, number
-from trainer.system.processes import own_command
+from trainer.system.environment import NUMBERS, read_int_variable
+from trainer.system.processes import trainer_command
 
 SMALL = ["vit_digits", "--model.layers=1", "--model.width=8", "--model.mlp_width=8", "--max_steps=1"]
 QUICK = [*SMALL, "--run.evaluate=false", "--run.predict=false", "--run.accelerator=cpu"]
@@ -64,7 +64,7 @@ def test_a_variable_that_is_no_number_is_refused_by_name(monkeypatch, refused, t
 def test_before_a_library_ends_with_a_traceback(tmp_path):
     """Lightning reads some of them while it is imported."""
     environment = {**os.environ, "LT_CLI_USED": "x", "SLURM_JOB_ID": "1"}
-    words = own_command("fit", "vit_digits", f"--run.dir={tmp_path / 'run'}")
+    words = trainer_command("fit", "vit_digits", f"--run.dir={tmp_path / 'run'}")
     done = subprocess.run(words, env=environment, capture_output=True, text=True)
     assert (done.returncode, done.stdout, done.stderr.count("\n")) == (2, "", 1)
     assert done.stderr.startswith("trainer: error: LT_CLI_USED='x' in the environment")
@@ -80,9 +80,9 @@ def test_a_launcher_that_did_not_say_all_is_refused():
         with pytest.raises(ValueError, match=r"(_SIZE|SLURM_JOB_ID).*environment|Ray has put 0"):
             detect_world(recipe, environment)
     with pytest.raises(ValueError, match="LT_CLI_USED='yes'"):
-        find_world(recipe, {"LT_CLI_USED": "yes"})
+        resolve_world(recipe, {"LT_CLI_USED": "yes"})
     assert slurm_task({"SLURM_STEP_ID": "4294967294", "SLURM_STEP_NUM_TASKS": "1"}) is None
-    assert (number("X", 3, {}), number("X", 3, {"X": "05"})) == (3, 5)
+    assert (read_int_variable("X", 3, {}), read_int_variable("X", 3, {"X": "05"})) == (3, 5)
 
 
 @pytest.mark.parametrize("text", ["x", "[]", '{"pid": 1}'])

@@ -19,10 +19,10 @@ from trainer.cli import run
 from trainer.commands.doctor import examine
 from trainer.data import Digits, ImageFolder, TextFiles
 from trainer.doctor import machine, samples
-from trainer.doctor.subject import Subject, findings
+from trainer.doctor.context import CheckContext, findings
 from trainer.launching.world import World
 from trainer.models import LoRA, TextClassifier, VisionTransformer
-from trainer.planner.predict import Prediction, prepared
+from trainer.planner.predict import Prediction, prepare_recipe
 from trainer.system.lock import RunLock
 
 if not sys.platform.startswith("linux"):
@@ -38,7 +38,7 @@ def vit(**settings):
 def subject_of(data=None, module=None, devices=1, ready=True, **settings):
     given = {"batch_size": 24, "memory": Memory(micro_batch_size=12), **settings}
     recipe = Recipe(model=module or vit(), data=data or Digits(), **given)
-    return Subject(prepared(recipe) if ready else recipe, "own", World("python", "cpu", devices), ready)
+    return CheckContext(prepare_recipe(recipe) if ready else recipe, "own", World("python", "cpu", devices), ready)
 
 
 def at(path, **settings):
@@ -74,9 +74,9 @@ def crowd(folder):
         (machine.run_directory, at, {"SLOW": 1e15}, "warning", "checkpoint.every"),
         (machine.run_directory, lambda folder: at(folder / "file" / "b"), {}, "FAIL", "file is not a directory; "),
         (machine.run_directory, lambda _: at("/proc/doctor"), {}, "FAIL", "/proc"),
-        (machine.space, whole, {}, "ok", "3 checkpoints"),
-        (machine.space, hoarder, {}, "FAIL", "lower --checkpoint.keep_last"),
-        (machine.space, at, {}, "skipped", "unknown"),
+        (machine.disk_space, whole, {}, "ok", "3 checkpoints"),
+        (machine.disk_space, hoarder, {}, "FAIL", "lower --checkpoint.keep_last"),
+        (machine.disk_space, at, {}, "skipped", "unknown"),
         (machine.libraries, at, {}, "ok", "as required"),
         (machine.libraries, at, {"required": lambda: ["torch>=99"]}, "FAIL", "fit >=99; pip install 'torch>=99'"),
         (machine.libraries, at, {"required": lambda: ["absent>=1"]}, "FAIL", "absent is not installed"),
@@ -155,7 +155,7 @@ def test_ranks_that_meet_also_from_within_a_group_and_ranks_that_do_not(monkeypa
     assert status == "ok", text
     assert "gloo, 2 rank(s) met" in text
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "nowhere0")
-    monkeypatch.setattr(machine, "MEETING_SECONDS", 1.0)
+    monkeypatch.setattr(machine, "RENDEZVOUS_TIMEOUT", 1.0)
     status, text = finding_of(machine.process_group, subject_of(ready=False, devices=2))
     assert (status, "GLOO_SOCKET_IFNAME" in text) == ("FAIL", True)
 
@@ -271,15 +271,15 @@ def test_texts_that_say_nothing_or_are_there_twice_and_a_tokenizer_of_more_words
 
 def test_a_run_that_does_not_fit_the_device(monkeypatch):
     monkeypatch.setattr("trainer.fakegpu.target.usable_memory", lambda device, size: 1000)
-    status, text = finding_of(machine.PeakMemory(subject_of()).look)
+    status, text = finding_of(machine.PeakMemory(subject_of()).finding)
     assert (status, "--memory.budget" in text) == ("FAIL", True)
-    assert finding_of(machine.PeakMemory(subject_of(memory=Memory(budget="2GB"))).look)[0] == "skipped"
+    assert finding_of(machine.PeakMemory(subject_of(memory=Memory(budget="2GB"))).finding)[0] == "skipped"
 
 
 def test_a_run_that_fits_when_torch_gives_its_cache_back(monkeypatch):
     answer = Prediction(10, 10**15, 0, {}, {}, [], "forward", {}, {}, 0.0, retries=2)
-    monkeypatch.setattr(machine, "predict_here", lambda *_, capacity: vars(answer))
-    status, text = finding_of(machine.PeakMemory(subject_of()).look)
+    monkeypatch.setattr(machine, "predict_in_process", lambda *_, capacity: vars(answer))
+    status, text = finding_of(machine.PeakMemory(subject_of()).finding)
     assert (status, "fits after 2 retries" in text) == ("warning", True)
 
 

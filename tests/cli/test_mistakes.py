@@ -22,7 +22,7 @@ from trainer.errors import RecipeError
 from trainer.memory.plan import decide_plan
 from trainer.models import MLP
 from trainer.recipe import Memory
-from trainer.run.directory import unmeant
+from trainer.run.directory import suspicious_settings
 
 FILES = {
     "section.yaml": "recipe: vit_digits\nseed: 3\noptmi: {lr: 0.1}\n",
@@ -733,7 +733,7 @@ def test_ranks_without_samples_are_counted():
     recipe = load_recipe("vit_digits")[0]
     for batch, ranks, idle in ((2, 3, 1), (2, 2, 0), (64, 3, 0), (5, 8, 3)):
         plan = decide_plan(recipe.replace(batch_size=batch, memory=Memory()), ranks)
-        found = [line for line in unmeant(recipe, plan, 1437, 10) if "ranks" in line]
+        found = [line for line in suspicious_settings(recipe, plan, 1437, 10) if "ranks" in line]
         said = f"batch_size={batch} has fewer samples than ranks: {idle} of {ranks} ranks are idle in every step"
         assert [line.partition(";")[0] for line in found] == [said] * bool(idle)
 
@@ -743,7 +743,7 @@ def test_master_weights_that_every_rank_keeps_are_named_with_the_fix():
     found = {}
     for strategy, ranks in (("ddp", 2), ("fsdp", 2), ("auto", 1)):
         asked = recipe.replace(memory=Memory(strategy=strategy, cpu_offload="optimizer"))
-        lines = unmeant(asked, decide_plan(asked, ranks), 1437, 10)
+        lines = suspicious_settings(asked, decide_plan(asked, ranks), 1437, 10)
         found[strategy] = [line for line in lines if "memory.strategy fsdp" in line]
     assert list(map(len, found.values())) == [1, 0, 0]
 

@@ -13,7 +13,7 @@ from helpers.page import BROWSER, Nesting, answered, embedded
 
 from trainer.commands.plan import write_page
 from trainer.planner.report import Candidate
-from trainer.planner.search import MARGIN, _rank
+from trainer.planner.search import BUDGET_MARGIN, _rank
 
 needs_browser = pytest.mark.skipif(BROWSER is None, reason="neither chromium nor google-chrome is installed")
 EVIL = "my</script><script>document.title='run'</script>&amp;<img src=x onerror=\"document.title='run'\">"
@@ -38,7 +38,7 @@ def candidates() -> list[Candidate]:
 
 
 def ranked(found: list[Candidate], budget: float) -> list[Candidate]:
-    fitting = [dataclasses.replace(one, fits=one.reserved * (1 + MARGIN) <= budget * 1e9) for one in found]
+    fitting = [dataclasses.replace(one, fits=one.reserved * (1 + BUDGET_MARGIN) <= budget * 1e9) for one in found]
     return sorted(fitting, key=_rank)
 
 
@@ -47,7 +47,7 @@ def content(name: str = "vit") -> dict[str, Any]:
     rows = candidates()
     refused = Candidate({"memory.strategy": "fsdp"}, "", reason=f"cannot: {name}")
     about = {"recipe": name, "date": "today", "device": "A100", "devices": 1, "nodes": 1, "parameters": 10}
-    figures = {"budget_gb": BUDGET, "margin": MARGIN, "outside_gb": 0.5, "command": f"trainer fit {name}"}
+    figures = {"budget_gb": BUDGET, "margin": BUDGET_MARGIN, "outside_gb": 0.5, "command": f"trainer fit {name}"}
     found = [one.to_json() for one in [*rows, refused]]
     return {**about, **figures, "chosen": found[0], "candidates": found, "explanations": [name], "notes": [name]}
 

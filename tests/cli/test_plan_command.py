@@ -23,7 +23,7 @@ from trainer.commands.recipes import load_recipe
 from trainer.fakegpu.gpus import GPUS
 from trainer.planner.report import Candidate
 from trainer.report import plots
-from trainer.system.text import gigabytes
+from trainer.system.text import format_bytes
 
 A100 = ("--gpu", "a100-80gb")
 FEW = ("--memory.activation_checkpointing", "full", "--memory.cpu_offload", "optimizer")
@@ -122,7 +122,7 @@ def test_json_is_all_that_is_on_stdout_and_what_is_in_the_file(tmp_path, capfd):
     smallest = min(one["predicted_reserved_gb"] for one in content["candidates"])
     assert 0.005 < smallest < 0.05
     assert error.startswith(
-        f"trainer: error: no plan fits in 1.0 MB: the smallest needs {gigabytes(smallest * 1e9)}"
+        f"trainer: error: no plan fits in 1.0 MB: the smallest needs {format_bytes(smallest * 1e9)}"
     ), error
 
 
@@ -242,7 +242,7 @@ from lightning_fabric import Fabric as ours
 import lightning, pytorch_lightning, torchmetrics
 from pytorch_lightning import LightningModule, Trainer
 from torchmetrics.classification import MulticlassAccuracy
-assert ours is trainer.planner.trace.Fabric and pytorch_lightning.Trainer is Trainer
+assert ours is trainer.planner.traced_run.Fabric and pytorch_lightning.Trainer is Trainer
 assert torchmetrics.Accuracy(task="binary") is not None and lightning.__version__[0] == "2"
 """
     subprocess.run([sys.executable, "-c", code], check=True)

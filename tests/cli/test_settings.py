@@ -10,12 +10,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from trainer.cli import run
-from trainer.commands.classes import taken_from
+from trainer.commands.classes import split_classes
 from trainer.commands.flags import RecipeParser, load_yaml
 from trainer.commands.recipes import load_recipe, recipes_folder
 from trainer.errors import RecipeError
 from trainer.recipe import Memory
-from trainer.settings import change, class_of, derive_batch, dump_recipe, settings_of
+from trainer.settings import change, class_spec, derive_batch, dump_recipe, settings_of
 
 
 def resolved(calls, *argv: object):
@@ -229,11 +229,11 @@ def test_what_is_written_to_yaml_is_what_is_read(recipe_file):
     @settings(max_examples=25, deadline=None)
     def there_and_back(config, weights):
         changed = change(recipe, {"model.config": config, "model.weights": weights})
-        tree, classes = taken_from(load_yaml(dump_recipe(changed, None)))
+        tree, classes = split_classes(load_yaml(dump_recipe(changed, None)))
         del tree["recipe"]
         model = change(recipe, parser.read_yaml(tree)).model
         assert (model.config, model.weights) == (config, weights)
-        assert classes == {part: class_of(getattr(recipe, part)) for part in ("model", "data")}
+        assert classes == {part: class_spec(getattr(recipe, part)) for part in ("model", "data")}
 
     there_and_back()
 

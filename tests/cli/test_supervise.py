@@ -19,8 +19,8 @@ from cli.supervised import RECIPE, Supervised, fork_processes
 
 from trainer.errors import RecipeError
 from trainer.supervise import attempt as memory
-from trainer.supervise.attempt import Attempt, Ending, attempts, known_cut, ran_out_of_memory
-from trainer.supervise.supervisor import Decision, Policy, fit_command, run_command, split
+from trainer.supervise.attempt import Attempt, AttemptResult, attempts, known_cut, ran_out_of_memory
+from trainer.supervise.supervisor import Decision, RestartPolicy, fit_command, run_command, split
 
 
 @pytest.fixture
@@ -38,16 +38,18 @@ def supervise(tmp_path):
 
 
 def test_restarts_are_counted_anew_when_there_is_a_newer_checkpoint_and_waits_double_up_to_a_minute():
-    policy = Policy(allowed=2, patience=5, first_wait=1.0)
+    policy = RestartPolicy(max_restarts=2, max_crashes=5, first_wait=1.0)
     assert [policy.after_crash(step, "x").wait for step in (-1, -1, 10, 10)] == [1.0, 2.0, 1.0, 2.0]
     assert policy.after_crash(10, "x") == Decision(None, "all 2 restarts are used up")
-    policy = Policy(allowed=9, patience=100, first_wait=1.0)
+    policy = RestartPolicy(max_restarts=9, max_crashes=100, first_wait=1.0)
     assert [policy.after_crash(-1, "x").wait for _ in range(9)] == [1, 2, 4, 8, 16, 32, 60, 60, 60]
-    assert Policy(allowed=0, patience=1, first_wait=0.0).after_crash(3, "x") == Decision(None, "no restart is allowed")
+    assert RestartPolicy(max_restarts=0, max_crashes=1, first_wait=0.0).after_crash(3, "x") == Decision(
+        None, "no restart is allowed"
+    )
 
 
 def test_two_crashes_with_the_same_newest_checkpoint_are_enough():
-    policy = Policy(allowed=9, patience=2, first_wait=0.0)
+    policy = RestartPolicy(max_restarts=9, max_crashes=2, first_wait=0.0)
     assert policy.after_crash(10, "x").wait is not None
     stop = policy.after_crash(7, "ZeroDivisionError")  # a checkpoint that was set aside is no progress
     assert stop.wait is None
@@ -56,7 +58,7 @@ def test_two_crashes_with_the_same_newest_checkpoint_are_enough():
 
 
 def test_smaller_micro_batches_are_another_attempt_than_the_crashes_before():
-    policy = Policy(allowed=3, patience=2, first_wait=0.0)
+    policy = RestartPolicy(max_restarts=3, max_crashes=2, first_wait=0.0)
     assert policy.after_crash(-1, "x").wait is not None
     assert "micro-batches of 4" in policy.after_out_of_memory(-1, 4).why
     assert policy.after_crash(-1, "x").wait is not None
@@ -64,7 +66,7 @@ def test_smaller_micro_batches_are_another_attempt_than_the_crashes_before():
 
 
 def test_a_preemption_is_no_crash_and_is_counted():
-    policy = Policy(allowed=2, patience=1, first_wait=0.0)
+    policy = RestartPolicy(max_restarts=2, max_crashes=1, first_wait=0.0)
     assert [policy.after_preemption(5).wait is None for _ in range(3)] == [False, False, True]
 
 
@@ -90,7 +92,7 @@ def test_a_wrong_flag_is_named(words, named):
 
 
 def test_the_fit_command_resumes_in_one_directory(tmp_path):
-    words = fit_command(["vit_digits", "--epochs", "3", f"--run.dir={tmp_path}"], ranks=2).words()
+    words = fit_command(["vit_digits", "--epochs", "3", f"--run.dir={tmp_path}"], ranks=2).argv()
     assert words[:4] == ["fit", "vit_digits", "--epochs", "3"]
     given = dict(zip(words[4::2], words[5::2], strict=True))
     assert given == {"--run.devices": "2", "--run.dir": str(tmp_path), "--run.resume": "auto"}
@@ -98,8 +100,10 @@ def test_the_fit_command_resumes_in_one_directory(tmp_path):
 
 
 def test_smaller_micro_batches_keep_the_batch_and_what_may_change():
-    command = fit_command(["r", "--accumulate", "4", "--run.allow_change", "[optim.lr]"], None).cut_smaller(64, 8)
-    words = command.words()
+    command = fit_command(
+        ["r", "--accumulate", "4", "--run.allow_change", "[optim.lr]"], None
+    ).with_smaller_micro_batch(64, 8)
+    words = command.argv()
     assert "--accumulate" not in words
     given = dict(zip(words[2::2], words[3::2], strict=True))
     assert (given["--batch_size"], given["--memory.micro_batch_size"]) == ("64", "8")
@@ -135,12 +139,12 @@ def started(code):
 def test_an_attempt_tells_its_first_error_and_passes_on_what_it_says(capfd):
     said = "a\\n[rank 1] trainer: error: first\\ntrainer: error: second"
     ending = ended(started(f"import sys; print('{said}', file=sys.stderr); sys.exit(3)"))
-    assert (ending, ending.exit_code) == (Ending(3, "first"), 3)
+    assert (ending, ending.exit_code) == (AttemptResult(3, "first"), 3)
     assert "trainer: error: second" in capfd.readouterr().err
 
 
 def test_without_an_error_of_the_trainer_the_last_words_are_told(capfd):
-    assert ended(started("1 / 0")) == Ending(1, "ZeroDivisionError: division by zero")
+    assert ended(started("1 / 0")) == AttemptResult(1, "ZeroDivisionError: division by zero")
     echo = "print('trainer: error: another rank ended; its message says why', file=sys.stderr)"
     assert ended(started(f"import sys; {echo}; 1 / 0")).cause == "ZeroDivisionError: division by zero"
     assert ended(started(f"import sys; {echo}; sys.exit('and no word more')")).cause.startswith("another rank ended")
@@ -172,11 +176,11 @@ def test_the_cut_is_what_this_attempt_has_written_last(tmp_path):
 @pytest.mark.parametrize(
     ("ending", "kills", "expected"),
     [
-        (Ending(1, "out of memory in backward on rank 0"), 0, True),
-        (Ending(-signal.SIGKILL, ""), 1, True),
-        (Ending(-signal.SIGKILL, ""), 0, False),
-        (Ending(1, "rank 1 (pid 7 on host) was killed or crashed"), 1, True),
-        (Ending(1, "ZeroDivisionError"), 1, False),
+        (AttemptResult(1, "out of memory in backward on rank 0"), 0, True),
+        (AttemptResult(-signal.SIGKILL, ""), 1, True),
+        (AttemptResult(-signal.SIGKILL, ""), 0, False),
+        (AttemptResult(1, "rank 1 (pid 7 on host) was killed or crashed"), 1, True),
+        (AttemptResult(1, "ZeroDivisionError"), 1, False),
     ],
 )
 def test_out_of_memory_is_told_from_other_ends(ending, kills, expected):
@@ -184,16 +188,16 @@ def test_out_of_memory_is_told_from_other_ends(ending, kills, expected):
 
 
 def test_the_kernel_s_count_is_that_of_the_own_group(tmp_path, monkeypatch):
-    assert memory.kernel_kills() >= 0
+    assert memory.count_oom_kills() >= 0
     for name in ("VMSTAT", "CGROUPS", "CGROUP_ROOT"):
         monkeypatch.setattr(memory, name, tmp_path / name)
-    assert memory.kernel_kills() == 0
+    assert memory.count_oom_kills() == 0
     (tmp_path / "VMSTAT").write_text("nr_free_pages 12\noom_kill 7\n")
-    assert memory.kernel_kills() == 7
+    assert memory.count_oom_kills() == 7
     (tmp_path / "CGROUPS").write_text("1:name=x:/y\n0::/job/step\n")
     (tmp_path / "CGROUP_ROOT" / "job" / "step").mkdir(parents=True)
     (tmp_path / "CGROUP_ROOT" / "job" / "step" / "memory.events").write_text("oom 3\noom_kill 2\n")
-    assert memory.kernel_kills() == 2
+    assert memory.count_oom_kills() == 2
 
 
 @pytest.fixture

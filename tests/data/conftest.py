@@ -27,4 +27,4 @@ def folder(sample_data, tmp_path):
 @pytest.fixture
 def settled(monkeypatch):
     """Files count as settled from the moment on that they are written."""
-    monkeypatch.setattr("trainer.data.cache.SETTLED_NS", -(10**18))
+    monkeypatch.setattr("trainer.data.cache.MTIME_SETTLE_NS", -(10**18))

@@ -13,10 +13,10 @@ from PIL import Image
 
 from trainer.commands.flags import load_yaml_file
 from trainer.data import ImageFolder, TextFiles
-from trainer.data.arrays import check_images, read_image
-from trainer.data.rows import MOST_LINE, find_file, find_folders, open_parquet
+from trainer.data.image_splits import check_images, read_image
 from trainer.data.shards import ShardReader, find_shards
-from trainer.data.tokens import CHARACTERS_AT_ONCE, LEAST_CHARACTERS, encode
+from trainer.data.tables import MAX_LINE_BYTES, open_class_folders, open_parquet, open_table
+from trainer.data.tokens import CHARACTERS_AT_ONCE, MIN_CHARS_LIMIT, encode
 from trainer.errors import RecipeError
 from trainer.models.hub import from_hub
 
@@ -64,9 +64,9 @@ def test_what_is_no_file_is_refused_at_once(tmp_path, folder, kind):
     for said, read in (
         (
             rf"a\.txt cannot be read \(it is {kind}",
-            lambda: find_folders(tmp_path / "texts", "train", [("pos", 1)], cache),
+            lambda: open_class_folders(tmp_path / "texts", "train", [("pos", 1)], cache),
         ),
-        (r"table\.csv", lambda: find_file(place(tmp_path / "table.csv"), cache)),
+        (r"table\.csv", lambda: open_table(place(tmp_path / "table.csv"), cache)),
         (rf"settings\.yaml cannot be read: it is {kind}", lambda: load_yaml_file(place(tmp_path / "settings.yaml"))),
         (
             rf"model\.safetensors cannot be read: it is {kind}",
@@ -83,7 +83,7 @@ def test_settings_of_megabytes_are_refused_before_they_are_parsed(tmp_path):
         load_yaml_file(tmp_path / "settings.yaml")
 
 
-LONG = "word " * (LEAST_CHARACTERS // 5)
+LONG = "word " * (MIN_CHARS_LIMIT // 5)
 
 
 def texts(path):
@@ -91,8 +91,8 @@ def texts(path):
 
 
 def test_an_absurd_text_is_named_with_its_row_and_a_whole_book_is_cut(tmp_path, tokenizer, monkeypatch):
-    assert LEAST_CHARACTERS == 1_000_000  # of a book; here it is a page
-    monkeypatch.setattr("trainer.data.tokens.LEAST_CHARACTERS", 20_000)
+    assert MIN_CHARS_LIMIT == 1_000_000  # of a book; here it is a page
+    monkeypatch.setattr("trainer.data.tokens.MIN_CHARS_LIMIT", 20_000)
     (tmp_path / "book.csv").write_text(f"text,label\na film,0\n{LONG[:20_000]},1\n")
     assert len(prepared(texts(tmp_path / "book.csv"), tokenizer).train[1]["input_ids"]) == 16
     (tmp_path / "absurd.csv").write_text(f"text,label\na film,0\n{LONG[:20_000]}words,1\n")
@@ -129,7 +129,7 @@ def test_a_few_bytes_of_parquet_that_stand_for_gigabytes_are_refused(tmp_path, t
 
 
 def test_a_line_of_json_without_an_end_and_a_column_given_twice_are_refused(tmp_path, tokenizer):
-    (tmp_path / "long.jsonl").write_text('{"text": "' + "x" * MOST_LINE + '", "label": "a"}\n')
+    (tmp_path / "long.jsonl").write_text('{"text": "' + "x" * MAX_LINE_BYTES + '", "label": "a"}\n')
     said = r"long\.jsonl cannot be read as jsonl .*line 1 has more than 32 MB"
     refused(said, texts(tmp_path / "long.jsonl"), tokenizer)
     (tmp_path / "twice.csv").write_text("text,text,label\na,b,1\nc,d,0\n")
@@ -194,7 +194,7 @@ def test_a_nested_column_that_stands_for_gigabytes_is_refused_before_it_is_decod
     assert path.stat().st_size < 500_000
     before = pa.total_allocated_bytes()
     with pytest.raises(RecipeError, match=rf"{kind}\.parquet.*{said}"):
-        find_file(path, tmp_path / "cache").read(str(tmp_path))
+        open_table(path, tmp_path / "cache").read(str(tmp_path))
     assert pa.total_allocated_bytes() - before < 1_000_000
 
 
@@ -202,7 +202,7 @@ def test_two_columns_of_one_path_are_refused_because_one_of_them_would_not_be_ch
     table = pa.table({"a.b": dictionary(10), "a": records(b=dictionary(10))})
     pq.write_table(table, tmp_path / "twice.parquet", store_schema=False)
     with pytest.raises(RecipeError, match=r"twice\.parquet row group 0: .*a\.b cannot be checked as string"):
-        find_file(tmp_path / "twice.parquet", tmp_path / "cache").read(str(tmp_path))
+        open_table(tmp_path / "twice.parquet", tmp_path / "cache").read(str(tmp_path))
 
 
 def test_streamed_files_are_checked_when_a_row_group_is_decoded(tmp_path):
@@ -237,5 +237,5 @@ def test_a_column_of_the_json_type_is_checked_as_text(tmp_path):
     with open_parquet(tmp_path / "typed.parquet") as file:
         texts = pa.dictionary(pa.int32(), pa.string())
         assert [kind if kind == texts else kind.value_type for kind in file.schema_arrow.types] == [texts, texts]
-    table = find_file(tmp_path / "typed.parquet", tmp_path / "cache").read(str(tmp_path))
+    table = open_table(tmp_path / "typed.parquet", tmp_path / "cache").read(str(tmp_path))
     assert len(table) == 3

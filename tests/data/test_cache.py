@@ -11,7 +11,7 @@ import pytest
 from helpers.prepared import prepared
 
 from trainer.data import TextFiles, tokens
-from trainer.data.cache import MANIFEST, cached, checksum, checksums, content_of
+from trainer.data.cache import MANIFEST, checksum, checksums, get_or_build, inspect_cached
 from trainer.errors import RecipeError
 
 FORK = multiprocessing.get_context("fork")
@@ -35,7 +35,7 @@ def made(tmp_path):
             (folder / "content").write_text("built")
 
         def use(self):
-            place = cached(tmp_path / "cache", "key", "a thing", self)
+            place = get_or_build(tmp_path / "cache", "key", "a thing", self)
             assert (place / "content").read_text() == "built"
             return place
 
@@ -80,13 +80,13 @@ def test_a_build_that_fails_leaves_nothing_behind_and_a_cache_that_cannot_be_wri
         raise RecipeError("row 3 has no text")
 
     with pytest.raises(RecipeError, match="row 3 has no text"):
-        cached(tmp_path / "cache", "key", "a thing", fail)
+        get_or_build(tmp_path / "cache", "key", "a thing", fail)
     assert [path.name for path in (tmp_path / "cache").iterdir()] == ["key.lock"]
     (tmp_path / "file").write_text("")
     with pytest.raises(
         RecipeError, match=r"the cache .*/file/cache cannot be used \(Not a directory\).*data\.cache_dir"
     ):
-        cached(tmp_path / "file" / "cache", "key", "a thing", fail)
+        get_or_build(tmp_path / "file" / "cache", "key", "a thing", fail)
 
 
 @pytest.mark.parametrize(
@@ -118,21 +118,21 @@ def test_a_file_is_hashed_again_only_when_it_may_have_changed(tmp_path, settled,
 
     def content(text):
         path.write_text(text)
-        return content_of(tmp_path / "cache", [path], hashed)
+        return inspect_cached(tmp_path / "cache", [path], hashed)
 
     first = content("one")
-    assert content_of(tmp_path / "cache", [path], hashed) == first
+    assert inspect_cached(tmp_path / "cache", [path], hashed) == first
     assert len(asked) == 1
     (note,) = (tmp_path / "cache" / "contents").iterdir()
     note.write_text(note.read_text().replace(first[0], "x"))  # one that was written to the half, say
-    assert content_of(tmp_path / "cache", [path], hashed) == first
+    assert inspect_cached(tmp_path / "cache", [path], hashed) == first
     assert len(asked) == 2
     monkeypatch.undo()
     second, third = content("two"), content("ten")  # of one size, written within a moment
     assert len({first[0], second[0], third[0]}) == 3
     path.unlink()
     with pytest.raises(RecipeError, match=r"a\.csv cannot be read \(No such file or directory\)"):
-        content_of(tmp_path / "cache", [path], checksums)
+        inspect_cached(tmp_path / "cache", [path], checksums)
 
 
 def test_of_a_huge_file_spread_blocks_count_and_of_others_every_byte(tmp_path):

@@ -14,7 +14,15 @@ from torch.utils.data import TensorDataset
 
 from trainer.contract import Data
 from trainer.data import CIFAR10, Digits, ImageFolder, TextFiles
-from trainer.data.fingerprint import BLOCK, Content, blocks, fingerprint, split_fingerprint, spread, tokenizer_hash
+from trainer.data.fingerprint import (
+    BLOCK,
+    ContentHasher,
+    evenly_spaced,
+    fingerprint,
+    sample_row_blocks,
+    split_fingerprint,
+    tokenizer_hash,
+)
 from trainer.errors import RecipeError
 
 
@@ -110,8 +118,8 @@ def test_a_list_of_ones_own_is_known_by_size_and_samples(change):
 
 
 def test_a_small_split_is_seen_whole_and_a_large_one_at_64_places():
-    assert spread(64, 64) == list(range(64))
-    large = spread(1_000_001, 64)
+    assert evenly_spaced(64, 64) == list(range(64))
+    large = evenly_spaced(1_000_001, 64)
     assert (large[0], large[-1], len(set(large))) == (0, 1_000_000, 64)
     points = torch.randn(64, 2)
     changed = [points + torch.eye(64)[:, i : i + 1] for i in range(64)]
@@ -171,8 +179,8 @@ def test_every_row_of_a_table_counts_and_of_a_huge_one_spread_blocks(tmp_path):
     assert split_fingerprint(datasets.load_from_disk(tmp_path / "t")) == before
     rows["text"][3001] = "row 3002"  # none of the 64 samples
     assert split_fingerprint(datasets.Dataset.from_dict(rows)) != before
-    assert sum(map(len, blocks(5000, 10**6))) == 5000
-    chosen = blocks(10**8, 10**11)  # 100 GB
+    assert sum(map(len, sample_row_blocks(5000, 10**6))) == 5000
+    chosen = sample_row_blocks(10**8, 10**11)  # 100 GB
     assert 0.8 * 2**30 < sum(map(len, chosen)) * 1000 < 1.1 * 2**30
     assert (chosen[0], chosen[-1].stop) == (range(BLOCK), 10**8)
 
@@ -206,13 +214,13 @@ def test_kinds_are_told_apart():
     values = [0, 0.0, False, None, "0", b"0", [], [[]], {}, "", [0], {"x": 0}, Point(0), Point(1), np.zeros(1)]
     values += [np.zeros(1, "int32"), np.zeros((1, 1)), torch.zeros(1), torch.zeros(1, dtype=torch.bfloat16)]
     values += [["ab", "c"], ["a", "bc"], np.array(["a", None], dtype=object)]
-    assert len({Content(value).hexdigest() for value in values}) == len(values)
+    assert len({ContentHasher(value).hexdigest() for value in values}) == len(values)
     turned, plain = torch.arange(6).reshape(2, 3).T, torch.tensor([[0, 3], [1, 4], [2, 5]])
     for one, other in (({"a": 1, "b": 2}, {"b": 2, "a": 1}), (turned, plain)):
-        assert Content(one).hexdigest() == Content(other).hexdigest()
+        assert ContentHasher(one).hexdigest() == ContentHasher(other).hexdigest()
     itself = []
     itself.append(itself)
-    assert Content(itself).hexdigest()
+    assert ContentHasher(itself).hexdigest()
 
 
 def test_a_tokenizers_hash_does_not_follow_its_use(tokenizer, sample_data):

@@ -14,8 +14,9 @@ from helpers.prepared import prepared, refused
 from PIL import Image
 from torchvision.transforms import v2
 
-from trainer.data import CIFAR10, Digits, FashionMNIST, ImageFolder, arrays
-from trainer.data.arrays import FORMATS, read_image
+from trainer.data import CIFAR10, Digits, FashionMNIST, ImageFolder
+from trainer.data import image_splits as arrays
+from trainer.data.image_splits import FORMATS, read_image
 from trainer.data.loader import Loader
 from trainer.errors import RecipeError
 from trainer.values import Request

@@ -17,11 +17,11 @@ from tokenizers import normalizers
 
 from trainer.data import Conversations, Documents, Mixture
 from trainer.data.fingerprint import fingerprint
+from trainer.data.language_samples import CHATML
 from trainer.data.loader import Loader
-from trainer.data.sequences import CHATML
 from trainer.errors import RecipeError
-from trainer.models.bytes import byte_tokenizer
-from trainer.values import Incomplete, Request
+from trainer.models.byte_tokenizer import byte_tokenizer
+from trainer.values import PartialBatch, Request
 
 CHATS = [
     [("user", "what is the answer?"), ("assistant", "the answer is forty two.")],
@@ -413,8 +413,8 @@ def test_rows_of_a_stream_that_nothing_can_be_learned_from_are_left_out_by_name(
     pq.write_table(pa.Table.from_pylist(rows), tmp_path / "rows.parquet")
     data = chats(str(tmp_path / "rows.parquet"), streamed=True)
     (found,) = Loader(data.train, data.collate, max_bad_samples=3)([Request([0, 3, 2, 4])])
-    assert isinstance(found, Incomplete)
-    assert (found.kept, [bad.position for bad in found.bad]) == ([0, 2], [3, 4])
+    assert isinstance(found, PartialBatch)
+    assert (found.kept_indices, [bad.position for bad in found.bad]) == ([0, 2], [3, 4])
     reasons = [bad.reason for bad in found.bad]
     assert "row 4 (the first is row 1) has no text of the assistant" in reasons[0]
     assert "row 5 (the first is row 1) has the role 'usr' in message 2" in reasons[1]
@@ -443,8 +443,8 @@ TIME, SPACE = r"takes more than 0\.3 s of CPU time", r"takes more than 0\.2 GB o
     ],
 )
 def test_a_chat_template_has_a_bound_on_time_and_memory(chats, tmp_path, monkeypatch, template, said):
-    monkeypatch.setattr("trainer.data.sequences.SECONDS", 0.3)
-    monkeypatch.setattr("trainer.data.sequences.MEMORY", 200_000_000)
+    monkeypatch.setattr("trainer.data.language_samples.SECONDS", 0.3)
+    monkeypatch.setattr("trainer.data.language_samples.MEMORY", 200_000_000)
     (tmp_path / "chat_template.jinja").write_text(template)
     with pytest.raises(RecipeError, match=said) as refusal:
         chats(chat_template=str(tmp_path / "chat_template.jinja"), max_length=64)
@@ -470,8 +470,10 @@ def test_a_chat_template_of_a_file_writes_what_the_known_one_writes_in_every_pro
 
 
 def test_a_conversation_of_too_many_messages_or_characters_is_not_rendered(chats, monkeypatch):
-    monkeypatch.setattr("trainer.data.sequences.render_jinja_template", lambda **options: pytest.fail("rendered"))
-    monkeypatch.setattr("trainer.data.sequences.ChatReader._look_at_ends", lambda *args: None)
+    monkeypatch.setattr(
+        "trainer.data.language_samples.render_jinja_template", lambda **options: pytest.fail("rendered")
+    )
+    monkeypatch.setattr("trainer.data.language_samples.ChatReader._look_at_ends", lambda *args: None)
     many = [("user", "a"), ("assistant", "b")] * 2_501
     with pytest.raises(RecipeError, match=r"chats\.jsonl row 1 .*has 5,002 messages, and the max is 5,000: split it"):
         chats([{"messages": messages(many)}])

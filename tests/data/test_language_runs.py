@@ -11,14 +11,14 @@ from helpers.resumed import losses, recipe, saved
 from trainer import Memory, Recipe
 from trainer.api import fit
 from trainer.data import Conversations, Documents, Mixture
-from trainer.data.loader import loader_of
+from trainer.data.loader import make_loader
+from trainer.doctor.context import CheckContext
 from trainer.doctor.samples import duplicates, samples, vocabulary
-from trainer.doctor.subject import Subject
-from trainer.engine.feed import windows_of
+from trainer.engine.data_feed import make_windows
 from trainer.errors import RecipeError
 from trainer.launching.world import World
 from trainer.models import CausalLM
-from trainer.planner.predict import prepared as planned
+from trainer.planner.predict import prepare_recipe as planned
 
 pytestmark = pytest.mark.usefixtures("no_pictures")
 
@@ -74,7 +74,7 @@ def test_batches_are_the_same_on_any_ranks_and_in_any_cut(data, kind):
         own.data.prepare(own.model.tokenizer_or_none())
         shares = []
         for rank in range(ranks):
-            windows = windows_of(own, loader_of(own, own.data.train), rank, ranks)
+            windows = make_windows(own, make_loader(own, own.data.train), rank, ranks)
             steps = [[micro for micro in window if not micro.is_empty] for window in windows.epoch(1)]
             shares.append([[row for micro in step for row in rows_of(micro.batch)] for step in steps])
         found.append([Counter(chain.from_iterable(step)) for step in zip(*shares, strict=True)])
@@ -106,7 +106,7 @@ def test_a_resumed_run_is_the_undisturbed_one_bit_for_bit(data, tmp_path, kind):
 
 def test_the_doctor_looks_at_samples_and_finds_those_that_are_there_twice(data, folder):
     own = Recipe(model=model(), data=data("documents", test_files=str(folder / "3.txt")), batch_size=4)
-    subject = Subject(planned(own), "own", World("python", "cpu", 1), True)
+    subject = CheckContext(planned(own), "own", World("python", "cpu", 1), True)
     said = [f"{one.status} {one.text}" for check in (samples, duplicates, vocabulary) for one in check(subject)]
     assert not [line for line in said if line.startswith("FAIL")], said
     assert any(f"{folder}/3.txt is {folder}/3.txt" in line for line in said)

@@ -18,7 +18,7 @@ from trainer.data.workers import decide_workers
 from trainer.engine.cut import Cut
 from trainer.engine.window import Windows
 from trainer.errors import RecipeError
-from trainer.values import Groups, Request
+from trainer.values import Request, ShuffleGroups
 
 
 @pytest.fixture(scope="module")
@@ -181,7 +181,7 @@ class Counting:
 @pytest.mark.parametrize("world_size", [1, 3])
 @pytest.mark.parametrize(
     "known",
-    [{}, {"lengths": [7 * i % 50 + 1 for i in range(95)]}, {"groups": Groups([10] * 9 + [5], 30)}],
+    [{}, {"lengths": [7 * i % 50 + 1 for i in range(95)]}, {"groups": ShuffleGroups([10] * 9 + [5], 30)}],
     ids=["plain", "by length", "by groups"],
 )
 def test_each_rank_loads_the_samples_of_its_own_micro_batches_and_no_others(world_size, known):

@@ -16,11 +16,11 @@ from trainer.contract import Data
 from trainer.data import CIFAR10, Digits, Mixture
 from trainer.data.fingerprint import fingerprint
 from trainer.data.loader import Loader
-from trainer.engine.feed import windows_of
+from trainer.engine.data_feed import make_windows
 from trainer.errors import RecipeError
 from trainer.models import MLP
 from trainer.settings import change, settings_of
-from trainer.values import Groups
+from trainer.values import ShuffleGroups
 
 
 @pytest.fixture(scope="module")
@@ -54,7 +54,7 @@ def test_datasets_are_drawn_by_their_weights_whatever_their_sizes(drawn):
     bright = [bool(data.train[index]["pixel_values"].mean() > 0) for index in range(120)]
     assert bright == [False] * 30 + [True] * 90
     recipe = Recipe(model=MLP(num_classes=2, image_size=8, channels=3), data=data, batch_size=16)
-    windows = windows_of(recipe, Loader(data.train, data.collate))
+    windows = make_windows(recipe, Loader(data.train, data.collate))
     places = [(epoch, step) for epoch in range(40) for step in range(windows.steps(epoch))]
     pieces = [piece for place in places for piece in windows.pieces(*place)]
     counted = Counter(index >= 30 for piece in pieces for index in piece)
@@ -136,7 +136,7 @@ def test_what_does_not_go_together_is_refused_by_part(drawn):
             prepared(Mixture([(first, 0.5), (other, 0.5)]))
     streamed = Data()
     streamed.prepare = lambda tokenizer=None: None
-    streamed.train = type("Split", (list,), {"groups": Groups((1,), 1)})([0])
+    streamed.train = type("Split", (list,), {"groups": ShuffleGroups((1,), 1)})([0])
     with pytest.raises(RecipeError, match=r"part 1 \(Data\) reads its samples group by group"):
         prepared(Mixture([(streamed, 1.0)]))
     for parts, message in (

@@ -13,8 +13,8 @@ from trainer.api import fit
 from trainer.cli import run
 from trainer.contract import Data
 from trainer.data import ImageFolder
-from trainer.data.loader import Loader, SampleError, loader_of
-from trainer.engine.feed import evaluation_micro_batches, windows_of
+from trainer.data.loader import Loader, SampleError, make_loader
+from trainer.engine.data_feed import evaluation_micro_batches, make_windows
 from trainer.engine.forward import Forward
 from trainer.engine.order import batch_indices
 from trainer.engine.quarantine import Quarantine, gather_texts
@@ -23,8 +23,8 @@ from trainer.errors import RecipeError
 from trainer.launching.world import World
 from trainer.memory.plan import decide_plan
 from trainer.models import MLP
-from trainer.run.session import Session, evaluation
-from trainer.values import IGNORED_LABEL, BadSample, Incomplete, Request
+from trainer.run.session import Session, make_evaluation
+from trainer.values import IGNORED_LABEL, BadSample, PartialBatch, Request
 
 pytestmark = pytest.mark.usefixtures("no_pictures")
 
@@ -84,8 +84,8 @@ def train(world_size, micro, split, limit=5, workers=0, epochs=2):
     optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
     stepper = Stepper(fabric, recipe.model, fabric.setup_module(module), optimizer)
     quarantine = Quarantine(limit)
-    loader, reduce = loader_of(recipe, split, workers), list if world_size == 1 else host_sum
-    windows = windows_of(recipe, loader, fabric.global_rank, world_size, reduce, quarantine)
+    loader, reduce = make_loader(recipe, split, workers), list if world_size == 1 else host_sum
+    windows = make_windows(recipe, loader, fabric.global_rank, world_size, reduce, quarantine)
     found = {"losses": [], "samples": [], "met": []}
     try:
         for epoch in range(epochs):
@@ -166,12 +166,12 @@ def test_known_bad_samples_are_not_asked_for_again():
 
 def test_what_is_restored_is_left_out_from_the_start():
     first, again = Quarantine(5), Quarantine(5)
-    first.share("train", [BadSample(index, f"file {index}", "gone") for index in BAD], list, 0, 1)
+    first.exchange("train", [BadSample(index, f"file {index}", "gone") for index in BAD], list, 0, 1)
     state = json.loads(json.dumps(first.state_dict()))
     again.load_state_dict(state)
     assert again.state_dict() == first.state_dict()
-    assert again.kept("train", range(6)) == [1, 2, 5]
-    assert list(again.kept("test", range(6))) == [0, 1, 2, 3, 4, 5]
+    assert again.filter("train", range(6)) == [1, 2, 5]
+    assert list(again.filter("test", range(6))) == [0, 1, 2, 3, 4, 5]
     with pytest.raises(RecipeError, match=r"5 samples cannot be loaded, which exceeds data\.max_bad_samples=4"):
         Quarantine(4).load_state_dict(state)
 
@@ -190,7 +190,7 @@ def test_texts_of_ranks_come_together_by_sums(ranks):
 def test_a_micro_batch_that_lost_all_its_samples_borrows_one(workers):
     loader = Loader(Split(bad=BAD), collate, workers=workers, max_bad_samples=3)
     whole, part, none = loader([Request([1, 2]), Request([2, 3]), Request([3, 4])])
-    assert not isinstance(whole, Incomplete)
+    assert not isinstance(whole, PartialBatch)
     assert (part.kept, part.bad) == ([2], [BadSample(3, "file 3", "OSError: broken pipe")])
     assert (none.kept, [sample.position for sample in none.bad]) == ([], [3, 4])
     assert torch.equal(none.batch["pixel_values"][0], Split()[5]["pixel_values"])
@@ -214,7 +214,7 @@ def evaluate(world_size, split, limit, micro=2):
     torch.manual_seed(0)
     module = fabric.setup_module(recipe.model.build().double())
     session = Session(recipe, decide_plan(recipe, world_size), fabric, World("python", "cpu", world_size))
-    run_evaluation = evaluation(session, Forward(fabric, recipe.model, module), "test")
+    run_evaluation = make_evaluation(session, Forward(fabric, recipe.model, module), "test")
     first, second = run_evaluation(), run_evaluation()
     assert (first.loss, first.samples) == pytest.approx((second.loss, second.samples))
     return first.loss, first.samples, [finding.sample.position for finding in session.quarantine.findings()]
@@ -270,13 +270,15 @@ def test_a_run_with_more_than_it_may_leave_out_does_not_start(own):
 def test_a_prediction_and_the_rehearsal_leave_them_out_without_counting(own):
     recipe = own(2)
     recipe.data.prepare()
-    windows = windows_of(recipe, loader_of(recipe, recipe.data.train), world_size=3, reduce=lambda values: values * 1)
+    windows = make_windows(
+        recipe, make_loader(recipe, recipe.data.train), world_size=3, reduce=lambda values: values * 1
+    )
     met = {index for window in windows.epoch(0) for micro in window for index in micro.indices}
     assert met
     assert 2 not in met
     assert len(windows.quarantine) == 0
     recipe = recipe_of(Split(bad=BAD), 1, micro=6)
-    windows = windows_of(recipe, loader_of(recipe, recipe.data.train), quarantine=Quarantine(1))
+    windows = make_windows(recipe, make_loader(recipe, recipe.data.train), quarantine=Quarantine(1))
     assert windows.longest(1).weights == {"loss": 3.0}  # of the samples 0 to 5
     assert len(windows.quarantine) == 0
 
@@ -340,7 +342,7 @@ def test_a_run_with_a_wrong_label_ends_with_one_line(tmp_path, capsys):
 
 def test_micro_batches_of_an_evaluation_are_as_many_on_every_rank():
     recipe = recipe_of(Split(bad=BAD), 5, micro=1, batch=8)
-    loader, quarantine = loader_of(recipe, recipe.data.test), Quarantine(5)
+    loader, quarantine = make_loader(recipe, recipe.data.test), Quarantine(5)
     for _ in range(2):  # unknown, then known
         micro_batches = list(evaluation_micro_batches("test", [[0], [3, 4], [5], []], loader, quarantine))
         assert [micro.is_empty for micro in micro_batches] == [True, True, False, True]

@@ -7,8 +7,8 @@ from hypothesis import strategies as st
 from sklearn.datasets import load_digits
 from sklearn.model_selection import train_test_split
 
-from trainer.data.arrays import read_digits
-from trainer.data.common import hold_out
+from trainer.data.base import hold_out
+from trainer.data.image_splits import read_digits
 from trainer.errors import RecipeError
 
 LABELS = st.lists(st.integers(0, 4), min_size=6, max_size=90)
@@ -29,7 +29,7 @@ def test_the_split_is_that_of_scikit_learn(labels, fraction, seed):
 @pytest.mark.parametrize("elsewhere", [False, True])
 def test_the_digits_are_those_of_scikit_learn(elsewhere, monkeypatch):
     if elsewhere:
-        monkeypatch.setattr("trainer.data.arrays.find_spec", lambda name: None)
+        monkeypatch.setattr("trainer.data.image_splits.find_spec", lambda name: None)
     digits = load_digits()
     pixels, classes = read_digits()
     assert np.array_equal(pixels, digits.images)

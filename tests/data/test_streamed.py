@@ -16,7 +16,7 @@ from trainer.data.loader import Loader
 from trainer.data.shards import ShardReader
 from trainer.engine.order import batch_indices
 from trainer.errors import RecipeError
-from trainer.values import Incomplete, Request
+from trainer.values import PartialBatch, Request
 
 
 @pytest.fixture
@@ -105,8 +105,8 @@ def test_classes_may_be_given_and_are_else_all_labels_sorted(read, folder):
 
 def left_out(data, indices):
     (found,) = Loader(data.train, data.collate, max_bad_samples=3)([Request(indices)])
-    assert isinstance(found, Incomplete)
-    return found.kept, [bad.position for bad in found.bad]
+    assert isinstance(found, PartialBatch)
+    return found.kept_indices, [bad.position for bad in found.bad]
 
 
 def test_rows_without_text_or_known_label_are_named_and_may_be_left_out(read, folder):

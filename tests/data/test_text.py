@@ -143,7 +143,7 @@ def test_a_hub_that_cannot_be_reached_names_the_other_ways(tokenizer, monkeypatc
     def unreachable(*_, **__):
         raise ConnectionError("Couldn't reach the hub")
 
-    monkeypatch.setattr("trainer.data.rows.away", lambda: "")  # it answers, and fails later
+    monkeypatch.setattr("trainer.data.tables.offline_reason", lambda: "")  # it answers, and fails later
     monkeypatch.setattr("datasets.load_dataset", unreachable)
     refused(r"'stanfordnlp/imdb'.*Couldn't reach the hub.*train\.csv", IMDb(), tokenizer)
 

@@ -13,7 +13,7 @@ import torch
 
 from trainer.contract import Data
 from trainer.data.loader import Loader
-from trainer.data.workers import MAX_AHEAD, WorkerError, _Watch
+from trainer.data.workers import MAX_AHEAD, WorkerError, _WorkerMonitor
 from trainer.engine.quarantine import Quarantine
 from trainer.launching.world import World
 from trainer.models import MLP
@@ -92,8 +92,8 @@ def ending():
         def hand_over():
             raise error
 
-        watch = _Watch(300.0)
-        next(watch.noted([Request([4, 5])]))
+        watch = _WorkerMonitor(300.0)
+        next(watch.record([Request([4, 5])]))
         watch.begin(SimpleNamespace(_workers=[process], _shutdown_workers=None))
         watch.batches = iter(hand_over, None)
         return next(iter(watch))
@@ -117,7 +117,7 @@ def test_an_error_that_a_worker_passes_on_is_not_waited_for(ending):
 
 def test_workers_that_a_thread_keeps_do_not_keep_the_run(monkeypatch):
     monkeypatch.setattr("torch.utils.data._utils.MP_STATUS_CHECK_INTERVAL", 1e4)  # torch waits so long for each
-    monkeypatch.setattr("trainer.data.workers.SECONDS_TO_LEAVE", 0.3)
+    monkeypatch.setattr("trainer.data.workers.WORKER_CLOSE_TIMEOUT", 0.3)
     batches = loader(0, lambda: threading.Thread(target=threading.Event().wait).start(), workers=1)
     assert len(list(batches([Request([0]), Request([1])]))) == 2
 
@@ -143,7 +143,7 @@ def test_a_worker_that_stands_still_is_named_and_none_is_left_then_or_after_an_e
 
 
 def test_a_slow_worker_is_waited_for(monkeypatch):
-    monkeypatch.setattr("trainer.data.workers.SECONDS_BETWEEN_LOOKS", 0.1)
+    monkeypatch.setattr("trainer.data.workers.POLL_INTERVAL", 0.1)
     assert len(load(lambda: time.sleep(0.5), worker_timeout=300)) == 6
 
 

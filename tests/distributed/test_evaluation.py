@@ -12,7 +12,7 @@ from trainer.engine.forward import Forward
 from trainer.launching.world import World
 from trainer.memory.plan import decide_plan
 from trainer.recipe import Memory, Recipe
-from trainer.run.session import Session, evaluation
+from trainer.run.session import Session, make_evaluation
 
 SIZES = [1, 2, 13, 31]
 
@@ -39,7 +39,7 @@ def evaluate_on(size, world_size):
     forward = Forward(fabric, model, module)
     forward.module.train()
     session = Session(recipe, decide_plan(recipe, world_size), fabric, World("python", "cpu", world_size))
-    result = evaluation(session, forward, "test")()
+    result = make_evaluation(session, forward, "test")()
     assert forward.module.training
     return result.loss, result.accuracy, result.samples, result.confusion.tolist()
 
@@ -73,11 +73,11 @@ def test_evaluation_is_cut_as_training_is_after_a_recovery():
     sizes = []
     losses = forward.losses
     forward.losses = lambda batch, packed: sizes.append(len(batch["labels"])) or losses(batch, packed)
-    run = evaluation(session, forward, "test")
+    run = make_evaluation(session, forward, "test")
     run()
     assert max(sizes) == 16
     sizes.clear()
-    session.recut(session.plan.first_cut.halved(1).halved(1))
+    session.set_cut(session.plan.initial_cut.halved(1).halved(1))
     run()
     assert max(sizes) == 4
     assert sum(sizes) == 31

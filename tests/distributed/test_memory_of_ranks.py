@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from trainer.memory.monitor import Monitor
+from trainer.memory.monitor import MemoryMonitor
 from trainer.system.machine import HostMemory
 
 BALLAST = 200 * 1000 * 1000
@@ -15,7 +15,7 @@ BALLAST = 200 * 1000 * 1000
 
 
 def measured(rank_with_peak: int) -> dict[str, Any]:
-    monitor = Monitor(torch.device("cpu"))
+    monitor = MemoryMonitor(torch.device("cpu"))
     resident = [torch.zeros(1, dtype=torch.int64) for _ in range(2)]
     torch.distributed.all_gather(resident, torch.tensor([HostMemory().read().resident]))
     monitor.enter("forward")

@@ -20,14 +20,14 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from trainer.contract import Data, Model
-from trainer.engine.deterministic import CUBLAS, deterministic_algorithms, tree_sync
+from trainer.engine.deterministic import CUBLAS, deterministic_algorithms, make_tree_sync
 from trainer.engine.quarantine import Quarantine
 from trainer.engine.window import Window, Windows
 from trainer.errors import RecipeError, RunError
 from trainer.memory.plan import decide_plan, idle_ranks
 from trainer.models import MLP
 from trainer.recipe import Memory, Optim, Recipe, Run
-from trainer.values import BadSample, Incomplete, Request
+from trainer.values import BadSample, PartialBatch, Request
 
 WAYS = [("single", 1), ("fsdp", 1), ("ddp", 2), ("fsdp", 2), ("ddp", 4), ("fsdp", 4)]
 
@@ -93,7 +93,7 @@ class SpoiltCase(EvenCase):
             ours, theirs = tee(requests)
             for (indices, *_), batch in zip(ours, fetch(theirs), strict=True):
                 bad = [BadSample(index, f"sample {index}", "spoilt") for index in indices if index in SPOILT]
-                yield Incomplete(batch, [index for index in indices if index not in SPOILT], bad) if bad else batch
+                yield PartialBatch(batch, [index for index in indices if index not in SPOILT], bad) if bad else batch
 
         windows.fetch, windows.quarantine = spoilt, Quarantine(limit=3)
 
@@ -269,27 +269,27 @@ def test_what_cannot_work_is_refused_in_one_line_that_names_the_key(ranks, messa
 def test_running_statistics_are_refused():
     module = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
     with pytest.raises(RecipeError, match=r"run\.deterministic=true: the model has BatchNorm"):
-        tree_sync(module, list(module.parameters()), 2)
+        make_tree_sync(module, list(module.parameters()), 2)
     module[1] = nn.BatchNorm1d(2, track_running_stats=False)
-    assert tree_sync(module, list(module.parameters()), 1).world_size == 1
+    assert make_tree_sync(module, list(module.parameters()), 1).world_size == 1
 
 
 def test_a_micro_batch_that_leaves_out_parameters_ends_the_run():
     module = BranchOnly()
-    sync = tree_sync(module, list(module.parameters()), 1)
-    sync.begin(Window([], {}, samples=2, present=[True, True]))
-    sync.before(is_last=False)
+    sync = make_tree_sync(module, list(module.parameters()), 1)
+    sync.begin(Window([], {}, samples=2, nonempty=[True, True]))
+    sync.before_forward(is_last=False)
     module(torch.ones(1, 48), both=True).sum().backward()
-    sync.before(is_last=True)
+    sync.before_forward(is_last=True)
     module(torch.ones(1, 48), both=False).sum().backward()
     with pytest.raises(RunError, match="produced gradients for different parameters than the first"):
-        sync.after()
+        sync.after_last_backward()
 
 
 def test_the_plan_says_so_and_counts_micro_steps_by_rank():
     plan = decide_plan(recipe({}, micro_batch_size=4), 2)
     assert plan.describe().endswith("ddp, 32-true, the same bits on any number of ranks")
-    assert (plan.first_cut.micro_batch_size, plan.first_cut.accumulate) == (4, 1)
+    assert (plan.initial_cut.micro_batch_size, plan.initial_cut.accumulate) == (4, 1)
     assert decide_plan(recipe({}, micro_batch_size=4, strategy="fsdp"), 2).memory.sync_every_micro_step is True
 
 

@@ -150,13 +150,13 @@ def count_syncs(stepper, windows, sync_always=False):
 
     stepper.module.register_comm_hook(None, hook)
 
-    honest = stepper.sync.before
+    honest = stepper.sync.before_forward
 
     def before(is_last):
         counts.append(0)
         honest(True if sync_always else is_last)
 
-    stepper.sync.before = before
+    stepper.sync.before_forward = before
     return counts
 
 

@@ -23,9 +23,9 @@ from trainer.api import fit
 from trainer.engine import step as stepping
 from trainer.engine.events import Listener
 from trainer.engine.loop import NonFiniteError
-from trainer.engine.schedule import LearningRate
-from trainer.engine.step import Phases
-from trainer.engine.totals import LossTotals
+from trainer.engine.loss_totals import LossTotals
+from trainer.engine.schedule import CheckpointableLambdaLR
+from trainer.engine.step import PhaseHooks
 
 LATE = ("cuda", "cpu")
 
@@ -48,8 +48,8 @@ def trained(values, late, *, epochs=3, batch_size=2, world_size=1, max_skipped=2
         stepper, recorder, averages = engine.stepper, Recorder(), []
         optimizer = make(module.parameters(), lr=0.1, fused=True)
         stepper.attach(stepper.module, optimizer)
-        stepper.scheduler = LearningRate(optimizer, lambda step: 1 / (1 + step + 10 * stepper.skipped_steps))
-        stepper.clip_norm, stepper.phases = 1.0, phases or Phases()
+        stepper.scheduler = CheckpointableLambdaLR(optimizer, lambda step: 1 / (1 + step + 10 * stepper.skipped_steps))
+        stepper.clip_norm, stepper.phases = 1.0, phases or PhaseHooks()
         stepper.average = lambda updates: averages.append([updates, *(p.tolist() for p in module.parameters())])
         engine.listeners = [recorder]
         engine.fit(epochs=epochs, max_skipped=max_skipped)
@@ -87,7 +87,7 @@ def test_a_bad_sample_on_one_rank_skips_the_step_on_both(ranks):
 def test_a_result_is_read_when_the_forward_of_the_next_step_is_launched():
     heard = []
 
-    class Hearing(Phases):
+    class Hearing(PhaseHooks):
         def enter(self, phase, micro=None):
             heard.append(phase)
 

@@ -22,8 +22,8 @@ from torch.utils.checkpoint import checkpoint
 
 from trainer import Checkpoint, Data, Memory, Optim, Recipe, RecipeError, Run, fit
 from trainer.contract import Model
-from trainer.engine.check import WATCHED, LossCheck
 from trainer.engine.forward import Forward
+from trainer.engine.loss_check import WATCHED, LossCheck
 from trainer.engine.order import batch_indices
 from trainer.engine.window import MicroBatch, Window
 from trainer.values import Loss
@@ -271,7 +271,7 @@ def _compared_and_not(folder, ways=WAYS, kinds=tuple(KINDS)):
             paths = [folder / f"{number}{kind}{end}" for end in ("", "-not")]
             fit(recipe(paths[0], kind, memory={"micro_batch_size": 2} | way))
             with pytest.MonkeyPatch.context() as patch:
-                patch.setattr(LossCheck, "compare", lambda *args: None)
+                patch.setattr(LossCheck, "check_additive", lambda *args: None)
                 patch.setattr("trainer.engine.loop.rehearse", lambda *args: None)
                 fit(recipe(paths[1], kind, memory={"micro_batch_size": 2} | way))
             if world == 1 or torch.distributed.get_rank() == 0:
@@ -325,8 +325,8 @@ def checked(model, module, windows, count=WATCHED):
     forward, check = Forward(make_fabric("32-true", 1), model, module), LossCheck(model)
     for number, batches in enumerate(windows[:count], start=1):
         micro = [MicroBatch(batch, 0, False, False, range(len(batch["labels"]))) for batch in batches]
-        check.compare(forward, Window(micro, {}, 1), 1, torch.default_generator)
-        if check.end(0 if check.steps else check.seen.update(dict.fromkeys(model.loss_names, 0)) or 0):
+        check.check_additive(forward, Window(micro, {}, 1), 1, torch.default_generator)
+        if check.check_complete(0 if check.steps else check.seen.update(dict.fromkeys(model.loss_names, 0)) or 0):
             return number
     return count
 
@@ -397,7 +397,7 @@ def _rare_on_the_last_rank():
         labels = [1, 1, 1, 2 if step == 2 and is_last else 1]
         micro = MicroBatch(batch_of(labels, generator), 0, True, False, range(4))
         try:
-            check.compare(forward, Window([micro], {}, 4), fabric.world_size, torch.default_generator)
+            check.check_additive(forward, Window([micro], {}, 4), fabric.world_size, torch.default_generator)
         except RecipeError:
             return [*said, "refused"]
         check.steps += 1

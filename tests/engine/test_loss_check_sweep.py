@@ -17,8 +17,8 @@ from torch.nn.functional import cross_entropy
 from transformers import AutoConfig
 
 from trainer.contract import Model
-from trainer.engine.check import LossCheck
 from trainer.engine.forward import Forward
+from trainer.engine.loss_check import LossCheck
 from trainer.engine.window import MicroBatch, Window
 from trainer.errors import RecipeError
 from trainer.values import Loss
@@ -136,7 +136,7 @@ def comparison(model: Model, module: nn.Module, kind: str) -> str:
     check._totals = counted
     window = Window([MicroBatch(batch, 0, True, False, range(6))], model.weigh(batch), 6)
     try:
-        check.compare(Forward(make_fabric("32-true", 1), model, module), window, 1, torch.default_generator)
+        check.check_additive(Forward(make_fabric("32-true", 1), model, module), window, 1, torch.default_generator)
     except RecipeError:
         return "refused"
     return "not computed" if failed else "passed"

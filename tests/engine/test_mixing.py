@@ -21,22 +21,22 @@ from helpers.problems import (
 from helpers.rounding import ROUNDING
 from torch.nn.functional import binary_cross_entropy_with_logits, cross_entropy, one_hot
 
-from trainer.contract import Data, weigh_mixed
+from trainer.contract import Data, mixed_sample_weights
 from trainer.data import Digits
 from trainer.data.loader import Loader
-from trainer.data.mix import mixed, rectangle
-from trainer.engine.feed import windows_of
+from trainer.data.mixup import apply_mixup, cutmix_box
+from trainer.engine.data_feed import make_windows
 from trainer.engine.order import derive_seed, draw_mix
 from trainer.errors import RecipeError
 from trainer.models import MLP
-from trainer.models.common import Objective
+from trainer.models.base import Objective
 from trainer.recipe import Recipe
-from trainer.values import Incomplete, Mix, Mixing, Request
+from trainer.values import MixupConfig, MixupDraw, PartialBatch, Request
 
 KINDS = {
-    "mixup": Mixing(mixup=0.8),
-    "cutmix": Mixing(cutmix=1.0),
-    "both, sometimes": Mixing(mixup=0.4, cutmix=1.0, probability=0.7),
+    "mixup": MixupConfig(mixup=0.8),
+    "cutmix": MixupConfig(cutmix=1.0),
+    "both, sometimes": MixupConfig(mixup=0.4, cutmix=1.0, probability=0.7),
 }
 CUTS = (1, 3, 1000)
 
@@ -163,7 +163,7 @@ def test_partners_within_the_micro_batch_which_is_usual_would_be_found():
 
         def own(epoch, step):
             for request, is_empty in honest(epoch, step):
-                turned = Mix(request.indices[::-1], request.seeds[::-1], request.mix.share)
+                turned = MixupDraw(request.indices[::-1], request.seeds[::-1], request.mix.lam)
                 yield request._replace(mix=turned), is_empty
 
         windows._own = lambda epoch, step: list(own(epoch, step))
@@ -174,7 +174,7 @@ def test_partners_within_the_micro_batch_which_is_usual_would_be_found():
 
 
 def test_how_a_batch_is_mixed_follows_from_its_place_alone():
-    both = Mixing(mixup=0.8, cutmix=1.0, probability=0.75)
+    both = MixupConfig(mixup=0.8, cutmix=1.0, probability=0.75)
     drawn = [draw_mix(3, 1, step, 16, both) for step in range(400)]
     assert drawn == [draw_mix(3, 1, step, 16, both) for step in range(400)]
     assert all(sorted(partners) == list(range(16)) for partners, _, _ in drawn)
@@ -182,17 +182,17 @@ def test_how_a_batch_is_mixed_follows_from_its_place_alone():
     assert 0.68 < len(mixed_ones) / 400 < 0.82
     assert 0.4 < sum(centre is not None for *_, centre in mixed_ones) / len(mixed_ones) < 0.6
     assert all(share * 256 == int(share * 256) for _, share, _ in drawn)
-    shares = [draw_mix(0, 0, step, 4, Mixing(mixup=0.2))[1] for step in range(400)]
+    shares = [draw_mix(0, 0, step, 4, MixupConfig(mixup=0.2))[1] for step in range(400)]
     assert (
         sum(share in (0, 1) or not 0.05 < share < 0.95 for share in shares) > 200
     )  # most mix little, at such an alpha
-    assert draw_mix(0, 0, 0, 4, Mixing(mixup=0.2)) != draw_mix(0, 1, 0, 4, Mixing(mixup=0.2))
+    assert draw_mix(0, 0, 0, 4, MixupConfig(mixup=0.2)) != draw_mix(0, 1, 0, 4, MixupConfig(mixup=0.2))
 
 
 def test_a_rectangle_is_cut_off_at_the_border_and_its_share_is_of_what_is_left():
-    assert rectangle(0.75, (0.5, 0.5), 8, 8) == (slice(2, 6), slice(2, 6), 0.75)
-    assert rectangle(0.75, (0.0, 0.99), 8, 8) == (slice(0, 2), slice(5, 8), round(256 * (1 - 6 / 64)) / 256)
-    assert rectangle(1.0, (0.5, 0.5), 8, 8)[2] == 1.0
+    assert cutmix_box(0.75, (0.5, 0.5), 8, 8) == (slice(2, 6), slice(2, 6), 0.75)
+    assert cutmix_box(0.75, (0.0, 0.99), 8, 8) == (slice(0, 2), slice(5, 8), round(256 * (1 - 6 / 64)) / 256)
+    assert cutmix_box(1.0, (0.5, 0.5), 8, 8)[2] == 1.0
 
 
 def test_a_partner_in_the_micro_batch_is_loaded_once_and_others_besides():
@@ -204,7 +204,7 @@ def test_a_partner_in_the_micro_batch_is_loaded_once_and_others_besides():
             return super().__getitem__(index)
 
     loader = Loader(Counted(make_samples(Problem("mlp", 8, 8, 8))), Data().collate)
-    asked = [Request([1, 2, 3], [11, 12, 13], Mix([2, 1, 6], [12, 11, 16], 0.5))]
+    asked = [Request([1, 2, 3], [11, 12, 13], MixupDraw([2, 1, 6], [12, 11, 16], 0.5))]
     (batch,) = loader(asked)
     assert read == [1, 2, 3, 6]
     assert batch["lam"].tolist() == [0.5] * 3
@@ -221,15 +221,15 @@ def test_a_sample_whose_partner_cannot_be_loaded_is_mixed_with_itself(size):
     loader = Loader(split, Data().collate, max_bad_samples=2)
     indices, partners = [1, 6, 3, 2], [2, 3, 6, 1]
     pieces = [slice(at, at + size) for at in range(0, 4, size)]
-    asked = [Request(indices[at], indices[at], Mix(partners[at], partners[at], 0.25)) for at in pieces]
+    asked = [Request(indices[at], indices[at], MixupDraw(partners[at], partners[at], 0.25)) for at in pieces]
     answers = list(loader(asked))
-    kept = [answer for answer in answers if not isinstance(answer, Incomplete) or answer.kept]
-    batches = [answer.batch if isinstance(answer, Incomplete) else answer for answer in kept]
+    kept = [answer for answer in answers if not isinstance(answer, PartialBatch) or answer.kept_indices]
+    batches = [answer.batch if isinstance(answer, PartialBatch) else answer for answer in kept]
     (plain,) = loader([Request([1, 3, 2], [1, 3, 2])])
     one, three, two = plain["pixel_values"]
     wanted = torch.stack([one * 0.25 + two * 0.75, three * 0.25 + three * 0.75, two * 0.25 + one * 0.75])
     assert torch.equal(torch.cat([batch["pixel_values"] for batch in batches]), wanted)
-    bad = [sample.position for answer in answers if isinstance(answer, Incomplete) for sample in answer.bad]
+    bad = [sample.position for answer in answers if isinstance(answer, PartialBatch) for sample in answer.bad]
     assert bad == [6]
 
 
@@ -237,7 +237,7 @@ def test_labels_that_are_ignored_weigh_by_their_share():
     batch = {"labels": torch.tensor([0, -100, 2]), "lam": torch.full((3,), 0.25)}
     batch["mixed_labels"] = torch.tensor([1, 1, -100])
     model = make_model("vit")
-    assert weigh_mixed(batch, model.weigh) == model.weigh(batch) == {"loss": 2.0}
+    assert mixed_sample_weights(batch, model.weigh) == model.weigh(batch) == {"loss": 2.0}
     batch["mixed_labels"] = torch.tensor([-100, -100, -100])
     assert model.weigh(batch) == {"loss": 0.5}
 
@@ -252,11 +252,11 @@ def test_what_cannot_be_mixed_is_refused():
     recipe = Recipe(model=OwnLabels(), data=Digits(mixup=0.2), batch_size=4)
     recipe.data.train = [0]
     with pytest.raises(RecipeError, match=r"OwnLabels\.losses\(\) supports one label per sample: set both to 0, or"):
-        windows_of(recipe, iter)
+        make_windows(recipe, iter)
     with pytest.raises(
         RecipeError, match=r"data\.mixup and data\.cutmix need batches of tensors with one row per sample"
     ):
-        mixed({"input_ids": torch.ones(2, 3), "labels": torch.ones(2)}, [0], [1], Mix([1], None, 0.5))
+        apply_mixup({"input_ids": torch.ones(2, 3), "labels": torch.ones(2)}, [0], [1], MixupDraw([1], None, 0.5))
     for settings, message in (
         ({"mixup": -0.1}, r"data\.mixup=-0\.1 must be a number from 0 to 1000"),
         ({"cutmix": "1"}, r"data\.cutmix='1' must be a number"),

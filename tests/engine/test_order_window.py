@@ -16,14 +16,14 @@ from trainer.engine.order import batch_indices, derive_seed, permutation, steps_
 from trainer.engine.window import Windows
 from trainer.errors import RecipeError
 from trainer.recipe import Memory, Recipe
-from trainer.values import Groups
+from trainer.values import ShuffleGroups
 
 group_sizes = st.lists(st.integers(1, 40), min_size=1, max_size=12)
 
 
 @given(st.integers(0, 2**62), st.integers(0, 9), group_sizes, st.none() | st.integers(1, 60), st.integers(1, 40))
 def test_an_epoch_takes_every_sample_once_and_only_the_last_batch_is_short(seed, epoch, sizes, mixed, batch_size):
-    size, groups = sum(sizes), mixed and Groups(sizes, mixed)
+    size, groups = sum(sizes), mixed and ShuffleGroups(sizes, mixed)
     steps = range(steps_in_epoch(size, batch_size))
     batches = [batch_indices(seed, epoch, step, size, batch_size, groups) for step in steps]
     assert sorted(index for batch in batches for index in batch) == list(range(size))
@@ -40,11 +40,11 @@ def test_the_order_never_changes():
     # Resuming a run after an upgrade relies on these very numbers.
     assert permutation(0, 0, 10).tolist() == [7, 8, 1, 4, 9, 6, 3, 0, 5, 2]
     assert derive_seed(0, 1, 2, 3) == 8479124504904169328
-    assert batch_indices(0, 0, 1, 12, 4, Groups((3, 2, 4, 3), 5)) == [4, 11, 6, 8]
+    assert batch_indices(0, 0, 1, 12, 4, ShuffleGroups((3, 2, 4, 3), 5)) == [4, 11, 6, 8]
 
 
 def test_a_stretch_is_mixed_and_needs_no_other_groups():
-    groups = Groups([10] * 40, 80)
+    groups = ShuffleGroups([10] * 40, 80)
     stretches = [batch_indices(1, 0, step, 400, 80, groups) for step in range(5)]
     assert [len({index // 10 for index in batch}) for batch in stretches] == [8] * 5
     batches = [batch_indices(1, 0, step, 400, 16, groups) for step in range(25)]
@@ -63,7 +63,7 @@ def windows_of(size, cut, rank=0, world_size=1, **options):
 def test_a_rank_reads_a_share_of_the_groups_and_all_ranks_every_sample(micro_batch_size):
     read, samples = [set() for _ in range(4)], Counter()
     for rank in range(4):
-        windows = windows_of(25 * 64, Cut(64, micro_batch_size, 1), rank, 4, groups=Groups([25] * 64, 400))
+        windows = windows_of(25 * 64, Cut(64, micro_batch_size, 1), rank, 4, groups=ShuffleGroups([25] * 64, 400))
         for micro in (micro for window in windows.epoch(0) for micro in window):
             samples.update(micro.indices)
             read[rank] |= {index // 25 for index in micro.indices}
@@ -71,7 +71,7 @@ def test_a_rank_reads_a_share_of_the_groups_and_all_ranks_every_sample(micro_bat
     assert all(len(groups) < 0.4 * 64 for groups in read)
 
 
-@pytest.mark.parametrize(("groups", "cut"), [(None, Cut(16, 2, 1)), (Groups([10] * 12, 40), Cut(24, 3, 1))])
+@pytest.mark.parametrize(("groups", "cut"), [(None, Cut(16, 2, 1)), (ShuffleGroups([10] * 12, 40), Cut(24, 3, 1))])
 def test_a_micro_batch_has_its_samples_and_its_dropout_on_any_number_of_ranks(groups, cut):
     def micro_batches(world_size):
         windows = [windows_of(120, cut, rank, world_size, groups=groups, augmented=True) for rank in range(world_size)]
@@ -167,7 +167,7 @@ def test_the_fullest_micro_batch_of_a_run_is_found(monkeypatch):
     steps = [(epoch, step) for epoch in range(3) for step in range(windows.steps(epoch))]
     most = max(tokens_of(piece, lengths, packs=True) for at in steps for piece in windows.pieces(*at))
     assert most == tokens_of(windows.longest(3).micro_batches[0].indices, lengths, packs=True)
-    monkeypatch.setattr("trainer.engine.window.MOST_DEALT", 100)
+    monkeypatch.setattr("trainer.engine.window.MAX_SEARCHED_SAMPLES", 100)
     assert sum(sorted(lengths)[-4:]) == tokens_of(windows.longest(3).micro_batches[0].indices, lengths, packs=True)
 
 

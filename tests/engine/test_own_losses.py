@@ -18,7 +18,7 @@ from torch import nn
 
 from trainer.cli import run
 from trainer.contract import Model
-from trainer.engine.check import PLACE, LossCheck, numbers_of, taken
+from trainer.engine.loss_check import PLACE, LossCheck, numbers_of, select_samples
 from trainer.engine.model_state import ModelState
 
 pytestmark = pytest.mark.usefixtures("no_pictures")
@@ -253,7 +253,7 @@ def test_the_comparison_changes_no_bit_of_what_follows(name, monkeypatch):
     monkeypatch.setattr(problems, "make_model", with_dropout)
     monkeypatch.setattr(LossCheck, "_compare", spied)
     found = engine_run(problem)
-    monkeypatch.setattr(LossCheck, "compare", lambda *args: None)
+    monkeypatch.setattr(LossCheck, "check_additive", lambda *args: None)
     expected = engine_run(problem)
     assert compared
     assert all(compared)
@@ -300,7 +300,7 @@ Fields = namedtuple("Fields", "x y")
     ],
 )
 def test_samples_are_taken_out_of_any_nest(batch, expected):
-    assert repr(taken(batch, [2, 0], 3)) == repr(expected)
+    assert repr(select_samples(batch, [2, 0], 3)) == repr(expected)
 
 
 @pytest.mark.parametrize("batch", [row(1, 2), {"x": row(1, 2, 3), "edges": row(1, 2, 3, 4)}, [row(1, 2)], object()])

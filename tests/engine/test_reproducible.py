@@ -57,7 +57,7 @@ def test_the_norm_does_not_depend_on_order_nor_on_parts(elements, seed, scale):
 
 
 def norm_of(parts: list[Tensor]) -> float:
-    return float(reproducible_norm(parts, sum(part.numel() for part in parts), torch.device("cpu"), over_ranks=False))
+    return float(reproducible_norm(parts, sum(part.numel() for part in parts), torch.device("cpu"), reduce=False))
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
@@ -82,7 +82,7 @@ def test_the_micro_batches_do_not_depend_on_the_ranks(samples, size, tokens, by_
     lengths = [7 * sample % 37 + 1 for sample in range(samples)] if by_length else None
     alone = cut_batch(range(samples), Cut(samples, size, 1, tokens), 1, lengths)
     for ranks in (1, 2, 4, 8):
-        pieces = cut_batch(range(samples), Cut(samples, size, 1, tokens, any_ranks=True), ranks, lengths)
+        pieces = cut_batch(range(samples), Cut(samples, size, 1, tokens, rank_independent=True), ranks, lengths)
         assert pieces == alone + [[]] * (-len(alone) % ranks)
 
 
@@ -95,15 +95,15 @@ def test_weights_that_are_fractions_add_up_to_the_same_bits():
             next(windows_of(tenths, rank, world_size, lambda row, tables=tables: tables.append(row) or row).epoch(0))
         total = [math.fsum(column) for column in zip(*tables, strict=True)]
         window = next(windows_of(tenths, 0, world_size, lambda row, total=total: total).epoch(0))
-        assert (window.weights["loss"].hex(), list(window.present)[:7]) == expected
-        assert not any(window.present[7:])
+        assert (window.weights["loss"].hex(), list(window.nonempty)[:7]) == expected
+        assert not any(window.nonempty[7:])
 
 
 def windows_of(weights: list[dict[str, float]], rank: int, world_size: int, reduce: Any) -> Windows:
     """One batch of micro-batches of one sample, of such weights."""
     return Windows(
         size=len(weights),
-        cut_at=lambda epoch: Cut(len(weights), 1, -(-len(weights) // world_size), any_ranks=True),
+        cut_at=lambda epoch: Cut(len(weights), 1, -(-len(weights) // world_size), rank_independent=True),
         fetch=lambda requests: (request.indices[0] for request in requests),
         weigh=lambda sample: weights[sample],
         seed=0,

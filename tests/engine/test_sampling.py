@@ -15,13 +15,13 @@ from trainer.data import Digits
 from trainer.data.fingerprint import fingerprint
 from trainer.data.loader import Loader
 from trainer.engine.cut import Cut
-from trainer.engine.feed import windows_of
-from trainer.engine.order import batch_indices, draws
+from trainer.engine.data_feed import make_windows
+from trainer.engine.order import batch_indices, weighted_draws
 from trainer.engine.window import Windows
 from trainer.errors import RecipeError
 from trainer.models import MLP
 from trainer.recipe import Memory, Recipe
-from trainer.values import Chances, Groups
+from trainer.values import SampleWeights, ShuffleGroups
 
 
 class Noisy(list):
@@ -33,7 +33,7 @@ class Noisy(list):
 
 
 def draw(stepper, windows, problem):
-    windows.chances = Chances([1 + 5 * (index % 3) for index in range(problem.size)])
+    windows.sample_weights = SampleWeights([1 + 5 * (index % 3) for index in range(problem.size)])
     if problem.name == "vit":
         windows.augmented, windows.fetch = True, Loader(Noisy(make_samples(problem)), Data().collate)
 
@@ -53,21 +53,21 @@ def test_neither_the_cut_nor_the_ranks_change_what_is_trained(name, ranks):
 
 
 def test_samples_are_drawn_by_their_chances_anew_in_every_epoch():
-    chances = Chances([0.0, 1.0, 3.0, 0.0, 6.0, 0.0] * 5000)
-    counts = Counter((draws(1, 0, chances) % 6).tolist())
+    chances = SampleWeights([0.0, 1.0, 3.0, 0.0, 6.0, 0.0] * 5000)
+    counts = Counter((weighted_draws(1, 0, chances) % 6).tolist())
     assert sum(counts.values()) == 30_000
     assert {place: round(count / 30_000, 1) for place, count in counts.items()} == {1: 0.1, 2: 0.3, 4: 0.6}
-    assert not torch.equal(draws(1, 0, chances), draws(1, 1, chances))
-    assert not torch.equal(draws(1, 0, chances), draws(2, 0, chances))
+    assert not torch.equal(weighted_draws(1, 0, chances), weighted_draws(1, 1, chances))
+    assert not torch.equal(weighted_draws(1, 0, chances), weighted_draws(2, 0, chances))
     batches = [batch_indices(1, 0, step, 30_000, 64, None, chances) for step in range(469)]
-    assert list(chain.from_iterable(batches)) == draws(1, 0, chances).tolist()
+    assert list(chain.from_iterable(batches)) == weighted_draws(1, 0, chances).tolist()
 
 
 def windows(rank=0, world_size=1, cut=3):
-    chances = Chances([1.0, 0.0, 20.0, 1.0, 1.0, 4.0, 1.0])
+    chances = SampleWeights([1.0, 0.0, 20.0, 1.0, 1.0, 4.0, 1.0])
     part = Cut(5, cut, 2)
     return Windows(
-        7, lambda _: part, iter, lambda _: {"loss": 1.0}, 3, rank, world_size, chances=chances, augmented=True
+        7, lambda _: part, iter, lambda _: {"loss": 1.0}, 3, rank, world_size, sample_weights=chances, augmented=True
     )
 
 
@@ -129,10 +129,10 @@ class Own(Data):
     ],
 )
 def test_chances_that_cannot_be_are_refused(chances, message):
-    data = Own(chances, Groups((2, 2), 2))
+    data = Own(chances, ShuffleGroups((2, 2), 2))
     recipe = Recipe(model=MLP(), data=data, batch_size=4, memory=Memory(micro_batch_size=2))
     with pytest.raises(RecipeError, match=message):
-        windows_of(recipe, iter)
+        make_windows(recipe, iter)
 
 
 @pytest.mark.parametrize(

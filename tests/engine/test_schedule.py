@@ -18,7 +18,7 @@ from trainer.contract import Model
 from trainer.engine.cut import Cut
 from trainer.engine.events import Listener
 from trainer.engine.loop import Engine, count_steps, epoch_at
-from trainer.engine.schedule import LearningRate, Plateau, lr_factor
+from trainer.engine.schedule import CheckpointableLambdaLR, ReduceOnPlateau, lr_factor
 from trainer.engine.step import Stepper
 from trainer.engine.window import Windows
 from trainer.models import VisionTransformer
@@ -63,13 +63,13 @@ class Bad(Model):
 class Evaluations(Listener):
     """Gives the schedule a validation loss after every step, which never improves."""
 
-    def __init__(self, scheduler: LearningRate) -> None:
+    def __init__(self, scheduler: CheckpointableLambdaLR) -> None:
         self.scheduler = scheduler
         self.used: list[float] = []
 
     def on_step(self, counters, result) -> None:
         self.used.append(math.nan if result.skipped else result.lr)
-        self.scheduler.evaluated(1.0)
+        self.scheduler.on_validation_loss(1.0)
 
 
 def rates_of(name, scale, skipped, world_size=1):
@@ -94,12 +94,14 @@ def rates_of(name, scale, skipped, world_size=1):
     )
     total, epoch_of = count_steps(windows, EPOCHS, None), epoch_at(windows, EPOCHS)
 
-    def make_scheduler() -> LearningRate:
-        plateau = Plateau(optim) if optim.schedule == "plateau" else None
+    def make_scheduler() -> CheckpointableLambdaLR:
+        plateau = ReduceOnPlateau(optim) if optim.schedule == "plateau" else None
         sizes = lambda step: windows.cut_at(epoch_of(step)).batch_size  # noqa: E731
         for group in optimizer.param_groups:
             group["lr"] = group["initial_lr"] = LR
-        return LearningRate(optimizer, lr_factor(optim, total, sizes, lambda: stepper.skipped_steps, plateau), plateau)
+        return CheckpointableLambdaLR(
+            optimizer, lr_factor(optim, total, sizes, lambda: stepper.skipped_steps, plateau), plateau
+        )
 
     stepper.scheduler = make_scheduler()
     listener = Evaluations(stepper.scheduler)

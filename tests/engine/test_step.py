@@ -12,12 +12,12 @@ from torch import nn
 
 from trainer.contract import Model
 from trainer.engine.batchnorm import BatchNormStatistics
-from trainer.engine.check import LossCheck
 from trainer.engine.cut import Cut
 from trainer.engine.events import Listener
 from trainer.engine.loop import Engine, NonFiniteError
+from trainer.engine.loss_check import LossCheck
 from trainer.engine.order import batch_indices
-from trainer.engine.schedule import LearningRate, lr_factor
+from trainer.engine.schedule import CheckpointableLambdaLR, lr_factor
 from trainer.engine.step import Stepper
 from trainer.engine.window import Windows
 from trainer.errors import RecipeError
@@ -58,7 +58,7 @@ def engine_of(values, model=None, *, fetch=None, precision="32-true", world_size
     torch.manual_seed(0)
     module = model.build()
     optimizer = torch.optim.SGD(module.parameters(), lr=0.1, momentum=0.9)
-    scheduler = LearningRate(optimizer, lambda step: 1 / (1 + step))
+    scheduler = CheckpointableLambdaLR(optimizer, lambda step: 1 / (1 + step))
     stepper = Stepper(fabric, model, fabric.setup_module(module), optimizer, scheduler)
     windows = Windows(
         size=len(values),
@@ -195,12 +195,12 @@ def test_batchnorm_forgets_as_much_in_k_micro_steps_as_in_one_step():
     corrected = BatchNormStatistics(layer)
     whole(batch)
     for _ in range(4):  # the same batch four times: what is left of the past is what counts
-        corrected.set(4, is_empty=False)
+        corrected.set_momentum(4, is_empty=False)
         layer(batch)
     torch.testing.assert_close(layer.running_mean, whole.running_mean)
     torch.testing.assert_close(layer.running_var, whole.running_var)
     before = layer.running_mean.clone()
-    corrected.set(4, is_empty=True)
+    corrected.set_momentum(4, is_empty=True)
     layer(batch)
     assert torch.equal(layer.running_mean, before)
 
@@ -278,7 +278,7 @@ def test_sgd_with_cosine_decay_reaches_its_floor_with_the_last_step(bad):
     factor = lr_factor(optim, steps, lambda step: 2, skipped_steps=lambda: stepper.skipped_steps)
     for group in stepper.optimizer.param_groups:
         group["lr"] = group["initial_lr"] = 0.1
-    stepper.scheduler = LearningRate(stepper.optimizer, factor)
+    stepper.scheduler = CheckpointableLambdaLR(stepper.optimizer, factor)
     engine.fit(epochs=1)
     assert [number for number, result in enumerate(results) if result.skipped] == bad
     taken = [result.lr for result in results if not result.skipped]

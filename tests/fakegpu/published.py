@@ -20,11 +20,11 @@ from torch.nn.functional import cross_entropy
 from torchvision.models import vit_l_16
 
 from trainer.fakegpu.allocator import round_up
-from trainer.fakegpu.any_loop import FakeGPU, LoopTracer
 from trainer.fakegpu.gpus import gpu_named
 from trainer.fakegpu.kernels import AttentionRules
 from trainer.fakegpu.target import Target
 from trainer.fakegpu.tracer import tracing
+from trainer.fakegpu.user_loop import FakeGPU, UserLoopTracer
 
 
 @dataclass(frozen=True)
@@ -41,11 +41,11 @@ class FlashOne(AttentionRules):
         out = super().flash(query, key, value, *options)  # so that a caller's .contiguous() makes a copy:
         return out.transpose(1, 2).clone(memory_format=torch.contiguous_format).transpose(1, 2)
 
-    def inner_bytes(self, name: str, args: tuple) -> tuple[int, ...]:
+    def workspace_bytes(self, name: str, args: tuple) -> tuple[int, ...]:
         if name == "_scaled_dot_product_flash_attention":
             return (3 * args[0].numel() * args[0].element_size(),)
         if name != "_scaled_dot_product_flash_attention_backward":
-            return super().inner_bytes(name, args)
+            return super().workspace_bytes(name, args)
         batch, heads, tokens, size = args[1].shape
         return 3 * args[1].numel() * args[1].element_size(), batch * heads * round_up(tokens, 128) * size * 4
 
@@ -65,8 +65,8 @@ class OldTarget(Target):
 def old_gpu(card: str, torch_version: str) -> Iterator[FakeGPU]:
     """As ``fake_gpu``, with the kernels of an older torch."""
     major, minor = map(int, torch_version.split("."))
-    with tracing(OldTarget(gpu_named(card), (major, minor)), kind=LoopTracer) as tracer:
-        assert isinstance(tracer, LoopTracer)
+    with tracing(OldTarget(gpu_named(card), (major, minor)), kind=UserLoopTracer) as tracer:
+        assert isinstance(tracer, UserLoopTracer)
         tracer.enter("init")
         yield FakeGPU(tracer)
 

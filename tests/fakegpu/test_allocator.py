@@ -7,7 +7,7 @@ from helpers.plain_allocator import PlainAllocator
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from trainer.fakegpu.allocator import ADDRESSES, AllocatorSettings, Block, CachingAllocator, Shortage
+from trainer.fakegpu.allocator import ADDRESSES, AllocatorSettings, Block, CachingAllocator, DriverOutOfMemory
 
 MiB = 2**20
 EXPANDABLE = AllocatorSettings(expandable_segments=True)
@@ -73,7 +73,7 @@ def test_the_cache_is_given_back_when_memory_runs_out() -> None:
     assert (allocator.reserved, allocator.retries) == (70 * MiB, 0)
     allocator.malloc(60 * MiB)  # the 50 MiB go back; 20 and 60 remain
     assert (allocator.reserved, allocator.retries) == (80 * MiB, 1)
-    with pytest.raises(Shortage):
+    with pytest.raises(DriverOutOfMemory):
         allocator.malloc(22 * MiB)
     assert (allocator.reserved, allocator.allocated, allocator.retries) == (80 * MiB, 80 * MiB, 2)
     allocator.malloc(20 * MiB)
@@ -82,7 +82,7 @@ def test_the_cache_is_given_back_when_memory_runs_out() -> None:
 def test_an_expandable_segment_without_memory_keeps_what_could_be_mapped() -> None:
     allocator = CachingAllocator(EXPANDABLE, 59 * MiB)
     allocator.malloc(10 * MiB)
-    with pytest.raises(Shortage):
+    with pytest.raises(DriverOutOfMemory):
         allocator.malloc(40 * MiB)  # 30 MiB more are two pages, and there is one
     assert (allocator.reserved, allocator.retries) == (20 * MiB, 1)
     allocator.malloc(30 * MiB)
@@ -153,7 +153,7 @@ def test_invariants_and_the_same_as_the_plain_allocator(
             address = plain.malloc(number, stream)
             try:
                 live.append(allocator.malloc(number, stream))
-            except Shortage:
+            except DriverOutOfMemory:
                 assert address is None
             else:
                 assert live[-1].pool.stream == stream

@@ -17,7 +17,7 @@ from torchvision.models import segmentation
 from trainer.fakegpu.gpus import gpu_named
 from trainer.fakegpu.target import Target
 from trainer.fakegpu.tracer import tracing
-from trainer.system.children import in_child
+from trainer.system.child_jobs import run_in_child
 
 pytestmark = pytest.mark.slow
 
@@ -167,9 +167,9 @@ def refused(take: Callable[[str], None], names: list[str]) -> dict[str, str]:
     ],
 )
 def test_architectures_of_installed_libraries_take_a_step(take: Callable[[str], None], names: list[str]) -> None:
-    assert in_child(partial(refused, take, names)) == {}
+    assert run_in_child(partial(refused, take, names)) == {}
 
 
 def test_architectures_of_timm_take_a_step() -> None:
     pytest.importorskip("timm")
-    assert in_child(partial(refused, from_timm, TIMM)) == {}
+    assert run_in_child(partial(refused, from_timm, TIMM)) == {}

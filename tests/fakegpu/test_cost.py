@@ -19,7 +19,7 @@ from torch import nn
 
 from trainer.fakegpu.cost import (
     TAKES_WEIGHTS,
-    Clocks,
+    ResourceClocks,
     StepCost,
     changed,
     cost_of,
@@ -27,15 +27,15 @@ from trainer.fakegpu.cost import (
     peak_seconds,
     step_cost,
 )
-from trainer.fakegpu.events import HOST_STREAM, HOST_THREAD, Kind, Trace, Work
+from trainer.fakegpu.events import HOST_STREAM, HOST_THREAD, Kind, Operation, Trace
 from trainer.fakegpu.gpus import GPU, gpu_named
 from trainer.fakegpu.network import Cluster, interconnects
 from trainer.fakegpu.target import Target
 from trainer.fakegpu.tracer import tracing
 from trainer.memory.optimizer_offload import chunk_size, in_chunks
-from trainer.models.common import classification_loss
+from trainer.models.base import classification_loss
 from trainer.recipe import Memory
-from trainer.system.children import in_child
+from trainer.system.child_jobs import run_in_child
 from trainer.values import Loss
 
 A100 = gpu_named("a100-80gb")
@@ -45,25 +45,27 @@ SLACK = 0.25  # milliseconds of twenty launches
 MICROSECONDS = 0.1  # milliseconds of a few launches, kernels and hops beside what a case is about
 
 
-def cost(work: list[Work], gpu: GPU = A100, ranks: int = 8) -> StepCost:
+def cost(work: list[Operation], gpu: GPU = A100, ranks: int = 8) -> StepCost:
     """Of a step of ranks in one node."""
     (network,) = interconnects("ib-hdr", gpu)
     return cost_of(Trace(work=work), Target(gpu), Cluster(ranks, 1), network)
 
 
-def kernel(flops: int = 0, moved: int = 0, dtype: str = "bfloat16", phase: str = "forward", stream: int = 0) -> Work:
-    return Work("mm", "compute", phase, stream, flops, moved, dtype)
+def kernel(
+    flops: int = 0, moved: int = 0, dtype: str = "bfloat16", phase: str = "forward", stream: int = 0
+) -> Operation:
+    return Operation("mm", "compute", phase, stream, flops, moved, dtype)
 
 
-def copy(moved: int, kind: Kind = "to_host", stream: int = 1, phase: str = "backward") -> Work:
-    return Work("copy_", kind, phase, stream, 0, moved, "float32")
+def copy(moved: int, kind: Kind = "to_host", stream: int = 1, phase: str = "backward") -> Operation:
+    return Operation("copy_", kind, phase, stream, 0, moved, "float32")
 
 
-def collective(op: str, moved: int, stream: int = 2, phase: str = "backward") -> Work:
-    return Work(op, "collective", phase, stream, 0, moved, "float32")
+def collective(op: str, moved: int, stream: int = 2, phase: str = "backward") -> Operation:
+    return Operation(op, "collective", phase, stream, 0, moved, "float32")
 
 
-def busy(milliseconds: float, phase: str) -> Work:
+def busy(milliseconds: float, phase: str) -> Operation:
     """A kernel that takes so long."""
     return kernel(moved=round(milliseconds * 1_584_375_000), phase=phase, dtype="float32")
 
@@ -88,7 +90,7 @@ def test_a_step_by_hand() -> None:
         busy(10, "backward"),
         copy(252 * MB),
         collective("all_reduce", 1920 * MB),  # 2 x 7 / 8 of the tensor goes over the link of each rank
-        Work("host_optimizer", "compute", "step", -1, 0, 400 * MB, "float32"),
+        Operation("host_optimizer", "compute", "step", -1, 0, 400 * MB, "float32"),
         copy(25_200_000, "to_device", stream=0, phase="step"),
     ]
     found = cost(work)
@@ -102,9 +104,9 @@ def test_an_update_on_the_host_is_beside_the_last_backward() -> None:
     """Two gradients of 40 MB, each updated in 40 ms by the host's thread, which first makes a copy in 40 ms."""
     leaves = copy(40 * MB)
     copies, updates = (
-        Work(op, "compute", "backward", HOST_THREAD, 0, 1600 * MB, "float32") for op in ("copy_", "adam")
+        Operation(op, "compute", "backward", HOST_THREAD, 0, 1600 * MB, "float32") for op in ("copy_", "adam")
     )
-    rest = Work("norm", "compute", "step", HOST_STREAM, 0, 400 * MB, "float32")
+    rest = Operation("norm", "compute", "step", HOST_STREAM, 0, 400 * MB, "float32")
     went = cost([leaves]).step_ms
     found = cost([leaves, copies, updates, rest])  # nothing of the backward is left: nothing is copied either
     assert found.step_ms == pytest.approx(went + 40 + 10, rel=0.01)
@@ -156,7 +158,7 @@ def test_a_model_bound_by_launches_is_slower_in_more_micro_steps_of_the_same_pro
 
 def test_more_host_operations_are_slower_if_bound_by_launches_and_take_no_longer_if_not() -> None:
     short, long = (
-        [Work(*item) for item in in_child(partial(_as_lists, "bert", shape))] for shape in ((1, 4), (64, 512))
+        [Operation(*item) for item in run_in_child(partial(_as_lists, "bert", shape))] for shape in ((1, 4), (64, 512))
     )
     for work, is_bound in ((short, True), (long, False)):
         kernels = [item for item in work if item.op != "view"]
@@ -178,7 +180,7 @@ def test_more_host_operations_are_slower_if_bound_by_launches_and_take_no_longer
     ],
 )
 def test_rates_of_dtypes(gpu: GPU, op: str, dtype: str, milliseconds: float) -> None:
-    found = cost([Work(op, "compute", "forward", 0, 10**12, 0, dtype)], gpu)
+    found = cost([Operation(op, "compute", "forward", 0, 10**12, 0, dtype)], gpu)
     assert found.compute_ms == pytest.approx(milliseconds, abs=MICROSECONDS)
 
 
@@ -199,26 +201,26 @@ def test_gradients_in_host_memory_are_reduced_by_the_host() -> None:
 
 
 @given(STEPS, st.sampled_from(["compute", "bandwidth", "bus", "link"]))
-def test_a_faster_gpu_is_never_slower(work: list[Work], what: str) -> None:
+def test_a_faster_gpu_is_never_slower(work: list[Operation], what: str) -> None:
     faster = {dtype: 2 * rate for dtype, rate in A100.flops.items()}
     better = replace(A100, flops=faster) if what == "compute" else replace(A100, **{what: 2 * getattr(A100, what)})
     assert cost(work, better).step_ms <= cost(work).step_ms
 
 
 @given(STEPS, st.integers(0, 11), st.integers(1, 10**13), st.sampled_from(["flops", "bytes"]))
-def test_more_to_do_is_never_faster(work: list[Work], at: int, extra: int, what: str) -> None:
+def test_more_to_do_is_never_faster(work: list[Operation], at: int, extra: int, what: str) -> None:
     more = [item._replace(**{what: getattr(item, what) + extra * (n == at)}) for n, item in enumerate(work)]
     assert cost(more).step_ms >= cost(work).step_ms
 
 
 @given(STEPS)
-def test_overlap_is_never_slower_than_one_after_the_other(work: list[Work]) -> None:
+def test_overlap_is_never_slower_than_one_after_the_other(work: list[Operation]) -> None:
     serial = [item._replace(stream=min(item.stream, 0)) for item in work]
     assert cost(work).step_ms <= cost(serial).step_ms * (1 + 1e-9)
 
 
 @given(STEPS)
-def test_the_parts_fit_in_the_whole(work: list[Work]) -> None:
+def test_the_parts_fit_in_the_whole(work: list[Operation]) -> None:
     found, about = cost(work), 1 + 1e-9
     assert max(found.compute_ms, found.launch_ms, found.host_ms, found.update_ms) <= found.step_ms * about
     assert found.alone_ms <= found.step_ms <= (found.alone_ms + found.communication_ms) * about
@@ -227,7 +229,7 @@ def test_the_parts_fit_in_the_whole(work: list[Work]) -> None:
     )
 
 
-def vit_large(batch: int, dtype: str) -> Iterator[Work]:
+def vit_large(batch: int, dtype: str) -> Iterator[Operation]:
     """What a training step of ViT-L/16 at 224 px with AdamW does: 61.6 G multiplications and additions an image."""
     tokens, width, size = 197, 1024, {"bfloat16": 2, "float32": 4}[dtype]
     rows, unit, square = batch * tokens, batch * tokens * width * size, width**2
@@ -276,7 +278,7 @@ SQUARES = {  # TFLOP/s of torch.mm in half precision, of matrices of 1,024, 2,04
 }
 
 
-def product(rows: int) -> Work:
+def product(rows: int) -> Operation:
     return kernel(2 * rows**3, 6 * rows**2, "float16")
 
 
@@ -326,7 +328,7 @@ LAYERS = {  # TFLOP/s of forward and backward: of BERT-large 128 x 128 tokens, o
 }
 
 
-def layer_work(kind: str, shape: tuple[int, int]) -> list[Work]:
+def layer_work(kind: str, shape: tuple[int, int]) -> list[Operation]:
     """Of a layer in half precision with attention of separate products, as traced on an A100."""
     from transformers import BertConfig, GPT2Config
     from transformers.models.bert.modeling_bert import BertLayer
@@ -348,11 +350,11 @@ def layer_work(kind: str, shape: tuple[int, int]) -> list[Work]:
 
 def test_layers_take_what_was_measured() -> None:
     shapes = {"bert": (128, 128), "gpt2": (64, 512)}
-    bert, gpt2 = (in_child(partial(_as_lists, kind, shape)) for kind, shape in shapes.items())
+    bert, gpt2 = (run_in_child(partial(_as_lists, kind, shape)) for kind, shape in shapes.items())
     for name, rates in LAYERS.items():
         for work, (batch, tokens), rate in zip((bert, gpt2), ((128, 128), (64, 512)), rates, strict=True):
             flops = 3 * batch * tokens * (24 * 1024**2 + 4 * tokens * 1024)  # as the benchmark counts them
-            found = cost([Work(*item) for item in work], gpu_named(name), 1).step_ms
+            found = cost([Operation(*item) for item in work], gpu_named(name), 1).step_ms
             assert found == pytest.approx(1e3 * flops / (rate * 1e12), rel=0.2 if name == "a100-80gb" else 0.1), name
 
 
@@ -403,7 +405,7 @@ def counted() -> dict[str, list[tuple[Any, ...]]]:
 
 @pytest.fixture(scope="module")
 def kernels() -> dict[str, list[Any]]:
-    return in_child(counted)
+    return run_in_child(counted)
 
 
 @pytest.mark.parametrize("name", ["groups 1", "groups 4", "transposed 1", "transposed 4", "depthwise"])
@@ -447,7 +449,7 @@ def carried() -> list[int]:
 
 
 def test_each_chunk_that_the_carrier_moves_costs_the_host() -> None:
-    micro_steps, in_backward, in_step, to_host = in_child(carried)
+    micro_steps, in_backward, in_step, to_host = run_in_child(carried)
     flat = [parameter.detach().view(-1) for parameter in Wide().build().parameters()]
     size = chunk_size(max(map(len, flat)))
     chunks = sum(len(list(in_chunks(one, one, size))) for one in flat)
@@ -459,9 +461,9 @@ def test_each_chunk_that_the_carrier_moves_costs_the_host() -> None:
 # ------------------------------------------------------------------------------------------------------------ overlap
 
 
-def taken(work: list[Work], each_ms: float) -> float:
+def taken(work: list[Operation], each_ms: float) -> float:
     """Milliseconds of work whose collectives take ``each_ms``, without the few microseconds of launches."""
-    return 1e3 * Clocks(A100, lambda item: ("link", 1e-3 * each_ms)).run(work)
+    return 1e3 * ResourceClocks(A100, lambda item: ("link", 1e-3 * each_ms)).run(work)
 
 
 def test_weights_are_gathered_one_block_ahead() -> None:
@@ -505,7 +507,7 @@ def test_peak_seconds_are_those_of_the_models_own_arithmetic() -> None:
     assert full.cost.compute_ms > none.cost.compute_ms
     assert full.peak_seconds == pytest.approx(none.peak_seconds, rel=1e-9)
     parts = [("float32", "forward", False), ("bfloat16", "backward", False), ("bfloat16", "backward", True)]
-    work = [kernel(312 * 10**9, 0, dtype, phase)._replace(again=again) for dtype, phase, again in parts]
+    work = [kernel(312 * 10**9, 0, dtype, phase)._replace(is_recompute=again) for dtype, phase, again in parts]
     work += [kernel(312 * 10**9, phase="step"), busy(10, "forward")]
     assert peak_seconds(Trace(work=work), A100) == pytest.approx(0.016 + 0.001)
     skipping = Trace(work=[kernel(312 * 10**9)] * 3, micro_steps=[0, 1, 2, 3], skipped_micro_steps=7)

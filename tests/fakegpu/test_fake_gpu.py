@@ -18,16 +18,16 @@ from torch.utils.data import DataLoader, Dataset
 
 from trainer.data import Digits
 from trainer.errors import RecipeError, RunError
-from trainer.fakegpu import patches
-from trainer.fakegpu.allocator import LEAST_BLOCK, AllocatorSettings, round_up
+from trainer.fakegpu import torch_patches
+from trainer.fakegpu.allocator import MIN_BLOCK, AllocatorSettings, round_up
 from trainer.fakegpu.peaks import replay
 from trainer.fakegpu.tracer import tracing
 from trainer.memory.plan import decide_plan
 from trainer.models import VisionTransformer
 from trainer.planner import FakeGPU, fake_gpu
-from trainer.planner.predict import predict_here, prepared
+from trainer.planner.predict import predict_in_process, prepare_recipe
 from trainer.recipe import Memory, Optim, Recipe, Run
-from trainer.system.children import in_child, in_children
+from trainer.system.child_jobs import run_in_child, run_in_children
 
 WORDS, WIDTH, BLOCKS, TOKENS, SAMPLES = 5000, 64, 2, 128, 16
 Enter = Callable[[str], None]
@@ -113,14 +113,14 @@ def by_hand(loop: Callable[[Enter], object], settings: AllocatorSettings) -> dic
 
 def bytes_of(module: nn.Module) -> int:
     """What the allocator takes for its parameters, each once."""
-    return sum(round_up(4 * parameter.numel(), LEAST_BLOCK) for parameter in module.parameters())
+    return sum(round_up(4 * parameter.numel(), MIN_BLOCK) for parameter in module.parameters())
 
 
 @pytest.mark.parametrize("expandable", [False, True])
 def test_a_loop_has_the_figures_of_a_trace_by_hand(expandable: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", f"expandable_segments:{expandable}")
     settings = AllocatorSettings(expandable)
-    found, wanted = in_child(partial(taken, gpt_loop)), in_child(partial(by_hand, gpt_loop, settings))
+    found, wanted = run_in_child(partial(taken, gpt_loop)), run_in_child(partial(by_hand, gpt_loop, settings))
     assert {name: found[name] for name in wanted} == wanted
     weights = bytes_of(GPT())
     assert found["categories"]["params"] == weights  # the head is no other matrix than the embedding
@@ -128,7 +128,7 @@ def test_a_loop_has_the_figures_of_a_trace_by_hand(expandable: bool, monkeypatch
         expandable
     ):  # else a state counts what it does not leave of a block that was free: none on torch 2.15, some on 2.11
         assert found["categories"]["optimizer"] == 2 * weights
-    assert found["categories"]["batch"] == round_up(8 * SAMPLES * (TOKENS + 1), LEAST_BLOCK)
+    assert found["categories"]["batch"] == round_up(8 * SAMPLES * (TOKENS + 1), MIN_BLOCK)
     assert sum(found["categories"].values()) == found["allocated"]
     assert [row[0] for row in found["phases"]] == ["init", "forward", "backward", "step", "other"]
     assert (found["steps"], found["fits"], found["notes"]) == (3, True, [])
@@ -164,16 +164,16 @@ def outside(meta: bool, optimizer_first: bool) -> dict[str, Any]:
 
 @pytest.mark.slow
 def test_modules_from_outside_take_what_those_made_inside_take() -> None:
-    inside = in_child(partial(taken, gpt_loop))
+    inside = run_in_child(partial(taken, gpt_loop))
     calls = [partial(outside, meta, first) for meta, first in ((False, False), (False, True), (True, False))]
-    for _, found in in_children(calls):
+    for _, found in run_in_children(calls):
         assert not isinstance(found, Exception), found
         for name in ("allocated", "reserved", "categories", "steps"):
             assert found[name] == inside[name], name
 
 
 def test_accumulated_gradients_stay_and_activations_shrink() -> None:
-    whole, cut = (in_child(partial(taken, partial(gpt_loop, accumulate=count))) for count in (1, 4))
+    whole, cut = (run_in_child(partial(taken, partial(gpt_loop, accumulate=count))) for count in (1, 4))
     assert cut["categories"]["gradients"] == bytes_of(GPT())
     assert cut["categories"]["activations"] < whole["categories"]["activations"] / 3
     assert (cut["steps"], cut["categories"]["optimizer"]) == (3, whole["categories"]["optimizer"])
@@ -213,13 +213,13 @@ def pictures_loop(loaded: bool) -> None:
 
 @pytest.mark.slow
 def test_a_torchvision_model_with_a_scaler_and_a_loader() -> None:
-    loaded, made = (in_child(partial(taken, partial(pictures_loop, kind))) for kind in (True, False))
+    loaded, made = (run_in_child(partial(taken, partial(pictures_loop, kind))) for kind in (True, False))
     for name in ("allocated", "reserved", "categories", "phases", "steps", "step_ms", "peak_phase"):
         assert loaded[name] == made[name], name
     assert [row[0] for row in loaded["phases"]] == ["init", "forward", "backward", "other", "step", "evaluation"]
     assert loaded["steps"] == 4
     module = torchvision.models.mobilenet_v2(num_classes=10)
-    buffers = sum(round_up(b.numel() * b.element_size(), LEAST_BLOCK) for b in module.buffers())
+    buffers = sum(round_up(b.numel() * b.element_size(), MIN_BLOCK) for b in module.buffers())
     assert loaded["categories"]["params"] == bytes_of(module) + buffers
     assert loaded["categories"]["optimizer"] == bytes_of(module)
     assert loaded["notes"] == []
@@ -258,10 +258,8 @@ def factored_loop() -> None:
 
 
 def test_an_optimizer_of_ones_own() -> None:
-    found, shapes = in_child(partial(taken, factored_loop)), [tuple(p.shape) for p in GPT().parameters()]
-    state = sum(
-        round_up(4 * size, LEAST_BLOCK) for shape in shapes for size in (shape if len(shape) > 1 else [shape[0]])
-    )
+    found, shapes = run_in_child(partial(taken, factored_loop)), [tuple(p.shape) for p in GPT().parameters()]
+    state = sum(round_up(4 * size, MIN_BLOCK) for shape in shapes for size in (shape if len(shape) > 1 else [shape[0]]))
     assert found["categories"]["optimizer"] == state
     assert (found["steps"], found["categories"]["params"]) == (2, bytes_of(GPT()))
 
@@ -281,12 +279,12 @@ RECIPE = Recipe(
 
 
 def by_engine() -> dict[str, Any]:
-    recipe = prepared(RECIPE)
-    return predict_here(recipe, decide_plan(recipe, 1), target_of())
+    recipe = prepare_recipe(RECIPE)
+    return predict_in_process(recipe, decide_plan(recipe, 1), target_of())
 
 
 def plain_loop() -> None:
-    recipe = prepared(RECIPE)
+    recipe = prepare_recipe(RECIPE)
     model, sample = recipe.model.build().to("cuda"), recipe.data.train[0]["pixel_values"]
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)  # as the engine has it on a GPU
     for _ in range(3):
@@ -301,7 +299,7 @@ def plain_loop() -> None:
 
 @pytest.mark.slow
 def test_our_engine_and_a_plain_loop_of_the_same_recipe_agree() -> None:
-    engine, loop = in_child(by_engine), in_child(partial(taken, plain_loop))
+    engine, loop = run_in_child(by_engine), run_in_child(partial(taken, plain_loop))
     assert loop["reserved"] == pytest.approx(engine["reserved"], rel=0.01)
     assert loop["allocated"] == pytest.approx(engine["allocated"], rel=0.01)
     assert loop["peak_phase"] == engine["peak_phase"]
@@ -346,7 +344,7 @@ def mistakes() -> list[str]:
 
 
 def test_mistakes_are_named_and_torch_is_given_back() -> None:
-    nested, full, as_json, failed, empty, card, version, drawn = in_child(mistakes)
+    nested, full, as_json, failed, empty, card, version, drawn = run_in_child(mistakes)
     assert nested == "a process can simulate one GPU at a time: end the other block first"
     assert full.startswith("card      RTX 4060 with 7.69 GB for torch: it does not fit: it needs 12.00 GB"), full
     assert "no optimizer step was taken" in full
@@ -365,7 +363,7 @@ def drawn(folder: Path) -> None:
 
 
 def test_it_draws_a_picture(tmp_path: Path) -> None:
-    in_child(partial(drawn, tmp_path))
+    run_in_child(partial(drawn, tmp_path))
     assert (tmp_path / "memory.png").read_bytes().startswith(b"\x89PNG")
 
 
@@ -377,7 +375,7 @@ def cuda_in_use() -> str:
 
 
 def test_a_process_that_uses_its_gpu_is_refused() -> None:
-    assert in_child(cuda_in_use).startswith("this process has used its GPU already")
+    assert run_in_child(cuda_in_use).startswith("this process has used its GPU already")
 
 
 # ------------------------------------------------------------------------------------------- what is said of a loop
@@ -408,7 +406,7 @@ def asking() -> list[Any]:
 
 
 def test_guesses_and_compiled_models_are_noted_also_within_the_block() -> None:
-    inside, after = in_child(asking)
+    inside, after = run_in_child(asking)
     line = asking.__code__.co_firstlineno + 12
     assert inside == after
     assert inside[0].startswith("torch.compile is not simulated")
@@ -422,7 +420,7 @@ def sparse_loop() -> None:
 
 
 def test_sparse_gradients_add_up() -> None:
-    found = in_child(partial(taken, sparse_loop))
+    found = run_in_child(partial(taken, sparse_loop))
     assert found["allocated"] < 2 * 4 * WORDS * WIDTH  # no gradient is as large as the weight
 
 
@@ -436,8 +434,8 @@ def metric_loop() -> None:
 
 
 def test_what_a_metric_sees_is_no_batch() -> None:
-    found = in_child(partial(taken, metric_loop))
-    assert found["categories"]["batch"] == round_up(4 * TOKENS * 8, LEAST_BLOCK)
+    found = run_in_child(partial(taken, metric_loop))
+    assert found["categories"]["batch"] == round_up(4 * TOKENS * 8, MIN_BLOCK)
     assert found["categories"]["activations"] >= 4 * TOKENS * WORDS
 
 
@@ -451,7 +449,7 @@ def peaks() -> list[Any]:
 
 @pytest.mark.filterwarnings("ignore::FutureWarning")
 def test_a_peak_is_reset_by_its_old_name_and_a_summary_has_figures() -> None:
-    peak, summary = in_child(peaks)
+    peak, summary = run_in_child(peaks)
     assert peak == 0
     assert "GPU reserved memory" in summary
     assert " 4096 KiB" in summary or " 20480 KiB" in summary, summary
@@ -465,21 +463,21 @@ def changed() -> list[bool]:
 
     with fake_gpu("t4"):
         pass
-    before, kernels = now(), patches.install_kernels
+    before, kernels = now(), torch_patches.install_kernels
 
     def fails(*args: Any) -> None:
         raise KeyboardInterrupt
 
-    patches.install_kernels = fails
+    torch_patches.install_kernels = fails
     with pytest.raises(KeyboardInterrupt), fake_gpu("t4"):
         pass
     after = now()
-    patches.install_kernels = kernels
+    torch_patches.install_kernels = kernels
     with fake_gpu("t4") as gpu:
         torch.empty(5, device="cuda")
-    ours = [one for one in before[0] if getattr(one, "__module__", None) == patches.__name__]
+    ours = [one for one in before[0] if getattr(one, "__module__", None) == torch_patches.__name__]
     return [before == after, not ours, "resize_" not in before[1], gpu.allocated > 0]
 
 
 def test_nothing_is_left_of_a_block_that_fails_halfway() -> None:
-    assert in_child(changed) == [True, True, True, True]
+    assert run_in_child(changed) == [True, True, True, True]

@@ -12,7 +12,7 @@ import torch
 
 from trainer.errors import RecipeError
 from trainer.fakegpu.gpus import GIB, GPUS, MIB, gpu_named, gpu_of, nccl_bytes, usable_memory
-from trainer.system.machine import seen_gpus
+from trainer.system.machine import query_gpus
 
 
 @pytest.mark.parametrize(
@@ -80,7 +80,7 @@ def test_an_unknown_name_is_refused_with_the_nearest_and_all(said: str, nearest:
 def test_margins_grow_with_ranks() -> None:
     assert [nccl_bytes(ranks) for ranks in (1, 2, 8)] == [0, 350_000_000, 550_000_000]
     gpu = gpu_named("a100")
-    assert usable_memory(gpu, 1) == gpu.memory - gpu.context
+    assert usable_memory(gpu, 1) == gpu.memory - gpu.cuda_context_bytes
     assert usable_memory(gpu, 1) > usable_memory(gpu, 2) > usable_memory(gpu, 64)
 
 
@@ -93,12 +93,12 @@ def detect(monkeypatch: pytest.MonkeyPatch, **properties: Any) -> Any:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(**properties))
-    return gpu_of(seen_gpus()[0])
+    return gpu_of(query_gpus()[0])
 
 
 def test_a_known_card_has_the_memory_that_is_there_which_tells_cards_of_one_name_apart(monkeypatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    assert seen_gpus() == []
+    assert query_gpus() == []
     found = detect(monkeypatch, name="NVIDIA H200", total_memory=150_000_000_000, major=9, minor=0)
     assert (found.name, found.memory, found.estimated) == ("h200", 150_000_000_000, False)
     name = "NVIDIA GeForce RTX 3080"

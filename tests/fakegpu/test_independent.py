@@ -14,10 +14,10 @@ from torch.distributed import device_mesh
 
 import trainer.fakegpu
 from trainer.errors import RunError
-from trainer.fakegpu import any_loop
-from trainer.fakegpu.patches import installed
-from trainer.fakegpu.ranks import TracedDDP, fake_ranks
-from trainer.system.children import in_child
+from trainer.fakegpu import user_loop
+from trainer.fakegpu.fake_process_group import TracedDDP, fake_ranks
+from trainer.fakegpu.torch_patches import patched_torch
+from trainer.system.child_jobs import run_in_child
 
 LOOP = """
 import sys
@@ -46,7 +46,7 @@ def test_public_names_are_functions_and_no_modules() -> None:
 
 
 def unregistered(folder: Path) -> str:
-    any_loop.draw = None
+    user_loop.draw = None
     with trainer.fakegpu.fake_gpu("rtx-4090") as gpu:
         torch.ones(8, device="cuda")
     with pytest.raises(RunError) as refused:
@@ -55,7 +55,7 @@ def unregistered(folder: Path) -> str:
 
 
 def test_a_plot_names_the_package_that_draws(tmp_path: Path) -> None:
-    assert in_child(lambda: unregistered(tmp_path)).endswith(
+    assert run_in_child(lambda: unregistered(tmp_path)).endswith(
         "import fake_gpu from trainer.planner, which provides plots"
     )
 
@@ -66,10 +66,10 @@ def replaced() -> list[bool]:
 
     before = now()
     fake_ranks(2)
-    with installed(target_of()):
+    with patched_torch(target_of()):
         ddp, mesh = now()
     return [ddp is TracedDDP, mesh is not before[1], now() == before]
 
 
 def test_ranks_replace_what_torch_shards_with_until_the_end() -> None:
-    assert in_child(replaced) == [True, True, True]
+    assert run_in_child(replaced) == [True, True, True]

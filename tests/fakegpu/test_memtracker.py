@@ -21,7 +21,7 @@ from torch.utils.checkpoint import checkpoint
 from torchvision.models import VisionTransformer
 
 from trainer.fakegpu.tracer import tracing
-from trainer.system.children import in_child
+from trainer.system.child_jobs import run_in_child
 from trainer.weights.streaming import allocate, on_meta
 
 CLASSES, WORDS, WIDTH = 10, 200, 64
@@ -83,5 +83,5 @@ def by_tracer(train: Callable[..., None]) -> int:
 @pytest.mark.parametrize("checkpointed", [False, True])
 def test_the_same_peak(checkpointed: bool) -> None:
     train = partial(steps, on_meta(partial(Pictured, checkpointed)))
-    oracle, ours = in_child(lambda: by_memtracker(train)), in_child(lambda: by_tracer(train))
+    oracle, ours = run_in_child(lambda: by_memtracker(train)), run_in_child(lambda: by_tracer(train))
     assert ours == pytest.approx(oracle, rel=0.0001)

@@ -31,7 +31,7 @@ def test_peaks_and_who_made_them() -> None:
     result = replay(TRACE)
     assert (result.peak_allocated, result.allocated_at, result.allocated_phase) == (100 * MiB, 3, "forward")
     assert (result.peak_reserved, result.peak_requested) == (150 * MiB, 100 * MiB)
-    assert list(result.alive.items()) == [
+    assert list(result.live_by_source.items()) == [
         (("activations", "mm", "forward"), 60 * MiB),
         (("params", "empty", "init"), 30 * MiB),
         (("temporaries", "gelu", "forward"), 10 * MiB),
@@ -69,7 +69,7 @@ def test_no_events() -> None:
     result = replay([])
     assert (result.peak_allocated, result.peak_reserved, result.fragmentation) == (0, 0, 0)
     assert (result.allocated_at, result.allocated_phase) == (None, None)
-    assert (result.phases, result.alive, result.timeline.events) == ({}, {}, [])
+    assert (result.phases, result.live_by_source, result.timeline.events) == ({}, {}, [])
 
 
 @pytest.mark.parametrize(

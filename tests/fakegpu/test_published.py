@@ -15,7 +15,7 @@ from test_trace_kernels import BF16, attended
 from trainer.errors import RecipeError
 from trainer.fakegpu.gpus import gpu_named
 from trainer.fakegpu.target import Target
-from trainer.system.children import in_child
+from trainer.system.child_jobs import run_in_child
 
 TOLERANCE = 0.03
 
@@ -38,7 +38,7 @@ def process() -> Iterator[ProcessPoolExecutor]:
 def test_table(process, record_property) -> None:
     lines = [f"{'script':26} {'published':>10} {'predicted':>10} {'error':>8}  (peak reserved, GB)"]
     for script, (published, _) in ROWS.items():
-        found = process.submit(in_child, partial(predicted, script)).result()
+        found = process.submit(run_in_child, partial(predicted, script)).result()
         lines.append(f"{script:26} {published:10.2f} {found:10.2f} {found / published - 1:+8.1%}")
         assert found == pytest.approx(published, rel=TOLERANCE)
     record_property("table", "\n".join(lines))  # printed at the end of the session: see conftest.py
@@ -47,7 +47,7 @@ def test_table(process, record_property) -> None:
 def test_within_3_percent_of_what_was_published(process) -> None:
     """The others in the table: micro-batches, other precisions and optimizers."""
     script = "07-02_init-module.py"
-    found = process.submit(in_child, partial(predicted, script)).result()
+    found = process.submit(run_in_child, partial(predicted, script)).result()
     assert found == pytest.approx(ROWS[script][0], rel=TOLERANCE)
 
 

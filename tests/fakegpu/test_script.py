@@ -16,9 +16,9 @@ from torch import nn
 from trainer.cli import run
 from trainer.errors import RecipeError
 from trainer.fakegpu.script import Script, plan_script
-from trainer.fakegpu.script_outlines import Nothing, columns_of
+from trainer.fakegpu.script_fallbacks import NoOpObject, columns_of
 from trainer.planner import fake_gpu
-from trainer.system.children import in_child
+from trainer.system.child_jobs import run_in_child
 
 LOOP = """
     import sys
@@ -79,7 +79,7 @@ def same_loop() -> dict:
 def test_a_plain_loop_takes_what_the_same_loop_takes_in_fake_gpu(written, capsys):
     found = planned(written(LOOP), "64")
     assert "RTX 4090" in capsys.readouterr().out
-    wanted = in_child(same_loop)
+    wanted = run_in_child(same_loop)
     whole = {key: value for key, value in wanted.items() if "_gb" in key and "host" not in key}
     assert {key: found[key] for key in whole} == whole
     assert found["categories"] == wanted["categories"]
@@ -145,7 +145,7 @@ def test_without_a_gpu_one_must_be_named(written, capsys):
 
 
 def test_nothing_can_be_used_as_a_number_and_as_a_dict():
-    nothing = Nothing()
+    nothing = NoOpObject()
     assert f"{nothing.compute(references=[1])['accuracy']:.2f}" == "0.00"
     assert (len(nothing), float(nothing), dict(nothing), list(nothing)) == (0, 0.0, {}, [])
     with nothing as writer:
@@ -300,5 +300,5 @@ def test_columns():
 
 
 def test_what_it_changes_stays_in_the_child():
-    assert "trainer.fakegpu.script_outlines" in sys.modules  # by this test
+    assert "trainer.fakegpu.script_fallbacks" in sys.modules  # by this test
     assert torch.utils.data.DataLoader.__init__.__module__ == "torch.utils.data.dataloader"

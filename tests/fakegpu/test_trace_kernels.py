@@ -20,7 +20,7 @@ from trainer.fakegpu.gpus import gpu_named
 from trainer.fakegpu.target import Target
 from trainer.fakegpu.tracer import LT_WORKSPACE, tracing
 from trainer.models import TextClassifier
-from trainer.planner.predict import prepared
+from trainer.planner.predict import prepare_recipe
 from trainer.recipe import Memory, Optim, Recipe
 
 FP16, BF16, FP32, FP64 = torch.float16, torch.bfloat16, torch.float32, torch.float64
@@ -76,7 +76,7 @@ def text_recipe(model: Model, lengths: list[int]) -> Recipe:
     """A prepared recipe of texts, two in a batch, in order of their length."""
     samples = [{"input_ids": torch.full((length,), 5), "labels": torch.tensor(0)} for length in lengths]
     data, memory = InMemory(samples=samples), Memory(precision="bf16-mixed", micro_batch_size=2)
-    return prepared(Recipe(model=model, data=data, optim=Optim("sgd"), batch_size=2, memory=memory))
+    return prepare_recipe(Recipe(model=model, data=data, optim=Optim("sgd"), batch_size=2, memory=memory))
 
 
 def llama() -> Model:

@@ -23,7 +23,7 @@ from transformers.optimization import Adafactor
 from trainer.fakegpu.gpus import gpu_named
 from trainer.fakegpu.target import Target
 from trainer.fakegpu.tracer import tracing
-from trainer.system.children import Failed, in_child
+from trainer.system.child_jobs import ChildError, run_in_child
 
 Case = Callable[[str], Any]
 A100 = Target(gpu_named("a100-80gb"))
@@ -239,7 +239,7 @@ def on_the_fake_gpu() -> dict[str, Any]:
 
 @pytest.mark.slow
 def test_code_runs_on_the_fake_gpu_as_on_a_cpu() -> None:
-    real, fake = in_child(partial(results, "cpu")), in_child(on_the_fake_gpu)
+    real, fake = run_in_child(partial(results, "cpu")), run_in_child(on_the_fake_gpu)
     assert {name: found for name, found in real.items() if isinstance(found, str)} == {}
     assert {name: found for name, found in fake.items() if found != real[name]} == {}
 
@@ -268,7 +268,7 @@ def trained_after() -> list[Any]:
 
 
 def test_torch_is_itself_again_afterwards() -> None:
-    assert in_child(trained_after) == [True, True, False, True]
+    assert run_in_child(trained_after) == [True, True, False, True]
 
 
 @torch.library.custom_op("tests_whatever_runs::opaque", mutates_args=())
@@ -281,8 +281,8 @@ def fails(act: Callable[[Tensor], Any]) -> str:
         with tracing(A100):
             act(torch.ones(3, 3).cuda() * nn.Parameter(torch.randn(3, 3, device="cuda")).exp())
 
-    with pytest.raises(Failed) as caught:
-        in_child(job)
+    with pytest.raises(ChildError) as caught:
+        run_in_child(job)
     return str(caught.value)
 
 
@@ -318,4 +318,4 @@ def guessed() -> list[Any]:
 
 def test_a_guess_names_the_line_that_asks() -> None:
     first = guessed.__code__.co_firstlineno
-    assert in_child(guessed) == [2, [str(first + 4), str(first + 6)]]
+    assert run_in_child(guessed) == [2, [str(first + 4), str(first + 6)]]

@@ -29,10 +29,10 @@ time.sleep(600)
 WATCHES = """
 import subprocess, sys, time
 from trainer.faults import signals
-signals.SECONDS_TO_FAIL = 0.5
+signals.FAIL_TIMEOUT = 0.5
 child = subprocess.Popen([sys.executable, "-c", sys.argv[1]], stdin=subprocess.PIPE)
 started = []
-signals.watch_start(started)
+signals.begin_startup_watch(started)
 started.append(child)  # as Fabric does, while it is watched
 print(child.pid, flush=True)
 time.sleep(600)

@@ -17,8 +17,8 @@ from helpers import LONG
 from trainer.data.workers import _begin
 from trainer.faults.signals import StopSignals, stop_signals
 from trainer.supervise.attempt import FitCommand
-from trainer.supervise.supervisor import Policy, Supervisor
-from trainer.system.processes import become_helper
+from trainer.supervise.supervisor import RestartPolicy, Supervisor
+from trainer.system.processes import detach_from_rank
 
 WAIT = """
 import time
@@ -90,7 +90,7 @@ def test_a_standard_error_that_is_closed_or_none_is_no_error_of_the_handler(is_c
 
 
 def test_helpers_and_data_workers_do_not_hear_of_a_closed_terminal():
-    for begin in (become_helper, partial(_begin, 0)):
+    for begin in (detach_from_rank, partial(_begin, 0)):
         child = os.fork()
         if child == 0:
             begin()
@@ -100,7 +100,7 @@ def test_helpers_and_data_workers_do_not_hear_of_a_closed_terminal():
 
 
 def test_the_supervisor_takes_a_closed_terminal_for_one_request(tmp_path):
-    supervisor = Supervisor(FitCommand("vit_digits", (), str(tmp_path)), Policy(0, 1, 0.0, -1))
+    supervisor = Supervisor(FitCommand("vit_digits", (), str(tmp_path)), RestartPolicy(0, 1, 0.0, -1))
     for number in (signal.SIGHUP, signal.SIGHUP, signal.SIGTERM):
         supervisor._ask(number, None)
     assert supervisor.asked == [signal.SIGHUP, signal.SIGTERM]

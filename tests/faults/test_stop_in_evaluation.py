@@ -12,8 +12,8 @@ import pytest
 from helpers.resumed import TESTED, FewDigits, losses, recipe, saved
 
 from trainer.api import fit
-from trainer.engine.check import COMPARED
-from trainer.errors import Stopped
+from trainer.engine.loss_check import COMPARED
+from trainer.errors import RunStoppedError
 from trainer.models import MLP
 
 pytestmark = pytest.mark.usefixtures("no_pictures")
@@ -68,7 +68,7 @@ def whole(tmp_path_factory):
 # Evaluated on val after steps 2, 3 (the end of the epoch), 4 and 6, then on test.
 @pytest.mark.parametrize(("evaluation", "step", "left"), [(2, 3, 4), (5, 6, 1)])
 def test_the_evaluation_is_left_and_made_again(evaluation, step, left, whole, tmp_path, monkeypatch):
-    with pytest.raises(Stopped, match=rf"stopped by SIGTERM after step {step}; everything is saved"):
+    with pytest.raises(RunStoppedError, match=rf"stopped by SIGTERM after step {step}; everything is saved"):
         train(tmp_path, monkeypatch, evaluation)
     each = math.ceil(TESTED / EVALUATED_AT_ONCE)
     assert Interrupting.forwards == (evaluation - 1) * each + 2  # none after the one in the making

@@ -12,9 +12,9 @@ import pytest
 import torch
 from helpers import LONG
 
-from trainer.engine.totals import LossTotals, TotalsInOrder
+from trainer.engine.loss_totals import DeterministicLossTotals, LossTotals
 from trainer.engine.window import Window
-from trainer.faults.place import Place
+from trainer.faults.rank_status import RankStatus
 from trainer.faults.watchdog import Watchdog
 from trainer.values import Loss
 
@@ -39,14 +39,14 @@ def what_waits(job) -> str | None:
         until = time.monotonic() + LONG
         while sys._current_frames()[thread.ident].f_code.co_name not in ("read", "job") and time.monotonic() < until:
             time.sleep(0.01)
-        watched, peers = SimpleNamespace(_main=thread), SimpleNamespace(furthest_behind=lambda: None)
-        return Watchdog._waits_for(watched, peers, Place(0, 3, "step"))
+        watched, peers = SimpleNamespace(_main=thread), SimpleNamespace(slowest_place=lambda: None)
+        return Watchdog._waits_for(watched, peers, RankStatus(0, 3, "step"))
     finally:
         lock.release()
         thread.join()
 
 
-@pytest.mark.parametrize("kind", [LossTotals, TotalsInOrder])
+@pytest.mark.parametrize("kind", [LossTotals, DeterministicLossTotals])
 def test_a_rank_that_reads_what_nccl_has_not_brought_waits_for_others(monkeypatch, kind):
     """NCCL's collectives return at once: the host waits where it reads a number that comes of them."""
     monkeypatch.setattr(torch.distributed, "all_reduce", lambda *_, **__: None)

@@ -14,8 +14,8 @@ from torch import nn
 from trainer import Memory, Run
 from trainer.api import fit
 from trainer.commands.recipes import load_recipe
+from trainer.memory.eager_update import EagerOptimizerUpdate
 from trainer.memory.plan import decide_plan
-from trainer.memory.update_ahead import UpdateAhead
 from trainer.models import VisionTransformer
 
 STEPS = 3
@@ -145,12 +145,14 @@ def test_updates_ahead_have_the_same_bits(memory, clip_norm, tmp_path, monkeypat
         return curve
 
     made = []
-    update = UpdateAhead.update
-    monkeypatch.setattr(UpdateAhead, "update", lambda *args: made.append(1) or update(*args))
-    monkeypatch.setattr(UpdateAhead, "open", lambda ahead: setattr(ahead, "is_open", ahead.has_stepped))
+    update = EagerOptimizerUpdate.update
+    monkeypatch.setattr(EagerOptimizerUpdate, "update", lambda *args: made.append(1) or update(*args))
+    monkeypatch.setattr(
+        EagerOptimizerUpdate, "begin_last_backward", lambda ahead: setattr(ahead, "is_open", ahead.has_stepped)
+    )
     ahead = run("ahead")
     assert made
-    monkeypatch.setattr(UpdateAhead, "open", lambda ahead: None)
+    monkeypatch.setattr(EagerOptimizerUpdate, "begin_last_backward", lambda ahead: None)
     assert run("after") == ahead
 
 
@@ -188,24 +190,24 @@ def test_attention_takes_the_kernel_that_the_planner_names(precision, tmp_path):
     from helpers.tiny import predict
 
     from trainer.fakegpu.target import Target, gpu_here
-    from trainer.planner.predict import prepared
+    from trainer.planner.predict import prepare_recipe
 
     _, summary = train(tmp_path / "run", precision=precision)
     recipe, _ = load_recipe("vit_digits")
     memory = Memory(micro_batch_size=16, precision=precision)
-    recipe = prepared(recipe.replace(model=WithHead("custom", patch_size=4, **SMALL), memory=memory))
+    recipe = prepare_recipe(recipe.replace(model=WithHead("custom", patch_size=4, **SMALL), memory=memory))
     found = predict(recipe, decide_plan(recipe, 1), Target.here(gpu_here()))
     assert {line.partition(" ")[0] for line in found.attention} == set(summary.attention)
 
 
 @pytest.mark.parametrize("training", [True, False])
 def test_flex_attention_is_bigbirds_kernel(training):
-    from trainer.models.block_sparse import attend, block_sparse_attention, pattern
+    from trainer.models.block_sparse import attend, attention_counts, block_sparse_attention
 
     torch.manual_seed(0)
     made = [torch.randn(2, 1024, 12, 64, device="cuda").transpose(1, 2).requires_grad_() for _ in range(3)]
     mask = torch.arange(1024, device="cuda") < torch.tensor([[1024], [700]], device="cuda")
-    counts = torch.from_numpy(pattern(1, 12, 16, 3, 64, 4096, training))[0].cuda()
+    counts = torch.from_numpy(attention_counts(1, 12, 16, 3, 64, 4096, training))[0].cuda()
     rest, found = (mask, counts, 5 + 3 * training), []
     for context in (attend(*made, *rest), block_sparse_attention(*made, *rest)[0]):
         context = context * mask[:, None, :, None]

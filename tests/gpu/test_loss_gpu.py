@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import nn
 
-from trainer.models import token_loss
-from trainer.models.token_loss import FUSED, Transform, chunked_loss
+from trainer.models import chunked_loss as token_loss
+from trainer.models.chunked_loss import FUSED, LogitTransform, chunked_loss
 
 TOKENS, WORDS, WIDTH = 1500, 50_257, 256  # words that no vector of the kernels divides
 TYPES = {torch.float32: 2e-6, torch.float16: 2.0**-10, torch.bfloat16: 2.0**-7}
@@ -32,7 +32,7 @@ def found(dtype, transform, fused, monkeypatch):
 
 @pytest.mark.skipif(torch.version.hip is not None, reason="for NVIDIA GPUs")
 @pytest.mark.parametrize("dtype", TYPES)
-@pytest.mark.parametrize("transform", [Transform(), Transform(0.5), Transform(4.0, 30.0)])
+@pytest.mark.parametrize("transform", [LogitTransform(), LogitTransform(0.5), LogitTransform(4.0, 30.0)])
 def test_kernels_give_what_the_operations_give(dtype, transform, monkeypatch):
     ours, most = found(dtype, transform, True, monkeypatch)
     theirs, _ = found(dtype, transform, False, monkeypatch)

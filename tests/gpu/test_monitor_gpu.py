@@ -18,10 +18,10 @@ from trainer.contract import Model
 from trainer.data import Digits
 from trainer.engine.step import Stepper
 from trainer.engine.window import MicroBatch, Window
-from trainer.memory.monitor import Monitor
-from trainer.memory.oom import OutOfMemory
+from trainer.memory.monitor import MemoryMonitor
+from trainer.memory.oom import OutOfMemoryError
 from trainer.models import MLP
-from trainer.models.common import classification_loss
+from trainer.models.base import classification_loss
 from trainer.values import Loss
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
@@ -64,10 +64,10 @@ class Hungry(MLP):
             yield loss
 
 
-def steps(model: Model, count: int) -> Monitor:
+def steps(model: Model, count: int) -> MemoryMonitor:
     fabric = Fabric(accelerator="cuda", devices=1)
     fabric.launch()
-    monitor = Monitor(fabric.device, share_of_time=1e9)  # look at every step
+    monitor = MemoryMonitor(fabric.device, share_of_time=1e9)  # look at every step
     with fabric.init_module():
         module = model.build()
     monitor.enter(None)
@@ -102,7 +102,7 @@ def test_the_allocator_s_peaks_are_credited_to_phases():
     for phase in ("init", "step"):
         assert phases[phase]["allocated_gb"] < phases["forward"]["allocated_gb"] - 0.9 * BALLAST / 1e9
     assert phases["evaluation"]["allocated_gb"] is None
-    assert monitor.use().describe().endswith("GB reserved")
+    assert monitor.run_peaks().describe().endswith("GB reserved")
     assert len({level for _, level in monitor.history}) == 1  # the allocator counts exactly
     assert monitor.warnings == []
 
@@ -127,7 +127,7 @@ def test_out_of_memory_is_explained_and_leaves_a_snapshot(tmp_path):
     run = Run(dir=str(tmp_path / "r"), progress=False, accelerator="cuda", devices=1, snapshot=True)
     # By then the step has been tried again in micro-batches of 8, 4, 2 and 1.
     with pytest.raises(
-        OutOfMemory, match=r"out of memory in forward on rank 0 \(.*try next: --memory\.precision bf16-mixed"
+        OutOfMemoryError, match=r"out of memory in forward on rank 0 \(.*try next: --memory\.precision bf16-mixed"
     ):
         fit(recipe(tmp_path / "r", model=Hungry([32]), run=run))
     assert json.loads((tmp_path / "r" / "summary.json").read_text())["status"] == "failed"

@@ -6,8 +6,8 @@ import pytest
 import torch
 from helpers.problems import Problem, collate, make_model, make_samples
 
-from trainer.models import unpadded
-from trainer.models.unpadded import FULL, Lengths, Pattern, attend
+from trainer.models import padding_free
+from trainer.models.padding_free import FULL, AttentionPattern, SequenceLengths, varlen_attention
 
 LENGTHS = [130, 64, 64, 7, 1]
 
@@ -33,7 +33,7 @@ def test_each_document_attends_to_what_is_before(
     torch.manual_seed(0)
     ends = torch.tensor([0, *LENGTHS], device="cuda").cumsum(0).to(torch.int32)
     tensors = [torch.randn(sum(LENGTHS), heads, 32, device="cuda", dtype=torch.float64) for heads in (4, 2, 2)]
-    compared(tensors, ends, dtype, Pattern(causal=True, window=window, scale=0.3), monkeypatch)
+    compared(tensors, ends, dtype, AttentionPattern(causal=True, window=window, scale=0.3), monkeypatch)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -51,7 +51,7 @@ def test_dropout_has_the_gradient_of_its_mask_and_the_mask_of_its_seed(dtype: to
     def run(seed: int) -> list[torch.Tensor]:
         torch.cuda.manual_seed(seed)
         leaves = [part.clone().requires_grad_() for part in (query, key, value)]
-        out = attend(*leaves, Lengths(lengths), ends, rate)
+        out = varlen_attention(*leaves, SequenceLengths(lengths), ends, rate)
         out.backward(upstream)
         return [out.detach(), *(leaf.grad for leaf in leaves)]
 
@@ -80,26 +80,26 @@ def compared(
     tensors: list[torch.Tensor],
     ends: torch.Tensor,
     dtype: torch.dtype,
-    pattern: Pattern,
+    pattern: AttentionPattern,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     expected = computed(tensors, ends, pattern)
     has_kernel = torch.cuda.get_device_capability() >= (8, 0) and dtype != torch.float32
-    assert unpadded.takes_flash(tensors[0].to(dtype), tensors[2].to(dtype), 0.0, pattern) == has_kernel
+    assert padding_free.takes_flash(tensors[0].to(dtype), tensors[2].to(dtype), 0.0, pattern) == has_kernel
     tolerance = {torch.float32: 1e-5, torch.float16: 3e-3, torch.bfloat16: 2e-2}[dtype]
     for allowed in (True, False):
         if not allowed:
-            monkeypatch.setattr(unpadded, "takes_flash", lambda *args: False)
+            monkeypatch.setattr(padding_free, "takes_flash", lambda *args: False)
         found = computed([tensor.to(dtype) for tensor in tensors], ends, pattern)
         for ours, theirs in zip(found, expected, strict=True):
             assert (ours.double() - theirs).norm() <= tolerance * theirs.norm()
 
 
-def computed(tensors: list[torch.Tensor], ends: torch.Tensor, pattern: Pattern) -> list[torch.Tensor]:
+def computed(tensors: list[torch.Tensor], ends: torch.Tensor, pattern: AttentionPattern) -> list[torch.Tensor]:
     """The result and the gradients of its sum of squares; in fp64 by whole weights of attention."""
     query, key, value = (tensor.clone().requires_grad_() for tensor in tensors)
     if query.dtype != torch.float64:
-        found = attend(query, key, value, Lengths(LENGTHS), ends, 0.0, pattern)
+        found = varlen_attention(query, key, value, SequenceLengths(LENGTHS), ends, 0.0, pattern)
     else:
         asked, parts = query.split([1] * len(LENGTHS) if len(query) == len(LENGTHS) else LENGTHS), []
         for own, *others in zip(asked, key.split(LENGTHS), value.split(LENGTHS), strict=True):

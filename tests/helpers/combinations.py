@@ -23,7 +23,7 @@ from trainer.errors import RecipeError
 from trainer.memory import knobs as table
 from trainer.memory.optimizer import OPTIMIZERS
 from trainer.memory.plan import Plan, decide_plan
-from trainer.models.common import classification_loss
+from trainer.models.base import classification_loss
 from trainer.recipe import Memory, Optim, Recipe
 from trainer.values import Loss, Pretrained
 from trainer.weights.streaming import stored_in

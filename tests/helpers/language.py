@@ -35,8 +35,8 @@ EXACT = tuple(family for family in FAMILIES if family != "gemma2")
 class Precise(CausalLM):
     """One whose norms are computed in the precision of its weights: in transformers it is fp32, even in fp64."""
 
-    def _finished(self, module: nn.Module) -> nn.Module:
-        return super()._finished(precise(module))
+    def _finalize_module(self, module: nn.Module) -> nn.Module:
+        return super()._finalize_module(precise(module))
 
 
 def precise(module: nn.Module) -> nn.Module:

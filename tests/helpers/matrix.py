@@ -15,7 +15,7 @@ from helpers.problems import Problem as Samples
 from helpers.problems import collate, host_sum, make_model, make_samples
 from helpers.rounding import EPS
 from trainer.contract import Data, Model
-from trainer.engine.cut import cut_at, cut_batch, share_of
+from trainer.engine.cut import cut_at, cut_batch, data_parallel_rank
 from trainer.engine.order import batch_indices, derive_seed
 from trainer.engine.step import Stepper
 from trainer.engine.window import Windows
@@ -24,9 +24,9 @@ from trainer.memory.initialize import build_module
 from trainer.memory.plan import Plan, decide_plan
 from trainer.memory.precision import precision_plugin
 from trainer.memory.sharding import fabric_strategy
-from trainer.memory.stack import apply_stack, build_updates, whole_state
+from trainer.memory.stack import apply_stack, build_optimizer_and_sync, full_state_dict
 from trainer.recipe import Memory, Optim, Recipe
-from trainer.run.session import counted_once
+from trainer.run.session import sum_over_data_parallel
 
 STEPS = 3
 ADAMW = Optim("adamw", lr=1e-3, weight_decay=0.1, eps=EPS, clip_norm=1.0)
@@ -113,7 +113,7 @@ def plain_run(case: Case) -> dict[str, Any]:
     lengths = [len(sample["input_ids"]) for sample in samples] if "input_ids" in samples[0] else None
     for epoch, step in steps_of(case):
         indices = batch_indices(0, epoch, step, case.size, case.batch_size)
-        shares = share_of(case.memory, 0, case.world_size)[1]
+        shares = data_parallel_rank(case.memory, 0, case.world_size)[1]
         pieces = cut_batch(indices, cut_at(case.recipe, case.world_size, epoch), shares, lengths)
         total = 0.0
         for number, piece in enumerate(pieces):
@@ -153,7 +153,7 @@ def stacked_run(case: Case) -> dict[str, Any]:
         assert not result.skipped
         losses.append(result.loss)
     assert fabric.world_size == case.world_size
-    return {"state": {name: tensor.cpu() for name, tensor in whole_state(stack).items()}, "losses": losses}
+    return {"state": {name: tensor.cpu() for name, tensor in full_state_dict(stack).items()}, "losses": losses}
 
 
 def launched(plan: Plan) -> Fabric:
@@ -170,16 +170,16 @@ def launched(plan: Plan) -> Fabric:
 
 def set_up(case: Case, plan: Plan) -> tuple[Fabric, Stepper, Windows, Any]:
     """Everything that takes steps."""
-    activation_offload.LEAST_BYTES = 0  # the tensors of these models are small
+    activation_offload.MIN_OFFLOAD_BYTES = 0  # the tensors of these models are small
     fabric = launched(plan)
     recipe, samples = case.recipe, case.samples
     module = case.prepared(build_module(fabric, recipe.model, 0, plan))
     stack = apply_stack(fabric, recipe.model, module, plan)
-    optimizer, sync = build_updates(fabric, recipe.model, stack, recipe.optim, plan)
+    optimizer, sync = build_optimizer_and_sync(fabric, recipe.model, stack, recipe.optim, plan)
     copies, clip_norm = recipe.memory.tensor_parallel, recipe.optim.clip_norm
     stepper = Stepper(fabric, recipe.model, stack.wrapped, optimizer, sync=sync, clip_norm=clip_norm, copies=copies)
-    once = counted_once(recipe.memory, fabric.global_rank, host_sum)
-    share, shares = share_of(recipe.memory, fabric.global_rank, case.world_size)
+    once = sum_over_data_parallel(recipe.memory, fabric.global_rank, host_sum)
+    share, shares = data_parallel_rank(recipe.memory, fabric.global_rank, case.world_size)
     windows = Windows(
         size=case.size,
         cut_at=partial(cut_at, recipe, case.world_size),

@@ -23,7 +23,7 @@ from trainer.engine.step import Stepper, StepResult
 from trainer.engine.window import Windows
 from trainer.memory.precision import precision_plugin
 from trainer.models import MLP, BigBird, ImageClassifier, Objective, TextClassifier, VisionTransformer
-from trainer.models.common import classification_loss
+from trainer.models.base import classification_loss
 from trainer.recipe import Memory
 from trainer.values import Loss
 

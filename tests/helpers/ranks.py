@@ -76,7 +76,8 @@ def _serve(connection: Any, environment: dict[str, str]) -> None:
     os.environ.update(environment)
     import torch
 
-    # As in a run: what torch imports when there is a group may refer to it for ever (see trainer.faults.regroup).
+    # As in a run: what torch imports when there is a group may refer to it for ever (see
+    # trainer.faults.process_group_recovery).
     import trainer.api  # noqa: F401
 
     for name in PICTURES:

@@ -21,10 +21,10 @@ from trainer.fakegpu.gpus import gpu_named
 from trainer.fakegpu.target import Target
 from trainer.memory.plan import Plan, decide_plan
 from trainer.models import LoRA
-from trainer.planner.predict import Prediction, predict_here, prepared
-from trainer.planner.trace import draw_samples, trace_run
+from trainer.planner.predict import Prediction, predict_in_process, prepare_recipe
+from trainer.planner.traced_run import draw_samples, trace_run
 from trainer.recipe import Memory, Optim, Recipe
-from trainer.system.children import in_child
+from trainer.system.child_jobs import run_in_child
 
 MODELS = ("tower", "vit", "distilbert", "bigbird", "lora", "batchnorm", "two_losses", "branch")
 
@@ -60,7 +60,7 @@ class Normalised(OneHead):
         return nn.Sequential(*layers, *[nn.Sequential(nn.Linear(16, 16), nn.BatchNorm1d(16)) for _ in range(2)])
 
     def losses(self, module: nn.Module, batch: Any) -> Any:
-        from trainer.models.common import classification_loss
+        from trainer.models.base import classification_loss
 
         yield classification_loss(module(batch["pixel_values"]), batch["labels"])
 
@@ -82,7 +82,7 @@ def recipe_of(name: str, memory: Memory | None = None, optim: Optim | None = Non
         memory=memory,
         **{"batch_size": 12, "epochs": 2, **settings},
     )
-    return prepared(recipe)
+    return prepare_recipe(recipe)
 
 
 def model_of(name: str, starts_on_meta: bool = False) -> Model:
@@ -131,7 +131,7 @@ def target_of(gpu: str = "a100-80gb") -> Target:
 
 def predict(recipe: Recipe, plan: Plan, target: Target, nodes: int = 1) -> Prediction:
     """What ``plan`` of a prepared recipe needs on ``target``, from a process of its own."""
-    return Prediction.answered(in_child(partial(predict_here, recipe, plan, target, nodes)))
+    return Prediction.from_child(run_in_child(partial(predict_in_process, recipe, plan, target, nodes)))
 
 
 def prediction_of(recipe: Recipe, ranks: int = 1, nodes: int = 1, gpu: str = "a100-80gb") -> Prediction:

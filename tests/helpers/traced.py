@@ -13,11 +13,11 @@ from torch import Tensor, nn
 
 from helpers.tiny import InMemory, trace_of
 from trainer.contract import Model
-from trainer.fakegpu.events import Event, Trace, Work
-from trainer.models.common import classification_loss
-from trainer.planner.predict import prepared
+from trainer.fakegpu.events import Event, Operation, Trace
+from trainer.models.base import classification_loss
+from trainer.planner.predict import prepare_recipe
 from trainer.recipe import Memory, Optim, Recipe
-from trainer.system.children import in_children
+from trainer.system.child_jobs import run_in_children
 from trainer.values import Loss
 
 BATCH, TOKENS, WIDTH, INNER, CLASSES, BLOCKS = 64, 32, 128, 512, 8, 4
@@ -76,13 +76,15 @@ def own_recipe(memory: Memory | None = None, model: Model | None = None, **setti
     """A prepared recipe that trains ``Own`` with AdamW, as one micro-batch unless told otherwise."""
     samples = [{"pixel_values": torch.zeros(TOKENS, WIDTH), "labels": torch.tensor(0)} for _ in range(2 * BATCH)]
     parts: dict[str, Any] = {"model": model or Own(), "memory": memory or Memory(), "optim": Optim("adamw")}
-    return prepared(Recipe(data=InMemory(samples=samples), **parts, **{"batch_size": BATCH, "epochs": 2, **settings}))
+    return prepare_recipe(
+        Recipe(data=InMemory(samples=samples), **parts, **{"batch_size": BATCH, "epochs": 2, **settings})
+    )
 
 
 def traces(jobs: Mapping[str, Callable[[], Trace]]) -> dict[str, Trace]:
     """What each job returns, done in a process of its own."""
     names, found = list(jobs), {}
-    for number, result in in_children([partial(_in_plain_types, job) for job in jobs.values()], 2):
+    for number, result in run_in_children([partial(_in_plain_types, job) for job in jobs.values()], 2):
         if isinstance(result, Exception):
             raise result
         found[names[number]] = _from_plain_types(result)
@@ -100,7 +102,7 @@ def _in_plain_types(job: Callable[[], Trace]) -> dict[str, Any]:
 
 def _from_plain_types(found: dict[str, Any]) -> Trace:
     found["events"] = [Event(*event) for event in found["events"]]
-    found["work"] = [Work(*work) for work in found["work"]]
+    found["work"] = [Operation(*work) for work in found["work"]]
     found["categories"] = {int(key): category for key, category in found["categories"].items()}
     return Trace(**found)
 

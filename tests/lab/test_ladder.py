@@ -25,8 +25,8 @@ from trainer.cli import run
 from trainer.commands.recipes import load_recipe
 from trainer.errors import RecipeError
 from trainer.lab import measured_run
-from trainer.lab.ladder import FLAGS, ON_HOST, baseline, choose, ladder, rungs_of
-from trainer.lab.measured_run import CPU, RETURN_FREED_MEMORY, run_trial
+from trainer.lab.ladder import FLAGS, ON_HOST, baseline, build_steps, choose, ladder
+from trainer.lab.measured_run import CPU, MALLOC_TRIM_ENV, run_trial
 from trainer.report.plots import plot_ladder
 
 RECIPE = """
@@ -59,7 +59,7 @@ recipe = Recipe(
     batch_size=32, memory=Memory(micro_batch_size=4, activation_offload=True),
 )
 """
-VARIABLES = (*RETURN_FREED_MEMORY, "OMP_NUM_THREADS")
+VARIABLES = (*MALLOC_TRIM_ENV, "OMP_NUM_THREADS")
 GPU = {"accelerator": "cuda", "devices": 1, "device": "GPU", "device_memory_gb": 80.0}
 
 
@@ -122,7 +122,7 @@ def test_the_files_say_what_was_measured_where_and_how(climbed):
     words = shlex.split(rows_of(out)["bf16-mixed"]["command"])
     assert words[:4] == ["python", "-m", "trainer", "fit"]
     assert str(out) not in (out / "ladder.json").read_text()
-    assert content["environment"] == {**RETURN_FREED_MEMORY, **{k: os.environ[k] for k in VARIABLES if k in os.environ}}
+    assert content["environment"] == {**MALLOC_TRIM_ENV, **{k: os.environ[k] for k in VARIABLES if k in os.environ}}
     assert {"--memory.precision=bf16-mixed", "--model.killed_at=2", "--memory.micro_batch_size=32"} <= set(words)
     assert "--memory.activation_offload=false" in words  # the baseline takes the recipe's own techniques back
     assert matplotlib.image.imread(out / "ladder.png").shape[1] == 1200
@@ -206,23 +206,23 @@ def test_a_folder_that_holds_a_ladder_is_refused_and_help_lists_the_ladders_flag
 
 def test_rungs_are_those_that_make_sense_here():
     recipe, _ = load_recipe("vit_digits")
-    names = [rung.name for rung in rungs_of(recipe, baseline(recipe), CPU)]
+    names = [rung.name for rung in build_steps(recipe, baseline(recipe), CPU)]
     assert names[:4] == ["baseline", "micro-batch-16", "micro-batch-4", "micro-batch-1"]
     assert {"ddp-2-ranks", "fsdp-2-ranks", "8-bit-state", "sgd"} <= set(names)
     assert "16-mixed" not in names
     stacked = "+micro-batch-4 +bf16-mixed +full-checkpointing +activation-offload +optimizer-offload +parameter-offload"
     assert names[-6:] == stacked.split()
-    on_gpu = [rung.name for rung in rungs_of(recipe, baseline(recipe), GPU)]
+    on_gpu = [rung.name for rung in build_steps(recipe, baseline(recipe), GPU)]
     assert "16-mixed" in on_gpu
     assert not any("ranks" in name for name in on_gpu)
     sgd, _ = load_recipe("mlp_fashion_mnist")
-    assert not {"sgd", "8-bit-state"} & {rung.name for rung in rungs_of(sgd, baseline(sgd), CPU)}
+    assert not {"sgd", "8-bit-state"} & {rung.name for rung in build_steps(sgd, baseline(sgd), CPU)}
 
 
 def test_without_a_gpu_it_is_said_that_offload_has_nothing_to_gain():
     recipe, _ = load_recipe("vit_digits")
     for machine, note in ((CPU, ON_HOST), (GPU, "")):
-        notes = {rung.name: rung.note for rung in rungs_of(recipe, baseline(recipe), machine)}
+        notes = {rung.name: rung.note for rung in build_steps(recipe, baseline(recipe), machine)}
         assert {text for name, text in notes.items() if name.endswith("offload")} == {note}
         assert notes["full-checkpointing"] == ""
 
@@ -241,17 +241,17 @@ print(HostMemory().read().resident)
 @pytest.mark.slow
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="the variables are glibc's")
 def test_freed_memory_is_given_back_in_a_trial():
-    without = {key: text for key, text in os.environ.items() if key not in RETURN_FREED_MEMORY}
+    without = {key: text for key, text in os.environ.items() if key not in MALLOC_TRIM_ENV}
     resident = [
         int(subprocess.run([sys.executable, "-c", FREE_TENSORS], env=env, capture_output=True, check=True).stdout)
-        for env in (without, without | RETURN_FREED_MEMORY)
+        for env in (without, without | MALLOC_TRIM_ENV)
     ]
     assert resident[1] < resident[0] - 0.2e9  # of 0.32
 
 
 def test_stacked_rungs_hold_all_techniques_before_them():
     recipe, _ = load_recipe("vit_digits")
-    rungs = rungs_of(recipe, baseline(recipe), CPU)
+    rungs = build_steps(recipe, baseline(recipe), CPU)
     stacked = [rung.changes for rung in rungs if rung.name.startswith("+")]
     for before, after in zip(stacked, stacked[1:], strict=False):
         assert set(before) <= set(after)

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from trainer.checkpoint.manifest import sealed
+from trainer.checkpoint.manifest import append_hash
 from trainer.cli import run
 from trainer.lab import list_runs
 
@@ -89,9 +89,9 @@ def test_a_run_that_lives_is_running(folder, capsys):
     from trainer.system.processes import ProcessId
 
     lock = folder / "dead" / ".run.lock"
-    lock.write_text(json.dumps(ProcessId.own().to_dict() | {"started": "now"}))
+    lock.write_text(json.dumps(ProcessId.current().to_dict() | {"started": "now"}))
     assert json.loads("\n".join(lines(capsys, folder / "dead", "--json")))[0]["status"] == "running"
-    lock.write_text(json.dumps(ProcessId.own().to_dict() | {"began": 1}))
+    lock.write_text(json.dumps(ProcessId.current().to_dict() | {"began": 1}))
     assert json.loads("\n".join(lines(capsys, folder / "dead", "--json")))[0]["status"] == "died"
     lock.write_text(json.dumps({"host": socket.gethostname()}))
     assert json.loads("\n".join(lines(capsys, folder / "dead", "--json")))[0]["status"] == "running"
@@ -232,7 +232,7 @@ def test_a_recipe_that_is_nested_deeply_is_broken(folder, capsys):
 
 
 def test_a_recipe_with_its_hash_is_read_only_for_its_settings(folder, capsys, monkeypatch):
-    (folder / "late" / "recipe.yaml").write_text(sealed("optim:\n  lr: 0.5\n"))
+    (folder / "late" / "recipe.yaml").write_text(append_hash("optim:\n  lr: 0.5\n"))
     reads = Counter()
     monkeypatch.setattr(list_runs, "_settings", lambda path, faults: reads.update([path.parent.name]) or {})
     lines(capsys, folder)

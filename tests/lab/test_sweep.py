@@ -31,8 +31,8 @@ from trainer.errors import RecipeError
 from trainer.lab import sweep
 from trainer.lab.find_lr import curve_of
 from trainer.lab.measured_run import Trial
-from trainer.lab.sweep import NOT_COMPARED, Chooser, Folds, Optuna, Sweep, parsed, slots_of
-from trainer.system.processes import own_command
+from trainer.lab.sweep import NOT_COMPARED, CrossValidation, OptunaSearch, Sweep, TrialSource, device_slots, parsed
+from trainer.system.processes import trainer_command
 
 RECIPE = """
 import time
@@ -73,7 +73,7 @@ def recipe_file(tmp_path_factory) -> Path:
 @pytest.fixture(autouse=True)
 def quick(monkeypatch):
     fork_processes(monkeypatch)
-    monkeypatch.setattr("trainer.lab.measured_run.SECONDS_BETWEEN_LOOKS", 0.05)
+    monkeypatch.setattr("trainer.lab.measured_run.POLL_INTERVAL", 0.05)
 
 
 def content_of(out: Path) -> dict[str, Any]:
@@ -130,7 +130,7 @@ DONE = {"number": 2, "settings": {"optim.lr": 0.5}, "status": "finished", "reaso
 DONE |= {"score": 0.5, "figure": "val_accuracy", "value": 0.5, "step": 3, "seconds": 1.0}
 
 
-class Impatient(Chooser):
+class Impatient(TrialSource):
     """One trial, ended after its second evaluation."""
 
     def ask(self, earlier: Any, results: int, known: Any) -> tuple[Any, dict[str, Any]]:
@@ -153,7 +153,7 @@ def test_a_trial_that_falls_behind_is_ended(recipe_file, tmp_path, capsys):
 
 def test_a_trial_knows_results_of_earlier_trials_and_only_settings_of_the_latest(recipe_file):
     recipe, source = load_recipe(str(recipe_file))
-    found = Optuna(dict([parsed(recipe, source, "optim.lr=1e-3..1.0")]), seed=0)
+    found = OptunaSearch(dict([parsed(recipe, source, "optim.lr=1e-3..1.0")]), seed=0)
     rows = []
     for number in range(1, 15):
         trial, settings = found.ask(rows, number - 1, None)
@@ -207,7 +207,7 @@ def test_a_killed_sweep_tries_what_an_undisturbed_one_tries(recipe_file, tmp_pat
     space = dict(parsed(recipe, source, text) for text in over)
 
     def search(out):
-        Sweep(recipe, ["x"], out, Optuna(space, 3), {"command": ["x"], "over": over}).run(18, [{}] * parallel)
+        Sweep(recipe, ["x"], out, OptunaSearch(space, 3), {"command": ["x"], "over": over}).run(18, [{}] * parallel)
 
     dice = random.Random(parallel)
 
@@ -248,7 +248,7 @@ def test_the_killed_command_tries_what_an_undisturbed_one_tries(recipe_file, tmp
     out, dice = tmp_path / "killed", random.Random(parallel)
     for finished in (0, 1, 2, 3, 5):
         (tmp_path / f"{finished}").mkdir()
-        started = StartedRun(tmp_path / f"{finished}", own_command(*words, f"--out={out}"))
+        started = StartedRun(tmp_path / f"{finished}", trainer_command(*words, f"--out={out}"))
         try:
             if finished == 5:
                 assert started.wait() == 0
@@ -279,7 +279,7 @@ def test_what_a_killed_start_has_left_is_removed_but_not_behind_a_link(recipe_fi
     (out / "trial-002").symlink_to(elsewhere)
     (out / "sweep.json").write_text(json.dumps(command | {"trials": [DONE | {"number": 1}, DONE]}))
     space = dict([parsed(recipe, source, command["over"][0])])
-    Sweep(recipe, ["x"], out, Optuna(space, 0), command).run(2, [{}])
+    Sweep(recipe, ["x"], out, OptunaSearch(space, 0), command).run(2, [{}])
     assert not (out / "trial-001" / "checkpoints").exists()
     assert (elsewhere / "checkpoints").exists()
 
@@ -382,7 +382,7 @@ def test_a_sweep_that_somebody_has_changed_is_refused(recipe_file, tmp_path, cha
     recipe, source = load_recipe(str(recipe_file))
     space = dict([parsed(recipe, source, command["over"][0])])
     with pytest.raises(RecipeError) as caught:
-        Sweep(recipe, ["x"], tmp_path, Optuna(space, 0), command)
+        Sweep(recipe, ["x"], tmp_path, OptunaSearch(space, 0), command)
     assert f"{tmp_path / 'sweep.json'} is damaged ({why}" in str(caught.value)
     assert str(caught.value).endswith("restore a copy of it, or start again in another folder with --out")
 
@@ -393,7 +393,7 @@ def test_folds_of_another_recipe_are_refused(recipe_file, tmp_path):
     running = DONE | {"number": 1, "status": "running", "settings": {"data.val_fold": 7}}
     (tmp_path / "sweep.json").write_text(json.dumps(command | {"trials": [running]}))
     with pytest.raises(RecipeError, match="trial 1: its settings differ from those of its fold"):
-        Sweep(recipe, ["x"], tmp_path, Folds(recipe, 2), command)
+        Sweep(recipe, ["x"], tmp_path, CrossValidation(recipe, 2), command)
 
 
 def test_ranges_are_of_the_kind_of_their_setting_and_each_trial_at_once_has_a_device(recipe_file, monkeypatch):
@@ -405,11 +405,11 @@ def test_ranges_are_of_the_kind_of_their_setting_and_each_trial_at_once_has_a_de
         ("Int", False),
     ]
     monkeypatch.setattr(sweep, "probe_machine", lambda: {"accelerator": "cuda", "devices": 2})
-    assert slots_of(recipe, 2) == [{"CUDA_VISIBLE_DEVICES": "0"}, {"CUDA_VISIBLE_DEVICES": "1"}]
+    assert device_slots(recipe, 2) == [{"CUDA_VISIBLE_DEVICES": "0"}, {"CUDA_VISIBLE_DEVICES": "1"}]
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,7")
-    assert slots_of(recipe, 2)[1] == {"CUDA_VISIBLE_DEVICES": "7"}
+    assert device_slots(recipe, 2)[1] == {"CUDA_VISIBLE_DEVICES": "7"}
     with pytest.raises(RecipeError, match="--parallel=3 needs a GPU per run, and this machine has 2"):
-        slots_of(recipe, 3)
+        device_slots(recipe, 3)
 
 
 def test_a_learning_rate_is_found_where_the_loss_falls_fastest(recipe_file, tmp_path, capsys):

@@ -30,7 +30,7 @@ def test_a_task_knows_its_place_and_one_by_itself_is_none():
     found = task()
     assert (found.rank, found.local_rank, found.node_rank, found.size) == (3, 1, 1, 4)
     assert found.tasks_per_node == (2, 2)
-    assert found.variables == {"RANK": "3", "LOCAL_RANK": "1", "GROUP_RANK": "1", "WORLD_SIZE": "4"}
+    assert found.torchrun_env == {"RANK": "3", "LOCAL_RANK": "1", "GROUP_RANK": "1", "WORLD_SIZE": "4"}
     assert devices_per_node(found, None) == devices_per_node(found, 2) == 2
     assert slurm_task({}) is None
     assert slurm_task(STEP | {"SLURM_STEP_NUM_TASKS": "1"}) is None
@@ -76,7 +76,7 @@ def test_a_job_of_several_tasks_without_srun_is_refused():
 
 @pytest.mark.parametrize(("variables", "code"), [({"SLURM_JOB_ID": "17"}, EXIT_REQUEUE), ({}, -signal.SIGTERM)])
 def test_a_task_that_is_asked_to_stop_before_training_can_be_requeued(variables, code):
-    wait = "from trainer.faults.signals import leave_before_training as leave; leave(); print('ready', flush=True)"
+    wait = "from trainer.faults.signals import requeue_before_training as leave; leave(); print('ready', flush=True)"
     command = [sys.executable, "-c", f"{wait}; import time; time.sleep(600)"]
     environment = variables | {"PYTHONPATH": ":".join(sys.path)}
     process = subprocess.Popen(command, env=environment, stdout=-1, stderr=-1, text=True)

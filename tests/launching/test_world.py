@@ -8,9 +8,9 @@ import torch
 from trainer import Memory, Recipe, RecipeError, Run
 from trainer.data import Digits
 from trainer.launching.start import host_threads
-from trainer.launching.world import World, detect_world, find_world
+from trainer.launching.world import World, detect_world, resolve_world
+from trainer.memory.eager_update import EagerOptimizerUpdate
 from trainer.memory.plan import decide_plan
-from trainer.memory.update_ahead import UpdateAhead
 from trainer.models import MLP
 
 TORCHRUN = {"TORCHELASTIC_RUN_ID": "x", "LOCAL_WORLD_SIZE": "2", "GROUP_WORLD_SIZE": "1", "WORLD_SIZE": "2"}
@@ -48,7 +48,7 @@ def recipe(**run):
 def test_the_launcher_says_how_many_there_are(run, environment, world):
     found = detect_world(recipe(**run), environment)
     assert found == world
-    assert found.size == world.devices * world.nodes
+    assert found.world_size == world.devices * world.nodes
     assert found.fallback is None  # the accelerator is as it was asked for
 
 
@@ -82,17 +82,17 @@ def test_the_launcher_says_how_many_there_are(run, environment, world):
 )
 def test_what_contradicts_itself_is_refused(run, environment, said):
     with pytest.raises(RecipeError, match=said):
-        find_world(recipe(**run), dict(environment))
+        resolve_world(recipe(**run), dict(environment))
 
 
 def test_the_options_of_fabric_run_are_taken_over_and_its_variables_removed():
     environment = FABRIC_RUN | {"OTHER": "kept", "LT_ACCELERATOR": "cpu", "LT_STRATEGY": "ddp", "LT_PRECISION": "bf16"}
-    adopted, world = find_world(recipe(), environment)
+    adopted, world = resolve_world(recipe(), environment)
     assert environment == TORCHRUN | {"OTHER": "kept"}
     assert (adopted.run.accelerator, adopted.memory.strategy, adopted.memory.precision) == ("cpu", "ddp", "bf16-mixed")
     assert world == World("fabric run", "cpu", 2)
     own = recipe()
-    assert find_world(own, {}) == (own, World("python", "cpu", 1))
+    assert resolve_world(own, {}) == (own, World("python", "cpu", 1))
 
 
 def test_the_line_says_what_was_found():
@@ -106,17 +106,17 @@ def test_the_line_says_what_was_found():
 def test_all_gpus_are_used_and_no_more_ranks_than_there_are(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     wanted = recipe(accelerator="auto")
-    assert find_world(wanted, {})[1].fallback in ("no NVIDIA GPU found", "this torch is built without CUDA")
+    assert resolve_world(wanted, {})[1].fallback in ("no NVIDIA GPU found", "this torch is built without CUDA")
     with pytest.raises(RecipeError, match=r"run\.accelerator=cuda, but no NVIDIA GPU found"):
         detect_world(recipe(accelerator="cuda"), {})
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
-    assert find_world(wanted, {})[1] == World("python", "cuda", 2)
+    assert resolve_world(wanted, {})[1] == World("python", "cuda", 2)
     with pytest.raises(RecipeError, match=r"run\.devices asks for 3 ranks on this node, and torch sees 2 GPU\(s\)"):
-        find_world(recipe(accelerator="auto", devices=3), {})
+        resolve_world(recipe(accelerator="auto", devices=3), {})
     four = TORCHRUN | {"LOCAL_WORLD_SIZE": "4", "WORLD_SIZE": "4"}
     with pytest.raises(RecipeError, match=r"torchrun started 4 ranks on this node, and torch sees 2 GPU\(s\)"):
-        find_world(wanted, four)
+        resolve_world(wanted, four)
 
 
 @pytest.mark.parametrize(
@@ -143,7 +143,7 @@ def test_offloaded_weights_are_updated_by_the_cores_that_torchrun_leaves_idle(
 
 def test_the_thread_that_updates_ahead_has_as_many_threads():
     before = torch.get_num_threads()
-    ahead = UpdateAhead(torch.optim.SGD([torch.zeros(1)]))
+    ahead = EagerOptimizerUpdate(torch.optim.SGD([torch.zeros(1)]))
     try:
         torch.set_num_threads(3)
         assert ahead.thread.submit(torch.get_num_threads).result() == 3

@@ -15,9 +15,9 @@ from torch import Tensor, nn
 
 from trainer.contract import Data, Model
 from trainer.errors import RecipeError
+from trainer.memory.compatibility import require_supported_parameters
 from trainer.memory.plan import decide_plan
-from trainer.memory.refusals import require_able
-from trainer.models.common import classification_loss
+from trainer.models.base import classification_loss
 from trainer.recipe import Memory, Optim, Recipe
 from trainer.values import Loss
 
@@ -126,8 +126,8 @@ def test_batchnorm_over_ranks_is_refused_at_the_start_where_there_is_a_group(str
     with pytest.raises(
         RecipeError, match=rf"^memory\.strategy={strategy} cannot train 0\.0\.norm, [^\n]*use BatchNorm"
     ):
-        require_able(module, decide_plan(recipe, world_size))
-    require_able(module, decide_plan(recipe.replace(memory=Memory()), 1))  # there it is a BatchNorm
+        require_supported_parameters(module, decide_plan(recipe, world_size))
+    require_supported_parameters(module, decide_plan(recipe.replace(memory=Memory()), 1))  # there it is a BatchNorm
 
 
 @pytest.mark.parametrize("strategy", ["dp", "async"])

@@ -15,7 +15,7 @@ from transformers import DistilBertConfig, DistilBertForSequenceClassification
 
 from trainer import Memory, Optim, Recipe, RecipeError
 from trainer.contract import Data
-from trainer.engine.step import Phases
+from trainer.engine.step import PhaseHooks
 from trainer.memory import stack
 from trainer.memory.plan import decide_plan, plan_warnings
 from trainer.models import MLP
@@ -105,7 +105,7 @@ class Pooled(torch.autograd.Function):
         return gradient @ weight, found.copy_(rows.t() @ inputs.flatten(0, -2)).view_as(found), rows.sum(0)
 
 
-class Storages(Phases):
+class Storages(PhaseHooks):
     """Notes where the gradients are at the end of every micro-step."""
 
     def __init__(self, module):

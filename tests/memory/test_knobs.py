@@ -10,7 +10,7 @@ import pytest
 from trainer import Memory, Optim, Recipe
 from trainer.contract import Data
 from trainer.errors import RecipeError
-from trainer.memory.knobs import KNOBS, SEARCHED, Knob, described
+from trainer.memory.knobs import KNOBS, LOSSLESS_PLANNED, Knob, describe_knobs
 from trainer.memory.plan import Plan, decide_plan
 from trainer.models import MLP
 from trainer.planner.report import OWN
@@ -38,7 +38,7 @@ def test_every_choice_of_a_field_is_in_its_row_and_the_default_is_the_first(name
     choices = literals(get_type_hints(Memory)[name]) - {"auto", "single"}
     assert set(map(repr, values)) == set(map(repr, choices | {None} if None in values else choices))
     assert values[0] == getattr(Memory(), name) or name == "strategy"
-    assert {turn.value for knob in KNOBS if knob.name == name for turn in knob.turns} <= set(values)
+    assert {turn.value for knob in KNOBS if knob.name == name for turn in knob.candidates} <= set(values)
 
 
 def plan_with(knob: Knob, value: Any) -> Plan | None:
@@ -58,19 +58,19 @@ def test_fp16_which_overflows_is_refused_where_no_step_can_be_skipped(precision)
 
 
 def test_what_is_lossy_is_marked_so():
-    plans = [(knob, plan) for knob in KNOBS for turn in knob.turns if (plan := plan_with(knob, turn.value))]
-    assert {knob.name for knob, _ in plans} == {knob.name for knob in KNOBS if knob.turns}
+    plans = [(knob, plan) for knob in KNOBS for turn in knob.candidates if (plan := plan_with(knob, turn.value))]
+    assert {knob.name for knob, _ in plans} == {knob.name for knob in KNOBS if knob.candidates}
     assert all(knob.lossy == bool(plan.lossy) for knob, plan in plans)
 
 
 def test_a_plan_names_every_knob_that_is_turned():
     for knob in KNOBS:
-        turned = [value for value in knob.values[1:] if value not in knob.off]
+        turned = [value for value in knob.values[1:] if value not in knob.noop_values]
         for value in turned if knob.name not in SAID_ANYWAY else ():
-            assert len(described(dataclasses.replace(Memory(), **{knob.name: value}))) == 1, (knob.name, value)
-    assert described(Memory(activation_checkpointing=0.25)) == ["25 % checkpointing"]
-    assert described(Memory(activation_checkpointing=0, sync_every_micro_step=False)) == []
+            assert len(describe_knobs(dataclasses.replace(Memory(), **{knob.name: value}))) == 1, (knob.name, value)
+    assert describe_knobs(Memory(activation_checkpointing=0.25)) == ["25 % checkpointing"]
+    assert describe_knobs(Memory(activation_checkpointing=0, sync_every_micro_step=False)) == []
 
 
 def test_every_knob_that_is_searched_is_in_the_planners_table():
-    assert {knob.name for knob in SEARCHED} == {*OWN.values()} | SHARED
+    assert {knob.name for knob in LOSSLESS_PLANNED} == {*OWN.values()} | SHARED

@@ -21,10 +21,10 @@ from trainer.engine.events import Counters
 from trainer.engine.loop import evaluate
 from trainer.engine.step import Stepper, StepResult
 from trainer.engine.window import MicroBatch, Window
-from trainer.memory.monitor import LONGEST_HISTORY, PHASES, LeakCheck, Monitor
-from trainer.models.common import classification_loss
+from trainer.memory.monitor import MAX_HISTORY, PHASES, LeakCheck, MemoryMonitor
+from trainer.models.base import classification_loss
 from trainer.report.progress import Progress
-from trainer.run.listeners import ProgressListener, Stopwatch
+from trainer.run.listeners import ProgressListener, ThroughputMeter
 from trainer.system.machine import HostMemory, process_peak
 from trainer.system.text import GB, MB
 from trainer.values import Loss
@@ -80,7 +80,7 @@ def window(micro_steps: int = 2) -> Window:
     return Window(micro, {"loss": 16.0 * micro_steps}, 16 * micro_steps)
 
 
-def stepper_of(model: Model, monitor: Monitor | None, module: nn.Module | None = None) -> Stepper:
+def stepper_of(model: Model, monitor: MemoryMonitor | None, module: nn.Module | None = None) -> Stepper:
     fabric, module = make_fabric("32-true", 1), module or model.build()
     if monitor is not None:
         monitor.enter(None)
@@ -90,9 +90,9 @@ def stepper_of(model: Model, monitor: Monitor | None, module: nn.Module | None =
     return Stepper(fabric, model, fabric.setup_module(module), updates, phases=monitor)
 
 
-def always() -> Monitor:
+def always() -> MemoryMonitor:
     """A monitor that looks at every step."""
-    return Monitor(torch.device("cpu"), share_of_time=1e9)
+    return MemoryMonitor(torch.device("cpu"), share_of_time=1e9)
 
 
 @pytest.mark.parametrize("heavy", PHASES)
@@ -114,7 +114,7 @@ def test_a_peak_is_credited_to_the_phase_that_it_happened_in(heavy):
 
 
 def test_a_peak_between_looks_counts_for_the_run_and_for_no_phase():
-    monitor = Monitor(torch.device("cpu"), share_of_time=1e-9)  # after the first steps it never looks again
+    monitor = MemoryMonitor(torch.device("cpu"), share_of_time=1e-9)  # after the first steps it never looks again
     model = Heavy()
     stepper = stepper_of(model, monitor)
     for _ in range(4):
@@ -125,7 +125,7 @@ def test_a_peak_between_looks_counts_for_the_run_and_for_no_phase():
     after = monitor.report(all_ranks=False)
     assert after["phases"] == before["phases"]
     assert after["phases"]["evaluation"]["host_gb"] is None
-    assert after["host_peak_gb"] == monitor.use().host / GB > after["phases"]["forward"]["host_gb"] + MOST
+    assert after["host_peak_gb"] == monitor.run_peaks().host / GB > after["phases"]["forward"]["host_gb"] + MOST
     assert len(monitor.history) == 3
 
 
@@ -163,7 +163,7 @@ def test_the_phase_that_failed_is_known_and_the_next_step_begins_anew():
 
 def test_without_permission_phases_are_sampled_and_it_is_said(tmp_path):
     host = HostMemory(clear_refs=tmp_path / "no" / "such" / "file")
-    monitor = Monitor(torch.device("cpu"), share_of_time=1e9, host=host)
+    monitor = MemoryMonitor(torch.device("cpu"), share_of_time=1e9, host=host)
     stepper = stepper_of(Heavy("forward"), monitor)
     stepper.step(window())
     report = monitor.report(all_ranks=False)
@@ -181,7 +181,7 @@ def test_a_kernel_that_keeps_no_record_of_the_peak(tmp_path):
     )
     host = HostMemory(status=status, clear_refs=tmp_path / "clear_refs")
     assert host.peaks == "sampled"
-    host.restart_peak()
+    host.reset_peak()
     reading = host.read()
     assert reading.resident == reading.anonymous == reading.peak == reading.process_peak == 64_000_000 * 1024
     status.write_text(status.read_text().replace("64000000", "7"))
@@ -232,7 +232,7 @@ MEGABYTES = [100, 300, 400]
 )
 def test_growth_must_be_steady_and_large(levels, step_of_warning):
     check = LeakCheck("allocated", least_bytes=10 * MB)
-    said = {step: check.look(step, int(level * MB)) for step, level in enumerate(levels, start=1)}
+    said = {step: check.update(step, int(level * MB)) for step, level in enumerate(levels, start=1)}
     told = {step: text for step, text in said.items() if text}
     assert [*told] == ([step_of_warning] if step_of_warning else [])
     if step_of_warning == 13:
@@ -244,7 +244,7 @@ def test_growth_must_be_steady_and_large(levels, step_of_warning):
 def test_a_warning_is_shown_even_without_progress():
     stream = io.StringIO()
     monitor = always()
-    listener = ProgressListener(Progress(False, rank=1, stream=stream), Stopwatch(), monitor, "val")
+    listener = ProgressListener(Progress(False, rank=1, stream=stream), ThroughputMeter(), monitor, "val")
     monitor.warnings.append("host memory grows")
     for step in (1, 2):
         listener.on_step(Counters(step=step), StepResult(0.5, {"loss": 0.5}, 1.0, 0.1, 64, False))
@@ -253,10 +253,10 @@ def test_a_warning_is_shown_even_without_progress():
 
 def test_a_long_history_is_thinned_evenly():
     monitor = always()
-    for step in range(1, 3 * LONGEST_HISTORY):
+    for step in range(1, 3 * MAX_HISTORY):
         monitor.step = step
-        monitor._remember(step / 1000)
+        monitor._append_history(step / 1000)
     steps = [step for step, _ in monitor.history]
-    assert LONGEST_HISTORY // 2 <= len(steps) <= LONGEST_HISTORY
+    assert MAX_HISTORY // 2 <= len(steps) <= MAX_HISTORY
     assert steps[0] == 1
     assert {b - a for a, b in zip(steps, steps[1:], strict=False)} == {4}

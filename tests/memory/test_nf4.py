@@ -21,11 +21,11 @@ from torch import nn
 from trainer import Data, Memory, Recipe, RecipeError
 from trainer.memory.initialize import build_module
 from trainer.memory.plan import decide_plan
-from trainer.memory.sharding import local
-from trainer.memory.stack import apply_stack, whole_state
+from trainer.memory.sharding import local_shard
+from trainer.memory.stack import apply_stack, full_state_dict
 from trainer.models import LoRA
-from trainer.models.lora import adapters_of, as_in_nf4, plain_name
-from trainer.weights.nf4 import BLOCK, GROUP, ROW, VALUES, NF4Linear, dequantise, quantise, size_of
+from trainer.models.lora import adapters_of, base_parameter_name, dequantised_in_place
+from trainer.weights.nf4 import BLOCK, GROUP, ROW, VALUES, NF4Linear, count_weights, dequantise, quantise
 from trainer.weights.streaming import WeightFiles, stored_in
 
 MAKE = {"text": partial(text, dropout=0.0), "vit": partial(vit, image_size=8)}
@@ -45,7 +45,7 @@ def files(tmp_path_factory):
         layers = {name: part for name, part in module.named_modules() if isinstance(part, NF4Linear)}
         assert len(layers) == (18 if kind == "text" else 6)  # of three blocks; torchvision's attention calls no layer
         for name, layer in layers.items():
-            state[plain_name(f"{name}.codes")] = layer.weight
+            state[base_parameter_name(f"{name}.codes")] = layer.weight
         save_file({name: tensor.contiguous() for name, tensor in state.items()}, file, {"format": "pt"})
         found[kind] = paths
     return found
@@ -172,17 +172,17 @@ def built_sharded(model, count):
 
 
 def state_of(model, count):
-    return whole_state(built_sharded(model, count))
+    return full_state_dict(built_sharded(model, count))
 
 
 @pytest.mark.parametrize("kind", ["vit", pytest.param("text", marks=pytest.mark.slow)])
 def test_the_codes_are_those_of_the_whole_file_on_any_number_of_ranks(kind, files, ranks):
     weights, _ = files[kind]
     model, places = adapted(kind, weights), stored_in(weights)
-    one = whole_state(built(model, 1))
+    one = full_state_dict(built(model, 1))
     with WeightFiles() as opened:
         for name in [name for name in one if name.endswith(".codes")]:
-            place, _ = places[plain_name(name)]
+            place, _ = places[base_parameter_name(name)]
             assert torch.equal(one[name], quantise(opened.read(place.file, place.key))), name
     for count in (2, 3):
         found = ranks(count).run(state_of, model, count)[0]
@@ -199,7 +199,7 @@ def test_the_codes_are_of_the_file_in_any_precision_and_however_it_is_loaded(kin
         torch.save(load_file(weights), weights := str(tmp_path / "w.pth"))
     for init in ["device", "meta"][: 1 if kind == "pickle" else 2]:
         model = adapted("text" if kind == "text" else "vit", weights)
-        found = whole_state(built(model, 1, precision="bf16-true", cpu_offload=offload, init=init))
+        found = full_state_dict(built(model, 1, precision="bf16-true", cpu_offload=offload, init=init))
         for name in [name for name in expected if name.endswith(".codes")]:
             assert torch.equal(found[name], expected[name]), (init, name)
 
@@ -208,7 +208,7 @@ def most_bytes(build, model, count):
     """The most bytes of tensors that live while this rank's part of ``model`` is made, and those that it takes then."""
     with LiveBytes() as live:
         stack = build(model, count)
-    return live.peak, sum(local(parameter).nbytes for parameter in stack.module.parameters())
+    return live.peak, sum(local_shard(parameter).nbytes for parameter in stack.module.parameters())
 
 
 @pytest.mark.parametrize(("count", "build"), [(2, built_sharded), pytest.param(1, built, marks=pytest.mark.slow)])
@@ -216,7 +216,7 @@ def test_no_rank_ever_holds_more_than_its_codes_and_what_becomes_of_one_weight(c
     config = {"n_layers": 2, "dim": 256, "hidden_dim": 256, "n_heads": 2, "max_position_embeddings": 16}
     weights = saved(tmp_path, "text", config=config)
     model = text(config=config, weights=weights, lora=LoRA(rank=2, base="nf4"))
-    whole, largest = 4 * size_of(model.build()).parameters, 4 * 256 * 256
+    whole, largest = 4 * count_weights(model.build()).parameters, 4 * 256 * 256
     for peak, own in ranks(count).run(most_bytes, build, model, count):
         assert own < 0.25 * whole / count
         assert peak < min(own + 5 * largest, 0.6 * whole)  # worked on at a time, in several copies
@@ -267,7 +267,7 @@ def test_language_models_stream_in_and_learn_as_beside_the_weights_that_the_code
             torch.manual_seed(0)
             module = dataclasses.replace(model, lora=LoRA(2, base=base)).build().train()
             if base == "full":
-                as_in_nf4(module)
+                dequantised_in_place(module)
             trained = {name: p for name, p in module.named_parameters() if p.requires_grad}
             assert set(adapters_of(module)) == trained.keys()  # and no head
             optimizer, losses = torch.optim.SGD(trained.values(), lr=0.01), []
@@ -312,4 +312,4 @@ def test_the_plan_names_it_and_counts_weights_not_bytes(files):
     adapters = 3 * 4 * 2 * 2 * 66  # three blocks of four layers of attention
     coded, head = 3 * (4 * 66 * 66 + 2 * 66 * 131), 66 * 66 + 66 + 5 * 66 + 5
     said = f"{plain + adapters:,} parameters ({coded:,} in NF4, {adapters + head:,} trained)"
-    assert str(size_of(model.build())) == said
+    assert str(count_weights(model.build())) == said

@@ -11,9 +11,9 @@ from helpers import matrix
 from helpers.combinations import Trained, plain_losses, tower_file, train
 from torch import Tensor
 
-from trainer.engine.schedule import LearningRate
+from trainer.engine.schedule import CheckpointableLambdaLR
 from trainer.memory.plan import decide_plan
-from trainer.memory.sharding import local
+from trainer.memory.sharding import local_shard
 from trainer.recipe import Memory, Optim
 
 PLACES = {
@@ -51,7 +51,7 @@ def test_a_rank_without_samples_updates_in_backward_as_the_others(ranks):
 def steps_around(case: Trained, steps: tuple[int, ...], spoiled: int | None) -> dict[str, Any]:
     """Take ``steps``; in one of them the last rank's last micro-batch has a gradient that is not finite."""
     fabric, stepper, windows, stack = matrix.set_up(case, decide_plan(case.recipe, case.world_size))
-    stepper.scheduler = LearningRate(stepper.optimizer, lambda step: DECAY**step)
+    stepper.scheduler = CheckpointableLambdaLR(stepper.optimizer, lambda step: DECAY**step)
     losses, scales = [], []
     for step in steps:
         (window,) = windows.epoch(*divmod(step, 3), step % 3 + 1)
@@ -76,7 +76,7 @@ def state_of(stepper: Any, stack: Any) -> list[Tensor]:
     weights = [*stack.module.parameters(), *(stack.masters or {}).values()]
     state = [value for one in stepper.optimizer.state.values() for value in one.values() if torch.is_tensor(value)]
     rates = [*stepper.scheduler.get_last_lr(), *(group["lr"] for group in stepper.optimizer.param_groups)]
-    return [local(tensor.detach()).clone() for tensor in [*weights, *state, torch.tensor(rates)]]
+    return [local_shard(tensor.detach()).clone() for tensor in [*weights, *state, torch.tensor(rates)]]
 
 
 @pytest.mark.parametrize(("place", "accumulate"), [(place, 4 - count) for place, count in ALTERNATING])

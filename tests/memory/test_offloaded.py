@@ -24,13 +24,13 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from trainer.contract import Model
-from trainer.fakegpu.patches import FakeEvent, FakeStream, OnStream
+from trainer.fakegpu.torch_patches import FakeEvent, FakeStream, OnStream
 from trainer.memory import activation_offload, optimizer_offload
-from trainer.memory.activation_offload import Shelf
-from trainer.memory.optimizer_offload import CHUNK, MAX_PIECE, PIECE, Carrier, StreamedGradients, in_pieces
+from trainer.memory.activation_offload import ActivationOffloader
+from trainer.memory.optimizer_offload import CHUNK, MAX_PIECE, PIECE, StreamedGradientSync, TransferStream, in_pieces
 from trainer.memory.plan import decide_plan
-from trainer.memory.sharding import local
-from trainer.memory.stack import Stack, whole_state
+from trainer.memory.sharding import local_shard
+from trainer.memory.stack import PreparedModel, full_state_dict
 from trainer.recipe import Memory, Optim
 
 CPU = torch.device("cpu")
@@ -61,17 +61,17 @@ def streams(monkeypatch):
         monkeypatch.setattr(torch.cuda, name, value)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device=None: FakeStream.current)
     monkeypatch.setattr(activation_offload, "_stream", lambda device: FakeStream())
-    monkeypatch.setattr(activation_offload, "LEAST_BYTES", 16)
+    monkeypatch.setattr(activation_offload, "MIN_OFFLOAD_BYTES", 16)
     for name in ("empty", "empty_like", "zeros"):
         monkeypatch.setattr(torch, name, unpinned(getattr(torch, name)))
 
 
 def test_an_expanded_tensor_stays():
-    shelf = Shelf(CPU, 16, lambda tensor: False)
+    shelf = ActivationOffloader(CPU, 16, lambda tensor: False)
     mask = torch.ones(2, 1, 8, 8)
-    assert shelf.put(mask) is not mask
+    assert shelf.pack(mask) is not mask
     expanded = mask.expand(2, 4, 8, 8)
-    assert shelf.put(expanded) is expanded
+    assert shelf.pack(expanded) is expanded
 
 
 def qwen3_4b() -> list[tuple[int, ...]]:
@@ -125,13 +125,13 @@ def test_a_frozen_weight_needs_no_master_if_half_precision_has_all_of_it(precisi
     for layer in module[:2]:
         layer.requires_grad_(False)
     before = {name: weight.detach().clone() for name, weight in module.named_parameters()}
-    masters = optimizer_offload.take_home(module, plan, CPU)
+    masters = optimizer_offload.make_host_master_weights(module, plan, CPU)
     assert exact not in masters
     assert {inexact, trains} <= masters.keys()
     assert [*masters] == [p for p in module.parameters() if p in masters]
     assert [weight.requires_grad for weight in (masters[inexact], masters[trains])] == [False, True]
     assert exact.element_size() == inexact.element_size() == 2
-    saved = whole_state(Stack(module, module, masters))
+    saved = full_state_dict(PreparedModel(module, module, masters))
     for name, weight in before.items():
         assert saved[name].dtype == torch.float32
         assert torch.equal(saved[name], weight)
@@ -140,9 +140,9 @@ def test_a_frozen_weight_needs_no_master_if_half_precision_has_all_of_it(precisi
 
 def test_one_chunk_comes_while_another_goes(streams, monkeypatch):
     monkeypatch.setattr(optimizer_offload, "CHUNK", 3)
-    carrier, home, gradient = Carrier(CPU, torch.float32), torch.arange(8.0), torch.full((8,), 0.5)
+    carrier, home, gradient = TransferStream(CPU, torch.float32), torch.arange(8.0), torch.full((8,), 0.5)
     with Copies() as copies:
-        carrier.carry(gradient, home, adds=True)
+        carrier.gradient_to_host(gradient, home, adds=True)
     assert torch.equal(home, torch.arange(8.0) + 0.5)
     assert [stream for stream, _, _ in copies.seen] == [carrier.coming, carrier.going] * 3
 
@@ -151,16 +151,16 @@ def test_a_micro_step_of_four_billion_weights_takes_at_most_a_thousand_chunks(st
     """At about 50 us of Python for each, that is 0.05 s; chunks of 2 MB were 7,871."""
     sizes = [math.prod(shape) for shape in qwen3_4b()]
     with FakeTensorMode():
-        carrier = Carrier(CPU, torch.float32, largest=max(sizes))
+        carrier = TransferStream(CPU, torch.float32, largest=max(sizes))
         cuts = [carrier.chunks(torch.empty(size), torch.empty(size), carrier.chunk) for size in sizes]
         assert sum(1 for cut in cuts for _ in cut) <= 1000
         assert carrier.staging.nbytes == 64 * 2**20
-    small = Carrier(CPU, torch.float32, largest=10**6)
+    small = TransferStream(CPU, torch.float32, largest=10**6)
     assert small.chunk == CHUNK  # small models keep small staging memory
     home, gradient = torch.zeros(CHUNK + 1), torch.ones(CHUNK + 1, dtype=torch.bfloat16)
     for adds, copied in ((False, 2), (True, 2)):
         with Copies() as copies:
-            small.carry(gradient, home, adds)
+            small.gradient_to_host(gradient, home, adds)
         assert len(copies.seen) == 2 * copied  # of each of two chunks: to where it is summed, and home
 
 
@@ -179,8 +179,8 @@ def test_weights_are_rounded_on_the_host_and_travel_in_half_precision(dtype, str
     values = torch.cat([ties, torch.randn(1000, generator=torch.Generator().manual_seed(0))])
     parameter = nn.Parameter(torch.zeros(len(values), dtype=dtype))
     masters = {parameter: values.clone().requires_grad_()}
-    sync = optimizer_offload.HostGradients(masters, CPU, torch.optim.SGD(list(masters.values())), 1)
-    sync.carrier = Carrier(CPU, torch.float32)
+    sync = optimizer_offload.HostGradientSync(masters, CPU, torch.optim.SGD(list(masters.values())), 1)
+    sync.carrier = TransferStream(CPU, torch.float32)
     kept: list[tuple[Tensor, Tensor]] = []
 
     class Sent(TorchDispatchMode):
@@ -190,23 +190,26 @@ def test_weights_are_rounded_on_the_host_and_travel_in_half_precision(dtype, str
             return func(*args, **(kwargs or {}))
 
     with Sent():
-        sync.send_back()
+        sync.copy_to_device()
     (room, _), (target, source) = kept
     assert source.dtype == dtype
     assert target.data_ptr() == parameter.data_ptr()
-    assert room.data_ptr() == source.data_ptr() == sync.homes[parameter].data_ptr()  # memory that was there
+    assert room.data_ptr() == source.data_ptr() == sync.accumulators[parameter].data_ptr()  # memory that was there
     assert torch.equal(parameter.view(torch.int16), rounded(values, dtype).view(torch.int16))
 
 
 def test_what_autocast_made_of_a_weight_is_not_moved():
-    def gradients(shelf: Shelf) -> list[Tensor]:
+    def gradients(shelf: ActivationOffloader) -> list[Tensor]:
         torch.manual_seed(0)
         module = nn.Sequential(nn.Linear(8, 16), nn.GELU(), nn.Linear(16, 8), nn.MultiheadAttention(8, 2).out_proj)
-        with saved_tensors_hooks(shelf.put, shelf.get), torch.autocast("cpu", torch.bfloat16):
+        with saved_tensors_hooks(shelf.pack, shelf.unpack), torch.autocast("cpu", torch.bfloat16):
             module(torch.randn(64, 8, requires_grad=True)).float().square().sum().backward()
         return [parameter.grad for parameter in module.parameters()]
 
-    moved, stays = Shelf(CPU, 16, lambda tensor: False), Shelf(CPU, 2**30, lambda tensor: False)
+    moved, stays = (
+        ActivationOffloader(CPU, 16, lambda tensor: False),
+        ActivationOffloader(CPU, 2**30, lambda tensor: False),
+    )
     for ours, plain in zip(gradients(moved), gradients(stays), strict=True):
         assert torch.equal(ours, plain)
     assert moved.items
@@ -218,7 +221,7 @@ def test_gradients_of_streamed_weights_add_up_in_memory_that_is_kept(precision):
     """FSDP itself would have made fresh memory for them in every micro-step, and waited for each copy."""
     case = Case("vit", Memory(micro_batch_size=3, precision=precision, cpu_offload="parameters"))
     _, stepper, windows, _ = set_up(case, decide_plan(case.recipe, 1))
-    homes = {parameter: home.data_ptr() for parameter, home in stepper.sync.homes.items()}
+    homes = {parameter: home.data_ptr() for parameter, home in stepper.sync.accumulators.items()}
     for window in windows.epoch(0, 0, 2):
         stepper.accumulate(window)
         found = {parameter: parameter.grad.to_local().data_ptr() for parameter in stepper.parameters}
@@ -233,18 +236,18 @@ def streamed(case: Case) -> tuple[str, list[Any]]:
     stepper.clip_norm = 0.5
     results = [stepper.step(window) for window in windows.epoch(0, 0, 2)]
     seen = torch.tensor([(result.loss, result.grad_norm) for result in results], dtype=torch.float64)
-    return type(stepper.sync).__name__, [seen, *(local(parameter.detach()) for parameter in stepper.parameters)]
+    return type(stepper.sync).__name__, [seen, *(local_shard(parameter.detach()) for parameter in stepper.parameters)]
 
 
 def on_both_ways(case: Case) -> tuple[set[str], list[bool]]:
     """The two ways, and which of all tensors are the same on both, to the bit."""
     ours, found = streamed(case)
-    serves = StreamedGradients.serves
-    StreamedGradients.serves = staticmethod(lambda *_: False)  # type: ignore[method-assign]
+    serves = StreamedGradientSync.serves
+    StreamedGradientSync.serves = staticmethod(lambda *_: False)  # type: ignore[method-assign]
     try:
         fsdps, plain = streamed(case)
     finally:
-        StreamedGradients.serves = serves  # type: ignore[method-assign]
+        StreamedGradientSync.serves = serves  # type: ignore[method-assign]
     return {ours, fsdps}, list(map(torch.equal, found, plain))
 
 
@@ -290,14 +293,14 @@ def accumulated(case: Case, carried: bool) -> tuple[list[Tensor], list[int], int
     """The gradients of a batch, how many numbers came to the host at a time, and how many the tied weight has."""
     _, stepper, windows, stack = set_up(case, decide_plan(case.recipe, 1))
     sync, sizes = stepper.sync, []
-    sync.carrier = Carrier(CPU, sync.pieces[0].dtype, sync.sharded) if carried else None
-    bring_home = sync.bring_home
-    sync.bring_home = lambda *args, **options: sizes.append(args[0].numel()) or bring_home(*args, **options)
+    sync.carrier = TransferStream(CPU, sync.pieces[0].dtype, sync.sharded) if carried else None
+    bring_home = sync.accumulate_on_host
+    sync.accumulate_on_host = lambda *args, **options: sizes.append(args[0].numel()) or bring_home(*args, **options)
     (window,) = windows.epoch(0, 0, 1)
     assert len(window) > 1
     stepper.accumulate(window)
     whole = stack.module.get_input_embeddings().weight.numel()
-    return [local(parameter.grad).clone() for parameter in stepper.parameters], sizes, whole
+    return [local_shard(parameter.grad).clone() for parameter in stepper.parameters], sizes, whole
 
 
 @pytest.mark.parametrize("offload", ["optimizer", "parameters"])
@@ -309,7 +312,7 @@ def test_the_gradient_of_a_tied_embedding_arrives_in_rows(family, offload, strea
     assert max(sizes) < whole
     carried, _, _ = accumulated(case, True)
     assert all(torch.equal(one, other) for one, other in zip(copied, carried, strict=True))
-    monkeypatch.setattr("trainer.memory.stack.leave_in_rows", lambda module, sync: None)
+    monkeypatch.setattr("trainer.memory.stack.offload_tied_gradient_by_rows", lambda module, sync: None)
     dense, sizes, _ = accumulated(case, False)
     assert whole in sizes
     for one, other in zip(copied, dense, strict=True):
@@ -337,13 +340,13 @@ def trained(dtype: torch.dtype, carried: bool) -> list[Tensor]:
     for parameter in module.parameters():
         parameter.data = parameter.data.to(dtype)
     optimizer = torch.optim.AdamW(list(masters.values()), lr=0.1, fused=True)
-    sync = optimizer_offload.HostGradients(masters, CPU, optimizer, 1)
-    sync.carrier = Carrier(CPU, torch.float32) if carried else None
+    sync = optimizer_offload.HostGradientSync(masters, CPU, optimizer, 1)
+    sync.carrier = TransferStream(CPU, torch.float32) if carried else None
     for step in range(3):
         for micro in range(3):
             x = torch.randn(4, 3, 8, 8, generator=torch.Generator().manual_seed(micro)).to(dtype)
             module(x, to_the_end=micro == step).float().square().sum().backward()
-        sync.after()
+        sync.after_last_backward()
         optimizer.step()
         optimizer.zero_grad()
     return [parameter.detach() for parameter in module.parameters()]

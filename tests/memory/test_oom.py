@@ -10,7 +10,7 @@ import torch
 
 from trainer import Memory, Optim, Recipe
 from trainer.cli import run
-from trainer.commands.flags import RecipeParser, scan
+from trainer.commands.flags import RecipeParser, split_argv
 from trainer.contract import Data
 from trainer.memory.oom import describe_oom, is_out_of_memory, next_knobs, sample_lengths, shapes_of
 from trainer.memory.plan import decide_plan, plan_warnings
@@ -143,10 +143,10 @@ def test_every_knob_can_be_given_as_it_is_written_and_keeps_the_batch(changes):
     found = next_knobs(plan, wishes)
     assert len(found) >= 4
     for knob in found:
-        _, flags = scan(shlex.split(knob.removesuffix(" (lossy)")))
+        _, flags = split_argv(shlex.split(knob.removesuffix(" (lossy)")))
         asked = RecipeParser(wishes, "trainer fit").read_flags(flags, {})
         decided = decide_plan(change(wishes, {}, asked), 1)
-        assert decided.first_cut.batch_size == plan.first_cut.batch_size
+        assert decided.initial_cut.batch_size == plan.initial_cut.batch_size
         assert decided != plan
         assert ("(lossy)" in knob) == bool(set(decided.lossy) - set(plan.lossy))
 

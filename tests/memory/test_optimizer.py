@@ -17,7 +17,7 @@ from torch.optim.lr_scheduler import LambdaLR
 
 from trainer import Memory, Optim, RecipeError
 from trainer.engine.schedule import lr_factor
-from trainer.memory import lean_adam
+from trainer.memory import low_bit_adam
 from trainer.memory.optimizer import build_optimizer
 
 CPU = torch.device("cpu")
@@ -205,7 +205,7 @@ def test_the_compiled_update_is_the_eager_one(monkeypatch):
     optim = Optim("adamw", lr=1e-2, weight_decay=0.1, schedule="cosine")
     found = []
     for compiled in (False, True):
-        monkeypatch.setattr(lean_adam, "can_compile", lambda device, compiled=compiled: compiled)
+        monkeypatch.setattr(low_bit_adam, "can_compile", lambda device, compiled=compiled: compiled)
         module = network()
         optimizer = build_optimizer(list(module.parameters()), optim, memory, CPU)
         train(module, optimizer, 4, LambdaLR(optimizer, lr_factor(optim, 5, lambda step: 1)))

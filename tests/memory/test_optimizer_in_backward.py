@@ -20,7 +20,7 @@ from trainer import Memory, Optim
 from trainer.engine.schedule import lr_factor
 from trainer.engine.sync import GradientSync
 from trainer.errors import RunError
-from trainer.memory.optimizer import AppliedInBackward, OptimizerInBackward, build_optimizer
+from trainer.memory.optimizer import OptimizerInBackward, UpdateInBackwardSync, build_optimizer
 
 CPU = torch.device("cpu")
 STEPS = 6
@@ -55,11 +55,11 @@ def train(module, optim, memory, steps=STEPS, first_sample=0, samples=12):
     optimizer = build_optimizer(list(module.parameters()), optim, memory, CPU)
     scheduler = LambdaLR(optimizer, lr_factor(optim, STEPS, lambda step: 1))
     applied = isinstance(optimizer, OptimizerInBackward)
-    sync = AppliedInBackward(optimizer) if applied else GradientSync(list(module.parameters()))
+    sync = UpdateInBackwardSync(optimizer) if applied else GradientSync(list(module.parameters()))
     norms = []
     for step in range(steps):
         numbers = torch.arange(first_sample, first_sample + samples) * (step + 1) % 6
-        sync.before(True)
+        sync.before_forward(True)
         nn.functional.cross_entropy(module(numbers), (numbers + 1) % 6).backward()
         assert not applied or all(p.grad is None for p in module.parameters())
         norms.append(sync.norm().item())
@@ -124,7 +124,7 @@ def test_its_state_is_the_plain_optimizers_and_training_goes_on_from_it():
 
 def in_backward(stepper, windows):
     stepper.optimizer = OptimizerInBackward(torch.optim.SGD(stepper.parameters, lr=LR))
-    stepper.sync = AppliedInBackward(stepper.optimizer)
+    stepper.sync = UpdateInBackwardSync(stepper.optimizer)
 
 
 def test_the_engine_takes_the_same_steps_with_it():

@@ -17,9 +17,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from trainer import Data, Memory, Model, Recipe, RecipeError
-from trainer.memory.initialize import build_module, built_at_home
+from trainer.memory.initialize import build_module, build_on_host
 from trainer.memory.plan import Plan, decide_plan
-from trainer.memory.stack import Stack, apply_stack, whole_state
+from trainer.memory.stack import PreparedModel, apply_stack, full_state_dict
 from trainer.models import MLP
 from trainer.models.lora import LoRA
 
@@ -85,7 +85,7 @@ def test_a_restored_model_is_built_on_the_host_and_one_that_fsdp_shards_is_not_w
         places.append(torch.get_default_device())
         return nn.Linear(2, 2)
 
-    assert built_at_home(elsewhere(), plan_of(vit(), 1), build).weight.is_meta
+    assert build_on_host(elsewhere(), plan_of(vit(), 1), build).weight.is_meta
     assert places == [torch.device("cpu")]
     sharded = plan_of(vit(), 2, strategy="fsdp")
     assert not build_module(elsewhere(), vit(), SEED, sharded).conv_proj.weight.is_meta
@@ -112,7 +112,7 @@ def configurations(model: Model, ranks: int) -> list[Plan]:
     return plans
 
 
-def stack_of(model: Model, plan: Plan) -> Stack:
+def stack_of(model: Model, plan: Plan) -> PreparedModel:
     fabric = launched(plan)
     return apply_stack(fabric, model, build_module(fabric, model, SEED, plan), plan, SEED)
 
@@ -121,7 +121,7 @@ def differing(model: Model, ranks: int, expected: dict[str, torch.Tensor]) -> tu
     """How many configurations there are, and the tensors of each that are not as ``expected``; called on every rank."""
     plans, found = configurations(model, ranks), []
     for plan in plans:
-        state, precision = whole_state(stack_of(model, plan)), plan.memory.precision
+        state, precision = full_state_dict(stack_of(model, plan)), plan.memory.precision
         for name, tensor in state.items():
             if precision == "bf16-true" and plan.memory.cpu_offload == "optimizer":
                 assert tensor.dtype == torch.float32, name  # a master
@@ -133,7 +133,7 @@ def differing(model: Model, ranks: int, expected: dict[str, torch.Tensor]) -> tu
 
 def reference(model: Model) -> dict[str, torch.Tensor]:
     """The weights of one rank without any technique, in either precision."""
-    states = {p: whole_state(stack_of(model, plan_of(model, 1, precision=p))) for p in TYPES}
+    states = {p: full_state_dict(stack_of(model, plan_of(model, 1, precision=p))) for p in TYPES}
     return {f"{precision} {name}": tensor for precision, state in states.items() for name, tensor in state.items()}
 
 

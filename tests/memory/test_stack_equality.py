@@ -128,5 +128,5 @@ def test_bytes_of_a_weight_on_the_device_and_on_the_host_with_the_optimizer_offl
         assert parameter.grad is None
     master, gradient, state = 4, 4, 8
     states = [s[key] for s in stepper.optimizer.state.values() for key in ("exp_avg", "exp_avg_sq")]
-    held = sum(t.nbytes for t in [*stack.masters.values(), *stepper.sync.homes.values(), *states])
+    held = sum(t.nbytes for t in [*stack.masters.values(), *stepper.sync.accumulators.values(), *states])
     assert held == (master + gradient + state) * sum(p.numel() for p in stack.module.parameters())

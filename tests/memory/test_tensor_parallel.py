@@ -33,11 +33,11 @@ from trainer.fakegpu.gpus import gpu_named, host_as_device
 from trainer.fakegpu.target import Target
 from trainer.memory.initialize import build_module
 from trainer.memory.plan import decide_plan
-from trainer.memory.stack import apply_stack, whole_state
+from trainer.memory.stack import apply_stack, full_state_dict
 from trainer.memory.tensor_parallel import SplitAttention, TensorParallelSync
 from trainer.models import MLP, LoRA, TextClassifier
-from trainer.planner.knobs import applied, combinations
-from trainer.planner.predict import prepared
+from trainer.planner.knobs import apply_settings, combinations
+from trainer.planner.predict import prepare_recipe
 from trainer.planner.search import search_for
 from trainer.recipe import Memory, Optim, Run
 from trainer.weights.streaming import WeightFiles
@@ -232,7 +232,7 @@ def streamed(model: Model, strategy: str) -> tuple[dict[str, torch.Tensor], int,
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(WeightFiles, "read", spy)
         stack = apply_stack(fabric, model, build_module(fabric, model, 0, plan), plan)
-    state = {name: tensor.clone() for name, tensor in whole_state(stack).items()}
+    state = {name: tensor.clone() for name, tensor in full_state_dict(stack).items()}
     return state, numbers.total(), sum(part.numel() for part in stack.masters.values())
 
 
@@ -365,7 +365,7 @@ def test_a_search_asks_about_nothing_that_tensor_parallelism_refuses(tmp_path):
     asked = recipe(tmp_path, memory={"tensor_parallel": 2, "micro_batch_size": "auto", "budget": "4GB", **SHARED})
     settings = combinations(asked, 4)
     assert len(settings) > 10
-    plans = [decide_plan(applied(asked, one), 4) for one in settings]
+    plans = [decide_plan(apply_settings(asked, one), 4) for one in settings]
     assert all(plan.memory.sequence_parallel for plan in plans)
     (note,) = [note for note in search_for(asked, "a100-80gb", 4, 1).notes if "tensor_parallel" in note]
     assert "not tried" in note
@@ -384,7 +384,9 @@ def live_peak(asked: Recipe) -> int:
     """The most bytes that tensors of this rank took at once in a run, until its model was saved."""
     peaks: list[int] = []
     with LiveBytes() as live, pytest.MonkeyPatch.context() as patch:
-        patch.setattr("trainer.run.training.whole_state", lambda stack: peaks.append(live.peak) or whole_state(stack))
+        patch.setattr(
+            "trainer.run.training.full_state_dict", lambda stack: peaks.append(live.peak) or full_state_dict(stack)
+        )
         fit(asked)
     return peaks[0]
 
@@ -398,7 +400,7 @@ def test_memory_of_a_rank_is_predicted(ranks, tmp_path):
         model = replace(recipe(tmp_path).model, layers=4, heads=4, width=128, mlp_width=512, dropout=0.1)
         options: dict[str, Any] = {"memory": {"micro_batch_size": 8, **knobs}, "checkpoint": Checkpoint(every=None)}
         asked = recipe(tmp_path / world, model=model, run={"predict": False}, max_steps=2, **options)
-        predicted = predict(prepared(asked), decide_plan(asked, size), Target(host_as_device())).allocated
+        predicted = predict(prepare_recipe(asked), decide_plan(asked, size), Target(host_as_device())).allocated
         measured = live_peak(asked) if size == 1 else max(ranks(size).run(live_peak, asked))
         assert predicted == pytest.approx(measured, rel=0.05)
         found[world] = measured
@@ -409,7 +411,7 @@ def test_memory_of_a_rank_is_predicted(ranks, tmp_path):
 def test_sums_within_a_block_are_predicted(tmp_path):
     model = replace(recipe(tmp_path).model, dropout=0.0)
     asked = recipe(tmp_path, model=model, memory={"tensor_parallel": 2, "micro_batch_size": 24})
-    predicted = predict(prepared(asked), decide_plan(asked, 4), Target(gpu_named("a100-80gb")))
+    predicted = predict(prepare_recipe(asked), decide_plan(asked, 4), Target(gpu_named("a100-80gb")))
     # A batch of 24 on two groups: 12 samples of 5 tokens of 16 features; of each of two blocks attention and MLP, once
     # in forward and once in backward.
     within = 2 * 2 * 2 * 12 * 5 * 16 * 4
@@ -419,7 +421,7 @@ def test_sums_within_a_block_are_predicted(tmp_path):
 
 
 def model_of(asked: Recipe) -> nn.Module:
-    return prepared(asked).model.build()
+    return prepare_recipe(asked).model.build()
 
 
 def noted_run(case: Case, overlaps: bool, bucket: int, fails: bool = False) -> tuple[list[list[str]], dict[str, Any]]:
@@ -445,7 +447,10 @@ def noted_run(case: Case, overlaps: bool, bucket: int, fails: bool = False) -> t
                     totals = stepper.accumulate(window)
             found.append(noted.events)
             losses.append(stepper.update(stepper.clip_gradients(), totals, window).loss)
-        return found, {"state": {name: tensor.clone() for name, tensor in whole_state(stack).items()}, "losses": losses}
+        return found, {
+            "state": {name: tensor.clone() for name, tensor in full_state_dict(stack).items()},
+            "losses": losses,
+        }
 
 
 def fail_once(sync: TensorParallelSync) -> None:
@@ -454,7 +459,7 @@ def fail_once(sync: TensorParallelSync) -> None:
 
     def failing(bucket: Any) -> None:
         begin(bucket)
-        if len(sync.begun) == 2 and sync.overlapped and sync.arrived:
+        if len(sync.begun) == 2 and sync.overlaps_update and sync.arrived:
             sync._begin = begin  # type: ignore[method-assign]
             raise RuntimeError("planted")
 
@@ -496,10 +501,10 @@ def test_gradients_share_collectives(strategy, collectives, ranks):
 def unreached(case: Case) -> str:
     """What a run says to a step that computes no gradient though the first one did."""
     _, stepper, _, _ = set_up(case, decide_plan(case.recipe, case.world_size))
-    stepper.sync.overlap()
-    stepper.sync.before(is_last=True)
+    stepper.sync.enable_overlap()
+    stepper.sync.before_forward(is_last=True)
     with pytest.raises(RunError) as caught:
-        stepper.sync.after()
+        stepper.sync.after_last_backward()
     return str(caught.value)
 
 

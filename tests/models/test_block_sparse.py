@@ -18,7 +18,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from trainer.errors import RecipeError
 from trainer.models import block_sparse
-from trainer.models.block_sparse import NAME, attend, flex_pattern, inner_bytes, pattern
+from trainer.models.block_sparse import NAME, attend, attention_counts, flex_pattern, workspace_bytes
 
 SMALL = {"max_position_embeddings": 128, "block_size": 4, "num_random_blocks": 3}
 op = getattr(torch.ops.trainer, NAME)
@@ -31,7 +31,7 @@ def arguments(batch=2, heads=2, blocks=14, size=4, dtype=torch.float64, training
     made = [torch.randn(shape, dtype=dtype).transpose(1, 2).requires_grad_() for _ in range(3)]
     mask = torch.ones(batch, blocks * size, dtype=torch.bool)
     mask[-1, 1 - 3 * size :] = False
-    counts = torch.from_numpy(pattern(1, heads, blocks, 3, size, blocks * size, training))[0]
+    counts = torch.from_numpy(attention_counts(1, heads, blocks, 3, size, blocks * size, training))[0]
     return *made, mask, counts, 5 + 3 * training
 
 
@@ -258,13 +258,13 @@ def allocated(call):
 def test_the_planner_knows_what_the_operation_allocates_for_itself(dtype, training):
     torch.manual_seed(0)
     query, key, value, up = (torch.randn(1, 2048, 2, 64, dtype=dtype).transpose(1, 2) for _ in range(4))
-    counts = torch.from_numpy(pattern(1, 2, 32, 3, 64, 4096, training))[0]
+    counts = torch.from_numpy(attention_counts(1, 2, 32, 3, 64, 4096, training))[0]
     args = (query, key, value, torch.ones(1, 2048, dtype=torch.bool), counts, 5 + 3 * training)
     backward = getattr(torch.ops.trainer, f"{NAME}_backward").default
     measured, result = allocated(lambda: op.default(*args))
-    assert sum(inner_bytes(op.default, args, None)) == pytest.approx(measured, rel=0.05)
+    assert sum(workspace_bytes(op.default, args, None)) == pytest.approx(measured, rel=0.05)
     args = (up, *args, *result)
-    assert sum(inner_bytes(backward, args, None)) == pytest.approx(allocated(lambda: backward(*args))[0], rel=0.05)
+    assert sum(workspace_bytes(backward, args, None)) == pytest.approx(allocated(lambda: backward(*args))[0], rel=0.05)
 
 
 @pytest.mark.slow

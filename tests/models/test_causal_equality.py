@@ -21,8 +21,8 @@ from transformers import AutoModelForCausalLM
 
 from trainer.contract import Model
 from trainer.engine.order import batch_indices
-from trainer.models import CausalLM, packed_attention, token_loss
-from trainer.models.unpadded import Lengths
+from trainer.models import CausalLM, chunked_loss, packed_attention
+from trainer.models.padding_free import SequenceLengths
 from trainer.recipe import Memory, Optim
 
 AXES: dict[str, tuple[Any, ...]] = {
@@ -163,24 +163,24 @@ def plant_unshifted_weight(monkeypatch):
 
 def plant_mean_of_chunks(monkeypatch):
     """Every chunk of tokens counts alike, the last one with fewer, too."""
-    whole = token_loss.chunked_loss
+    whole = chunked_loss.chunked_loss
 
     def averaged(hidden, head, targets, transform, chunk):
         parts = zip(hidden.split(chunk), targets.split(chunk), strict=True)
         means = [whole(rows, head, own, transform, chunk) / max(1, len(own)) for rows, own in parts]
         return torch.stack(means).mean() * len(targets)
 
-    monkeypatch.setattr(token_loss, "chunked_loss", averaged)
+    monkeypatch.setattr(chunked_loss, "chunked_loss", averaged)
 
 
 def plant_leaking_attention(monkeypatch):
     """A token sees all that is before it in the row, also of other texts."""
-    within = packed_attention.attend
+    within = packed_attention.varlen_attention
 
     def leaking(query, key, value, lengths, ends, *rest):
-        return within(query, key, value, Lengths([sum(lengths.tokens)]), ends[[0, -1]], *rest)
+        return within(query, key, value, SequenceLengths([sum(lengths.tokens)]), ends[[0, -1]], *rest)
 
-    monkeypatch.setattr(packed_attention, "attend", leaking)
+    monkeypatch.setattr(packed_attention, "varlen_attention", leaking)
 
 
 def plant_running_positions(monkeypatch):

@@ -23,7 +23,7 @@ from trainer.fakegpu.target import Target
 from trainer.fakegpu.tracer import tracing
 from trainer.models import CausalLM, LoRA
 from trainer.models.liger import ARCHITECTURES, NORMS, PARTS, ROTATE
-from trainer.system.children import in_child
+from trainer.system.child_jobs import run_in_child
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 needs_liger = pytest.mark.skipif(find_spec("liger_kernel") is None, reason="liger-kernel is missing: the extra kernels")
@@ -116,7 +116,7 @@ def differences() -> dict[str, tuple[float, list[str]]]:
     """By way of computing a batch: how far the gradient with the kernels is from that of transformers, of the padded
     batch, and which kernels were used."""
     from trainer.memory.activation_checkpointing import checkpoint_blocks
-    from trainer.run.attention import note_attention
+    from trainer.run.attention import record_attention_kernels
 
     liger().interpret()
     batch = collate(language_samples(3, most=3))
@@ -130,7 +130,7 @@ def differences() -> dict[str, tuple[float, list[str]]]:
                 if parameter.is_floating_point():
                     parameter.add_(torch.randn_like(parameter) * 0.05)
         checkpoint_blocks(module, list(module.get_submodule("model.layers")), checkpoint)
-        used = note_attention(module)
+        used = record_attention_kernels(module)
         for loss in made.losses(module, made.packed(batch)):
             loss.total.backward()
         gradients = {name: p.grad for name, p in module.named_parameters() if p.grad is not None}
@@ -222,7 +222,7 @@ def captured() -> int:
 
 @needs_liger
 def test_the_compiler_sees_the_kernels_in_one_graph() -> None:
-    assert in_child(captured) == [4]  # two norms, rotations, the MLP
+    assert run_in_child(captured) == [4]  # two norms, rotations, the MLP
 
 
 # Refusals
@@ -256,7 +256,7 @@ def test_another_value_is_refused() -> None:
 
 def traced(kernels: str) -> dict[str, Any]:
     """Of a forward and backward on a simulated GPU: operations, kernels, bytes moved and kept, parameters."""
-    from trainer.fakegpu.patches import patch_libraries
+    from trainer.fakegpu.torch_patches import patch_libraries
 
     with tracing(Target(gpu_named("h200"))) as tracer:
         with torch.device("cuda"):
@@ -288,7 +288,7 @@ def traced(kernels: str) -> dict[str, Any]:
 
 @needs_liger
 def test_a_plan_sees_fewer_operations_and_less_memory() -> None:
-    plain, fused = in_child(partial(traced, "none")), in_child(partial(traced, "liger"))
+    plain, fused = run_in_child(partial(traced, "none")), run_in_child(partial(traced, "liger"))
     assert fused["parameters"] == plain["parameters"]
     assert plain["kernels"] == plain["notes"] == []
     passes = [f"_{name}_{way}_kernel" for name in ("rms_norm", "swiglu") for way in ("backward", "forward")]

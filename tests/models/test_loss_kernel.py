@@ -16,19 +16,24 @@ from torch import Tensor, nn
 from trainer.fakegpu.gpus import gpu_named
 from trainer.fakegpu.target import Target
 from trainer.fakegpu.tracer import tracing
-from trainer.models import token_loss
-from trainer.models.token_loss import FUSED, LOGITS, PLAIN, Transform, chunked_loss, default_chunk
-from trainer.system.children import in_child
+from trainer.models import chunked_loss as token_loss
+from trainer.models.chunked_loss import FUSED, LOGITS, PLAIN, LogitTransform, chunked_loss, default_chunk
+from trainer.system.child_jobs import run_in_child
 
 needs_triton = pytest.mark.skipif(find_spec("triton") is None, reason="Triton is missing")
-TRANSFORMS = {"plain": PLAIN, "scaled": Transform(1 / 3), "capped": Transform(1.0, 30.0), "both": Transform(4.0, 3.0)}
+TRANSFORMS = {
+    "plain": PLAIN,
+    "scaled": LogitTransform(1 / 3),
+    "capped": LogitTransform(1.0, 30.0),
+    "both": LogitTransform(4.0, 3.0),
+}
 TYPES = {torch.float32: 2.0**-24, torch.float16: 2.0**-11, torch.bfloat16: 2.0**-8}  # half a unit in the last place
 TINY = 2.0**-25  # half of the least fp16 number
 TOKENS, WORDS, WIDTH = 7, 4099, 8
 GRADIENT = 0.37
 
 
-def exact(products: Tensor, targets: Tensor, transform: Transform) -> tuple[Tensor, ...]:
+def exact(products: Tensor, targets: Tensor, transform: LogitTransform) -> tuple[Tensor, ...]:
     """In fp64: the logarithms of sums, the losses, the gradient by the products, and the probabilities."""
     wide = products.double().requires_grad_()
     logits = wide * transform.scale
@@ -39,7 +44,7 @@ def exact(products: Tensor, targets: Tensor, transform: Transform) -> tuple[Tens
     return sums.detach(), losses.detach(), errors, (logits - sums).exp().detach()
 
 
-def excess(transform: Transform, dtype: torch.dtype) -> dict[str, float]:
+def excess(transform: LogitTransform, dtype: torch.dtype) -> dict[str, float]:
     """The largest errors, as parts of what roundings may come to."""
     torch.manual_seed(0)
     products, targets = (8 * torch.randn(TOKENS, WORDS)).to(dtype), torch.randint(WORDS, (TOKENS,))
@@ -74,7 +79,7 @@ class Adapted(nn.Module):
         self.lora_dropout = nn.ModuleDict({"default": nn.Identity()})
 
 
-def whole(kind: str, dtype: torch.dtype, transform: Transform, fused: bool) -> list[Tensor]:
+def whole(kind: str, dtype: torch.dtype, transform: LogitTransform, fused: bool) -> list[Tensor]:
     """The loss and all gradients, by the kernels or by the reference."""
     torch.manual_seed(0)
     head = Adapted() if kind == "adapted" else nn.Linear(WIDTH, 50, bias=kind == "biased")
@@ -159,13 +164,13 @@ def traced(precision: torch.dtype, bias: bool) -> tuple[list[str], int]:
 
 @pytest.mark.parametrize("precision", [torch.bfloat16, torch.float32])
 def test_a_plan_sees_one_operation_a_chunk_and_no_copies(precision: torch.dtype) -> None:
-    names, largest = in_child(partial(traced, precision, False))
+    names, largest = run_in_child(partial(traced, precision, False))
     chunk = default_chunk(151_936, precision, fused=True)
     assert names.count("token_losses.default") == -(-1000 // chunk)
     assert 1 < names.count("token_errors_.default") <= -(-1000 // chunk) + 1
     assert not {"exp_.default", "scatter_.value", "gather.default"} & {*names}
     assert largest <= FUSED
-    names, _ = in_child(partial(traced, precision, True))  # a bias that trains sums what is not rounded
+    names, _ = run_in_child(partial(traced, precision, True))  # a bias that trains sums what is not rounded
     assert "token_losses.default" not in names
 
 

@@ -14,10 +14,10 @@ from helpers.rounding import ROUNDING
 from torch import Tensor
 
 from trainer.errors import RecipeError
-from trainer.models import CausalLM, packed_attention, unpadded
+from trainer.models import CausalLM, packed_attention, padding_free
 from trainer.models.packed_attention import ARCHITECTURES, pack_documents
+from trainer.models.padding_free import AttentionPattern, SequenceLengths, varlen_attention
 from trainer.models.text import PACKED
-from trainer.models.unpadded import Lengths, Pattern, attend
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 
@@ -73,18 +73,18 @@ def test_the_table_is_the_recorded_certificate(packing: Any) -> None:
 def leaking(*given: Any) -> Tensor:
     """Attention with a mask that is causal over the whole row."""
     query, key, value, lengths, ends, dropout, pattern = given
-    return attend(query, key, value, Lengths([sum(lengths.tokens)]), ends[[0, -1]], dropout, pattern)
+    return varlen_attention(query, key, value, SequenceLengths([sum(lengths.tokens)]), ends[[0, -1]], dropout, pattern)
 
 
 def leaking_little(*given: Any) -> Tensor:
     """Attention to which the other documents contribute a millionth."""
-    return attend(*given) + 1e-6 * leaking(*given)
+    return varlen_attention(*given) + 1e-6 * leaking(*given)
 
 
 def rounding_otherwise(*given: Any) -> Tensor:
     """Attention whose last bit depends on the first document, as a sum in another order does."""
     eps = torch.finfo(torch.float64).eps
-    return attend(*given) * (1 + eps * int(given[0][:5].sum().abs() * 1e6 % 64))
+    return varlen_attention(*given) * (1 + eps * int(given[0][:5].sum().abs() * 1e6 % 64))
 
 
 @pytest.mark.parametrize("kind", ["gpt2", "llama", "modernbert"])
@@ -92,7 +92,7 @@ def rounding_otherwise(*given: Any) -> Tensor:
 def test_the_certificate_finds_a_mask_that_leaks(
     kind: str, leak: Any, least: float, packing: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(packed_attention, "attend", leak)
+    monkeypatch.setattr(packed_attention, "varlen_attention", leak)
     found = packing.certify(kind)
     assert not found.certified
     assert min(found.difference, found.change) > least
@@ -103,7 +103,7 @@ def test_the_certificate_finds_a_mask_that_leaks(
 def test_rounding_that_depends_on_other_documents_is_no_leak(
     kind: str, packing: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(packed_attention, "attend", rounding_otherwise)
+    monkeypatch.setattr(packed_attention, "varlen_attention", rounding_otherwise)
     found = packing.certify(kind)
     assert 0 < found.change <= packing.TOLERANCE
     assert found.certified
@@ -126,22 +126,22 @@ def test_the_certificate_finds_positions_that_go_on(kind: str, packing: Any, mon
 @pytest.mark.parametrize(
     "pattern",
     [
-        Pattern(causal=True),
-        Pattern(causal=True, window=3, scale=0.7),
-        Pattern(window=3),
-        Pattern(causal=True, softcap=2.0),
-        Pattern(causal=True, window=4, sinks=torch.tensor([0.5, -1.0, 2.0, 0.0], dtype=torch.float64)),
+        AttentionPattern(causal=True),
+        AttentionPattern(causal=True, window=3, scale=0.7),
+        AttentionPattern(window=3),
+        AttentionPattern(causal=True, softcap=2.0),
+        AttentionPattern(causal=True, window=4, sinks=torch.tensor([0.5, -1.0, 2.0, 0.0], dtype=torch.float64)),
     ],
     ids=str,
 )
-def test_attention_is_that_of_a_whole_matrix(pattern: Pattern) -> None:
+def test_attention_is_that_of_a_whole_matrix(pattern: AttentionPattern) -> None:
     """With two heads of keys for four of queries, and values of another size."""
     torch.manual_seed(0)
     lengths = [7, 1, 5]
     query, key = torch.randn(13, 4, 8, dtype=torch.float64), torch.randn(13, 2, 8, dtype=torch.float64)
     value = torch.randn(13, 2, 6, dtype=torch.float64)
     ends = torch.tensor([0, *lengths]).cumsum(0).to(torch.int32)
-    found = attend(query, key, value, Lengths(lengths), ends, 0.0, pattern)
+    found = varlen_attention(query, key, value, SequenceLengths(lengths), ends, 0.0, pattern)
     place, number = torch.arange(13), torch.repeat_interleave(torch.arange(3), torch.tensor(lengths))
     far = place[:, None] - place
     seen = (number[:, None] == number) & ((far >= 0) | (not pattern.causal)) & (far.abs() < (pattern.window or 99))
@@ -226,9 +226,9 @@ def test_dropout_follows_from_the_seed_and_the_texts(packing: Any) -> None:
 
 def test_a_pack_stores_no_matrix_of_all_its_tokens(packing: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     sizes: list[int] = []
-    kernel = unpadded.scaled_dot_product_attention
+    kernel = padding_free.scaled_dot_product_attention
     monkeypatch.setattr(
-        unpadded, "scaled_dot_product_attention", lambda *a, **k: (sizes.append(a[0].shape[2]), kernel(*a, **k))[1]
+        padding_free, "scaled_dot_product_attention", lambda *a, **k: (sizes.append(a[0].shape[2]), kernel(*a, **k))[1]
     )
     model = model_of("llama")
     module = model.build()

@@ -16,16 +16,16 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from trainer.fakegpu.gpus import gpu_named
 from trainer.fakegpu.target import Target
 from trainer.fakegpu.tracer import tracing
-from trainer.models import unpadded
-from trainer.models.unpadded import FULL, Lengths, Pattern, attend
-from trainer.system.children import in_child
+from trainer.models import padding_free
+from trainer.models.padding_free import FULL, AttentionPattern, SequenceLengths, varlen_attention
+from trainer.system.child_jobs import run_in_child
 
 LENGTHS = [9, 4, 4, 7, 1]
 PATTERNS = {
     "full": FULL,
-    "causal": Pattern(causal=True, scale=0.3),
-    "causal window": Pattern(causal=True, window=3),
-    "window": Pattern(window=3),
+    "causal": AttentionPattern(causal=True, scale=0.3),
+    "causal window": AttentionPattern(causal=True, window=3),
+    "window": AttentionPattern(window=3),
 }
 
 
@@ -42,19 +42,21 @@ class Operations(TorchDispatchMode):
 
 
 def operations(
-    gpu: str, dtype: torch.dtype, texts: int, dropout: float, pattern: Pattern = FULL
+    gpu: str, dtype: torch.dtype, texts: int, dropout: float, pattern: AttentionPattern = FULL
 ) -> tuple[list[str], list[str]]:
     """The kernels that a plan names, and the operations of one attention, forward and backward, on a simulated GPU."""
-    return tuple(in_child(partial(_operations, gpu, dtype, texts, dropout, pattern)))
+    return tuple(run_in_child(partial(_operations, gpu, dtype, texts, dropout, pattern)))
 
 
-def _operations(gpu: str, dtype: torch.dtype, texts: int, dropout: float, pattern: Pattern) -> tuple[Any, list[str]]:
+def _operations(
+    gpu: str, dtype: torch.dtype, texts: int, dropout: float, pattern: AttentionPattern
+) -> tuple[Any, list[str]]:
     with tracing(Target(gpu_named(gpu))) as tracer:
         tokens = [100 + number for number in range(texts)]
         ends = torch.tensor([0, *tokens]).cumsum(0).to(torch.int32).cuda()
         parts = [torch.randn(sum(tokens), 12, 64, device="cuda", dtype=dtype, requires_grad=True) for _ in range(3)]
         with Operations() as noted:
-            attend(*parts, Lengths(tokens), ends, dropout, pattern).sum().backward()
+            varlen_attention(*parts, SequenceLengths(tokens), ends, dropout, pattern).sum().backward()
         return list(tracer.trace.attention), noted.names
 
 
@@ -75,13 +77,13 @@ def _rotated() -> tuple[list[str], list[str]]:
     with tracing(Target(gpu_named("h200"))), torch.autocast("cuda", torch.bfloat16), Operations() as noted:
         ends = torch.tensor([0, 9, 13], dtype=torch.int32).cuda()
         parts = [torch.randn(13, 2, 64, device="cuda", dtype=dtype, requires_grad=True) for dtype in ROTATED]
-        found = attend(*parts, Lengths([9, 4]), ends, 0.0, PATTERNS["causal"])
+        found = varlen_attention(*parts, SequenceLengths([9, 4]), ends, 0.0, PATTERNS["causal"])
         found.sum().backward()
         return noted.names, [str(found.dtype), *(str(part.grad.dtype) for part in parts)]
 
 
 def test_autocast_lowers_rotated_queries_and_keys_for_flash_attention():
-    names, dtypes = in_child(_rotated)
+    names, dtypes = run_in_child(_rotated)
     assert [one for one in names if "attention" in one] == ["_flash_attention_forward", "_flash_attention_backward"]
     assert dtypes == [str(torch.bfloat16), *map(str, ROTATED)]
 
@@ -109,7 +111,7 @@ def test_flash_is_used_for_the_heads_that_the_gpu_has_a_kernel_for(capability, s
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
     with torch._subclasses.FakeTensorMode():
         query = torch.empty(8, 2, size, dtype=torch.bfloat16, device="cuda")
-    assert unpadded.takes_flash(query, query, dropout) is expected
+    assert padding_free.takes_flash(query, query, dropout) is expected
 
 
 @pytest.fixture
@@ -138,7 +140,7 @@ def flash_on_cpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
     library = torch.library.Library("aten", "IMPL")
     library.impl("_flash_attention_forward", forward, "CPU")
-    monkeypatch.setattr(unpadded, "takes_flash", lambda *args: True)
+    monkeypatch.setattr(padding_free, "takes_flash", lambda *args: True)
     yield
     library._destroy()
 
@@ -153,8 +155,8 @@ def problem(first: bool, dtype: torch.dtype = torch.float64) -> tuple[list[Tenso
 @pytest.mark.parametrize(("name", "first"), [("full", True), *((name, False) for name in PATTERNS)])
 def test_flash_is_asked_for_the_attention_that_is_computed_without_it(name, first, flash_on_cpu):
     parts, ends = problem(first)
-    expected = unpadded._without_flash(*parts, Lengths(LENGTHS), ends, 0.0, PATTERNS[name])
-    found = attend(*parts, Lengths(LENGTHS), ends, 0.0, PATTERNS[name])
+    expected = padding_free._without_flash(*parts, SequenceLengths(LENGTHS), ends, 0.0, PATTERNS[name])
+    found = varlen_attention(*parts, SequenceLengths(LENGTHS), ends, 0.0, PATTERNS[name])
     assert (found - expected).norm() <= ROUNDING * expected.norm()
 
 
@@ -162,23 +164,23 @@ def test_flash_is_in_one_graph_that_serves_all_lengths(flash_on_cpu):
     counter = CompileCounter()
 
     @torch.compile(backend=counter, fullgraph=True)
-    def layer(query: Tensor, key: Tensor, value: Tensor, lengths: Lengths, ends: Tensor) -> Tensor:
-        return attend(query * 2, key, value, lengths, ends, 0.0) + 1
+    def layer(query: Tensor, key: Tensor, value: Tensor, lengths: SequenceLengths, ends: Tensor) -> Tensor:
+        return varlen_attention(query * 2, key, value, lengths, ends, 0.0) + 1
 
     for tokens in ([3, 4], [5, 6, 7], [2, 9, 4, 4], [8, 3, 1], [7] * 6):
         ends = torch.tensor([0, *tokens]).cumsum(0).to(torch.int32)
         parts = [torch.randn(sum(tokens), 2, 8) for _ in range(3)]
-        layer(*parts, Lengths(tokens), ends)
+        layer(*parts, SequenceLengths(tokens), ends)
     assert counter.frame_count <= 2  # for the first lengths, then for any
 
 
 @pytest.mark.parametrize(("name", "first"), [("full", True), ("full", False), ("causal", False)])
 def test_padded_texts_have_the_result_and_the_gradients_of_single_ones(name, first):
     found = []
-    for compute in (unpadded._without_flash, unpadded._padded):
+    for compute in (padding_free._without_flash, padding_free._padded):
         parts, ends = problem(first)
         leaves = [part.requires_grad_() for part in parts]
-        out = compute(*leaves, Lengths(LENGTHS), ends, 0.0, PATTERNS[name])
+        out = compute(*leaves, SequenceLengths(LENGTHS), ends, 0.0, PATTERNS[name])
         out.square().sum().backward()
         found.append([out.detach(), *(leaf.grad for leaf in leaves)])
     for ours, theirs in zip(*found, strict=True):

@@ -16,12 +16,12 @@ from trainer.after.predict import predict
 from trainer.checkpoint.export import load_model, save_model
 from trainer.contract import Data
 from trainer.data import Digits, StreamedText, TextFiles
-from trainer.engine.feed import fill_from_data
+from trainer.engine.data_feed import fill_from_data
 from trainer.errors import RecipeError
 from trainer.models import MLP, BigBird, LoRA, Objective, TextClassifier
-from trainer.models.common import balanced_weights
-from trainer.planner.made_up import MadeUp
-from trainer.values import FIGURES
+from trainer.models.base import balanced_weights
+from trainer.planner.synthetic_data import SyntheticData
+from trainer.values import TASK_METRICS
 
 TEXT_TASKS = {task: name for name, (base, task, _) in reversed(OBJECTIVES.items()) if base == "distilbert"}
 
@@ -81,7 +81,7 @@ def test_balanced_weights_are_those_of_scikit_learn():
     assert balanced_weights("multi_label", [(1.0, 0.0), (1.0, 1.0), (0.0, 1.0), (0.0, 1.0)], 2, None) == [1, 1 / 3]
     outline = Digits().outline() or type("Outline", (), {"num_classes": 3, "train": 9, "val": 0, "test": 0})
     outline.tensors, outline.length = {}, None
-    assert fill_from_data(MLP(loss=Objective("balanced")), MadeUp(outline)).loss.class_weights == [1.0, 1.0, 1.0]
+    assert fill_from_data(MLP(loss=Objective("balanced")), SyntheticData(outline)).loss.class_weights == [1.0, 1.0, 1.0]
 
 
 @pytest.mark.parametrize(
@@ -152,7 +152,7 @@ def rows(task, count=40):
         yield {"text": words if task == "token" else " ".join(words), "label": label.get(task, tags[0])}
 
 
-@pytest.mark.parametrize("task", [task for task in FIGURES if task not in ("language", None)])
+@pytest.mark.parametrize("task", [task for task in TASK_METRICS if task not in ("language", None)])
 def test_a_run_says_and_predicts_what_the_task_asks_for(task, tmp_path):
     (tmp_path / "a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows(task)))
     sizes = {"n_layers": 1, "dim": 16, "hidden_dim": 16, "n_heads": 2, "max_position_embeddings": 16}
@@ -167,7 +167,7 @@ def test_a_run_says_and_predicts_what_the_task_asks_for(task, tmp_path):
         run=Run(dir=str(tmp_path / "run"), accelerator="cpu", devices=1, predict=False, progress=False),
     )
     summary = fit(recipe)
-    assert list(summary.metrics["test"]) == [*FIGURES[task], "loss"]
+    assert list(summary.metrics["test"]) == [*TASK_METRICS[task], "loss"]
     with open(tmp_path / "run" / "metrics.csv", newline="") as metrics:
         last = list(csv.DictReader(metrics))[-1]
     assert all(float(last[f"test_{name}"]) == value for name, value in summary.metrics["test"].items())

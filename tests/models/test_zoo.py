@@ -16,10 +16,10 @@ from zoo import ALL, Case, Outcome, Zoo, ZooOfTransformers, collate, error, make
 from trainer import Data, Memory, Optim, Recipe
 from trainer.errors import RecipeError
 from trainer.memory.activation_checkpointing import checkpoint_blocks
+from trainer.memory.compatibility import require_sparse_support, require_supported_parameters
 from trainer.memory.plan import decide_plan
-from trainer.memory.refusals import require_able, require_sparse
-from trainer.models.common import head_parameters
-from trainer.weights.blocks import as_it_came, describe_blocks, find_blocks, switch_cache_off
+from trainer.models.base import parameters_after_blocks
+from trainer.weights.blocks import describe_blocks, disable_kv_cache, find_blocks, kv_cache_restored
 
 pytestmark = pytest.mark.usefixtures("no_pictures")
 
@@ -112,7 +112,7 @@ def plan_of(**knobs):
 )
 def test_parameters_that_a_technique_cannot_hold_are_refused(name, knobs, message):
     with pytest.raises(RecipeError, match=f"^{re.escape(message)}"):
-        require_able(make(name), plan_of(**knobs))
+        require_supported_parameters(make(name), plan_of(**knobs))
 
 
 def test_a_tied_weight_is_saved_once_wherever_it_is(ranks, tmp_path):
@@ -163,7 +163,7 @@ def test_blocks_are_those_of_all_stacks_each_once(name, blocks):
 def test_the_head_is_what_follows_the_last_stack():
     module = make("bart")
     names = {id(parameter): name for name, parameter in module.named_parameters()}
-    head = [names[id(parameter)] for parameter in head_parameters(module, find_blocks(module))]
+    head = [names[id(parameter)] for parameter in parameters_after_blocks(module, find_blocks(module))]
     assert head == ["model.decoder.layernorm_embedding.weight", "model.decoder.layernorm_embedding.bias"]
 
 
@@ -182,10 +182,10 @@ def test_a_cache_that_would_be_filled_twice_is_refused(wish):
 def test_a_cache_is_switched_off_until_the_model_is_saved():
     module = make("t5")
     configs = [module.config, module.decoder.config]
-    switch_cache_off(module)
-    switch_cache_off(module)  # the model itself, and then the memory stack
+    disable_kv_cache(module)
+    disable_kv_cache(module)  # the model itself, and then the memory stack
     assert [config.use_cache for config in configs] == [False, False]
-    with as_it_came(module):
+    with kv_cache_restored(module):
         assert [config.use_cache for config in configs] == [True, True]
         assert module.encoder.config.use_cache is False  # as transformers made it
     assert [config.use_cache for config in configs] == [False, False]
@@ -194,7 +194,7 @@ def test_a_cache_is_switched_off_until_the_model_is_saved():
 @pytest.mark.parametrize("optim", [Optim("adamw", lr=0.1), Optim("sgd", lr=0.1, weight_decay=0.1)], ids=str)
 def test_what_cannot_update_sparsely_is_refused(optim):
     with pytest.raises(RecipeError, match=r"optim\.name=.* cannot update embed\.weight, which has sparse gradients"):
-        require_sparse(make("sparse"), optim)
+        require_sparse_support(make("sparse"), optim)
 
 
 @pytest.mark.parametrize(

@@ -10,13 +10,13 @@ from helpers.tiny import target_of
 from helpers.traced import own_recipe, traces
 
 from trainer.data.loader import Loader
-from trainer.engine.feed import windows_of
+from trainer.engine.data_feed import make_windows
 from trainer.errors import RecipeError
 from trainer.fakegpu.events import Trace
 from trainer.fakegpu.peaks import replay
 from trainer.memory.plan import decide_plan
 from trainer.planner.knobs import micro_batch_sizes
-from trainer.planner.trace import draw_samples, most_sums, trace_run
+from trainer.planner.traced_run import draw_samples, max_partial_sums, trace_run
 from trainer.recipe import Memory, Run
 
 
@@ -28,7 +28,7 @@ def trace(strategy: str, ranks: int, whole: bool) -> Trace:
     samples = draw_samples(asked, plan)
     assert samples.skipped == 6
     if whole:
-        windows = windows_of(asked, Loader(asked.data.train, asked.data.collate), world_size=ranks, reduce=list)
+        windows = make_windows(asked, Loader(asked.data.train, asked.data.collate), world_size=ranks, reduce=list)
         samples = dataclasses.replace(samples, first=next(iter(windows.epoch(0, 0, 1))), skipped=0)
     return trace_run(asked, plan, samples, target_of())
 
@@ -43,7 +43,7 @@ def test_partial_sums_are_counted_as_if_every_micro_step_were_traced(strategy, r
 
 def test_the_most_sums_that_are_kept_while_a_gradient_is_computed():
     for micro_steps in range(1, 200):
-        assert most_sums(micro_steps) == max(bin(done).count("1") for done in range(micro_steps))
+        assert max_partial_sums(micro_steps) == max(bin(done).count("1") for done in range(micro_steps))
 
 
 def test_no_micro_batch_is_chosen_by_the_number_of_ranks():

@@ -15,9 +15,9 @@ from helpers.tiny import MODELS, prediction_of, recipe_of, target_of
 
 from trainer.errors import RecipeError
 from trainer.memory.plan import Plan, decide_plan
-from trainer.planner.predict import predict_here
+from trainer.planner.predict import predict_in_process
 from trainer.recipe import Memory, Optim
-from trainer.system.children import in_children
+from trainer.system.child_jobs import run_in_children
 
 PACKAGES = ("torchao", "timm", "peft")
 OTHERS = ("place", "optim", "clip_norm", "accumulate", "model")
@@ -40,7 +40,7 @@ def answer(values: Combination) -> dict[str, Any]:
     optim = Optim(values["optim"], weight_decay=0.1, clip_norm=values["clip_norm"])
     memory = Memory(strategy=values["place"][0], **knobs)
     recipe = recipe_of(values["model"], memory, optim, accumulate=values["accumulate"])
-    return predict_here(recipe, decide_plan(recipe, values["place"][1]), target_of(), 1, False)
+    return predict_in_process(recipe, decide_plan(recipe, values["place"][1]), target_of(), 1, False)
 
 
 def check(combinations: Sequence[Combination]) -> None:
@@ -50,7 +50,7 @@ def check(combinations: Sequence[Combination]) -> None:
     for name in ("distilbert", "big_bird"):  # once, and not in each of the processes that trace
         importlib.import_module(f"transformers.models.{name}.modeling_{name}")
     wrong, predicted = [], 0
-    for number, result in in_children([partial(answer, values) for values in combinations], 2):
+    for number, result in run_in_children([partial(answer, values) for values in combinations], 2):
         fault = fault_of(result)
         predicted += isinstance(result, dict)
         if fault:

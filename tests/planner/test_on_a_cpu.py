@@ -14,9 +14,9 @@ from helpers.tiny import predict
 from trainer.commands.recipes import load_recipe
 from trainer.fakegpu.gpus import host_as_device
 from trainer.fakegpu.target import Target
-from trainer.lab.measured_run import RETURN_FREED_MEMORY
+from trainer.lab.measured_run import MALLOC_TRIM_ENV
 from trainer.memory.plan import decide_plan
-from trainer.planner.predict import CPU_BUFFERS, prepared
+from trainer.planner.predict import CPU_BUFFERS, prepare_recipe
 from trainer.settings import change
 from trainer.system.text import as_text
 
@@ -46,11 +46,11 @@ CASES = {
 def test_predicted_resident_memory_is_that_of_a_run(case: str, tmp_path: Path) -> None:
     """Of one in a process of its own, with an allocator that gives back what is freed."""
     reference, settings = CASES[case]
-    recipe = prepared(change(load_recipe(reference)[0], settings))
+    recipe = prepare_recipe(change(load_recipe(reference)[0], settings))
     prediction = predict(recipe, decide_plan(recipe, 1), Target(host_as_device()))
     flags = [f"--{key}={as_text(value)}" for key, value in settings.items()]
     command = [sys.executable, "-m", "trainer", "fit", reference, f"--run.dir={tmp_path / 'run'}", *flags]
-    environment = {**os.environ, **RETURN_FREED_MEMORY, "OMP_NUM_THREADS": "1"}
+    environment = {**os.environ, **MALLOC_TRIM_ENV, "OMP_NUM_THREADS": "1"}
     done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=480, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     memory = json.loads((tmp_path / "run" / "summary.json").read_text())["memory"]

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from trainer.planner.predict import Prediction
 from trainer.planner.search import plan
 from trainer.recipe import Memory, Recipe, Run
-from trainer.system.children import Failed
+from trainer.system.child_jobs import ChildError
 
 
 def layers() -> nn.Sequential:
@@ -102,13 +102,13 @@ def test_a_recipe_that_cannot_be_traced_says_why() -> None:
 
 
 def test_an_error_inside_of_torch_names_the_line_that_called_it() -> None:
-    with pytest.raises(Failed) as caught:
+    with pytest.raises(ChildError) as caught:
         predicted(lambda: nn.Linear(3, BATCH))
     assert "site-packages" not in str(caught.value)
 
 
 def test_an_error_of_the_model_names_its_place() -> None:
-    with pytest.raises(Failed, match=r"^KeyError: 'no such column' \(.*traced\.py:\d+\)$"):
+    with pytest.raises(ChildError, match=r"^KeyError: 'no such column' \(.*traced\.py:\d+\)$"):
         prediction_of(own_recipe(model=Own(fails=True)))
 
 

@@ -17,20 +17,20 @@ from trainer.fakegpu.target import Target
 from trainer.memory.plan import Plan
 from trainer.planner import search as searching
 from trainer.planner.predict import Prediction
-from trainer.planner.report import PlanReport, best_of_each, pasteable, table, why
+from trainer.planner.report import PlanReport, best_of_each, explanation_text, table, wrap_command
 from trainer.planner.search import plan, search_for
 from trainer.recipe import Recipe
 from trainer.settings import change
-from trainer.system.children import Failed
+from trainer.system.child_jobs import ChildError
 from trainer.system.text import WIDTH
-from trainer.weights.nf4 import Size
+from trainer.weights.nf4 import WeightCounts
 
 GB = 1_000_000_000
 
 
 def made_up(recipe: Recipe, plan: Plan, target: Target, nodes: int, timeline: bool, **_: Any) -> dict[str, Any]:
     """Weights and optimizer of 8 GB, activations of 0.1 GB a sample; a micro-step takes 10 ms and 1 ms a sample."""
-    memory, size = plan.memory, plan.first_cut.micro_batch_size
+    memory, size = plan.memory, plan.initial_cut.micro_batch_size
     weights = {"none": 8 * GB, "optimizer": 2 * GB, "parameters": GB // 2}[memory.cpu_offload]
     weights = weights // 2 if memory.precision == "bf16-true" else weights
     weights = weights * 3 // 4 if memory.optimizer_state_bits == 8 else weights
@@ -45,7 +45,7 @@ def made_up(recipe: Recipe, plan: Plan, target: Target, nodes: int, timeline: bo
     if isinstance(share, float):
         kept, slower = 10 - 8 * share, slower * (1 + 0.3 * share)
     reserved = int(weights + size * kept * GB / 100)
-    step_ms = plan.first_cut.accumulate * (10 + size) * slower + 5
+    step_ms = plan.initial_cut.accumulate * (10 + size) * slower + 5
     costs = {"ib-hdr": StepCost(step_ms, step_ms, 5, 0, 0, 0, 0, 0)}
     line = {"allocated": {"params": [0, weights]}, "reserved": [0, reserved], "marks": [[0, "init"]]}
     phases, largest = {"forward": {"allocated": reserved, "reserved": reserved}}, [["params", "empty", "init", weights]]
@@ -54,12 +54,12 @@ def made_up(recipe: Recipe, plan: Plan, target: Target, nodes: int, timeline: bo
 
 
 def answers(calls: Sequence[Callable[[], Any]]) -> Iterator[tuple[int, Any]]:
-    """As ``in_children``, here: an error is an answer, too."""
+    """As ``run_in_children``, here: an error is an answer, too."""
 
     def answer(call: Callable[[], Any]) -> Any:
         try:
             return call()
-        except (RecipeError, Failed) as error:
+        except (RecipeError, ChildError) as error:
             return error
 
     return enumerate(map(answer, calls))
@@ -68,8 +68,8 @@ def answers(calls: Sequence[Callable[[], Any]]) -> Iterator[tuple[int, Any]]:
 @pytest.fixture
 def searched(monkeypatch: pytest.MonkeyPatch) -> Callable[..., PlanReport]:
     """The report of a search on a GPU of 80 GB, with changes to the recipe of the digits."""
-    monkeypatch.setattr(searching, "predict_here", made_up)
-    monkeypatch.setattr(searching, "in_children", lambda calls: enumerate(call() for call in calls))
+    monkeypatch.setattr(searching, "predict_in_process", made_up)
+    monkeypatch.setattr(searching, "run_in_children", lambda calls: enumerate(call() for call in calls))
 
     def search(
         budget: str, devices: int = 1, lossy: bool = False, everything: bool = False, **changes: Any
@@ -174,7 +174,7 @@ def test_the_table_has_a_row_a_combination_and_fits_the_screen(searched):
         rows = [line for line in lines[2:] if " × " in line]
         assert len(rows) == len(best_of_each(report.candidates))
         assert (rows[0].split()[-2:] == ["yes", "chosen"]) == (report.chosen is not None)
-        assert max(map(len, why(report).splitlines())) <= WIDTH
+        assert max(map(len, explanation_text(report).splitlines())) <= WIDTH
 
 
 def test_refused_plans_are_kept_with_their_reason(searched):
@@ -182,7 +182,7 @@ def test_refused_plans_are_kept_with_their_reason(searched):
     refused = [one for one in report.candidates if one.reserved is None]
     assert refused
     assert all("adafactor" in one.reason for one in refused)
-    assert "rejected: " in why(report)
+    assert "rejected: " in explanation_text(report)
     assert json.loads(json.dumps(report.to_json()))["candidates"][-1]["predicted_reserved_gb"] is None
 
 
@@ -195,8 +195,8 @@ def test_a_value_that_is_always_refused_is_ruled_out_also_where_only_some_plans_
             raise RecipeError("memory.precision=bf16-true cannot be")
         return made_up(recipe, plan, *arguments, **options)
 
-    monkeypatch.setattr(searching, "predict_here", refusing)
-    monkeypatch.setattr(searching, "in_children", answers)
+    monkeypatch.setattr(searching, "predict_in_process", refusing)
+    monkeypatch.setattr(searching, "run_in_children", answers)
     report = searched("2.2GB", lossy=True)
     assert report.chosen.fits
     assert any(plan.memory.precision == "bf16-true" for plan in asked)
@@ -208,12 +208,12 @@ def test_what_cannot_be_traced_is_asked_about_once_and_one_size_does_not_rule_ou
 
     def failing(recipe: Recipe, plan: Plan, *arguments: Any, **options: Any) -> dict[str, Any]:
         asked.append(plan)
-        if plan.first_cut.micro_batch_size in fails:
-            raise Failed("odd")
+        if plan.initial_cut.micro_batch_size in fails:
+            raise ChildError("odd")
         return made_up(recipe, plan, *arguments, **options)
 
-    monkeypatch.setattr(searching, "predict_here", failing)
-    monkeypatch.setattr(searching, "in_children", answers)
+    monkeypatch.setattr(searching, "predict_in_process", failing)
+    monkeypatch.setattr(searching, "run_in_children", answers)
     for everything in (False, True):
         report = searched("20GB", everything=everything)
         assert report.explanations == ["the model cannot be traced, and no other plan was tried: odd"]
@@ -239,7 +239,7 @@ def test_json_has_the_promised_keys_in_gb(searched):
 
 def test_the_heading_says_what_lies_outside_of_the_budget():
     recipe = load_recipe("vit_digits")[0]
-    text = search_for(recipe, "a100-80gb", 2, 1, "8.9GB").heading(Size(1000, 0, 10))
+    text = search_for(recipe, "a100-80gb", 2, 1, "8.9GB").heading(WeightCounts(1000, 0, 10))
     said = [
         "VisionTransformer: 1,000 parameters (10 trained)",
         "64 samples per step",
@@ -252,6 +252,6 @@ def test_the_heading_says_what_lies_outside_of_the_budget():
 
 def test_a_long_command_is_cut_between_flags():
     words = ["trainer fit x", *(f"--memory.knob_{number} value" for number in range(12))]
-    text = pasteable(words)
+    text = wrap_command(words)
     assert max(map(len, text.splitlines())) <= WIDTH
     assert text.replace(" \\\n   ", "").split() == " ".join(words).split()

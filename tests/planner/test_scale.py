@@ -16,9 +16,9 @@ from trainer.fakegpu.events import Trace
 from trainer.fakegpu.network import Cluster, clusters, interconnects
 from trainer.memory.plan import decide_plan
 from trainer.planner import scale
-from trainer.planner.knobs import applied, strategies
+from trainer.planner.knobs import apply_settings, strategies
 from trainer.planner.predict import Prediction, traffic_of
-from trainer.planner.scale import Scale, ScaleReport, ScaleRow
+from trainer.planner.scale import ScaleReport, ScaleRow, ScaleSearch
 from trainer.recipe import Memory, Run
 
 FLOAT = 4
@@ -109,13 +109,13 @@ def test_replicas_win_over_a_slow_network_alone(runs: dict[str, Trace]) -> None:
 @pytest.fixture(scope="module")
 def report() -> ScaleReport:
     recipe = own_recipe(Memory(micro_batch_size=8, strategy="fsdp"), run=Run(evaluate=False))
-    return Scale(recipe, TARGET, clusters([16, 128], None, None), [SLOW, FAST]).run()
+    return ScaleSearch(recipe, TARGET, clusters([16, 128], None, None), [SLOW, FAST]).run()
 
 
 def test_sharding_divides_the_memory_that_does_not_grow_with_samples(report: ScaleReport) -> None:
-    found = {(row.strategy, row.cluster.devices): row.found for row in report.rows if row.found is not None}
+    found = {(row.strategy, row.cluster.devices): row.prediction for row in report.rows if row.prediction is not None}
     assert set(found) == {("single", 1), ("fsdp", 16), ("fsdp*", 16), ("hsdp", 16)}
-    constant = {key: one.allocated - one.growing for key, one in found.items()}
+    constant = {key: one.allocated - one.per_sample_bytes for key, one in found.items()}
     assert constant["fsdp", 16] < constant["hsdp", 16] < 0.5 * constant["single", 1]  # hsdp divides by 8 only
     assert scale.refused(report) == [
         "128 devices: batch_size=64: 64 of 128 devices would have no samples: give --batch_size 128 or more"
@@ -125,8 +125,12 @@ def test_sharding_divides_the_memory_that_does_not_grow_with_samples(report: Sca
 def test_a_single_plan_and_the_table_say_the_same_of_the_same_step(report: ScaleReport) -> None:
     alone = report.rows[0]
     single = predict(report.recipe, alone.plan, TARGET)
-    assert [single.cost, single.cost] == list(alone.found.costs.values())
-    assert (single.allocated, single.reserved, single.traffic) == (alone.found.allocated, alone.found.reserved, {})
+    assert [single.cost, single.cost] == list(alone.prediction.costs.values())
+    assert (single.allocated, single.reserved, single.traffic) == (
+        alone.prediction.allocated,
+        alone.prediction.reserved,
+        {},
+    )
 
 
 @pytest.mark.slow
@@ -134,7 +138,10 @@ def test_a_plan_and_the_table_say_the_same_over_a_network(report: ScaleReport) -
     row = next(row for row in report.rows if row.strategy == "hsdp")
     for network in (SLOW, FAST):
         target = dataclasses.replace(TARGET, joined_by=network.name)
-        assert predict(applied(report.recipe, row.settings), row.plan, target, 2).cost == row.found.costs[network.name]
+        assert (
+            predict(apply_settings(report.recipe, row.settings), row.plan, target, 2).cost
+            == row.prediction.costs[network.name]
+        )
 
 
 def test_the_table_has_a_line_for_each_row_and_json_all_of_it(report: ScaleReport) -> None:
@@ -173,12 +180,12 @@ def test_the_verdict_says_from_where_on_what_wins_and_what_does_not_fit() -> Non
     rows = [row_of(1, "single", 30, 100, 100), row_of(8, "ddp", 30, 13, 13), row_of(8, "fsdp", 6, 14, 14)]
     rows += [row_of(16, "ddp", 31, 20, 7), row_of(16, "fsdp", 4, 60, 8, 2), row_of(16, "hsdp", 6, 25, 8.5, 2)]
     rows += [row_of(64, "fsdp", 2, 90, 5, 8), row_of(64, "hsdp", 6, 26, 3, 8)]
-    assert scale.verdict(report_of(*rows), "10gbe") == (
+    assert scale.summary_text(report_of(*rows), "10gbe") == (
         "over 10gbe: fsdp is fastest on 8, hsdp from 16 devices on; single does not fit on 1 (it takes at least "
         "30.00 GB); ddp does not fit (it takes at least 30.00 GB); the shortest step is fsdp's on 8, 14.0 ms at 89 % "
         "efficiency, and more devices do not shorten it"
     )
-    assert "fsdp is fastest on 8 to 16, hsdp on 64" in scale.verdict(report_of(*rows), "8x-ib-ndr")
+    assert "fsdp is fastest on 8 to 16, hsdp on 64" in scale.summary_text(report_of(*rows), "8x-ib-ndr")
     assert scale.fastest(rows[1:2], "10gbe") is None
     equal = [row_of(8, "ddp", 1, 10.05, 1), row_of(8, "fsdp", 1, 10, 1)]
     assert scale.fastest(equal, "10gbe") is equal[0]
@@ -189,12 +196,12 @@ def test_what_fits_is_what_fits_in_a_single_plan_and_a_budget_that_is_cut_is_sai
 
     def answer(*_: Any) -> dict[str, Any]:
         asked.append(_[-1])
-        return dataclasses.asdict(row_of(1, "single", 90, 1, 1).found) | {"retries": 2}
+        return dataclasses.asdict(row_of(1, "single", 90, 1, 1).prediction) | {"retries": 2}
 
-    monkeypatch.setattr(scale, "predict_here", answer)
-    monkeypatch.setattr(scale, "in_children", lambda calls: [(at, call()) for at, call in enumerate(calls)])
+    monkeypatch.setattr(scale, "predict_in_process", answer)
+    monkeypatch.setattr(scale, "run_in_children", lambda calls: [(at, call()) for at, call in enumerate(calls)])
     recipe = own_recipe(Memory(micro_batch_size=8, budget="500GB"), run=Run(evaluate=False))
-    found = Scale(recipe, TARGET, clusters([1], None, None), [SLOW]).run()
+    found = ScaleSearch(recipe, TARGET, clusters([1], None, None), [SLOW]).run()
     (row,) = found.rows
     assert asked == [int(row.budget / 1.03)]
     assert (row.fits, scale.to_json(found)["rows"][0]["retries"]) == (True, 2)
@@ -206,8 +213,8 @@ def test_what_fits_is_what_fits_in_a_single_plan_and_a_budget_that_is_cut_is_sai
 def sized(size: int, gigabytes: float, growing: float) -> ScaleRow:
     row = row_of(1, "single", gigabytes, 1, 1)
     plan = decide_plan(own_recipe(Memory(micro_batch_size=size)), 1)
-    found = dataclasses.replace(row.found, categories={"activations": int(growing * 1e9)})
-    return dataclasses.replace(row, plan=plan, found=found)
+    found = dataclasses.replace(row.prediction, categories={"activations": int(growing * 1e9)})
+    return dataclasses.replace(row, plan=plan, prediction=found)
 
 
 def test_a_micro_batch_is_guessed_from_what_grows() -> None:
@@ -249,4 +256,4 @@ def test_clusters_are_cut_in_nodes() -> None:
 def test_a_knob_at_auto_is_for_a_plan_of_one_number() -> None:
     recipe = own_recipe(Memory(activation_checkpointing="auto"))
     with pytest.raises(RecipeError, match=r"memory.activation_checkpointing=auto .* --devices 8"):
-        Scale(recipe, TARGET, clusters([8], None, None), [SLOW])
+        ScaleSearch(recipe, TARGET, clusters([8], None, None), [SLOW])

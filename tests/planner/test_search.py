@@ -23,7 +23,7 @@ from trainer.memory.plan import Plan, decide_plan
 from trainer.planner import search as searching
 from trainer.planner.predict import Prediction
 from trainer.planner.report import table
-from trainer.planner.search import MARGIN, Search, plan
+from trainer.planner.search import BUDGET_MARGIN, Search, plan
 from trainer.recipe import Memory, Optim, Recipe, Run
 
 MB = 1_000_000
@@ -50,8 +50,8 @@ class Analytic:
     nodes: int = 1
 
     def answer(self, recipe: Recipe, plan: Plan, target: Target, nodes: int, *_: Any, **__: Any) -> dict[str, Any]:
-        """What :func:`trainer.planner.predict.predict_here` would say."""
-        memory, size, times = plan.memory, plan.first_cut.micro_batch_size, plan.first_cut.accumulate
+        """What :func:`trainer.planner.predict.predict_in_process` would say."""
+        memory, size, times = plan.memory, plan.initial_cut.micro_batch_size, plan.initial_cut.accumulate
         categories, allocated, updating = self.bytes(memory, size, times, plan.strategy == "fsdp")
         step, update = self.time(memory, size, times, plan.strategy)
         costs = {"any": StepCost(1e3 * step, 1e3 * step, 1e3 * update, 0, 0, 0, 0, 0)}
@@ -183,7 +183,7 @@ def said(one: tuple[float, float, Memory]) -> str:
 @pytest.fixture
 def search(monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[Any, int]]:
     """The report of a search for such a model, and how many plans it asked about."""
-    monkeypatch.setattr(searching, "in_children", lambda calls: enumerate(call() for call in calls))
+    monkeypatch.setattr(searching, "run_in_children", lambda calls: enumerate(call() for call in calls))
 
     def searched(model: Analytic, budget: float, **options: Any) -> tuple[Any, int]:
         asked = []
@@ -192,7 +192,7 @@ def search(monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[Any, int]]:
             asked.append(arguments)
             return model.answer(*arguments, **options)
 
-        monkeypatch.setattr(searching, "predict_here", answer)
+        monkeypatch.setattr(searching, "predict_in_process", answer)
         target = Target(gpu_named("b200"))
         found = Search(recipe_for(model), target, model.ranks, model.nodes, f"{budget / MB:.3f}MB")
         return found.run(**options), len(asked)
@@ -203,7 +203,7 @@ def search(monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[Any, int]]:
 def budgets(grid: list[tuple[float, float, Memory]], count: int) -> list[float]:
     """From a little less than the least that anything needs to a little more than the fastest does."""
     least, most = min(one[0] for one in grid), min(grid, key=lambda one: one[1])[0]
-    low, high = 0.98 * least, 1.1 * (1 + MARGIN) * most
+    low, high = 0.98 * least, 1.1 * (1 + BUDGET_MARGIN) * most
     return [low * (high / low) ** (step / (count - 1)) for step in range(count)]
 
 
@@ -287,7 +287,7 @@ def test_one_micro_step_that_needs_less_than_two_is_found_by_traces() -> None:
     recipe = own_recipe(model=WideModel(), batch_size=2, run=Run(evaluate=False)).replace(optim=Optim("sgd"))
     cuts = [recipe.replace(memory=Memory(micro_batch_size=size)) for size in (2, 1)]
     once, twice = (predict(cut, decide_plan(cut, 1), Target(gpu_named("rtx-3060"))).reserved for cut in cuts)
-    budget = ceil(once * (1 + MARGIN) / MB)
+    budget = ceil(once * (1 + BUDGET_MARGIN) / MB)
     assert twice > budget * MB
     report = plan(recipe, gpu="rtx-3060", budget=f"{budget}MB")
     assert dict(report.chosen.flags) == {"memory.micro_batch_size": 2}
@@ -316,7 +316,9 @@ def test_the_chosen_plan_against_brute_force(search, capsys):
         for budget in budgets(grid, 18):
             report, asked = search(model, budget)
             best = min(
-                (one for one in grid if one[0] * (1 + MARGIN) <= report.budget), key=lambda one: one[1], default=None
+                (one for one in grid if one[0] * (1 + BUDGET_MARGIN) <= report.budget),
+                key=lambda one: one[1],
+                default=None,
             )
             counts.append(asked)
             where = f"{model.name} in {budget / 1e9:.3f} GB"

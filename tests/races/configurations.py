@@ -24,13 +24,13 @@ from trainer.fakegpu import tracer
 from trainer.fakegpu.gpus import gpu_named
 from trainer.fakegpu.target import Target
 from trainer.memory import optimizer_offload
-from trainer.memory.activation_offload import Shelf
+from trainer.memory.activation_offload import ActivationOffloader
 from trainer.memory.plan import decide_plan
 from trainer.models import MLP, VisionTransformer
-from trainer.planner import trace
-from trainer.planner.predict import prepared
+from trainer.planner import traced_run
+from trainer.planner.predict import prepare_recipe
 from trainer.recipe import Memory, Optim, Recipe, Run
-from trainer.system.children import in_child
+from trainer.system.child_jobs import run_in_child
 
 Plant = Callable[[], list[Any]]
 """Changes our code, and returns a list that grows whenever what was changed is met."""
@@ -85,13 +85,13 @@ class Configuration:
 
             return recipe_of(self.model, **settings)
         model, shape = (LAYERS, (4, 16, 16)) if self.model == "layers" else (BLOCKS, (3, 64, 64))
-        return prepared(Recipe(model=model, data=Blank(count=batch_size, shape=shape), **settings))
+        return prepare_recipe(Recipe(model=model, data=Blank(count=batch_size, shape=shape), **settings))
 
 
 def out_of_memory_once() -> None:
     """The last backward of the second step runs out of memory, and the step is taken again from its beginning."""
 
-    class Recovering(trace._FakeStepper):
+    class Recovering(traced_run._FakeStepper):
         hungry = True
 
         def launch(self, window: Any, *then: Any) -> None:
@@ -108,14 +108,14 @@ def out_of_memory_once() -> None:
                     type(self).hungry = False
                     raise torch.OutOfMemoryError("planted")
 
-    trace._FakeStepper = Recovering  # type: ignore[misc]
+    traced_run._FakeStepper = Recovering  # type: ignore[misc]
 
 
 def fetched_in_vain() -> None:
     """Backward ends early: what was fetched ahead is freed, and its memory is asked for again."""
-    shelf = Shelf(torch.device("cuda", 0), 16, lambda tensor: False)
-    tickets = [shelf.put(torch.ones(64, device="cuda") * number) for number in range(4)]
-    shelf.get(tickets.pop())
+    shelf = ActivationOffloader(torch.device("cuda", 0), 16, lambda tensor: False)
+    tickets = [shelf.pack(torch.ones(64, device="cuda") * number) for number in range(4)]
+    shelf.unpack(tickets.pop())
     tickets.clear()
     del shelf
     torch.ones(64, device="cuda").add_(1)
@@ -123,10 +123,10 @@ def fetched_in_vain() -> None:
 
 def one_gradient_again_and_again() -> None:
     """Nothing else is carried in between."""
-    carrier = optimizer_offload.Carrier(torch.device("cuda", 0), torch.float32)
+    carrier = optimizer_offload.TransferStream(torch.device("cuda", 0), torch.float32)
     home = torch.zeros(64, pin_memory=True)
     for adds in (False, True, True):
-        carrier.carry(torch.ones(64, device="cuda"), home, adds)
+        carrier.gradient_to_host(torch.ones(64, device="cuda"), home, adds)
     carrier.wait()
     home.sum()
 
@@ -219,7 +219,7 @@ class Watched:
 
 def watch(name: str, plant: Plant | None = None, forgotten: tuple[str, str] | None = None) -> Watched:
     """Run a configuration in a process of its own, perhaps with a fault: one of ``faults``, or a forgotten order."""
-    return Watched(**in_child(partial(_watch, CONFIGURATIONS[name], plant, forgotten)))
+    return Watched(**run_in_child(partial(_watch, CONFIGURATIONS[name], plant, forgotten)))
 
 
 def _watch(configuration: Configuration, plant: Plant | None, forgotten: tuple[str, str] | None) -> dict[str, Any]:
@@ -227,15 +227,15 @@ def _watch(configuration: Configuration, plant: Plant | None, forgotten: tuple[s
     met = plant() if plant else []
     configuration.around()
     if configuration.program is not None:
-        with trace.tracing(TARGET):
+        with traced_run.tracing(TARGET):
             configuration.program()
     else:
         recipe = configuration.recipe
         plan = decide_plan(recipe, configuration.ranks)
-        samples = trace.draw_samples(recipe, plan)
+        samples = traced_run.draw_samples(recipe, plan)
         loaded = [*samples.first, *samples.longest, *samples.evaluation]
         PINNED.extend(tree_leaves([micro.batch if micro.packed is None else micro.packed for micro in loaded]))
-        trace.trace_run(recipe, plan, samples, TARGET)
+        traced_run.trace_run(recipe, plan, samples, TARGET)
     return {
         "findings": detector.findings,
         "syncs": [[phase, what, *place, times] for (phase, what, place), times in detector.syncs.items()],
@@ -251,9 +251,9 @@ def install(detector: Detector) -> Detector:
     WatchedTracer.detector = detector
     tracer.Tracer = WatchedTracer  # type: ignore[misc]
     whole = optimizer_offload.in_chunks
-    trace._Run._first_chunk = lambda run, *cut: whole(*cut)  # type: ignore[method-assign, assignment]
+    traced_run._Run._first_chunk = lambda run, *cut: whole(*cut)  # type: ignore[method-assign, assignment]
 
-    class Counting(trace._FakeStepper):
+    class Counting(traced_run._FakeStepper):
         to_device = _to_device
 
         def accumulate(self, window: Any) -> Any:
@@ -264,7 +264,7 @@ def install(detector: Detector) -> Detector:
             detector.entered["abandoned"] += 1
             super().abandon()
 
-    trace._FakeStepper = Counting  # type: ignore[misc]
+    traced_run._FakeStepper = Counting  # type: ignore[misc]
     return detector
 
 

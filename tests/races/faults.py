@@ -14,12 +14,12 @@ from typing import Any
 import torch
 
 from trainer.data import loader
+from trainer.engine.loss_totals import LossTotals
 from trainer.engine.step import Stepper
-from trainer.engine.totals import LossTotals
 from trainer.launching import start
 from trainer.memory import activation_offload, optimizer_offload
+from trainer.memory.eager_update import EagerOptimizerUpdate
 from trainer.memory.precision import HostGradScaler
-from trainer.memory.update_ahead import UpdateAhead
 from trainer.models import MLP
 
 Met = list[Any]
@@ -48,7 +48,7 @@ def _forget_tensors(module: Any) -> Met:
 
 def weights_come_beside() -> Met:
     """New weights are copied to the device on a stream that nobody waits for."""
-    return _on_another_stream(optimizer_offload.HostGradients, "send_back")
+    return _on_another_stream(optimizer_offload.HostGradientSync, "send_back")
 
 
 def built_beside() -> Met:
@@ -83,7 +83,7 @@ def scale_on_the_device() -> Met:
 
     Only the optimizer's own: an update ahead takes the scale as it is, and raises if it is not on the host.
     """
-    UpdateAhead.open = lambda _: None  # type: ignore[method-assign]
+    EagerOptimizerUpdate.begin_last_backward = lambda _: None  # type: ignore[method-assign]
     name = "_lazy_init_scale_growth_tracker"
     return _around(HostGradScaler, name, lambda original, *args: getattr(torch.amp.GradScaler, name)(*args))
 

@@ -11,7 +11,7 @@ from races.detector import Detector
 from races.watched import WatchedStream
 from torch import Tensor
 
-from trainer.planner import trace
+from trainer.planner import traced_run
 
 
 def on_device(count: int = 8) -> Tensor:
@@ -186,7 +186,7 @@ def verdicts() -> dict[str, list[str]]:
     """The kinds of what is found in each program. It changes torch for the rest of the process."""
     found = {}
     install(Detector())
-    with trace.tracing(TARGET) as tracer:
+    with traced_run.tracing(TARGET) as tracer:
         for program in PROGRAMS:
             detector = Detector()
             type(tracer).detector = WatchedStream.detector = detector  # type: ignore[attr-defined]

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._pytree import tree_leaves
 
-from trainer.fakegpu.patches import FakeEvent, FakeStream, OnStream, is_paused
+from trainer.fakegpu.torch_patches import FakeEvent, FakeStream, OnStream, is_paused
 from trainer.fakegpu.tracer import Storage, Tracer
 
 aten = torch.ops.aten
@@ -107,10 +107,10 @@ class WatchedTracer(Tracer):
                 self.detector.touch(block, (0, storage.bytes), True, 0, self.detector.launch(0), "reading weights")
 
     @contextmanager
-    def beside(self) -> Iterator[None]:
+    def on_host_thread(self) -> Iterator[None]:
         detector = self.detector
         detector.join(THREAD, detector.clock(HOST))  # what is handed to it comes after all that was done before
-        with super().beside():
+        with super().on_host_thread():
             detector.host = THREAD
             yield
         detector.host = HOST

@@ -6,9 +6,9 @@ from helpers.rounding import ROUNDING
 
 from trainer.errors import RecipeError
 from trainer.recipe import REPORTED
-from trainer.report.metrics import ClassificationMetrics, classification_report
-from trainer.report.mistakes import MOST, Mistakes
-from trainer.values import FIGURES, Loss
+from trainer.report.metrics import EvaluationMetrics, classification_report
+from trainer.report.mistakes import MAX_MISTAKES, TopMistakes
+from trainer.values import TASK_METRICS, Loss
 
 CLASSES = 5
 
@@ -28,7 +28,7 @@ def micro_losses(logits, targets, size):
 
 
 def evaluate(logits, targets, size):
-    metrics = ClassificationMetrics(CLASSES, "cpu")
+    metrics = EvaluationMetrics(CLASSES, "cpu")
     for loss in micro_losses(logits, targets, size):
         metrics.update(loss)
     return metrics.compute()
@@ -65,39 +65,39 @@ def test_report_names_classes_that_never_occur_and_refuses_too_few_names():
 
 
 def test_total_loss_is_the_sum_of_the_means_of_several_losses():
-    metrics = ClassificationMetrics(None, "cpu", loss_names=("label", "mask"))
+    metrics = EvaluationMetrics(None, "cpu", loss_names=("label", "mask"))
     for _ in range(2):
         metrics.update(Loss(torch.tensor(6.0), 3, name="label"))
         metrics.update(Loss(torch.tensor(1.0), torch.tensor(4), name="mask"))
     result = metrics.compute()
     assert result.losses == {"label": 2.0, "mask": 0.25}
-    assert result.figures() == {"loss": 2.25}
+    assert result.metrics() == {"loss": 2.25}
     assert result.confusion is None
     with pytest.raises(ValueError, match=r"'other'.*loss_names"):
         metrics.update(Loss(torch.tensor(1.0), 1, name="other"))
     wide = Loss(torch.tensor(1.0), 1, logits=torch.zeros(1, CLASSES + 1), targets=torch.zeros(1, dtype=torch.long))
     with pytest.raises(ValueError, match="6 classes do not fit num_classes=5"):
-        ClassificationMetrics(CLASSES, "cpu").update(wide)
+        EvaluationMetrics(CLASSES, "cpu").update(wide)
 
 
 @pytest.mark.parametrize("task", ["single_label", "token", "multi_label", "regression"])
 def test_an_update_never_waits_for_the_device(task):
     # A meta tensor has no values: whatever needs one on the host (item, nonzero, bincount) raises.
-    metrics = ClassificationMetrics(CLASSES, "meta", task=task, wanted=REPORTED[task])
+    metrics = EvaluationMetrics(CLASSES, "meta", task=task, wanted=REPORTED[task])
     logits, targets = torch.zeros(4, CLASSES, device="meta"), torch.zeros(4, dtype=torch.long, device="meta")
     targets = torch.zeros_like(logits) if task in ("multi_label", "regression") else targets
     metrics.update(Loss(logits.sum(), (targets != -100).sum(), logits=logits, targets=targets))
 
 
 def test_logits_that_are_asked_for_and_missing_are_named():
-    metrics = ClassificationMetrics(CLASSES, "cpu", wanted=["mcc"])
+    metrics = EvaluationMetrics(CLASSES, "cpu", wanted=["mcc"])
     metrics.update(Loss(torch.zeros(()), 1))
     with pytest.raises(RecipeError, match=r"run.metrics=mcc needs predictions: set logits and targets"):
         metrics.compute()
 
 
 def test_small_losses_keep_their_digits_and_reset_forgets_while_compute_can_be_repeated():
-    metrics = ClassificationMetrics(None, "cpu")
+    metrics = EvaluationMetrics(None, "cpu")
     metrics.update(Loss(torch.tensor(2.0**24), 1))
     for _ in range(100):
         metrics.update(Loss(torch.tensor(1.0), 0))
@@ -111,7 +111,7 @@ def test_small_losses_keep_their_digits_and_reset_forgets_while_compute_can_be_r
 
 def several_evaluations(cuts):
     """One object on each rank; rank r sees, before each evaluation, the micro-batches that ``cuts`` gives it."""
-    metrics, results = ClassificationMetrics(CLASSES, "cpu"), []
+    metrics, results = EvaluationMetrics(CLASSES, "cpu"), []
     losses = list(micro_losses(*predictions(), 10))
     for cut in cuts:
         for index in cut[torch.distributed.get_rank()]:
@@ -128,7 +128,7 @@ def test_two_ranks_with_uneven_updates_equal_one_process(ranks):
     assert answers[0] == answers[1]
     losses = list(micro_losses(*predictions(), 10))
     for seen, (loss, *others) in zip((2, 9, 11), answers[0], strict=True):
-        single = ClassificationMetrics(CLASSES, "cpu")
+        single = EvaluationMetrics(CLASSES, "cpu")
         for one in losses[:seen]:
             single.update(one)
         expected = single.compute()
@@ -138,7 +138,7 @@ def test_two_ranks_with_uneven_updates_equal_one_process(ranks):
 
 def worst(logits, targets):
     """The mistakes over the ranks, of which the last has no sample."""
-    found, joined = Mistakes(), torch.distributed.is_initialized()
+    found, joined = TopMistakes(), torch.distributed.is_initialized()
     rank, size = (torch.distributed.get_rank(), torch.distributed.get_world_size()) if joined else (0, 1)
     size = max(size, 2)  # one rank has all of them
     for start in range(rank, len(logits), size - 1) if rank < size - 1 else ():
@@ -154,7 +154,7 @@ def test_the_worst_mistakes_are_the_same_on_two_ranks_of_which_one_has_no_sample
     logits[5] = float("nan")
     alone = worst(logits, targets)
     assert [one[3] for one in alone] == sorted((one[3] for one in alone), reverse=True)
-    assert 100 < len(alone) <= MOST
+    assert 100 < len(alone) <= MAX_MISTAKES
     assert all(int(targets[at]) == target != int(logits[at].argmax()) == said for at, target, said, _, _ in alone)
     assert not {0, 5, 10} & {one[0] for one in alone}
     assert ranks(2).run(worst, logits, targets) == [alone] * 2
@@ -187,9 +187,9 @@ def test_figures_of_the_other_tasks_equal_scikit_learns_however_the_set_is_cut(s
 
 def of_task(task, logits, targets, size):
     """The figures of an evaluation in micro-batches of ``size``."""
-    metrics = ClassificationMetrics(logits.shape[-1], "cpu", task=task)
+    metrics = EvaluationMetrics(logits.shape[-1], "cpu", task=task)
     for rows, labels in zip(logits.split(size), targets.split(size), strict=True):
         metrics.update(Loss(rows.sum(), float(len(rows)), logits=rows, targets=labels))
-    figures = metrics.compute().figures()
-    assert list(figures) == ["loss", *FIGURES[task]]
+    figures = metrics.compute().metrics()
+    assert list(figures) == ["loss", *TASK_METRICS[task]]
     return figures

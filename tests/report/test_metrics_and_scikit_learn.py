@@ -21,10 +21,10 @@ from sklearn import metrics as sklearn
 
 from trainer import Checkpoint, Data, Loss, Memory, Model, Optim, Recipe, Run, fit
 from trainer.recipe import REPORTED
-from trainer.report.metrics import ClassificationMetrics
-from trainer.report.mistakes import Mistakes
-from trainer.report.scores import Scores
-from trainer.run.session import Evaluated, on_first, rows_of_all
+from trainer.report.metrics import EvaluationMetrics
+from trainer.report.mistakes import TopMistakes
+from trainer.report.whole_set_metrics import WholeSetMetrics
+from trainer.run.session import EvaluationAccumulators, gather_rows, run_on_rank_zero
 from trainer.values import IGNORED_LABEL
 
 LOSS = 0.5
@@ -81,13 +81,13 @@ class Case:
         return [name for name in REPORTED[self.task] if name not in of_two or self.classes == 2]
 
 
-def evaluation(case: Case, num_classes: int | None, **ranks: Any) -> Evaluated:
+def evaluation(case: Case, num_classes: int | None, **ranks: Any) -> EvaluationAccumulators:
     """The parts of an evaluation as a session composes them."""
     task: Any = case.task
-    metrics = ClassificationMetrics(num_classes, "cpu", task=task, wanted=case.names())
+    metrics = EvaluationMetrics(num_classes, "cpu", task=task, wanted=case.names())
     others = [name for name in case.names() if name not in metrics.names]
-    scores = Scores(others, task, num_classes, **ranks, bytes_per_token=1.0, split="val")
-    return Evaluated(metrics, Mistakes(wanted=False), scores)
+    scores = WholeSetMetrics(others, task, num_classes, **ranks, bytes_per_token=1.0, split="val")
+    return EvaluationAccumulators(metrics, TopMistakes(wanted=False), scores)
 
 
 def found(case: Case, size: int, num_classes: int | None, share: slice = slice(None), **ranks: Any) -> dict[str, float]:
@@ -96,14 +96,14 @@ def found(case: Case, size: int, num_classes: int | None, share: slice = slice(N
     for rows, labels in list(zip(logits.split(size), targets.split(size), strict=True))[share]:
         weight = torch.tensor(float(len(rows)))
         of_all.update(Loss(LOSS * weight, weight, logits=rows, targets=labels))
-    values = of_all.compute().figures()
+    values = of_all.compute().metrics()
     return {name: values[name] for name in case.names() if name in values}
 
 
 def on_ranks(cases: list[Case], size: int) -> list[dict[str, float]]:
     rank, world = torch.distributed.get_rank(), torch.distributed.get_world_size()
     fabric: Any = SimpleNamespace(world_size=world, global_rank=rank, device=torch.device("cpu"))
-    parts = {"gather": partial(rows_of_all, fabric), "decide": partial(on_first, fabric)}
+    parts = {"gather": partial(gather_rows, fabric), "decide": partial(run_on_rank_zero, fabric)}
     return [found(case, size, case.classes, slice(rank, None, world), **parts) for case in cases]
 
 
@@ -238,17 +238,17 @@ def test_r2_of_equal_targets_is_exactly_0_or_1(value):
     for items in range(2, 60):
         targets = torch.full((items, 1), value)
         for off, wanted in ((0.05 * value, 0.0), (0.0, 1.0)):
-            metrics = ClassificationMetrics(1, "cpu", task="regression")
+            metrics = EvaluationMetrics(1, "cpu", task="regression")
             for rows in targets.split(5):
                 metrics.update(Loss(torch.zeros(()), 1, logits=rows + off, targets=rows))
-            assert metrics.compute().others["r2"] == wanted
+            assert metrics.compute().custom_metrics["r2"] == wanted
 
 
 def test_a_prediction_that_is_no_number_makes_metrics_nan_and_ends_no_run():
     for case in (HARD[0], Case("multi_label", 3, 20, 0), Case("regression", 1, 20, 0), HARD[10]):
         of_all, (logits, targets) = evaluation(case, case.classes), case.drawn()
         of_all.update(Loss(torch.zeros(()), 1, logits=torch.full_like(logits, math.nan), targets=targets))
-        values = of_all.compute().figures()
+        values = of_all.compute().metrics()
         names = {"regression": case.names()}.get(case.task, ["auroc", "average_precision"])
         assert all(math.isnan(values[name]) for name in names)
 
@@ -257,7 +257,7 @@ def test_a_set_without_labels_has_metrics_that_are_nan():
     of_all = evaluation(HARD[0], 4)
     targets = torch.full((3,), IGNORED_LABEL)
     of_all.update(Loss(torch.zeros(()), 0.0, logits=torch.randn(3, 4), targets=targets))
-    values = of_all.compute().figures()
+    values = of_all.compute().metrics()
     assert all(math.isnan(values[name]) for name in ("mcc", "f1_macro", "auroc"))
 
 

@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 from helpers.page import BROWSER, Nesting, answered
 
+from trainer.report.html_report import MAX_ERRORS, write_report
 from trainer.report.mistakes import Mistake, write_mistakes
-from trainer.report.page import MAX_ERRORS, write_report
 
 needs_browser = pytest.mark.skipif(BROWSER is None, reason="neither chromium nor google-chrome is installed")
 EVIL = "my</script><script>document.title='run'</script>&amp;<img src=x onerror=\"document.title='run'\">"

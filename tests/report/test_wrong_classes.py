@@ -15,7 +15,7 @@ from PIL import Image
 from trainer import Memory, Optim, Recipe, Run, evaluate, fit
 from trainer.data import Digits
 from trainer.models import MLP
-from trainer.report.mistakes import MOST, Mistake, Mistakes, write_mistakes
+from trainer.report.mistakes import MAX_MISTAKES, Mistake, TopMistakes, write_mistakes
 from trainer.values import Loss
 
 
@@ -33,7 +33,7 @@ def recipe(run_dir: Path) -> Recipe:
 def plain(run_dir: Path) -> tuple[np.ndarray, list[tuple[int, int, int, float, float]], Callable[[int], str]]:
     """The confusion matrix and all mistakes, the surest first, without any of the trainer's loop."""
     from trainer.checkpoint.export import load_model
-    from trainer.engine.feed import fill_from_data
+    from trainer.engine.data_feed import fill_from_data
 
     given = recipe(run_dir)
     given.data.prepare()
@@ -59,12 +59,12 @@ def test_a_run_writes_the_mistakes_of_a_plain_loop(tmp_path):
     assert np.array_equal(np.array([row[1:] for row in table], dtype=int), confusion)
     header, *table = rows(tmp_path / "run" / "errors.csv")
     assert header == ["split", "position", "sample", "true", "predicted", "probability", "probability_of_true"]
-    assert len(table) == min(MOST, len(mistakes)) == MOST  # six steps teach little: there are more
+    assert len(table) == min(MAX_MISTAKES, len(mistakes)) == MAX_MISTAKES  # six steps teach little: there are more
     for row, (at, target, said, p, q) in zip(table, mistakes, strict=False):
         assert [float(row[5]), float(row[6])] == pytest.approx([p, q], abs=2e-6)
         if row[1] == str(at):  # two that are equal to the last bit may change places
             assert row[:5] == ["test", str(at), describe(at), str(target), str(said)]
-    assert len({row[1] for row in table} ^ {str(one[0]) for one in mistakes[:MOST]}) <= 2
+    assert len({row[1] for row in table} ^ {str(one[0]) for one in mistakes[:MAX_MISTAKES]}) <= 2
     with Image.open(tmp_path / "run" / "confusion.png") as image:
         assert image.size == (1200, 1000)
     evaluate(recipe(tmp_path / "run"), tmp_path / "run")
@@ -87,7 +87,7 @@ def test_a_run_writes_the_mistakes_of_a_plain_loop(tmp_path):
     ],
 )
 def test_what_is_no_class_of_a_sample_has_no_mistakes(logits, targets):
-    found = Mistakes()
+    found = TopMistakes()
     found.samples = [3, 4]
     found.update(Loss(torch.zeros(()), 1.0, logits=logits, targets=targets))
     assert found.worst() == []

@@ -14,7 +14,7 @@ from trainer import Optim, RecipeError
 from trainer.api import fit
 from trainer.cli import run as command
 from trainer.models import LoRA, VisionTransformer
-from trainer.run.state import Tensors
+from trainer.run.state import TensorState
 
 pytestmark = pytest.mark.usefixtures("no_pictures")
 
@@ -102,9 +102,9 @@ def test_random_frozen_weights_are_saved_for_no_file_has_them(tmp_path):
 
 
 def test_a_checkpoint_of_an_earlier_version_which_holds_all_is_resumed(weights, tmp_path, monkeypatch):
-    model, before = adapted(weights, "full"), Tensors.__init__
+    model, before = adapted(weights, "full"), TensorState.__init__
     with monkeypatch.context() as patch:
-        patch.setattr(Tensors, "__init__", lambda self, stack, stepper, base: before(self, stack, stepper))
+        patch.setattr(TensorState, "__init__", lambda self, stack, stepper, base: before(self, stack, stepper))
         patch.setattr(VisionTransformer, "base_files", lambda self: ())
         fit(recipe(tmp_path / "whole", model=model))
     assert any(name.endswith("base_layer.weight") for name in names_in(tmp_path / "whole"))

@@ -26,16 +26,16 @@ from trainer import Memory, Optim, RecipeError
 from trainer.api import fit
 from trainer.checkpoint.manifest import read_manifest
 from trainer.cli import run
-from trainer.engine.feed import fill_from_data
+from trainer.engine.data_feed import fill_from_data
 from trainer.engine.order import batch_indices
 from trainer.engine.schedule import decay
+from trainer.memory.custom_optimizer import probe_optimizer
+from trainer.memory.ema import WeightEMA
 from trainer.memory.optimizer import build_optimizer
-from trainer.memory.own_optimizer import trial_of
-from trainer.memory.parameter_groups import choose_trained, layers_of
+from trainer.memory.parameter_groups import layer_depths, set_requires_grad
 from trainer.memory.plan import decide_plan
-from trainer.memory.weight_averages import WeightAverages
 from trainer.models import VisionTransformer
-from trainer.run.resume import Found, load_whole_model
+from trainer.run.resume import ValidCheckpoint, load_whole_model
 from trainer.weights.blocks import find_blocks
 
 pytestmark = pytest.mark.usefixtures("no_pictures")
@@ -399,7 +399,7 @@ def test_layers_are_counted_from_the_embeddings_to_the_head():
         ("distilbert", ("distilbert.embeddings.word_embeddings.weight",), ("pre_classifier.bias", "classifier.weight")),
     ):
         module = make_model(name).build()
-        layers, depth = layers_of(module), len(find_blocks(module))
+        layers, depth = layer_depths(module), len(find_blocks(module))
         assert layers.keys() == dict(module.named_parameters()).keys()
         assert {layers[key] for key in first} == {0}
         assert {layers[key] for key in last} == {depth + 1}
@@ -420,7 +420,7 @@ def test_averages_may_be_begun_and_left_on_resume_and_are_what_export_gives(tmp_
     plain_weights = weights_of(tmp_path / "plain")
     assert distance(weights_of(tmp_path / "left"), plain_weights) == 0
     assert distance(weights_of(tmp_path / "begun"), plain_weights) > 1e-3
-    found = Found(path := tmp_path / "averaged" / "checkpoints" / f"step-{STEPS:08d}", read_manifest(path))
+    found = ValidCheckpoint(path := tmp_path / "averaged" / "checkpoints" / f"step-{STEPS:08d}", read_manifest(path))
     run = recipe(tmp_path, **settings)
     run.data.prepare()
     module = load_whole_model(found, fill_from_data(run.model, run.data))
@@ -429,14 +429,14 @@ def test_averages_may_be_begun_and_left_on_resume_and_are_what_export_gives(tmp_
 
 def test_averages_of_half_precision_are_exchanged_and_put_back_bit_for_bit():
     weights = torch.full((4, 4), 1.0, dtype=torch.bfloat16)
-    averages = WeightAverages([weights], Optim(ema=0.9), lambda: None)
+    averages = WeightEMA([weights], Optim(ema=0.9), lambda: None)
     weights.fill_(3.0)
     for updates in range(3):
         averages.update(updates)
     before = averages.values[weights].clone()
     assert before.dtype == torch.float32
     torch.testing.assert_close(before, torch.full((4, 4), 3 - 2 * 0.9**3))
-    with averages.applied():
+    with averages.swapped_in():
         assert torch.equal(weights, before.bfloat16())
     assert torch.equal(weights, torch.full_like(weights, 3.0))
     assert torch.equal(averages.values[weights], before)
@@ -523,9 +523,9 @@ def test_optimizers_of_whole_tensors_train_where_tensors_are_whole():
         (torch.optim.Adafactor, True, False, 0),
         (torch.optim.Adamax, True, True, 2),
     ):
-        tried = trial_of(Optim(factory=kind))
-        assert (tried.one_by_one, tried.by_element, tried.moments) == (one_by_one, by_element, moments), kind
-        assert not tried.hidden
+        tried = probe_optimizer(Optim(factory=kind))
+        assert (tried.per_parameter, tried.elementwise, tried.state_tensors) == (one_by_one, by_element, moments), kind
+        assert not tried.hidden_state
 
 
 def test_the_planner_traces_the_state_of_an_optimizer_of_ones_own():
@@ -579,7 +579,7 @@ def test_groups_of_what_is_frozen_and_layers_of_what_has_none_are_refused(tmp_pa
     with pytest.raises(
         RecipeError, match=r"^optim\.layer_decay=0\.5 works on repeated modules, but none were found in Flat"
     ):
-        choose_trained(Flat(), make_model("mlp"), Optim(layer_decay=0.5))
+        set_requires_grad(Flat(), make_model("mlp"), Optim(layer_decay=0.5))
     with pytest.raises(RecipeError, match=r"^optim\.layer_decay=1e-200 sets the learning rate of layer 0 of 3 to 0"):
         train(tmp_path / "low", optim=Optim(layer_decay=1e-200))
     with pytest.raises(RecipeError, match=r"^every parameter is frozen, .*optim\.groups"):

@@ -19,8 +19,8 @@ from trainer.commands.recipes import load_recipe, packaged_recipes
 from trainer.fakegpu.gpus import GPUS, gpu_named, host_as_device
 from trainer.launching.world import World
 from trainer.memory.plan import decide_plan, with_precision
-from trainer.run import forecast, opening
-from trainer.run.forecast import decided
+from trainer.run import run_prediction, setup
+from trainer.run.run_prediction import decided
 
 pytestmark = pytest.mark.usefixtures("no_pictures")
 
@@ -50,7 +50,7 @@ def of_run(run_dir: Path) -> tuple[str, str, set[str]]:
     ],
 )
 def test_the_card_decides(monkeypatch: pytest.MonkeyPatch, card: str, precision: str) -> None:
-    monkeypatch.setattr(forecast, "gpu_here", lambda: gpu_named(card))
+    monkeypatch.setattr(run_prediction, "gpu_here", lambda: gpu_named(card))
     found, world = decided(auto(), GPU_WORLD)
     assert (found.memory.precision, world) == (precision, GPU_WORLD)
     assert precision in decide_plan(found, 1).describe().split(", ")
@@ -64,7 +64,7 @@ def test_every_card_of_the_table_that_is_given_bf16_has_units_for_it() -> None:
 
 
 def test_a_cpu_computes_in_fp32_and_a_card_is_asked_for_only_where_it_matters(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(forecast, "gpu_here", lambda: pytest.fail("nobody needs to know"))
+    monkeypatch.setattr(run_prediction, "gpu_here", lambda: pytest.fail("nobody needs to know"))
     assert decided(auto(), CPU_WORLD)[0].memory.precision == "32-true"
     assert with_precision(auto(), host_as_device().capability).memory.precision == "32-true"
     for precision in ("32-true", "16-mixed", "bf16-true"):
@@ -130,7 +130,7 @@ def test_a_resume_on_another_kind_of_card_is_refused_and_names_the_flag(
 
 
 def test_machines_whose_cards_differ_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(opening, "from_all", lambda fabric, value: [value, "bf16-mixed"])
+    monkeypatch.setattr(setup, "all_gather_json", lambda fabric, value: [value, "bf16-mixed"])
     with pytest.raises(
         RecipeError, match=r"memory\.precision=auto is 32-true and bf16-mixed on different machines: set one"
     ):

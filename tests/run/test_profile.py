@@ -18,7 +18,7 @@ from trainer.engine.cut import Cut
 from trainer.engine.events import Counters
 from trainer.engine.step import StepResult
 from trainer.engine.window import Windows
-from trainer.run.listeners import Stopwatch
+from trainer.run.listeners import ThroughputMeter
 from trainer.run.profile import union
 
 pytestmark = pytest.mark.usefixtures("no_pictures")
@@ -39,8 +39,8 @@ def result(tokens: int = 0) -> StepResult:
 
 def test_what_is_loaded_for_is_waited_for_and_evaluations_are_not(monkeypatch) -> None:
     clock, heard = Clock(), []
-    watch = Stopwatch(lambda: 0.001, clock)
-    load = watch.timed(lambda samples: heard.append(samples))
+    watch = ThroughputMeter(lambda: 0.001, clock)
+    load = watch.wrap_on_load(lambda samples: heard.append(samples))
     watch.on_fit_start(Counters(), 2)
     # A micro-batch is asked for at 1, another at 3, both are there at 4, the step is done at 10.
     for now, samples in ((1, [0]), (3, [1]), (4, [])):
@@ -55,7 +55,7 @@ def test_what_is_loaded_for_is_waited_for_and_evaluations_are_not(monkeypatch) -
     clock.now = 110
     watch.on_step(Counters(), result(tokens=500))
     assert watch.speed == (0.8, 50.0, 0.15, 0.05)
-    again = Stopwatch(lambda: None, clock)
+    again = ThroughputMeter(lambda: None, clock)
     again.load_state_dict(json.loads(json.dumps(watch.state_dict())))
     again.on_fit_start(Counters(), 3)
     clock.now += 20
@@ -81,7 +81,7 @@ def test_the_tokens_of_a_batch_are_those_of_all_ranks_without_padding(rank) -> N
 
 
 def test_without_tokens_and_before_the_first_step_nothing_is_guessed() -> None:
-    assert Stopwatch().speed == (0.0, None, 0.0, None)
+    assert ThroughputMeter().speed == (0.0, None, 0.0, None)
 
 
 def test_time_in_several_spans_counts_once_and_only_within_the_steps() -> None:

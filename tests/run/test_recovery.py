@@ -18,7 +18,7 @@ from safetensors.torch import load_file
 from trainer import Checkpoint, Memory, Optim, Recipe, Run
 from trainer.api import fit
 from trainer.data import Digits
-from trainer.memory.oom import OutOfMemory
+from trainer.memory.oom import OutOfMemoryError
 
 pytestmark = pytest.mark.usefixtures("no_pictures")
 
@@ -144,7 +144,7 @@ def test_a_later_epoch_of_larger_micro_batches_is_cut_though_the_first_cannot_be
 
 
 def test_a_micro_batch_of_one_sample_cannot_be_cut(tmp_path):
-    with pytest.raises(OutOfMemory, match=r"out of memory in backward on rank 0.*try next: "):
+    with pytest.raises(OutOfMemoryError, match=r"out of memory in backward on rank 0.*try next: "):
         run({"most": 0, "phase": "backward"}, {}, tmp_path)
     assert read(tmp_path / "run", "summary")["status"] == "failed"
     assert (read(tmp_path / "run", "status")["status"], read(tmp_path / "run", "status")["attempt"]) == ("failed", 1)
@@ -152,10 +152,10 @@ def test_a_micro_batch_of_one_sample_cannot_be_cut(tmp_path):
 
 def test_weights_that_are_updated_in_backward_cannot_be_taken_back(tmp_path):
     memory = {"optimizer_in_backward": True, "micro_batch_size": 24}
-    with pytest.raises(OutOfMemory):
+    with pytest.raises(OutOfMemoryError):
         run({"most": 3, "after": 2}, memory, tmp_path, Optim("adamw", lr=1e-3))
 
 
 def test_a_run_that_must_not_recover_ends(tmp_path):
-    with pytest.raises(OutOfMemory, match=r"try next: --memory\.micro_batch_size 4"):
+    with pytest.raises(OutOfMemoryError, match=r"try next: --memory\.micro_batch_size 4"):
         run({"most": 3}, {}, tmp_path, run={"recover": False})

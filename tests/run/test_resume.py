@@ -22,7 +22,7 @@ from torch import nn
 
 from trainer import Checkpoint, Optim, RecipeError
 from trainer.api import fit
-from trainer.checkpoint.writer import Writer
+from trainer.checkpoint.writer import CheckpointWriter
 from trainer.data import Digits
 from trainer.errors import RunError
 from trainer.models import MLP
@@ -319,20 +319,20 @@ def test_tensorboard_shows_a_step_that_is_taken_again_once(tmp_path):
 
 def fail_to_write(run_dir: Path) -> str:
     """The second rank's disk breaks in the second checkpoint; what each rank says."""
-    whole = Writer._write_own
+    whole = CheckpointWriter._write_own
 
     def broken(self, staging, snapshot):
         if self.rank == 1 and snapshot.step == 4:
             raise OSError(5, "Input/output error", str(staging))
         whole(self, staging, snapshot)
 
-    Writer._write_own = broken
+    CheckpointWriter._write_own = broken
     try:
         fit(recipe(run_dir))
     except RunError as error:
         return str(error)
     finally:
-        Writer._write_own = whole
+        CheckpointWriter._write_own = whole
     return "no error"
 
 
@@ -367,8 +367,8 @@ class Failing(MLP):
 
 
 def test_a_checkpoint_in_the_making_is_completed_when_the_run_fails(tmp_path, monkeypatch):
-    write = Writer.write
-    monkeypatch.setattr(Writer, "write", lambda writer, snapshot: (time.sleep(0.5), write(writer, snapshot)))
+    write = CheckpointWriter.write
+    monkeypatch.setattr(CheckpointWriter, "write", lambda writer, snapshot: (time.sleep(0.5), write(writer, snapshot)))
     with pytest.raises(ZeroDivisionError):
         fit(recipe(tmp_path / "r", model=Failing([16]), checkpoint=Checkpoint(every=3)))
     assert (tmp_path / "r/checkpoints/step-00000003/manifest.json").is_file()

@@ -19,9 +19,9 @@ from helpers import LONG
 
 from trainer.errors import RecipeError
 from trainer.fakegpu import target
+from trainer.fakegpu.fake_process_group import fake_ranks
 from trainer.fakegpu.gpus import gpu_named
-from trainer.fakegpu.ranks import fake_ranks
-from trainer.system.children import Bounded, Child, Failed, in_child, in_children
+from trainer.system.child_jobs import Bounded, ChildError, ChildJob, run_in_child, run_in_children
 from trainer.system.machine import FACTS
 
 LARGE = {"text": "x" * 3_000_000, "figures": [1, 2.5, None]}
@@ -39,22 +39,22 @@ def be_killed() -> None:
     ("job", "kind", "said"),
     [
         (partial(raises, RecipeError("a=1 is wrong: use 2")), RecipeError, "a=1 is wrong: use 2"),
-        (partial(raises, ValueError("a\nand details")), Failed, r"ValueError: a \(.*test_children\.py:\d+\)"),
-        (partial(raises, Failed("it asks a GPU for its name")), Failed, "it asks a GPU for its name"),
-        (partial(raises, SystemExit(3)), Failed, r"SystemExit: 3 \(.*"),  # leaving is an error too
-        (be_killed, Failed, "its process ended with code -9: check whether memory ran out"),
+        (partial(raises, ValueError("a\nand details")), ChildError, r"ValueError: a \(.*test_children\.py:\d+\)"),
+        (partial(raises, ChildError("it asks a GPU for its name")), ChildError, "it asks a GPU for its name"),
+        (partial(raises, SystemExit(3)), ChildError, r"SystemExit: 3 \(.*"),  # leaving is an error too
+        (be_killed, ChildError, "its process ended with code -9: check whether memory ran out"),
     ],
 )
 def test_what_a_job_ends_with_is_said_in_a_line(job: Any, kind: type[Exception], said: str) -> None:
     with pytest.raises(kind) as caught:
-        in_child(job)
+        run_in_child(job)
     assert re.fullmatch(said, str(caught.value))
 
 
 def test_one_that_fails_leaves_the_others_alone() -> None:
     jobs = [partial(raises, ValueError()), lambda: LARGE, be_killed, partial(raises, RecipeError()), lambda: "fifth"]
-    results = dict(in_children(jobs, 2))
-    assert [type(results[number]) for number in range(5)] == [Failed, dict, Failed, RecipeError, str]
+    results = dict(run_in_children(jobs, 2))
+    assert [type(results[number]) for number in range(5)] == [ChildError, dict, ChildError, RecipeError, str]
     assert (results[1], results[4]) == (LARGE, "fifth")
 
 
@@ -63,8 +63,8 @@ def test_a_new_process_can_use_cuda_whatever_this_one_has_done(monkeypatch: Any)
     """As where there is no NVML: torch has begun with CUDA to say whether there is a GPU, and a fork knows that."""
     begun_with_cuda = partial(eval, "__import__('torch').cuda._is_in_bad_fork()")
     monkeypatch.setattr(torch.cuda, "_is_in_bad_fork", lambda: True)
-    assert Child(begun_with_cuda, sees_gpu=True).result() is True
-    assert Child(begun_with_cuda, sees_gpu=True, anew=True).result() is False
+    assert ChildJob(begun_with_cuda, sees_gpu=True).result() is True
+    assert ChildJob(begun_with_cuda, sees_gpu=True, anew=True).result() is False
 
 
 def test_a_gpu_that_no_fork_can_use_is_asked_for_by_a_new_process(monkeypatch: Any) -> None:
@@ -74,12 +74,12 @@ def test_a_gpu_that_no_fork_can_use_is_asked_for_by_a_new_process(monkeypatch: A
     monkeypatch.setattr("trainer.system.machine.ASK", code)
     assert target.gpu_here() is None  # nothing to ask for
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(target, "seen_gpus", list)  # what CUDA says in such a fork
+    monkeypatch.setattr(target, "query_gpus", list)  # what CUDA says in such a fork
     assert target.gpu_here() == card
 
 
 def test_a_child_can_be_waited_for_and_killed_also_as_it_answers() -> None:
-    sleeps, answers = Child(partial(time.sleep, 60)), Child(lambda: LARGE)
+    sleeps, answers = ChildJob(partial(time.sleep, 60)), ChildJob(lambda: LARGE)
     assert not sleeps.wait(0.05)
     assert answers.wait(LONG)  # the pipe is full then, with 64 KiB of the answer
     for child in (sleeps, answers):
@@ -98,7 +98,7 @@ def test_those_that_nobody_waits_for_any_longer_are_killed(tmp_path: Any) -> Non
             time.sleep(0.01)
         return "first"
 
-    results = in_children([first, partial(linger, "lingers")], 2)
+    results = run_in_children([first, partial(linger, "lingers")], 2)
     assert next(results) == (0, "first")
     results.close()  # type: ignore[attr-defined]
     with pytest.raises(ProcessLookupError):
@@ -115,7 +115,7 @@ def test_a_process_in_a_group_of_ranks_can_predict_others() -> None:
     if not joined:
         torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
     try:
-        assert in_child(in_eight_ranks) == 8
+        assert run_in_child(in_eight_ranks) == 8
         assert torch.distributed.get_world_size() == 1
     finally:
         if not joined:
@@ -142,10 +142,10 @@ def test_a_bounded_job_is_ended_at_its_limits_and_called_again() -> None:
         ("time", r"takes more than 0\.2 s of CPU time"),
         ("memory", r"takes more than 0\.2 GB of memory"),
     ):
-        with pytest.raises(Failed, match=said):
+        with pytest.raises(ChildError, match=said):
             call(what, 2**30)
     assert call("memory", 50_000_000) == 50_000_000
-    with pytest.raises(Failed, match="its process ended with code -9"):
+    with pytest.raises(ChildError, match="its process ended with code -9"):
         call("die")
     with pytest.raises(RecipeError, match="it is wrong"):
         call("refuse")
@@ -165,13 +165,13 @@ def test_each_process_has_a_bounded_job_of_its_own(monkeypatch: Any) -> None:
         assert multiprocessing.current_process().daemon
         return [os.getpid(), *call("b")[1:]]
 
-    worker, theirs, parent = in_child(in_worker)
+    worker, theirs, parent = run_in_child(in_worker)
     assert (theirs == mine, parent == worker) == (False, True)
     assert wait_for(lambda: not Path(f"/proc/{theirs}").exists())  # it ends with its process
     assert call("c")[1] == mine
     copy = pickle.loads(pickle.dumps(call))
     assert copy("d")[1] != mine
-    monkeypatch.setattr("trainer.system.children.IDLE", 0.01)
+    monkeypatch.setattr("trainer.system.child_jobs.IDLE", 0.01)
     idle = Bounded(asked, seconds=5.0, memory=10**9)
     first = idle("e")[1]
     assert wait_for(lambda: has_ended(first))  # nothing was asked of it
@@ -200,7 +200,7 @@ def stuck_once(path: str) -> str:
 
 @pytest.mark.slow
 def test_a_fork_that_is_stuck_is_replaced_once(tmp_path, monkeypatch):
-    monkeypatch.setattr("trainer.system.children.WALL", 2.0)
+    monkeypatch.setattr("trainer.system.child_jobs.WALL", 2.0)
     assert Bounded(stuck_once, seconds=5.0, memory=10**9)(str(tmp_path / "asked")) == "answered"
-    with pytest.raises(Failed, match="ended with code -9"):
+    with pytest.raises(ChildError, match="ended with code -9"):
         Bounded(time.sleep, seconds=5.0, memory=10**9)(3600)

@@ -9,7 +9,7 @@ import psutil
 import pytest
 
 from trainer.system import machine
-from trainer.system.files import open_own, open_regular, read_regular
+from trainer.system.files import open_regular, open_writable, read_regular
 from trainer.system.text import escaped
 
 
@@ -40,13 +40,13 @@ def test_what_is_no_file_is_refused_at_once(tmp_path):
 
 def test_a_file_of_our_own_is_made_and_opened_again_and_is_no_pipe(tmp_path):
     for content in (b"first", b"second"):
-        descriptor = open_own(tmp_path / "own", os.O_RDWR | os.O_CREAT)
+        descriptor = open_writable(tmp_path / "own", os.O_RDWR | os.O_CREAT)
         os.pwrite(descriptor, content, 0)
         os.close(descriptor)
     assert (tmp_path / "own").read_bytes() == b"second"
     os.mkfifo(tmp_path / "pipe")
     with pytest.raises(OSError, match="named pipe"):
-        open_own(tmp_path / "pipe", os.O_RDWR | os.O_CREAT)
+        open_writable(tmp_path / "pipe", os.O_RDWR | os.O_CREAT)
 
 
 @pytest.mark.parametrize(("lead", "number"), [(os.symlink, errno.ELOOP), (os.link, errno.EMLINK)])
@@ -54,7 +54,7 @@ def test_what_leads_to_a_file_of_somebody_else_is_not_opened(tmp_path, lead, num
     (tmp_path / "victim").write_bytes(b"precious")
     lead(tmp_path / "victim", tmp_path / "own")
     with pytest.raises(OSError) as caught:
-        open_own(tmp_path / "own", os.O_RDWR | os.O_CREAT)
+        open_writable(tmp_path / "own", os.O_RDWR | os.O_CREAT)
     assert caught.value.errno == number
     assert (tmp_path / "victim").read_bytes() == b"precious"
 

@@ -14,7 +14,7 @@ from transformers import AutoConfig
 
 from trainer.errors import RecipeError
 from trainer.models import BigBird, CausalLM, TextClassifier
-from trainer.models.hub import PUBLISHED, from_hub, published
+from trainer.models.hub import PUBLISHED, bundled_config_folder, from_hub
 from trainer.system import hub
 
 NAME = "distilbert/distilbert-base-uncased"
@@ -28,7 +28,7 @@ def online(monkeypatch, tmp_path):
 
     def at(endpoint):
         answers.cache_clear()
-        hub.tell_of_cache.cache_clear()
+        hub.warn_offline_cache.cache_clear()
         for variable in ("HF_HUB_OFFLINE", hub.OURS):
             monkeypatch.delenv(variable, raising=False)
         monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
@@ -48,7 +48,7 @@ def silent():
 
 def test_a_hub_that_says_nothing_is_asked_once_and_the_error_names_what_helps(online, silent, monkeypatch):
     online(silent)
-    monkeypatch.setattr(hub, "SECONDS", 0.3)
+    monkeypatch.setattr(hub, "ANSWER_TIMEOUT", 0.3)
     with pytest.raises(RecipeError) as refused:
         TextClassifier(NAME).prepare()
     text = str(refused.value)
@@ -94,7 +94,7 @@ def test_a_hub_that_answers_anything_is_there(online):
     with HTTPServer(("127.0.0.1", 0), Answers) as server:
         threading.Thread(target=server.serve_forever, daemon=True).start()
         online(f"http://127.0.0.1:{server.server_address[1]}")
-        assert [hub.away(), hub.away()] == ["", ""]
+        assert [hub.offline_reason(), hub.offline_reason()] == ["", ""]
         server.shutdown()
     assert (len(asked), constants.HF_HUB_OFFLINE) == (1, False)
 
@@ -106,7 +106,7 @@ def test_who_asked_to_be_offline_is_told_so():
 
 @pytest.mark.parametrize("name", [name for name in PUBLISHED if "bert" in name])
 def test_the_configuration_of_a_packaged_recipe_is_here_and_is_that_of_transformers(name):
-    folder = published(name)
+    folder = bundled_config_folder(name)
     assert folder is not None
     settings = json.loads((folder / "config.json").read_text())
     usual = AutoConfig.for_model(settings["model_type"]).to_dict()
@@ -118,4 +118,4 @@ def test_the_configuration_of_a_packaged_recipe_is_here_and_is_that_of_transform
     assert (config.vocab_size, config.num_labels, config.name_or_path) == (settings["vocab_size"], 2, name)
     with pytest.raises(RecipeError, match="is not asked"):  # of weights it is what comes with them
         kind(name, weights=name, tokenizer="none")._configuration()
-    assert published(f"somebody/{name.rpartition('/')[2]}") is None
+    assert bundled_config_folder(f"somebody/{name.rpartition('/')[2]}") is None

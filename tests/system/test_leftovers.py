@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from trainer.system import files
-from trainer.system.files import aside, scratch_folder, staged_file, staged_folder, swap_in
+from trainer.system.files import replace_folder, scratch_folder, staged_file, staged_folder, temporary_path
 
 if not hasattr(os, "fork"):
     pytest.skip("forks", allow_module_level=True)
@@ -82,13 +82,13 @@ def test_the_part_of_a_writer_that_lives_stays(tmp_path, kind):
 def test_files_of_persons_of_other_machines_and_of_other_targets_stay(tmp_path, monkeypatch):
     with monkeypatch.context() as elsewhere:
         elsewhere.setattr(files, "MACHINE", ["123456", "abcdef"])
-        theirs = aside(tmp_path / "out", "part")
-    others = [theirs.name, aside(tmp_path / "out.csv", "part").name, ".out.mine.part", ".out.part", ".out"]
+        theirs = temporary_path(tmp_path / "out", "part")
+    others = [theirs.name, temporary_path(tmp_path / "out.csv", "part").name, ".out.mine.part", ".out.part", ".out"]
     for name in others:
         (tmp_path / name).write_text("stays")
     (tmp_path / "victim").mkdir()
     (tmp_path / "victim" / "file").write_text("stays")
-    linked = aside(tmp_path / "out", "part")
+    linked = temporary_path(tmp_path / "out", "part")
     linked.symlink_to(tmp_path / "victim")
     with staged_file(tmp_path / "out") as part:
         fill(part)
@@ -102,7 +102,7 @@ def test_leftovers_of_another_container_and_of_an_earlier_boot_of_this_machine_a
 ):
     with monkeypatch.context() as before:
         before.setattr(files, "MACHINE", machine)
-        aside(tmp_path / "out", "part").mkdir()
+        temporary_path(tmp_path / "out", "part").mkdir()
     with staged_file(tmp_path / "out") as part:
         fill(part)
     assert names(tmp_path) == ["out"]
@@ -123,9 +123,9 @@ def test_a_folder_that_was_moved_out_of_the_way_is_moved_back(tmp_path, monkeypa
             os.replace(source, to)
 
         files.os.rename = rename
-        part = aside(target, "part")
+        part = temporary_path(target, "part")
         part.mkdir()
-        swap_in(part, target)
+        replace_folder(part, target)
 
     os.waitpid(forked(job), 0)
     assert len(names(tmp_path)) == 2

@@ -16,10 +16,10 @@ from trainer.checkpoint.manifest import Manifest
 from trainer.cli import _exit_code, run
 from trainer.commands import doctor as command
 from trainer.contract import Data, Model
-from trainer.doctor.subject import ok, warning
+from trainer.doctor.context import ok, warning
 from trainer.engine.quarantine import BadSampleAt, Quarantine
-from trainer.errors import Stopped
-from trainer.faults.peers import Told
+from trainer.errors import RunStoppedError
+from trainer.faults.heartbeats import EndReason
 from trainer.faults.watchdog import PeerError
 from trainer.report.metrics import EvaluationResult
 from trainer.report.progress import Progress
@@ -27,7 +27,7 @@ from trainer.run.directory import report_text
 from trainer.run.listeners import report_bad_samples
 from trainer.supervise.attempt import Journal
 from trainer.supervise.supervisor import announce
-from trainer.system.reports import note_place, report
+from trainer.system.error_reports import report, set_location
 from trainer.values import BadSample
 
 NAME = "a\x1b[2J\x1b]0;b\x07\x9b2J\u202ec\udcff\r\ntrainer: error: forged"
@@ -132,17 +132,17 @@ def a_bad_sample(folder):
 
 
 def what_another_rank_tells(folder):
-    report(PeerError(Told(NAME).text))
+    report(PeerError(EndReason(NAME).text))
 
 
 def a_message_of_an_error(folder):
     for error in (ValueError(NAME), RuntimeError(f"Connection closed by peer {NAME}")):
-        note_place(error, f"rank 0, step 3, loading, {NAME}")
+        set_location(error, f"rank 0, step 3, loading, {NAME}")
         assert _exit_code(error) == 1
 
 
 def a_reason_to_stop(folder):
-    assert _exit_code(Stopped(NAME)) == 75
+    assert _exit_code(RunStoppedError(NAME)) == 75
 
 
 def progress(folder):

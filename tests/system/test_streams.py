@@ -18,7 +18,7 @@ from helpers import LONG
 from helpers.warm import forks
 
 from trainer import cli
-from trainer.system.streams import keep_streams, lost_output, opened
+from trainer.system.streams import install_safe_streams, opened, stdout_error
 
 if not sys.platform.startswith("linux"):
     pytest.skip("needs /dev/full", allow_module_level=True)
@@ -251,7 +251,7 @@ def test_what_a_full_disk_did_not_take_is_known(monkeypatch):
         stream = opened(full.fileno(), None)
         monkeypatch.setattr(sys, "stdout", stream)
         print("anything")
-        assert "No space left" in str(lost_output())
+        assert "No space left" in str(stdout_error())
         print("anything", flush=True)  # the disk may have space again
 
 
@@ -268,6 +268,6 @@ def test_streams_that_somebody_else_has_put_in_place_are_left_alone(monkeypatch)
     theirs = [io.StringIO(), io.TextIOWrapper(io.FileIO(os.open(os.devnull, os.O_WRONLY), "w"))]
     for stream, name in zip(theirs, ("stdout", "stderr"), strict=True):
         monkeypatch.setattr(sys, name, stream)
-    keep_streams()
+    install_safe_streams()
     assert [sys.stdout, sys.stderr] == theirs
-    assert lost_output() is None
+    assert stdout_error() is None

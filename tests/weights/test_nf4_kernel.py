@@ -18,7 +18,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from trainer.fakegpu.gpus import gpu_named
 from trainer.fakegpu.target import Target
 from trainer.fakegpu.tracer import tracing
-from trainer.system.children import in_child
+from trainer.system.child_jobs import run_in_child
 from trainer.weights import fused, nf4
 from trainer.weights.nf4 import BLOCK, GROUP, ROW, dequantise, quantise, rows_of
 
@@ -112,7 +112,7 @@ def traced(gpu: str, dtype: torch.dtype, hidden: bool = False) -> tuple[list[str
 @pytest.mark.parametrize("hidden", [False, True], ids=["", "without Triton"])
 def test_a_plan_sees_one_operation_and_one_allocation(hidden: bool) -> None:
     for dtype in TYPES:
-        names, moved, allocated = in_child(partial(traced, "h200", dtype, hidden))
+        names, moved, allocated = run_in_child(partial(traced, "h200", dtype, hidden))
         assert names == ["nf4_weight.default"]
         count = LARGE[0] * LARGE[1]
         assert allocated == [count * dtype.itemsize]
@@ -122,7 +122,7 @@ def test_a_plan_sees_one_operation_and_one_allocation(hidden: bool) -> None:
 
 @pytest.mark.parametrize(("gpu", "dtype"), [("v100-32gb", torch.bfloat16), ("h200", torch.float64)])
 def test_old_gpus_and_fp64_keep_the_operations_of_torch(gpu: str, dtype: torch.dtype) -> None:
-    names, _, _ = in_child(partial(traced, gpu, dtype))
+    names, _, _ = run_in_child(partial(traced, gpu, dtype))
     assert len(names) > 100
     assert "nf4_weight.default" not in names
 
@@ -153,7 +153,7 @@ def graph() -> tuple[list[str], list[str]]:
 @needs_triton
 @pytest.mark.skipif(torch.version.cuda is None, reason="torch is built without CUDA")
 def test_the_compiler_sees_the_kernel() -> None:
-    seen, given = in_child(graph)
+    seen, given = run_in_child(graph)
     assert seen.count("trainer.nf4_weight.default") == 1
     assert [name for name in given if "getitem" not in name] == [
         "aten.new_empty.default",

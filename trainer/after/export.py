@@ -14,26 +14,26 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from trainer.after.predict import Reader, checked
+from trainer.after.predict import InputReader, verified_model_folder
 from trainer.checkpoint.export import load_model
 from trainer.contract import Exportable, capability
 from trainer.errors import RecipeError, RunError, require, require_package
-from trainer.models.hub import ADAPTER_FOLDER, HubModel, positions
-from trainer.models.lora import ADAPTERS, as_in_nf4, name_in_peft
+from trainer.models.hub import ADAPTER_FOLDER, HubModel, max_positions
+from trainer.models.lora import ADAPTERS, dequantised_in_place, name_in_peft
 from trainer.recipe import Recipe
+from trainer.system.error_reports import describe_error
 from trainer.system.files import hash_file, room_in, scratch_folder, staged_file, staged_folder
-from trainer.system.hub import advice, away
-from trainer.system.reports import cause
-from trainer.system.waiting import doing
+from trainer.system.hub import offline_advice, offline_reason
+from trainer.system.status_line import show_status
 from trainer.weights.files import read_weights
 from trainer.weights.streaming import default_dtype, skeleton_on_meta
 
-MOST_DIFFERENCE = 1e-3
+MAX_DIFFERENCE = 1e-3
 """Maximum difference between outputs of the exported and the trained model, relative to the largest output.
 
 Kernels round differently."""
 
-MOST_ROUNDED = 0.02
+MAX_MERGED_DIFFERENCE = 0.02
 """The same, if the trained model was saved with its adapters merged into half-precision weights."""
 
 LENGTHS = ((3,), (12, 5), (7, 30, 2))
@@ -57,7 +57,7 @@ def export(recipe: Recipe, run_dir: str | Path, to: str, output: str | None, rep
         RunError: if the outputs of the export differ from the trained model's; the export is then deleted.
     """
     if to == "hub":
-        return _to_hub(checked(run_dir), repo, public)
+        return _to_hub(verified_model_folder(run_dir), repo, public)
     target = Path(output) if output else Path(run_dir) / ("model.onnx" if to == "onnx" else to)
     require(
         not target.exists(),
@@ -66,7 +66,7 @@ def export(recipe: Recipe, run_dir: str | Path, to: str, output: str | None, rep
     if to == "onnx":
         for package in ("onnx", "onnxscript", "onnxruntime"):
             require_package("--to onnx", package, "onnx")
-    folder = checked(run_dir)
+    folder = verified_model_folder(run_dir)
     trained: Any = recipe.model
     model: Any = trained.saved_in(folder) if capability(trained, Exportable).own_format else trained
     if to == "hf" and not isinstance(model, HubModel):
@@ -78,10 +78,10 @@ def export(recipe: Recipe, run_dir: str | Path, to: str, output: str | None, rep
         if not has_adapters or not (folder / ADAPTER_FOLDER).is_dir():
             why = f"--to peft is for LoRA adapters of pretrained transformers models, and {folder} has none"
             raise RecipeError(f"{why}: use --to onnx, hf or hub")
-    doing("loading the model")
+    show_status("loading the model")
     module = _loaded(folder, partial(load_model, model, folder))
-    room = positions(module.config.to_dict()) if isinstance(model, HubModel) else None
-    batches = _batches(Reader(model, recipe.replace(model=model).data, (), ()), target, room)
+    room = max_positions(module.config.to_dict()) if isinstance(model, HubModel) else None
+    batches = _batches(InputReader(model, recipe.replace(model=model).data, (), ()), target, room)
     write = _to_onnx if to == "onnx" else partial(_to_peft, trained) if to == "peft" else _to_hf
     with room_in(target.absolute().parent, "give another path with --output"):
         far = write(_Outputs(model, module, list(batches[0])).eval(), batches, folder, target)
@@ -96,7 +96,9 @@ def _loaded(folder: Path, load: Callable[[], Any]) -> Any:
     except (RecipeError, RunError):
         raise
     except Exception as error:  # torch and transformers raise errors of any type
-        raise RecipeError(f"{folder} cannot be loaded ({cause(error)}): was its config.json changed?") from error
+        raise RecipeError(
+            f"{folder} cannot be loaded ({describe_error(error)}): was its config.json changed?"
+        ) from error
 
 
 class _Outputs(nn.Module):
@@ -128,7 +130,7 @@ class _Outputs(nn.Module):
             raise RecipeError(f"{why}: were the files of the tokenizer changed?") from error
 
 
-def _batches(reader: Reader, target: Path, room: int | None) -> list[dict[str, Tensor]]:
+def _batches(reader: InputReader, target: Path, room: int | None) -> list[dict[str, Tensor]]:
     drawn = torch.Generator().manual_seed(0)
     if reader.of_images:
         from PIL import Image
@@ -156,7 +158,7 @@ def _require_same(
     batches: Sequence[Mapping[str, Tensor]],
     found: Sequence[Tensor],
     what: Path,
-    allowed: float = MOST_DIFFERENCE,
+    allowed: float = MAX_DIFFERENCE,
 ) -> float:
     """Return the largest difference of ``found`` from the trained model's outputs; a RunError if it is too large."""
     most = 0.0
@@ -174,7 +176,7 @@ def _require_same(
 def _to_onnx(outputs: _Outputs, batches: list[dict[str, Tensor]], folder: Path, target: Path) -> float:
     import onnxruntime
 
-    doing("exporting to ONNX")
+    show_status("exporting to ONNX")
     largest, dynamic = batches[-1], torch.export.Dim.DYNAMIC
     texts = "pixel_values" not in largest
     shapes = tuple({0: dynamic, 1: dynamic} if texts else {0: dynamic} for _ in largest)
@@ -194,7 +196,9 @@ def _to_onnx(outputs: _Outputs, batches: list[dict[str, Tensor]], folder: Path, 
         except RecipeError:
             raise
         except Exception as error:  # torch's exporter raises errors of any type
-            raise RunError(f"torch.onnx.export cannot export {type(outputs.model).__name__}: {cause(error)}") from error
+            raise RunError(
+                f"torch.onnx.export cannot export {type(outputs.model).__name__}: {describe_error(error)}"
+            ) from error
         session = onnxruntime.InferenceSession(part, providers=["CPUExecutionProvider"])
         asked = {one.name for one in session.get_inputs()}  # the exporter drops unused inputs
         given = [{name: tensor.numpy() for name, tensor in batch.items() if name in asked} for batch in batches]
@@ -228,7 +232,7 @@ def _to_peft(trained: Any, outputs: _Outputs, batches: list[dict[str, Tensor]], 
     with default_dtype(torch.float32 if coded else dtype):  # NF4 is computed from the file's fp32 values
         base = dataclasses.replace(outputs.model, **own).build()
     if coded:
-        as_in_nf4(base, trained.blocks)
+        dequantised_in_place(base, trained.blocks)
     base = base.to(dtype).to(next(outputs.parameters()).dtype)  # as in training
     with staged_folder(target) as part:
         trained.save_adapters(adapted, state, part)
@@ -237,7 +241,7 @@ def _to_peft(trained: Any, outputs: _Outputs, batches: list[dict[str, Tensor]], 
             joined = PeftModel.from_pretrained(base, str(part)).eval()
         loaded = _Outputs(outputs.model, joined, outputs.names)
         found = [loaded.of(batch) for batch in batches]
-        return _require_same(outputs, batches, found, target, MOST_ROUNDED if half else MOST_DIFFERENCE)
+        return _require_same(outputs, batches, found, target, MAX_MERGED_DIFFERENCE if half else MAX_DIFFERENCE)
 
 
 def _adapters_in(path: Path, module: nn.Module) -> dict[str, Tensor]:
@@ -259,9 +263,13 @@ def _to_hub(folder: Path, repo: str | None, public: bool) -> str:
         commit = api.upload_folder(repo_id=repo, folder_path=folder, commit_message="trainer export")
         there = {one.path: one for one in api.get_paths_info(repo, names, revision=commit.oid)}
     except Exception as error:  # no network, no token, no permission: many exception types
-        why_not = away()
-        fix = advice() if why_not else "log in with `hf auth login`, or set HF_TOKEN to a token with write access"
-        raise RecipeError(f"--to hub: {repo} could not be written ({why_not or cause(error)}): {fix}") from error
+        why_not = offline_reason()
+        fix = (
+            offline_advice() if why_not else "log in with `hf auth login`, or set HF_TOKEN to a token with write access"
+        )
+        raise RecipeError(
+            f"--to hub: {repo} could not be written ({why_not or describe_error(error)}): {fix}"
+        ) from error
     wrong = [name for name in names if not is_the_same(folder / name, there.get(name))]
     if wrong:
         raise RunError(f"{repo} on the hub differs from the uploaded files: {', '.join(wrong)}; upload again")

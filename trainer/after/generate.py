@@ -9,27 +9,27 @@ import torch
 from torch import Tensor, nn
 
 from trainer.errors import require
-from trainer.models.hub import positions
-from trainer.weights.blocks import as_it_came
+from trainer.models.hub import max_positions
+from trainer.weights.blocks import kv_cache_restored
 
-NEW_TOKENS = 128
+DEFAULT_MAX_NEW_TOKENS = 128
 """Default maximum of generated tokens per text."""
 
 
-def require_room(batch: Mapping[str, Tensor], module: nn.Module) -> None:
+def require_free_positions(batch: Mapping[str, Tensor], module: nn.Module) -> None:
     """Reject empty texts, and texts that fill all positions of the model."""
-    most, length = positions(cast(Any, module).config.to_dict()), int(batch["attention_mask"].sum(-1).max())
+    most, length = max_positions(cast(Any, module).config.to_dict()), int(batch["attention_mask"].sum(-1).max())
     require(length > 0, "it has no tokens: give a text to continue")
     require(most is None or length < most, f"it has {length:,} tokens, and the model takes {most:,}: shorten it")
 
 
 @torch.no_grad()
-def write(
+def generate_texts(
     module: nn.Module,
     tokenizer: Any,
     batch: Mapping[str, Tensor],
-    places: Sequence[int],
-    most: int,
+    seed_indices: Sequence[int],
+    max_new_tokens: int,
     temperature: float = 0.0,
     top_p: float | None = None,
     seed: int = 0,
@@ -49,15 +49,17 @@ def write(
     from transformers import GenerationConfig, LogitsProcessorList, TemperatureLogitsWarper, TopPLogitsWarper
 
     own, device = cast(Any, module), next(module.parameters()).device
-    lengths, limit = batch["attention_mask"].sum(-1).tolist(), positions(own.config.to_dict())
-    rooms = [most if limit is None else min(most, limit - length) for length in lengths]
+    lengths, limit = batch["attention_mask"].sum(-1).tolist(), max_positions(own.config.to_dict())
+    rooms = [max_new_tokens if limit is None else min(max_new_tokens, limit - length) for length in lengths]
     if len({*rooms}) > 1:  # a long text must not shorten the others
         found: dict[int, str] = {}
         for room in {*rooms}:
             rows = [row for row, one in enumerate(rooms) if one == room]
             part = {key: value[rows] for key, value in batch.items()}
-            some = [places[row] for row in rows]
-            found |= zip(rows, write(module, tokenizer, part, some, room, temperature, top_p, seed), strict=True)
+            some = [seed_indices[row] for row in rows]
+            found |= zip(
+                rows, generate_texts(module, tokenizer, part, some, room, temperature, top_p, seed), strict=True
+            )
         return [found[row] for row in range(len(rooms))]
     ids, mask = _padded_left(batch["input_ids"], batch["attention_mask"])
     ends = {*_listed(own.generation_config.eos_token_id), *_listed(tokenizer.eos_token_id)}
@@ -73,8 +75,8 @@ def write(
     if temperature:
         draw.append(TemperatureLogitsWarper(float(temperature)))
         draw += [] if top_p is None else [TopPLogitsWarper(float(top_p))]
-        draw.append(cast(Any, _Noise(places, seed)))
-    with as_it_came(module):
+        draw.append(cast(Any, _Noise(seed_indices, seed)))
+    with kv_cache_restored(module):
         texts = own.generate(ids.to(device), attention_mask=mask.to(device), logits_processor=draw)
     return tokenizer.batch_decode(
         texts[:, ids.shape[1] :], skip_special_tokens=True, clean_up_tokenization_spaces=False

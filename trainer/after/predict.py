@@ -20,18 +20,18 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
-from trainer.after.generate import NEW_TOKENS, require_room, write
-from trainer.checkpoint.export import filled_as_saved, load_model
-from trainer.checkpoint.manifest import require_sealed, require_sealed_text
+from trainer.after.generate import DEFAULT_MAX_NEW_TOKENS, generate_texts, require_free_positions
+from trainer.checkpoint.export import load_model, restore_open_fields
+from trainer.checkpoint.manifest import verify_folder, verify_text_file
 from trainer.contract import Packable, Preparable, capability
 from trainer.errors import RecipeError, require, require_choice, require_positive
 from trainer.recipe import DecidedPrecision, Recipe
 from trainer.report.progress import Progress, warn
 from trainer.settings import did_you_mean
-from trainer.system.environment import first_here
+from trainer.system.environment import is_local_rank_zero
 from trainer.system.files import read_regular, room_in, scratch_folder, staged_file
+from trainer.system.status_line import show_status
 from trainer.system.text import escaped
-from trainer.system.waiting import doing
 from trainer.values import IGNORED_LABEL, Task
 
 CUT_OFF = "_"
@@ -43,10 +43,10 @@ THRESHOLD = 0.5
 TABLES = (".csv", ".jsonl", ".parquet")
 """Suffixes of tables, for input and output."""
 
-MOST_TEXT = 32_000_000
+MAX_TEXT_BYTES = 32_000_000
 """Maximum bytes of a text file."""
 
-MOST_WARNED = 5
+MAX_WARNINGS = 5
 """Maximum number of warnings about unreadable inputs; an output file lists all of them, with reasons."""
 
 
@@ -64,8 +64,8 @@ def predict(
     printed, or written to a file.
 
     Returns:
-        For each input the most probable class and its probability, or the result of :func:`classify` for the model's
-        task; for a language model the generated text. Empty if a file was written.
+        For each input the most probable class and its probability, or the result of :func:`run_predict_command` for the
+        model's task; for a language model the generated text. Empty if a file was written.
 
     Raises:
         RecipeError: at the end, if some inputs could not be read; it names them.
@@ -73,25 +73,25 @@ def predict(
     asked = PredictOptions(**how)
     asked.check()
     asked.check_task(recipe.model.task or "single_label")
-    folder = checked(run_dir)
-    model: Any = filled_as_saved(recipe.model, folder)
+    folder = verified_model_folder(run_dir)
+    model: Any = restore_open_fields(recipe.model, folder)
     recipe.data.use_model(model)
-    reader = Reader(model, recipe.data, texts or (), images or ())
-    doing("loading the model")
+    reader = InputReader(model, recipe.data, texts or (), images or ())
+    show_status("loading the model")
     if asked.temperature and asked.seed is None:
         asked = replace(asked, seed=recipe.seed)
-    return classify(model, load_model(model, folder), reader, asked, paths, texts or images or ())
+    return run_predict_command(model, load_model(model, folder), reader, asked, paths, texts or images or ())
 
 
-def checked(run_dir: str | Path) -> Path:
+def verified_model_folder(run_dir: str | Path) -> Path:
     """Return the folder of the trained model of ``run_dir``, after checking its hashes.
 
     Raises:
-        CorruptCheckpoint: if a file has changed; it names the file.
+        CorruptCheckpointError: if a file has changed; it names the file.
     """
     recipe, model = Path(run_dir) / "recipe.yaml", Path(run_dir) / "model"
-    if first_here():  # only one rank of a machine checks, before any collective
-        found = require_sealed_text(recipe) if recipe.exists() else None, require_sealed(model)
+    if is_local_rank_zero():  # only one rank of a machine checks, before any collective
+        found = verify_text_file(recipe) if recipe.exists() else None, verify_folder(model)
         for problem in filter(None, found):
             warn(problem)
     return model
@@ -183,16 +183,16 @@ class PredictOptions:
             raise RecipeError(f"--probabilities is for classes and labels, and {what}")
 
     @property
-    def own_kind(self) -> torch.dtype | None:
+    def dtype(self) -> torch.dtype | None:
         """The dtype to convert weights and inputs to; ``None`` for no conversion."""
         return None if self.precision.endswith("-mixed") else DTYPES[self.precision.partition("-")[0]]
 
     def context(self, device: torch.device) -> AbstractContextManager[object]:
         """Return the autocast context of the forward pass."""
         kind = DTYPES[self.precision.partition("-")[0]]
-        return torch.autocast(device.type, kind) if self.own_kind is None else nullcontext()
+        return torch.autocast(device.type, kind) if self.dtype is None else nullcontext()
 
-    def on(self) -> torch.device:
+    def resolve_device(self) -> torch.device:
         """Return the device, after checking that it exists."""
         text = ("cuda" if torch.cuda.is_available() else "cpu") if self.device == "auto" else self.device
         try:
@@ -206,7 +206,7 @@ class PredictOptions:
         return device
 
 
-class Reader:
+class InputReader:
     """Reads texts or image files as samples of a run's data and model."""
 
     def __init__(self, model: Any, data: Any, texts: Sequence[str], images: Sequence[str]) -> None:
@@ -263,9 +263,9 @@ class Reader:
         return Input(str(path), "", partial(self.data.load_image, str(path)))
 
     def _table(self, path: Path, column: str | None, scratch: Path) -> Inputs:
-        from trainer.data.rows import find_file
+        from trainer.data.tables import open_table
 
-        rows = find_file(path, scratch)
+        rows = open_table(path, scratch)
         table = rows.read(str(scratch))
         name, has = column or self.data.text_column, ", ".join(map(repr, table.column_names))
         kind = "images" if self.of_images else "texts"
@@ -273,12 +273,12 @@ class Reader:
         hint = did_you_mean(str(name), table.column_names)
         require(name in table.column_names, f"--column={name!r}: no such column in {path}; it has {has}{hint}")
         if self.of_images:
-            _require_paths(path, str(name), table.select_columns([name])[:MOST_WARNED][name])
+            _require_paths(path, str(name), table.select_columns([name])[:MAX_WARNINGS][name])
 
         def each() -> Iterator[Input]:
             cells = chain.from_iterable(part[name] for part in table.select_columns([name]).iter(1000))
             read: Callable[[], Any]
-            for number, cell in enumerate(cells, rows.first):
+            for number, cell in enumerate(cells, rows.first_row):
                 if self.of_images:
                     read = partial(_cell_image, self.data, path.parent, cell)
                 elif self.answers and isinstance(cell, list):  # messages
@@ -305,7 +305,7 @@ def _require_paths(path: Path, column: str, first: Sequence[Any]) -> None:
 def _text_file(path: Path) -> Input:
     def read() -> str:
         try:
-            return read_regular(path, MOST_TEXT).decode()
+            return read_regular(path, MAX_TEXT_BYTES).decode()
         except UnicodeDecodeError:
             raise RecipeError("it is not UTF-8 text: save it as UTF-8 or leave it out") from None
         except OSError as error:
@@ -324,35 +324,35 @@ def _cell_image(data: Any, folder: Path, cell: Any) -> Tensor:
     return data.load_image(str(folder / cell))
 
 
-class Answer(NamedTuple):
+class PredictionRow(NamedTuple):
     """The prediction for one input, or an error.
 
     By the task: the most probable classes or the predicted labels, most probable first; the predicted numbers; the
     class of each word, ``None`` if the word is cut off; or the generated text."""
 
-    given: Input
+    input: Input
     classes: Sequence[int | None]
     values: Sequence[float]  # a probability per class, or the predicted numbers
-    all_of: Sequence[float] = ()  # probabilities of all classes or labels in order, if requested
+    probabilities: Sequence[float] = ()  # probabilities of all classes or labels in order, if requested
     words: Sequence[str] = ()  # the classified words
     error: str = ""
-    written: str = ""  # generated by a language model
-    before: str = ""  # the text that it continues
+    generated: str = ""  # generated by a language model
+    prompt: str = ""  # the text that it continues
 
 
 def answers(
-    model: Any, module: nn.Module, reader: Reader, inputs: Iterable[Input], asked: PredictOptions
-) -> Iterator[list[Answer]]:
+    model: Any, module: nn.Module, reader: InputReader, inputs: Iterable[Input], options: PredictOptions
+) -> Iterator[list[PredictionRow]]:
     """Yield the answers to ``inputs`` in order, batch by batch."""
     waiting, done, writes = iter(inputs), 0, model.task == "language"
 
     def batch_of(samples: Sequence[Any]) -> dict[str, Any]:
         batch = reader.batch(samples)
         if writes:
-            require_room(batch, module)
+            require_free_positions(batch, module)
         return batch
 
-    while chunk := list(islice(waiting, asked.batch_size)):
+    while chunk := list(islice(waiting, options.batch_size)):
         read = [_tried(given.read) for given in chunk]
         batch, refusal = _tried(partial(_batch, batch_of, read))
         if refusal:  # one or more samples are bad: try each alone
@@ -361,23 +361,23 @@ def answers(
         rows: Iterator[Any] = iter(())
         if batch is not None and writes:
             places = [done + at for at, (_, error) in enumerate(read) if not error]
-            rows = iter(_written(model, module, batch, places, asked))
+            rows = iter(_written(model, module, batch, places, options))
         elif batch is not None:
-            rows = iter(_said(model, module, batch, asked))
+            rows = iter(_predict_batch(model, module, batch, options))
         done += len(chunk)
         yield [
-            Answer(given, [], [], error=error) if error else _answer(model, reader, given, next(rows), sample)
+            PredictionRow(given, [], [], error=error) if error else _answer(model, reader, given, next(rows), sample)
             for given, (sample, error) in zip(chunk, read, strict=True)
         ]
 
 
-def _answer(model: Any, reader: Reader, given: Input, said: Said | str, sample: Any) -> Answer:
+def _answer(model: Any, reader: InputReader, given: Input, said: BatchPrediction | str, sample: Any) -> PredictionRow:
     if isinstance(said, str):
-        return Answer(given, [], [], written=said, before="" if reader.answers else sample)
+        return PredictionRow(given, [], [], generated=said, prompt="" if reader.answers else sample)
     words = sample.split() if model.task == "token" else []
     classes, values, all_of = said
     cut_off = max(0, len(words) - len(classes))
-    return Answer(given, [*classes, *[None] * cut_off], [*values, *[0.0] * cut_off], all_of, words)
+    return PredictionRow(given, [*classes, *[None] * cut_off], [*values, *[0.0] * cut_off], all_of, words)
 
 
 def _tried(make: Callable[[], Any]) -> tuple[Any, str]:
@@ -392,12 +392,14 @@ def _batch(make: Callable[[Sequence[Any]], Any], read: Sequence[tuple[Any, str]]
     return make(samples) if samples else None
 
 
-Said = tuple[list[int | None], list[float], list[float]]
-"""``classes``, ``values`` and ``all_of`` of an :class:`Answer`."""
+BatchPrediction = tuple[list[int | None], list[float], list[float]]
+"""``classes``, ``values`` and ``probabilities`` of an :class:`PredictionRow`."""
 
 
 @torch.no_grad()
-def _said(model: Any, module: nn.Module, batch: dict[str, Any], asked: PredictOptions) -> list[Said]:
+def _predict_batch(
+    model: Any, module: nn.Module, batch: dict[str, Any], asked: PredictOptions
+) -> list[BatchPrediction]:
     """Return the predictions for each sample; labels are dummies, because ``losses()`` needs some."""
     task, device = model.task or "single_label", next(chain(module.parameters(), module.buffers())).device
     words, count = batch.pop("words", None), len(next(iter(batch.values())))
@@ -405,7 +407,7 @@ def _said(model: Any, module: nn.Module, batch: dict[str, Any], asked: PredictOp
     like["regression"] = torch.zeros(count, model.num_classes) if task == "regression" else None
     labels = torch.zeros_like(like[task]) if like.get(task) is not None else torch.zeros(count, dtype=torch.long)
     packed = capability(model, Packable).packed({**batch, "labels": labels})
-    packed = tree_map(partial(_placed, device=device, kind=asked.own_kind), packed)
+    packed = tree_map(partial(_placed, device=device, kind=asked.dtype), packed)
     with asked.context(device):
         logits = next(iter(model.losses(module, packed))).logits
     name = type(model).__name__
@@ -433,14 +435,16 @@ def _written(
 ) -> list[str]:
     """Return the generated text for each text, given their positions among all inputs."""
     device = next(module.parameters()).device
-    new, tokenizer = asked.max_new_tokens or NEW_TOKENS, capability(model, Preparable).tokenizer_or_none()
+    new, tokenizer = asked.max_new_tokens or DEFAULT_MAX_NEW_TOKENS, capability(model, Preparable).tokenizer_or_none()
     with asked.context(device):
-        return write(module, tokenizer, batch, places, new, asked.temperature or 0.0, asked.top_p, asked.seed or 0)
+        return generate_texts(
+            module, tokenizer, batch, places, new, asked.temperature or 0.0, asked.top_p, asked.seed or 0
+        )
 
 
-def _of_words(shares: Tensor, words: Tensor) -> list[Said]:
+def _of_words(shares: Tensor, words: Tensor) -> list[BatchPrediction]:
     values, classes = (part.tolist() for part in shares.max(-1))
-    found = list[Said]()
+    found = list[BatchPrediction]()
     for row, numbers in enumerate(words.tolist()):
         at = {number: place for place, number in enumerate(numbers) if number != IGNORED_LABEL}
         places = [at.get(number) for number in range(max(at, default=-1) + 1)]
@@ -455,8 +459,13 @@ def _placed(value: Any, device: torch.device, kind: torch.dtype | None) -> Any:
     return value.to(device, kind if value.is_floating_point() else None)
 
 
-def classify(
-    model: Any, module: nn.Module, reader: Reader, asked: PredictOptions, paths: Sequence[str], given: Sequence[str]
+def run_predict_command(
+    model: Any,
+    module: nn.Module,
+    reader: InputReader,
+    options: PredictOptions,
+    paths: Sequence[str],
+    samples: Sequence[str],
 ) -> list[Any]:
     """Predict on ``given`` texts or images and on ``paths``; print the answers, or write them to a file.
 
@@ -467,11 +476,11 @@ def classify(
     Raises:
         RecipeError: at the end, if some inputs could not be read; it names the first ones.
     """
-    module.to(asked.on(), asked.own_kind).eval()
+    module.to(options.resolve_device(), options.dtype).eval()
     names = list(model.class_names or [])
     classes = model.num_classes or len(names)
-    if classes and asked.top_k > classes:
-        raise RecipeError(f"--top-k={asked.top_k} is more than the {classes} classes of the model")
+    if classes and options.top_k > classes:
+        raise RecipeError(f"--top-k={options.top_k} is more than the {classes} classes of the model")
     task: Task = model.task or "single_label"
     found, bad, done, begun = list[Any](), list[str](), 0, time.monotonic()
 
@@ -480,46 +489,46 @@ def classify(
             return CUT_OFF
         return names[number] if number < len(names) else str(number)
 
-    place = Path(asked.output or f"{gettempdir()}/trainer-predict")
-    fix = "give another file with --output" if asked.output else "set TMPDIR to a folder on another disk"
+    place = Path(options.output or f"{gettempdir()}/trainer-predict")
+    fix = "give another file with --output" if options.output else "set TMPDIR to a folder on another disk"
     with room_in(place.absolute().parent, fix), ExitStack() as closing:
         scratch = closing.enter_context(scratch_folder(place))
-        inputs = reader.inputs(paths, given, asked.column, scratch)
-        write = closing.enter_context(_writer(asked, task, inputs.tables, list(map(name_of, range(classes)))))
-        progress = Progress(enabled=asked.output is not None or inputs.count > asked.batch_size)
+        inputs = reader.inputs(paths, samples, options.column, scratch)
+        write = closing.enter_context(_writer(options, task, inputs.tables, list(map(name_of, range(classes)))))
+        progress = Progress(enabled=options.output is not None or inputs.count > options.batch_size)
         closing.callback(progress.close)
         progress.start(inputs.count)
-        for chunk in answers(model, module, reader, inputs.each, asked):
+        for chunk in answers(model, module, reader, inputs.each, options):
             for answer in chunk:
                 labels = list(map(name_of, answer.classes))
                 if answer.error:
                     bad.append(_fault(answer))
-                    if inputs.count > 1 and len(bad) <= MOST_WARNED:
+                    if inputs.count > 1 and len(bad) <= MAX_WARNINGS:
                         warn(f"left out: {bad[-1]}")
-                elif asked.output is None:
+                elif options.output is None:
                     pairs: Any = list(zip(labels, answer.values, strict=True))
-                    result = {"regression": answer.values, "language": answer.written}.get(task, pairs)
+                    result = {"regression": answer.values, "language": answer.generated}.get(task, pairs)
                     found.append(pairs[0] if task == "single_label" else result)
                 write(answer, labels)
             done += len(chunk)
             progress.count(done, inputs.count, f"{done / max(1e-9, time.monotonic() - begun):,.1f} inputs/s")
-    if asked.output is not None:
-        print(f"{inputs.count - len(bad):,} predictions: {escaped(asked.output)}")
+    if options.output is not None:
+        print(f"{inputs.count - len(bad):,} predictions: {escaped(options.output)}")
     if bad:
         several = f"{len(bad)} of {inputs.count} inputs could not be read"
         several += f", the other {inputs.count - len(bad)} were predicted"
-        faults = "; ".join(bad[:MOST_WARNED])
+        faults = "; ".join(bad[:MAX_WARNINGS])
         raise RecipeError(f"{several}: {faults}" if inputs.count > 1 else faults)
     return found
 
 
-def _fault(answer: Answer) -> str:
-    name = answer.given.source or answer.given.name
+def _fault(answer: PredictionRow) -> str:
+    name = answer.input.source or answer.input.name
     place = name if len(name) <= 100 else f"{name[:100]}…"
     return answer.error if name in answer.error and name else f"{place or 'an empty text'}: {answer.error}"
 
 
-Write = Callable[[Answer, Sequence[str]], None]
+Write = Callable[[PredictionRow, Sequence[str]], None]
 """Writes an answer with the names of its classes."""
 
 
@@ -529,19 +538,19 @@ def _writer(asked: PredictOptions, task: Task, tables: bool, names: Sequence[str
     return _file(Path(asked.output), asked, task, tables, names)
 
 
-def _print(task: Task, answer: Answer, labels: Sequence[str]) -> None:
+def _print(task: Task, answer: PredictionRow, labels: Sequence[str]) -> None:
     """Print a line per input; or a line per word, or the generated text, followed by an empty line."""
     if answer.error:
         return
     if task == "language":
-        print(escaped(answer.before + answer.written, keep="\n\t"), end="\n\n")
+        print(escaped(answer.prompt + answer.generated, keep="\n\t"), end="\n\n")
         return
     cells = [f"{escaped(name)}\t{share:.4f}" for name, share in zip(labels, answer.values, strict=True)]
     if task == "token":
         print("\n".join(f"{tag}\t{escaped(word)}" for tag, word in zip(cells, answer.words, strict=True)), end="\n\n")
         return
     cells = [f"{value:.6g}" for value in answer.values] if task == "regression" else cells or ["no label"]
-    print("\t".join([*cells, escaped(answer.given.name)]))
+    print("\t".join([*cells, escaped(answer.input.name)]))
 
 
 @contextmanager
@@ -562,16 +571,16 @@ def _file(path: Path, asked: PredictOptions, task: Task, tables: bool, names: Se
         columns |= {name: kind for pair in best for name, kind in zip(pair, (str, float), strict=True)}
     columns |= dict.fromkeys(all_of, float) | {"error": str}
 
-    def row(answer: Answer, labels: Sequence[str]) -> dict[str, Any]:
-        values: dict[str, Any] = {"input": _printable(answer.given.name), "source": _printable(answer.given.source)}
+    def row(answer: PredictionRow, labels: Sequence[str]) -> dict[str, Any]:
+        values: dict[str, Any] = {"input": _printable(answer.input.name), "source": _printable(answer.input.source)}
         for pair, label, probability in zip(best, labels, answer.values, strict=False):
             values |= zip(pair, (label, probability), strict=True)
         if task in joined and not answer.error:
             name, separator = joined[task]
             values[name] = separator.join(labels)
         values |= {f"predicted_{label}": value for label, value in zip(labels, answer.values, strict=True)}
-        values |= zip(all_of, answer.all_of, strict=False)
-        values["generated_text"] = None if answer.error else _printable(answer.written)
+        values |= zip(all_of, answer.probabilities, strict=False)
+        values["generated_text"] = None if answer.error else _printable(answer.generated)
         return {name: values.get(name) for name in columns} | {"error": _printable(answer.error) or None}
 
     with staged_file(path) as part, ExitStack() as closing:

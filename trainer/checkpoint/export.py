@@ -15,13 +15,13 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from trainer.checkpoint.manifest import MOST_BYTES, seal_folder
+from trainer.checkpoint.manifest import MAX_JSON_BYTES, write_hashes
 from trainer.contract import Exportable, capability
 from trainer.errors import require
-from trainer.system.files import errno_of, read_object, staged_file, write_atomic
+from trainer.system.files import errno_of, read_json_object, staged_file, write_atomic
 from trainer.system.redact import redact_value
-from trainer.weights.blocks import as_it_came
-from trainer.weights.files import read_weights, shortened
+from trainer.weights.blocks import kv_cache_restored
+from trainer.weights.files import format_names, read_weights
 
 if TYPE_CHECKING:
     from trainer.contract import Model
@@ -41,7 +41,7 @@ def save_model(model: Model, module: nn.Module, folder: Path, state: Mapping[str
     try:
         exported = capability(model, Exportable)
         if exported.own_format:
-            with as_it_came(module):
+            with kv_cache_restored(module):
                 exported.save(module, folder, state)
         else:
             with staged_file(folder / WEIGHTS) as part:
@@ -50,7 +50,7 @@ def save_model(model: Model, module: nn.Module, folder: Path, state: Mapping[str
             write_atomic(folder / CONFIG, f"{config}\n")
     except SafetensorError as error:  # a disk error; its text has the name of the error, but not its number
         raise OSError(errno_of(error) or errno.EIO, str(error), str(folder / WEIGHTS)) from error
-    seal_folder(folder)
+    write_hashes(folder)
 
 
 def load_model(model: Model, folder: Path) -> nn.Module:
@@ -70,14 +70,14 @@ def load_model(model: Model, folder: Path) -> nn.Module:
     return module
 
 
-def filled_as_saved(model: Model, folder: Path) -> Model:
+def restore_open_fields(model: Model, folder: Path) -> Model:
     """Return ``model`` with its open fields (``None``) filled as in the trained model in ``folder``.
 
     A model with ``own_format`` takes everything that it reads from there.
     """
     if isinstance(model, Exportable) and model.own_format:
         return model.saved_in(folder)
-    saved = read_object(folder / CONFIG, MOST_BYTES).get("fields", {})
+    saved = read_json_object(folder / CONFIG, MAX_JSON_BYTES).get("fields", {})
     own: Any = dataclasses.fields(model) if dataclasses.is_dataclass(model) else ()
     open_fields = [field.name for field in own if field.init and getattr(model, field.name) is None]
     given = {name: saved[name] for name in open_fields if saved.get(name) is not None}
@@ -101,7 +101,7 @@ def load_weights(module: nn.Module, path: Path) -> None:
             if name in found and found[name].shape != tensor.shape
         ],
     }
-    text = "; ".join(f"{fault}: {shortened(names)}" for fault, names in faults.items() if names)
+    text = "; ".join(f"{fault}: {format_names(names)}" for fault, names in faults.items() if names)
     require(not text, f"{path} does not fit the model ({text}): use the settings that it was trained with")
     module.load_state_dict(found, strict=False)
 

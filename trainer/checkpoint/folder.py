@@ -10,10 +10,10 @@ from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from pathlib import Path
 
-from trainer.checkpoint.manifest import MANIFEST, CorruptCheckpoint, folder_name, read_manifest
+from trainer.checkpoint.manifest import MANIFEST, CorruptCheckpointError, folder_name, read_manifest
 from trainer.errors import RunError, require
-from trainer.system.files import aside, remove, swap_in, sync_to_disk
-from trainer.system.text import gigabytes
+from trainer.system.files import remove, replace_folder, sync_to_disk, temporary_path
+from trainer.system.text import format_bytes
 
 NAME = re.compile(r"step-\d{8,}")
 MARGIN = 2**20  # bytes for JSON files and the file system's metadata, in addition to the tensors
@@ -44,7 +44,7 @@ class CheckpointFolder:
             self.path.mkdir(parents=True, exist_ok=True)
             sync_to_disk(self.path.parent)
 
-    def require_own(self) -> None:
+    def require_not_linked(self) -> None:
         """Reject a link to the checkpoints of another run, which would be resumed from and deleted.
 
         A link to another place, such as a larger disk, is fine: only names of checkpoints are changed there.
@@ -86,7 +86,7 @@ class CheckpointFolder:
     def commit(self, staging: Path, step: int) -> None:
         """Rename a complete checkpoint, replacing one with that name from before the run was resumed."""
         sync_to_disk(staging)
-        swap_in(staging, self.path / folder_name(step))
+        replace_folder(staging, self.path / folder_name(step))
 
     def rotate(self, keep_last: int, keep_best: int, score: Score) -> list[str]:
         """Delete all checkpoints except the newest and the best; return a message for each that cannot be removed.
@@ -96,7 +96,7 @@ class CheckpointFolder:
         """
         figures: dict[Path, Mapping[str, float] | None] = {}  # metrics by checkpoint, newest first
         for path in self.newest_first():
-            with suppress(CorruptCheckpoint):
+            with suppress(CorruptCheckpointError):
                 figures[path] = read_manifest(path).figures
         rated = {path: found for path, found in figures.items() if found}
         newest = list(figures)[:keep_last]
@@ -112,11 +112,11 @@ class CheckpointFolder:
 
         If the user has moved it elsewhere and left a link, only the link is deleted.
         """
-        doomed = aside(path, "gone")
+        doomed = temporary_path(path, "gone")
         os.rename(path, doomed)
         remove(doomed)
 
-    def set_aside(self, path: Path, why: str) -> Path:
+    def rename_aside(self, path: Path, why: str) -> Path:
         """Rename a checkpoint that must not be used again, to a name such as ``step-00000100.corrupt``."""
         target = path.with_name(f"{path.name}.{why}")
         if target.exists():
@@ -125,15 +125,15 @@ class CheckpointFolder:
         return target
 
 
-def missing_space(folder: Path, needed: int) -> int:
+def disk_space_shortfall(folder: Path, needed: int) -> int:
     """Return how many bytes the file system of ``folder`` lacks for ``needed`` more; 0 if there is enough space."""
     return max(0, needed + MARGIN - shutil.disk_usage(folder).free)
 
 
-def no_space(folder: Path, step: int, needed: int, missing: int) -> RunError:
+def disk_full_message(folder: Path, step: int, needed: int, missing: int) -> RunError:
     """Return the error for a checkpoint that does not fit on the disk."""
     return RunError(
-        f"no space for the checkpoint of step {step}: it needs {gigabytes(needed)}, and the file system of {folder} "
+        f"no space for the checkpoint of step {step}: it needs {format_bytes(needed)}, and the file system of {folder} "
         f"lacks {missing:,} bytes. Older checkpoints are unchanged. Free some space, lower checkpoint.keep_last, or "
         "set run.best last to keep no best checkpoint, then resume"
     )

@@ -19,16 +19,16 @@ FORMAT = 1
 MANIFEST = "manifest.json"
 STATE = "state.json"
 """The state that is the same on all ranks."""
-MOST_BYTES = 64 * 2**20
+MAX_JSON_BYTES = 64 * 2**20
 """Max bytes of a JSON file of a checkpoint. A manifest has 170 bytes per file (two files per rank) and 60 bytes per
 data file; the index of a rank has 200 bytes per tensor."""
 
 
-class CorruptCheckpoint(RunError):
+class CorruptCheckpointError(RunError):
     """A checkpoint is not what was saved. The message names the file."""
 
 
-class UnknownFormat(CorruptCheckpoint):
+class UnknownFormatError(CorruptCheckpointError):
     """A checkpoint written by a later version, which may be intact."""
 
 
@@ -66,51 +66,53 @@ class Manifest:
 
 
 @contextmanager
-def reading(path: Path, hint: str = "") -> Iterator[None]:
-    """Turn a disk error into a ``CorruptCheckpoint`` that names the file, ``path`` or another."""
+def read_errors_as_corrupt(path: Path, hint: str = "") -> Iterator[None]:
+    """Turn a disk error into a ``CorruptCheckpointError`` that names the file, ``path`` or another."""
     try:
         yield
     except OSError as error:
-        raise CorruptCheckpoint(f"{error.filename or path} cannot be read: {error.strerror}{hint}") from error
+        raise CorruptCheckpointError(f"{error.filename or path} cannot be read: {error.strerror}{hint}") from error
 
 
 def read_manifest(folder: Path) -> Manifest:
     """Read the manifest of the checkpoint ``folder``, and check it and the sizes of all files.
 
     Raises:
-        CorruptCheckpoint: if a file is missing, changed, or not part of the checkpoint.
+        CorruptCheckpointError: if a file is missing, changed, or not part of the checkpoint.
     """
     path = folder / MANIFEST
-    with reading(path):
+    with read_errors_as_corrupt(path):
         try:
-            written = read_regular(path, MOST_BYTES)
+            written = read_regular(path, MAX_JSON_BYTES)
             content = json.loads(written)
         except FileNotFoundError:
-            raise CorruptCheckpoint(f"{path} is missing: the checkpoint was never complete") from None
+            raise CorruptCheckpointError(f"{path} is missing: the checkpoint was never complete") from None
         except (ValueError, RecursionError) as error:
-            raise CorruptCheckpoint(f"{path} is corrupt: {error}") from error
+            raise CorruptCheckpointError(f"{path} is corrupt: {error}") from error
         found = content.get("format") if isinstance(content, dict) else None
         if isinstance(found, int) and found > FORMAT:
-            raise UnknownFormat(f"{path} has format {found}, of a later version; this version reads format {FORMAT}")
+            raise UnknownFormatError(
+                f"{path} has format {found}, of a later version; this version reads format {FORMAT}"
+            )
         what = f"{path} is corrupt: its content was not written by a run"
         try:
             manifest = Manifest(**{name: value for name, value in content.items() if name != "digest"})
         except (AttributeError, TypeError):
-            raise CorruptCheckpoint(what) from None
+            raise CorruptCheckpointError(what) from None
         for name, fits in FIELDS.items():  # anyone can write a matching hash
             if not fits(getattr(manifest, name)):
-                raise CorruptCheckpoint(f"{what}: {name}={cut_off(repr(getattr(manifest, name)))}")
+                raise CorruptCheckpointError(f"{what}: {name}={truncate(repr(getattr(manifest, name)))}")
         if manifest.to_json().encode(errors="surrogatepass") != written:  # including whitespace
-            raise CorruptCheckpoint(f"{path} is corrupt: its hash differs from the one in the file")
+            raise CorruptCheckpointError(f"{path} is corrupt: its hash differs from the one in the file")
         if folder.absolute().name != folder_name(manifest.step):
-            raise CorruptCheckpoint(
+            raise CorruptCheckpointError(
                 f"{path} belongs to step {manifest.step}, but its folder is {folder.name}: files were swapped"
             )
         _require_sizes(folder, manifest)
     return manifest
 
 
-def cut_off(text: str) -> str:
+def truncate(text: str) -> str:
     """Shorten ``text`` to at most 60 characters."""
     return text if len(text) <= 60 else f"{text[:57]}..."
 
@@ -167,21 +169,21 @@ def _require_sizes(folder: Path, manifest: Manifest) -> None:
     for name, entry in manifest.files.items():
         path = folder / name
         if not path.is_file() or path.is_symlink():
-            raise CorruptCheckpoint(f"{path} is missing or not a file")
+            raise CorruptCheckpointError(f"{path} is missing or not a file")
         size = path.stat().st_size
         if size != entry["bytes"]:
-            raise CorruptCheckpoint(f"{path} has {size} bytes instead of {entry['bytes']}")
+            raise CorruptCheckpointError(f"{path} has {size} bytes instead of {entry['bytes']}")
     others = sorted({path.name for path in folder.iterdir()} - {*manifest.files, MANIFEST})
     if others:
-        raise CorruptCheckpoint(f"{folder / others[0]} is not a file of this checkpoint: remove it")
+        raise CorruptCheckpointError(f"{folder / others[0]} is not a file of this checkpoint: remove it")
 
 
-def fault_of(folder: Path, share: int = 0, shares: int = 1) -> CorruptCheckpoint | None:
+def find_corruption(folder: Path, share: int = 0, shares: int = 1) -> CorruptCheckpointError | None:
     """Check the manifest of a checkpoint and a share of its files; return the error, or ``None``."""
     try:
         manifest = read_manifest(folder)
         verify_files(folder, manifest, sorted(manifest.files)[share::shares])
-    except CorruptCheckpoint as error:
+    except CorruptCheckpointError as error:
         return error
     return None
 
@@ -194,10 +196,10 @@ def verify_files(folder: Path, manifest: Manifest, names: Sequence[str] | None =
 
 
 def _require_hash(path: Path, stated: str, problem: str, hint: str = "") -> None:
-    with reading(path, hint):
+    with read_errors_as_corrupt(path, hint):
         found = hash_file(path)
     if found != stated:
-        raise CorruptCheckpoint(f"{path} {problem}")
+        raise CorruptCheckpointError(f"{path} {problem}")
 
 
 # Hashes of the results of a run: next to the model, and in the last line of recipe.yaml. They detect accidents. They
@@ -212,53 +214,53 @@ LINE = "# sha256 of the lines above: "
 UNCHECKED = "it is not checked, because an earlier version wrote it or the hash was removed"
 
 
-def seal_folder(folder: Path) -> None:
+def write_hashes(folder: Path) -> None:
     """Write the sizes and hashes of all files in ``folder`` and below."""
     paths = sorted(path for path in folder.rglob("*") if path.is_file() and path != folder / FILES)
     files = {str(path.relative_to(folder)): {"bytes": path.stat().st_size, "sha256": hash_file(path)} for path in paths}
     write_atomic(folder / FILES, _content(files))
 
 
-def require_sealed(folder: Path) -> str | None:
-    """Check every file that :func:`seal_folder` recorded; other files are ignored.
+def verify_folder(folder: Path) -> str | None:
+    """Check every file that :func:`write_hashes` recorded; other files are ignored.
 
     Returns the reason if nothing could be checked, otherwise ``None``.
 
     Raises:
-        CorruptCheckpoint: if a file is missing or changed.
+        CorruptCheckpointError: if a file is missing or changed.
     """
     stated = folder / FILES
     if not stated.exists():
         return f"{folder} has no {FILES}: {UNCHECKED}"
     go_on = f"copy it again, or remove {stated} if it was changed on purpose"
-    with reading(stated):
-        written = read_regular(stated, MOST_BYTES)
+    with read_errors_as_corrupt(stated):
+        written = read_regular(stated, MAX_JSON_BYTES)
     try:
         files = json.loads(written)["files"]
         is_whole = _content(files).encode() == written
     except (ValueError, LookupError, TypeError, RecursionError):
         is_whole = False
     if not is_whole:
-        raise CorruptCheckpoint(f"{stated} was changed after the run: {go_on}")
+        raise CorruptCheckpointError(f"{stated} was changed after the run: {go_on}")
     for name, entry in files.items():
         _require_hash(folder / name, entry["sha256"], f"was changed after the run: {go_on}", f": {go_on}")
     return None
 
 
-def sealed(text: str) -> str:
+def append_hash(text: str) -> str:
     """Return ``text`` with its hash added as a comment in the last line."""
     return f"{text}{LINE}{hashlib.sha256(text.encode()).hexdigest()}\n"
 
 
-def require_sealed_text(path: Path) -> str | None:
-    """Check a file with a :func:`sealed` text, with the same result as :func:`require_sealed`."""
-    with reading(path):
-        text = read_regular(path, MOST_BYTES).decode(errors="replace")
+def verify_text_file(path: Path) -> str | None:
+    """Check a file with a :func:`append_hash` text, with the same result as :func:`verify_folder`."""
+    with read_errors_as_corrupt(path):
+        text = read_regular(path, MAX_JSON_BYTES).decode(errors="replace")
     above, line, _ = text.rpartition(LINE)
     if not line:
         return f"{path} has no hash: {UNCHECKED}"
-    if sealed(above) != text:
-        raise CorruptCheckpoint(
+    if append_hash(above) != text:
+        raise CorruptCheckpointError(
             f"{path} was changed after the run: revert the change and use flags instead, or remove its last line, "
             "the hash, if it was changed on purpose"
         )

@@ -18,17 +18,17 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from trainer.checkpoint.folder import CheckpointFolder, Score, missing_space, no_space
+from trainer.checkpoint.folder import CheckpointFolder, Score, disk_full_message, disk_space_shortfall
 from trainer.checkpoint.manifest import MANIFEST, STATE, Manifest
-from trainer.checkpoint.parts import Part, describe_parts, write_parts
+from trainer.checkpoint.tensor_parts import TensorPart, index_parts, write_parts
 from trainer.errors import RunError
 from trainer.system.files import read_regular, remove, write_atomic
 from trainer.system.redact import redact
 
 HISTORY = "metrics.csv"
-SECONDS_BETWEEN_LOOKS = 0.02
-SECONDS_BETWEEN_COUNTS = 1.0
-MOST_REASON = 1 << 20  # max bytes of another rank's error message
+POLL_INTERVAL = 0.02
+PROGRESS_INTERVAL = 1.0
+MAX_REASON_BYTES = 1 << 20  # max bytes of another rank's error message
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,9 +36,11 @@ class Snapshot:
     """The state of training at a step boundary, in host memory: this rank's share."""
 
     step: int
-    parts: Mapping[str, Part]  # tensors that this rank writes
-    own: Mapping[str, Any]  # other state of this rank, as JSON: numbers in the optimizer's state, random generators
-    common: Mapping[str, Any]  # state that is the same on all ranks, as JSON; written by the first rank
+    parts: Mapping[str, TensorPart]  # tensors that this rank writes
+    rank_state: Mapping[
+        str, Any
+    ]  # other state of this rank, as JSON: numbers in the optimizer's state, random generators
+    shared_state: Mapping[str, Any]  # state that is the same on all ranks, as JSON; written by the first rank
     history: bytes  # metrics.csv so far, on the first rank only
     manifest: Callable[[Mapping[str, Any]], Manifest]  # creates the manifest from the files' sizes and hashes
 
@@ -49,14 +51,14 @@ class Snapshot:
 
 
 @dataclass(frozen=True)
-class Writer:
+class CheckpointWriter:
     """Writes snapshots into ``folder``."""
 
     folder: CheckpointFolder
     rank: int
     world_size: int
     attempt: str  # name of this start of the run, the same on all ranks
-    patience: float  # seconds without progress of another rank after which the first rank gives up
+    timeout: float  # seconds without progress of another rank after which the first rank gives up
     keep_last: int
     keep_best: int
     score: Score  # rates the metrics of an evaluation; higher is better
@@ -76,27 +78,27 @@ class Writer:
             if self.rank == 0:
                 self._complete(staging, snapshot)
         except OSError as error:
-            failure = self._explained(error, snapshot)
-            self._give_up(staging, str(failure))
+            failure = self._to_run_error(error, snapshot)
+            self._abort(staging, str(failure))
             raise failure from error
         except BaseException as error:
-            self._give_up(staging, str(error) or type(error).__name__)
+            self._abort(staging, str(error) or type(error).__name__)
             raise
 
     def _write_own(self, staging: Path, snapshot: Snapshot) -> None:
-        name = sign_of(self.rank, "safetensors")
+        name = done_marker(self.rank, "safetensors")
         entry = write_parts(staging / name, snapshot.parts, self.on_progress)
-        content = {**snapshot.own, "file": {name: entry}, "tensors": describe_parts(name, snapshot.parts)}
+        content = {**snapshot.rank_state, "file": {name: entry}, "tensors": index_parts(name, snapshot.parts)}
         # Once the last completion file exists, the first rank may rename the folder; it syncs the folder itself.
-        write_atomic(staging / sign_of(self.rank), json.dumps(content), sync_folder=False)
+        write_atomic(staging / done_marker(self.rank), json.dumps(content), sync_folder=False)
 
     def _complete(self, staging: Path, snapshot: Snapshot) -> None:
         files: dict[str, Any] = {}
         for rank in range(self.world_size):
             text = self._wait_for(staging, rank)
             files |= json.loads(text)["file"]
-            files[sign_of(rank)] = _entry(text)
-        for name, content in ((STATE, json.dumps(snapshot.common).encode()), (HISTORY, snapshot.history)):
+            files[done_marker(rank)] = _entry(text)
+        for name, content in ((STATE, json.dumps(snapshot.shared_state).encode()), (HISTORY, snapshot.history)):
             write_atomic(staging / name, content)
             files[name] = _entry(content)
         write_atomic(staging / MANIFEST, snapshot.manifest(files).to_json())
@@ -110,42 +112,44 @@ class Writer:
 
     def _wait_for(self, staging: Path, rank: int) -> bytes:
         arrived, looked, since = -1, 0.0, time.monotonic()
-        while (now := time.monotonic()) - since < self.patience:
+        while (now := time.monotonic()) - since < self.timeout:
             with suppress(FileNotFoundError):
-                return (staging / sign_of(rank)).read_bytes()
-            if now - looked > SECONDS_BETWEEN_COUNTS:
+                return (staging / done_marker(rank)).read_bytes()
+            if now - looked > PROGRESS_INTERVAL:
                 looked, before, arrived = now, arrived, _bytes_in(staging)
                 if arrived != before:
                     since = now
                     self.on_progress()
-            failure = staging / sign_of(rank, "failed")
+            failure = staging / done_marker(rank, "failed")
             if failure.exists():
-                raise RunError(f"rank {rank}: {read_regular(failure, MOST_REASON).decode(errors='replace')}")
-            time.sleep(SECONDS_BETWEEN_LOOKS)
+                raise RunError(f"rank {rank}: {read_regular(failure, MAX_REASON_BYTES).decode(errors='replace')}")
+            time.sleep(POLL_INTERVAL)
         raise RunError(
-            f"rank {rank} has not written to its part of {staging.name.split('.')[1]} for {self.patience:.0f} s: check "
+            f"rank {rank} has not written to its part of {staging.name.split('.')[1]} for {self.timeout:.0f} s: check "
             f"that {self.folder.path} is the same folder on all machines"
         )
 
-    def _give_up(self, staging: Path, why: str) -> None:
+    def _abort(self, staging: Path, why: str) -> None:
         """Report the failure to the first rank; the first rank itself removes the folder."""
         with suppress(OSError):  # then the first rank times out, or the next start removes the folder
             if self.rank:
-                (staging / sign_of(self.rank, "failed")).write_text(redact(why))
+                (staging / done_marker(self.rank, "failed")).write_text(redact(why))
             else:
                 remove(staging)
 
-    def _explained(self, error: OSError, snapshot: Snapshot) -> RunError:
+    def _to_run_error(self, error: OSError, snapshot: Snapshot) -> RunError:
         if error.errno in (errno.ENOSPC, errno.EDQUOT):
             needed = snapshot.nbytes
-            return no_space(self.folder.path, snapshot.step, needed, max(1, missing_space(self.folder.path, needed)))
+            return disk_full_message(
+                self.folder.path, snapshot.step, needed, max(1, disk_space_shortfall(self.folder.path, needed))
+            )
         return RunError(
             f"the checkpoint of step {snapshot.step} could not be written: {error.strerror or error} "
             f"({error.filename or self.folder.path}). Older checkpoints are unchanged"
         )
 
 
-class Background:
+class BackgroundTask:
     """Runs one function at a time in a background thread; ``wait`` raises its error."""
 
     thread: threading.Thread | None = None
@@ -157,7 +161,7 @@ class Background:
         self.thread = threading.Thread(target=self._guarded, args=(work,), name="checkpoint", daemon=True)
         self.thread.start()
 
-    def ends(self, seconds: float | None = None) -> bool:
+    def join(self, seconds: float | None = None) -> bool:
         """Wait at most ``seconds`` (``None``: no limit) for the current work; return whether it has ended."""
         if self.thread is not None:
             self.thread.join(seconds)
@@ -165,7 +169,7 @@ class Background:
 
     def wait(self) -> None:
         """Wait until the work has ended, and raise its error, if any."""
-        self.ends()
+        self.join()
         failure, self.failure = self.failure, None
         if failure is not None:
             raise failure
@@ -185,9 +189,9 @@ def _bytes_in(folder: Path) -> int:
     return total
 
 
-def sign_of(rank: int, ending: str = "json") -> str:
+def done_marker(rank: int, suffix: str = "json") -> str:
     """Return the name of a file of ``rank``: ``.json`` completion file, ``.safetensors`` tensors, ``.failed`` error."""
-    return f"rank-{rank:05d}.{ending}"
+    return f"rank-{rank:05d}.{suffix}"
 
 
 def _entry(content: bytes) -> dict[str, Any]:

@@ -4,24 +4,24 @@ from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import NamedTuple
 
-TRUST = "trust-recipe"  # the switch that allows a YAML file to name Python code
+TRUST_RECIPE = "trust-recipe"  # the switch that allows a YAML file to name Python code
 
 
-class OwnFlags(NamedTuple):
+class CommandFlags(NamedTuple):
     """The flags of a command in addition to those of the recipe, with their help texts.
 
-    ``valued`` flags take a value; those in ``several`` take all words up to the next flag; ``words`` is the flag that
-    takes words without a flag."""
+    ``valued`` flags take a value; those in ``multi_valued`` take all words up to the next flag; ``positional`` is the
+    flag that takes words without a flag."""
 
     valued: Mapping[str, str] = MappingProxyType({})
     switches: Mapping[str, str] = MappingProxyType({})
-    several: Sequence[str] = ()
-    words: str | None = None
-    about: str = ""  # description of the command, for a short help page
+    multi_valued: Sequence[str] = ()
+    positional: str | None = None
+    description: str = ""  # description of the command, for a short help page
 
 
-NONE = OwnFlags()
-EVERY = OwnFlags(  # the flags of every command that takes a recipe
+NO_FLAGS = CommandFlags()
+RECIPE_FLAGS = CommandFlags(  # the flags of every command that takes a recipe
     {"config": "read settings from a YAML file; flags override it"},
-    {"print_config": "print the recipe as YAML", TRUST: "execute the .py file that a recipe.yaml names"},
+    {"print_config": "print the recipe as YAML", TRUST_RECIPE: "execute the .py file that a recipe.yaml names"},
 )

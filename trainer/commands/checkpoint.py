@@ -8,20 +8,20 @@ from pathlib import Path
 
 from trainer.checkpoint.folder import CheckpointFolder, is_checkpoint
 from trainer.checkpoint.manifest import (
-    MOST_BYTES,
+    MAX_JSON_BYTES,
     STATE,
-    CorruptCheckpoint,
+    CorruptCheckpointError,
     Manifest,
-    fault_of,
+    find_corruption,
     folder_name,
     read_manifest,
-    require_sealed,
-    require_sealed_text,
+    verify_folder,
+    verify_text_file,
 )
-from trainer.commands import TRUST, OwnFlags
+from trainer.commands import TRUST_RECIPE, CommandFlags
 from trainer.errors import RecipeError, require
-from trainer.system.files import read_object
-from trainer.system.text import escaped, gigabytes
+from trainer.system.files import read_json_object
+from trainer.system.text import escaped, format_bytes
 
 USAGE = """\
 usage: trainer checkpoint list DIR
@@ -39,20 +39,20 @@ DIR is a run directory (export takes its newest valid checkpoint, or with --best
 as RUN_DIR/checkpoints/step-00000100.
 """
 ACTIONS = ("list", "verify", "export")
-RESULTS = {"recipe.yaml": require_sealed_text, "model": require_sealed}
+RESULTS = {"recipe.yaml": verify_text_file, "model": verify_folder}
 """Other results in a run directory, with the function that checks each."""
 
 
 def checkpoint(argv: Sequence[str]) -> None:
     """Run ``trainer checkpoint``."""
-    from trainer.commands.flags import scan
+    from trainer.commands.flags import split_argv
 
-    positionals, flags = scan(argv, OwnFlags({}, {"best": ""}))
+    positionals, flags = split_argv(argv, CommandFlags({}, {"best": ""}))
     if ("help", None) in flags or not positionals:
         print(USAGE, end="")
         return
     action, *rest = positionals
-    unknown = [name for name, _ in flags if action != "export" or name not in ("out", "best", TRUST)]
+    unknown = [name for name, _ in flags if action != "export" or name not in ("out", "best", TRUST_RECIPE)]
     require(action in ACTIONS, f"checkpoint {action}: no such action: use one of {', '.join(ACTIONS)}")
     require(not unknown, f"checkpoint {action}: unknown flag --{'/--'.join(unknown)}: see trainer checkpoint --help")
     require(len(rest) == 1, f"checkpoint {action} takes one DIR: see trainer checkpoint --help")
@@ -71,7 +71,7 @@ def checkpoint(argv: Sequence[str]) -> None:
                 missing = "no evaluation has chosen a best checkpoint (run.best, a validation set)"
                 raise RecipeError(f"{path}: {missing}: leave out --best")
             paths = [found for found in paths if found == best]
-        export_checkpoint(paths, Path(out) if out else None, trusted=(TRUST, None) in flags)
+        export_checkpoint(paths, Path(out) if out else None, trusted=(TRUST_RECIPE, None) in flags)
 
 
 def find(path: Path) -> list[Path]:
@@ -87,7 +87,7 @@ def find(path: Path) -> list[Path]:
 
 def best_of(newest_first: Sequence[Path]) -> Path | None:
     """Return the best checkpoint so far, as recorded in the newest one; ``None`` if not recorded, or removed."""
-    best = read_object(newest_first[0] / STATE, MOST_BYTES).get("best")
+    best = read_json_object(newest_first[0] / STATE, MAX_JSON_BYTES).get("best")
     step = best.get("step") if isinstance(best, dict) else None
     return next((path for path in newest_first if type(step) is int and step and path.name == folder_name(step)), None)
 
@@ -98,7 +98,7 @@ def list_checkpoints(paths: Sequence[Path]) -> None:
     for path in paths:
         try:
             print(escaped(f"{path}  {_described(read_manifest(path))}{' · best' * (path == best)}"))
-        except CorruptCheckpoint as error:  # noqa: PERF203
+        except CorruptCheckpointError as error:  # noqa: PERF203
             if os.path.lexists(path):  # otherwise its run, still alive, has removed it
                 print(escaped(f"{path}  CORRUPT: {error}"))
 
@@ -106,7 +106,7 @@ def list_checkpoints(paths: Sequence[Path]) -> None:
 def _described(manifest: Manifest) -> str:
     parts = [
         f"step {manifest.step:,} (epoch {manifest.epoch}, {manifest.step_in_epoch:,} steps in)",
-        gigabytes(sum(entry["bytes"] for entry in manifest.files.values())),
+        format_bytes(sum(entry["bytes"] for entry in manifest.files.values())),
         f"{manifest.world_size} rank{'s' * (manifest.world_size > 1)}",
         *(f"{name} {value:.4f}" for name, value in (manifest.figures or {}).items()),
         manifest.created,
@@ -118,10 +118,10 @@ def verify_checkpoints(paths: Sequence[Path], results: Mapping[Path, Callable[[P
     """Check every file of the checkpoints and the ``results``, and print a line for each.
 
     Raises:
-        CorruptCheckpoint: at the end, with the number of corrupt ones."""
+        CorruptCheckpointError: at the end, with the number of corrupt ones."""
     corrupt = damaged = 0
     for path in paths:
-        problem = fault_of(path)
+        problem = find_corruption(path)
         if problem is not None and not os.path.lexists(path):
             print(f"{path}  removed by its run in the meantime")
             continue
@@ -130,46 +130,50 @@ def verify_checkpoints(paths: Sequence[Path], results: Mapping[Path, Callable[[P
     for path, check in results.items():
         try:
             print(escaped(f"{path}  {check(path) or 'ok'}"))
-        except CorruptCheckpoint as error:  # noqa: PERF203
+        except CorruptCheckpointError as error:  # noqa: PERF203
             damaged += 1
             print(escaped(f"{path}  CORRUPT: {error}"))
     if corrupt:
-        raise CorruptCheckpoint(f"{corrupt} of {len(paths)} checkpoint(s) are corrupt")
+        raise CorruptCheckpointError(f"{corrupt} of {len(paths)} checkpoint(s) are corrupt")
     if damaged:
-        raise CorruptCheckpoint(f"{damaged} of {len(results)} results of the run have changed since they were written")
+        raise CorruptCheckpointError(
+            f"{damaged} of {len(results)} results of the run have changed since they were written"
+        )
 
 
 def export_checkpoint(paths: Sequence[Path], out: Path | None, *, trusted: bool = False) -> None:
     """Write the model of the first valid checkpoint of ``paths`` to ``out``; ``trusted`` as for ``load_recipe``."""
     for path in paths:
-        problem = fault_of(path)
+        problem = find_corruption(path)
         if problem is None:
             break
         if os.path.lexists(path):
             print(escaped(f"warning: {problem}"))
     else:
-        raise CorruptCheckpoint(f"none of the {len(paths)} checkpoint(s) in {paths[0].parent} is intact")
+        raise CorruptCheckpointError(f"none of the {len(paths)} checkpoint(s) in {paths[0].parent} is intact")
     run_dir = path.absolute().parent.parent
     stored, target = run_dir / "recipe.yaml", out or run_dir / "model"
     if not stored.is_file():
         why = f"{run_dir} has no recipe.yaml, which defines the model of {path.name}"
         raise RecipeError(f"{why}: export from inside its run directory")
     require(not target.exists(), f"{target} exists: remove it or give another folder with --out")
-    if unsealed := require_sealed_text(stored):
+    if unsealed := verify_text_file(stored):
         print(f"warning: {unsealed}")
     from trainer.checkpoint.export import save_model
     from trainer.commands.recipes import load_recipe
-    from trainer.report.card import Trained, card_of
-    from trainer.run.resume import Found, load_whole_model
+    from trainer.report.model_card import TrainingFacts, build_model_card
+    from trainer.run.resume import ValidCheckpoint, load_whole_model
     from trainer.system.files import room_in, staged_folder, write_atomic
 
     recipe, _ = load_recipe(str(stored), trusted=trusted)
     manifest = read_manifest(path)
-    module = load_whole_model(Found(path, manifest), recipe.model)
+    module = load_whole_model(ValidCheckpoint(path, manifest), recipe.model)
     metrics, data = dict(manifest.figures or {}), {"class": type(recipe.data).__name__, "fingerprint": manifest.dataset}
     facts = {"status": f"checkpoint of step {manifest.step:,}", "plan": manifest.plan, "saved": manifest.created}
-    trained = Trained({**facts, **metrics}, {}, data, manifest.versions)  # the split of the metrics is not recorded
+    trained = TrainingFacts(
+        {**facts, **metrics}, {}, data, manifest.versions
+    )  # the split of the metrics is not recorded
     with room_in(target.absolute().parent, "give another folder with --out"), staged_folder(target) as folder:
         save_model(recipe.model, module, folder)
-        write_atomic(folder / "README.md", card_of(recipe, run_dir, trained))
+        write_atomic(folder / "README.md", build_model_card(recipe, run_dir, trained))
     print(escaped(f"exported the model of {path.name} to {target}"))

@@ -8,28 +8,28 @@ from typing import Any
 
 import trainer.data
 import trainer.models
-from trainer.commands import TRUST
+from trainer.commands import TRUST_RECIPE
 from trainer.contract import Data, Model
-from trainer.errors import RecipeError, nearest, require
+from trainer.errors import RecipeError, require, suggest_name
 from trainer.recipe import Recipe
-from trainer.settings import CLASS, class_of
-from trainer.system.imports import imported
+from trainer.settings import CLASS, class_spec
+from trainer.system.imports import import_object
 
-PARTS: dict[str, tuple[Any, type]] = {"model": (trainer.models, Model), "data": (trainer.data, Data)}
+SWAPPABLE_SECTIONS: dict[str, tuple[Any, type]] = {"model": (trainer.models, Model), "data": (trainer.data, Data)}
 """The sections with a choice of classes: the module of the built-in classes, and the base class of custom ones."""
 
 
 def known_classes(part: str) -> dict[str, type]:
     """Return the built-in classes for the section ``part``, by name."""
-    module, base = PARTS[part]
+    module, base = SWAPPABLE_SECTIONS[part]
     found = {name: getattr(module, name) for name in module.__all__}
     return {name: kind for name, kind in found.items() if issubclass(kind, base)}
 
 
-def taken_from(tree: Mapping[Any, Any]) -> tuple[dict[Any, Any], dict[str, str]]:
+def split_classes(tree: Mapping[Any, Any]) -> tuple[dict[Any, Any], dict[str, str]]:
     """Split a YAML file's settings into settings and class names, which can be written in three ways."""
     rest, classes = dict(tree), dict[str, str]()
-    for part in PARTS:
+    for part in SWAPPABLE_SECTIONS:
         section, named = rest.get(part), rest.pop(f"{part}.{CLASS}", None)
         if isinstance(section, str):
             named = rest.pop(part)
@@ -49,7 +49,7 @@ def with_classes(recipe: Recipe, classes: Mapping[str, str], trusted: bool) -> t
     """
     needed: dict[str, list[str]] = {}
     for part, name in classes.items():
-        if name == class_of(getattr(recipe, part)):
+        if name == class_spec(getattr(recipe, part)):
             continue
         kind = known_classes(part).get(name) or _imported(part, name, trusted)
         required = [field.name for field in _init_fields(kind) if field.default is field.default_factory is MISSING]
@@ -58,7 +58,7 @@ def with_classes(recipe: Recipe, classes: Mapping[str, str], trusted: bool) -> t
     return recipe, needed
 
 
-def require_given(recipe: Recipe, needed: Mapping[str, Sequence[str]], *levels: Mapping[str, Any]) -> None:
+def require_settings(recipe: Recipe, needed: Mapping[str, Sequence[str]], *levels: Mapping[str, Any]) -> None:
     """Raise an error for a setting required by ``with_classes`` that none of the ``levels`` of changes gives."""
     for part, key in [(part, key) for part, keys in needed.items() for key in keys]:
         kind = type(getattr(recipe, part)).__name__
@@ -80,16 +80,19 @@ def _at_defaults(kind: type) -> Any:
 
 
 def _imported(part: str, name: str, trusted: bool) -> type:
-    given, (_, base), known = f"{part}.{CLASS}={name!r}", PARTS[part], known_classes(part)
+    given, (_, base), known = f"{part}.{CLASS}={name!r}", SWAPPABLE_SECTIONS[part], known_classes(part)
     module = name.rpartition(".")[0]
     if module == "__main__":
         nowhere = f"{given} was defined in a notebook or script, so it cannot be imported"
         raise RecipeError(f"{nowhere}: in Python, use trainer.load(RUN_DIR, recipe)")
     if not module or not all(word.isidentifier() for word in name.split(".")):
         choices = f"{', '.join(sorted(known))}; or a custom class, as module.Class"
-        raise RecipeError(f"{given} is unknown{nearest(name, known, 0.5)} ({choices})")
-    require(trusted, f"{given} is Python code named by a file and is not imported: add --{TRUST} if you trust the file")
-    kind = imported(given, name)
+        raise RecipeError(f"{given} is unknown{suggest_name(name, known, 0.5)} ({choices})")
+    require(
+        trusted,
+        f"{given} is Python code named by a file and is not imported: add --{TRUST_RECIPE} if you trust the file",
+    )
+    kind = import_object(given, name)
     if not (isinstance(kind, type) and issubclass(kind, base) and is_dataclass(kind)):
         raise RecipeError(f"{given} must be a dataclass and a trainer.{base.__name__}: see docs/your-own-model.md")
     return kind

@@ -11,25 +11,25 @@ from collections.abc import Iterator
 from functools import partial
 from typing import TYPE_CHECKING
 
-from trainer.commands import OwnFlags
-from trainer.commands.recipes import asked_for
+from trainer.commands import CommandFlags
+from trainer.commands.recipes import parse_command
 from trainer.errors import RecipeError, RunError
 from trainer.recipe import Recipe
 from trainer.system.imports import quick_imports
-from trainer.system.waiting import doing
+from trainer.system.status_line import show_status
 
 if TYPE_CHECKING:
-    from trainer.doctor.subject import Finding
+    from trainer.doctor.context import Finding
 
 # Modules that import torch are imported inside the functions, so that --help is fast.
 
 ABOUT = "Check this machine, the data and the model before a run; each finding has a fix."
-FLAGS = OwnFlags(switches={"json": "print the findings as JSON, and nothing else, on stdout"}, about=ABOUT)
+FLAGS = CommandFlags(switches={"json": "print the findings as JSON, and nothing else, on stdout"}, description=ABOUT)
 
 
 def doctor(argv: list[str]) -> None:
     """Check a recipe on this machine, and print the findings."""
-    if asked := asked_for("doctor", "RECIPE", argv, FLAGS):
+    if asked := parse_command("doctor", "RECIPE", argv, FLAGS):
         report(asked.recipe, asked.reference, ("json", None) in asked.flags)
 
 
@@ -55,13 +55,13 @@ def examine(recipe: Recipe, reference: str) -> Iterator[Finding]:
     """Yield the findings one by one; ``reference`` names the recipe for ``trainer fit``."""
     with quick_imports():
         from trainer.doctor import machine, samples
-        from trainer.doctor.subject import Subject, fail, findings
+        from trainer.doctor.context import CheckContext, fail, findings
         from trainer.launching.world import detect_world
-        from trainer.run.forecast import decided
+        from trainer.run.run_prediction import decided
 
     try:
         recipe, world = decided(recipe, detect_world(recipe))
-        subject = Subject(recipe, reference, world)
+        subject = CheckContext(recipe, reference, world)
     except RecipeError as error:  # no device or an unknown launcher: no other check is possible
         yield fail(str(error), check="devices")
         return
@@ -73,20 +73,20 @@ def examine(recipe: Recipe, reference: str) -> Iterator[Finding]:
         ("model and data", samples.model_and_data),
         ("plan", samples.plan_of),
     ):
-        doing(f"checking {name}")
+        show_status(f"checking {name}")
         yield from findings(name, partial(check, subject))
     peak = machine.PeakMemory(subject)
     for name, check, needs_model in (
         ("host memory", machine.host_memory, False),
         ("shared memory", machine.shared_memory, False),
-        ("disk space", machine.space, False),
+        ("disk space", machine.disk_space, False),
         ("vocabulary", samples.vocabulary, True),
         ("samples", samples.samples, True),
         ("duplicates", samples.duplicates, True),
         ("checkpoint", machine.round_trip, True),
     ):
         if subject.ready or not needs_model:
-            doing(f"checking {name}")
+            show_status(f"checking {name}")
             yield from findings(name, partial(check, subject))
-    doing("predicting peak memory")
-    yield from findings("peak memory", peak.look)
+    show_status("predicting peak memory")
+    yield from findings("peak memory", peak.finding)

@@ -18,21 +18,21 @@ import yaml
 from docstring_parser import parse as parse_docstring
 from jsonargparse import ArgumentParser, DefaultHelpFormatter, Namespace, get_loader, set_loader
 
-from trainer.commands import EVERY, NONE, OwnFlags
-from trainer.commands.classes import PARTS, known_classes
-from trainer.errors import RecipeError, nearest, require
-from trainer.recipe import ALSO_CALLED, MEANT, NOT_OFFERED, Recipe
+from trainer.commands import NO_FLAGS, RECIPE_FLAGS, CommandFlags
+from trainer.commands.classes import SWAPPABLE_SECTIONS, known_classes
+from trainer.errors import RecipeError, require, suggest_name
+from trainer.recipe import UNSUPPORTED_VALUES, VALUE_ALIASES, VALUE_SUGGESTIONS, Recipe
 from trainer.settings import did_you_mean, settings_of
+from trainer.system.error_reports import describe_error
 from trainer.system.files import read_regular
-from trainer.system.reports import cause
 
-SWITCHES = ("help", *EVERY.switches)
+SWITCHES = ("help", *RECIPE_FLAGS.switches)
 
 UNIONS = (Union, types.UnionType)
-MOST_BYTES = 1_000_000
+MAX_YAML_BYTES = 1_000_000
 """Size limit of a YAML file; about 100 kB are parsed per second."""
 MAX_DEPTH, MAX_FOR_C = 100, 2_000  # levels; characters that may open one: at 40,000, PyYAML's C code crashes
-MOST_NODES = 100_000
+MAX_YAML_NODES = 100_000
 """Limit of nodes in a YAML file, with aliases expanded: a few lines of aliases can expand to billions."""
 
 OF_A_SWEEP = {
@@ -46,7 +46,7 @@ Flags = list[tuple[str, str | None]]
 """Names and values of flags, in the order given; the value is ``None`` for a switch."""
 
 
-def scan(argv: Sequence[str], own: OwnFlags = NONE) -> tuple[list[str], Flags]:
+def split_argv(argv: Sequence[str], own: CommandFlags = NO_FLAGS) -> tuple[list[str], Flags]:
     """Split a command line into positional words and flags, before the recipe and its flags are known."""
     positionals: list[str] = []
     flags: Flags = []
@@ -63,7 +63,7 @@ def scan(argv: Sequence[str], own: OwnFlags = NONE) -> tuple[list[str], Flags]:
             flags.append((name[2:], text))
         else:
             count = next((at for at, word in enumerate(rest) if word.startswith("--")), len(rest))
-            values = rest[: count if name[2:] in own.several else min(count, 1)]
+            values = rest[: count if name[2:] in own.multi_valued else min(count, 1)]
             if not values:
                 raise RecipeError(f"flag {name} needs a value")
             flags += [(name[2:], value) for value in values]
@@ -71,7 +71,7 @@ def scan(argv: Sequence[str], own: OwnFlags = NONE) -> tuple[list[str], Flags]:
     return positionals, flags
 
 
-class Refused(RecipeError):
+class SettingError(RecipeError):
     """An invalid name or value of the setting ``key``."""
 
     def __init__(self, key: str, message: str) -> None:
@@ -82,9 +82,9 @@ class Refused(RecipeError):
 class RecipeParser:
     """Parses the flags and YAML keys of one recipe; its current values are the defaults."""
 
-    def __init__(self, recipe: Recipe, usage: str | None = None, own: OwnFlags = NONE) -> None:
+    def __init__(self, recipe: Recipe, usage: str | None = None, own: CommandFlags = NO_FLAGS) -> None:
         self.settings = settings_of(recipe)
-        self.valued, self.switches = {**EVERY.valued, **own.valued}, {**EVERY.switches, **own.switches}
+        self.valued, self.switches = {**RECIPE_FLAGS.valued, **own.valued}, {**RECIPE_FLAGS.switches, **own.switches}
         self.parser = ArgumentParser(
             usage=usage,
             formatter_class=_Formatter,
@@ -104,7 +104,7 @@ class RecipeParser:
             section, _, name = key.rpartition(".")
             if section not in groups:
                 title = f"{section}: {setting.owner.__name__}" if section else "recipe"
-                more = {"description": _others(section)} if section in PARTS else {}
+                more = {"description": _others(section)} if section in SWAPPABLE_SECTIONS else {}
                 groups[section] = self.parser.add_argument_group(title, **more)
             shown = {"metavar": _describe(setting.hint), "help": _documentation(setting.owner, name) or None}
             kind = _checked_as(setting.hint)
@@ -116,17 +116,17 @@ class RecipeParser:
         sections = {key[:at] for key in self.settings for at, letter in enumerate(key) if letter == "."}
         for key, value in _flatten(nested, sections):
             if key not in self.settings:
-                meant = self._elsewhere(key) or did_you_mean(key, [*self.settings, *sections])
-                raise Refused(key, f"unknown key {key}{meant}")
+                meant = self._find_owner(key) or did_you_mean(key, [*self.settings, *sections])
+                raise SettingError(key, f"unknown key {key}{meant}")
             if key in flat:
-                raise Refused(key, f"duplicate key {key}: given both nested and with a dot")
+                raise SettingError(key, f"duplicate key {key}: given both nested and with a dot")
             flat[key] = value
-        tree = {key: self._meant(key, value) for key, value in flat.items()}
+        tree = {key: self._normalize(key, value) for key, value in flat.items()}
         return self._convert(partial(self.parser.parse_object, tree, defaults=False), flat)
 
-    def read_flags(self, flags: Flags, below: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the changes of flags, which are applied after the changes ``below`` of YAML files."""
-        before = {key: setting.value for key, setting in self.settings.items()} | dict(below)
+    def read_flags(self, flags: Flags, yaml_changes: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the changes of flags, which are applied after the changes ``yaml_changes`` of YAML files."""
+        before = {key: setting.value for key, setting in self.settings.items()} | dict(yaml_changes)
         given: dict[str, Any] = {}
         entries: dict[str, dict[str, str]] = {}
         argv, start = [], Namespace()
@@ -141,7 +141,7 @@ class RecipeParser:
                 if name.endswith("+"):  # jsonargparse's flag for appending to a list
                     start[key] = before[key]
                 elif key in self.settings:
-                    text = self._meant(key, text)
+                    text = self._normalize(key, text)
                 argv.append(f"--{name}={text}")
         changes = self._convert(partial(self.parser.parse_args, argv, start, defaults=False), given)
         for key, texts in entries.items():
@@ -160,22 +160,22 @@ class RecipeParser:
         owner, _, entry = name.rpartition(".")
         if owner in self.settings and entry and _accepts(self.settings[owner].hint, dict):
             return owner, entry
-        hint = self._elsewhere(name) or did_you_mean(name, [*self.settings, *self.valued], dashes="--")
+        hint = self._find_owner(name) or did_you_mean(name, [*self.settings, *self.valued], dashes="--")
         if not hint and f"{owner}.config" in self.settings:
             hint = f"; for an entry of its configuration, use --{owner}.config.{entry}"
         raise RecipeError(f"unknown flag --{name} (value {text!r}){hint or '; --help lists all flags'}")
 
-    def _meant(self, key: str, value: Any) -> Any:
+    def _normalize(self, key: str, value: Any) -> Any:
         """Return the canonical value for common other spellings."""
-        return ALSO_CALLED.get((key, str(value)), _as_list(self.settings[key].hint, value))
+        return VALUE_ALIASES.get((key, str(value)), _as_list(self.settings[key].hint, value))
 
-    def _elsewhere(self, key: str) -> str:
+    def _find_owner(self, key: str) -> str:
         """Who has a setting ``key`` that the recipe's model or data has not: a flag of another command, or other
         classes of the package, of those the ones that read what the recipe's own does."""
         section, _, name = key.rpartition(".")
         if (flag := OF_A_SWEEP.get(name.replace("-", "_"))) and flag not in self.valued:
             return f"; it is a flag of another command: trainer sweep RECIPE --{flag}"
-        if section not in PARTS or not name:
+        if section not in SWAPPABLE_SECTIONS or not name:
             return ""
         own = next((one.owner for known, one in self.settings.items() if known.startswith(f"{section}.")), None)
         having = [kind for kind in known_classes(section).values() if name in vars(kind)["__dataclass_fields__"]]
@@ -194,7 +194,7 @@ class RecipeParser:
                 raise RecipeError(f"{key} has {len(str(value).lstrip('+-'))} digits: give a smaller number")
             tree = _value_of(key, value) if _accepts(hint, dict) else None
             if isinstance(tree, Mapping) and any(isinstance(name, float) for name in tree):  # 0.5 would become 0
-                raise Refused(key, _explain(key, hint, value))
+                raise SettingError(key, _explain(key, hint, value))
         try:
             found = vars(parse().as_flat())
         except RecursionError:
@@ -205,7 +205,7 @@ class RecipeParser:
                 raise RecipeError(" ".join(str(error).split())) from error
             key, duplicate = named[1], search(r"duplicate key .*", str(error))
             why = f"{key}={given[key]!r}: {duplicate[0]}" if duplicate else ""
-            raise Refused(key, why or _explain(key, self.settings[key].hint, given[key])) from error
+            raise SettingError(key, why or _explain(key, self.settings[key].hint, given[key])) from error
         return {key: value for key, value in found.items() if key in self.settings}
 
 
@@ -216,7 +216,7 @@ def _others(part: str) -> str:
 def load_yaml_file(path: Path) -> dict[Any, Any]:
     """Return the nested settings of a YAML file; errors name the file."""
     try:
-        tree = load_yaml(read_regular(path, MOST_BYTES).decode()) or {}
+        tree = load_yaml(read_regular(path, MAX_YAML_BYTES).decode()) or {}
         require(isinstance(tree, dict), f"must hold a mapping of settings, not a {type(tree).__name__}")
     except FileNotFoundError:
         raise RecipeError(f"{path}: no such file") from None
@@ -232,7 +232,7 @@ def load_yaml_file(path: Path) -> dict[Any, Any]:
     return tree
 
 
-def line_of(path: Path, key: str) -> int | None:
+def find_line(path: Path, key: str) -> int | None:
     """Return the line of ``key``, nested or with dots, in a valid YAML file."""
     node, line = yaml.compose(path.read_text(), yaml.SafeLoader), None
     while key and isinstance(node, yaml.MappingNode):
@@ -249,7 +249,7 @@ def load_yaml(text: str) -> Any:
 
     Raises:
         RecipeError: for a duplicate key (the loader would silently keep the last), for a key that is not a scalar, and
-            for aliases that expand to more than :data:`MOST_NODES` entries.
+            for aliases that expand to more than :data:`MAX_YAML_NODES` entries.
         YAMLError: for invalid YAML, and for a value that does not fit its tag.
     """
     root, seen = None, 0
@@ -260,8 +260,8 @@ def load_yaml(text: str) -> Any:
     while nodes:
         depth, node = nodes.pop()
         seen += 1
-        if seen > MOST_NODES:
-            raise RecipeError(f"has more than {MOST_NODES:,} entries, with aliases expanded: shorten it")
+        if seen > MAX_YAML_NODES:
+            raise RecipeError(f"has more than {MAX_YAML_NODES:,} entries, with aliases expanded: shorten it")
         if depth > MAX_DEPTH:
             raise RecursionError  # like Python's loader
         lines: dict[str, int] = {}
@@ -277,7 +277,7 @@ def load_yaml(text: str) -> Any:
     try:
         return get_loader("yaml")(text)
     except (ValueError, AttributeError, TypeError, LookupError, OverflowError) as error:  # such as !!int x or !!bool x
-        raise yaml.YAMLError(f"a value does not fit its tag ({cause(error)})") from error
+        raise yaml.YAMLError(f"a value does not fit its tag ({describe_error(error)})") from error
 
 
 def _value(text: Any) -> Any:
@@ -345,13 +345,13 @@ def _describe(hint: Any) -> str:
 
 def _explain(key: str, hint: Any, value: Any) -> str:
     """Return the error for an invalid ``value``, with the nearest choice."""
-    if (reason := NOT_OFFERED.get((key, str(value)))) is not None:
+    if (reason := UNSUPPORTED_VALUES.get((key, str(value)))) is not None:
         return f"{key}={value} is not supported: {reason}"
     wanted, choices = _describe(hint), _choices(hint)
-    if (meant := MEANT.get((key, str(value).lower()))) is not None:  # YAML reads yes as a bool
+    if (meant := VALUE_SUGGESTIONS.get((key, str(value).lower()))) is not None:  # YAML reads yes as a bool
         return f"{key}={value!r} must be {wanted}; did you mean {meant}?"
     words = [word for word in findall(r"[\w.-]+", str(value)) if word not in choices]
-    return f"{key}={value!r} must be {wanted}" + (nearest(words[0], choices) if words else "")
+    return f"{key}={value!r} must be {wanted}" + (suggest_name(words[0], choices) if words else "")
 
 
 def _choices(hint: Any) -> list[str]:

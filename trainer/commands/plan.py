@@ -12,18 +12,18 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from trainer.commands import TRUST, OwnFlags
-from trainer.commands.recipes import Asked, asked_for, count, new_folder
+from trainer.commands import TRUST_RECIPE, CommandFlags
+from trainer.commands.recipes import ParsedCommand, create_output_folder, parse_command, parse_count
 from trainer.contract import without_weights
 from trainer.errors import RecipeError, RunError, require
 from trainer.fakegpu.gpus import NO_GPU, gpu_named, host_as_device
 from trainer.recipe import Recipe
 from trainer.system.files import write_atomic
 from trainer.system.imports import quick_imports
-from trainer.system.machine import may_have_gpu
+from trainer.system.machine import gpu_possible
 from trainer.system.redact import redact, redact_value
+from trainer.system.status_line import show_status
 from trainer.system.text import as_text, escaped, wrapped
-from trainer.system.waiting import doing
 
 if TYPE_CHECKING:
     from trainer.commands.flags import Flags
@@ -57,7 +57,7 @@ ABOUT = (
     "Find the fastest plan that fits a memory budget; no GPU is needed. RECIPE may be hf:MODEL, or hf:FOLDER with a "
     "config.json. Several --devices make a table. To plan any training script: trainer plan --script FILE --help."
 )
-FLAGS = OwnFlags(VALUED, SWITCHES, about=ABOUT)
+FLAGS = CommandFlags(VALUED, SWITCHES, description=ABOUT)
 
 
 def plan(argv: list[str]) -> None:
@@ -71,7 +71,7 @@ def plan(argv: list[str]) -> None:
 
         plan_script(argv)
         return
-    asked = asked_for("plan", "RECIPE", argv, FLAGS, made=_of_config)
+    asked = parse_command("plan", "RECIPE", argv, FLAGS, make_recipe=_of_config)
     if asked is None:
         return
     own = {name: text or "" for name, text in asked.flags if name in VALUED}
@@ -92,14 +92,14 @@ def _of_config(reference: str, flags: Flags) -> Recipe | None:
         for name in given:
             raise RecipeError(f"--{name} is for hf:MODEL, and {reference} is a recipe that sets it: leave it out")
         return None
-    from trainer.planner.from_config import hub_recipe
+    from trainer.planner.hub_config import hub_recipe
 
-    numbers = {name: count(name, text) for name, text in given.items() if name != "task"}
+    numbers = {name: parse_count(name, text) for name, text in given.items() if name != "task"}
     revision = dict(flags).get("model.revision")
     return hub_recipe(reference.removeprefix("hf:"), given.get("task"), revision=revision, **numbers)
 
 
-def _planned(asked: Asked, own: dict[str, str]) -> tuple[dict[str, Any], str]:
+def _planned(asked: ParsedCommand, own: dict[str, str]) -> tuple[dict[str, Any], str]:
     """Search, print and write files; return the content of ``plan.json``, and why there is no plan (or "")."""
     recipe, _, reference, flags = asked
     cluster = _clusters(recipe, own, False)[-1]
@@ -108,38 +108,38 @@ def _planned(asked: Asked, own: dict[str, str]) -> tuple[dict[str, Any], str]:
     with quick_imports():
         import accelerate  # noqa: F401  # imported once here instead of in each forked child
 
-        from trainer.memory.parameter_groups import choose_trained
-        from trainer.planner.from_config import trained_by
-        from trainer.planner.report import NOTHING, pasteable, settings, table, why
+        from trainer.memory.parameter_groups import set_requires_grad
+        from trainer.planner.hub_config import recipe_to_train
+        from trainer.planner.report import NOTHING, explanation_text, settings, table, wrap_command
         from trainer.planner.search import search_for
         from trainer.report.progress import Progress
-        from trainer.system.children import in_child
-        from trainer.weights.nf4 import Size, size_of
+        from trainer.system.child_jobs import run_in_child
+        from trainer.weights.nf4 import WeightCounts, count_weights
         from trainer.weights.streaming import on_meta
 
-    def planned_size() -> Size:
+    def planned_size() -> WeightCounts:
         module = on_meta(without_weights(search.recipe.model).build)
-        choose_trained(module, search.recipe.model, search.recipe.optim)
-        return size_of(module)
+        set_requires_grad(module, search.recipe.model, search.recipe.optim)
+        return count_weights(module)
 
-    doing("preparing model and data")
+    show_status("preparing model and data")
     search = search_for(recipe, gpu, cluster.devices, cluster.nodes, interconnect=own.get("interconnect"))
-    out = new_folder("plan", own.get("out"), reference)
-    size = Size(*in_child(planned_size))  # a child answers in JSON
+    out = create_output_folder("plan", own.get("out"), reference)
+    size = WeightCounts(*run_in_child(planned_size))  # a child answers in JSON
     print(search.heading(size))
     with contextlib.closing(Progress(recipe.run.progress)) as progress:
         progress.start(0)
-        doing("predicting")
+        show_status("predicting")
         # The batch is the same in all plans, and is printed already.
         search.progress = lambda done, total, text: progress.count(done, total, text.partition(" × ")[2])
         report = search.run(lossy.lower() == "true", ("all", None) in flags)
-    by, own_flags = trained_by(reference, recipe)
+    by, own_flags = recipe_to_train(reference, recipe)
     passed = [(name, text) for name, text in flags if name not in (*VALUED, *SWITCHES, *own_flags)]
     command = chosen_command(by, [*own_flags.items(), *passed], recipe, report) if by else []
-    print(redact(f"\n{table(report)}\n\n{why(report)}"))
+    print(redact(f"\n{table(report)}\n\n{explanation_text(report)}"))
     over = f", over {report.interconnect}" if report.interconnect else ""
     if command:
-        print(f"\nthe chosen plan{over}:\n{pasteable(command)}")
+        print(f"\nthe chosen plan{over}:\n{wrap_command(command)}")
     elif report.chosen is not None:
         print(f"\nthe chosen plan{over} (no packaged recipe trains this model):\n{settings(report)}")
     found = {"parameters": size.parameters, "trained_parameters": size.trained, **report.to_json()}
@@ -154,21 +154,21 @@ def _planned(asked: Asked, own: dict[str, str]) -> tuple[dict[str, Any], str]:
 
 def _clusters(recipe: Recipe, own: dict[str, str], several: bool) -> list[Cluster]:
     """Return the devices and nodes; invalid flags are rejected here, before anything slow."""
-    from trainer.fakegpu.network import USUAL, clusters, interconnects
+    from trainer.fakegpu.network import DEFAULT_NETWORKS, clusters, interconnects
     from trainer.planner.knobs import devices_of
 
     if own.get("gpu") not in (None, "cpu"):
         gpu_named(own["gpu"])
-    interconnects(own.get("interconnect", USUAL), host_as_device())  # rejects unknown names
+    interconnects(own.get("interconnect", DEFAULT_NETWORKS), host_as_device())  # rejects unknown names
     devices, nodes = (
-        [count(name, part.strip()) for part in own[name].split(",")] if name in own else None
+        [parse_count(name, part.strip()) for part in own[name].split(",")] if name in own else None
         for name in ("devices", "nodes")
     )
-    per_node = count("per-node", own["per-node"]) if "per-node" in own else None
+    per_node = parse_count("per-node", own["per-node"]) if "per-node" in own else None
     if nodes is None and per_node is None and not several:
         nodes = [1]
     found = clusters(devices or [devices_of(recipe)], nodes, per_node)
-    require("gpu" in own or may_have_gpu(), NO_GPU)
+    require("gpu" in own or gpu_possible(), NO_GPU)
     recipe.data.require_files()
     return found
 
@@ -200,26 +200,26 @@ def chosen_command(
     chosen = {**run, **decided, **report.chosen.flags}
     kept = [(name, text) for name, text in passed if name not in chosen and text is not None]
     flags = [(name, as_text(value)) for name, value in chosen.items()]
-    start += f" --{TRUST}" if (TRUST, None) in passed else ""
+    start += f" --{TRUST_RECIPE}" if (TRUST_RECIPE, None) in passed else ""
     return [start, *(f"--{name} {shlex.quote(redact_value(text, name))}" for name, text in [*kept, *flags])]
 
 
-def _scaled(asked: Asked, own: dict[str, str]) -> tuple[dict[str, Any], str]:
+def _scaled(asked: ParsedCommand, own: dict[str, str]) -> tuple[dict[str, Any], str]:
     recipe, _, reference, _ = asked
     for name in {"lossy", "all"} & {name for name, _ in asked.flags}:
         raise RecipeError(f"--{name} is for a search with one number of devices: leave it out, or give one number")
     sizes = _clusters(recipe, own, True)
     with quick_imports():
-        from trainer.fakegpu.network import USUAL, interconnects
-        from trainer.planner.predict import prepared
-        from trainer.planner.scale import ASSUMED, Scale, heading, refused, table, to_json, verdict
+        from trainer.fakegpu.network import DEFAULT_NETWORKS, interconnects
+        from trainer.planner.predict import prepare_recipe
+        from trainer.planner.scale import ASSUMED, ScaleSearch, heading, refused, summary_text, table, to_json
         from trainer.planner.search import target_for
         from trainer.report.progress import Progress
 
     target = target_for(own.get("gpu"))
-    networks = interconnects(own.get("interconnect", USUAL), target.gpu)
-    scale = Scale(prepared(recipe, outlines=True), target, sizes, networks)
-    out = new_folder("scale", own.get("out"), reference)
+    networks = interconnects(own.get("interconnect", DEFAULT_NETWORKS), target.gpu)
+    scale = ScaleSearch(prepare_recipe(recipe, outlines=True), target, sizes, networks)
+    out = create_output_folder("scale", own.get("out"), reference)
     with contextlib.closing(Progress(recipe.run.progress)) as progress:
         progress.start(0)
         scale.progress = progress.count
@@ -228,7 +228,7 @@ def _scaled(asked: Asked, own: dict[str, str]) -> tuple[dict[str, Any], str]:
     width = max(len(label) for label, _ in labels)
     print("\n".join(wrapped(f"{label:<{width}}  {text}", " " * (width + 2)) for label, text in labels))
     print(f"\n{table(report)}\n")
-    lines = [verdict(report, network.name) for network in report.networks]
+    lines = [summary_text(report, network.name) for network in report.networks]
     lines += [f"not simulated: {line}" for line in refused(report)]
     lines += [f"assumed: {line}" for line in ASSUMED] + [f"note: {line}" for line in report.notes]
     print("\n".join(wrapped(f"- {redact(line)}", "  ") for line in lines))
@@ -246,8 +246,8 @@ def write_page(path: Path, content: Mapping[str, Any], timeline: Mapping[str, An
     """Write ``plan.html``: the content of ``plan.json`` as a table with two sliders; it needs no network.
 
     It shows the memory curve of ``timeline`` like ``plot_plan``, if given."""
-    from trainer.report import page
+    from trainer.report import html_report
     from trainer.report.plots import CATEGORIES
 
     curve = None if timeline is None else {**timeline, "categories": CATEGORIES}
-    page.write_page(path, PAGE, title=content["recipe"], plan=content, curve=curve)
+    html_report.write_page(path, PAGE, title=content["recipe"], plan=content, curve=curve)

@@ -7,8 +7,8 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from trainer.commands import OwnFlags
-from trainer.commands.recipes import count, new_folder
+from trainer.commands import CommandFlags
+from trainer.commands.recipes import create_output_folder, parse_count
 from trainer.errors import RunError, require
 from trainer.fakegpu import script as scripts
 from trainer.fakegpu.gpus import gpu_named
@@ -30,13 +30,13 @@ VALUED = {
     "rows": "rows in each split of missing datasets (default: 1000)",
     "out": "folder for plan.json, plan.png and script.log (default: runs/SCRIPT/plan-DATE-TIME-PID)",
 }
-FLAGS = OwnFlags(VALUED, {"json": "print only the content of plan.json on stdout"})
+FLAGS = CommandFlags(VALUED, {"json": "print only the content of plan.json on stdout"})
 USAGE = "usage: trainer plan --script FILE [flags] [-- ARGS OF THE SCRIPT]"
 
 
 def plan_script(argv: Sequence[str]) -> None:
     """Plan a script; print and write the result; raise a ``RunError`` at the end if it does not fit."""
-    from trainer.commands.flags import scan
+    from trainer.commands.flags import split_argv
     from trainer.report.plots import plot_plan
 
     words, args = list(argv), list[str]()
@@ -46,7 +46,7 @@ def plan_script(argv: Sequence[str]) -> None:
     for name in (word.partition("=")[0][2:] for word in words if word.startswith("--")):
         known = {"help": "", **VALUED, **FLAGS.switches}
         require(name in known, f"unexpected --{name}: {own}{did_you_mean(name, known, '--')}")
-    positionals, flags = scan(words, FLAGS)
+    positionals, flags = split_argv(words, FLAGS)
     if ("help", None) in flags:
         rows = (VALUED | dict(FLAGS.switches)).items()
         print("\n".join([f"{USAGE}\n", *(wrapped(f"  --{name:<14} {text}", " " * 19) for name, text in rows)]))
@@ -83,7 +83,7 @@ def _script(own: dict[str, str], named: Sequence[str], args: Sequence[str]) -> s
     for name, _, folder in pairs:
         require(Path(folder, "config.json").is_file(), f"--config {name}={folder}: the folder has no config.json")
     configs = {name: str(Path(folder).absolute()) for name, _, folder in pairs}
-    numbers = {name: count(name, own[name]) for name in ("steps", "seconds", "rows") if name in own}
-    out = str(new_folder("plan", own.get("out"), own["script"]))
+    numbers = {name: parse_count(name, own[name]) for name in ("steps", "seconds", "rows") if name in own}
+    out = str(create_output_folder("plan", own.get("out"), own["script"]))
     gpu, budget, columns = own.get("gpu"), own.get("memory.budget"), own.get("columns", "")
     return scripts.Script(own["script"], args, out, gpu, budget, configs=configs, columns=columns, **numbers)

@@ -13,10 +13,10 @@ from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from trainer.commands import EVERY, NONE, TRUST, OwnFlags
-from trainer.commands.classes import PARTS, require_given, taken_from, with_classes
+from trainer.commands import NO_FLAGS, RECIPE_FLAGS, TRUST_RECIPE, CommandFlags
+from trainer.commands.classes import SWAPPABLE_SECTIONS, require_settings, split_classes, with_classes
 from trainer.contract import Data, Model
-from trainer.errors import NothingNamed, RecipeError, require, text_of
+from trainer.errors import MissingArgumentError, RecipeError, require, safe_message
 from trainer.recipe import Checkpoint, Memory, Optim, Recipe, Run
 from trainer.settings import CLASS, change, did_you_mean, dump_recipe, settings_of
 from trainer.system.files import default_folder, make_folder
@@ -26,7 +26,7 @@ from trainer.system.text import wrapped
 if TYPE_CHECKING:
     from trainer.commands.flags import Flags, RecipeParser
 
-MOST = 1_000_000  # limit of integer flags of commands: devices, nodes, steps, trials
+MAX_COUNT = 1_000_000  # limit of integer flags of commands: devices, nodes, steps, trials
 
 
 def recipes_folder() -> Path:
@@ -66,9 +66,9 @@ def load_recipe(reference: str, *, trusted: bool = False) -> tuple[Recipe, str |
     named = yaml_source(path, tree)
     if named is not None and os.path.isabs(named) and not trusted:
         code = f"{path}: recipe={str(tree['recipe'])!r} is Python code, {os.path.realpath(named)!r}"
-        raise RecipeError(f"{code}, and is not executed: add --{TRUST} if you trust the file")
-    tree, classes = taken_from(tree)
-    if named is None and classes.keys() != PARTS.keys():
+        raise RecipeError(f"{code}, and is not executed: add --{TRUST_RECIPE} if you trust the file")
+    tree, classes = split_classes(tree)
+    if named is None and classes.keys() != SWAPPABLE_SECTIONS.keys():
         fix = "add a line `recipe: NAME` with a packaged recipe or a .py file, or give model.class and data.class"
         raise RecipeError(f"{path} names no recipe: {fix}")
     base = import_recipe(_path_of(named)) if named is not None else Recipe(model=Model(), data=Data(), batch_size=1)
@@ -76,7 +76,7 @@ def load_recipe(reference: str, *, trusted: bool = False) -> tuple[Recipe, str |
     changes = yaml_changes(RecipeParser(recipe), path, tree, trusted)
     if named is None and changes.keys().isdisjoint({"batch_size", "accumulate"}):
         raise RecipeError(f"{path}: batch_size is missing: give it, or accumulate and memory.micro_batch_size")
-    require_given(recipe, needed, changes)
+    require_settings(recipe, needed, changes)
     return change(recipe, changes), named
 
 
@@ -118,11 +118,11 @@ def yaml_changes(parser: RecipeParser, path: Path, tree: Mapping[Any, Any], trus
         changes = parser.read_yaml({key: value for key, value in tree.items() if key != "recipe"})
         name = changes.get("optim.name", "adamw")
         code = f"optim.name={name!r} is Python code named by a file and is not imported"
-        require(trusted or not Optim(name).is_code, f"{code}: add --{TRUST} if you trust the file")
+        require(trusted or not Optim(name).is_code, f"{code}: add --{TRUST_RECIPE} if you trust the file")
     except RecipeError as error:
-        from trainer.commands.flags import line_of
+        from trainer.commands.flags import find_line
 
-        line = line_of(path, key) if (key := getattr(error, "key", "")) else None
+        line = find_line(path, key) if (key := getattr(error, "key", "")) else None
         raise RecipeError(f"{path}{f' line {line}' if line else ''}: {error}") from error
     return changes
 
@@ -144,7 +144,9 @@ def import_recipe(path: Path) -> Recipe:
         del sys.modules[name]
         if isinstance(error, KeyboardInterrupt):
             raise
-        what = text_of(error) if isinstance(error, RecipeError) else f"{type(error).__name__}: {text_of(error)}"
+        what = (
+            safe_message(error) if isinstance(error, RecipeError) else f"{type(error).__name__}: {safe_message(error)}"
+        )
         what += _keyword_meant(error, module) if isinstance(error, TypeError) else ""
         lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == str(path)]
         if isinstance(error, SyntaxError) and error.filename == str(path):
@@ -174,7 +176,7 @@ def _path_of(source: str) -> Path:
     return Path(source) if os.path.isabs(source) else recipes_folder() / f"{source}.py"
 
 
-class Asked(NamedTuple):
+class ParsedCommand(NamedTuple):
     """A parsed command line: the recipe with all YAML files and flags applied, its source, the word that named it or
     its run directory, and all given flags."""
 
@@ -184,58 +186,61 @@ class Asked(NamedTuple):
     flags: Flags
 
 
-def asked_for(
+def parse_command(
     command: str,
-    what: str,
+    expected: str,
     argv: Sequence[str],
-    own: OwnFlags = NONE,
+    own: CommandFlags = NO_FLAGS,
     named: Callable[[str], str] = str,
-    made: Callable[[str, Flags], Recipe | None] = lambda reference, flags: None,
-) -> Asked | None:
-    """Parse a command line of RECIPE or RUN_DIR (``what``) and flags; ``None`` after printing help or the recipe.
+    make_recipe: Callable[[str, Flags], Recipe | None] = lambda reference, flags: None,
+) -> ParsedCommand | None:
+    """Parse a command line of RECIPE or RUN_DIR (``expected``) and flags; ``None`` after printing help or the recipe.
 
-    ``named`` returns the recipe file for a RUN_DIR; ``made`` may build a recipe from the command's flags instead."""
-    from trainer.commands.flags import scan
+    ``named`` returns the recipe file for a RUN_DIR; ``make_recipe`` may build a recipe from the command's flags
+    instead."""
+    from trainer.commands.flags import split_argv
 
-    positionals, flags = scan(argv, own)
-    if not positionals and own.about and ("help", None) in flags:
-        print(_own_page(command, what, own))
+    positionals, flags = split_argv(argv, own)
+    if not positionals and own.description and ("help", None) in flags:
+        print(_own_page(command, expected, own))
         return None
     if not positionals:
-        known = f" (packaged recipes: {', '.join(packaged_recipes())})" if what == "RECIPE" else ""
-        raise NothingNamed(f"{command} needs a {what}{known}: see trainer --help")
+        known = f" (packaged recipes: {', '.join(packaged_recipes())})" if expected == "RECIPE" else ""
+        raise MissingArgumentError(f"{command} needs a {expected}{known}: see trainer --help")
     reference, *others = positionals
-    flags += [(own.words, word) for word in others if own.words]
-    if others and not own.words:
+    flags += [(own.positional, word) for word in others if own.positional]
+    if others and not own.positional:
         name, equals, value = others[0].partition("=")
         meant = f"; did you mean --{name} {value}?" if equals and name.replace(".", "").isidentifier() else ""
-        raise RecipeError(f"unexpected {others[0]!r}: {command} takes one {what}, then flags{meant}")
-    if (recipe := made(reference, flags)) is not None:
+        raise RecipeError(f"unexpected {others[0]!r}: {command} takes one {expected}, then flags{meant}")
+    if (recipe := make_recipe(reference, flags)) is not None:
         source: str | None = reference
     else:
-        recipe, source = load_recipe(named(reference), trusted=(TRUST, None) in flags)
+        recipe, source = load_recipe(named(reference), trusted=(TRUST_RECIPE, None) in flags)
     resolved = resolve(recipe, source, flags, f"trainer {command} {reference} [flags]", own)
-    return None if resolved is None else Asked(resolved, source, reference, flags)
+    return None if resolved is None else ParsedCommand(resolved, source, reference, flags)
 
 
-def _own_page(command: str, what: str, own: OwnFlags) -> str:
-    several = dict.fromkeys(own.several, " ...")
+def _own_page(command: str, what: str, own: CommandFlags) -> str:
+    several = dict.fromkeys(own.multi_valued, " ...")
     rows = {f"--{name} {name.upper()}{several.get(name, '')}": text for name, text in own.valued.items()}
     rows |= {f"--{name}": text for name, text in own.switches.items()}
-    rows |= {f"--{name} {name.upper()}": text for name, text in EVERY.valued.items()}
-    rows |= {f"--{name}": text for name, text in EVERY.switches.items()}
+    rows |= {f"--{name} {name.upper()}": text for name, text in RECIPE_FLAGS.valued.items()}
+    rows |= {f"--{name}": text for name, text in RECIPE_FLAGS.switches.items()}
     width = max(map(len, rows))
     return "\n".join(
         [
-            f"usage: trainer {command} {what}{f' [{own.words.upper()} ...]' if own.words else ''} [flags]\n",
-            wrapped(own.about, "") + "\n",
+            f"usage: trainer {command} {what}{f' [{own.positional.upper()} ...]' if own.positional else ''} [flags]\n",
+            wrapped(own.description, "") + "\n",
             *(wrapped(f"  {flag:<{width}}  {text}", " " * (width + 4)) for flag, text in rows.items()),
             f"\nEach setting of the recipe is also a flag: trainer {command} {what} --help lists them.",
         ]
     )
 
 
-def resolve(recipe: Recipe, source: str | None, flags: Flags, usage: str, own: OwnFlags = NONE) -> Recipe | None:
+def resolve(
+    recipe: Recipe, source: str | None, flags: Flags, usage: str, own: CommandFlags = NO_FLAGS
+) -> Recipe | None:
     """Return ``recipe`` with YAML files and flags applied; ``None`` after printing help or the recipe."""
     from trainer.commands.flags import RecipeParser, load_yaml_file
 
@@ -246,9 +251,9 @@ def resolve(recipe: Recipe, source: str | None, flags: Flags, usage: str, own: O
         tree = load_yaml_file(path)
         if yaml_source(path, tree) not in (None, source):
             raise RecipeError(f"{path}: recipe={tree['recipe']!r} differs from the given recipe {source!r}")
-        rest, classes = taken_from(tree)
+        rest, classes = split_classes(tree)
         classes = {part: name for part, name in classes.items() if part not in named}
-        recipe, missing = _with_classes_of(path, recipe, classes, (TRUST, None) in flags)
+        recipe, missing = _with_classes_of(path, recipe, classes, (TRUST_RECIPE, None) in flags)
         needed |= missing
         trees.append((path, rest))
     parser = RecipeParser(recipe, usage, own)
@@ -257,9 +262,9 @@ def resolve(recipe: Recipe, source: str | None, flags: Flags, usage: str, own: O
         return None
     in_yaml: dict[str, Any] = {}
     for path, rest in trees:
-        in_yaml |= yaml_changes(parser, path, rest, (TRUST, None) in flags)
+        in_yaml |= yaml_changes(parser, path, rest, (TRUST_RECIPE, None) in flags)
     by_flags = parser.read_flags([(name, text) for name, text in flags if not _names_class(name)], in_yaml)
-    require_given(recipe, needed, in_yaml, by_flags)
+    require_settings(recipe, needed, in_yaml, by_flags)
     resolved = change(recipe, in_yaml, by_flags)
     refuse_redacted({key: setting.value for key, setting in settings_of(resolved).items()})
     if ("print_config", None) in flags:
@@ -269,7 +274,7 @@ def resolve(recipe: Recipe, source: str | None, flags: Flags, usage: str, own: O
 
 
 def _names_class(flag: str) -> bool:
-    return flag.removesuffix(f".{CLASS}") in PARTS
+    return flag.removesuffix(f".{CLASS}") in SWAPPABLE_SECTIONS
 
 
 def _with_classes_of(
@@ -281,14 +286,14 @@ def _with_classes_of(
         raise RecipeError(f"{path}: {error}") from error
 
 
-def count(name: str, text: str) -> int:
+def parse_count(name: str, text: str) -> int:
     """Parse the value of ``--name``, an integer of at least 1."""
-    if not (text.isascii() and text.isdecimal() and len(text) < 10 and 0 < int(text) <= MOST):
-        raise RecipeError(f"--{name}={text[:40]!r} must be an integer from 1 to {MOST:,}")
+    if not (text.isascii() and text.isdecimal() and len(text) < 10 and 0 < int(text) <= MAX_COUNT):
+        raise RecipeError(f"--{name}={text[:40]!r} must be an integer from 1 to {MAX_COUNT:,}")
     return int(text)
 
 
-def new_folder(command: str, wanted: str | None, reference: str) -> Path:
+def create_output_folder(command: str, wanted: str | None, reference: str) -> Path:
     """Create the folder for ``command.json``: ``wanted`` (``--out``) or a default; reject one with such a file."""
     out = Path(wanted or default_folder(reference, f"{command}-")).absolute()
     make_folder("--out", out)

@@ -7,8 +7,8 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from trainer.commands import OwnFlags
-from trainer.commands.recipes import asked_for, count, load_recipe, resolve, source_of
+from trainer.commands import CommandFlags
+from trainer.commands.recipes import load_recipe, parse_command, parse_count, resolve, source_of
 from trainer.errors import RecipeError, require
 from trainer.recipe import Recipe
 from trainer.system.text import escaped
@@ -19,8 +19,10 @@ if TYPE_CHECKING:
 
 # Modules that import torch are imported inside the functions, so that --help is fast.
 
-EVALUATE_FLAGS = OwnFlags(about="Evaluate the trained model of a run directory on its test set, or its validation set.")
-PREDICT_FLAGS = OwnFlags(
+EVALUATE_FLAGS = CommandFlags(
+    description="Evaluate the trained model of a run directory on its test set, or its validation set."
+)
+PREDICT_FLAGS = CommandFlags(
     {
         "path": "files, folders, patterns and tables (.csv, .jsonl, .parquet) to classify; --path may be omitted",
         "text": "texts to classify, or to continue with a language model",
@@ -36,12 +38,13 @@ PREDICT_FLAGS = OwnFlags(
         "precision": "precision of the computation, as memory.precision (default: 32-true)",
     },
     {"probabilities": "report the probability of every class"},
-    several=("path", "text", "image"),
-    words="path",
-    about="Classify files, folders, tables, texts or images with the model of a run directory, or continue texts.",
+    multi_valued=("path", "text", "image"),
+    positional="path",
+    description="Classify files, folders, tables, texts or images with the model of a run directory, or continue "
+    "texts.",
 )
 FORMATS = ("onnx", "hf", "peft", "hub")
-EXPORT_FLAGS = OwnFlags(
+EXPORT_FLAGS = CommandFlags(
     {
         "to": "onnx (a file), hf (a folder that transformers loads), peft (adapters alone) or hub (a repository on the "
         "Hugging Face hub)",
@@ -49,16 +52,16 @@ EXPORT_FLAGS = OwnFlags(
         "repo": "for --to hub: NAME/MODEL",
     },
     {"public": "make a new repository public (default: private)"},
-    about="Export the trained model of a run, and check that the export has the same outputs.",
+    description="Export the trained model of a run, and check that the export has the same outputs.",
 )
 
 
 def fit(argv: list[str]) -> None:
     """Train, evaluate and write a run directory."""
-    from trainer.faults.signals import leave_before_training
+    from trainer.faults.signals import requeue_before_training
 
-    leave_before_training()
-    if asked := asked_for("fit", "RECIPE", argv):
+    requeue_before_training()
+    if asked := parse_command("fit", "RECIPE", argv):
         asked.recipe.data.require_files()
         from trainer.api import fit
 
@@ -67,17 +70,17 @@ def fit(argv: list[str]) -> None:
 
 def fit_script(recipe: Recipe) -> None:
     """Run ``python my_recipe.py`` with the flags of ``trainer fit``."""
-    from trainer.faults.signals import leave_before_training
+    from trainer.faults.signals import requeue_before_training
 
-    leave_before_training()
-    from trainer.commands.flags import scan
+    requeue_before_training()
+    from trainer.commands.flags import split_argv
 
     script = getattr(sys.modules["__main__"], "__file__", None)
     if script is None:
         raise RecipeError(
             "main(recipe) is for recipe files that are run as scripts: in a notebook, use fitted = fit(recipe)"
         )
-    positionals, flags = scan(sys.argv[1:])
+    positionals, flags = split_argv(sys.argv[1:])
     if positionals:
         raise RecipeError(f"unexpected {positionals[0]!r}: python {sys.argv[0]} takes flags only")
     source = source_of(script)
@@ -90,7 +93,7 @@ def fit_script(recipe: Recipe) -> None:
 
 def evaluate(argv: list[str]) -> None:
     """Evaluate the trained model of a run directory."""
-    if asked := asked_for("evaluate", "RUN_DIR", argv, EVALUATE_FLAGS, named=_recipe_of):
+    if asked := parse_command("evaluate", "RUN_DIR", argv, EVALUATE_FLAGS, named=_recipe_of):
         asked.recipe.data.require_files()
         from trainer.api import evaluate
 
@@ -99,13 +102,13 @@ def evaluate(argv: list[str]) -> None:
 
 def predict(argv: list[str]) -> None:
     """Classify texts, images, folders or tables with the trained model of a run directory."""
-    if asked := asked_for("predict", "RUN_DIR", argv, PREDICT_FLAGS, named=_recipe_of):
+    if asked := parse_command("predict", "RUN_DIR", argv, PREDICT_FLAGS, named=_recipe_of):
         texts, images, paths = inputs(asked.flags)
-        options = {*PREDICT_FLAGS.valued, *PREDICT_FLAGS.switches} - {*PREDICT_FLAGS.several}
+        options = {*PREDICT_FLAGS.valued, *PREDICT_FLAGS.switches} - {*PREDICT_FLAGS.multi_valued}
         chosen = [(name.replace("-", "_"), text) for name, text in asked.flags if name in options]
         given: dict[str, Any] = {name: True if text is None else text for name, text in chosen}
         counts = ("top_k", "batch_size", "max_new_tokens")
-        given |= {key: count(key.replace("_", "-"), given[key]) for key in counts if key in given}
+        given |= {key: parse_count(key.replace("_", "-"), given[key]) for key in counts if key in given}
         given |= {key: _number(key, given[key]) for key in ("temperature", "top_p") if key in given}
         from trainer import predict
 
@@ -122,7 +125,7 @@ def _number(key: str, text: str) -> float:
 
 def export(argv: list[str]) -> None:
     """Export the trained model of a run directory to ONNX, transformers, peft or the hub."""
-    if asked := asked_for("export", "RUN_DIR", argv, EXPORT_FLAGS, named=_recipe_of):
+    if asked := parse_command("export", "RUN_DIR", argv, EXPORT_FLAGS, named=_recipe_of):
         given = {name: text for name, text in asked.flags if name in EXPORT_FLAGS.valued and text}
         to = given.get("to", "")
         require(

@@ -14,16 +14,16 @@ from typing import Any
 
 from filelock import FileLock, Timeout
 
-from trainer.data.fingerprint import MOST_BYTES, spread
+from trainer.data.fingerprint import MAX_HASHED_BYTES, evenly_spaced
 from trainer.errors import RecipeError
 from trainer.system.files import hash_file, open_regular, read_regular, room_in, staged_file, staged_folder
 from trainer.system.text import escaped
 
 MANIFEST = "manifest.json"
-CHUNK, MOST_NOTED = 1 << 20, 1 << 30
+CHUNK, MAX_CACHE_JSON_BYTES = 1 << 20, 1 << 30
 """Bytes of a file that are hashed at once; and max bytes of a note on files, which has some hundred bytes per file."""
 
-SETTLED_NS = 2_000_000_000
+MTIME_SETTLE_NS = 2_000_000_000
 """Nanoseconds after a change of a file in which another change may leave its time of change the same."""
 
 
@@ -34,7 +34,7 @@ def cache_folder(cache_dir: str | None) -> Path:
     return Path(cache_dir if cache_dir is not None else datasets.config.HF_DATASETS_CACHE) / "trainer"
 
 
-def cached(root: Path, key: str, what: str, build: Callable[[Path], None]) -> Path:
+def get_or_build(root: Path, key: str, what: str, build: Callable[[Path], None]) -> Path:
     """Return the folder that ``build`` fills for ``key``, from the cache if possible.
 
     One process builds while the others wait, also across machines if ``root`` is on a file system that locks files
@@ -80,7 +80,7 @@ def _build(place: Path, fault: str, build: Callable[[Path], None]) -> None:
 def _fault(place: Path) -> str | None:
     """Return the reason why a folder of the cache is damaged, or ``None`` if it is intact."""
     try:
-        files: Any = json.loads(read_regular(place / MANIFEST, MOST_NOTED))
+        files: Any = json.loads(read_regular(place / MANIFEST, MAX_CACHE_JSON_BYTES))
         for name, (size, digest) in files.items():
             path = place / name
             if path.stat().st_size != size:
@@ -101,27 +101,27 @@ def checksums(paths: Sequence[Path]) -> list[str]:
     return list(map(hash_file, paths))
 
 
-def checksum(path: Path, most_bytes: float = MOST_BYTES) -> str:
-    """Return the sha256 of a file in hexadecimal. Beyond ``most_bytes`` only evenly spread blocks are hashed."""
+def checksum(path: Path, max_bytes: float = MAX_HASHED_BYTES) -> str:
+    """Return the sha256 of a file in hexadecimal. Beyond ``max_bytes`` only evenly spread blocks are hashed."""
     size = path.stat().st_size
-    if size <= most_bytes:
+    if size <= max_bytes:
         return hash_file(path)
     digest = hashlib.sha256()
     with open_regular(path) as file:
-        for block in spread(-(-size // CHUNK), max(2, int(most_bytes) // CHUNK)):
+        for block in evenly_spaced(-(-size // CHUNK), max(2, int(max_bytes) // CHUNK)):
             file.seek(block * CHUNK)
             digest.update(file.read(CHUNK))
     return digest.hexdigest()
 
 
-def content_of(
+def inspect_cached(
     root: Path,
     paths: Sequence[Path],
-    look: Callable[[Sequence[Path]], list[Any]],
+    inspect: Callable[[Sequence[Path]], list[Any]],
     *asked: Any,
     worth_keeping: Callable[[Sequence[Any]], bool] = bool,
 ) -> list[Any]:
-    """Return the results of ``look`` for the files, cached while their paths, inodes, sizes and change times stay.
+    """Return the results of ``inspect`` for the files, cached while their paths, inodes, sizes and change times stay.
 
     Sizes and modification times are not enough: ``cp -p``, ``rsync -t`` and ``tar -x`` can restore them for other
     content. They cannot set the inode's change time (ctime).
@@ -137,32 +137,32 @@ def content_of(
     with suppress(OSError):  # look() reports the error
         stats = [(str(path.absolute()), path.stat()) for path in paths]
         seen = [(name, stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns, stat.st_ino) for name, stat in stats]
-        settled = all(time.time_ns() - stat.st_ctime_ns > SETTLED_NS for _, stat in stats)
+        settled = all(time.time_ns() - stat.st_ctime_ns > MTIME_SETTLE_NS for _, stat in stats)
     note = root / "contents" / f"{hash_of(seen, *asked)}.json"
-    known = read_note(note) if settled else None
+    known = read_cache_json(note) if settled else None
     if known is not None:
         return known
     try:
-        found = look(paths)
+        found = inspect(paths)
     except OSError as error:
         raise RecipeError(
             f"{error.filename} cannot be read ({error.strerror}): check that it exists and its permissions"
         ) from error
     if settled and worth_keeping(found):
-        write_note(note, found)
+        write_cache_json(note, found)
     return found
 
 
-def read_note(note: Path) -> Any:
-    """Return what :func:`write_note` has written; ``None`` if it is missing or damaged."""
+def read_cache_json(note: Path) -> Any:
+    """Return what :func:`write_cache_json` has written; ``None`` if it is missing or damaged."""
     with suppress(OSError, ValueError, TypeError, LookupError, RecursionError):
-        known = json.loads(read_regular(note, MOST_NOTED))
+        known = json.loads(read_regular(note, MAX_CACHE_JSON_BYTES))
         if known["digest"] == hash_of(known["found"]):
             return known["found"]
     return None
 
 
-def write_note(note: Path, found: Any) -> None:
+def write_cache_json(note: Path, found: Any) -> None:
     """Write JSON atomically, best effort: the note only saves time, so disk errors are ignored."""
     with suppress(OSError), staged_file(note, sync_folder=False) as part:
         part.write_text(json.dumps({"found": found, "digest": hash_of(found)}))

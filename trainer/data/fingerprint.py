@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from trainer.contract import Data, as_samples, splits_of
-from trainer.data.loader import generators_kept, seed_generators
+from trainer.data.loader import preserve_rng_state, seed_everything
 from trainer.errors import RecipeError
 
 SAMPLES = 64  # number of samples that are hashed if a split defines no fingerprint
@@ -35,7 +35,7 @@ def fingerprint(data: Data) -> str:
     * for any other split: in its size, ``lengths`` and ``augmented``, and in up to 64 evenly spread samples, drawn with
       fixed seeds. Changes of other samples are not detected. A sample that cannot be loaded is hashed as such.
     """
-    content = Content(1, data.num_classes, list(data.class_names or []))
+    content = ContentHasher(1, data.num_classes, list(data.class_names or []))
     for name, split in (("train", data.train), ("val", data.val), ("test", data.test)):
         content.add(name)
         content.add(None if split is None else split_fingerprint(split))
@@ -61,16 +61,16 @@ def split_fingerprint(split: Any) -> str:
         return found
     split = samples.original
     size, lengths = len(split), samples.lengths
-    content = Content(size, bool(samples.augmented))
+    content = ContentHasher(size, bool(samples.augmented))
     content.add(None if lengths is None else np.asarray(lengths))
     tables = sys.modules.get("datasets")  # if it was not imported, this is not one of its tables
     if tables is not None and isinstance(split, tables.Dataset):
-        for rows in blocks(size, split.data.nbytes * size // max(1, split.data.num_rows)):
+        for rows in sample_row_blocks(size, split.data.nbytes * size // max(1, split.data.num_rows)):
             add_rows(content, split, rows)
-    with generators_kept():
-        for index in spread(size, SAMPLES):
+    with preserve_rng_state():
+        for index in evenly_spaced(size, SAMPLES):
             content.add(index)
-            seed_generators(index)
+            seed_everything(index)
             try:
                 sample = split[index]
             except Exception as error:  # the loader handles it when it loads this sample
@@ -87,7 +87,7 @@ def tokenizer_hash(tokenizer: Any) -> str | None:
     """
     if tokenizer is None:
         return None
-    content = Content(1, {name: str(token) for name, token in tokenizer.special_tokens_map.items()})
+    content = ContentHasher(1, {name: str(token) for name, token in tokenizer.special_tokens_map.items()})
     for name in ("padding_side", "truncation_side", "model_input_names"):
         content.add(getattr(tokenizer, name, None))
     if (backend := getattr(tokenizer, "backend_tokenizer", None)) is not None:
@@ -104,7 +104,7 @@ def tokenizer_hash(tokenizer: Any) -> str | None:
 DEEPEST = 16  # max depth of nesting, because a sample may refer to itself
 
 
-class Content:
+class ContentHasher:
     """A sha256 over values. Type, size and order matter, except the order of a mapping's keys.
 
     Objects of other types are hashed by type name and attributes.
@@ -123,25 +123,25 @@ class Content:
 
     def add(self, value: Any, depth: int = 0) -> None:
         if value is None or isinstance(value, bool):
-            self._put("constant", repr(value).encode())
+            self._update("constant", repr(value).encode())
         elif isinstance(value, int):
-            self._put("int", str(value).encode())
+            self._update("int", str(value).encode())
         elif isinstance(value, float):
-            self._put("float", struct.pack("<d", value))
+            self._update("float", struct.pack("<d", value))
         elif isinstance(value, str):
-            self._put("text", value.encode("utf-8", "surrogatepass"))
+            self._update("text", value.encode("utf-8", "surrogatepass"))
         elif isinstance(value, bytes | bytearray | memoryview):
-            self._put("bytes", value)
+            self._update("bytes", value)
         elif isinstance(value, Tensor):
             self._add_tensor(value)
         elif isinstance(value, np.ndarray | np.generic):
             self._add_array(np.asarray(value), depth)
         elif depth > DEEPEST:
-            self._put("deep", type(value).__qualname__.encode())
+            self._update("deep", type(value).__qualname__.encode())
         else:
-            self._add_nest(value, depth + 1)
+            self._add_nested(value, depth + 1)
 
-    def _put(self, kind: str, content: Any) -> None:
+    def _update(self, kind: str, content: Any) -> None:
         view = memoryview(content).cast("B")
         self._hash.update(f"{kind} {len(view)}:".encode())
         self._hash.update(view)
@@ -151,33 +151,33 @@ class Content:
         if tensor.layout is not torch.strided:
             tensor = tensor.to_dense()
         tensor = tensor.cpu().resolve_conj().resolve_neg().contiguous()
-        self._put("tensor", f"{tensor.dtype} {tuple(tensor.shape)}".encode())
-        self._put("bytes", tensor.reshape(-1).view(torch.uint8).numpy() if tensor.numel() else b"")
+        self._update("tensor", f"{tensor.dtype} {tuple(tensor.shape)}".encode())
+        self._update("bytes", tensor.reshape(-1).view(torch.uint8).numpy() if tensor.numel() else b"")
 
     def _add_array(self, array: np.ndarray, depth: int) -> None:
         if array.dtype.hasobject:
-            self._add_nest(array.tolist() if array.ndim else [array.item()], depth + 1)
+            self._add_nested(array.tolist() if array.ndim else [array.item()], depth + 1)
             return
         if sys.byteorder == "big" or array.dtype.byteorder == ">":
             array = array.astype(array.dtype.newbyteorder("<"))
-        self._put("array", f"{array.dtype.str} {array.shape}".encode())
-        self._put("bytes", np.ascontiguousarray(array).reshape(-1).view(np.uint8) if array.size else b"")
+        self._update("array", f"{array.dtype.str} {array.shape}".encode())
+        self._update("bytes", np.ascontiguousarray(array).reshape(-1).view(np.uint8) if array.size else b"")
 
-    def _add_nest(self, value: Any, depth: int) -> None:
+    def _add_nested(self, value: Any, depth: int) -> None:
         if isinstance(value, Mapping):
-            parts = [[Content(part, depth=depth).digest() for part in item] for item in value.items()]
-            self._put("mapping", b"".join(key + item for key, item in sorted(parts)))
+            parts = [[ContentHasher(part, depth=depth).digest() for part in item] for item in value.items()]
+            self._update("mapping", b"".join(key + item for key, item in sorted(parts)))
         elif isinstance(value, Set):
-            self._put("set", b"".join(sorted(Content(item, depth=depth).digest() for item in value)))
+            self._update("set", b"".join(sorted(ContentHasher(item, depth=depth).digest() for item in value)))
         elif isinstance(value, Sequence):
-            self._put("sequence", str(len(value)).encode())
+            self._update("sequence", str(len(value)).encode())
             for item in value:
                 self.add(item, depth)
         elif hasattr(value, "tobytes") and hasattr(value, "mode"):  # an image of PIL
-            self._put("image", f"{value.mode} {value.size}".encode())
-            self._put("bytes", value.tobytes())
+            self._update("image", f"{value.mode} {value.size}".encode())
+            self._update("bytes", value.tobytes())
         else:
-            self._put("object", type(value).__qualname__.encode())
+            self._update("object", type(value).__qualname__.encode())
             attributes = getattr(value, "__dict__", None)
             if dataclasses.is_dataclass(value):
                 attributes = {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
@@ -186,24 +186,24 @@ class Content:
 
 # The content of tables on disk, block by block, independent of the chunks in their files.
 
-MOST_BYTES, BLOCK = 1 << 30, 1024  # max bytes read of a table; rows read at once
+MAX_HASHED_BYTES, BLOCK = 1 << 30, 1024  # max bytes read of a table; rows read at once
 
 
-def spread(size: int, count: int) -> list[int]:
+def evenly_spaced(size: int, count: int) -> list[int]:
     """Return up to ``count`` evenly spread numbers from 0 to ``size`` - 1, including both ends."""
     if size <= count:
         return list(range(size))
     return [number * (size - 1) // (count - 1) for number in range(count)]
 
 
-def blocks(size: int, total_bytes: int) -> list[range]:
+def sample_row_blocks(size: int, total_bytes: int) -> list[range]:
     """Return the blocks of rows to read from ``size`` rows of ``total_bytes``: all, or evenly spread ones."""
     count = -(-size // BLOCK)
-    wanted = count if total_bytes <= MOST_BYTES else max(2, count * MOST_BYTES // total_bytes)
-    return [range(block * BLOCK, min((block + 1) * BLOCK, size)) for block in spread(count, wanted)]
+    wanted = count if total_bytes <= MAX_HASHED_BYTES else max(2, count * MAX_HASHED_BYTES // total_bytes)
+    return [range(block * BLOCK, min((block + 1) * BLOCK, size)) for block in evenly_spaced(count, wanted)]
 
 
-def add_rows(content: Content, table: Any, rows: Sequence[int]) -> None:
+def add_rows(content: ContentHasher, table: Any, rows: Sequence[int]) -> None:
     """Add the ``rows`` of a ``datasets.Dataset``: columns, types and values, including missing ones."""
     found = table.with_format("arrow")[rows]
     for name in found.column_names:
@@ -211,7 +211,7 @@ def add_rows(content: Content, table: Any, rows: Sequence[int]) -> None:
         _add_array(content, found.column(name).combine_chunks())
 
 
-def _add_array(content: Content, array: Any) -> None:
+def _add_array(content: ContentHasher, array: Any) -> None:
     import pyarrow as pa  # imported here, because few runs need it at the start
     import pyarrow.compute as pc
 

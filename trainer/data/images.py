@@ -9,22 +9,22 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple
 from zipfile import BadZipFile, ZipFile
 
 from trainer.contract import Model, Preparable, capability
-from trainer.data.common import Sampled, hold_out, local_path, reason, require_share
-from trainer.errors import RecipeError, listed, require, require_choice, require_positive
+from trainer.data.base import ClassWeightedDataset, hold_out, local_path, require_fraction, root_cause
+from trainer.errors import RecipeError, format_list, require, require_choice, require_positive
 from trainer.system.machine import available_bytes
-from trainer.values import ImageInput, Mixing, Outline
+from trainer.values import ImageInput, MixupConfig, Outline
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from trainer.data.arrays import Pixels
+    from trainer.data.image_splits import ImageTransform
 
 DRAWN = ("augment", "mirror", "random_resized_crop", "color_jitter", "erasing", "transform")
 """Settings of the random changes of each image."""
 
-MOST_ALPHA = 1000  # above it, all shares are close to 1/2
+MAX_MIXUP_ALPHA = 1000  # above it, all shares are close to 1/2
 USUAL_SIZE = 224
-MOST_PIXELS = 20_000  # per side: one such image is 5 GB
+MAX_IMAGE_SIZE = 20_000  # per side: one such image is 5 GB
 Augment = Literal["none", "flip", "crop_flip", "randaugment", "autoaugment", "trivialaugment"]
 Normalize = Literal["dataset", "imagenet", "model"]
 Statistics = tuple[tuple[float, ...], tuple[float, ...]]
@@ -74,26 +74,26 @@ class Augmentation:
     cutmix: float = 0.0
     mix_probability: float = 1.0
 
-    def mixing(self) -> Mixing | None:
+    def mixing(self) -> MixupConfig | None:
         """Return the settings of mixup and CutMix, or ``None`` if both are off."""
         is_mixed = self.mixup > 0 or self.cutmix > 0
-        return Mixing(self.mixup, self.cutmix, self.mix_probability) if is_mixed else None
+        return MixupConfig(self.mixup, self.cutmix, self.mix_probability) if is_mixed else None
 
     def _require_augmentation(self) -> None:
         require_choice("data.augment", self.augment, Augment)
         if not self.mirror and self.augment == "flip":
             raise RecipeError("data.mirror=false disables all of data.augment=flip: use data.augment none")
-        require_share("data.color_jitter", self.color_jitter)
-        require_share("data.erasing", self.erasing)
+        require_fraction("data.color_jitter", self.color_jitter)
+        require_fraction("data.erasing", self.erasing)
         if self.random_resized_crop is not None:
-            require_share("data.random_resized_crop", self.random_resized_crop, "null")
+            require_fraction("data.random_resized_crop", self.random_resized_crop, "null")
             require(self.random_resized_crop > 0, "data.random_resized_crop=0 would be an empty image: null is off")
         for name in ("mixup", "cutmix"):
             alpha = getattr(self, name)
             is_number = isinstance(alpha, int | float) and not isinstance(alpha, bool)
-            if not is_number or not 0 <= alpha <= MOST_ALPHA:
-                raise RecipeError(f"data.{name}={alpha!r} must be a number from 0 to {MOST_ALPHA}; 0 is off")
-        require_share("data.mix_probability", self.mix_probability)
+            if not is_number or not 0 <= alpha <= MAX_MIXUP_ALPHA:
+                raise RecipeError(f"data.{name}={alpha!r} must be a number from 0 to {MAX_MIXUP_ALPHA}; 0 is off")
+        require_fraction("data.mix_probability", self.mix_probability)
         if self.mix_probability != 1 and self.mixing() is None:
             unused = f"data.mix_probability={self.mix_probability} has no effect without data.mixup or data.cutmix"
             raise RecipeError(f"{unused}: set one, such as data.mixup 0.2")
@@ -102,7 +102,7 @@ class Augmentation:
             raise RecipeError(f"{wrong}: give one in a Python recipe, transform=my_function")
 
 
-class _Images(Augmentation, Sampled):
+class _ImageDataset(Augmentation, ClassWeightedDataset):
     """Base class of image datasets.
 
     Args:
@@ -123,15 +123,15 @@ class _Images(Augmentation, Sampled):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.image_size is not None:
-            require_positive("data.image_size", self.image_size, MOST_PIXELS)
+            require_positive("data.image_size", self.image_size, MAX_IMAGE_SIZE)
         self._require_augmentation()
         require_choice("data.normalize", self.normalize, Normalize)
 
     def load_image(self, path: str | Path) -> Tensor:
         """Read any image file as in evaluation: float32 ``(channels, image_size, image_size)``."""
-        from trainer.data.arrays import read_image
+        from trainer.data.image_splits import read_image
 
-        return self._pixels()(read_image(str(path), self._mode))
+        return self._transform()(read_image(str(path), self._mode))
 
     @property
     def channels(self) -> int:  # type: ignore[override]
@@ -140,42 +140,42 @@ class _Images(Augmentation, Sampled):
 
     @property
     def _mean_and_std(self) -> Statistics:
-        seen = self._seen() if self.normalize == "model" else None
+        seen = self._pretrained_input() if self.normalize == "model" else None
         if seen is not None and seen.mean and seen.std:
             return seen.mean, seen.std
         return self._statistics if self.normalize == "dataset" else IMAGENET
 
-    def _seen(self) -> ImageInput | None:
+    def _pretrained_input(self) -> ImageInput | None:
         """Return the format of the model's training images, which it reads from files."""
         if self._asked[0] is not self._model:
             seen = None if self._model is None else capability(self._model, Preparable).image_input()
             self._asked = self._model, seen
         return self._asked[1]
 
-    def _pixels(self, augmented: bool = False) -> Pixels:
-        from trainer.data.arrays import Pixels
+    def _transform(self, augmented: bool = False) -> ImageTransform:
+        from trainer.data.image_splits import ImageTransform
 
         changes = {name: getattr(self, name) for name in DRAWN} if augmented else {}
         if self.image_size is None:
-            seen = self._seen()
+            seen = self._pretrained_input()
             self.image_size = seen.size if seen is not None and seen.size else USUAL_SIZE
-        return Pixels(self.image_size, *self._mean_and_std, **changes)
+        return ImageTransform(self.image_size, *self._mean_and_std, **changes)
 
     def _set_splits(self, train: _Part, test: _Part) -> None:
-        from trainer.data.arrays import ImageArrays
+        from trainer.data.image_splits import ImageArrays
 
         labels = train.labels.tolist()
         kept, held = hold_out(
             [labels[row] for row in train.rows], self.val_fraction, "data.val_fraction", fold=self.val_fold
         )
         chosen, others = ([train.rows[i] for i in part] for part in (kept, held))
-        self.train = ImageArrays(*train._replace(rows=chosen), self._pixels(augmented=True))
-        self.val = ImageArrays(*train._replace(rows=others), self._pixels()) if held else None
-        self.test = ImageArrays(*test, self._pixels())
+        self.train = ImageArrays(*train._replace(rows=chosen), self._transform(augmented=True))
+        self.val = ImageArrays(*train._replace(rows=others), self._transform()) if held else None
+        self.test = ImageArrays(*test, self._transform())
 
 
 @dataclass
-class Digits(_Images):
+class Digits(_ImageDataset):
     """scikit-learn's handwritten digits: 1,797 real grey images of 8 × 8 pixels, without a download.
 
     Args:
@@ -202,7 +202,7 @@ class Digits(_Images):
             self.use_model(model)
         import torch
 
-        from trainer.data.arrays import read_digits
+        from trainer.data.image_splits import read_digits
 
         pixels, labels = map(torch.from_numpy, read_digits())
         images = (pixels * (255 / 16)).round().to(torch.uint8)[:, None]
@@ -212,7 +212,7 @@ class Digits(_Images):
 
 
 @dataclass
-class _Downloaded(_Images):
+class _Downloaded(_ImageDataset):
     """Base class of public image datasets. ``_read`` returns the classes, and images and labels of train and test."""
 
     root: str = "data"
@@ -228,7 +228,7 @@ class _Downloaded(_Images):
         if not self.download or self.root.endswith(".npz") or (local_path(self.root) / self._place).is_dir():
             return None
         shape = (self.channels, self.image_size, self.image_size)
-        return self._outlined(*self._counts, 10, {"pixel_values": ("float32", shape)})
+        return self._make_outline(*self._counts, 10, {"pixel_values": ("float32", shape)})
 
     def prepare(self, tokenizer: Any = None, model: Model | None = None) -> None:
         if model is not None:
@@ -254,7 +254,7 @@ class _Downloaded(_Images):
                     "the files there from another machine, and delete broken files"
                 )
             name = type(self).__name__
-            raise RecipeError(f"data.root={self.root!r}: {name} {advice} ({reason(error)})") from error
+            raise RecipeError(f"data.root={self.root!r}: {name} {advice} ({root_cause(error)})") from error
 
 
 @dataclass
@@ -319,7 +319,7 @@ class CIFAR10(_Downloaded):
 
 
 @dataclass
-class ImageFolder(_Images):
+class ImageFolder(_ImageDataset):
     """Custom images: ROOT/train/CLASS/*.png, and the same for test and val; the folder names are the classes.
 
     ROOT/CLASS/*.png also works, with a val_fraction. Hidden files and folders are ignored.
@@ -353,8 +353,8 @@ class ImageFolder(_Images):
 
     def prepare(self, tokenizer: Any = None, model: Model | None = None) -> None:
         """List and check the files."""
-        from trainer.data.arrays import ImageFiles, check_images
         from trainer.data.cache import cache_folder
+        from trainer.data.image_splits import ImageFiles, check_images
 
         if model is not None:
             self.use_model(model)
@@ -366,9 +366,9 @@ class ImageFolder(_Images):
         )
         if held:
             files["val"] = [files["train"][i] for i in held]
-        self.train = ImageFiles([files["train"][i] for i in kept], self._pixels(augmented=True), checked)
+        self.train = ImageFiles([files["train"][i] for i in kept], self._transform(augmented=True), checked)
         self.val, self.test = (
-            ImageFiles(files[part], self._pixels(), checked) if part in files else None for part in ("val", "test")
+            ImageFiles(files[part], self._transform(), checked) if part in files else None for part in ("val", "test")
         )
 
     def _list(self) -> dict[str, list[tuple[str, int]]]:
@@ -405,7 +405,7 @@ class ImageFolder(_Images):
             empty = sorted(index.keys() - {self.class_names[label] for _, label in files})
             if empty:
                 raise RecipeError(
-                    f"{key}: {folder / listed(empty)} contains no images ({' '.join(IMG_EXTENSIONS)}): remove the "
+                    f"{key}: {folder / format_list(empty)} contains no images ({' '.join(IMG_EXTENSIONS)}): remove the "
                     "folder, or add images"
                 )
             samples[part] = files
@@ -427,7 +427,7 @@ def _read_npz(path: Path) -> tuple[list[str], tuple[Any, Any], tuple[Any, Any]]:
         with np.load(path, allow_pickle=False) as arrays:
             images, labels, split, names = found = [arrays[key] for key in keys]
     except Exception as error:  # errors of zip and zlib, KeyError and ValueError, all for an invalid file
-        said = f"data.root: {path} cannot be read ({reason(error)}): it needs images, labels, split and class_names"
+        said = f"data.root: {path} cannot be read ({root_cause(error)}): it needs images, labels, split and class_names"
         raise RecipeError(said) from error
     for key, array in zip(keys, found, strict=True):
         require(isinstance(array, np.ndarray), f"data.root: {key} in {path} is not an array")

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 SEPARATOR = "|"  # between the labels, or numbers, of a cell of text
 
 
-def several(cell: Any, place: Callable[[], str], column: str) -> list[str]:
+def parse_labels(cell: Any, place: Callable[[], str], column: str) -> list[str]:
     """Return the labels of a cell: a list, or a text with ``|`` between them; possibly empty."""
     if isinstance(cell, str):
         return [label.strip() for label in cell.split(SEPARATOR) if label.strip()]
@@ -28,7 +28,7 @@ def several(cell: Any, place: Callable[[], str], column: str) -> list[str]:
     return list(map(str, cell))
 
 
-def numbers(cell: Any, place: Callable[[], str], column: str) -> list[float]:
+def parse_numbers(cell: Any, place: Callable[[], str], column: str) -> list[float]:
     """Return the numbers of a cell: a number, a list, or a text of one or several with ``|`` between them."""
     parts = cell.split(SEPARATOR) if isinstance(cell, str) else cell if isinstance(cell, Sequence) else [cell]
     try:
@@ -52,7 +52,9 @@ def words(cell: Any, place: Callable[[], str], column: str) -> list[str]:
     return list(map(str, found))
 
 
-def tagged(cells: tuple[Any, Any], place: Callable[[], str], columns: tuple[str, str]) -> tuple[list[str], list[str]]:
+def parse_tagged_words(
+    cells: tuple[Any, Any], place: Callable[[], str], columns: tuple[str, str]
+) -> tuple[list[str], list[str]]:
     """Return the words of a row, and one tag per word."""
     text, tags = (words(cell, place, column) for cell, column in zip(cells, columns, strict=True))
     if len(text) != len(tags):
@@ -77,7 +79,7 @@ class RowLabels:
         return self.make(json.loads(self.table.data.column("label_text")[row].as_py()))
 
 
-def names_of(texts: Sequence[str], task: Task, source: str, column: str) -> list[str]:
+def output_names(texts: Sequence[str], task: Task, source: str, column: str) -> list[str]:
     """Return the names of the model's outputs for labels with these ``texts``.
 
     They are the labels or tags, unsorted; for regression the name of the column, numbered if it has several numbers.

@@ -14,25 +14,33 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from trainer.contract import Model
-from trainer.data.common import local_path
-from trainer.data.text import Padded, files_of, placed, require_named, rows_of_hub, shard_files, written_with
-from trainer.errors import RecipeError, listed, require, require_choice, require_positive
+from trainer.data.base import local_path
+from trainer.data.text import (
+    PaddedDataset,
+    csv_format,
+    glob_files,
+    load_hub_rows,
+    name_texts,
+    require_dataset_name,
+    shard_files,
+)
+from trainer.errors import RecipeError, format_list, require, require_choice, require_positive
 from trainer.values import Outline
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from trainer.data.rows import Rows
+    from trainer.data.tables import RowSource
 
 TABLES = (".jsonl", ".parquet", ".csv", ".tsv")
 _OF_HUB = ("config", "revision", "train_split", "val_split", "test_split")
 
-OUTLINED = 10_000
+DEFAULT_PLANNED_SAMPLES = 10_000
 """Number of samples that a plan assumes if it is unknown."""
 
 
 @dataclass
-class LanguageData(Padded):
+class LanguageData(PaddedDataset):
     """Base class of the datasets of language models.
 
     Args:
@@ -94,7 +102,7 @@ class LanguageData(Padded):
         super().__post_init__()
         require(self.max_length > 1, "data.max_length=1 leaves nothing to predict: raise it")
         require_positive("data.shuffle_buffer", self.shuffle_buffer)
-        self._separator = written_with(self.encoding, self.separator)
+        self._separator = csv_format(self.encoding, self.separator)
         if self.train_files is not None and self.name is not None:
             both = f"data.train_files={self.train_files!r} and data.name={self.name!r}"
             raise RecipeError(f"{both} exclude each other: give one")
@@ -111,7 +119,7 @@ class LanguageData(Padded):
     def require_files(self) -> None:
         """Check that the folders and patterns match files."""
         if self.name is not None:
-            require_named(self.name)
+            require_dataset_name(self.name)
             return
         if self.train_files is None:
             raise RecipeError(
@@ -128,62 +136,62 @@ class LanguageData(Padded):
         return (
             shard_files(key, pattern)
             if self.streamed
-            else files_of(key, pattern, [f"**/*{one}" for one in self._kinds])
+            else glob_files(key, pattern, [f"**/*{one}" for one in self._kinds])
         )
 
     def outline(self) -> Outline | None:
         """Return an outline of hub data that is not downloaded yet, with samples of ``max_length`` tokens."""
-        from trainer.data.rows import is_cached
+        from trainer.data.tables import is_cached
 
         if self.name is None or local_path(self.name).is_dir() or is_cached(self.name, self.cache_dir):
             return None
-        held, parts = math.ceil(self.val_fraction * OUTLINED), (self.val_split, self.test_split)
-        val, test = (OUTLINED if part else 0 for part in parts)
+        held, parts = math.ceil(self.val_fraction * DEFAULT_PLANNED_SAMPLES), (self.val_split, self.test_split)
+        val, test = (DEFAULT_PLANNED_SAMPLES if part else 0 for part in parts)
         tensors = dict.fromkeys(("input_ids", "attention_mask", "labels"), ("int64", (self.max_length,)))
-        return Outline(tensors, OUTLINED - held, held or val, test, length=self.max_length)
+        return Outline(tensors, DEFAULT_PLANNED_SAMPLES - held, held or val, test, length=self.max_length)
 
     def prepare(self, tokenizer: Any = None, model: Model | None = None) -> None:
         """Read, check and tokenise the data, using the cache, and print a summary."""
         from trainer.data.cache import cache_folder
-        from trainer.data.sequences import Sequences, Survey, padder, tokenised
+        from trainer.data.language_samples import Sequences, TruncationReport, make_padder, tokenize_rows
 
         if model is not None:
             self.use_model(model)
         self.require_files()
-        self._pad = padder(tokenizer, self.max_length)
+        self._pad = make_padder(tokenizer, self.max_length)
         reader, cache = self._reader(tokenizer), cache_folder(self.cache_dir)
         if self.streamed:
             self._prepare_stream(reader, cache)
             return
-        found = rows_of_hub(self) if self.name else {part: self._rows(part, reader, cache) for part in self._given()}
-        survey, parts = Survey(self._called, self.max_length), dict[str, Sequences]()
+        found = load_hub_rows(self) if self.name else {part: self._rows(part, reader, cache) for part in self._given()}
+        survey, parts = TruncationReport(self._called, self.max_length), dict[str, Sequences]()
         for part, rows in found.items():
             several = rows if isinstance(rows, list) else [rows]
-            every = Sequences([tokenised(one, reader, cache) for one in several], several, self._pad)
+            every = Sequences([tokenize_rows(one, reader, cache) for one in several], several, self._pad)
             parts[part] = every.of(survey(part, every))
         survey.check(self.max_bad_samples)
         for part, split in parts.items():
             files = getattr(self, f"{part}_files")
             key = f"data.name={self.name!r}, {part}" if self.name else f"data.{part}_files={files!r}"
             require(len(split) > 0, f"{key}: every {self._called} is empty: give other files")
-        self.train, held = parts["train"].parted(self.val_fraction, self.val_fold)
+        self.train, held = parts["train"].split_off(self.val_fraction, self.val_fold)
         self.val, self.test = parts.get("val", held), parts.get("test")
 
     def _given(self) -> list[str]:
         return [part for part in ("train", "val", "test") if getattr(self, f"{part}_files") is not None]
 
-    def _rows(self, part: str, reader: Any, cache: Path) -> list[Rows]:
+    def _rows(self, part: str, reader: Any, cache: Path) -> list[RowSource]:
         """Return the tables of a split; its text files form one table."""
-        from trainer.data.rows import CsvFormat, find_file, find_lines, find_texts
-        from trainer.data.sequences import say
+        from trainer.data.language_samples import warn_once
+        from trainer.data.tables import CsvFormat, open_json_lines, open_table, open_text_files
 
-        found: list[Rows] = []
+        found: list[RowSource] = []
         texts: list[Path] = []
         for path in self._paths(part):
             if path.suffix.lower() == ".jsonl":
-                found.append(find_lines(path, cache, partial(reader.columns, str(path))))
+                found.append(open_json_lines(path, cache, partial(reader.columns, str(path))))
             elif path.suffix.lower() in TABLES:
-                found.append(find_file(path, cache, CsvFormat(self.encoding, self._separator)))
+                found.append(open_table(path, cache, CsvFormat(self.encoding, self._separator)))
             else:
                 require(self._called == "document", f"{path} must be one of {', '.join(TABLES)}: convert it")
                 texts.append(path)
@@ -194,12 +202,12 @@ class LanguageData(Padded):
                 path.suffix or path.name for path in folder.rglob("*") if path.suffix not in taken and path.is_file()
             )
             if others:
-                kinds = listed([f"{kind} ({count:,})" for kind, count in others.most_common()])
-                say(f"{folder}: skipping files of other types: {kinds}; a pattern such as **/*.rs reads any type")
-        return [*found, *([find_texts(str(folder), texts, cache, self.encoding or "utf-8")] if texts else [])]
+                kinds = format_list([f"{kind} ({count:,})" for kind, count in others.most_common()])
+                warn_once(f"{folder}: skipping files of other types: {kinds}; a pattern such as **/*.rs reads any type")
+        return [*found, *([open_text_files(str(folder), texts, cache, self.encoding or "utf-8")] if texts else [])]
 
     def _prepare_stream(self, reader: Any, cache: Path) -> None:
-        from trainer.data.sequences import FromStream
+        from trainer.data.language_samples import FirstSamplePerRow
         from trainer.data.shards import StreamedSplit, find_shards
 
         for part in ("train", "val", "test"):
@@ -210,14 +218,15 @@ class LanguageData(Padded):
             for shard, names in zip(shards, columns, strict=True):
                 if names != columns[0]:
                     raise RecipeError(
-                        f"{shard.path} has {listed(names)}, but {shards[0].path} has {listed(columns[0])}: a stream "
+                        f"{shard.path} has {format_list(names)}, but {shards[0].path} has "
+                        f"{format_list(columns[0])}: a stream "
                         "needs the same columns in all files"
                     )
-            files = listed([shard.path for shard in shards])
+            files = format_list([shard.path for shard in shards])
             require(any(shard.groups for shard in shards), f"data.{part}_files: no rows in {files}")
             # Evaluation reads from the first row to the last, so one row group at a time is enough.
             mixed = self.shuffle_buffer if part == "train" else 1
-            setattr(self, part, StreamedSplit(shards, FromStream(reader, columns[0]), self._pad, mixed))
+            setattr(self, part, StreamedSplit(shards, FirstSamplePerRow(reader, columns[0]), self._pad, mixed))
 
     def _reader(self, tokenizer: Any) -> Any:
         """Return the reader that tokenises rows."""
@@ -225,11 +234,11 @@ class LanguageData(Padded):
 
     def encode(self, texts: Sequence[Any], tokenizer: Any) -> dict[str, Tensor]:
         """Batch prompts without labels and without truncation: user texts, messages, or beginnings of documents."""
-        from trainer.data.sequences import padder
+        from trainer.data.language_samples import make_padder
 
-        given = [text for text, _ in placed(texts)]
+        given = [text for text, _ in name_texts(texts)]
         found = self._reader(tokenizer).prompts(given)
-        return padder(tokenizer, max(map(len, found)))({"input_ids": found})
+        return make_padder(tokenizer, max(map(len, found)))({"input_ids": found})
 
 
 @dataclass
@@ -263,7 +272,7 @@ class Conversations(LanguageData):
         require_choice("data.loss_on", self.loss_on, Literal["assistant", "all"])
 
     def _reader(self, tokenizer: Any) -> Any:
-        from trainer.data.sequences import ChatReader
+        from trainer.data.language_samples import ChatReader
 
         pair, template = (self.prompt_column, self.completion_column), self.chat_template
         if self._pad is None and getattr(tokenizer, "chat_template", None):
@@ -298,6 +307,6 @@ class Documents(LanguageData):
     _called = "document"
 
     def _reader(self, tokenizer: Any) -> Any:
-        from trainer.data.sequences import DocumentReader
+        from trainer.data.language_samples import DocumentReader
 
         return DocumentReader(tokenizer, self.max_length, self.text_column)

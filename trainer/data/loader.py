@@ -14,12 +14,12 @@ from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
 from trainer.contract import Data, DrawnInputs, DrawnSamples, Packable, as_samples, capability
-from trainer.data.common import reason
-from trainer.data.mix import mixed
+from trainer.data.base import root_cause
+from trainer.data.mixup import apply_mixup
 from trainer.data.workers import load_in_workers
 from trainer.errors import RecipeError
 from trainer.recipe import Recipe
-from trainer.values import IGNORED_LABEL, BadSample, Incomplete, Packed, Request
+from trainer.values import IGNORED_LABEL, BadSample, Packed, PartialBatch, Request
 
 
 class SampleError(RecipeError):
@@ -51,7 +51,7 @@ class Loader:
         pin_memory: put the tensors in page-locked memory, for asynchronous copies to a GPU.
         num_classes: number of classes to check integer ``labels`` against; ``None`` skips the check.
         max_bad_samples: above 0, samples that cannot be loaded are skipped. Their micro-batch is returned as
-            :class:`trainer.values.Incomplete`. The caller counts them: :class:`trainer.engine.quarantine.Quarantine`.
+            :class:`trainer.values.PartialBatch`. The caller counts them: :class:`trainer.engine.quarantine.Quarantine`.
         worker_timeout: max seconds for a worker to load a micro-batch.
         seeded: add ``seeds``, int64 ``(n,)``, to micro-batches requested with seeds.
         packed: the model's ``packed``. A micro-batch that it changes is returned as :class:`trainer.values.Packed`.
@@ -115,7 +115,7 @@ class Loader:
                 kind = type(batch).__name__
                 raise RecipeError(f"the model draws by batch['seeds'], but the batch is a {kind}: collate to a dict")
             batch = {**batch, "seeds": torch.tensor(request.seeds)}
-        packed = batch if self.packed is None else self._guard(request.indices, self.packed, batch)
+        packed = batch if self.packed is None else self._name_failures(request.indices, self.packed, batch)
         return batch if packed is batch else PackedInMemory(batch, packed)
 
     def _mixed(self, request: Request) -> Any:
@@ -125,11 +125,11 @@ class Loader:
         own, partners = _paired(request.indices, request.seeds), _paired(request.mix.partners, request.mix.seeds)
         rows = {sample: row for row, sample in enumerate(dict.fromkeys([*own, *partners]))}
         loaded = self._checked(Request(*_unpaired(list(rows), request.seeds)))
-        return mixed(loaded, [rows[sample] for sample in own], [rows[sample] for sample in partners], request.mix)
+        return apply_mixup(loaded, [rows[sample] for sample in own], [rows[sample] for sample in partners], request.mix)
 
     def _checked(self, request: Request) -> Any:
         batch = self._collated(request.indices, request.seeds)
-        if self.num_classes is not None and (stray := stray_labels(batch, self.num_classes)):
+        if self.num_classes is not None and (stray := out_of_range_labels(batch, self.num_classes)):
             (label, row), named = stray[0], request.indices
             # If collate changes the number of rows, the sample of the label is unknown.
             if row is not None and len(batch["labels"]) == len(named):
@@ -142,19 +142,19 @@ class Loader:
 
     def _collated(self, indices: Sequence[int], seeds: Sequence[int] | None) -> Any:
         if self.whole is not None:
-            samples = self._guard(indices, self.whole, indices)
+            samples = self._name_failures(indices, self.whole, indices)
             self._require_all(samples, indices)
             if not isinstance(samples, list):
                 return samples
         else:
             own_seeds = seeds if self.augmented and seeds else None
             samples = []
-            with generators_kept() if own_seeds else nullcontext():
+            with preserve_rng_state() if own_seeds else nullcontext():
                 for index, seed in zip(indices, own_seeds or [0] * len(indices), strict=True):
                     if own_seeds:
-                        seed_generators(seed)
-                    samples.append(self._guard([index], self.sample, index))
-        return self._guard(indices, self.collate, samples)
+                        seed_everything(seed)
+                    samples.append(self._name_failures([index], self.sample, index))
+        return self._name_failures(indices, self.collate, samples)
 
     def _require_all(self, batch: Any, indices: Sequence[int]) -> None:
         """Check that all requested samples were returned; a collated batch may have a multiple of rows."""
@@ -166,14 +166,14 @@ class Loader:
                 f"({self._describe(indices)}): it must return exactly the requested samples"
             )
 
-    def _guard(self, indices: Sequence[int], function: Callable[[Any], Any], argument: Any) -> Any:
+    def _name_failures(self, indices: Sequence[int], function: Callable[[Any], Any], argument: Any) -> Any:
         """Call ``function(argument)``; a failure raises an error that names the samples at ``indices``."""
         try:
             return function(argument)
         except (RecipeError, MemoryError):
             raise  # a RecipeError names the file itself, and no sample is the cause of a MemoryError
         except Exception as error:
-            raise SampleError(f"{self._describe(indices)} could not be loaded: {reason(error)}") from error
+            raise SampleError(f"{self._describe(indices)} could not be loaded: {root_cause(error)}") from error
 
     def _describe(self, indices: Sequence[int]) -> str:
         shown = ", ".join(self.split.describe(i) for i in indices[:4])
@@ -185,7 +185,7 @@ class Loader:
         faults = [self._fault(*sample) for sample in own]
         bad, good = [fault for fault in faults if fault], [not fault for fault in faults]
         if not any(good):
-            return Incomplete(self._borrowed(bad), [], bad)
+            return PartialBatch(self._zero_weight_batch(bad), [], bad)
         own = list(compress(own, good))
         if mix is not None:
             pairs = zip(own, compress(_paired(mix.partners, mix.seeds), good), strict=True)
@@ -195,17 +195,17 @@ class Loader:
         # Samples that fail only together, such as images of different sizes, raise an error here.
         asked = Request(*_unpaired(own, request.seeds), mix)
         batch = self._load(asked)
-        return Incomplete(batch, asked.indices, bad) if bad else batch
+        return PartialBatch(batch, asked.indices, bad) if bad else batch
 
     def _fault(self, index: int, seed: int) -> BadSample | None:
         try:
             self._load(Request([index], [seed]))
         except RecipeError as error:
-            why = str(error) if error.__cause__ is None else reason(error)
+            why = str(error) if error.__cause__ is None else root_cause(error)
             return BadSample(index, self._describe([index]), " ".join(why.split()))
         return None
 
-    def _borrowed(self, bad: Sequence[BadSample]) -> Any:
+    def _zero_weight_batch(self, bad: Sequence[BadSample]) -> Any:
         """Load a micro-batch of another sample, to be used with weight 0."""
         size, failed = len(self.split), list(bad)
         for step in range(1, min(self.max_bad_samples + 1, size - 1) + 1):
@@ -219,7 +219,7 @@ class Loader:
         )
 
 
-def loader_of(recipe: Recipe, split: Any, workers: int = 0, pin_memory: bool = False) -> Loader:
+def make_loader(recipe: Recipe, split: Any, workers: int = 0, pin_memory: bool = False) -> Loader:
     """Return the loader of ``split`` of a recipe's prepared data."""
     model, data = recipe.model, recipe.data
     classes = data.num_classes if model.num_classes is None else model.num_classes
@@ -256,7 +256,7 @@ def _first_of(batch: Any) -> Any:
 SMALL = 64  # max number of labels for which a list is faster than tensor operations
 
 
-def stray_labels(batch: Any, num_classes: int) -> list[tuple[int, int | None]]:
+def out_of_range_labels(batch: Any, num_classes: int) -> list[tuple[int, int | None]]:
     """Return the labels out of range, each with its row (``None`` for a tensor without rows); -100 is ignored.
 
     ``batch["labels"]`` are integers ``(n, ...)`` in host memory.
@@ -277,7 +277,7 @@ def stray_labels(batch: Any, num_classes: int) -> list[tuple[int, int | None]]:
 # The global random generators that a sample may draw from: seeded for each sample, and restored.
 
 
-def seed_generators(seed: int) -> None:
+def seed_everything(seed: int) -> None:
     """Seed torch's CPU generator, NumPy's global one and ``random``; ``seed`` is in [0, 2^63)."""
     # Not torch.manual_seed(), which would also seed the GPUs and thereby their dropout.
     torch.random.default_generator.manual_seed(seed)
@@ -287,7 +287,7 @@ def seed_generators(seed: int) -> None:
 
 
 @contextmanager
-def generators_kept() -> Iterator[None]:
+def preserve_rng_state() -> Iterator[None]:
     """Restore the current states of the three generators at the end of the context."""
     generator = torch.random.default_generator
     before = generator.get_state(), random.getstate(), np.random.get_state()

@@ -10,13 +10,13 @@ from dataclasses import MISSING, dataclass, field, fields
 from itertools import accumulate, chain
 from typing import Any, cast
 
-from trainer.contract import Data, Model, Samples, as_samples, prepare_data, splits_of
-from trainer.data.common import Loading
+from trainer.contract import Data, Model, TracedSamples, as_samples, prepare_data, splits_of
+from trainer.data.base import Loading
 from trainer.data.images import CIFAR10, Digits, FashionMNIST, ImageFolder
 from trainer.data.language import Conversations, Documents
 from trainer.data.text import HubText, IMDb, TextFiles
 from trainer.errors import RecipeError, require, require_types
-from trainer.values import Mixing, Task
+from trainer.values import MixupConfig, Task
 
 KINDS: dict[str, Any] = {
     kind.__name__: kind
@@ -102,10 +102,10 @@ class Mixture(Loading):
                     f"Mixture: part {number} ({type(data).__name__}) reads its samples group by group, so single "
                     "samples cannot be drawn: use a dataset that is not streamed"
                 )
-        self.train = Joined([data.train for data in self.datasets], self.mixing())
+        self.train = ConcatSplit([data.train for data in self.datasets], self.mixing())
         splits = [splits_of(data) for data in self.datasets]
         held = ([found[part] for found in splits if part in found] for part in ("val", "test"))
-        self.val, self.test = (Joined(found) if found else None for found in held)
+        self.val, self.test = (ConcatSplit(found) if found else None for found in held)
 
     def chances(self) -> Sequence[float]:
         """Return the sample weights: the dataset's weight times the sample's share within its dataset."""
@@ -118,7 +118,7 @@ class Mixture(Loading):
             found.append(weight * relative / relative.sum())
         return cast(Any, np.concatenate(found))
 
-    def mixing(self) -> Mixing | None:
+    def mixing(self) -> MixupConfig | None:
         """Return the mixup and CutMix settings, which are equal in all datasets."""
         return self._built[0][0].mixing()
 
@@ -167,7 +167,7 @@ def _built(number: int, part: Any) -> tuple[Data, float]:
     return cast(Data, data), float(weight)
 
 
-class Joined(Samples):
+class ConcatSplit(TracedSamples):
     """A concatenation of splits. Its fingerprint covers their content and ``settings``."""
 
     def __init__(self, splits: Sequence[Any], settings: Any = None) -> None:
@@ -202,6 +202,6 @@ class Joined(Samples):
 
     def fingerprint(self) -> str:
         """Hash the content of all splits, in order."""
-        from trainer.data.fingerprint import Content, split_fingerprint
+        from trainer.data.fingerprint import ContentHasher, split_fingerprint
 
-        return Content("joined", self.settings, *map(split_fingerprint, self.splits)).hexdigest()
+        return ContentHasher("joined", self.settings, *map(split_fingerprint, self.splits)).hexdigest()

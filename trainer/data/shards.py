@@ -18,16 +18,16 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 from torch import Tensor
 
-from trainer.contract import Samples
-from trainer.data.cache import checksum, content_of
-from trainer.data.common import reason
-from trainer.data.fingerprint import MOST_BYTES, Content
-from trainer.data.rows import open_parquet, read_group, require_moderate
+from trainer.contract import TracedSamples
+from trainer.data.base import root_cause
+from trainer.data.cache import checksum, inspect_cached
+from trainer.data.fingerprint import MAX_HASHED_BYTES, ContentHasher
+from trainer.data.tables import open_parquet, read_group, require_sane_growth
 from trainer.data.tokens import Padder, encode, require_label, require_text
 from trainer.errors import RecipeError
-from trainer.values import Groups
+from trainer.values import ShuffleGroups
 
-MOST_LABELS, MOST_LONGEST, OPEN_FILES = 10_000, 1024, 8
+MAX_LABELS, MAX_LONGEST_SAMPLES, OPEN_FILES = 10_000, 1024, 8
 """Max labels, max candidates for the longest samples, and max files that a process keeps open."""
 
 
@@ -50,11 +50,11 @@ def find_shards(paths: Sequence[Path], cache: Path, label_column: str | None = N
     total = sum(path.stat().st_size for path in paths)
 
     def look(path: Path) -> list[Any]:
-        most = math.inf if total <= MOST_BYTES else MOST_BYTES * path.stat().st_size / total
+        most = math.inf if total <= MAX_HASHED_BYTES else MAX_HASHED_BYTES * path.stat().st_size / total
         groups, columns, labels = _look_into(path, label_column)
         return [groups, columns, checksum(path, most), labels]
 
-    found = content_of(cache, paths, lambda files: list(map(look, files)), "parquet", label_column, total)
+    found = inspect_cached(cache, paths, lambda files: list(map(look, files)), "parquet", label_column, total)
     return [Shard(str(path), *answer) for path, answer in zip(paths, found, strict=True)]
 
 
@@ -63,12 +63,12 @@ def _look_into(path: Path, label_column: str | None) -> tuple[list[tuple[int, in
     try:
         with open_parquet(path) as file:
             metadata, columns = file.metadata, file.schema_arrow.names
-            require_moderate(path, metadata)
+            require_sane_growth(path, metadata)
             rows = [(group, metadata.row_group(group).num_rows) for group in range(metadata.num_row_groups)]
             rows = [(group, count) for group, count in rows if count]
             for group, _ in rows:
                 # The caller knows the name of the setting, so it reports a missing column and rejects too many labels.
-                if label_column is not None and label_column in columns and len(labels) <= MOST_LABELS:
+                if label_column is not None and label_column in columns and len(labels) <= MAX_LABELS:
                     values = pc.unique(read_group(path, file, group, [label_column]).column(0)).to_pylist()
                     labels |= {str(value) for value in values if value is not None}
     except RecipeError:
@@ -80,7 +80,8 @@ def _look_into(path: Path, label_column: str | None) -> tuple[list[tuple[int, in
 
 def _unreadable(place: str, error: BaseException) -> RecipeError:
     return RecipeError(
-        f"{place} cannot be read as Parquet ({reason(error)}): it is damaged or incomplete; write it again or remove it"
+        f"{place} cannot be read as Parquet ({root_cause(error)}): it is damaged or incomplete; write it again or "
+        "remove it"
     )
 
 
@@ -154,7 +155,7 @@ class ShardReader:
         return self._files[path]
 
 
-class Encode(Protocol):
+class RowEncoder(Protocol):
     """Protocol of encoders, which convert rows to columns such as ``input_ids`` and ``labels``, one entry per row."""
 
     @property
@@ -168,7 +169,7 @@ class Encode(Protocol):
         """Encode rows. Raises ``RecipeError`` with the place of an invalid row."""
 
 
-class Labelled:
+class TokenizedWithLabels:
     """The encoder of texts with one label each; ``classes`` maps label texts to numbers."""
 
     def __init__(self, columns: tuple[str, str], classes: Mapping[str, int], pad: Padder) -> None:
@@ -185,14 +186,14 @@ class Labelled:
         return {**tokens, "labels": [self.settings[str(label)] for _, label in rows]}
 
 
-class StreamedSplit(Samples):
+class StreamedSplit(TracedSamples):
     """The samples that ``encode`` makes from all shards in order; at least ``mixed`` are shuffled with each other."""
 
-    def __init__(self, shards: Sequence[Shard], encode: Encode, pad: Padder, mixed: int) -> None:
+    def __init__(self, shards: Sequence[Shard], encode: RowEncoder, pad: Padder, mixed: int) -> None:
         self.encode, self.pad = encode, pad
         most = max(count for shard in shards for _, count in shard.groups)
         self.reader = ShardReader(shards, encode.columns, 2 * (mixed + most))  # a batch may span two shuffle blocks
-        self.groups = Groups(self.reader.sizes, mixed)
+        self.groups = ShuffleGroups(self.reader.sizes, mixed)
 
     @property
     def longest(self) -> Sequence[int]:  # type: ignore[override]
@@ -205,7 +206,7 @@ class StreamedSplit(Samples):
         except (RecipeError, pa.ArrowException):  # reported when they are loaded, where bad samples may be allowed
             return []
         order = pc.array_sort_indices(lengths.combine_chunks(), order="descending", null_placement="at_end")
-        return order[:MOST_LONGEST].to_pylist()
+        return order[:MAX_LONGEST_SAMPLES].to_pylist()
 
     def __len__(self) -> int:
         return len(self.reader)
@@ -227,7 +228,9 @@ class StreamedSplit(Samples):
     def fingerprint(self) -> str:
         """Hash the files, in order (every byte; above 1 GiB evenly spread blocks), and the settings of reading."""
         digests = [shard.digest for shard in self.reader.shards]
-        return Content("shards", digests, self.encode.columns, self.encode.settings, self.pad.settings).hexdigest()
+        return ContentHasher(
+            "shards", digests, self.encode.columns, self.encode.settings, self.pad.settings
+        ).hexdigest()
 
     def files(self) -> dict[str, str]:
         """Return a short hash of every file, by its path relative to the common folder."""

@@ -11,24 +11,24 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from trainer.contract import Model
-from trainer.data.common import BuiltIn, Sampled, hold_out, local_path
-from trainer.errors import RecipeError, listed, require, require_positive
+from trainer.data.base import BuiltinDataset, ClassWeightedDataset, hold_out, local_path
+from trainer.errors import RecipeError, format_list, require, require_positive
 from trainer.values import Outline
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from trainer.data.rows import Rows
     from trainer.data.shards import Shard
+    from trainer.data.tables import RowSource
     from trainer.data.tokens import Tokens
 
 
 PUBLIC_IMDB = "stanfordnlp/imdb"
-MOST_FLOATS = 20
+MAX_FLOAT_CLASSES = 20
 """Max number of distinct non-integer labels that are treated as classes, such as half stars."""
 
 
-class Padded(BuiltIn):
+class PaddedDataset(BuiltinDataset):
     """Base class of datasets that need a tokenizer."""
 
     max_length: int
@@ -46,7 +46,7 @@ class Padded(BuiltIn):
         return self._pad(samples)
 
 
-def placed(texts: Sequence[Any]) -> Iterator[tuple[Any, str]]:
+def name_texts(texts: Sequence[Any]) -> Iterator[tuple[Any, str]]:
     """Yield the user's ``texts``, or lists of messages, each with a name for messages. Rejects empty ones."""
     require(len(texts) > 0, "no texts were given")
     for position, text in enumerate(texts, start=1):
@@ -56,7 +56,7 @@ def placed(texts: Sequence[Any]) -> Iterator[tuple[Any, str]]:
 
 
 @dataclass(kw_only=True)
-class Texts(Padded):
+class Texts(PaddedDataset):
     """Base class of text datasets with labels.
 
     Args:
@@ -87,7 +87,7 @@ class Texts(Padded):
         from trainer.data.tokens import Padder, check_tokenizer, encode, require_text
 
         check_tokenizer(tokenizer, self.max_length)
-        for text, place in placed(texts):
+        for text, place in name_texts(texts):
             require_text(text, partial(str, place), self.max_length, "--text")
         read: Sequence[Any] = [text.split() for text in texts] if self._task == "token" else texts
         if self.pair_column is not None:
@@ -98,14 +98,14 @@ class Texts(Padded):
         return Padder(tokenizer, self.max_length)(encode(read, tokenizer, self.max_length))
 
 
-class _Tokenised(Sampled, Texts):
+class _Tokenised(ClassWeightedDataset, Texts):
     """Base class of text datasets that are tokenised before training."""
 
     def prepare(self, tokenizer: Any = None, model: Model | None = None) -> None:
         """Read, check and tokenise the data, using the cache."""
         from trainer.data.cache import cache_folder
-        from trainer.data.labels import names_of
-        from trainer.data.tokens import Padder, Tokens, check_tokenizer, label_numbers, label_texts, tokenise
+        from trainer.data.labels import output_names
+        from trainer.data.tokens import Padder, Tokens, check_tokenizer, label_ids, label_texts, tokenize_table
 
         if model is not None:
             self.use_model(model)
@@ -117,20 +117,20 @@ class _Tokenised(Sampled, Texts):
         if pair is not None and task == "token":
             wrong = f"data.pair_column={pair!r} is not for model.task=token, which has one label per word"
             raise RecipeError(f"{wrong}: leave it out")
-        common: Any = partial(tokenise, tokenizer=tokenizer, max_length=self.max_length, cache=cache, task=task)
+        common: Any = partial(tokenize_table, tokenizer=tokenizer, max_length=self.max_length, cache=cache, task=task)
         read = partial(common, pair_column=pair)
         tables = {part: read(rows, *columns) for part, rows in found.items()}
         texts = label_texts(tables["train"])
         if task == "regression":
-            self._set_classes(names_of(texts, task, source, self.label_column))
+            self._set_classes(output_names(texts, task, source, self.label_column))
             classes = {name: number for number, name in enumerate(self.class_names)}
         else:
-            known = texts if task == "single_label" else names_of(texts, task, source, self.label_column)
+            known = texts if task == "single_label" else output_names(texts, task, source, self.label_column)
             require(len(known) > 0, f"{source}: no row has a label in data.label_column={self.label_column!r}")
             classes = self._classes(source, known)
         self._pad = Padder(tokenizer, self.max_length)
         said = self.label_column, classes, task
-        labels = {part: label_numbers(tables[part], rows, *said) for part, rows in found.items()}
+        labels = {part: label_ids(tables[part], rows, *said) for part, rows in found.items()}
         strata: Any = labels["train"] if task == "single_label" else [0] * len(tables["train"])
         kept, held = hold_out(strata, self.val_fraction, "data.val_fraction", fold=self.val_fold)
 
@@ -143,7 +143,7 @@ class _Tokenised(Sampled, Texts):
         self.train, self.test = split("train", kept), split("test")
         self.val = split("train", held) if held else split("val")
 
-    def _find(self, cache: Path) -> dict[str, Rows]:
+    def _find(self, cache: Path) -> dict[str, RowSource]:
         """Return the rows of every existing split."""
         raise NotImplementedError
 
@@ -173,7 +173,7 @@ def _is_continuous(labels: Sequence[str]) -> bool:
         numbers = list(map(float, labels))
     except ValueError:  # a word
         return False
-    return len(numbers) > MOST_FLOATS and not all(map(float.is_integer, numbers))
+    return len(numbers) > MAX_FLOAT_CLASSES and not all(map(float.is_integer, numbers))
 
 
 def sort_classes(labels: Iterable[str]) -> list[str]:
@@ -203,15 +203,15 @@ class IMDb(_Tokenised):
 
     def outline(self) -> Outline | None:
         """Return the outline of the reviews to download, with ``max_length`` tokens each."""
-        from trainer.data.rows import is_cached
+        from trainer.data.tables import is_cached
 
         if self.root != PUBLIC_IMDB or local_path(self.root).is_dir() or is_cached(self.root, self.cache_dir):
             return None
         tokens = dict.fromkeys(("input_ids", "attention_mask"), ("int64", (self.max_length,)))
-        return self._outlined(25_000, 25_000, 2, tokens, length=self.max_length)
+        return self._make_outline(25_000, 25_000, 2, tokens, length=self.max_length)
 
-    def _find(self, cache: Path) -> dict[str, Rows]:
-        from trainer.data.rows import find_file, find_folders, find_hub
+    def _find(self, cache: Path) -> dict[str, RowSource]:
+        from trainer.data.tables import open_class_folders, open_hub_dataset, open_table
 
         key, root, parts = f"data.root={self.root!r}", local_path(self.root), ("train", "test")
         if not root.is_dir():
@@ -220,15 +220,17 @@ class IMDb(_Tokenised):
                 {part: part for part in parts},
                 "or set data.root to a folder with train.csv and test.csv, or",
             )
-            return find_hub("root", self.root, splits, f"{advice} to an unpacked aclImdb folder", self.cache_dir)
+            return open_hub_dataset(
+                "root", self.root, splits, f"{advice} to an unpacked aclImdb folder", self.cache_dir
+            )
         if (root / "train.csv").is_file():
-            return {part: find_file(root / f"{part}.csv", cache) for part in parts}
+            return {part: open_table(root / f"{part}.csv", cache) for part in parts}
         if not (root / "train" / "pos").is_dir():
             raise RecipeError(
                 f"{key}: {root} contains neither train.csv nor train/pos: set it to a folder with train.csv and "
                 "test.csv, to an unpacked aclImdb folder, or to stanfordnlp/imdb"
             )
-        return {part: find_folders(root, part, (("neg", 0), ("pos", 1)), cache) for part in parts}
+        return {part: open_class_folders(root, part, (("neg", 0), ("pos", 1)), cache) for part in parts}
 
     def _classes(self, source: str, labels: Sequence[str]) -> dict[str, int]:
         self._set_classes(["negative", "positive"])
@@ -265,7 +267,7 @@ class TextFiles(_Tokenised):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self._separator = written_with(self.encoding, self.separator)
+        self._separator = csv_format(self.encoding, self.separator)
 
     def require_files(self) -> None:
         """Check that the files exist."""
@@ -278,15 +280,15 @@ class TextFiles(_Tokenised):
         files = {"train": self.train_file, "val": self.val_file, "test": self.test_file}
         return {part: local_path(file) for part, file in files.items() if file is not None}
 
-    def _find(self, cache: Path) -> dict[str, Rows]:
-        from trainer.data.rows import CsvFormat, find_file
+    def _find(self, cache: Path) -> dict[str, RowSource]:
+        from trainer.data.tables import CsvFormat, open_table
 
         self.require_files()
         written = CsvFormat(self.encoding, self._separator)
-        return {part: find_file(path, cache, written) for part, path in self._paths().items()}
+        return {part: open_table(path, cache, written) for part, path in self._paths().items()}
 
 
-def written_with(encoding: str | None, separator: str | None) -> str | None:
+def csv_format(encoding: str | None, separator: str | None) -> str | None:
     """Return the ``separator`` as a character; reject an invalid one, and an unknown ``encoding``."""
     with suppress(LookupError):
         "".encode(encoding or "utf-8")
@@ -325,10 +327,10 @@ class HubText(_Tokenised):
 
     def require_files(self) -> None:
         """Check that a local folder exists."""
-        require_named(self.name)
+        require_dataset_name(self.name)
 
-    def _find(self, cache: Path) -> dict[str, Rows]:
-        found = rows_of_hub(self)
+    def _find(self, cache: Path) -> dict[str, RowSource]:
+        found = load_hub_rows(self)
         self._names = found["train"].names.get(self.label_column)
         return found
 
@@ -340,24 +342,24 @@ class HubText(_Tokenised):
         return {str(number): number for number in range(len(named))}
 
 
-def require_named(name: str) -> None:
+def require_dataset_name(name: str) -> None:
     """Check that ``name`` is a local folder or can be a dataset of the hub."""
     path = local_path(name)
     looks_local = name.startswith((".", "/", "~", "file:")) or name.count("/") > 1
     require(path.is_dir() or not looks_local, f"data.name={name!r}: there is no folder {path}")
 
 
-def rows_of_hub(data: Any) -> dict[str, Rows]:
+def load_hub_rows(data: Any) -> dict[str, RowSource]:
     """Return the rows of the splits in the settings of ``data``, which are those of :class:`HubText`."""
-    from trainer.data.rows import find_hub
+    from trainer.data.tables import open_hub_dataset
 
-    require_named(data.name)
+    require_dataset_name(data.name)
     asked = {"train": data.train_split, "val": data.val_split, "test": data.test_split}
     splits = {part: split for part, split in asked.items() if split is not None}
     advice = "and data.config, data.train_split, data.val_split and data.test_split (null if there is none)"
     path = local_path(data.name)
     name = str(path) if path.is_dir() else data.name
-    return find_hub("name", name, splits, advice, data.cache_dir, data.config, data.revision)
+    return open_hub_dataset("name", name, splits, advice, data.cache_dir, data.config, data.revision)
 
 
 @dataclass
@@ -396,7 +398,7 @@ class StreamedText(Texts):
 
     def prepare(self, tokenizer: Any = None, model: Model | None = None) -> None:
         """Read the footers of the files; texts are read and tokenised later."""
-        from trainer.data.shards import MOST_LABELS, Labelled, StreamedSplit
+        from trainer.data.shards import MAX_LABELS, StreamedSplit, TokenizedWithLabels
         from trainer.data.tokens import Padder, check_tokenizer
 
         if model is not None:
@@ -414,11 +416,11 @@ class StreamedText(Texts):
         if len(names) < 2:
             only = f"data.train_files={self.train_files!r}: the only class is {self.class_names}"
             raise RecipeError(f"{only}, but a classifier needs two or more: add rows of another class")
-        if len(names) > MOST_LABELS:
-            raise RecipeError(f"{key} has more than {MOST_LABELS:,} different labels: name the column of the classes")
+        if len(names) > MAX_LABELS:
+            raise RecipeError(f"{key} has more than {MAX_LABELS:,} different labels: name the column of the classes")
         columns, numbers = (self.text_column, self.label_column), {name: number for number, name in enumerate(names)}
         self._pad = Padder(tokenizer, self.max_length)
-        read = Labelled(columns, numbers, self._pad)
+        read = TokenizedWithLabels(columns, numbers, self._pad)
         self.train = StreamedSplit(found["train"], read, self._pad, self.shuffle_buffer)
         # Evaluation reads from the first row to the last, so one row group at a time is enough.
         self.val, self.test = (
@@ -427,8 +429,8 @@ class StreamedText(Texts):
 
     def _find(self, part: str) -> list[Shard]:
         from trainer.data.cache import cache_folder
-        from trainer.data.rows import check_columns
         from trainer.data.shards import find_shards
+        from trainer.data.tables import check_columns
 
         pattern = getattr(self, f"{part}_files")
         key = f"data.{part}_files={pattern!r}"
@@ -436,11 +438,13 @@ class StreamedText(Texts):
         shards = find_shards(shard_files(key, pattern), cache_folder(self.cache_dir), asked)
         for shard in shards:
             check_columns(shard.path, shard.columns, text_column=self.text_column, label_column=self.label_column)
-        require(any(shard.groups for shard in shards), f"{key}: no rows in {listed([shard.path for shard in shards])}")
+        require(
+            any(shard.groups for shard in shards), f"{key}: no rows in {format_list([shard.path for shard in shards])}"
+        )
         return shards
 
 
-def files_of(key: str, pattern: str, kinds: Sequence[str]) -> list[Path]:
+def glob_files(key: str, pattern: str, kinds: Sequence[str]) -> list[Path]:
     """Return the files that match ``pattern``, sorted by name; for a folder those of ``kinds``.
 
     Args:
@@ -455,7 +459,7 @@ def files_of(key: str, pattern: str, kinds: Sequence[str]) -> list[Path]:
     if path.is_dir():
         names = {name for kind in kinds for name in glob(f"{escape(str(path))}/{kind}", recursive=True)}
         if not names:
-            kinds_of = listed([Path(kind).suffix for kind in kinds])
+            kinds_of = format_list([Path(kind).suffix for kind in kinds])
             raise RecipeError(f"{key}: the folder {path} contains no {kinds_of} files: add some")
     else:
         names = {name for name in glob(str(path), recursive=True) if not Path(name).is_dir()}
@@ -465,7 +469,7 @@ def files_of(key: str, pattern: str, kinds: Sequence[str]) -> list[Path]:
 
 def shard_files(key: str, pattern: str) -> list[Path]:
     """Return the .parquet files that match ``pattern``."""
-    found = files_of(key, pattern, ["*.parquet"])
+    found = glob_files(key, pattern, ["*.parquet"])
     for name in found:
         if name.suffix != ".parquet":
             raise RecipeError(

@@ -20,15 +20,15 @@ import torch
 from datasets.fingerprint import Hasher
 from torch import Tensor
 
-from trainer.contract import PADDING_MULTIPLE, Samples
-from trainer.data.cache import cached, hash_of
-from trainer.data.fingerprint import Content, add_rows, blocks, tokenizer_hash
-from trainer.data.labels import RowLabels, numbers, row_labels, several, tagged
-from trainer.data.rows import Rows, check_columns
+from trainer.contract import PADDING_MULTIPLE, TracedSamples
+from trainer.data.cache import get_or_build, hash_of
+from trainer.data.fingerprint import ContentHasher, add_rows, sample_row_blocks, tokenizer_hash
+from trainer.data.labels import RowLabels, parse_labels, parse_numbers, parse_tagged_words, row_labels
+from trainer.data.tables import RowSource, check_columns
 from trainer.errors import RecipeError, require
 from trainer.values import IGNORED_LABEL, Task
 
-CHARACTERS_AT_ONCE, CHARACTERS_A_TOKEN, LEAST_CHARACTERS = 2_000_000, 1_000, 1_000_000
+CHARACTERS_AT_ONCE, CHARACTERS_A_TOKEN, MIN_CHARS_LIMIT = 2_000_000, 1_000, 1_000_000
 """Max characters that a tokenizer gets at once, which takes some hundred MB; and the limit of one text: this number
 per token of ``max_length``, or the last number, about a whole book, if that is larger."""
 
@@ -69,8 +69,8 @@ class Padder:
         return [gap + one if left else one + gap for one, gap in zip(values, gaps, strict=True)]
 
 
-class Tokens(Samples):
-    """The ``chosen`` rows of a ``table`` that :func:`tokenise` made from ``rows``, with their labels ``of_rows``.
+class Tokens(TracedSamples):
+    """The ``chosen`` rows of a ``table`` that :func:`tokenize_table` made from ``rows``, with their labels ``of_rows``.
 
     The table is memory-mapped, so that processes share its pages.
     """
@@ -82,16 +82,16 @@ class Tokens(Samples):
         self,
         table: datasets.Dataset,
         of_rows: Sequence[int] | RowLabels,
-        rows: Rows,
+        rows: RowSource,
         pad: Padder,
         chosen: Sequence[int],
     ) -> None:
         self.table, self.of_rows, self.rows, self.pad = table, of_rows, rows, pad
         self.chosen, lengths = chosen, table.data.column("length").to_numpy()
         if not isinstance(chosen, range):  # a range covers all rows and takes no memory
-            self.chosen = compact(chosen)
+            self.chosen = to_int64_array(chosen)
             lengths = lengths[self.chosen]
-        self.lengths = compact(lengths)
+        self.lengths = to_int64_array(lengths)
 
     def __len__(self) -> int:
         return len(self.chosen)
@@ -121,9 +121,9 @@ class Tokens(Samples):
         """Hash every token (up to 1 GiB; above that, evenly spread blocks of texts), length and label, in order."""
         labels = self.labels
         labels = list(chain.from_iterable(labels)) if isinstance(labels[0], list) else labels
-        content = Content("tokens", np.asarray(self.lengths), np.asarray(labels), self.pad.settings)
+        content = ContentHasher("tokens", np.asarray(self.lengths), np.asarray(labels), self.pad.settings)
         table = self.table.select_columns([key for key in _STORED if key in self.table.column_names])
-        for block in blocks(len(self), 4 * sum(self.lengths)):
+        for block in sample_row_blocks(len(self), 4 * sum(self.lengths)):
             add_rows(content, table, [self.chosen[position] for position in block])
         return content.hexdigest()
 
@@ -152,9 +152,9 @@ def encode(texts: Sequence[Any], tokenizer: Any, max_length: int) -> dict[str, l
             "model.task=token needs a fast tokenizer, which maps tokens to words, but that of model.tokenizer is slow: "
             "choose another"
         )
-    for chunk in chunks(texts):
+    for chunk in text_batches(texts):
         read = list(map(list, zip(*chunk, strict=True))) if isinstance(chunk[0], tuple) else [chunk]
-        encoded = encoded_by(tokenizer, *read, truncation=True, max_length=max_length, is_split_into_words=cut)
+        encoded = run_tokenizer(tokenizer, *read, truncation=True, max_length=max_length, is_split_into_words=cut)
         for key in _STORED:
             if key in encoded:
                 found.setdefault(key, []).extend(encoded[key])
@@ -163,7 +163,7 @@ def encode(texts: Sequence[Any], tokenizer: Any, max_length: int) -> dict[str, l
     return found
 
 
-def encoded_by(tokenizer: Any, *texts: Sequence[Any], **options: Any) -> Any:
+def run_tokenizer(tokenizer: Any, *texts: Sequence[Any], **options: Any) -> Any:
     """Encode texts with ``tokenizer``, without attention masks. A failure becomes a one-line ``RecipeError``."""
     try:
         return tokenizer(*texts, return_attention_mask=False, verbose=False, **options)
@@ -178,7 +178,7 @@ def _firsts(words: Sequence[int | None]) -> list[int]:
     return [IGNORED_LABEL if word is None or word == before else word for word, before in pairs]
 
 
-def chunks(texts: Sequence[Any]) -> Iterator[list[Any]]:
+def text_batches(texts: Sequence[Any]) -> Iterator[list[Any]]:
     """Split ``texts`` into chunks of up to :data:`CHARACTERS_AT_ONCE` characters; a longer text is alone."""
     chunk: list[Any] = []
     characters = 0
@@ -199,7 +199,7 @@ def require_text(text: Any, place: Callable[[], str], max_length: int, column: s
     """
     if not isinstance(text, str) or not text.strip():
         raise RecipeError(f"{place()} has no text in {column!r}: add it or remove the row")
-    most = max(LEAST_CHARACTERS, CHARACTERS_A_TOKEN * max_length)
+    most = max(MIN_CHARS_LIMIT, CHARACTERS_A_TOKEN * max_length)
     if len(text) > most:
         raise RecipeError(
             f"{place()} has {len(text):,} characters in {column!r}, and the max is {most:,} with "
@@ -213,13 +213,13 @@ def require_label(label: Any, place: Callable[[], str], column: str) -> None:
         raise RecipeError(f"{place()} has no {column}: add it or remove the row")
 
 
-def compact(values: Any) -> array[int]:
+def to_int64_array(values: Any) -> array[int]:
     """Return integers in an array, 8 bytes each; a list takes 36."""
     return array("q", np.asarray(values, dtype=np.int64).tobytes())
 
 
-def tokenise(
-    rows: Rows,
+def tokenize_table(
+    rows: RowSource,
     text_column: str,
     label_column: str,
     tokenizer: Any,
@@ -235,7 +235,9 @@ def tokenise(
     """
     asked = ([] if task == "single_label" else [task]) + ([f"and {pair_column}"] if pair_column else [])
     columns = [text_column, label_column, *([pair_column] if pair_column else [])]
-    key = hash_of("tokens", rows.content, text_column, label_column, max_length, words_of(tokenizer), *asked)
+    key = hash_of(
+        "tokens", rows.content, text_column, label_column, max_length, tokenizer_state_hash(tokenizer), *asked
+    )
 
     def pick(found: Sequence[str]) -> Sequence[str]:
         wanted = {"text_column": text_column, "label_column": label_column, "pair_column": pair_column}
@@ -248,7 +250,7 @@ def tokenise(
         for row, (index, text, label) in enumerate(zip(indices, texts, labels, strict=True)):
             place = partial(rows.describe, index)
             if task == "token":
-                texts[row], label = tagged((text, label), place, (text_column, label_column))
+                texts[row], label = parse_tagged_words((text, label), place, (text_column, label_column))
                 text = " ".join(texts[row])
             require_text(text, place, max_length, text_column)
             for seconds in pairs:
@@ -256,7 +258,7 @@ def tokenise(
                 texts[row] = text, seconds[row]
             if task == "single_label":
                 require_label(label, place, label_column)
-            read: Any = {"multi_label": several, "regression": numbers}.get(task)
+            read: Any = {"multi_label": parse_labels, "regression": parse_numbers}.get(task)
             told.append(label if read is None else read(label, place, label_column))
         tokens: dict[str, list[Any]] = encode(texts, tokenizer, max_length)
         if task == "token":
@@ -266,11 +268,11 @@ def tokenise(
         write = str if task == "single_label" else json.dumps
         return {**tokens, "length": lengths, "label_text": list(map(write, told))}
 
-    return made(rows, key, pick, encode_rows, cache)
+    return build_table(rows, key, pick, encode_rows, cache)
 
 
-def made(
-    rows: Rows,
+def build_table(
+    rows: RowSource,
     key: str,
     pick: Callable[[Sequence[str]], Sequence[str]],
     encode_rows: Callable[[Mapping[str, list[Any]], list[int]], dict[str, list[Any]]],
@@ -297,24 +299,25 @@ def made(
                 **options,
             )
 
-    return datasets.Dataset.from_file(str(cached(cache, key, f"the tokens of {rows.source}", build) / FILE))
+    return datasets.Dataset.from_file(str(get_or_build(cache, key, f"the tokens of {rows.source}", build) / FILE))
 
 
-def words_of(tokenizer: Any) -> str:
+def tokenizer_state_hash(tokenizer: Any) -> str:
     """Return a hash of everything that determines a tokenizer's output; all of a tokenizer without a Rust backend."""
     whole = tokenizer if getattr(tokenizer, "backend_tokenizer", None) is None else None
     return Hasher.hash((type(tokenizer).__name__, tokenizer_hash(tokenizer), whole))
 
 
 def label_texts(table: datasets.Dataset) -> list[str]:
-    """Return the distinct labels of a table from :func:`tokenise`."""
+    """Return the distinct labels of a table from :func:`tokenize_table`."""
     return pc.unique(table.data.column("label_text")).to_pylist()
 
 
-def label_numbers(
-    table: datasets.Dataset, rows: Rows, column: str, classes: Mapping[str, int], task: Task = "single_label"
+def label_ids(
+    table: datasets.Dataset, rows: RowSource, column: str, classes: Mapping[str, int], task: Task = "single_label"
 ) -> array[int] | RowLabels:
-    """Return the label of every row of a table from :func:`tokenise`. Rejects labels that are not in ``classes``."""
+    """Return the label of every row of a table from :func:`tokenize_table`. Rejects labels that are not in
+    ``classes``."""
     if task != "single_label":
 
         def where(text: str, found: str) -> str:
@@ -328,4 +331,4 @@ def label_numbers(
             f"{rows.describe(index)}: {column} {table[index]['label_text']!r} is not one of {', '.join(classes)}, the "
             "labels of the training data"
         )
-    return compact(np.array(list(classes.values()))[places.to_numpy()])
+    return to_int64_array(np.array(list(classes.values()))[places.to_numpy()])

@@ -19,16 +19,16 @@ from torch.utils.data import DataLoader
 from trainer.contract import Data
 from trainer.errors import RunError
 from trainer.system.machine import cores
-from trainer.system.processes import become_helper
-from trainer.system.streams import keep_streams
+from trainer.system.processes import detach_from_rank
+from trainer.system.streams import install_safe_streams
 from trainer.values import Request
 
 MAX_AHEAD = 128
 """Max micro-batches that all workers of a rank load ahead. Each of their tensors may hold a file descriptor (1,024 per
 process by default), and the current window is in memory too."""
 
-SECONDS_BETWEEN_LOOKS = 1.0  # interval of checks that workers are alive while waiting for a micro-batch
-SHARED, SMALL_SHARED = Path("/dev/shm"), 1e9  # free bytes below which workers may run out; containers have 64 MB
+POLL_INTERVAL = 1.0  # interval of checks that workers are alive while waiting for a micro-batch
+SHM_PATH, MIN_SHM_BYTES = Path("/dev/shm"), 1e9  # free bytes below which workers may run out; containers have 64 MB
 
 HINTS: dict[int, str] = {
     signal.SIGKILL: "; the kernel does this when memory runs out: lower data.workers, or check the kernel's log",
@@ -49,7 +49,7 @@ def decide_workers(data: Data, accelerator: str, ranks: int) -> int:
     """
     if data.workers is not None:
         return data.workers
-    small = SHARED.is_dir() and shutil.disk_usage(SHARED).free < SMALL_SHARED  # workers pass batches through it
+    small = SHM_PATH.is_dir() and shutil.disk_usage(SHM_PATH).free < MIN_SHM_BYTES  # workers pass batches through it
     return 0 if accelerator == "cpu" or small else min(4, cores() // ranks)
 
 
@@ -63,16 +63,16 @@ def load_in_workers(
     """
     if workers:  # tokenizers warns about forks after it has used threads
         os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-    watch = _Watch(timeout)
+    watch = _WorkerMonitor(timeout)
     loader: DataLoader[Any] = DataLoader(
         fetch,
-        sampler=watch.noted(requests),
+        sampler=watch.record(requests),
         batch_size=None,
-        collate_fn=_as_it_is,
+        collate_fn=_identity_collate,
         num_workers=workers,
         prefetch_factor=max(2, min(-(-at_once // workers) + 1, MAX_AHEAD // workers)) if workers else None,
         pin_memory=pin_memory,
-        timeout=SECONDS_BETWEEN_LOOKS if workers else 0,
+        timeout=POLL_INTERVAL if workers else 0,
         worker_init_fn=_begin if workers else None,
         generator=torch.Generator(),  # otherwise it would draw a number from the global generator
     )
@@ -98,12 +98,12 @@ def load_in_workers(
 
 ENDED_IN_BETWEEN = (EOFError, ConnectionError, FileNotFoundError)  # raised if a worker ends while passing a batch
 
-SECONDS_TO_END, SECONDS_TO_LEAVE = 60.0, 2.0
+WORKER_EXIT_TIMEOUT, WORKER_CLOSE_TIMEOUT = 60.0, 2.0
 """Seconds to wait for such a worker to be gone, generous for a busy machine; and for all workers to leave after their
 last request, before they are killed."""
 
 
-class _Watch:
+class _WorkerMonitor:
     """Iterates over the results of workers, and checks while waiting that they are alive.
 
     It wraps torch's private ``_workers`` and ``_shutdown_workers``, the only access to exit codes. This buys messages
@@ -114,7 +114,7 @@ class _Watch:
         self.timeout, self.done = timeout, 0
         self.under_way: deque[Request] = deque()
 
-    def noted(self, requests: Iterable[Request]) -> Iterator[Request]:
+    def record(self, requests: Iterable[Request]) -> Iterator[Request]:
         for request in requests:
             self.under_way.append(request)
             yield request
@@ -143,30 +143,30 @@ class _Watch:
         """Raise the cause of ``error``; return if the wait can continue."""
         # Torch prefixes an error that a worker has passed on with "Caught"; otherwise the worker is ending.
         if isinstance(error, ENDED_IN_BETWEEN) and not str(error).startswith("Caught "):
-            gone = wait([process.sentinel for process in self.processes], SECONDS_TO_END)
+            gone = wait([process.sentinel for process in self.processes], WORKER_EXIT_TIMEOUT)
             for process in self.processes:
                 if process.sentinel in gone:  # the sentinel is ready shortly before the exit code
-                    process.join(SECONDS_TO_END)
+                    process.join(WORKER_EXIT_TIMEOUT)
         for number, process in enumerate(self.processes):
             if not process.is_alive():
-                raise WorkerError(self._died(number)) from error
+                raise WorkerError(self._death_error(number)) from error
         if not str(error).startswith("DataLoader timed out"):
             raise error
         if waited >= self.timeout:
-            raise WorkerError(self._hung()) from error
+            raise WorkerError(self._hang_error()) from error
 
-    def _died(self, number: int) -> str:
+    def _death_error(self, number: int) -> str:
         code = self.processes[number].exitcode
         if code >= 0:
             advice = "; set data.workers 0 to see where it ends"
-            return self._told(number, f"exited with code {code}", advice)
-        return self._told(number, f"was killed by {signal.Signals(-code).name}", HINTS.get(-code, ""))
+            return self._worker_error(number, f"exited with code {code}", advice)
+        return self._worker_error(number, f"was killed by {signal.Signals(-code).name}", HINTS.get(-code, ""))
 
-    def _hung(self) -> str:
+    def _hang_error(self) -> str:
         advice = ": check these samples and the storage, or raise data.worker_timeout"
-        return self._told(self.done % len(self.processes), f"has not answered for {self.timeout:g} s", advice)
+        return self._worker_error(self.done % len(self.processes), f"has not answered for {self.timeout:g} s", advice)
 
-    def _told(self, number: int, what: str, advice: str) -> str:
+    def _worker_error(self, number: int, what: str, advice: str) -> str:
         workers = len(self.processes)
         dealt = list(self.under_way)[(number - self.done) % workers :: workers]  # in turn
         indices = [index for request in dealt for index in request.indices]
@@ -184,7 +184,7 @@ class _Watch:
     def close(self) -> None:
         """Let the workers leave, and kill the others. Torch alone waits 5 s for each that a thread keeps alive."""
         self.batches._shutdown_workers = self.shutdown  # restore torch's method
-        late = threading.Timer(SECONDS_TO_LEAVE, lambda: [process.kill() for process in self.processes])
+        late = threading.Timer(WORKER_CLOSE_TIMEOUT, lambda: [process.kill() for process in self.processes])
         late.daemon = True
         late.start()
         try:
@@ -196,13 +196,13 @@ class _Watch:
 
 
 def _begin(worker: int) -> None:
-    become_helper()
-    keep_streams()  # a worker that was not forked has Python's default streams
+    detach_from_rank()
+    install_safe_streams()  # a worker that was not forked has Python's default streams
     # Ignore signals, because Slurm sends them to every process of a job regardless of its group. A worker is ended by
     # its rank, or with it.
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
 
 
-def _as_it_is(batch: Any) -> Any:
+def _identity_collate(batch: Any) -> Any:
     return batch

@@ -20,31 +20,31 @@ import torch
 import torch.distributed as dist
 from packaging.requirements import Requirement
 
-from trainer.checkpoint.parts import PartsReader, describe_parts, whole, write_parts
+from trainer.checkpoint.tensor_parts import PartsReader, index_parts, replicated_part, write_parts
 from trainer.contract import without_weights
-from trainer.data.workers import SHARED, SMALL_SHARED, decide_workers
-from trainer.doctor.subject import Finding, Subject, fail, ok, skipped, warning
+from trainer.data.workers import MIN_SHM_BYTES, SHM_PATH, decide_workers
+from trainer.doctor.context import CheckContext, Finding, fail, ok, skipped, warning
 from trainer.errors import RecipeError
-from trainer.fakegpu.ranks import forget_process_group
+from trainer.fakegpu.fake_process_group import forget_process_group
 from trainer.fakegpu.target import Target, budget_bytes
-from trainer.launching.loopback import ADDRESS, keep_to_loopback, loopback_store
-from trainer.planner.predict import Prediction, predict_here
-from trainer.planner.search import MARGIN
-from trainer.run.forecast import this_device
-from trainer.system.children import Child, Failed, in_child
+from trainer.launching.local_store import ADDRESS, bind_to_loopback, loopback_store
+from trainer.planner.predict import Prediction, predict_in_process
+from trainer.planner.search import BUDGET_MARGIN
+from trainer.run.run_prediction import this_device
+from trainer.system.child_jobs import ChildError, ChildJob, run_in_child
 from trainer.system.files import hash_file, sync_to_disk
 from trainer.system.lock import NAME, RunLock
-from trainer.system.machine import ask_for_gpus, available_bytes, cores
-from trainer.system.text import GB, gigabytes
+from trainer.system.machine import available_bytes, cores, query_gpus_in_child
+from trainer.system.text import GB, format_bytes
 
 DISTRIBUTION = "exactbatch-trainer"
 PROJECT = Path(__file__).parents[2] / "pyproject.toml"
 
-SECONDS_OF_GPUS = 60.0  # how long a new process may take to import torch and query each GPU
+GPU_PROBE_TIMEOUT = 60.0  # how long a new process may take to import torch and query each GPU
 BUSY = 0.1  # minimum share of a GPU's memory in use by others that causes a warning
 
 
-def libraries(subject: Subject) -> Finding:
+def libraries(subject: CheckContext) -> Finding:
     """Check that the installed versions meet the project's requirements."""
     wrong = []
     needed = [one for one in map(Requirement, required()) if one.marker is None or one.marker.evaluate({"extra": ""})]
@@ -71,7 +71,7 @@ def required() -> list[str]:
         return re.findall(r'^ *"([^"]+)"', listed[1], re.MULTILINE) if listed else []
 
 
-def devices(subject: Subject) -> Iterator[Finding]:
+def devices(subject: CheckContext) -> Iterator[Finding]:
     """Check that the devices exist and are free."""
     ranks, threads = subject.world.devices, torch.get_num_threads()
     if subject.world.accelerator == "cpu":
@@ -79,11 +79,11 @@ def devices(subject: Subject) -> Iterator[Finding]:
         fits = ranks * threads <= cores()
         yield ok(text) if fits else warning(text, f"OMP_NUM_THREADS={max(1, cores() // ranks)}")
     else:
-        yield from of_gpus(ask_for_gpus(free=True, seconds=SECONDS_OF_GPUS), ranks)
+        yield from of_gpus(query_gpus_in_child(free=True, seconds=GPU_PROBE_TIMEOUT), ranks)
 
 
 def of_gpus(gpus: Sequence[dict[str, Any]], wanted: int) -> Iterator[Finding]:
-    """Check the first ``wanted`` GPUs of those that :func:`trainer.system.machine.seen_gpus` returned."""
+    """Check the first ``wanted`` GPUs of those that :func:`trainer.system.machine.query_gpus` returned."""
     version = Path("/proc/driver/nvidia/version")
     known = re.search(r"Module[^\d]+([\d.]+)", version.read_text()) if version.exists() else None
     driver = known[1] if known else f"for CUDA {torch.version.cuda}"
@@ -97,7 +97,7 @@ def of_gpus(gpus: Sequence[dict[str, Any]], wanted: int) -> Iterator[Finding]:
         yield warning(text, fix) if free < (1 - BUSY) * total else ok(text)
 
 
-def host_memory(subject: Subject) -> Finding:
+def host_memory(subject: CheckContext) -> Finding:
     """Check that CPU memory holds a checkpoint's copy and, on a CPU or with offload, weights and optimizer state."""
     available, memory = available_bytes(), subject.recipe.memory
     on_host = subject.world.accelerator == "cpu" or memory.cpu_offload != "none"
@@ -106,8 +106,8 @@ def host_memory(subject: Subject) -> Finding:
         sharded = memory.strategy == "fsdp" or memory.cpu_offload == "parameters"
         needed = subject.state_bytes * (1 if sharded else subject.world.devices)
     copy = subject.checkpoint_bytes if subject.ready and subject.recipe.checkpoint.asynchronous else 0
-    text = f"{gigabytes(available)} available" + (f", {gigabytes(needed)} of weights and state" if needed else "")
-    text += f", {gigabytes(copy)} of a copy while a checkpoint is written" if copy else ""
+    text = f"{format_bytes(available)} available" + (f", {format_bytes(needed)} of weights and state" if needed else "")
+    text += f", {format_bytes(copy)} of a copy while a checkpoint is written" if copy else ""
     if needed > available:
         return fail(text, "end other processes, fewer ranks, or a smaller model")
     if needed + copy > available:
@@ -115,15 +115,15 @@ def host_memory(subject: Subject) -> Finding:
     return ok(text)
 
 
-def shared_memory(subject: Subject) -> Finding:
+def shared_memory(subject: CheckContext) -> Finding:
     """Check /dev/shm, through which data workers send their batches."""
     world = subject.world
     workers = decide_workers(subject.recipe.data, world.accelerator, world.devices)
-    if not SHARED.is_dir():
-        return skipped(f"there is no {SHARED} on this system")
-    free = shutil.disk_usage(SHARED).free
-    text = f"{gigabytes(free)} free in {SHARED} for {workers * world.devices} worker(s)"
-    if workers and free < SMALL_SHARED:
+    if not SHM_PATH.is_dir():
+        return skipped(f"there is no {SHM_PATH} on this system")
+    free = shutil.disk_usage(SHM_PATH).free
+    text = f"{format_bytes(free)} free in {SHM_PATH} for {workers * world.devices} worker(s)"
+    if workers and free < MIN_SHM_BYTES:
         return warning(text, "docker run --shm-size 8g, or --data.workers 0")
     if workers * world.devices > cores():
         return warning(f"{text} on {cores()} cores", f"--data.workers {cores() // world.devices}", "workers")
@@ -136,9 +136,9 @@ PROBE_BYTES = 8 * 2**20
 SLOW = 20e6  # bytes per second, below which a disk counts as slow
 
 
-def run_directory(subject: Subject) -> Iterator[Finding]:
+def run_directory(subject: CheckContext) -> Iterator[Finding]:
     """Check that the run directory holds no other run, and that files can be written, synced, renamed and locked."""
-    folder, disk = subject.run_dir, subject.disk
+    folder, disk = subject.run_dir, subject.existing_folder
     if (folder / "recipe.yaml").exists() and subject.recipe.run.resume == "none":
         yield fail(f"{folder} already holds a run", "--run.resume auto, or another --run.dir")
     nearest = next(path for path in (folder, *folder.parents) if path.exists())
@@ -181,27 +181,27 @@ def _write_and_rename(folder: Path) -> float:
     return PROBE_BYTES / taken
 
 
-def space(subject: Subject) -> Finding:
+def disk_space(subject: CheckContext) -> Finding:
     """Check that the disk has space for the checkpoints that are kept and one that is being written."""
     if not subject.ready:
         return skipped("the size of the model is unknown")
     wishes, run = subject.recipe.checkpoint, subject.recipe.run
     has_best = run.evaluate and run.best != "last" and (subject.recipe.data.val is not None or run.best is not None)
     count = wishes.keep_last + max(wishes.keep_best, int(has_best)) + 1
-    needed, free = count * subject.checkpoint_bytes, shutil.disk_usage(subject.disk).free
-    text = f"{gigabytes(free)} free, {count} checkpoints of about {gigabytes(subject.checkpoint_bytes)}"
-    fix = f"free {needed - free:,} bytes on the file system of {subject.disk}, lower --checkpoint.keep_last"
+    needed, free = count * subject.checkpoint_bytes, shutil.disk_usage(subject.existing_folder).free
+    text = f"{format_bytes(free)} free, {count} checkpoints of about {format_bytes(subject.checkpoint_bytes)}"
+    fix = f"free {needed - free:,} bytes on the file system of {subject.existing_folder}, lower --checkpoint.keep_last"
     return ok(text) if needed <= free else fail(text, f"{fix}, or another --run.dir")
 
 
 # Ports and process group: start the requested number of ranks in separate processes and run an all-reduce.
 
-MEETING_SECONDS = 20.0
+RENDEZVOUS_TIMEOUT = 20.0
 MEETING_FIX = "check firewall, hostname and GLOO_SOCKET_IFNAME or NCCL_SOCKET_IFNAME; NCCL_DEBUG=INFO shows details"
 
 
-def process_group(subject: Subject) -> Finding:
-    """Start the ranks of this machine and add up their numbers, within ``MEETING_SECONDS``."""
+def process_group(subject: CheckContext) -> Finding:
+    """Start the ranks of this machine and add up their numbers, within ``RENDEZVOUS_TIMEOUT``."""
     size, on_gpu = subject.world.devices, subject.world.accelerator == "cuda"
     try:
         listener = socket.create_server((ADDRESS, 0))  # inherited by the first rank, which hosts the store
@@ -210,13 +210,13 @@ def process_group(subject: Subject) -> Finding:
     backend = "nccl" if on_gpu else "gloo"
     began = time.perf_counter()
     jobs = [partial(_add_up, backend, rank, size, listener) for rank in range(size)]
-    ranks = [Child(job, sees_gpu=on_gpu, anew=on_gpu) for job in jobs]
+    ranks = [ChildJob(job, sees_gpu=on_gpu, anew=on_gpu) for job in jobs]
     listener.close()
     problems = []
     for rank, child in enumerate(ranks):
-        if not child.wait(max(0.0, MEETING_SECONDS - (time.perf_counter() - began))):
+        if not child.wait(max(0.0, RENDEZVOUS_TIMEOUT - (time.perf_counter() - began))):
             child.kill()
-            problems.append(f"rank {rank}: no answer within {MEETING_SECONDS:g} s")
+            problems.append(f"rank {rank}: no answer within {RENDEZVOUS_TIMEOUT:g} s")
         elif isinstance(found := child.result(), Exception):
             problems.append(f"rank {rank}: {found}")
     if problems:
@@ -230,10 +230,10 @@ def _add_up(backend: str, rank: int, size: int, listener: socket.socket) -> bool
     for name in ("MASTER_ADDR", "MASTER_PORT", "RANK", "WORLD_SIZE"):
         os.environ.pop(name, None)
     forget_process_group()
-    keep_to_loopback()
-    port, patience = listener.getsockname()[1], timedelta(seconds=MEETING_SECONDS)
+    bind_to_loopback()
+    port, patience = listener.getsockname()[1], timedelta(seconds=RENDEZVOUS_TIMEOUT)
     if rank == 0:
-        store = loopback_store(listener, MEETING_SECONDS)
+        store = loopback_store(listener, RENDEZVOUS_TIMEOUT)
     else:
         listener.close()
         store = dist.TCPStore(ADDRESS, port, wait_for_workers=False, timeout=patience)
@@ -248,78 +248,80 @@ def _add_up(backend: str, rank: int, size: int, listener: socket.socket) -> bool
 
 # Memory and checkpoints: the planner's estimate for the longest samples, and a checkpoint that is written and read.
 
-LARGEST = 2e9  # maximum bytes of weights for the checkpoint check
-SECONDS = 30.0  # time limit of the estimate and of the checkpoint check
+MAX_ROUND_TRIP_BYTES = 2e9  # maximum bytes of weights for the checkpoint check
+CHECK_TIMEOUT = 30.0  # time limit of the estimate and of the checkpoint check
 FIX = "--memory.budget 90% or trainer plan finds a plan that fits; or --memory.activation_checkpointing full"
 
 
 class PeakMemory:
     """The planner's memory estimate, computed while the other checks run and compared with the device's memory."""
 
-    def __init__(self, subject: Subject) -> None:
+    def __init__(self, subject: CheckContext) -> None:
         self.subject = subject
-        self.child: Child | None = None
+        self.child: ChildJob | None = None
         if subject.ready and subject.plan is not None:
             world, self.device = subject.world, this_device(subject.world.accelerator)
             self.sharing = world.devices if self.device.name == "cpu" else 1  # ranks on CPUs share CPU memory
-            self.limit = budget_bytes(subject.recipe.memory.budget, self.device, world.size)
-            asked = partial(predict_here, subject.recipe, subject.plan, Target.here(self.device), world.nodes)
-            self.child = Child(partial(asked, capacity=self.limit // self.sharing))
+            self.limit = budget_bytes(subject.recipe.memory.budget, self.device, world.world_size)
+            asked = partial(predict_in_process, subject.recipe, subject.plan, Target.here(self.device), world.nodes)
+            self.child = ChildJob(partial(asked, capacity=self.limit // self.sharing))
 
-    def look(self) -> Finding:
-        """Return the finding, after waiting at most ``SECONDS``."""
+    def finding(self) -> Finding:
+        """Return the finding, after waiting at most ``CHECK_TIMEOUT``."""
         if self.child is None:
             asked = "the planner chooses a plan that fits when the run starts: trainer plan shows it"
             return skipped(asked if self.subject.ready else "model or data could not be prepared")
-        if not self.child.wait(SECONDS):
+        if not self.child.wait(CHECK_TIMEOUT):
             self.child.kill()
-            return skipped(f"the estimate takes more than {SECONDS:g} s: use trainer plan, which has no time limit")
+            return skipped(
+                f"the estimate takes more than {CHECK_TIMEOUT:g} s: use trainer plan, which has no time limit"
+            )
         result: Any = self.child.result()
-        if isinstance(result, Failed):
+        if isinstance(result, ChildError):
             return skipped(f"no estimate is possible: {result}")
         if isinstance(result, Exception):
             raise result
-        found = Prediction.answered(result)
+        found = Prediction.from_child(result)
         peak, kind = found.reserved * self.sharing, "CPU memory" if self.device.name == "cpu" else "reserved memory"
-        text = f"estimated {kind} for the longest samples: {gigabytes(peak)} of {gigabytes(self.limit)}"
+        text = f"estimated {kind} for the longest samples: {format_bytes(peak)} of {format_bytes(self.limit)}"
         if found.retries is None:
             return fail(text, FIX)
         text += f"; fits after {found.retries} retries of torch's allocator" if found.retries else ""
-        return warning(text, FIX) if peak * (1 + MARGIN) > self.limit else ok(text)
+        return warning(text, FIX) if peak * (1 + BUDGET_MARGIN) > self.limit else ok(text)
 
 
-def round_trip(subject: Subject) -> Finding:
+def round_trip(subject: CheckContext) -> Finding:
     """Write the model's weights like a checkpoint, read them, and compare them bit for bit."""
     weights = sum(p.numel() * p.element_size() for p in subject.module.parameters())
-    if weights > LARGEST:
-        return skipped(f"{weights / GB:.1f} GB of weights: checked only up to {LARGEST / GB:g} GB")
-    with tempfile.TemporaryDirectory(prefix=".doctor-", dir=subject.disk) as name:
+    if weights > MAX_ROUND_TRIP_BYTES:
+        return skipped(f"{weights / GB:.1f} GB of weights: checked only up to {MAX_ROUND_TRIP_BYTES / GB:g} GB")
+    with tempfile.TemporaryDirectory(prefix=".doctor-", dir=subject.existing_folder) as name:
         try:
-            taken = in_child(partial(_there_and_back, subject, Path(name)), seconds=SECONDS)
+            taken = run_in_child(partial(_there_and_back, subject, Path(name)), seconds=CHECK_TIMEOUT)
         except TimeoutError:
-            text = f"{gigabytes(weights)} took more than {SECONDS:g} s"
+            text = f"{format_bytes(weights)} took more than {CHECK_TIMEOUT:g} s"
             return warning(text, "a faster disk, or a larger --checkpoint.every")
     if taken["different"]:
         return fail(f"{taken['different']} was read with other content than was written", "another --run.dir")
     rates = f"saved in {taken['save']:.2f} s, loaded in {taken['load']:.2f} s"
-    return ok(f"{gigabytes(taken['bytes'])} of weights {rates}, bit for bit")
+    return ok(f"{format_bytes(taken['bytes'])} of weights {rates}, bit for bit")
 
 
-def _there_and_back(subject: Subject, folder: Path) -> dict[str, Any]:
+def _there_and_back(subject: CheckContext, folder: Path) -> dict[str, Any]:
     """Save and load the weights of a new model; return the seconds of each and the name of a tensor that differs."""
     torch.manual_seed(subject.recipe.seed)
     module = without_weights(subject.recipe.model).build()
     tensors: dict[str, torch.Tensor] = {f"weights/{name}": parameter for name, parameter in module.named_parameters()}
     tensors |= {f"buffers/{name}": buffer for name, buffer in module.named_buffers()}
-    parts = {name: whole(tensor.detach().contiguous()) for name, tensor in tensors.items()}
+    parts = {name: replicated_part(tensor.detach().contiguous()) for name, tensor in tensors.items()}
     began = time.perf_counter()
     path = folder / "probe.safetensors"
     entry = write_parts(path, parts)
     saved = time.perf_counter()
     different = "" if hash_file(path) == entry["sha256"] else path.name
-    reader = PartsReader(folder, [describe_parts(path.name, parts)])
+    reader = PartsReader(folder, [index_parts(path.name, parts)])
     for name, part in parts.items():
-        found = whole(torch.empty_like(part.tensor))
+        found = replicated_part(torch.empty_like(part.tensor))
         reader.read_into(name, found)
         if not torch.equal(*(tensor.reshape(-1).view(torch.uint8) for tensor in (found.tensor, part.tensor))):
             different = different or name

@@ -12,32 +12,32 @@ import torch
 from PIL import Image
 from torch import Tensor
 
-from trainer.contract import Preparable, Samples, capability, splits_of
-from trainer.data.fingerprint import Content, spread
-from trainer.data.loader import stray_labels
-from trainer.doctor.subject import Finding, Status, Subject, fail, ok, skipped, warning
-from trainer.errors import listed
-from trainer.planner.predict import prepared
+from trainer.contract import Preparable, TracedSamples, capability, splits_of
+from trainer.data.fingerprint import ContentHasher, evenly_spaced
+from trainer.data.loader import out_of_range_labels
+from trainer.doctor.context import CheckContext, Finding, Status, fail, ok, skipped, warning
+from trainer.errors import format_list
+from trainer.planner.predict import prepare_recipe
+from trainer.system.error_reports import describe_error
 from trainer.system.files import open_regular
-from trainer.system.reports import cause
-from trainer.weights.nf4 import size_of
+from trainer.weights.nf4 import count_weights
 
 LOOKED_AT = 200  # samples of each split that are loaded
 COMPARED = 100_000  # maximum number of samples of a split that are compared with another split
 PLAIN = ("RGB", "L", "1")  # image modes that convert to RGB or grey without loss
-MOST_TOLD = 3
+MAX_SHOWN = 3
 BAD_FIX = "replace or remove it, or data.max_bad_samples"
 SPLITS = ("train", "val", "test")
 Problem = tuple[str, str, str]  # sample, description, fix
 
 
-def samples(subject: Subject) -> Iterator[Finding]:
+def samples(subject: CheckContext) -> Iterator[Finding]:
     """Load evenly spaced samples of each split, and check labels, tokens and pixels."""
     model, data = subject.recipe.model, subject.recipe.data
     classes = data.num_classes if model.num_classes is None else model.num_classes
     classes = None if model.task == "regression" else classes
     for name, split in splits_of(data).items():
-        check, positions = f"{name} samples", spread(len(split), LOOKED_AT)
+        check, positions = f"{name} samples", evenly_spaced(len(split), LOOKED_AT)
         unloadable: list[Problem] = []
         problems: list[Problem] = []
         for position in positions:
@@ -45,30 +45,30 @@ def samples(subject: Subject) -> Iterator[Finding]:
             try:
                 sample = split[position]
             except (Exception, SystemExit) as error:
-                unloadable.append((f"{place} cannot be loaded", cause(error), BAD_FIX))
+                unloadable.append((f"{place} cannot be loaded", describe_error(error), BAD_FIX))
             else:
                 problems += [(place, *problem) for problem in _problems(subject, sample, classes)]
-        yield from _told(check, unloadable, "warning" if len(unloadable) <= data.max_bad_samples else "FAIL")
-        yield from _told(check, problems, "FAIL")
+        yield from _to_finding(check, unloadable, "warning" if len(unloadable) <= data.max_bad_samples else "FAIL")
+        yield from _to_finding(check, problems, "FAIL")
         if not (problems or unloadable):
             text = f"{len(positions):,} of {len(split):,} loaded, all labels valid"
             yield ok(text, check=check)
         yield from _image_modes(check, split, positions)
 
 
-def _told(check: str, problems: Sequence[Problem], status: Status) -> Iterator[Finding]:
-    for place, what, fix in problems[:MOST_TOLD]:
+def _to_finding(check: str, problems: Sequence[Problem], status: Status) -> Iterator[Finding]:
+    for place, what, fix in problems[:MAX_SHOWN]:
         yield Finding(status, f"{place}: {what}", fix, check)
-    if len(problems) > MOST_TOLD:
-        yield Finding(status, f"{len(problems) - MOST_TOLD} more of the loaded samples", "as above", check)
+    if len(problems) > MAX_SHOWN:
+        yield Finding(status, f"{len(problems) - MAX_SHOWN} more of the loaded samples", "as above", check)
 
 
-def _problems(subject: Subject, sample: Any, classes: int | None) -> Iterator[tuple[str, str]]:
+def _problems(subject: CheckContext, sample: Any, classes: int | None) -> Iterator[tuple[str, str]]:
     if not isinstance(sample, dict):
         return
     label = sample.get("labels")
     if classes is not None and label is not None:
-        for stray, _ in stray_labels({"labels": torch.as_tensor(label)}, classes):
+        for stray, _ in out_of_range_labels({"labels": torch.as_tensor(label)}, classes):
             yield f"label {stray} is not one of the classes 0 to {classes - 1}", "fix it, or model.num_classes"
     ids = sample.get("input_ids")
     tokenizer = capability(subject.recipe.model, Preparable).tokenizer_or_none() if ids is not None else None
@@ -79,13 +79,13 @@ def _problems(subject: Subject, sample: Any, classes: int | None) -> Iterator[tu
         yield "pixels are not finite", "fix the image, or data.normalize"
 
 
-def _describe(name: str, split: Samples, position: int) -> str:
+def _describe(name: str, split: TracedSamples, position: int) -> str:
     described = split.describe(position)
     is_default = described == f"sample {position} of {type(split.original).__name__}"
     return f"{name} sample {position}" if is_default else described
 
 
-def _image_modes(check: str, split: Samples, positions: Sequence[int]) -> Iterator[Finding]:
+def _image_modes(check: str, split: TracedSamples, positions: Sequence[int]) -> Iterator[Finding]:
     files = split.samples
     if not isinstance(files, Sequence) or not files or not isinstance(files[0], tuple):
         return
@@ -101,7 +101,7 @@ def _image_modes(check: str, split: Samples, positions: Sequence[int]) -> Iterat
         yield warning(f"{', '.join(odd)} of {count} images are converted when they are loaded", fix, check)
 
 
-def duplicates(subject: Subject) -> Iterator[Finding]:
+def duplicates(subject: CheckContext) -> Iterator[Finding]:
     """Check that no training sample is also in the validation or test set."""
     splits = splits_of(subject.recipe.data)
     train = splits.pop("train")
@@ -115,12 +115,12 @@ def duplicates(subject: Subject) -> Iterator[Finding]:
             yield ok(f"no {name} sample is in the training set")
             continue
         twin = _describe("train", train, known[of_split[found[0]]])
-        text = f"{len(found)} of the {name} samples ({listed(found)}) are also in the training set: "
+        text = f"{len(found)} of the {name} samples ({format_list(found)}) are also in the training set: "
         text += f"{_describe(name, split, found[0])} equals {twin}"
         yield warning(text, "remove them from one of the two, otherwise the metrics are too good")
 
 
-def keys(split: Samples) -> dict[int, bytes]:
+def keys(split: TracedSamples) -> dict[int, bytes]:
     """Return a hash of each sample's content without its label, by position.
 
     Covers the first ``COMPARED`` samples of files, arrays and texts, and ``LOOKED_AT`` samples of other splits.
@@ -136,17 +136,17 @@ def keys(split: Samples) -> dict[int, bytes]:
     if split.augmented:
         return {}
     found = {}
-    for position in spread(len(split), LOOKED_AT):
+    for position in evenly_spaced(len(split), LOOKED_AT):
         try:
             sample = split[position]
         except (Exception, SystemExit):  # reported by samples()
             continue
         content = {k: v for k, v in sample.items() if k != "labels"} if isinstance(sample, dict) else sample
-        found[position] = Content(content).hexdigest().encode()
+        found[position] = ContentHasher(content).hexdigest().encode()
     return found
 
 
-def vocabulary(subject: Subject) -> Iterator[Finding]:
+def vocabulary(subject: CheckContext) -> Iterator[Finding]:
     """Check that the model has an embedding row for every token of the tokenizer."""
     tokenizer = capability(subject.recipe.model, Preparable).tokenizer_or_none()
     if tokenizer is None:
@@ -161,15 +161,15 @@ def vocabulary(subject: Subject) -> Iterator[Finding]:
     yield fail(text, fix) if tokens > rows else ok(text)
 
 
-def model_and_data(subject: Subject) -> Finding:
+def model_and_data(subject: CheckContext) -> Finding:
     """Prepare model and data, which checks files, columns, classes and the configuration of the weights."""
-    subject.recipe = prepared(subject.recipe)
+    subject.recipe = prepare_recipe(subject.recipe)
     subject.ready = True
     sizes = ", ".join(f"{len(split):,} {name}" for name, split in splits_of(subject.recipe.data).items())
-    return ok(f"{type(subject.recipe.model).__name__}, {size_of(subject.module)}; {sizes}")
+    return ok(f"{type(subject.recipe.model).__name__}, {count_weights(subject.module)}; {sizes}")
 
 
-def plan_of(subject: Subject) -> Finding:
+def plan_of(subject: CheckContext) -> Finding:
     """Describe the plan; an invalid one is rejected as it would be by the run."""
     if subject.plan is None:
         return skipped("the planner decides when the run starts")

@@ -24,7 +24,7 @@ class BatchNormStatistics:
     def buffers(self) -> list[Tensor]:
         return [buffer for layer, _ in self.layers for buffer in layer.buffers()]
 
-    def set(self, micro_steps: int, is_empty: bool) -> None:
+    def set_momentum(self, micro_steps: int, is_empty: bool) -> None:
         """Set the momentum for one of ``micro_steps``; an empty one must not change the statistics."""
         for layer, momentum in self.layers:
             if is_empty:
@@ -34,7 +34,7 @@ class BatchNormStatistics:
             else:
                 layer.momentum = 1 - (1 - momentum) ** (1 / micro_steps)
 
-    def remember(self) -> None:
+    def save(self) -> None:
         """Save the running statistics before a step."""
         self.before = [buffer.clone() for buffer in self.buffers]
 
@@ -43,7 +43,7 @@ class BatchNormStatistics:
         for buffer, value in zip(self.buffers, self.before, strict=True):
             buffer.copy_(value)
 
-    def share(self) -> None:
+    def broadcast(self) -> None:
         """Broadcast the statistics of the first rank, as DDP does before a forward, so that evaluations agree."""
         for buffer in self.buffers:
             torch.distributed.broadcast(buffer, 0)

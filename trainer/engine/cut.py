@@ -24,7 +24,9 @@ class Cut:
     micro_batch_size: int  # max samples of a micro-batch
     accumulate: int  # micro-batches per step and rank in a full batch (a token budget may require more)
     micro_batch_tokens: int | None = None  # max tokens of a micro-batch, including padding
-    any_ranks: bool = False  # the same micro-batches on any number of ranks, plus empty ones if they do not divide
+    rank_independent: bool = (
+        False  # the same micro-batches on any number of ranks, plus empty ones if they do not divide
+    )
 
     def halved(self, world_size: int) -> Cut | None:
         """Return the same batches in micro-batches of half the size, or ``None`` if these hold one sample already."""
@@ -32,7 +34,7 @@ class Cut:
             return None
         size = -(-self.micro_batch_size // 2)
         tokens = self.micro_batch_tokens and -(-self.micro_batch_tokens // 2)
-        return Cut(self.batch_size, size, -(-self.batch_size // (world_size * size)), tokens, self.any_ranks)
+        return Cut(self.batch_size, size, -(-self.batch_size // (world_size * size)), tokens, self.rank_independent)
 
 
 def decide_cut(
@@ -64,7 +66,7 @@ def decide_cut(
     return Cut(batch_size, min(size, batch_size if any_ranks else share), derived, micro_batch_tokens, any_ranks)
 
 
-def share_of(memory: Memory, rank: int, world_size: int) -> tuple[int, int]:
+def data_parallel_rank(memory: Memory, rank: int, world_size: int) -> tuple[int, int]:
     """Return which share of a batch ``rank`` takes, and the number of shares.
 
     Ranks that are tensor parallel with each other are neighbours and take the same share.
@@ -79,7 +81,7 @@ def cut_at(recipe: Recipe, world_size: int, epoch: int) -> Cut:
     In a schedule of ``accumulate`` such as ``{0: 8, 4: 2}``, a value holds from its epoch up to the next one named.
     """
     memory, accumulate = recipe.memory, recipe.accumulate
-    _, world_size = share_of(memory, 0, world_size)
+    _, world_size = data_parallel_rank(memory, 0, world_size)
     if isinstance(accumulate, Mapping):
         accumulate = accumulate[max(start for start in accumulate if start <= epoch)]
     size = None if memory.micro_batch_size == "auto" else memory.micro_batch_size
@@ -102,8 +104,8 @@ def cut_batch(
     first: the peak comes first, and all ranks pad by similar amounts. With ``packs`` there is no padding. Lengths are
     then mixed so that all micro-batches have about the same number of tokens: the peak is lower, and no rank waits.
     """
-    if cut.any_ranks:
-        pieces = cut_batch(indices, replace(cut, any_ranks=False), 1, lengths, packs)
+    if cut.rank_independent:
+        pieces = cut_batch(indices, replace(cut, rank_independent=False), 1, lengths, packs)
         return pieces + [[] for _ in range(-len(pieces) % world_size)]
     order = list(indices) if lengths is None else sorted(indices, key=lambda index: -lengths[index])
     if lengths is None or cut.micro_batch_tokens is None:
@@ -124,17 +126,17 @@ def _equal_bounds(size: int, micro_batch_size: int, world_size: int) -> list[tup
     return list(zip(bounds, bounds[1:], strict=False))
 
 
-def _dealt(by_length: Sequence[int], count: int, most: int, lengths: Sequence[int]) -> list[list[int]]:
+def _dealt(by_length: Sequence[int], count: int, max_samples: int, lengths: Sequence[int]) -> list[list[int]]:
     """Put each sample, the longest first, into the micro-batch with the fewest tokens that has room (Graham 1969).
 
-    There are ``count`` micro-batches of at most ``most`` samples.
+    There are ``count`` micro-batches of at most ``max_samples`` samples.
     """
     pieces: list[list[int]] = [[] for _ in range(count)]
     waiting = [(0, number) for number in range(count)]
     for index in by_length:
         tokens, number = heappop(waiting)
         pieces[number].append(index)
-        if len(pieces[number]) < most:
+        if len(pieces[number]) < max_samples:
             heappush(waiting, (tokens + lengths[index], number))
     return sorted(pieces, key=lambda piece: -tokens_of(piece, lengths, packs=True))
 
@@ -142,7 +144,7 @@ def _dealt(by_length: Sequence[int], count: int, most: int, lengths: Sequence[in
 def _packs(
     by_length: Sequence[int], budget: int, most: int, world_size: int, lengths: Sequence[int]
 ) -> list[list[int]]:
-    """Make as few packs of at most ``budget`` tokens and ``most`` samples as best-fit decreasing finds.
+    """Make as few packs of at most ``budget`` tokens and ``max_samples`` samples as best-fit decreasing finds.
 
     Their number is rounded up to a multiple of ``world_size``. They are filled evenly if all samples then fit;
     otherwise the fullest packs are halved.
@@ -218,7 +220,7 @@ def tokens_of(piece: Sequence[int], lengths: Sequence[int], packs: bool = False)
     return len(piece) * padded(max(lengths[index] for index in piece))
 
 
-def fullest(pieces: Sequence[list[int]], lengths: Sequence[int] | None, packs: bool = False) -> list[int]:
+def largest_micro_batch(pieces: Sequence[list[int]], lengths: Sequence[int] | None, packs: bool = False) -> list[int]:
     """Return the first micro-batch with the most tokens; ``pieces`` are in the order of :func:`cut_batch`."""
     return pieces[0] if lengths is None else max(pieces, key=lambda piece: tokens_of(piece, lengths, packs))
 

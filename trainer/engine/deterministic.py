@@ -31,7 +31,7 @@ BUCKET = 2**23  # max elements of gradients sent at once (32 MB in fp32), unless
 class TreeSync(GradientSync):
     """Sums the gradients of micro-batches along the tree. The number of ranks is a power of two."""
 
-    in_order = True
+    deterministic = True
 
     def __init__(self, parameters: Sequence[Tensor], world_size: int = 1) -> None:
         super().__init__(parameters)
@@ -42,16 +42,16 @@ class TreeSync(GradientSync):
 
     def begin(self, window: Window) -> None:
         self.abandon()
-        self.leaves, self.micro_steps = window.present, 0
+        self.leaves, self.micro_steps = window.nonempty, 0
 
-    def before(self, is_last: bool) -> None:
+    def before_forward(self, is_last: bool) -> None:
         if self.micro_steps:
             self._add()
         self.present = self.leaves[self.micro_steps * self.world_size :][: self.world_size]
         self.micro_steps += 1
 
     @torch.no_grad()
-    def after(self) -> None:
+    def after_last_backward(self) -> None:
         self._add()
         total = self.sums.total()
         if total is not None:
@@ -142,8 +142,8 @@ class ShardedTreeSync(TreeSync):
                 part.set_gradient_divide_factor(1.0)  # a sum, not a mean
                 part.set_force_sum_reduction_for_comms(True)  # otherwise NCCL would multiply by 1
 
-    def before(self, is_last: bool) -> None:
-        super().before(is_last)
+    def before_forward(self, is_last: bool) -> None:
+        super().before_forward(is_last)
         self.comm.present = self.present
         self.module.set_requires_gradient_sync(True)
         self.module.set_is_last_backward(True)
@@ -174,7 +174,7 @@ class TreeReduceScatter(ReduceScatter):
             output_tensor.copy_(tree_reduce_scatter(input_tensor, self.present, group))
 
 
-def tree_sync(module: nn.Module, parameters: Sequence[Tensor], world_size: int) -> TreeSync:
+def make_tree_sync(module: nn.Module, parameters: Sequence[Tensor], world_size: int) -> TreeSync:
     """Return the synchronisation for ``module``, which is sharded or replicated without DDP."""
     require(
         not any(isinstance(part, _BatchNorm) and part.track_running_stats for part in module.modules()),
@@ -262,27 +262,27 @@ class PartialSums:
 # Log2 of the number of elements converted at once; on a CPU, their copies in float64 then stay in the cache.
 CHUNK_BITS = {"cpu": 16, "cuda": 22}
 MANTISSA_BITS = 52
-LEAST_EXPONENT = -1000  # min exponent of the largest element: 2 ** 1000 is finite in float64
+MIN_EXPONENT = -1000  # min exponent of the largest element: 2 ** 1000 is finite in float64
 
 
 @torch.no_grad()
-def reproducible_norm(parts: Sequence[Tensor], elements: int, device: torch.device, over_ranks: bool) -> Tensor:
+def reproducible_norm(parts: Sequence[Tensor], elements: int, device: torch.device, reduce: bool) -> Tensor:
     """Return the 2-norm of all elements as a float64 scalar, infinite if any element is not finite.
 
     Squares are rounded 2 b bits below the square of the largest element. With N elements, the relative error is at most
     N 2^(-2 b). b is 36 on a CPU and 30 on a GPU (from 2^26 and 2^32 elements on, 62 - log2 N). So the error is at most
     1e-15 for a million elements on a CPU, and 1e-9 for a billion on a GPU.
 
-    ``parts`` are this rank's tensors on ``device``. With ``over_ranks`` the other ranks hold the rest of ``elements``.
+    ``parts`` are this rank's tensors on ``device``. With ``reduce`` the other ranks hold the rest of ``elements``.
     """
     parts = [part for part in parts if part.numel()]
     largest = torch.zeros((), dtype=torch.float64, device=device)
     if parts:
         largest = torch.stack(torch._foreach_norm(parts, float("inf"))).amax().double()
     largest = largest.masked_fill(~largest.isfinite(), torch.inf)  # a maximum over the ranks may lose NaN
-    if over_ranks:
+    if reduce:
         torch.distributed.all_reduce(largest, torch.distributed.ReduceOp.MAX)
-    exponent = torch.frexp(largest).exponent.clamp(min=LEAST_EXPONENT)
+    exponent = torch.frexp(largest).exponent.clamp(min=MIN_EXPONENT)
     scale = torch.exp2(-exponent.double())  # every element times this is at most 1
     chunk_bits = CHUNK_BITS[device.type]
     bits = min(MANTISSA_BITS - chunk_bits, 62 - max(1, elements - 1).bit_length())
@@ -296,7 +296,7 @@ def reproducible_norm(parts: Sequence[Tensor], elements: int, device: torch.devi
             low = squares.sub_(high).mul_(2.0**bits).round_()
             sums += torch.stack([high.sum(), low.sum()]).to(torch.int64)
             del squares, high, low  # free these large tensors before the next chunk
-    if over_ranks:
+    if reduce:
         torch.distributed.all_reduce(sums)
     total, rest = sums.double().unbind()
     norm = ((total + rest * 2.0**-bits) * 2.0**-bits).sqrt() / scale

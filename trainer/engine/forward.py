@@ -14,7 +14,7 @@ from trainer.contract import Model, Packable, capability
 from trainer.values import Loss
 
 if TYPE_CHECKING:
-    from trainer.engine.check import LossCheck
+    from trainer.engine.loss_check import LossCheck
 
 
 class Forward:
@@ -29,11 +29,11 @@ class Forward:
     def __init__(self, fabric: Fabric, model: Model, module: nn.Module) -> None:
         self.model, self.pack = model, capability(model, Packable).packed
         self.device, self.precision = fabric.device, fabric.strategy.precision
-        self.use(module)
+        self.set_module(module)
         self.has_context = type(self.precision).forward_context is not Precision.forward_context
         self.fabric = fabric
 
-    def use(self, module: nn.Module) -> None:
+    def set_module(self, module: nn.Module) -> None:
         """Compute with ``module`` from now on."""
         self.module: nn.Module = getattr(module, "_forward_module", module)
 
@@ -53,7 +53,7 @@ class Forward:
 
     def _of_model(self, batch: Any, packed: Any) -> Iterator[Loss]:
         losses = self.model.losses(self.module, self.precision.convert_input(self.to_device(packed)))
-        return losses if self.check is None or not torch.is_grad_enabled() else self.check.each(losses, batch)
+        return losses if self.check is None or not torch.is_grad_enabled() else self.check.checked(losses, batch)
 
     def _in_context(self, batch: Any, packed: Any) -> Iterator[Loss]:
         with self.precision.forward_context():

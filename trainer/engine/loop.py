@@ -13,11 +13,11 @@ import torch
 
 from trainer.engine.events import Counters, Listener
 from trainer.engine.forward import Forward
-from trainer.engine.rehearsal import rehearse
-from trainer.engine.step import Stepper, StepResult, why_skipped
+from trainer.engine.memory_rehearsal import rehearse
+from trainer.engine.step import Stepper, StepResult, skip_reason
 from trainer.engine.sync import reshard
 from trainer.engine.window import MicroBatch, Window, Windows
-from trainer.errors import RunError, listed
+from trainer.errors import RunError, format_list
 
 
 class NonFiniteError(RunError):
@@ -26,13 +26,13 @@ class NonFiniteError(RunError):
 
 def count_steps(windows: Windows, epochs: int, max_steps: int | None) -> int:
     """Count the optimizer steps of a run."""
-    total = sum(len(span) * windows.steps(span.start) for span in windows.spans(epochs))
+    total = sum(len(span) * windows.steps(span.start) for span in windows.epoch_ranges(epochs))
     return total if max_steps is None else min(total, max_steps)
 
 
 def epoch_at(windows: Windows, epochs: int) -> Callable[[int], int]:
     """Return a function from a step (from 0, over the whole run) to its epoch; later steps map to the last epoch."""
-    spans = windows.spans(epochs)
+    spans = windows.epoch_ranges(epochs)
     steps = [windows.steps(span.start) for span in spans]
     begins = list(accumulate((len(span) * each for span, each in zip(spans, steps, strict=True)), initial=0))[:-1]
 
@@ -204,8 +204,8 @@ class Engine:
 
 def _diagnosis(counters: Counters, result: StepResult, window: Window) -> str:
     samples = [index for micro in window if not micro.is_empty for index in micro.indices]
-    share = f"; this rank's samples of the step: {listed(samples)}" if samples else ""
-    cause = why_skipped(result.grad_norm, result.losses)
+    share = f"; this rank's samples of the step: {format_list(samples)}" if samples else ""
+    cause = skip_reason(result.grad_norm, result.losses)
     return (
         f"step {counters.step} (epoch {counters.epoch}): {cause}, and {counters.skipped_in_a_row} steps in a row were "
         "skipped; the weights are those of the last finite step. Lower optim.lr, set optim.clip_norm, use "

@@ -11,7 +11,7 @@ from itertools import accumulate
 import numpy as np
 import torch
 
-from trainer.values import Chances, Groups, Mixing
+from trainer.values import MixupConfig, SampleWeights, ShuffleGroups
 
 
 def derive_seed(*parts: int) -> int:
@@ -27,9 +27,9 @@ def permutation(seed: int, epoch: int, size: int) -> torch.Tensor:
 
 
 @lru_cache(maxsize=2)
-def draws(seed: int, epoch: int, chances: Chances) -> torch.Tensor:
+def weighted_draws(seed: int, epoch: int, chances: SampleWeights) -> torch.Tensor:
     """Draw the samples of ``epoch`` with replacement, as many as the training set has: int64, shape ``(size,)``."""
-    bounds = torch.as_tensor(chances.relative, dtype=torch.float64).cumsum(0)
+    bounds = torch.as_tensor(chances.weights, dtype=torch.float64).cumsum(0)
     generator = torch.Generator().manual_seed(derive_seed(seed, epoch))
     places = torch.rand(len(bounds), generator=generator, dtype=torch.float64) * bounds[-1]
     last = int(torch.searchsorted(bounds, bounds[-1:]))  # a product above may round up to the sum
@@ -47,8 +47,8 @@ def batch_indices(
     step: int,
     size: int,
     batch_size: int,
-    groups: Groups | None = None,
-    chances: Chances | None = None,
+    groups: ShuffleGroups | None = None,
+    chances: SampleWeights | None = None,
 ) -> list[int]:
     """Return the samples of the ``step``-th batch (from 0) of ``epoch``.
 
@@ -58,14 +58,14 @@ def batch_indices(
     """
     first, last = step * batch_size, min((step + 1) * batch_size, size)
     if chances is not None:
-        return draws(seed, epoch, chances)[first:last].tolist()
+        return weighted_draws(seed, epoch, chances)[first:last].tolist()
     if groups is None:
         return permutation(seed, epoch, size)[first:last].tolist()
-    begins = _stretches(seed, epoch, groups)[2]
+    begins = _shuffle_blocks(seed, epoch, groups)[2]
     number = bisect_right(begins, first) - 1
     shares, samples = [], []
     while first < last:
-        order, within = _stretch(seed, epoch, groups, number)
+        order, within = _shuffle_block(seed, epoch, groups, number)
         begin = begins[number]
         places = order[first - begin : last - begin].sort().values
         shares.append(places.double() / len(order))
@@ -74,11 +74,11 @@ def batch_indices(
     return torch.cat(samples)[torch.cat(shares).argsort(stable=True)].tolist()
 
 
-MIX, DRAWN = 1, 2  # make the seeds of mixing, and of samples drawn with replacement, differ from all others
+MIX, DRAW_SEED = 1, 2  # make the seeds of mixing, and of samples drawn with replacement, differ from all others
 
 
 def draw_mix(
-    seed: int, epoch: int, step: int, size: int, mixing: Mixing
+    seed: int, epoch: int, step: int, size: int, mixing: MixupConfig
 ) -> tuple[list[int], float, tuple[float, float] | None]:
     """Draw how the ``size`` samples of a batch are mixed, with one share and one centre for all, like timm.
 
@@ -98,15 +98,15 @@ def draw_mix(
 
 
 @lru_cache(maxsize=2)
-def _stretches(seed: int, epoch: int, groups: Groups) -> tuple[list[int], list[int], list[int]]:
+def _shuffle_blocks(seed: int, epoch: int, groups: ShuffleGroups) -> tuple[list[int], list[int], list[int]]:
     """Return the order of the groups in ``epoch``, the first group of each stretch, and its first sample.
 
     A stretch is a run of groups with at least ``groups.mixed`` samples, which are shuffled together.
     """
     order, firsts, begins = permutation(seed, epoch, len(groups.sizes)).tolist(), [], []
-    begin, held = 0, groups.mixed
+    begin, held = 0, groups.shuffle_buffer
     for number, group in enumerate(order):
-        if held >= groups.mixed:
+        if held >= groups.shuffle_buffer:
             firsts.append(number)
             begins.append(begin)
             held = 0
@@ -116,18 +116,18 @@ def _stretches(seed: int, epoch: int, groups: Groups) -> tuple[list[int], list[i
 
 
 @lru_cache(maxsize=2)
-def _starts(groups: Groups) -> list[int]:
+def _starts(groups: ShuffleGroups) -> list[int]:
     return [0, *accumulate(groups.sizes)]
 
 
 @lru_cache(maxsize=4)
-def _stretch(seed: int, epoch: int, groups: Groups, number: int) -> tuple[torch.Tensor, torch.Tensor]:
+def _shuffle_block(seed: int, epoch: int, groups: ShuffleGroups, number: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the order of a stretch, and its samples group by group: int64, one entry per sample.
 
     The k-th of the n shuffled samples of a group gets a random position between k / n and (k + 1) / n of the stretch.
     So every batch has samples of every group in proportion to its size.
     """
-    (order, firsts, _), starts = _stretches(seed, epoch, groups), _starts(groups)
+    (order, firsts, _), starts = _shuffle_blocks(seed, epoch, groups), _starts(groups)
     own = order[firsts[number] : firsts[number + 1] if number + 1 < len(firsts) else None]
     samples = torch.cat([torch.arange(starts[group], starts[group + 1]) for group in own])
     sizes = torch.tensor([groups.sizes[group] for group in own])

@@ -45,11 +45,11 @@ class Quarantine:
     def __len__(self) -> int:
         return len(self.found)
 
-    def kept(self, split: str, indices: Sequence[int]) -> Sequence[int]:
+    def filter(self, split: str, indices: Sequence[int]) -> Sequence[int]:
         """Return ``indices`` without the known bad samples of ``split``."""
         return [index for index in indices if (split, index) not in self.found] if self.found else indices
 
-    def share(self, split: str, bad: Iterable[BadSample], reduce: Reduce, rank: int, world_size: int) -> None:
+    def exchange(self, split: str, bad: Iterable[BadSample], reduce: Reduce, rank: int, world_size: int) -> None:
         """Exchange the bad samples of ``split`` that each rank has found. A collective."""
         if self.limit is None:
             return

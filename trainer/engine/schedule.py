@@ -21,7 +21,7 @@ ONE_CYCLE = {"start": 1 / 25, "rising": 0.3, "end": 1 / 25e4}
 def decay(optim: Optim, step: int, total_steps: int) -> float:
     """Return the learning-rate factor of the ``step``-th optimizer step (from 0); later steps have the last factor.
 
-    The factor of schedule plateau comes from :class:`Plateau`.
+    The factor of schedule plateau comes from :class:`ReduceOnPlateau`.
     """
     floor, ratio = optim.min_lr / optim.lr, optim.warmup_ratio
     if optim.schedule == "range_test":  # Smith 2015: rates grow by a constant factor
@@ -46,7 +46,7 @@ def _cosine(start: float, end: float, progress: float) -> float:
     return end + (start - end) * 0.5 * (1 + math.cos(math.pi * progress))
 
 
-class Plateau:
+class ReduceOnPlateau:
     """The learning-rate factor of torch's ReduceLROnPlateau, updated from validation losses."""
 
     def __init__(self, optim: Optim) -> None:
@@ -78,7 +78,7 @@ def lr_factor(
     total_steps: int,
     batch_size_at: Callable[[int], int],
     skipped_steps: Callable[[], int] = lambda: 0,
-    plateau: Plateau | None = None,
+    plateau: ReduceOnPlateau | None = None,
 ) -> Callable[[int], float]:
     """Return the function of ``LambdaLR``: decay, warm-up and batch size scaling over the ``total_steps`` of a run.
 
@@ -101,17 +101,19 @@ def lr_factor(
     return factor
 
 
-class LearningRate(LambdaLR):
+class CheckpointableLambdaLR(LambdaLR):
     """``LambdaLR`` whose state is JSON: the position and the rates, without the function.
 
     ``plateau`` is the part that the function reads its factor from, if any.
     """
 
-    def __init__(self, optimizer: Optimizer, factor: Callable[[int], float], plateau: Plateau | None = None) -> None:
+    def __init__(
+        self, optimizer: Optimizer, factor: Callable[[int], float], plateau: ReduceOnPlateau | None = None
+    ) -> None:
         self.plateau = plateau
         super().__init__(optimizer, factor)
 
-    def evaluated(self, loss: float) -> None:
+    def on_validation_loss(self, loss: float) -> None:
         """Update the plateau with a validation loss, equal on all ranks."""
         if self.plateau is not None:
             self.plateau.rule.step(loss)
@@ -157,4 +159,4 @@ class PlateauListener(Listener):
 
     def on_evaluation(self, counters: Counters, result: Any) -> None:
         assert self.stepper.scheduler is not None
-        self.stepper.scheduler.evaluated(result.loss)
+        self.stepper.scheduler.on_validation_loss(result.loss)

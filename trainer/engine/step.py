@@ -15,15 +15,15 @@ from torch.optim import Adam, AdamW, Optimizer
 
 from trainer.contract import Model
 from trainer.engine.batchnorm import BatchNormStatistics
-from trainer.engine.check import LossCheck
 from trainer.engine.forward import Forward
+from trainer.engine.loss_check import LossCheck
+from trainer.engine.loss_totals import DeterministicLossTotals, LossTotals
 from trainer.engine.sync import GradientSync, gradient_sync
-from trainer.engine.totals import LossTotals, TotalsInOrder
 from trainer.engine.window import MicroBatch, Window
 from trainer.errors import RunError
 
 if TYPE_CHECKING:
-    from trainer.engine.schedule import LearningRate
+    from trainer.engine.schedule import CheckpointableLambdaLR
 
 
 ASYNCHRONOUS = ("cuda",)
@@ -43,7 +43,7 @@ class StepResult:
     tokens: int = 0  # tokens of the samples without padding; 0 if lengths are unknown
 
 
-class Phases:
+class PhaseHooks:
     """No-op hooks, called when a step enters a phase. Subclass to observe."""
 
     def begin_step(self) -> None:
@@ -65,18 +65,18 @@ class Stepper(Forward):
         model: Model,
         module: nn.Module,
         optimizer: Optimizer,
-        scheduler: LearningRate | None = None,  # stepped after every optimizer step that is not skipped
+        scheduler: CheckpointableLambdaLR | None = None,  # stepped after every optimizer step that is not skipped
         *,
         sync: GradientSync | None = None,  # by default chosen from the strategy's wrapper
         clip_norm: float | None = None,  # max global gradient norm
         correct_batchnorm: bool = True,  # see BatchNormStatistics
-        phases: Phases | None = None,
+        phases: PhaseHooks | None = None,
         copies: int = 1,  # ranks that take the same share of a batch: memory.tensor_parallel
         average: Callable[[int], None] | None = None,  # optim.ema; called with the number of updates so far
     ) -> None:
         super().__init__(fabric, model, module)
         self.scheduler, self.clip_norm, self.correct_batchnorm = scheduler, clip_norm, correct_batchnorm
-        self.phases, self.world_size = phases or Phases(), fabric.world_size // copies
+        self.phases, self.world_size = phases or PhaseHooks(), fabric.world_size // copies
         self.copies, self.average = copies, average
         self.check = LossCheck(model)
         self.generator = torch.default_generator  # for dropout; seeding it is much faster than torch.manual_seed
@@ -88,7 +88,7 @@ class Stepper(Forward):
 
     def attach(self, module: nn.Module, optimizer: Optimizer, sync: GradientSync | None = None) -> None:
         """Train ``module`` with ``optimizer`` from now on."""
-        self.use(module)
+        self.set_module(module)
         self.optimizer = optimizer
         self.parameters = [p for group in optimizer.param_groups for p in group["params"]]
         self.sync = sync or gradient_sync(self.module, self.model, self.parameters)
@@ -107,7 +107,9 @@ class Stepper(Forward):
         """
         is_fused = type(self.optimizer) in (Adam, AdamW) and all(g["fused"] for g in self.optimizer.param_groups)
         is_here = all(p.device.type == self.device.type for p in self.parameters)
-        return (is_fused or self.sync.applied) and is_here and self.scaler is None and self.batchnorm is None
+        return (
+            (is_fused or self.sync.updates_in_backward) and is_here and self.scaler is None and self.batchnorm is None
+        )
 
     @property
     def scaler(self) -> Any:
@@ -118,7 +120,7 @@ class Stepper(Forward):
         """Return the state as JSON, equal on all ranks; it has no weights and no optimizer state."""
         parts = {"scheduler": self.scheduler, "scaler": self.scaler}
         states = {name: part.state_dict() if part is not None else None for name, part in parts.items()}
-        return {"skipped_steps": self.skipped_steps, **states, "overlapped": self.sync.overlapped}
+        return {"skipped_steps": self.skipped_steps, **states, "overlapped": self.sync.overlaps_update}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self.skipped_steps = state["skipped_steps"]  # first, because the schedule reads it
@@ -127,7 +129,7 @@ class Stepper(Forward):
         if self.scaler is not None and state["scaler"]:
             self.scaler.load_state_dict(state["scaler"])
         if state["overlapped"]:
-            self.sync.overlap()
+            self.sync.enable_overlap()
 
     def step(self, window: Window) -> StepResult:
         """Take one exact optimizer step on one batch; ``window`` is this rank's share of it."""
@@ -172,9 +174,9 @@ class Stepper(Forward):
                 totals.add(loss, micro.is_empty)
                 if number < last_loss:  # the last backward phase includes the synchronisation of the gradients
                     self.phases.enter("forward", micro)
-        if self.check and self.check.end(len(window)):
+        if self.check and self.check.check_complete(len(window)):
             self.check = None
-        self.sync.after()
+        self.sync.after_last_backward()
         return totals
 
     def begin(self, window: Window) -> LossTotals:
@@ -183,20 +185,22 @@ class Stepper(Forward):
             self.compare(self.check, window)
         self.sync.begin(window)
         if self.batchnorm:
-            self.batchnorm.remember()
-        return (TotalsInOrder if self.sync.in_order else LossTotals)(window, self.world_size, self.copies)
+            self.batchnorm.save()
+        return (DeterministicLossTotals if self.sync.deterministic else LossTotals)(
+            window, self.world_size, self.copies
+        )
 
     def compare(self, check: LossCheck, window: Window) -> None:
         """Compare the losses of a few samples of ``window`` with the losses of their halves."""
         self.phases.enter("forward", window.micro_batches[0])
-        check.compare(self, window, self.fabric.world_size, self.generator)
+        check.check_additive(self, window, self.fabric.world_size, self.generator)
 
     def prepare(self, micro: MicroBatch, micro_steps: int) -> None:
         """Set the seed, synchronisation on the last micro-step only, and the momentum of BatchNorm."""
         self.generator.manual_seed(micro.seed)
-        self.sync.before(micro.is_last)
+        self.sync.before_forward(micro.is_last)
         if self.batchnorm:
-            self.batchnorm.set(micro_steps, micro.is_empty)
+            self.batchnorm.set_momentum(micro_steps, micro.is_empty)
 
     def abandon(self) -> None:
         """Cancel a step at any point, as if it had not begun."""
@@ -212,7 +216,7 @@ class Stepper(Forward):
 
     def clip_gradients(self) -> Tensor:
         """Scale the gradients down to ``clip_norm`` if their norm exceeds it; return the norm before that."""
-        if self.sync.applied:
+        if self.sync.updates_in_backward:
             return self.sync.norm()
         self.precision.unscale_gradients(self.optimizer)
         norm = self.sync.norm()
@@ -249,9 +253,9 @@ class Stepper(Forward):
         grad_norm, losses = totals.read(gathered, arrived)
         is_weighted = any(window.weights.values())
         skipped = not all(map(math.isfinite, (grad_norm, *losses.values()))) or not is_weighted
-        if skipped and self.sync.applied:
+        if skipped and self.sync.updates_in_backward:
             raise RunError(
-                f"{why_skipped(grad_norm, losses)}, but the weights were already updated during backward, so the step "
+                f"{skip_reason(grad_norm, losses)}, but the weights were already updated during backward, so the step "
                 "cannot be skipped: lower optim.lr, look for bad samples, or set memory.optimizer_in_backward to false"
             )
         self.skipped_steps += skipped
@@ -271,14 +275,14 @@ class Stepper(Forward):
             if self.scheduler is not None:
                 self.scheduler.step()
         if self.batchnorm and self.fabric.world_size > 1:
-            self.batchnorm.share()
+            self.batchnorm.broadcast()
         self.steps_taken += 1
         # The mean over zero items is undefined, so report NaN. A loss of 0 would look perfect.
         loss = sum(losses.values()) if is_weighted else math.nan
         return StepResult(loss, losses, grad_norm, lr, window.samples, skipped, window.tokens)
 
 
-def why_skipped(grad_norm: float, losses: Mapping[str, float]) -> str:
+def skip_reason(grad_norm: float, losses: Mapping[str, float]) -> str:
     """Return which values of a skipped step are not finite, or that the batch has weight 0."""
     bad = [f"loss {name!r} is {value}" for name, value in losses.items() if not math.isfinite(value)]
     if not bad and not math.isfinite(grad_norm):

@@ -22,9 +22,13 @@ BUCKET = 25 * 2**20  # bytes of gradients per collective; DDP's default
 class GradientSync:
     """The base class; synchronises nothing, for a single process."""
 
-    applied = False  # whether weights are updated before the norm is known, so that a step cannot be skipped
-    overlapped = False  # whether gradients are reduced during backward, after a first step has shown this is possible
-    in_order = False  # whether gradients and losses are summed, not averaged, in the order of the micro-batches
+    updates_in_backward = (
+        False  # whether weights are updated before the norm is known, so that a step cannot be skipped
+    )
+    overlaps_update = (
+        False  # whether gradients are reduced during backward, after a first step has shown this is possible
+    )
+    deterministic = False  # whether gradients and losses are summed, not averaged, in the order of the micro-batches
 
     def __init__(self, parameters: Sequence[Tensor], model: Model | None = None) -> None:
         self.parameters = list(parameters)
@@ -34,19 +38,19 @@ class GradientSync:
     def begin(self, window: Window) -> None:
         """Called before the first micro-step of a window."""
 
-    def before(self, is_last: bool) -> None:
+    def before_forward(self, is_last: bool) -> None:
         """Called before every forward to set the wrapper's synchronisation, whose own state is never trusted."""
 
     def before_last_backward(self) -> None:
         """Called before the last backward of a window, in which gradients become complete."""
 
-    def after(self) -> None:
+    def after_last_backward(self) -> None:
         """Called after the last backward of a window."""
 
-    def clip(self, norm: Tensor, largest: float | None) -> None:
-        """Scale the gradients down to norm ``largest`` if their ``norm`` exceeds it."""
-        if largest is not None:
-            nn.utils.clip_grads_with_norm_(self.parameters, largest, norm)
+    def clip(self, norm: Tensor, max_norm: float | None) -> None:
+        """Scale the gradients down to norm ``max_norm`` if their ``norm`` exceeds it."""
+        if max_norm is not None:
+            nn.utils.clip_grads_with_norm_(self.parameters, max_norm, norm)
 
     def skip(self) -> None:
         """Called instead of the optimizer's step if it is skipped: no weight may have moved."""
@@ -54,9 +58,9 @@ class GradientSync:
     def abandon(self) -> None:
         """Drop the state of a window that was not completed."""
 
-    def overlap(self) -> None:
+    def enable_overlap(self) -> None:
         """Reduce during backward from the first step on, because this run took a first step before it was resumed."""
-        self.overlapped = self.may_overlap
+        self.overlaps_update = self.may_overlap
 
     @staticmethod
     def on_gradient(parameter: Tensor, method: Callable[..., None], *arguments: Any) -> None:
@@ -88,18 +92,18 @@ class ReplicatedSync(GradientSync):
         # Every step starts with the buffers of the first rank, also after other forwards.
         self.module.require_forward_param_sync = True
 
-    def before(self, is_last: bool) -> None:
+    def before_forward(self, is_last: bool) -> None:
         # Same effect as DDP.no_sync(), without restoring an earlier state, which this code does not rely on.
-        self.module.require_backward_grad_sync = is_last and self.overlapped
+        self.module.require_backward_grad_sync = is_last and self.overlaps_update
 
-    def after(self) -> None:
-        if self.overlapped:
+    def after_last_backward(self) -> None:
+        if self.overlaps_update:
             self._require_reduced()
             return
         reached_by = add_missing(self.parameters)
         # A parameter that no rank reached keeps grad=None, as in one process, so that the optimizer does not decay it.
         begin_mean([p.grad for p in self.parameters if p.grad is not None])()
-        self.overlapped = self.may_overlap and min(reached_by) == torch.distributed.get_world_size()
+        self.overlaps_update = self.may_overlap and min(reached_by) == torch.distributed.get_world_size()
 
     def _require_reduced(self) -> None:
         """Require that every bucket was reduced; DDP itself reports this one step later, after a wrong update."""
@@ -124,7 +128,7 @@ class ShardedSync(GradientSync):
         super().__init__(parameters)
         self.module, self.every_micro_step, self.replicas = module, every_micro_step, replicas
 
-    def before(self, is_last: bool) -> None:
+    def before_forward(self, is_last: bool) -> None:
         self.module.set_requires_gradient_sync(is_last or self.every_micro_step)
         self.module.set_is_last_backward(is_last or self.every_micro_step)
 
@@ -135,7 +139,7 @@ class ShardedSync(GradientSync):
 
 
 @torch.no_grad()
-def ranks_that_reached(reached: Sequence[bool], device: torch.device) -> list[int]:
+def gradient_rank_counts(reached: Sequence[bool], device: torch.device) -> list[int]:
     """Count for each parameter the ranks that have a gradient for it."""
     counts = torch.tensor([int(one) for one in reached], device=device)
     torch.distributed.all_reduce(counts)
@@ -147,7 +151,7 @@ def add_missing(parameters: Sequence[Tensor], *facts: bool) -> list[int]:
 
     Return the number of ranks that reached each parameter, followed by the number on which each of ``facts`` is true.
     """
-    counts = ranks_that_reached([*(p.grad is not None for p in parameters), *facts], parameters[0].device)
+    counts = gradient_rank_counts([*(p.grad is not None for p in parameters), *facts], parameters[0].device)
     for parameter, count in zip(parameters, counts, strict=False):
         if count and parameter.grad is None:
             parameter.grad = torch.zeros_like(parameter)
@@ -196,11 +200,12 @@ def norm_over_ranks(local: Tensor, replicas: int = 1, group: torch.distributed.P
     return (square / replicas).sqrt().to(local.dtype)
 
 
-def total_norm(gradients: list[Tensor], alike: bool) -> Tensor:
-    """Return the norm of all gradients, at half the cost of ``get_total_norm`` if device and dtype are ``alike``."""
+def total_norm(gradients: list[Tensor], same_layout: bool) -> Tensor:
+    """Return the norm of all gradients, at half the cost of ``get_total_norm`` if device and dtype are
+    ``same_layout``."""
     # torch 2.11 has no norm for sparse tensors. The norm of the coalesced values is the same.
     gradients = [g.coalesce().values() if g.is_sparse else g for g in gradients]
-    if not alike or not gradients:
+    if not same_layout or not gradients:
         return nn.utils.get_total_norm(gradients, error_if_nonfinite=False)
     return torch.linalg.vector_norm(torch.stack(torch._foreach_norm(gradients)))
 

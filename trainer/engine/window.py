@@ -9,14 +9,25 @@ from itertools import chain, tee
 from math import fsum
 from typing import Any
 
-from trainer.engine.cut import Cut, cut_batch, fullest, tokens_of
-from trainer.engine.order import DRAWN, batch_indices, derive_seed, draw_mix, steps_in_epoch
+from trainer.engine.cut import Cut, cut_batch, largest_micro_batch, tokens_of
+from trainer.engine.order import DRAW_SEED, batch_indices, derive_seed, draw_mix, steps_in_epoch
 from trainer.engine.quarantine import Quarantine, Reduce
 from trainer.errors import RecipeError
-from trainer.values import BadSample, Chances, Groups, Incomplete, Mix, Mixing, Packed, Request
+from trainer.values import (
+    BadSample,
+    MixupConfig,
+    MixupDraw,
+    Packed,
+    PartialBatch,
+    Request,
+    SampleWeights,
+    ShuffleGroups,
+)
 
-MOST_DEALT = 2**18  # max samples over which the fullest packed micro-batch is searched; above, a bound is used
-MOST_HALVINGS = 64  # max halvings of a micro-batch, which never has 2 ** 64 samples
+MAX_SEARCHED_SAMPLES = (
+    2**18
+)  # max samples over which the fullest packed micro-batch is searched; above, a bound is used
+MAX_HALVINGS = 64  # max halvings of a micro-batch, which never has 2 ** 64 samples
 
 Fetch = Callable[[Iterator[Request]], Iterator[Any]]
 """Yields a collated micro-batch for every request, in order."""
@@ -45,7 +56,9 @@ class Window:
     weights: dict[str, float]  # from each loss to its weight in the whole batch, over all ranks
     samples: int  # size of the whole batch over all ranks, without bad samples
     epoch: int = 0
-    present: Sequence[bool] = ()  # with ``Cut.any_ranks``: for each micro-batch of all ranks, whether it has samples
+    nonempty: Sequence[
+        bool
+    ] = ()  # with ``Cut.rank_independent``: for each micro-batch of all ranks, whether it has samples
     tokens: int = 0  # tokens of these samples without padding; 0 if lengths are unknown
 
     def __iter__(self) -> Iterator[MicroBatch]:
@@ -69,11 +82,11 @@ class Windows:
     reduce: Reduce = list
     lengths: Sequence[int] | None = None  # tokens of each sample, if known
     packs: bool = False  # whether micro-batches are packed, without padding
-    groups: Groups | None = None  # samples that are stored together and read together
-    chances: Chances | None = None  # sample weights; samples are then drawn with replacement
-    probably_longest: Sequence[int] = ()  # candidates for the longest samples if lengths are unknown
+    groups: ShuffleGroups | None = None  # samples that are stored together and read together
+    sample_weights: SampleWeights | None = None  # sample weights; samples are then drawn with replacement
+    longest_candidates: Sequence[int] = ()  # candidates for the longest samples if lengths are unknown
     augmented: bool = False  # whether samples need a seed, because reading or the model draws random numbers
-    mixing: Mixing | None = None  # MixUp or CutMix within a batch
+    mixing: MixupConfig | None = None  # MixUp or CutMix within a batch
     quarantine: Quarantine = field(default_factory=Quarantine)
     on_load: OnLoad = lambda samples: None
     on_epoch: Callable[[int], object] = lambda micro_batches: None  # called with the length of an epoch's first window
@@ -104,8 +117,8 @@ class Windows:
         return {"halvings": self.halvings, "quarantine": self.quarantine.state_dict()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        if not 0 <= state["halvings"] < MOST_HALVINGS:
-            raise ValueError(f"halvings={state['halvings']} must be from 0 to {MOST_HALVINGS - 1}")
+        if not 0 <= state["halvings"] < MAX_HALVINGS:
+            raise ValueError(f"halvings={state['halvings']} must be from 0 to {MAX_HALVINGS - 1}")
         self.halvings = state["halvings"]
         self.cut.cache_clear()
         self.quarantine.load_state_dict(state["quarantine"])
@@ -115,26 +128,28 @@ class Windows:
 
         The micro-batch occurs twice if a step may have several, because gradients of the first are then in memory.
         """
-        self.current_epoch = max(self.spans(epochs), key=lambda span: self.cut(span.start).micro_batch_size).start
+        self.current_epoch = max(
+            self.epoch_ranges(epochs), key=lambda span: self.cut(span.start).micro_batch_size
+        ).start
         cut, lengths = self.cut(self.current_epoch), self.lengths
-        if self.packs and lengths is not None and epochs * self.size <= MOST_DEALT:
+        if self.packs and lengths is not None and epochs * self.size <= MAX_SEARCHED_SAMPLES:
             every = ((epoch, step) for epoch in range(epochs) for step in range(self.steps(epoch)))
-            indices = fullest([piece for at in every for piece in self.pieces(*at)], lengths, self.packs)
+            indices = largest_micro_batch([piece for at in every for piece in self.pieces(*at)], lengths, self.packs)
         else:
-            order: Sequence[int] = [*self.probably_longest, *range(min(self.size, cut.micro_batch_size))]
+            order: Sequence[int] = [*self.longest_candidates, *range(min(self.size, cut.micro_batch_size))]
             if lengths is not None:
                 order = sorted(range(self.size), key=lambda i: -lengths[i])
             if cut.micro_batch_tokens is None:  # otherwise shorter samples may make more tokens
                 order = order[: cut.micro_batch_size]
-            indices = fullest(cut_batch(order, cut, 1, lengths, self.packs), lengths, self.packs)
+            indices = largest_micro_batch(cut_batch(order, cut, 1, lengths, self.packs), lengths, self.packs)
         request = self._request(self.current_epoch, indices)
         count = 2 if cut.accumulate > 1 or cut.micro_batch_tokens is not None else 1
         fetched = enumerate(self.fetch(iter([request] * count)), start=1)
-        micro_batches = [micro_batch(batch, indices, 0, number == count, False)[0] for number, batch in fetched]
+        micro_batches = [make_micro_batch(batch, indices, 0, number == count, False)[0] for number, batch in fetched]
         weights, present, _ = self._weights(micro_batches)
-        return Window(micro_batches, weights, len(indices) * count * self.world_size, present=present)
+        return Window(micro_batches, weights, len(indices) * count * self.world_size, nonempty=present)
 
-    def spans(self, epochs: int) -> list[range]:
+    def epoch_ranges(self, epochs: int) -> list[range]:
         """Return ranges of epochs with the same cut; a list of single epochs may have billions of entries."""
         starts = range(epochs) if self.changes is None else sorted({0, *self.changes})
         ends = [*starts[1:], epochs]
@@ -150,7 +165,7 @@ class Windows:
 
     def _batch(self, epoch: int, step: int) -> list[int]:
         batch_size = self.cut(epoch).batch_size
-        return batch_indices(self.seed, epoch, step, self.size, batch_size, self.groups, self.chances)
+        return batch_indices(self.seed, epoch, step, self.size, batch_size, self.groups, self.sample_weights)
 
     def _places(self, epoch: int, batch: Sequence[int]) -> list[list[int]]:
         """Return all micro-batches as positions in the batch, from which the seeds of samples are derived."""
@@ -163,7 +178,7 @@ class Windows:
 
     def _are_neighbours(self, epoch: int) -> bool:
         """Return whether a rank takes consecutive micro-batches, to read few groups, instead of every n-th one."""
-        return self.groups is not None and not self.cut(epoch).any_ranks
+        return self.groups is not None and not self.cut(epoch).rank_independent
 
     def epoch(self, epoch: int, first_step: int = 0, last_step: int | None = None) -> Iterator[Window]:
         """Yield the windows of the steps from ``first_step`` up to ``last_step`` (exclusive; by default all)."""
@@ -184,20 +199,20 @@ class Windows:
                 neighbours = self._are_neighbours(epoch)
                 place = self.rank * len(own) + number if neighbours else number * self.world_size + self.rank
                 seed = derive_seed(self.seed, epoch, step, place)
-                micro, found = micro_batch(next(batches), indices, seed, number == len(own) - 1, is_empty)
+                micro, found = make_micro_batch(next(batches), indices, seed, number == len(own) - 1, is_empty)
                 micro_batches.append(micro)
                 bad += found
             self.on_load(())
             weights, present, any_bad = self._weights(micro_batches, len(bad))
             if any_bad:
-                self.quarantine.share("train", bad, self.reduce, self.rank, self.world_size)
+                self.quarantine.exchange("train", bad, self.reduce, self.rank, self.world_size)
             samples, tokens = self._samples(epoch, step)
             yield Window(micro_batches, weights, samples, epoch, present, tokens)
 
     def _own(self, epoch: int, step: int) -> list[tuple[Request, bool]]:
         """Return requests for this rank's micro-batches of a step, and whether each is empty."""
         batch = self._batch(epoch, step)
-        good = set(self.quarantine.kept("train", batch))
+        good = set(self.quarantine.filter("train", batch))
         pieces = [[place for place in piece if batch[place] in good] for piece in self._places(epoch, batch)]
         drawn = None if self.mixing is None else draw_mix(self.seed, epoch, step, len(batch), self.mixing)
         own = []
@@ -206,13 +221,13 @@ class Windows:
             if piece:
                 request = self._request(epoch, [batch[place] for place in piece], step, piece)
             else:
-                borrowed = self._borrowed([[batch[place] for place in other] for other in pieces])
+                borrowed = self._placeholder_sample([[batch[place] for place in other] for other in pieces])
                 request = self._request(epoch, borrowed)
             if piece and drawn is not None:
                 partners, share, centre = drawn
                 found = [partners[place] if batch[partners[place]] in good else place for place in piece]
                 theirs = self._request(epoch, [batch[place] for place in found], step, found)
-                request = request._replace(mix=Mix(theirs.indices, theirs.seeds, share, centre))
+                request = request._replace(mix=MixupDraw(theirs.indices, theirs.seeds, share, centre))
             own.append((request, not piece))
         return own
 
@@ -222,16 +237,16 @@ class Windows:
         The seed of a sample that may occur twice in an epoch also depends on its position in the batch.
         """
         seeds = None
-        if self.augmented and self.chances is not None and places:
+        if self.augmented and self.sample_weights is not None and places:
             parts = zip(places, indices, strict=True)
-            seeds = [derive_seed(self.seed, epoch, step, place, index, DRAWN) for place, index in parts]
+            seeds = [derive_seed(self.seed, epoch, step, place, index, DRAW_SEED) for place, index in parts]
         elif self.augmented:
             seeds = [derive_seed(self.seed, epoch, index) for index in indices]
-        return Request(indices, seeds, None if self.mixing is None else Mix(indices, seeds, 1.0))
+        return Request(indices, seeds, None if self.mixing is None else MixupDraw(indices, seeds, 1.0))
 
-    def _borrowed(self, pieces: Sequence[Sequence[int]]) -> list[int]:
+    def _placeholder_sample(self, pieces: Sequence[Sequence[int]]) -> list[int]:
         """Return the shortest sample of the first non-empty micro-batch, or else any loadable training sample."""
-        others = next(filter(None, pieces), None) or self.quarantine.kept("train", range(self.size))[:1]
+        others = next(filter(None, pieces), None) or self.quarantine.filter("train", range(self.size))[:1]
         if not others:
             raise RecipeError(f"none of the {self.size} training samples can be loaded: see quarantine.json")
         return [max(others, key=lambda i: -self.lengths[i] if self.lengths else 0)]
@@ -242,11 +257,11 @@ class Windows:
         if not len(self.quarantine) and lengths is None:
             return min(batch_size, self.size - step * batch_size), 0
         batch = self._batch(epoch, step)
-        kept = self.quarantine.kept("train", batch)
+        kept = self.quarantine.filter("train", batch)
         return len(kept), 0 if lengths is None else tokens_of(kept, lengths, packs=True)
 
     def _weights(self, micro_batches: list[MicroBatch], bad: int = 0) -> tuple[dict[str, float], list[bool], bool]:
-        """Sum over the ranks: return ``Window.weights``, ``Window.present``, and whether any rank has bad samples."""
+        """Sum over the ranks: return ``Window.weights``, ``Window.nonempty``, and whether any rank has bad samples."""
         weights = [self.weigh(micro.batch) for micro in micro_batches]
         present: list[float] = [float(not micro.is_empty) for micro in micro_batches]
         try:
@@ -259,7 +274,7 @@ class Windows:
                 f"{type(getattr(self.weigh, '__self__', self.weigh)).__name__}: weigh() returns {weights[0]!r}: "
                 "return a dict from every name in loss_names to the number of items which that loss sums up"
             ) from error
-        if not self.cut(self.current_epoch).any_ranks:
+        if not self.cut(self.current_epoch).rank_independent:
             *sums, found = self.reduce([*map(sum, rows), float(bad)])
             return dict(zip(weights[0], sums, strict=True)), [], found > 0
         rows.append(present)
@@ -273,16 +288,16 @@ class Windows:
         return dict(zip(weights[0], sums, strict=True)), [flag > 0 for flag in everywhere], found > 0
 
 
-def micro_batch(
+def make_micro_batch(
     loaded: Any, indices: Sequence[int], seed: int, is_last: bool, is_empty: bool
 ) -> tuple[MicroBatch, list[BadSample]]:
     """Return the micro-batch that was loaded for ``indices``, and its bad samples.
 
     It is empty if none could be loaded. A bad sample that an empty one borrowed is reported by its own rank.
     """
-    found = loaded.batch if isinstance(loaded, Incomplete) else loaded
+    found = loaded.batch if isinstance(loaded, PartialBatch) else loaded
     batch, packed = (found.batch, found.packed) if isinstance(found, Packed) else (found, None)
-    if not isinstance(loaded, Incomplete):
+    if not isinstance(loaded, PartialBatch):
         return MicroBatch(batch, seed, is_last, is_empty, indices, packed), []
-    is_lost = is_empty or not loaded.kept
-    return MicroBatch(batch, seed, is_last, is_lost, loaded.kept, packed), [] if is_empty else loaded.bad
+    is_lost = is_empty or not loaded.kept_indices
+    return MicroBatch(batch, seed, is_last, is_lost, loaded.kept_indices, packed), [] if is_empty else loaded.bad

@@ -11,11 +11,11 @@ from bisect import bisect_left, insort
 from dataclasses import dataclass
 
 MiB = 2**20
-LEAST_BLOCK = 512  # block sizes are multiples of this (kMinBlockSize)
-MOST_SMALL = MiB  # max size in the small pool (kSmallSize), and max unsplit rest of a large block
+MIN_BLOCK = 512  # block sizes are multiples of this (kMinBlockSize)
+SMALL_SIZE = MiB  # max size in the small pool (kSmallSize), and max unsplit rest of a large block
 SMALL_SEGMENT = 2 * MiB  # segment for small blocks (kSmallBuffer), and page of a small expandable segment
 LARGE_SEGMENT = 20 * MiB  # segment for blocks of 1 to 10 MiB (large_segment_size_mb), and large expandable page
-LEAST_OWN_SEGMENT = 10 * MiB  # min size of a block that gets a separate segment (kMinLargeAlloc)
+MIN_LARGE_ALLOC = 10 * MiB  # min size of a block that gets a separate segment (kMinLargeAlloc)
 SEGMENT_STEP = 2 * MiB  # separate segments are multiples of this (kRoundLarge)
 ADDRESSES = 2**50  # bytes of address space of an expandable segment
 
@@ -33,17 +33,17 @@ class AllocatorSettings:
 
     def rounded(self, requested: int) -> int:
         """Return the block size for a request of ``requested`` bytes (round_size)."""
-        return max(LEAST_BLOCK, round_up(requested, LEAST_BLOCK))
+        return max(MIN_BLOCK, round_up(requested, MIN_BLOCK))
 
     def segment_bytes(self, size: int) -> int:
         """Return the bytes to request from the driver if no free block has ``size`` bytes (get_allocation_size)."""
-        if size <= MOST_SMALL:
+        if size <= SMALL_SIZE:
             return SMALL_SEGMENT
-        return LARGE_SEGMENT if size < LEAST_OWN_SEGMENT else round_up(size, SEGMENT_STEP)
+        return LARGE_SEGMENT if size < MIN_LARGE_ALLOC else round_up(size, SEGMENT_STEP)
 
     def splits(self, small: bool, remaining: int) -> bool:
         """Return whether a block with ``remaining`` unneeded bytes is split (should_split)."""
-        return remaining >= LEAST_BLOCK if small or self.expandable_segments else remaining > MOST_SMALL
+        return remaining >= MIN_BLOCK if small or self.expandable_segments else remaining > SMALL_SIZE
 
 
 class Block:
@@ -130,7 +130,7 @@ class Pool:
             del self.unmapped[bisect_left(self.unmapped, (block.address, block))]
 
 
-class Shortage(Exception):
+class DriverOutOfMemory(Exception):
     """Raised when the driver has no memory for a block, even after the cache was released."""
 
 
@@ -160,11 +160,12 @@ class CachingAllocator:
         self._next_address = 2**40
 
     def malloc(self, requested: int, stream: int = 0) -> Block:
-        """Return a block for ``requested`` bytes on ``stream``; raise :class:`Shortage` if memory is exhausted."""
+        """Return a block for ``requested`` bytes on ``stream``; raise :class:`DriverOutOfMemory` if memory is
+        exhausted."""
         if requested <= 0:
             raise ValueError(f"a block of {requested} bytes cannot be allocated")
         size = self.settings.rounded(requested)
-        small = size <= MOST_SMALL
+        small = size <= SMALL_SIZE
         if (stream, small) not in self.pools:
             self.pools[stream, small] = Pool(stream, small)
         pool = self.pools[stream, small]
@@ -215,7 +216,7 @@ class CachingAllocator:
         self.release_cached()
         self.retries += 1
         if (block := self._from_driver(pool, size)) is None:
-            raise Shortage
+            raise DriverOutOfMemory
         return block
 
     def _from_driver(self, pool: Pool, size: int) -> Block | None:

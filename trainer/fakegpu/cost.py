@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from itertools import groupby
 from typing import TYPE_CHECKING
 
-from trainer.fakegpu.events import HOST_STREAM, HOST_THREAD, Trace, Work
+from trainer.fakegpu.events import HOST_STREAM, HOST_THREAD, Operation, Trace
 from trainer.fakegpu.gpus import GPU
 from trainer.fakegpu.network import Cluster, Interconnect, sent
 
@@ -42,22 +42,23 @@ ATTENTION = 0.72
 # ``LAUNCH``: an operation in eager mode, with autograd and Python. Assumed; usual: 5 to 25 µs; ``a * 1.2`` alone
 # took 2.7, 4.3 and 7.3 µs on three machines (github.com/mli/transformers-benchmarks, issue 4). ``view``: an operation
 # without a kernel, 1.0 to 1.9 µs on a CPU. ``chunk`` of the optimizer offload, without its copies: assumed; 40 to
-# 60 µs with them, from reading ``Carrier.carry``. ``fused``: merged by the compiler with the previous kernel.
+# 60 µs with them, from reading ``TransferStream.gradient_to_host``. ``fused``: merged by the compiler with the previous
+# kernel.
 LAUNCH, NO_KERNEL = 8e-6, {"view": 1.5e-6, "chunk": 25e-6, "fused": 0.0}
 COPY = 10e-6  # seconds to start a copy over the bus; assumed, typical are 5 to 20 µs
 # Bytes/s of one rank's optimizer on the host. Assumed: Adam on a billion weights takes 1.39 s in plain torch and 0.22 s
 # in DeepSpeed's kernel on two large sockets (ZeRO-Offload, Ren et al., 2021, table 4), which is 20 to 127 GB/s.
 HOST_MEMORY = 40e9
-HOST_NETWORK = 1e9  # bytes/s of gloo in host memory; measured: 0.2 s for 188 MB on 2 ranks of one machine
+GLOO_BANDWIDTH = 1e9  # bytes/s of gloo in host memory; measured: 0.2 s for 188 MB on 2 ranks of one machine
 ERROR = 0.2
 """Root mean square error of the logarithm of predicted step times, over the published steps of docs/planner.md,
 "Times". No constant in this file was fitted to them."""
 ESTIMATES = f"estimates, ± {100 * ERROR:.0f} % (root mean square): to rank plans on a card, less so to rank cards"
 TAKES_WEIGHTS = "split_with_sizes_copy"  # FSDP2's first operation on gathered weights: it waits for their all-gather
-Seconds = Callable[[Work], tuple[str, float]]  # link and seconds of a collective
+Seconds = Callable[[Operation], tuple[str, float]]  # link and seconds of a collective
 
 
-def kernel_seconds(item: Work, gpu: GPU) -> float:
+def kernel_seconds(item: Operation, gpu: GPU) -> float:
     """Return the seconds of one kernel from its arithmetic, at the rate of products, and its memory traffic."""
     if not item.flops and not item.bytes:
         return 0.0
@@ -89,7 +90,7 @@ class StepCost:
         return self.step_ms - self.alone_ms
 
 
-def changed(work: Sequence[Work], units: str | None) -> list[Work]:
+def changed(work: Sequence[Operation], units: str | None) -> list[Operation]:
     """Return ``work`` with fp32 products in ``units`` or, if ``units`` is ``None``, as compiled.
 
     Compiled means: consecutive operations of a phase, except products, norms and copies, become one kernel with the
@@ -98,25 +99,25 @@ def changed(work: Sequence[Work], units: str | None) -> list[Work]:
     """
     if units:
         return [one._replace(dtype=units) if one.flops and one.dtype == "float32" else one for one in work]
-    found: list[Work] = []
+    found: list[Operation] = []
     for key, items in groupby(work, lambda one: one.phase if _is_fusible(one) else one):
         run = sorted(items, key=lambda one: -one.bytes)
         found += [run[0], *(one._replace(op="fused", bytes=0) for one in run[1:])] if isinstance(key, str) else run
     return found
 
 
-def _is_fusible(one: Work) -> bool:
+def _is_fusible(one: Operation) -> bool:
     return one.kind == "compute" and not one.flops and not one.stream and one.phase != "step" and "norm" not in one.op
 
 
 def cost_of(trace: Trace, target: Target, cluster: Cluster, network: Interconnect) -> StepCost:
     """Return the time of the last step of ``trace`` on ``cluster``, connected by ``network``."""
 
-    def seconds(item: Work) -> tuple[str, float]:
+    def seconds(item: Operation) -> tuple[str, float]:
         group = cluster.group(item.ranks, item.stride)
         link = "between" if group.nodes > 1 else "within"
         if item.stream < 0:  # gloo, in host memory
-            rate = min(HOST_NETWORK, network.between.bandwidth) if group.nodes > 1 else HOST_NETWORK
+            rate = min(GLOO_BANDWIDTH, network.inter_node.bandwidth) if group.nodes > 1 else GLOO_BANDWIDTH
             return link, sent(item.op, item.bytes, group) / rate
         return link, network.seconds(item.op, item.bytes, group)
 
@@ -125,20 +126,20 @@ def cost_of(trace: Trace, target: Target, cluster: Cluster, network: Interconnec
 
 def step_cost(trace: Trace, gpu: GPU, seconds: Seconds) -> StepCost:
     """Return the time of the last step of ``trace``; micro-steps that were not traced count as the middle one."""
-    return StepCost(*(1e3 * figure for figure in of_whole_step(trace, lambda work: _figures(work, gpu, seconds))))
+    return StepCost(*(1e3 * figure for figure in extrapolate_step(trace, lambda work: _figures(work, gpu, seconds))))
 
 
 def peak_seconds(trace: Trace, gpu: GPU) -> float:
     """Return the seconds of the last step's forward and backward FLOPs at the card's peak, without recomputation."""
 
-    def seconds(work: Sequence[Work]) -> list[float]:
-        own = [item for item in work if item.phase in ("forward", "backward") and not item.again]
+    def seconds(work: Sequence[Operation]) -> list[float]:
+        own = [item for item in work if item.phase in ("forward", "backward") and not item.is_recompute]
         return [sum(item.flops / gpu.flops.get(item.dtype, gpu.flops["float32"]) for item in own if item.flops)]
 
-    return of_whole_step(trace, seconds)[0]
+    return extrapolate_step(trace, seconds)[0]
 
 
-def of_whole_step(trace: Trace, measure: Callable[[Sequence[Work]], list[float]]) -> list[float]:
+def extrapolate_step(trace: Trace, measure: Callable[[Sequence[Operation]], list[float]]) -> list[float]:
     """Return ``measure`` of the last step; each micro-step that was not traced adds the values of the middle one."""
     work, more, once = trace.work, trace.skipped_micro_steps, measure(trace.work)
     if not more:
@@ -148,17 +149,17 @@ def of_whole_step(trace: Trace, measure: Callable[[Sequence[Work]], list[float]]
     return [a + more * (b - a) for a, b in zip(once, twice, strict=True)]
 
 
-def _figures(work: Sequence[Work], gpu: GPU, seconds: Seconds) -> list[float]:
+def _figures(work: Sequence[Operation], gpu: GPU, seconds: Seconds) -> list[float]:
     """Return the fields of :class:`StepCost` in seconds."""
-    clocks = Clocks(gpu, seconds)
+    clocks = ResourceClocks(gpu, seconds)
     step = alone = clocks.run(work)
     if clocks.busy["communication"]:
-        alone = Clocks(gpu, lambda item: (seconds(item)[0], 0.0)).run(work)
+        alone = ResourceClocks(gpu, lambda item: (seconds(item)[0], 0.0)).run(work)
     kinds = ("compute", "launch", "transfer", "communication", "host")
     return [step, alone, step - clocks.began.get("step", step), *(clocks.busy[kind] for kind in kinds)]
 
 
-class Clocks:
+class ResourceClocks:
     """Simulated clocks of one rank: CPU launches, GPU, each link and each direction of the bus.
 
     Operations run in order, each when its inputs and its resource are free. This gives the overlap of the strategies:
@@ -167,21 +168,21 @@ class Clocks:
     * FSDP2 gathers the next block's weights while a block computes, one ahead (``wait_for_unshard`` of torch's
       ``_fsdp_param_group.py``), and reduces a block's gradients during the backward of the blocks before it.
     * Both wait for all reductions at the end of a backward. The host updates when its inputs have arrived.
-    * A host thread updates arrived gradients during the last backward (``memory/update_ahead.py``), if gradients are
+    * A host thread updates arrived gradients during the last backward (``memory/eager_update.py``), if gradients are
       not clipped. Copies that it has not started at the end of backward are unnecessary.
     """
 
     def __init__(self, gpu: GPU, seconds: Seconds) -> None:
         self.gpu, self.seconds = gpu, seconds
         self.launched = self.computed = self.reduced = self.may_gather = self.took_weights = 0.0
-        self.ahead: list[tuple[float, Work]] = []  # (earliest start, work) of the host thread
+        self.ahead: list[tuple[float, Operation]] = []  # (earliest start, work) of the host thread
         self.free: dict[str, float] = defaultdict(float)
         self.busy: dict[str, float] = defaultdict(float)
         self.gathered: deque[float] = deque()
         self.phase = ""
         self.began: dict[str, float] = {}
 
-    def run(self, work: Sequence[Work]) -> float:
+    def run(self, work: Sequence[Operation]) -> float:
         """Return the seconds until all of ``work`` is done."""
         for item in work:
             if item.phase != self.phase:
@@ -208,7 +209,7 @@ class Clocks:
     def _all_done(self) -> float:
         return max(self.launched, self.computed, *self.free.values(), 0.0)
 
-    def _do(self, item: Work) -> None:
+    def _do(self, item: Operation) -> None:
         if item.stream == HOST_THREAD:
             self.ahead.append((max(self.launched, self.free["to_host"]), item))
             return
@@ -228,7 +229,7 @@ class Clocks:
         else:
             self._copy(item)
 
-    def _compute(self, item: Work) -> None:
+    def _compute(self, item: Operation) -> None:
         begin = max(self.launched, self.computed)
         takes = item.op == TAKES_WEIGHTS and bool(self.gathered)
         if takes:
@@ -241,7 +242,7 @@ class Clocks:
             self.may_gather = self.took_weights if item.phase == "forward" else self.computed
             self.took_weights = self.computed
 
-    def _communicate(self, item: Work) -> None:
+    def _communicate(self, item: Operation) -> None:
         link, seconds = self.seconds(item)
         self.busy["communication"] += seconds
         begin = max(self.launched, self.free[link])
@@ -250,12 +251,12 @@ class Clocks:
             self.gathered.append(self.free[link])
             return
         self.free[link] = end = max(begin, self.computed, self.reduced) + seconds
-        if item.phase == "backward" and not item.waits:
+        if item.phase == "backward" and not item.is_blocking:
             self.reduced = end
         else:  # such as the gradient norm, or a sum of tensor parallelism within a block
             self.computed = end
 
-    def _copy(self, item: Work) -> None:
+    def _copy(self, item: Operation) -> None:
         seconds = COPY + item.bytes / self.gpu.bus
         self.busy["transfer"] += seconds
         needs = self.computed if item.kind == "to_host" or not item.stream else 0.0

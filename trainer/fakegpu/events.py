@@ -27,7 +27,7 @@ class Event(NamedTuple):
     stream: int = 0  # stream of the block's pool; 0 is the compute stream
 
 
-class Work(NamedTuple):
+class Operation(NamedTuple):
     """One operation of a step: a kernel, a copy over the bus, or a collective."""
 
     op: str  # ATen's name (``mm``), view, chunk (optimizer offload), all_reduce, all_gather, reduce_scatter, broadcast
@@ -39,8 +39,8 @@ class Work(NamedTuple):
     dtype: str  # dtype of the computation, as torch names it (``bfloat16``)
     ranks: int = 0  # number of ranks in a collective; 0 for all
     stride: int = 1  # distance between those ranks
-    waits: bool = False  # whether the next operation needs the result of a collective, also in backward
-    again: bool = False  # whether this is recomputation (activation checkpointing)
+    is_blocking: bool = False  # whether the next operation needs the result of a collective, also in backward
+    is_recompute: bool = False  # whether this is recomputation (activation checkpointing)
 
 
 @dataclass
@@ -50,7 +50,7 @@ class Trace:
     events: list[Event] = field(default_factory=list)  # allocations and frees on the device
     categories: dict[int, Category] = field(default_factory=dict)  # category by block id; default: temporaries
     marks: list[tuple[int, str]] = field(default_factory=list)  # (index of the next event, phase) at phase starts
-    work: list[Work] = field(default_factory=list)  # operations of the last traced optimizer step
+    work: list[Operation] = field(default_factory=list)  # operations of the last traced optimizer step
     micro_steps: list[int] = field(default_factory=list)  # starts of micro-steps in ``work``, and the last one's end
     host_bytes: int = 0  # peak host memory of tensors
     skipped_micro_steps: int = 0  # micro-steps of a real step that were not traced; they repeat the middle one
@@ -58,11 +58,11 @@ class Trace:
     notes: list[str] = field(default_factory=list)  # limits of the prediction, one line each
     attention: list[str] = field(default_factory=list)  # attention kernels with dtype and head size
 
-    def say(self, line: str) -> None:
+    def add_note(self, line: str) -> None:
         """Add a note unless it exists."""
         self.notes += [line] if line not in self.notes else []
 
-    def attend(self, kernel: str, query: Any, masked: bool) -> None:
+    def note_attention(self, kernel: str, query: Any, masked: bool) -> None:
         """Record an attention ``kernel`` once; ``query`` has the shape ``(batch, heads, tokens, size)``."""
         dtype, size = str(query.dtype).removeprefix("torch."), query.shape[-1]
         line = f"{kernel} ({dtype}, heads of {size}{', masked' if masked else ''})"

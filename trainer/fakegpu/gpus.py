@@ -16,7 +16,7 @@ from trainer.system.machine import cores
 
 # Fraction of a link's nominal rate that a large transfer reaches: 25 of 31.5 GB/s on PCIe 4.0 with pinned memory,
 # 230-240 of 300 GB/s in NCCL's all-reduce over the NVLink of eight A100. Packet headers and flow control use the rest.
-ACHIEVED = 0.8
+LINK_EFFICIENCY = 0.8
 PCIE_3, PCIE_4, PCIE_5 = 15.75, 31.5, 63.0  # nominal GB/s of 16 lanes in one direction, after line coding
 AMD_MI300 = (9, 4)  # torch's capability of gfx942, which no CUDA device has
 MIB, GIB = 2**20, 2**30
@@ -35,7 +35,7 @@ class GPU:
     # card has it. A missing dtype has no separate units.
     flops: dict[str, float]
     products: tuple[float, float, float]  # fraction of ``flops`` in large products: fp32 and fp64, tf32, half precision
-    bus: float  # PCIe bytes/s in one direction, reached by a large copy from pinned memory (ACHIEVED)
+    bus: float  # PCIe bytes/s in one direction, reached by a large copy from pinned memory (LINK_EFFICIENCY)
     link: float  # bytes/s to another GPU of its machine, reached by a large collective; ``bus`` without NVLink
     reported: str = ""  # the driver's name of the card; empty if the card was not found by name
     estimated: bool = False  # values are not from a data sheet but derived from torch's properties of the card
@@ -66,7 +66,7 @@ class GPU:
         return 32 * MIB if self.capability[0] in (9, 10, 11, 12) else 2 * 4096 * 1024 + 8 * 16 * 1024
 
     @property
-    def context(self) -> int:
+    def cuda_context_bytes(self) -> int:
         """Bytes of CUDA's context and loaded kernels, outside torch's allocator; more with more multiprocessors.
 
         A margin, rounded up. Kernels of cuBLAS and cuDNN need additional memory when they are used.
@@ -89,7 +89,7 @@ def gpu_named(name: str) -> GPU:
 
 
 def gpu_of(seen: Mapping[str, Any]) -> GPU:
-    """Return the GPU for an entry of :func:`trainer.system.machine.seen_gpus`, with the memory that torch reports.
+    """Return the GPU for an entry of :func:`trainer.system.machine.query_gpus`, with the memory that torch reports.
 
     For a card that is not in the table (laptop, MIG slice, newer card), speeds are estimated from clocks and units.
     """
@@ -106,14 +106,14 @@ def host_as_device() -> GPU:
     return GPU("cpu", "CPU", (0, 0), memory, 20e9, flops, (1, 1, 1), bus=20e9, link=1e9, estimated=True)
 
 
-def outside(gpu: GPU, ranks: int) -> int:
+def non_allocator_bytes(gpu: GPU, ranks: int) -> int:
     """Return the bytes outside torch's allocator on each device: CUDA's context and NCCL's buffers."""
-    return gpu.context + nccl_bytes(ranks)
+    return gpu.cuda_context_bytes + nccl_bytes(ranks)
 
 
 def usable_memory(gpu: GPU, ranks: int) -> int:
     """Return the bytes that torch's allocator may reserve."""
-    return gpu.memory - outside(gpu, ranks)
+    return gpu.memory - non_allocator_bytes(gpu, ranks)
 
 
 def nccl_bytes(ranks: int) -> int:
@@ -172,7 +172,7 @@ def _estimate(seen: Mapping[str, Any]) -> GPU:
     bandwidth = beats * (seen["memory_bus_width"] or 128) / 8
     double = fp32 / 2 if capability in ((6, 0), (7, 0), (8, 0), (9, 0), (10, 0)) else fp32 / 64
     flops = _flops(capability, clock * double, clock * fp32, clock * half / 2, clock * half)
-    bus = (PCIE_4 if capability >= (8, 0) else PCIE_3) * 1e9 * ACHIEVED
+    bus = (PCIE_4 if capability >= (8, 0) else PCIE_3) * 1e9 * LINK_EFFICIENCY
     note = f"{name} is not in the planner's table: its speed is estimated from its clocks"
     memory = seen["total_memory"]
     return GPU("detected", name, capability, memory, bandwidth, flops, GEFORCE, bus, bus, estimated=True, note=note)
@@ -197,8 +197,8 @@ def _card(
 ) -> GPU:
     """Build a GPU from data sheet units: GiB, GB/s, TFLOP/s (fp64, fp32, tf32, half), nominal GB/s."""
     flops = _flops(capability, *(rate * 1e12 for rate in tflops))
-    within = (bus if link is None else link) * 1e9 * ACHIEVED
-    size, moves, reached = int(memory * GIB), bandwidth * 1e9, bus * 1e9 * ACHIEVED
+    within = (bus if link is None else link) * 1e9 * LINK_EFFICIENCY
+    size, moves, reached = int(memory * GIB), bandwidth * 1e9, bus * 1e9 * LINK_EFFICIENCY
     products = PRODUCTS.get(name, GEFORCE)
     return GPU(name, title, capability, size, moves, flops, products, reached, within, reported, note=note)
 

@@ -143,7 +143,7 @@ class AttentionRules:
         out = aten._scaled_dot_product_flash_attention(query, key, value, dropout, causal, False, scale=scale)[0]
         return out[..., :size] if missing else out
 
-    def inner_bytes(self, name: str, args: tuple) -> tuple[int, ...]:
+    def workspace_bytes(self, name: str, args: tuple) -> tuple[int, ...]:
         """Return the sizes in bytes of the temporary allocations of an attention kernel called with ``args``."""
         if not name.endswith("attention_backward"):
             return ()
@@ -179,7 +179,7 @@ def attend(rules: AttentionRules) -> Any:
     ) -> Tensor:
         kernel = rules.choose(query, key, value, attn_mask, enable_gqa)
         if isinstance(mode := getattr(query, "fake_mode", None), FakeGPUMode):
-            mode.trace.attend(kernel, query, attn_mask is not None)
+            mode.trace.note_attention(kernel, query, attn_mask is not None)
         if kernel == "flash":
             return rules.flash(query, key, value, dropout_p, is_causal, scale)
         how: tuple[Any, ...] = (dropout_p, is_causal)

@@ -16,13 +16,13 @@ from torch.utils._mode_utils import no_dispatch
 from torch.utils._pytree import tree_leaves, tree_map
 
 from trainer.fakegpu.events import Trace
-from trainer.system.children import users_line
+from trainer.system.child_jobs import innermost_user_frame
 
 aten = torch.ops.aten
 
 GPU_DEVICE = torch.device("cuda", 0)
-LARGEST_KNOWN = 2**22  # max elements of integer and boolean tensors whose values are computed
-LARGEST_KNOWN_FLOATS = 2**16  # the same for floating-point tensors: rates, scales, additive masks, hardly any weights
+MAX_KNOWN_ELEMENTS = 2**22  # max elements of integer and boolean tensors whose values are computed
+MAX_KNOWN_FLOATS = 2**16  # the same for floating-point tensors: rates, scales, additive masks, hardly any weights
 UNINITIALISED = {aten.empty.memory_format, aten.empty_like.default, aten.empty_permuted.default}
 UNINITIALISED |= {aten.empty_strided.default, aten.new_empty.default, aten.new_empty_strided.default}
 """Operations whose results are uninitialised and therefore unknown."""
@@ -71,7 +71,7 @@ class FakeGPUMode(FakeTensorMode):
             return real
         fake = self.from_tensor(real)
         if _can_be_known(real):
-            self.know(fake, real)
+            self.set_value(fake, real)
         return fake
 
     def value(self, tensor: Any) -> Tensor | None:
@@ -96,9 +96,9 @@ class FakeGPUMode(FakeTensorMode):
         frames = [(frame.f_code.co_filename, line) for frame, line in traceback.walk_stack(None)]
         if not any(file == nn.init.__file__ for file, _ in frames):  # nn.init only asks whether to redraw weights
             self.trace.guesses += 1
-            self.trace.say(f"an unknown value is read at {users_line(frames)}")
+            self.trace.add_note(f"an unknown value is read at {innermost_user_frame(frames)}")
 
-    def know(self, fake: Any, value: Tensor) -> None:
+    def set_value(self, fake: Any, value: Tensor) -> None:
         """Set the value of a fake tensor, valid until it is written to."""
 
         def forget(_: Any, key: int = id(fake)) -> None:
@@ -127,7 +127,7 @@ class FakeGPUMode(FakeTensorMode):
         if func is torch.ops.c10d.allreduce_.default:
             for tensor in args[0]:
                 if (value := self.value(tensor)) is not None:
-                    self.know(tensor, value * self.ranks)
+                    self.set_value(tensor, value * self.ranks)
         if func is torch.ops.c10d.allreduce_coalesced_.default:  # torch has no meta kernel for it
             out = super().dispatch(torch.ops.c10d.allreduce_.default, types, (*args[:3], None, *args[3:]), kwargs)
             return out[1]
@@ -141,7 +141,7 @@ class FakeGPUMode(FakeTensorMode):
             self._guess()
             return True  # tensors of unknown values are assumed to be equal
         except (fake_tensor.DynamicOutputShapeException, fake_tensor.UnsupportedOperatorException):
-            return self._tried(func, args, kwargs)
+            return self._infer_on_cpu(func, args, kwargs)
         finally:
             torch._C._set_only_lift_cpu_tensors(True)  # torch.tensor needs it, and leaving a nested mode resets it
         if pinned:
@@ -164,18 +164,18 @@ class FakeGPUMode(FakeTensorMode):
         outs = [leaf for leaf in leaves if isinstance(leaf, FakeTensor)]
         for tensor in outs:
             if tensor.constant is not None:  # torch's constant, which it would compute with on a real GPU
-                self.know(tensor, tensor.constant)
+                self.set_value(tensor, tensor.constant)
                 tensor.constant = None
         first = next((tensor for tensor in outs if _can_be_known(tensor)), None)
         if first is None or id(first) in self.known or func in UNINITIALISED:
             return
         results = self._computed(func, args, kwargs)
-        if results is None and (certain := self._certain(func, args)) is not None:
+        if results is None and (certain := self._value_independent(func, args)) is not None:
             with no_dispatch():
                 results = [torch.tensor(certain).expand(first.shape)]  # takes the memory of one element
         for tensor, value in zip(outs, results or [], strict=False):
             if isinstance(value, Tensor):
-                self.know(tensor, value)
+                self.set_value(tensor, value)
         if results is None and func in ALL:
             outs[0].should_hold = True  # type: ignore[attr-defined]
 
@@ -185,13 +185,13 @@ class FakeGPUMode(FakeTensorMode):
         new = func in WRITTEN_WHOLE and isinstance(target, FakeTensor) and self.value(target) is None
         if new and not target._is_view() and _can_be_known(target):
             with no_dispatch():
-                self.know(target, torch.empty_strided(target.shape, target.stride(), dtype=target.dtype))
+                self.set_value(target, torch.empty_strided(target.shape, target.stride(), dtype=target.dtype))
         # Randomly initialised weights stay unknown, because their values are never needed.
         drawn = torch.Tag.nondeterministic_seeded in func.tags and target.is_floating_point()
         if drawn or self._computed(func, args, kwargs) is None:
             self._forget(func, args)
 
-    def _certain(self, func: Any, args: Any) -> bool | None:
+    def _value_independent(self, func: Any, args: Any) -> bool | None:
         """Return a result that unknown values cannot change: all are finite, one operand decides ``and``, ``or``."""
         if func in (aten.isnan.default, aten.isinf.default):
             return False
@@ -224,11 +224,11 @@ class FakeGPUMode(FakeTensorMode):
             except (RuntimeError, TypeError, ValueError, IndexError):
                 return None  # cannot be computed on a CPU, so unknown
 
-    def _tried(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+    def _infer_on_cpu(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         """Return the results of ``func`` on the host; unknown inputs are distinct values or, if that fails, ones."""
         tensors = [item for item in tree_leaves((args, kwargs)) if isinstance(item, FakeTensor)]
         results = None
-        if func.namespace in BUILT_IN and all(tensor.numel() <= LARGEST_KNOWN for tensor in tensors):
+        if func.namespace in BUILT_IN and all(tensor.numel() <= MAX_KNOWN_ELEMENTS for tensor in tensors):
             if func is not aten.bincount.default:  # distinct values would create too many bins
                 results = self._computed(
                     func, args, kwargs, lambda t: torch.arange(t.numel()).view(t.shape).to(t.dtype)
@@ -246,7 +246,7 @@ class FakeGPUMode(FakeTensorMode):
             outs: list[Any] = [torch.empty_strided(r.shape, r.stride(), dtype=r.dtype, device=device) for r in results]
         for out, result in zip(outs, results, strict=True):
             if not result.is_floating_point():
-                self.know(out, result)
+                self.set_value(out, result)
         if func is aten._pack_padded_sequence.default:
             outs[1] = results[1]  # C++ reads these sizes, so they must be a real host tensor
         return outs[0] if len(outs) == 1 else tuple(outs)
@@ -254,7 +254,7 @@ class FakeGPUMode(FakeTensorMode):
 
 def _can_be_known(tensor: Tensor) -> bool:
     whole = not (tensor.is_floating_point() or tensor.is_complex())
-    return tensor.layout is torch.strided and tensor.numel() <= (LARGEST_KNOWN if whole else LARGEST_KNOWN_FLOATS)
+    return tensor.layout is torch.strided and tensor.numel() <= (MAX_KNOWN_ELEMENTS if whole else MAX_KNOWN_FLOATS)
 
 
 def _is_pinned(func: Any, args: Any, kwargs: dict[str, Any]) -> bool:

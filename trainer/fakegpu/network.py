@@ -11,8 +11,8 @@ import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from trainer.errors import RecipeError, nearest, require
-from trainer.fakegpu.gpus import ACHIEVED, GPU, PCIE_4, PCIE_5
+from trainer.errors import RecipeError, require, suggest_name
+from trainer.fakegpu.gpus import GPU, LINK_EFFICIENCY, PCIE_4, PCIE_5
 
 BASE = 14e-6  # fixed seconds of a collective: ``baseLat`` of NCCL's LL128 protocol
 # Seconds per hop of a ring: ``hwLat`` of the same protocol, for NVLink, PCIe and the network.
@@ -20,10 +20,14 @@ NVLINK_HOP, PCIE_HOP, RDMA_HOP = 1.9e-6, 2.5e-6, 4e-6
 # Over TCP: 8 bytes took 38 to 46 µs between two nodes (github.com/NVIDIA/nccl-tests/issues/82), including ``BASE``.
 TCP_HOP = 20e-6
 # Fraction that NCCL reaches with TCP: "no more than 60 % of wire speed" at 32 Gbit/s, 4 to 6 of 12.5 GB/s at
-# 100 (github.com/NVIDIA/nccl/issues/209, /450). RDMA reaches ``ACHIEVED``: 600 of 800 Gbit/s over RoCE (issue 495).
+# 100 (github.com/NVIDIA/nccl/issues/209, /450). RDMA reaches ``LINK_EFFICIENCY``: 600 of 800 Gbit/s over RoCE (issue
+# 495).
 TCP = 0.6
 TREE = 0.9  # bandwidth of a tree relative to a ring
-USUAL, ONE = "25gbe,100gbe,8x-ib-hdr", "ib-hdr"  # interconnects compared by default, and that of a single plan
+DEFAULT_NETWORKS, DEFAULT_NETWORK = (
+    "25gbe,100gbe,8x-ib-hdr",
+    "ib-hdr",
+)  # interconnects compared by default, and that of a single plan
 
 
 @dataclass(frozen=True)
@@ -37,29 +41,29 @@ class Link:
 
 
 _WITHIN = (
-    Link("pcie-4", "PCIe 4.0 x16 (PCI-SIG)", PCIE_4 * 1e9 * ACHIEVED, PCIE_HOP),
-    Link("pcie-5", "PCIe 5.0 x16 (PCI-SIG)", PCIE_5 * 1e9 * ACHIEVED, PCIE_HOP),
-    Link("nvlink-3", "NVLink 3, 300 GB/s each way (NVIDIA A100)", 300e9 * ACHIEVED, NVLINK_HOP),
-    Link("nvlink-4", "NVLink 4, 450 GB/s each way (NVIDIA H100)", 450e9 * ACHIEVED, NVLINK_HOP),
+    Link("pcie-4", "PCIe 4.0 x16 (PCI-SIG)", PCIE_4 * 1e9 * LINK_EFFICIENCY, PCIE_HOP),
+    Link("pcie-5", "PCIe 5.0 x16 (PCI-SIG)", PCIE_5 * 1e9 * LINK_EFFICIENCY, PCIE_HOP),
+    Link("nvlink-3", "NVLink 3, 300 GB/s each way (NVIDIA A100)", 300e9 * LINK_EFFICIENCY, NVLINK_HOP),
+    Link("nvlink-4", "NVLink 4, 450 GB/s each way (NVIDIA H100)", 450e9 * LINK_EFFICIENCY, NVLINK_HOP),
 )
 _BETWEEN = (  # one adapter; a node with several is written ``8x-ib-hdr`` (DGX A100) or ``8x-ib-ndr`` (DGX H100)
     Link("10gbe", "10 Gbit/s Ethernet over TCP (IEEE 802.3ae)", 1.25e9 * TCP, TCP_HOP),
     Link("25gbe", "25 Gbit/s Ethernet over TCP (IEEE 802.3by)", 3.125e9 * TCP, TCP_HOP),
     Link("100gbe", "100 Gbit/s Ethernet over TCP (IEEE 802.3ba)", 12.5e9 * TCP, TCP_HOP),
-    Link("roce-100", "100 Gbit/s Ethernet with RDMA (IEEE 802.3ba)", 12.5e9 * ACHIEVED, RDMA_HOP),
-    Link("ib-hdr", "InfiniBand HDR, 200 Gbit/s (IBTA)", 25e9 * ACHIEVED, RDMA_HOP),
-    Link("ib-ndr", "InfiniBand NDR, 400 Gbit/s (IBTA)", 50e9 * ACHIEVED, RDMA_HOP),
+    Link("roce-100", "100 Gbit/s Ethernet with RDMA (IEEE 802.3ba)", 12.5e9 * LINK_EFFICIENCY, RDMA_HOP),
+    Link("ib-hdr", "InfiniBand HDR, 200 Gbit/s (IBTA)", 25e9 * LINK_EFFICIENCY, RDMA_HOP),
+    Link("ib-ndr", "InfiniBand NDR, 400 Gbit/s (IBTA)", 50e9 * LINK_EFFICIENCY, RDMA_HOP),
 )
 WITHIN, BETWEEN = ({link.name: link for link in links} for links in (_WITHIN, _BETWEEN))
 
 
 @dataclass(frozen=True)
-class Group:
+class RankGroup:
     """The ranks of one collective."""
 
     ranks: int  # number of ranks
     nodes: int  # number of nodes, with equally many ranks on each
-    beside: int = 1  # number of groups that share the nodes' network at the same time, including this one
+    concurrent_groups: int = 1  # number of groups that share the nodes' network at the same time, including this one
 
 
 @dataclass(frozen=True)
@@ -67,21 +71,21 @@ class Interconnect:
     """The links of a cluster."""
 
     name: str  # name in flags: ``100gbe``, ``8x-ib-hdr``, ``pcie-4+25gbe``
-    within: Link  # from each GPU to the others in its node
-    between: Link  # between nodes, over all adapters of a node
+    intra_node: Link  # from each GPU to the others in its node
+    inter_node: Link  # between nodes, over all adapters of a node
 
     @property
-    def across(self) -> str:
+    def describe_inter_node(self) -> str:
         """Description of the link between nodes."""
-        between = self.between
+        between = self.inter_node
         return f"{between.title}, {between.bandwidth / 1e9:.3g} GB/s a node, {1e6 * between.latency:g} µs a hop"
 
     @property
-    def inside(self) -> str:
+    def describe_intra_node(self) -> str:
         """Description of the link within a node."""
-        return f"{self.within.title}, {self.within.bandwidth / 1e9:.3g} GB/s a GPU"
+        return f"{self.intra_node.title}, {self.intra_node.bandwidth / 1e9:.3g} GB/s a GPU"
 
-    def seconds(self, op: str, size: int, group: Group) -> float:
+    def seconds(self, op: str, size: int, group: RankGroup) -> float:
         """Return the seconds of a collective of ``size`` bytes (whole tensor) as a ring or, if faster, as a tree.
 
         A ring enters and leaves each node once, so the data of each rank also leave the node, once per concurrent
@@ -92,22 +96,26 @@ class Interconnect:
         rounds = 2 if op == "all_reduce" else 1
         hops, between = rounds * (group.ranks - 1), rounds * (group.nodes - 1)
         rate = self.rate(group)
-        ring = (hops - between) * self.within.latency + between * self.between.latency + sent(op, size, group) / rate
+        ring = (
+            (hops - between) * self.intra_node.latency
+            + between * self.inter_node.latency
+            + sent(op, size, group) / rate
+        )
         if op != "all_reduce":
             return BASE + ring
         levels = group.ranks // group.nodes - 1
-        climbing = 2 * (levels * self.within.latency + math.log2(group.nodes) * self.between.latency)
+        climbing = 2 * (levels * self.intra_node.latency + math.log2(group.nodes) * self.inter_node.latency)
         return BASE + min(ring, climbing + 2 * size / (TREE * rate))
 
-    def rate(self, group: Group) -> float:
+    def rate(self, group: RankGroup) -> float:
         """Return the bytes/s that each rank of a group can send."""
         if group.nodes == 1:
-            return self.within.bandwidth
-        network = self.between.bandwidth / group.beside
-        return network if group.ranks == group.nodes else min(network, self.within.bandwidth)
+            return self.intra_node.bandwidth
+        network = self.inter_node.bandwidth / group.concurrent_groups
+        return network if group.ranks == group.nodes else min(network, self.intra_node.bandwidth)
 
 
-def sent(op: str, size: int, group: Group) -> float:
+def sent(op: str, size: int, group: RankGroup) -> float:
     """Return the bytes that each rank sends in a ring for a collective of ``size`` bytes (whole tensor).
 
     All-gather and reduce-scatter over n ranks send ``(n - 1) / n`` of ``size``, all-reduce twice as much (Patarasuk and
@@ -136,17 +144,17 @@ def _interconnect(name: str, gpu: GPU) -> Interconnect:
     adapters, one = int(match[1] or 1), BETWEEN[match[2]]
     title = f"{adapters} × {one.title}" if adapters > 1 else one.title
     whole = Link(between, title, adapters * one.bandwidth, one.latency)
-    return Interconnect(name, WITHIN[within] if plus else own_link(gpu), whole)
+    return Interconnect(name, WITHIN[within] if plus else intra_node_link(gpu), whole)
 
 
 def _unknown(name: str, part: str, near: list[str], where: str, known: Iterable[str]) -> RecipeError:
-    error = f"--interconnect={name}: {part!r} is not a known link {where}{nearest(part, near) or '.'}"
+    error = f"--interconnect={name}: {part!r} is not a known link {where}{suggest_name(part, near) or '.'}"
     return RecipeError(
         f"{error} Known: {', '.join(known)}, as in 100gbe, 8x-ib-hdr (eight adapters in a node) or pcie-4+25gbe"
     )
 
 
-def own_link(gpu: GPU) -> Link:
+def intra_node_link(gpu: GPU) -> Link:
     """Return the link between GPUs of this kind within a node, from the data sheet."""
     name, title, hop = ("nvlink", "NVLink", NVLINK_HOP) if gpu.link > gpu.bus else ("pcie", "PCIe", PCIE_HOP)
     return Link(name, f"{title} of the {gpu.title}", gpu.link, hop)
@@ -159,11 +167,11 @@ class Cluster:
     devices: int
     nodes: int
 
-    def group(self, ranks: int = 0, stride: int = 1) -> Group:
+    def group(self, ranks: int = 0, stride: int = 1) -> RankGroup:
         """Return the group of a collective of ``ranks`` (0: all) with distance ``stride``."""
         ranks, here = ranks or self.devices, self.devices // self.nodes
         on_nodes = max(1, min(ranks, ranks * stride // here))
-        return Group(ranks, on_nodes, beside=max(1, here * on_nodes // ranks))
+        return RankGroup(ranks, on_nodes, concurrent_groups=max(1, here * on_nodes // ranks))
 
 
 def clusters(devices: Sequence[int], nodes: Sequence[int] | None, per_node: int | None) -> list[Cluster]:

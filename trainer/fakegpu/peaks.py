@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from itertools import groupby
 from typing import Any, NamedTuple, get_args
 
-from trainer.fakegpu.allocator import AllocatorSettings, Block, CachingAllocator, Shortage
+from trainer.fakegpu.allocator import AllocatorSettings, Block, CachingAllocator, DriverOutOfMemory
 from trainer.fakegpu.events import EMPTY_CACHE, Category, Event, Trace
 from trainer.system.text import GB
 
@@ -59,7 +59,9 @@ class Replay:
     allocated_at: int | None  # index of the event at the allocated peak; ``None`` if nothing was allocated
     allocated_phase: str | None  # its phase
     phases: dict[str, PhasePeak]  # peaks within each phase, in the order in which they first came
-    alive: dict[tuple[Category, str, str], int]  # at the allocated peak, by (category, op, phase); the largest first
+    live_by_source: dict[
+        tuple[Category, str, str], int
+    ]  # at the allocated peak, by (category, op, phase); the largest first
     blocks: list[Event]  # that asked for what is in use at the allocated peak, one for each block
     reserved_then: int  # reserved at the allocated peak
     timeline: Timeline
@@ -68,7 +70,7 @@ class Replay:
     def categories(self) -> dict[Category, int]:
         """Memory at the allocated peak by category, the largest first, without empty categories."""
         found: Counter[Category] = Counter()
-        for (category, _, _), size in self.alive.items():
+        for (category, _, _), size in self.live_by_source.items():
             found[category] += size
         return dict(found.most_common())
 
@@ -126,7 +128,7 @@ def retries_within(
     allocator = CachingAllocator(settings, capacity)
     try:
         _history(allocator, run.events)
-    except Shortage:
+    except DriverOutOfMemory:
         return None
     return allocator.retries
 
@@ -138,11 +140,11 @@ def _history(allocator: CachingAllocator, events: Sequence[Event]) -> list[_Mome
         if event.id != EMPTY_CACHE and bool(event.bytes) == (event.id in blocks):
             what = "allocates block {}, which is in use" if event.bytes else "frees block {}, which is not in use"
             raise ValueError(f"event {index} ({event.op}) {what.format(event.id)}")
-        history.append(_Moment(follow(allocator, blocks, event), allocator.allocated, allocator.reserved))
+        history.append(_Moment(apply_event(allocator, blocks, event), allocator.allocated, allocator.reserved))
     return history
 
 
-def follow(allocator: CachingAllocator, blocks: dict[int, Block], event: Event) -> int:
+def apply_event(allocator: CachingAllocator, blocks: dict[int, Block], event: Event) -> int:
     """Apply ``event`` to the ``blocks`` in use; return the bytes of its block, negative for a free."""
     if event.id == EMPTY_CACHE:
         allocator.release_cached()

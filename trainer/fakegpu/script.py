@@ -23,11 +23,11 @@ from pathlib import Path
 from tempfile import TemporaryFile
 from typing import Any
 
-from trainer.errors import RecipeError, require, text_of
-from trainer.system.children import users_line
-from trainer.system.processes import Watched, own_code
+from trainer.errors import RecipeError, require, safe_message
+from trainer.system.child_jobs import innermost_user_frame
+from trainer.system.processes import ProcessSession, python_command
 
-START = "from trainer.fakegpu.script import child; child()"
+START = "from trainer.fakegpu.script import child_main; child_main()"
 LOG = "script.log"
 GRACE = 90.0  # seconds until torch and the planner are imported, and until the result is drawn
 # What a launcher has set: one process is planned, which must not wait for others.
@@ -48,7 +48,7 @@ class Script:
     budget: str | None = None
     steps: int = 3  # of one optimizer, after which it is stopped
     seconds: int = 600  # that it may take
-    configs: Mapping[str, str] = field(default_factory=dict)  # these three are as for ``Outlines``
+    configs: Mapping[str, str] = field(default_factory=dict)  # these three are as for ``MissingFilePatches``
     columns: str = ""
     rows: int = 1000
 
@@ -65,9 +65,9 @@ def plan_script(script: Script) -> dict[str, Any]:
     environment = {name: text for name, text in os.environ.items() if not LAUNCHED.fullmatch(name)}
     with script.log.open("wb") as log, TemporaryFile() as stopped:
         files = theirs.fileno(), stopped.fileno()
-        words = [*own_code(START), json.dumps(asdict(script)), *map(str, files)]
+        words = [*python_command(START), json.dumps(asdict(script)), *map(str, files)]
         environment |= {"WANDB_MODE": "disabled", "MPLBACKEND": "Agg"}
-        process = Watched(words, environment, stdout=log, stderr=subprocess.STDOUT, pass_fds=files)
+        process = ProcessSession(words, environment, stdout=log, stderr=subprocess.STDOUT, pass_fds=files)
         theirs.close()
         answer, code = _answer(process, ours, script.seconds + GRACE)
         stopped.seek(0)  # it holds a traceback if the time was over, and nothing otherwise
@@ -79,7 +79,7 @@ def plan_script(script: Script) -> dict[str, Any]:
     raise RecipeError(f"{mistake}; what it printed is in {script.log}")
 
 
-def _answer(watched: Watched, ours: Connection, seconds: float) -> tuple[dict[str, Any], int | None]:
+def _answer(watched: ProcessSession, ours: Connection, seconds: float) -> tuple[dict[str, Any], int | None]:
     answer: dict[str, Any] = {}
     try:
         if ours.poll(seconds):
@@ -101,7 +101,7 @@ def _how_it_ended(script: Script, code: int | None, dump: str) -> str:
     return f"{script.path} took more than {script.seconds} s{where}: {less}"
 
 
-def child() -> None:
+def child_main() -> None:
     """Run the script in the new process, send the result and exit."""
     words, number, stopped = sys.argv[1:]
     script, connection = Script(**json.loads(words)), Connection(int(number), readable=False)
@@ -111,7 +111,7 @@ def child() -> None:
         try:
             answer = {"gpu": result()}
         except RecipeError as error:
-            answer = {"mistake": text_of(error)}
+            answer = {"mistake": safe_message(error)}
         connection.send_bytes(json.dumps(answer).encode())
         sys.stdout.flush()
         sys.stderr.flush()
@@ -124,17 +124,17 @@ def _trace(script: Script, end: Callable[[Callable[[], Any]], None], stopped: in
     from torch.optim.optimizer import register_optimizer_step_post_hook
     from torch.utils._python_dispatch import _disable_current_modes
 
-    from trainer.fakegpu.any_loop import fake_gpu
     from trainer.fakegpu.gpus import GPUS, gpu_named
-    from trainer.fakegpu.script_outlines import Outlines, columns_of
-    from trainer.fakegpu.target import budget_bytes, cut_budget, gpu_here
+    from trainer.fakegpu.script_fallbacks import MissingFilePatches, columns_of
+    from trainer.fakegpu.target import budget_bytes, gpu_here, reduced_budget_note
+    from trainer.fakegpu.user_loop import fake_gpu
 
     columns, taken = columns_of(script.columns), dict[int, int]()
     if (card := gpu_named(script.gpu) if script.gpu else gpu_here()) is None:
         raise RecipeError(f"no GPU found: choose one with --gpu: {', '.join(sorted(GPUS))}")
     os.environ["CUDA_VISIBLE_DEVICES"] = ""  # nothing may use the real one from here on
     with fake_gpu(card) as gpu:
-        gpu.capacity, cut = budget_bytes(script.budget, card, 1), cut_budget(script.budget, card, 1)
+        gpu.capacity, cut = budget_bytes(script.budget, card, 1), reduced_budget_note(script.budget, card, 1)
 
         def result() -> Any:
             sys.modules.update(ours)
@@ -152,7 +152,7 @@ def _trace(script: Script, end: Callable[[Callable[[], Any]], None], stopped: in
                 end(result)
 
         register_optimizer_step_post_hook(stepped)
-        outlines = Outlines(script.configs, columns, script.rows)
+        outlines = MissingFilePatches(script.configs, columns, script.rows)
         folder = Path(script.path).resolve().parent
         sys.argv, sys.path[:0] = [script.path, *script.args], [str(folder)]
         ours = {name: module for name, module in sys.modules.items() if name.partition(".")[0] == "trainer"}
@@ -187,4 +187,4 @@ def _place(frames: Sequence[traceback.FrameSummary], error: BaseException) -> st
         return f"{error.filename}:{error.lineno}"
     seen, installed = [(frame.filename, frame.lineno or 0) for frame in reversed(frames)], f"-packages{os.sep}"
     own = [one for one in seen if installed not in one[0] and not one[0].startswith(sysconfig.get_path("stdlib"))]
-    return users_line(own or seen)
+    return innermost_user_frame(own or seen)

@@ -13,10 +13,10 @@ import torch
 from trainer.errors import RunError, require
 from trainer.fakegpu.gpus import GPU, gpu_of, usable_memory
 from trainer.fakegpu.kernels import WITH_CUDNN, AttentionRules
-from trainer.fakegpu.network import ONE, Interconnect, interconnects
-from trainer.system.children import in_child
-from trainer.system.machine import ask_for_gpus, seen_gpus
-from trainer.system.text import gigabytes, parse_budget
+from trainer.fakegpu.network import DEFAULT_NETWORK, Interconnect, interconnects
+from trainer.system.child_jobs import run_in_child
+from trainer.system.machine import query_gpus, query_gpus_in_child
+from trainer.system.text import format_bytes, parse_budget
 
 Workspaces = Literal["kept, and one a call", "kept", "one a call"]
 """Whether matrix products allocate a workspace once for each thread and stream, and keep it, or at each call. Before
@@ -37,7 +37,7 @@ class Target:
     gpu: GPU
     torch_version: tuple[int, int] = (0, 0)  # (major, minor) of the kernels; (0, 0): this process's version
     expandable_segments: bool = False  # whether the run sets PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True
-    joined_by: str = ONE  # interconnect of the devices, as in ``--interconnect``
+    joined_by: str = DEFAULT_NETWORK  # interconnect of the devices, as in ``--interconnect``
 
     def __post_init__(self) -> None:
         named = (*self.torch_version, *OLDEST_KERNELS, *NEWEST)
@@ -45,7 +45,7 @@ class Target:
         require(known, "torch_version={}.{}: kernels are known of torch {}.{} to {}.{}".format(*named))
 
     @classmethod
-    def here(cls, gpu: GPU, joined_by: str = ONE) -> Target:
+    def here(cls, gpu: GPU, joined_by: str = DEFAULT_NETWORK) -> Target:
         """Return ``gpu`` with this process's version of torch and allocator settings."""
         config = os.environ.get("PYTORCH_ALLOC_CONF") or os.environ.get("PYTORCH_CUDA_ALLOC_CONF") or ""
         expandable = "expandable_segments:true" in config.lower().replace(" ", "")
@@ -93,13 +93,13 @@ def installed_version() -> tuple[int, int]:
 def gpu_here() -> GPU | None:
     """Return the GPU of this machine, if any; a child process asks torch, so that this process can still fork."""
     if torch.cuda.is_initialized():
-        return gpu_of(seen_gpus()[torch.cuda.current_device()])
+        return gpu_of(query_gpus()[torch.cuda.current_device()])
     found: list[dict[str, Any]] = []
     with suppress(RunError):
-        found = in_child(seen_gpus, sees_gpu=True)  # faster than a new one
+        found = run_in_child(query_gpus, sees_gpu=True)  # faster than a new one
     if not found and torch.cuda.is_available():  # this process has begun with CUDA in a way that it does not tell
         with suppress(RunError):
-            found = ask_for_gpus()
+            found = query_gpus_in_child()
     return gpu_of(found[0]) if found else None
 
 
@@ -109,9 +109,9 @@ def budget_bytes(text: str | None, gpu: GPU, ranks: int) -> int:
     return usable if text is None else int(min(parse_budget(text, gpu.memory), usable))
 
 
-def cut_budget(text: str | None, gpu: GPU, ranks: int) -> list[str]:
+def reduced_budget_note(text: str | None, gpu: GPU, ranks: int) -> list[str]:
     """Return a message if the budget ``text`` is more than :func:`budget_bytes`."""
     budget = budget_bytes(text, gpu, ranks)
     cut = text is not None and int(parse_budget(text, gpu.memory)) > budget
-    own = f"memory.budget: {text} was asked for, and {gpu.title} has no more than {gigabytes(budget)} for torch"
+    own = f"memory.budget: {text} was asked for, and {gpu.title} has no more than {format_bytes(budget)} for torch"
     return [own] if cut else []

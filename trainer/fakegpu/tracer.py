@@ -16,17 +16,19 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
-from trainer.fakegpu.events import HOST_STREAM, HOST_THREAD, INNER_BYTES, Category, Event, Kind, Work
+from trainer.fakegpu.events import HOST_STREAM, HOST_THREAD, INNER_BYTES, Category, Event, Kind, Operation
 from trainer.fakegpu.kernels import counted_args
 from trainer.fakegpu.mode import FakeGPUMode
-from trainer.fakegpu.patches import FakeStream, installed, is_paused, replace
 from trainer.fakegpu.target import Target
+from trainer.fakegpu.torch_patches import FakeStream, is_paused, patch, patched_torch
 
 MATRIX_PRODUCTS = ("mm", "addmm", "bmm", "baddbmm", "_addmm_activation")
 CONVOLUTIONS = {"convolution": 1, "convolution_backward": 2}  # by where their weight is; 7 after it are the groups
-LEAST_CHANNELS = 8  # min channels per group for tensor cores in a convolution: one row of a half precision tile
+MIN_TENSOR_CORE_CHANNELS = (
+    8  # min channels per group for tensor cores in a convolution: one row of a half precision tile
+)
 LT_WORKSPACE = 1 << 20  # bytes for a product with a bias, by cuBLASLt (CUBLASLT_WORKSPACE_SIZE's default)
-LEAST_HOST_BYTES = 2**16  # host operations on fewer bytes are ignored
+MIN_HOST_WORK_BYTES = 2**16  # host operations on fewer bytes are ignored
 _ALL_GATHERS = ("_allgather_base_", "allgather_", "allgather_into_tensor_coalesced_", "all_gather_into_tensor")
 _SCATTERS = ("_reduce_scatter_base_", "reduce_scatter_", "reduce_scatter_tensor", "alltoall_base_")  # as many bytes
 COLLECTIVES = {
@@ -79,7 +81,7 @@ class Tracer(TorchDispatchMode):
                     self.trace.categories.setdefault(storage.id, "activations")
 
     @contextmanager
-    def beside(self) -> Iterator[None]:
+    def on_host_thread(self) -> Iterator[None]:
         """Record operations in the block as work of a host thread."""
         self.host = HOST_THREAD
         try:
@@ -93,7 +95,7 @@ class Tracer(TorchDispatchMode):
     def categorise(self, tensors: Iterable[Any], category: Category) -> None:
         """Say what the memory of ``tensors`` is for; what has a category keeps it."""
         for tensor in tensors:
-            for part in plain_tensors(tensor):
+            for part in constituent_tensors(tensor):
                 if id(part.untyped_storage()) not in self.storages:
                     self.watch(part, category)
                 storage = self.storages.get(id(part.untyped_storage()))
@@ -105,7 +107,7 @@ class Tracer(TorchDispatchMode):
         if not isinstance(tensor, FakeTensor):
             return
         if tensor.layout is torch.sparse_coo:
-            for part in plain_tensors(tensor):
+            for part in constituent_tensors(tensor):
                 self.watch(part, op)
             return
         untyped = tensor.untyped_storage()
@@ -154,14 +156,14 @@ class Tracer(TorchDispatchMode):
         self._host_bytes += change
         self.trace.host_bytes = max(self.trace.host_bytes, self._host_bytes)
 
-    def inside(self, sizes: Iterable[int], op: str) -> None:
+    def allocate_workspace(self, sizes: Iterable[int], op: str) -> None:
         """Record the temporary allocations of a kernel."""
         for number in [self._allocate(size, f"{op} (inside)") for size in sizes if size > 0]:
             self.trace.events.append(Event(number, 0, "", self.phase))
 
     def _inside_attention(self, func: Any, name: str, args: Any) -> tuple[int, ...]:
         if (registered := INNER_BYTES.get(func)) is None:
-            return self.target.attention.inner_bytes(name, args)
+            return self.target.attention.workspace_bytes(name, args)
         on_gpu = self.target.device.type == "cuda"
         return registered(func, args, self.target.gpu.capability if on_gpu else None)
 
@@ -171,7 +173,7 @@ class Tracer(TorchDispatchMode):
             return
         size = self.target.gpu.cublas_workspace
         if self.target.workspaces == "one a call":
-            self.inside((LT_WORKSPACE if op == "addmm" else size,), op)
+            self.allocate_workspace((LT_WORKSPACE if op == "addmm" else size,), op)
             return
         in_backward = torch._C._current_graph_task_id() != -1  # autograd runs in a separate thread
         key = (in_backward, FakeStream.current.number)
@@ -179,7 +181,7 @@ class Tracer(TorchDispatchMode):
             self._workspaces.add(key)
             self._allocate(size, "cuBLAS workspace")
         if op == "addmm" and self.target.workspaces == "kept, and one a call":
-            self.inside((LT_WORKSPACE,), op)
+            self.allocate_workspace((LT_WORKSPACE,), op)
 
     def is_on_device(self, tensor: Any) -> bool:
         """Whether a tensor takes memory of the device that is planned for."""
@@ -194,7 +196,7 @@ class Tracer(TorchDispatchMode):
             if storage is not None and storage.bytes != untyped.nbytes():
                 self._resize(storage, untyped.nbytes(), "resize_")
 
-        replace(torch.UntypedStorage, resize_=resize)
+        patch(torch.UntypedStorage, resize_=resize)
         return super().__enter__()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -211,8 +213,8 @@ class Tracer(TorchDispatchMode):
             self.watch(tensor, name)
         if "attention" in name:
             if name == "_flash_attention_forward":
-                self.trace.attend("flash over packed texts", args[0], masked=False)
-            self.inside(self._inside_attention(func, name, args), name)
+                self.trace.note_attention("flash over packed texts", args[0], masked=False)
+            self.allocate_workspace(self._inside_attention(func, name, args), name)
         if name in MATRIX_PRODUCTS:
             self._workspace(name)
         if self.records_work:
@@ -222,9 +224,9 @@ class Tracer(TorchDispatchMode):
     def launch(self, kernel: Any, *args: Any, grid: Any, warmup: bool, **options: Any) -> None:
         """Note a Triton kernel that a library launches; what it writes is allocated already."""
         tensors = [one for one in (*args, *options.values()) if isinstance(one, FakeTensor)]
-        self.trace.say(f"Triton kernels of {kernel.__module__.partition('.')[0]} compute parts of the model")
+        self.trace.add_note(f"Triton kernels of {kernel.__module__.partition('.')[0]} compute parts of the model")
         if self.records_work:
-            self.note(kernel.__name__, "compute", 0, _bytes(tensors), dtype_of(tensors))
+            self.record_operation(kernel.__name__, "compute", 0, _bytes(tensors), dtype_of(tensors))
 
     def _note_work(self, func: Any, name: str, args: Any, kwargs: Any, out: Any, results: list[Tensor]) -> None:
         tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
@@ -235,24 +237,24 @@ class Tracer(TorchDispatchMode):
             return
         if getattr(func, "is_view", False) or name == "_unsafe_view":  # a view except for autograd
             if any(map(self.is_on_device, tensors)):
-                self.note("view", "compute", 0, 0, "")
+                self.record_operation("view", "compute", 0, 0, "")
             return
         if not any(self.is_on_device(tensor) for tensor in (*tensors, *results)):
-            if (moved := _bytes(tensors)) >= LEAST_HOST_BYTES:  # what an offloaded optimizer does
+            if (moved := _bytes(tensors)) >= MIN_HOST_WORK_BYTES:  # what an offloaded optimizer does
                 dtype = str(tensors[0].dtype).removeprefix("torch.")
-                self.trace.work.append(Work(name, "compute", self.phase, self.host, 0, moved, dtype))
+                self.trace.work.append(Operation(name, "compute", self.phase, self.host, 0, moved, dtype))
             return
         kind = _kind(tensors, results)
         if kind != "compute":
             moved = min(_bytes(results), _bytes(tensors)) if results else 0
-            self.note(name, kind, 0, moved, dtype_of(results))
+            self.record_operation(name, kind, 0, moved, dtype_of(results))
             return
         flops = flops_of(func, name, args, kwargs, out)
         seen = {id(tensor) for tensor in tensors}  # the result of an in-place operation is one of them
         moved = _bytes(tensors) + _bytes([tensor for tensor in results if id(tensor) not in seen])
         dtype = dtype_of(results or tensors)
-        units = units_of(name, args, dtype) if flops else dtype
-        self.note(name, "compute", flops, moved + moved_again(name, args, units, moved), units)
+        units = compute_unit(name, args, dtype) if flops else dtype
+        self.record_operation(name, "compute", flops, moved + extra_traffic_bytes(name, args, units, moved), units)
 
     def _note_collective(self, name: str, tensors: list[Tensor], group: tuple[int, int, bool]) -> None:
         """Record a collective on the device or, for tensors in host memory, on the host."""
@@ -262,15 +264,17 @@ class Tracer(TorchDispatchMode):
             return
         op = COLLECTIVES[name]
         whole = sum(sizes) if op == "all_reduce" else max(sizes)
-        if here or whole >= LEAST_HOST_BYTES:
+        if here or whole >= MIN_HOST_WORK_BYTES:
             stream = FakeStream.current.number if here else HOST_STREAM
-            self.note(op, "collective", 0, whole, dtype_of(here or tensors), stream, *group)
+            self.record_operation(op, "collective", 0, whole, dtype_of(here or tensors), stream, *group)
 
-    def note(self, op: str, kind: Kind, flops: int, moved: int, dtype: str, stream: Any = None, *group: Any) -> None:
+    def record_operation(
+        self, op: str, kind: Kind, flops: int, moved: int, dtype: str, stream: Any = None, *group: Any
+    ) -> None:
         """Remember one operation for the time of the step: on the current stream if none is given."""
         number = FakeStream.current.number if stream is None else stream
         again = self.phase == "backward" and torch.is_grad_enabled()  # as it is in no gradient's own formula
-        work = Work(op, kind, self.phase, number, flops, moved, dtype, *group)._replace(again=again)
+        work = Operation(op, kind, self.phase, number, flops, moved, dtype, *group)._replace(is_recompute=again)
         self.trace.work.extend([work] * self.repeat)
 
 
@@ -305,7 +309,7 @@ def flops_of(func: Any, name: str, args: tuple, kwargs: dict[str, Any], out: Any
     return flops // 2 if given.get("is_causal") else flops
 
 
-def units_of(name: str, args: tuple, dtype: str) -> str:
+def compute_unit(name: str, args: tuple, dtype: str) -> str:
     """Return the units for a product of ``dtype``: tf32 instead of fp32 if torch may use them.
 
     Convolutions with few channels per group cannot use tensor cores (ATen's DepthwiseConv2d.cu).
@@ -314,13 +318,13 @@ def units_of(name: str, args: tuple, dtype: str) -> str:
     setting = backends.cuda.matmul if name in MATRIX_PRODUCTS else None
     if name in CONVOLUTIONS:
         first = CONVOLUTIONS[name]
-        if args[first + 7] > 1 and args[first].shape[1] < LEAST_CHANNELS:
+        if args[first + 7] > 1 and args[first].shape[1] < MIN_TENSOR_CORE_CHANNELS:
             return "float32"
         setting = backends.cudnn.conv
     return "tfloat32" if setting and dtype == "float32" and setting.fp32_precision == "tf32" else dtype
 
 
-def moved_again(name: str, args: tuple, units: str, moved: int) -> int:
+def extra_traffic_bytes(name: str, args: tuple, units: str, moved: int) -> int:
     """Return the bytes that a kernel moves in addition to ``moved``, which counts each tensor of the call once.
 
     cuDNN transposes what is not channels_last for its tensor cores (NVIDIA, Convolutional Layers User's Guide).
@@ -342,7 +346,7 @@ def tracing(target: Target, ranks: int = 1, nodes: int = 1, kind: type[Tracer] |
     Tensors created in the block are fake and cannot be used after it; move real tensors to it with ``.to("cuda")``.
     Call ``tracer.enter`` at the start of a phase. The result is ``tracer.trace``. Torch is restored at the end.
     """
-    with installed(target, ranks // nodes) as notes:
+    with patched_torch(target, ranks // nodes) as notes:
         mode = FakeGPUMode(ranks)
         tracer = (kind or Tracer)(target, mode)
         tracer.trace.notes += notes
@@ -350,7 +354,7 @@ def tracing(target: Target, ranks: int = 1, nodes: int = 1, kind: type[Tracer] |
             yield tracer
 
 
-def plain_tensors(tensor: Any) -> list[Tensor]:
+def constituent_tensors(tensor: Any) -> list[Tensor]:
     """Return the tensors with memory that a tensor consists of: a shard, or the parts of a quantised tensor."""
     if isinstance(tensor, DTensor):
         tensor = tensor.to_local()
@@ -359,7 +363,7 @@ def plain_tensors(tensor: Any) -> list[Tensor]:
     if isinstance(tensor, FakeTensor) or not hasattr(tensor, "__tensor_flatten__"):
         return [tensor] if isinstance(tensor, Tensor) else []
     names, _ = tensor.__tensor_flatten__()
-    return [part for name in names for part in plain_tensors(getattr(tensor, name))]
+    return [part for name in names for part in constituent_tensors(getattr(tensor, name))]
 
 
 def _bytes(tensors: Iterable[Tensor]) -> int:

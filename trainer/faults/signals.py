@@ -16,7 +16,7 @@ from types import FrameType
 from typing import Any
 
 from trainer.errors import EXIT_REQUEUE
-from trainer.system.reports import say
+from trainer.system.error_reports import print_error
 
 
 def stop_signals() -> list[int]:
@@ -33,7 +33,7 @@ def is_hangup(number: int) -> bool:
     return number == signal.SIGHUP
 
 
-def tell(text: str) -> None:
+def write_stderr(text: str) -> None:
     """Write a line to standard error from within a signal handler; the terminal may be gone.
 
     ``print`` is not reentrant: the signal may have interrupted one.
@@ -42,7 +42,7 @@ def tell(text: str) -> None:
         os.write(sys.__stderr__.fileno() if sys.__stderr__ else 2, f"{text}\n".encode())
 
 
-def leave_before_training() -> None:
+def requeue_before_training() -> None:
     """Make a task of a Slurm job that is asked to stop before training end with ``EXIT_REQUEUE``.
 
     Otherwise a preemption or a time limit during imports and data preparation would fail the job. :class:`StopSignals`
@@ -54,7 +54,7 @@ def leave_before_training() -> None:
 
 
 def _leave(number: int, frame: FrameType | None) -> None:
-    tell(f"{signal.Signals(number).name} received before training: there is nothing to save")
+    write_stderr(f"{signal.Signals(number).name} received before training: there is nothing to save")
     os._exit(EXIT_REQUEUE)
 
 
@@ -62,7 +62,7 @@ class StopSignals:
     """A context in which the first of :func:`stop_signals` is stored in ``received``; a second one ends the process.
 
     A second SIGHUP does nothing. Only the main thread can handle signals; in another thread ``received`` stays
-    ``None``. Forked processes keep the default effects: see :func:`trainer.system.processes.become_helper`.
+    ``None``. Forked processes keep the default effects: see :func:`trainer.system.processes.detach_from_rank`.
 
     Args:
         first: whether this process prints the message.
@@ -105,23 +105,23 @@ class StopSignals:
         self.received = signal.Signals(number).name
         if self.first and not self.expected():
             text = "saving a checkpoint at the end of this step, then exiting; a second signal exits at once"
-            tell(f"{self.received} received: {text}")
+            write_stderr(f"{self.received} received: {text}")
 
 
 # The end of the first rank: not before the ranks that Fabric started from it, and not long after one of them failed.
 
-SECONDS_BETWEEN_LOOKS = 0.2
-SECONDS_TO_END = 15.0
+POLL_INTERVAL = 0.2
+KILL_TIMEOUT = 15.0
 
-SECONDS_TO_LEAVE = 30.0  # how long leaving the process group may take
-SECONDS_TO_FAIL = 10.0
+LEAVE_TIMEOUT = 30.0  # how long leaving the process group may take
+FAIL_TIMEOUT = 10.0
 """How long this rank has to end by itself when another rank has failed: all ranks may have the same error."""
 
 _children: list[subprocess.Popen] = []
-_watches: list[StartWatch] = []
+_watches: list[StartupWatch] = []
 
 
-class StartWatch:
+class StartupWatch:
     """Ends this rank when a rank that it started ends before the run's watchdog has begun.
 
     The watchdog needs the ranks' store, which exists only once all of them have imported torch and met. Fabric's
@@ -138,23 +138,23 @@ class StartWatch:
     def stop(self) -> None:
         """Stop watching and report a rank that was killed just now, perhaps the reason why this process ends."""
         self.stopped.set()
-        self._thread.join(SECONDS_TO_END)
-        if killed := self._ended()[0]:
-            say(f"{killed} before training: nothing is lost")
+        self._thread.join(KILL_TIMEOUT)
+        if killed := self._describe_exit()[0]:
+            print_error(f"{killed} before training: nothing is lost")
 
     def _run(self) -> None:
         failed_at = math.inf
-        while not self.stopped.wait(SECONDS_BETWEEN_LOOKS):
-            killed, failed = self._ended()
+        while not self.stopped.wait(POLL_INTERVAL):
+            killed, failed = self._describe_exit()
             if failed:
                 failed_at = min(failed_at, time.monotonic())
-            if (killed or time.monotonic() - failed_at > SECONDS_TO_FAIL) and not self.stopped.is_set():
-                say(f"{killed or failed} before training: nothing is lost")
+            if (killed or time.monotonic() - failed_at > FAIL_TIMEOUT) and not self.stopped.is_set():
+                print_error(f"{killed or failed} before training: nothing is lost")
                 for child in self.ranks:
                     child.kill()
                 os._exit(1)
 
-    def _ended(self) -> tuple[str, str]:
+    def _describe_exit(self) -> tuple[str, str]:
         """Describe a rank that was killed and one that failed; each is empty if there is none."""
         while self.started:
             self.ranks.append(self.started.pop(0))
@@ -169,14 +169,14 @@ class StartWatch:
         return killed, failed
 
 
-def watch_start(started: list[subprocess.Popen]) -> None:
+def begin_startup_watch(started: list[subprocess.Popen]) -> None:
     """Start watching the ranks that Fabric starts from this process."""
-    end_start_watch()
-    _watches.append(StartWatch(started))
+    end_startup_watch()
+    _watches.append(StartupWatch(started))
     atexit.register(wait_for_children)
 
 
-def end_start_watch() -> None:
+def end_startup_watch() -> None:
     """Stop the watch, because the watchdog has begun or this process ends."""
     while _watches:
         _watches.pop().stop()
@@ -184,8 +184,8 @@ def end_start_watch() -> None:
 
 def wait_for_children() -> None:
     """Wait for the ranks that were started here to finish, and kill those that do not."""
-    end_start_watch()
-    until = time.monotonic() + SECONDS_TO_END
+    end_startup_watch()
+    until = time.monotonic() + KILL_TIMEOUT
     while _children:
         child = _children.pop()
         with suppress(subprocess.TimeoutExpired):
@@ -195,7 +195,7 @@ def wait_for_children() -> None:
 
 
 @contextmanager
-def ended_after(seconds: float) -> Iterator[None]:
+def exit_after(seconds: float) -> Iterator[None]:
     """End the process if the block takes longer: leaving a NCCL group waits for collectives that others have left."""
     timer = threading.Timer(seconds, os._exit, (1,))
     timer.daemon = True

@@ -10,33 +10,33 @@ import time
 import traceback
 from contextlib import suppress
 
-from trainer.errors import RecipeError, RunError, Stopped
-from trainer.faults.peers import LOOKS_OF_SILENCE, SECONDS_BETWEEN_LOOKS, Peers, Told, is_echo
-from trainer.faults.place import Place
-from trainer.memory.monitor import Monitor
+from trainer.errors import RecipeError, RunError, RunStoppedError
+from trainer.faults.heartbeats import MAX_MISSED_HEARTBEATS, POLL_INTERVAL, EndReason, Peers, is_peer_loss
+from trainer.faults.rank_status import RankStatus
+from trainer.memory.monitor import MemoryMonitor
+from trainer.system.error_reports import describe_error, print_error, report, set_location
 from trainer.system.redact import redact_value
-from trainer.system.reports import cause, note_place, report, say
 
-WATCHED = ("loading", "forward", "backward", "step", "evaluation", "checkpoint")
+HANG_CHECKED_PHASES = ("loading", "forward", "backward", "step", "evaluation", "checkpoint")
 """Activities that may take at most ``run.hang_after`` seconds."""
 
-LONG = 1800.0
+SLOW_PHASE_TIMEOUT = 1800.0
 """Seconds that other activities may take, and the first step of a new module, which may compile."""
 
-SECONDS_TO_LEARN = 15.0
+REASON_TIMEOUT = 15.0
 """How long a rank whose collective broke waits for another rank to report the reason."""
 
-SECONDS_TO_HEAR = 3.0
+ACKNOWLEDGE_TIMEOUT = 3.0
 """How long a rank that failed waits for the others to read its report, before the launcher ends them."""
 
-SECONDS_TO_END = 5.0
+EXIT_TIMEOUT = 5.0
 """How long a rank that read of a failure has to leave its collective before it is ended."""
 
-SECONDS_TO_CLEAN_UP = 300.0
+CLEANUP_TIMEOUT = 300.0
 """How long a rank may take to write its results and exit after its run has failed."""
 
-COLLECTIVES = tuple(
-    text.replace("/", os.sep) for text in ("torch/distributed/", "torch/nn/parallel/", "engine/totals.py")
+COLLECTIVE_PATHS = tuple(
+    text.replace("/", os.sep) for text in ("torch/distributed/", "torch/nn/parallel/", "engine/loss_totals.py")
 )
 """Source files in which a rank waits for others; with NCCL, that is where it reads the results of collectives."""
 
@@ -54,27 +54,27 @@ class Watchdog:
     A phase may take ``hang_after`` seconds.
     """
 
-    def __init__(self, monitor: Monitor, rank: int, world_size: int, hang_after: float) -> None:
+    def __init__(self, monitor: MemoryMonitor, rank: int, world_size: int, hang_after: float) -> None:
         self.monitor, self.rank, self.hang_after = monitor, rank, hang_after
         self.peers = Peers(rank, world_size, monitor, hang_after) if world_size > 1 else None
-        self.heard: Told | None = None  # why the run ends, once a rank has reported it
+        self.heard: EndReason | None = None  # why the run ends, once a rank has reported it
         self._main = threading.current_thread()
         self._ending = self._closed = self._store_is_gone = False
         self._cause: BaseException | None = None
         self._still, self._last_look, self._position = 0.0, time.monotonic(), (0, 0)
         self._wake = threading.Event()
         if self.peers is not None:
-            self.peers.beat(self.place())
+            self.peers.send_heartbeat(self.place())
         self._thread = threading.Thread(target=self._run, name="watchdog", daemon=True)
         self._thread.start()
         if self.peers is not None:
             threading.Thread(target=self._watch_store, args=(self.peers,), name="store watch", daemon=True).start()
 
-    def place(self) -> Place:
+    def place(self) -> RankStatus:
         """Return the current place of this rank."""
-        return Place.of(self.rank, self.monitor)
+        return RankStatus.from_monitor(self.rank, self.monitor)
 
-    def explain(self, error: BaseException) -> BaseException:
+    def root_error(self, error: BaseException) -> BaseException:
         """Return the exception to raise for ``error`` of the main thread: itself, or the failure of another rank.
 
         An error of this rank is printed and published to the others; without other ranks, the caller prints it. Later
@@ -83,7 +83,7 @@ class Watchdog:
         if self._ending:
             return self._cause or error
         self._ending = True  # from here on, the thread no longer ends the process because of other ranks
-        if not isinstance(error, Stopped):  # all ranks raise Stopped
+        if not isinstance(error, RunStoppedError):  # all ranks raise Stopped
             self._cause = self._explained(error)
         return self._cause or error
 
@@ -92,31 +92,33 @@ class Watchdog:
         try:
             if (
                 self.peers is not None
-                and is_echo(error)
-                and (told := self.peers.wait_told(SECONDS_TO_LEARN)) is not None
+                and is_peer_loss(error)
+                and (told := self.peers.wait_for_end_reason(REASON_TIMEOUT)) is not None
             ):
                 return PeerError(told.text)
-            note_place(error, str(place))
+            set_location(error, str(place))
             if self.peers is not None:
                 if not isinstance(error, KeyboardInterrupt):
                     report(error)
                 _leave_for_torchrun(error)
-                self.peers.tell(Told(f"rank {self.rank} ended {place.at()}: {cause(error)}"))
-                self.peers.wait_heard(SECONDS_TO_HEAR)
+                self.peers.announce_end(
+                    EndReason(f"rank {self.rank} ended {place.without_rank()}: {describe_error(error)}")
+                )
+                self.peers.wait_for_acknowledgements(ACKNOWLEDGE_TIMEOUT)
         except (RuntimeError, ValueError) as gone:  # the store has ended, and with it other ranks
-            if is_echo(error):
-                return PeerError(f"{place}: {STORE_GONE} ({cause(gone)})")
-            note_place(error, str(place))
+            if is_peer_loss(error):
+                return PeerError(f"{place}: {STORE_GONE} ({describe_error(gone)})")
+            set_location(error, str(place))
         return error
 
     def close(self) -> None:
         """Stop watching: the run has ended on this rank."""
         self._closed = True
         self._wake.set()
-        self._thread.join(SECONDS_TO_HEAR)
+        self._thread.join(ACKNOWLEDGE_TIMEOUT)
         if self.peers is not None:
             with suppress(RuntimeError, ValueError):  # the store may be gone already
-                self.peers.beat(self.place(), leaving=True)
+                self.peers.send_heartbeat(self.place(), leaving=True)
 
     def _run(self) -> None:
         try:
@@ -126,36 +128,36 @@ class Watchdog:
                 self._look_at_self()
         except (RuntimeError, ValueError) as error:  # from the store
             self._store_is_gone = True
-            self._wait_for_main(SECONDS_TO_END)
+            self._wait_for_main(EXIT_TIMEOUT)
             if not (self._closed or self._ending):
-                self._end(f"{self.place()}: {STORE_GONE} ({cause(error)})")
+                self._end(f"{self.place()}: {STORE_GONE} ({describe_error(error)})")
 
     def _pause(self) -> float:
         """Return the seconds until the next check; fewer until the next rank was seen, as it may own the store."""
         is_known = self.peers is None or self.peers.knows_next
-        return SECONDS_BETWEEN_LOOKS if is_known else SECONDS_BETWEEN_LOOKS / 10
+        return POLL_INTERVAL if is_known else POLL_INTERVAL / 10
 
     def _watch_store(self, peers: Peers) -> None:
         """Detect a store that does not answer. A separate thread: a suspended store blocks every caller forever."""
         silent = answers = 0
-        while not (self._wake.wait(SECONDS_BETWEEN_LOOKS) or self._store_is_gone):
+        while not (self._wake.wait(POLL_INTERVAL) or self._store_is_gone):
             silent = silent + 1 if peers.answers == answers else 0
             answers = peers.answers
-            if silent >= LOOKS_OF_SILENCE:
-                say(f"{self.place()}: {peers.why_silent().text}")
+            if silent >= MAX_MISSED_HEARTBEATS:
+                print_error(f"{self.place()}: {peers.diagnose_store().text}")
                 self._leave()
 
     def _look_at_peers(self, peers: Peers) -> None:
-        peers.beat(self.place())
-        if (wrong := peers.look()) is not None:
-            peers.tell(wrong)
-        told = peers.told()
+        peers.send_heartbeat(self.place())
+        if (wrong := peers.check_next_rank()) is not None:
+            peers.announce_end(wrong)
+        told = peers.end_reason()
         if told is None or self.heard is not None:
             return
         self.heard = told
         if not told.is_stopped:
             # The rank that ended closes its connections, which ends the collective in which the main thread waits.
-            self._wait_for_main(SECONDS_TO_END)
+            self._wait_for_main(EXIT_TIMEOUT)
         if not (self._closed or self._ending):
             self._end(told.text)
         peers.kill_stopped()
@@ -163,54 +165,56 @@ class Watchdog:
     def _look_at_self(self) -> None:
         now, place = time.monotonic(), self.place()
         # Do not count the time during which the process was stopped as a hang.
-        self._still += min(now - self._last_look, 2 * SECONDS_BETWEEN_LOOKS)
+        self._still += min(now - self._last_look, 2 * POLL_INTERVAL)
         self._last_look = now
-        if place.position != self._position:
-            self._position, self._still = place.position, 0.0
+        if place.progress_key != self._position:
+            self._position, self._still = place.progress_key, 0.0
         if self._ending:  # this rank may still wait in a collective for a rank that failed elsewhere
-            if self._still > SECONDS_TO_CLEAN_UP and not self._closed:
+            if self._still > CLEANUP_TIMEOUT and not self._closed:
                 self._end(f"{place}: the run has failed, but this rank does not exit", stack=True)
             return
-        is_usual = place.activity in WATCHED and not self.monitor.fresh
-        if self._still < (self.hang_after if is_usual else max(self.hang_after, LONG)):
+        is_usual = place.activity in HANG_CHECKED_PHASES and not self.monitor.fresh
+        if self._still < (self.hang_after if is_usual else max(self.hang_after, SLOW_PHASE_TIMEOUT)):
             return
         if self.peers is not None and (other := self._waits_for(self.peers, place)):
-            if self.peers.wait_told(SECONDS_TO_END) is not None:  # the other rank reports the hang itself, if it can
+            if (
+                self.peers.wait_for_end_reason(EXIT_TIMEOUT) is not None
+            ):  # the other rank reports the hang itself, if it can
                 self._look_at_peers(self.peers)
                 return
             text = f"{place}: {other}, for {self._still:.0f} s now"
         else:
             text = f"{place}: no progress for {self._still:.0f} s"
-        if self.place().position == place.position and not (self._ending or self._closed):
+        if self.place().progress_key == place.progress_key and not (self._ending or self._closed):
             self._end(text, stack=True)
 
-    def _waits_for(self, peers: Peers, place: Place) -> str | None:
+    def _waits_for(self, peers: Peers, place: RankStatus) -> str | None:
         """Describe the rank for which this rank waits; ``None`` if this rank itself takes long."""
-        behind = peers.furthest_behind()
-        if behind is not None and behind.position < place.position:
-            return f"waits for rank {behind.rank}, which is {behind.at()}"
+        behind = peers.slowest_place()
+        if behind is not None and behind.progress_key < place.progress_key:
+            return f"waits for rank {behind.rank}, which is {behind.without_rank()}"
         frame = sys._current_frames().get(self._main.ident or 0)
         innermost = frame.f_code.co_filename if frame is not None else ""
-        return "waits for other ranks" if any(part in innermost for part in COLLECTIVES) else None
+        return "waits for other ranks" if any(part in innermost for part in COLLECTIVE_PATHS) else None
 
     def _wait_for_main(self, seconds: float) -> None:
         """Give the main thread time to end by itself; heartbeats continue."""
         until = time.monotonic() + seconds
-        while time.monotonic() < until and not (self._ending or self._wake.wait(SECONDS_BETWEEN_LOOKS / 4)):
+        while time.monotonic() < until and not (self._ending or self._wake.wait(POLL_INTERVAL / 4)):
             if self.peers is not None:
                 with suppress(RuntimeError, ValueError):
-                    self.peers.beat(self.place())
+                    self.peers.send_heartbeat(self.place())
 
     def _end(self, text: str, stack: bool = False) -> None:
         """Report ``text`` and end the process, even if its main thread is blocked."""
-        say(text)
+        print_error(text)
         if stack:
             frame = sys._current_frames().get(self._main.ident or 0)
             print("".join(traceback.format_stack(frame)), file=sys.stderr, flush=True)
         if self.peers is not None and self.heard is None:
             with suppress(RuntimeError, ValueError):
-                self.peers.tell(Told(text))
-                self.peers.wait_heard(SECONDS_TO_HEAR)
+                self.peers.announce_end(EndReason(text))
+                self.peers.wait_for_acknowledgements(ACKNOWLEDGE_TIMEOUT)
         self._leave()
 
     def _leave(self) -> None:

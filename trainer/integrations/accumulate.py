@@ -76,8 +76,8 @@ class AccumulatingOptimizer(Optimizer):
         self._unscaled: dict[Tensor, Tensor] = {}
         self._overflows: list[Tensor] = []
         self._overflows_ever, self._is_one_model = 0, False
-        self._left: list[_Left] = []
-        self._shards = _Shards()
+        self._left: list[_LeftoverGradient] = []
+        self._shards = _FSDPReduction()
 
     def __getstate__(self) -> dict[str, Any]:
         """Return the state and the sum so far, without attributes that schedulers and hooks set on this object."""
@@ -87,7 +87,7 @@ class AccumulatingOptimizer(Optimizer):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         gradients = state.pop("_gradients")
-        self.__dict__.update(state, _left=[], _shards=_Shards())
+        self.__dict__.update(state, _left=[], _shards=_FSDPReduction())
         for parameter, gradient in zip(self._parameters(), gradients, strict=True):
             parameter.grad = gradient
 
@@ -125,7 +125,7 @@ class AccumulatingOptimizer(Optimizer):
         if closure is not None:
             raise ValueError("AccumulatingOptimizer.step takes no closure: call backward() before step()")
         for left in self._left:
-            left.require()
+            left.check_untouched()
         self._left.clear()
         if self._weighted not in (None, weight is not None):
             raise ValueError("weight= was passed for only some micro-batches of a window: pass it for all or none")
@@ -134,11 +134,11 @@ class AccumulatingOptimizer(Optimizer):
         self._weighted = weight is not None
         self._weight += 1.0 if weight is None else float(weight)
         self.micro_step += 1
-        self._shards.see(self._parameters())
+        self._shards.after_backward(self._parameters())
         self._take_scaled()
         if self.micro_step == self.steps:
             return self._update(flushes=False)
-        self._left = [_Left(parameter) for parameter in self._parameters() if parameter.grad is not None]
+        self._left = [_LeftoverGradient(parameter) for parameter in self._parameters() if parameter.grad is not None]
         return False
 
     def flush(self) -> bool:
@@ -256,14 +256,14 @@ class AccumulatingOptimizer(Optimizer):
         self._unscaled.clear()
         self._overflows.clear()
         self._left.clear()
-        self._shards = _Shards()
+        self._shards = _FSDPReduction()
         self.optimizer.zero_grad(set_to_none=True)
 
     def _parameters(self) -> list[Tensor]:
         return [p for group in self.optimizer.param_groups for p in group["params"]]
 
 
-class _Left:
+class _LeftoverGradient:
     """The gradient as the last micro-step left it, to detect changes before the next backward adds to it."""
 
     def __init__(self, parameter: Tensor) -> None:
@@ -271,9 +271,9 @@ class _Left:
         assert self.gradient is not None
         # Gradients of shards are set without autograd hooks.
         self.version = None if isinstance(self.gradient, DTensor) else self.gradient._version
-        self.handle = parameter.register_hook(self.require) if parameter.requires_grad else None
+        self.handle = parameter.register_hook(self.check_untouched) if parameter.requires_grad else None
 
-    def require(self, _: Tensor | None = None) -> None:
+    def check_untouched(self, _: Tensor | None = None) -> None:
         """Check the gradient just before the next one is added, or at the end of a micro-step that adds none."""
         before, self.gradient = self.gradient, None
         if before is None:  # checked already
@@ -287,14 +287,14 @@ class _Left:
             )
 
 
-class _Shards:
+class _FSDPReduction:
     """Tracks whether FSDP has reduced all gradients so far; the optimizer cannot see the others."""
 
     def __init__(self) -> None:
         self.seen: list[tuple[Tensor | None, int]] = []
         self.stale = False
 
-    def see(self, parameters: Sequence[Tensor]) -> None:
+    def after_backward(self, parameters: Sequence[Tensor]) -> None:
         """Record the gradients after a backward: one that reduces changes the gradients of some shards."""
         gradients: list[Any] = [p.grad for p in parameters if isinstance(p, DTensor) and p.requires_grad]
         found = [(gradient, -1 if gradient is None else gradient._local_tensor._version) for gradient in gradients]

@@ -12,7 +12,7 @@ from pathlib import Path
 from statistics import mean
 from typing import NamedTuple
 
-from trainer.commands.recipes import new_folder
+from trainer.commands.recipes import create_output_folder
 from trainer.errors import RecipeError, RunError, require
 from trainer.lab.measured_run import run_trial
 from trainer.recipe import Recipe
@@ -40,7 +40,7 @@ def find_lr(recipe: Recipe, reference: str, flags: Sequence[tuple[str, str | Non
     own |= {"run.predict": False, "checkpoint.every": "null", "run.logger": "csv"}
     kept = [(name, text) for name, text in flags if name not in own]
     require(all(name != "run.dir" for name, _ in kept), "--run.dir is set by --find-lr: use --out")
-    out = new_folder("lr", wanted, reference)
+    out = create_output_folder("lr", wanted, reference)
     words = [reference, *as_words([*kept, *((key, str(value)) for key, value in own.items())])]
     print(escaped(f"{STEPS} steps with learning rates from {LOWEST:g} to {HIGHEST:g}, in {out}"), flush=True)
     trial = run_trial(words, out / "run", watch=lambda: "diverged" if curve_of(out / "run").diverged else None)
@@ -56,9 +56,9 @@ def find_lr(recipe: Recipe, reference: str, flags: Sequence[tuple[str, str | Non
     lines = ["lr,loss,smoothed", *(f"{rate!r},{loss!r},{smooth!r}" for rate, loss, smooth in rows)]
     write_atomic(out / "lr.csv", "\n".join(lines) + "\n")
     write_atomic(out / "lr.json", json.dumps({"suggestion": found, "least_loss_at": least, "steps": STEPS}) + "\n")
-    from trainer.report.plots import plot_rates
+    from trainer.report.plots import plot_lr_range_test
 
-    plot_rates(curve.rates, curve.losses, curve.smoothed, found, out / "lr.png")
+    plot_lr_range_test(curve.rates, curve.losses, curve.smoothed, found, out / "lr.png")
     # The rate found is for this batch size.
     unscaled = [("optim.scale_lr", "none")] if recipe.optim.scale_lr != "none" else []
     given = [(name, text) for name, text in flags if name not in ("optim.lr", "optim.scale_lr")]

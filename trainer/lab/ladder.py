@@ -13,19 +13,19 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from trainer.commands import OwnFlags
-from trainer.commands.recipes import asked_for, count, new_folder
+from trainer.commands import CommandFlags
+from trainer.commands.recipes import create_output_folder, parse_command, parse_count
 from trainer.errors import RecipeError
-from trainer.lab.measured_run import CPU, RETURN_FREED_MEMORY, Trial, probe_machine, run_trial
-from trainer.memory.knobs import KNOBS, Knob, Turn
+from trainer.lab.measured_run import CPU, MALLOC_TRIM_ENV, Trial, probe_machine, run_trial
+from trainer.memory.knobs import KNOBS, Knob, KnobValue
 from trainer.recipe import Memory, Recipe
 from trainer.report.summary import versions
 from trainer.settings import did_you_mean, settings_of
-from trainer.system import waiting
+from trainer.system import status_line
 from trainer.system.files import write_atomic
 from trainer.system.machine import cores
 from trainer.system.redact import redact_words
-from trainer.system.text import GB, as_text, escaped, gigabytes
+from trainer.system.text import GB, as_text, escaped, format_bytes
 
 FLAGS = {
     "steps": "optimizer steps of each rung (default: 5)",
@@ -35,17 +35,22 @@ FLAGS = {
 }
 ABOUT = "Measure the memory techniques on a recipe, one by one and stacked: memory, speed, and change of the loss."
 VARIED = {f"memory.{name}": value for name, value in vars(Memory()).items() if name in {knob.name for knob in KNOBS}}
-STEADY = {"model.dropout": 0.0, "model.attention_dropout": 0.0, "optim.schedule": "constant", "optim.warmup_steps": 0}
+DETERMINISTIC_SETTINGS = {
+    "model.dropout": 0.0,
+    "model.attention_dropout": 0.0,
+    "optim.schedule": "constant",
+    "optim.warmup_steps": 0,
+}
 """Set unless given as flags: another cut draws another dropout, and a tiny learning rate in the first step would make
 any technique look lossless."""
 ON_HOST = "nothing to gain: the host is the device"  # for techniques that move memory to the host
 OWN = {"run.dir": "--out", "max_steps": "--steps"}
 ANY = {"accelerator": "cuda", "devices": 2}  # a machine on which every rung applies
-TURNS = [(knob, turn) for knob in KNOBS for turn in knob.turns if turn.rung]
+STEP_CANDIDATES = [(knob, turn) for knob in KNOBS for turn in knob.candidates if turn.ladder_name]
 
 
 @dataclass(frozen=True)
-class Rung:
+class LadderStep:
     """One row of the ladder: a name for ``--rungs``, settings that differ from the baseline's, and a note.
 
     The name starts with a plus if the rung is stacked on the ones before it."""
@@ -62,34 +67,34 @@ class Rung:
 
 def ladder(argv: list[str]) -> None:
     """Measure, print and write a row per rung, also for runs that fail."""
-    asked = asked_for("ladder", "RECIPE", argv, OwnFlags(FLAGS, about=ABOUT))
+    asked = parse_command("ladder", "RECIPE", argv, CommandFlags(FLAGS, description=ABOUT))
     if asked is None:
         return
     recipe, _, reference, flags = asked
     own, passed = _split(flags)
     if "TORCHELASTIC_RUN_ID" in os.environ:
         raise RecipeError("trainer ladder starts its own processes: start it without a launcher")
-    steps, minutes = count("steps", own.get("steps", "5")), count("minutes", own.get("minutes", "30"))
+    steps, minutes = parse_count("steps", own.get("steps", "5")), parse_count("minutes", own.get("minutes", "30"))
     base = baseline(recipe)
-    choose(rungs_of(recipe, base, ANY), own.get("rungs"))
-    waiting.doing("looking for GPUs")
+    choose(build_steps(recipe, base, ANY), own.get("rungs"))
+    status_line.show_status("looking for GPUs")
     machine = CPU if recipe.run.accelerator == "cpu" else probe_machine()
-    rungs = choose(rungs_of(recipe, base, machine), own.get("rungs"))
-    out = new_folder("ladder", own.get("out"), reference)
-    report = Report(out, reference, machine, {"steps": steps, "flags": redact_words(passed)}, rungs)
+    rungs = choose(build_steps(recipe, base, machine), own.get("rungs"))
+    out = create_output_folder("ladder", own.get("out"), reference)
+    report = LadderTable(out, reference, machine, {"steps": steps, "flags": redact_words(passed)}, rungs)
     given = {name for name, _ in flags}
     fixed = {"max_steps": steps, "epochs": max(recipe.epochs, steps), "run.logger": ["csv"]}
     fixed |= {"run.evaluate": False, "run.recover": False}
-    fixed |= {key: value for key, value in STEADY.items() if key not in given}
+    fixed |= {key: value for key, value in DETERMINISTIC_SETTINGS.items() if key not in given}
     before = {key: setting.value for key, setting in settings_of(recipe).items()}
     try:
         for number, rung in enumerate(rungs, 1):
-            report.announce(number, rung)
+            report.show_running(number, rung)
             arguments = [reference, *passed, *_as_flags({**fixed, **base, **rung.changes}, before)]
             run_dir = out / f"{number:02d}-{rung.name.lstrip('+')}"
             report.add(rung, run_trial(arguments, run_dir, seconds=60 * minutes, environment=report.environment))
     finally:
-        report.end()
+        report.finish()
 
 
 def baseline(recipe: Recipe) -> dict[str, Any]:
@@ -104,41 +109,44 @@ def baseline(recipe: Recipe) -> dict[str, Any]:
     return {**VARIED, "run.devices": ranks, **cut}
 
 
-def rungs_of(recipe: Recipe, base: Mapping[str, Any], machine: Mapping[str, Any]) -> list[Rung]:
+def build_steps(recipe: Recipe, base: Mapping[str, Any], machine: Mapping[str, Any]) -> list[LadderStep]:
     """Return the rungs that apply to the recipe on this machine: the baseline, one by one, then stacked."""
     share, ranks, cuda = base["memory.micro_batch_size"], base["run.devices"], machine["accelerator"] == "cuda"
     sizes = [size for power in range(1, 6) if (size := -(-share // 4**power)) < -(-share // 4 ** (power - 1))]
-    found = [Rung("baseline"), *(Rung(f"micro-batch-{size}", {"memory.micro_batch_size": size}) for size in sizes)]
+    found = [
+        LadderStep("baseline"),
+        *(LadderStep(f"micro-batch-{size}", {"memory.micro_batch_size": size}) for size in sizes),
+    ]
     found += [
         _rung(knob, turn, cuda)
-        for knob, turn in TURNS
+        for knob, turn in STEP_CANDIDATES
         if (cuda or not turn.needs_gpu) and (not knob.optimizers or recipe.optim.kind in knob.optimizers)
     ]
     if recipe.optim.name != "sgd":  # before the last, which is bf16-true
-        found.insert(-1, Rung("sgd", {"optim.name": "sgd"}, note="another optimizer"))
+        found.insert(-1, LadderStep("sgd", {"optim.name": "sgd"}, note="another optimizer"))
     if ranks > 1 or not cuda or machine["devices"] > 1:
         several = max(2, ranks)
         changes = {"run.devices": several, "memory.micro_batch_size": -(-base["batch_size"] // several)}
         names = ["fsdp"] if ranks > 1 else ["ddp", "fsdp"]
-        found += [Rung(f"{name}-{several}-ranks", {**changes, "memory.strategy": name}) for name in names]
+        found += [LadderStep(f"{name}-{several}-ranks", {**changes, "memory.strategy": name}) for name in names]
     # Stacked: each on top of all before it; streaming parameters replaces offloading the optimizer.
-    steps = [_rung(knob, turn, cuda) for knob, turn in TURNS if turn.stacked]
+    steps = [_rung(knob, turn, cuda) for knob, turn in STEP_CANDIDATES if turn.stacks]
     smallest = max(1, share // 16)
     if smallest < share:
-        steps.insert(0, Rung(f"micro-batch-{smallest}", {"memory.micro_batch_size": smallest}))
+        steps.insert(0, LadderStep(f"micro-batch-{smallest}", {"memory.micro_batch_size": smallest}))
     stacked: dict[str, Any] = {}
     for rung in steps:
         stacked = {**stacked, **rung.changes}
-        found.append(Rung(f"+{rung.name}", stacked, rung.note))
+        found.append(LadderStep(f"+{rung.name}", stacked, rung.note))
     return found
 
 
-def _rung(knob: Knob, turn: Turn, cuda: bool) -> Rung:
+def _rung(knob: Knob, turn: KnobValue, cuda: bool) -> LadderStep:
     note = "lossy" if knob.lossy else ON_HOST if knob.to_host and not cuda else ""
-    return Rung(turn.rung, {f"memory.{knob.name}": turn.value}, note)
+    return LadderStep(turn.ladder_name, {f"memory.{knob.name}": turn.value}, note)
 
 
-def choose(rungs: Sequence[Rung], wanted: str | None) -> list[Rung]:
+def choose(rungs: Sequence[LadderStep], wanted: str | None) -> list[LadderStep]:
     """Return the baseline and the rungs named in ``wanted``, in the ladder's order; all of them for ``None``."""
     if wanted is None:
         return list(rungs)
@@ -150,32 +158,37 @@ def choose(rungs: Sequence[Rung], wanted: str | None) -> list[Rung]:
     return [rung for rung in rungs if rung.name in ("baseline", *names)]
 
 
-class Report:
+class LadderTable:
     """The printed table, ``ladder.json`` and ``ladder.png``."""
 
     def __init__(
-        self, out: Path, reference: str, machine: Mapping[str, Any], settings: Mapping[str, Any], rungs: Sequence[Rung]
+        self,
+        out: Path,
+        reference: str,
+        machine: Mapping[str, Any],
+        settings: Mapping[str, Any],
+        rungs: Sequence[LadderStep],
     ) -> None:
         self.out, self.reference, self.settings, self.rungs = out, reference, settings, rungs
         self.cuda = machine["accelerator"] == "cuda"
         self.environment = {
-            **({} if self.cuda else RETURN_FREED_MEMORY),
-            **{key: os.environ[key] for key in (*RETURN_FREED_MEMORY, "OMP_NUM_THREADS") if key in os.environ},
+            **({} if self.cuda else MALLOC_TRIM_ENV),
+            **{key: os.environ[key] for key in (*MALLOC_TRIM_ENV, "OMP_NUM_THREADS") if key in os.environ},
         }
         """Environment variables that the measurements depend on; values set by the user take precedence."""
         self.machine = {**machine, "cores": cores(), "system": f"{platform.system()} {platform.machine()}"}
-        self.rows: list[tuple[Rung, Trial, float | None]] = []
+        self.rows: list[tuple[LadderStep, Trial, float | None]] = []
         self._date = time.strftime("%Y-%m-%d %H:%M:%S %z")
         self._versions = versions()
         self._width = max(len(rung.label) for rung in rungs)
 
-    def announce(self, number: int, rung: Rung) -> None:
+    def show_running(self, number: int, rung: LadderStep) -> None:
         """Print which rung is being measured; on a terminal its row then replaces the line."""
-        waiting.end()
+        status_line.clear_status()
         line = f"rung {number}/{len(self.rungs)}: {rung.name}".ljust(self._width)
         print(line, end="\r" if sys.stderr.isatty() else "\n", file=sys.stderr, flush=True)
 
-    def add(self, rung: Rung, trial: Trial) -> None:
+    def add(self, rung: LadderStep, trial: Trial) -> None:
         """Print and write a row, with the relative difference of its last loss to the baseline's."""
         first = self.rows[0][1] if self.rows else trial
         difference = None
@@ -191,7 +204,7 @@ class Report:
             print(self._line(["-" * self._width, *("-" * 11 + ":" for _ in header[1:-1]), "------"]))
         own, whole = self._memory(trial), self._memory(first)[0]
         values = [
-            *("–" if value is None else gigabytes(value * GB) for value in own),
+            *("–" if value is None else format_bytes(value * GB) for value in own),
             _figure(own[0] / whole if own[0] is not None and whole else None, ".0%"),
             _figure(trial.samples_per_second, ",.1f"),
             _figure(trial.losses[-1] if trial.losses else None, ".5f"),
@@ -202,7 +215,7 @@ class Report:
         print(escaped(self._line([rung.label, *values, status])), flush=True)
         self._write()
 
-    def end(self) -> None:
+    def finish(self) -> None:
         """Write and plot the rows so far."""
         self._write()
         if self.rows:

@@ -13,14 +13,14 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from trainer.checkpoint.manifest import CorruptCheckpoint, require_sealed_text
+from trainer.checkpoint.manifest import CorruptCheckpointError, verify_text_file
 from trainer.errors import RecipeError, require
 from trainer.settings import did_you_mean
-from trainer.system.files import open_regular, read_object
+from trainer.system.error_reports import describe_error
+from trainer.system.files import open_regular, read_json_object
 from trainer.system.lock import NAME as LOCK
 from trainer.system.processes import ProcessId
-from trainer.system.reports import cause
-from trainer.system.text import as_text, columns, escaped
+from trainer.system.text import align_columns, as_text, escaped
 
 USAGE = """\
 usage: trainer runs [DIR ...] [--where KEY=VALUE] [--sort COLUMN] [--json]
@@ -33,10 +33,10 @@ Show a table of the runs in and below each DIR (default: runs), the newest last.
 --json             print all columns and settings as a JSON list
 --compare          show the settings and metrics in which two runs differ
 """
-MOST_BYTES = 4_000_000
+MAX_JSON_BYTES = 4_000_000
 """Size limit of a run's JSON files, and of the part that is read from the end of its metrics.csv."""
 
-LONGEST = 60
+MAX_VALUE_CHARS = 60
 """Maximum characters of a setting in --compare."""
 
 SHOWN = ("run", "status", "step", "figure", "val_loss", "memory_gb", "seconds", "date")
@@ -45,11 +45,13 @@ WORDS = ("run", "status", "figure", "date")
 
 def runs(argv: Sequence[str]) -> None:
     """``trainer runs``."""
-    from trainer.commands import OwnFlags
-    from trainer.commands.flags import scan
+    from trainer.commands import CommandFlags
+    from trainer.commands.flags import split_argv
 
-    known = OwnFlags({"where": "", "filter": "", "sort": "", "compare": ""}, {"json": ""}, several=("compare",))
-    folders, flags = scan(argv, known)
+    known = CommandFlags(
+        {"where": "", "filter": "", "sort": "", "compare": ""}, {"json": ""}, multi_valued=("compare",)
+    )
+    folders, flags = split_argv(argv, known)
     if ("help", None) in flags:
         print(USAGE, end="")
         return
@@ -62,15 +64,15 @@ def runs(argv: Sequence[str]) -> None:
         require(len(pair) == 2, f"--compare takes two run directories, not {len(pair)}")
         for path in pair:
             require(os.path.isfile(path / "recipe.yaml"), f"--compare: {path} is not a run directory: no recipe.yaml")
-        print(compared(*map(row_of, pair)))
+        print(diff_runs(*map(read_run, pair)))
         return
     paths = [(path, folder) for folder in map(Path, folders or ["runs"]) for path in _below(folder)]
     where = [text for name, text in flags if name in ("where", "filter") and text]
     order = [text for name, text in flags if name == "sort" and text]
-    found = [row_of(*path, with_settings=("json", None) in flags) for path in paths]
+    found = [read_run(*path, with_settings=("json", None) in flags) for path in paths]
     asked = {text.partition("=")[0] for text in where} | {text.removeprefix("-") for text in order}
     if not asked <= {key for row in found for key in row}:  # settings are asked for: reading them takes longer
-        found = [row_of(*path) for path in paths]
+        found = [read_run(*path) for path in paths]
     rows = sorted(found, key=lambda row: row["date"])
     hidden = ("settings", "faults", "figure")
     keys = list(dict.fromkeys(key for row in rows for key in (*row, *row["settings"]) if key not in hidden))
@@ -109,7 +111,7 @@ def _below(folder: Path) -> list[Path]:
     return found
 
 
-def row_of(path: Path, folder: Path | None = None, with_settings: bool = True) -> dict[str, Any]:
+def read_run(path: Path, folder: Path | None = None, with_settings: bool = True) -> dict[str, Any]:
     """Return the columns of a run, its ``settings``, and ``faults``: problems with its files.
 
     Without ``with_settings``, recipe.yaml is parsed only if it does not match its hash: otherwise it is intact.
@@ -117,7 +119,7 @@ def row_of(path: Path, folder: Path | None = None, with_settings: bool = True) -
     faults: list[str] = []
 
     def content(name: str) -> dict[str, Any]:
-        found = read_object(path / name, MOST_BYTES)
+        found = read_json_object(path / name, MAX_JSON_BYTES)
         if not found and (path / name).exists():
             faults.append(f"{name} is not a JSON object")
         return found
@@ -135,8 +137,8 @@ def row_of(path: Path, folder: Path | None = None, with_settings: bool = True) -
     val_loss = history.get("val_loss", known.get("val_loss"))
     shown = [(key, value) for key, value in scores.items() if not key.endswith("_loss")] or list(scores.items())
     recipe, is_whole = path / "recipe.yaml", False
-    with suppress(CorruptCheckpoint):
-        is_whole = require_sealed_text(recipe) is None
+    with suppress(CorruptCheckpointError):
+        is_whole = verify_text_file(recipe) is None
     settings = _settings(recipe, faults) if with_settings or not is_whole else {}
     newest = max((file.stat().st_mtime for file in (path / "status.json", recipe) if file.exists()), default=0)
     return {
@@ -167,12 +169,12 @@ def _alive(path: Path, state: str) -> str:
     """Return ``died`` for a run that is marked as running on this machine, but whose process is gone."""
     if state != "running":
         return state
-    owner = read_object(path / LOCK, MOST_BYTES)
+    owner = read_json_object(path / LOCK, MAX_JSON_BYTES)
     try:
         process = ProcessId.from_dict({name: owner.get(name) for name in ProcessId.__dataclass_fields__})
     except ValueError:
         return "died" if not (path / LOCK).exists() else state
-    return "died" if process.is_here() and process.state() == "gone" else state
+    return "died" if process.is_visible() and process.state() == "gone" else state
 
 
 def _settings(path: Path, faults: list[str]) -> dict[str, Any]:
@@ -204,9 +206,9 @@ def _last_of(path: Path, faults: list[str]) -> dict[str, float]:
     last: dict[str, float] = {}
     try:
         with open_regular(path) as file:
-            header = file.readline(MOST_BYTES).decode(errors="replace").strip()
-            file.seek(max(file.tell() - 1, os.fstat(file.fileno()).st_size - MOST_BYTES, 0))
-            lines = file.read(MOST_BYTES).decode(errors="replace").splitlines()[1:]  # the first line is incomplete
+            header = file.readline(MAX_JSON_BYTES).decode(errors="replace").strip()
+            file.seek(max(file.tell() - 1, os.fstat(file.fileno()).st_size - MAX_JSON_BYTES, 0))
+            lines = file.read(MAX_JSON_BYTES).decode(errors="replace").splitlines()[1:]  # the first line is incomplete
         names = next(csv.reader([header], strict=True), ["step"])
         require("step" in names, "the column step is missing")
         kinds: dict[str, type[float]] = {"step": int} | ({"val_loss": float} if "val_loss" in names else {})
@@ -216,7 +218,7 @@ def _last_of(path: Path, faults: list[str]) -> dict[str, float]:
     except OSError:
         return {}
     except (csv.Error, ValueError) as error:
-        faults.append(f"{path.name}: {cause(error)}")
+        faults.append(f"{path.name}: {describe_error(error)}")
     return last
 
 
@@ -256,18 +258,23 @@ def table(rows: Sequence[Mapping[str, Any]]) -> str:
     heads = ["run", "status", "step", "figure", "val loss", "memory", "time", "date"]
     cells = [[_cell(name, row[name]) for name in SHOWN] for row in rows]
     broken = [f"{row['run']}: {'; '.join(row['faults'])}" for row in rows if row["faults"]]
-    return "\n".join([columns(heads, cells, WORDS), *map(escaped, broken)])
+    return "\n".join([align_columns(heads, cells, WORDS), *map(escaped, broken)])
 
 
-def compared(first: Mapping[str, Any], second: Mapping[str, Any]) -> str:
+def diff_runs(first: Mapping[str, Any], second: Mapping[str, Any]) -> str:
     """Format a line per setting, then per metric, in which two runs differ."""
     heads, cells = ["", escaped(first["run"]), escaped(second["run"])], []
     for key in dict.fromkeys([*first["settings"], *second["settings"]]):
         both = [as_text(row["settings"][key]) if key in row["settings"] else "-" for row in (first, second)]
         if both[0] != both[1]:
-            cells.append([escaped(text if len(text) <= LONGEST else f"{text[:LONGEST]}…") for text in (key, *both)])
+            cells.append(
+                [
+                    escaped(text if len(text) <= MAX_VALUE_CHARS else f"{text[:MAX_VALUE_CHARS]}…")
+                    for text in (key, *both)
+                ]
+            )
     for key in dict.fromkeys([*first, *second]):
         both = [_cell(key, row.get(key)) or "-" for row in (first, second)]
         if both[0] != both[1] and key not in ("run", "settings", "figure", "faults"):
             cells.append([escaped(key), *both])
-    return columns(heads, cells, heads) if cells else "the two runs have the same settings and metrics"
+    return align_columns(heads, cells, heads) if cells else "the two runs have the same settings and metrics"

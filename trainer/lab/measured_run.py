@@ -21,20 +21,20 @@ from typing import Any, TextIO
 
 import trainer
 from trainer.errors import RecipeError
-from trainer.system.files import open_own
-from trainer.system.machine import ask_for_gpus
-from trainer.system.processes import Watched, own_command
+from trainer.system.error_reports import find_failure_reason
+from trainer.system.files import open_writable
+from trainer.system.machine import query_gpus_in_child
+from trainer.system.processes import ProcessSession, trainer_command
 from trainer.system.redact import redact, redact_words
-from trainer.system.reports import reason_in
 from trainer.system.text import GB
 
 # No torch here: a parent process that has opened the GPU would use some of its memory.
 
 OUT_OF_MEMORY = re.compile(r"out of memory|OutOfMemoryError|Can(no|')t allocate memory|bad_alloc", re.I)
-RETURN_FREED_MEMORY = {"MALLOC_MMAP_THRESHOLD_": "131072", "MALLOC_TRIM_THRESHOLD_": "131072"}
+MALLOC_TRIM_ENV = {"MALLOC_MMAP_THRESHOLD_": "131072", "MALLOC_TRIM_THRESHOLD_": "131072"}
 """For runs on a CPU: otherwise glibc keeps freed memory, and resident memory shows the largest use so far."""
 CPU = {"accelerator": "cpu", "devices": 1, "device": "CPU", "device_memory_gb": None}
-SECONDS_BETWEEN_LOOKS = 1.0
+POLL_INTERVAL = 1.0
 GRACE_SECONDS = 10.0  # time for an interrupted run to write its summary
 
 
@@ -79,11 +79,11 @@ class Trial:
         """Return all fields in plain types."""
         plain = ("status", "reason", "plan", "steps", "losses", "samples_per_second", "peak_gb")
         content = {name: getattr(self, name) for name in plain}
-        command = shlex.join(map(_anywhere, redact_words(self.command)))
+        command = shlex.join(map(_strip_paths, redact_words(self.command)))
         return {**content, "memory": dict(self.memory), "seconds": round(self.seconds, 2), "command": command}
 
 
-def _anywhere(word: str) -> str:
+def _strip_paths(word: str) -> str:
     """Return a word of a command with paths relative to the working directory."""
     if word == sys.executable:
         return "python"
@@ -94,7 +94,7 @@ def _anywhere(word: str) -> str:
 
 def probe_machine() -> dict[str, Any]:
     """Return the accelerator (cpu or cuda), its devices and memory, detected in a child process."""
-    found = ask_for_gpus()
+    found = query_gpus_in_child()
     if not found:
         return dict(CPU)
     memory = round(found[0]["total_memory"] / GB, 2)
@@ -109,7 +109,7 @@ def run_trial(
     entry: Sequence[str] | None = None,
     environment: Mapping[str, str] | None = None,
     watch: Callable[[], str | None] = lambda: None,
-    keeps_model: bool = False,
+    keep_model: bool = False,
 ) -> Trial:
     """Train in a fresh process, and read its measurements.
 
@@ -123,7 +123,7 @@ def run_trial(
         keeps_model: keep the trained model in ``run_dir`` instead of removing it.
     """
     words = ["fit", *arguments, f"--run.dir={run_dir}"]
-    command = own_command(*words) if entry is None else [sys.executable, *entry, *words]
+    command = trainer_command(*words) if entry is None else [sys.executable, *entry, *words]
     here = str(Path(trainer.__file__).parent.parent)  # first, whether the package is installed or not
     path = os.pathsep.join(filter(None, [here, os.environ.get("PYTHONPATH")]))
     log = run_dir.with_name(f"{run_dir.name}.log")
@@ -131,7 +131,7 @@ def run_trial(
     with _opened(log) as output:
         code = _run(command, output, seconds, {**os.environ, "PYTHONPATH": path, **(environment or {})}, watch)
     wall = time.perf_counter() - start
-    if not keeps_model:
+    if not keep_model:
         shutil.rmtree(run_dir / "model", ignore_errors=True)
     text = log.read_text(encoding="utf-8", errors="replace")
     status, reason = _outcome(code, text, seconds)
@@ -143,7 +143,7 @@ def run_trial(
 def _opened(log: Path) -> TextIO:
     try:
         log.parent.mkdir(parents=True, exist_ok=True)
-        output = os.fdopen(open_own(log, os.O_WRONLY | os.O_CREAT), "w", encoding="utf-8")
+        output = os.fdopen(open_writable(log, os.O_WRONLY | os.O_CREAT), "w", encoding="utf-8")
     except OSError as error:
         raise RecipeError(f"{log} cannot be written ({error.strerror}): choose another folder") from error
     output.truncate()  # an older log may be longer
@@ -160,12 +160,12 @@ def _run(
     """Return the exit code of ``command``, ``None`` if it took too long, or the status from ``watch``.
 
     None of its processes is left running."""
-    watched = Watched(command, environment, stdout=output, stderr=output)
+    watched = ProcessSession(command, environment, stdout=output, stderr=output)
     until = math.inf if seconds is None else time.monotonic() + seconds
     try:
         while (left := until - time.monotonic()) > 0:
             with suppress(subprocess.TimeoutExpired):
-                return watched.process.wait(min(left, SECONDS_BETWEEN_LOOKS))
+                return watched.process.wait(min(left, POLL_INTERVAL))
             if (why := watch()) is not None:
                 return why
         return None
@@ -184,7 +184,7 @@ def _outcome(code: int | str | None, text: str, seconds: float | None) -> tuple[
         return "too slow", f"not finished after {seconds:g} s"
     if code == 0:
         return "finished", None
-    reason = reason_in(text)
+    reason = find_failure_reason(text)
     if code == 2:
         return "refused", reason
     if OUT_OF_MEMORY.search(text):

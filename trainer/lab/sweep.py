@@ -20,21 +20,21 @@ from random import Random
 from statistics import mean, stdev
 from typing import Any, get_args
 
-from trainer.commands import OwnFlags
-from trainer.commands.recipes import asked_for, count, resolve
+from trainer.commands import CommandFlags
+from trainer.commands.recipes import parse_command, parse_count, resolve
 from trainer.contract import Metric
 from trainer.errors import RecipeError, RunError, require, require_package
 from trainer.lab.find_lr import as_words, find_lr
 from trainer.lab.measured_run import CPU, Trial, probe_machine, run_trial
-from trainer.recipe import HIGHER, Recipe
+from trainer.recipe import HIGHER_IS_BETTER, Recipe
 from trainer.settings import did_you_mean, settings_of
-from trainer.system import waiting
-from trainer.system.files import make_folder, read_object, write_atomic
+from trainer.system import status_line
+from trainer.system.error_reports import describe_error
+from trainer.system.files import make_folder, read_json_object, write_atomic
 from trainer.system.lock import RunLock
 from trainer.system.machine import cores
 from trainer.system.redact import redact_words
-from trainer.system.reports import cause
-from trainer.system.text import columns, escaped
+from trainer.system.text import align_columns, escaped
 
 FLAGS = {
     "over": "a setting to vary: KEY=LOW..HIGH, on a log scale if HIGH >= 10 × LOW, or KEY=A,B,C; may be repeated",
@@ -45,7 +45,7 @@ FLAGS = {
 }
 SWITCHES = {"find-lr": "instead of --over: suggest a learning rate, from one run whose rate grows until it diverges"}
 ABOUT = "Find good settings with many runs; trials that fall behind are ended early."
-MOST_BYTES = 64 * 2**20
+MAX_JSON_BYTES = 64 * 2**20
 TAKEN = ("run.dir", "run.resume", "run.best", "run.metrics")
 """Settings that the sweep sets, or compares trials by."""
 NUMBER, TEXT = (int, float, type(None)), (str, type(None))
@@ -60,10 +60,10 @@ NOT_COMPARED = (
 
 def sweep(argv: list[str]) -> None:
     """Run and compare the trials, and record all of them; resume an interrupted sweep."""
-    asked = asked_for("sweep", "RECIPE", argv, OwnFlags(FLAGS, SWITCHES, about=ABOUT))
+    asked = parse_command("sweep", "RECIPE", argv, CommandFlags(FLAGS, SWITCHES, description=ABOUT))
     if asked is None:
         return
-    waiting.end()
+    status_line.clear_status()
     recipe, source, reference, flags = asked
     own = {name: text or "" for name, text in flags if name in FLAGS}
     over = [text or "" for name, text in flags if name == "over"]
@@ -83,20 +83,20 @@ def sweep(argv: list[str]) -> None:
         ways = "--over KEY=LOW..HIGH (or KEY=A,B,C), once or more, or --folds 5, or --find-lr"
         raise RecipeError(f"sweep needs something to vary: give {ways}")
     if "folds" in own:
-        trials = count("folds", own["folds"])
-        chooser: Chooser = Folds(recipe, trials)
+        trials = parse_count("folds", own["folds"])
+        chooser: TrialSource = CrossValidation(recipe, trials)
     else:
         space = dict(parsed(recipe, source, text) for text in over)
         require(len(space) == len(over), "--over has a setting twice: give each setting once, with all its values")
-        chooser, trials = Optuna(space, recipe.seed), count("trials", own.get("trials", "20"))
-    parallel = count("parallel", own.get("parallel", "1"))
+        chooser, trials = OptunaSearch(space, recipe.seed), parse_count("trials", own.get("trials", "20"))
+    parallel = parse_count("parallel", own.get("parallel", "1"))
     out = Path(own.get("out") or f"runs/{Path(reference).stem}-sweep").absolute()
     make_folder("--out", out)
     lock = RunLock(out)
     lock.acquire()
     try:
         settings = {"command": redact_words(words), "over": over} | ({"folds": trials} if "folds" in own else {})
-        Sweep(recipe, words, out, chooser, settings).run(trials, slots_of(recipe, parallel))
+        Sweep(recipe, words, out, chooser, settings).run(trials, device_slots(recipe, parallel))
     finally:
         lock.release()
 
@@ -130,7 +130,7 @@ def parsed(recipe: Recipe, source: str | None, text: str) -> tuple[str, Any]:
     return key, IntDistribution(int(first), int(last), log=log) if whole else FloatDistribution(first, last, log=log)
 
 
-def slots_of(recipe: Recipe, parallel: int) -> list[dict[str, str]]:
+def device_slots(recipe: Recipe, parallel: int) -> list[dict[str, str]]:
     """Return the environment variables of each parallel trial: its GPU, or its share of the CPU cores."""
     if parallel == 1:
         return [{}]
@@ -144,7 +144,7 @@ def slots_of(recipe: Recipe, parallel: int) -> list[dict[str, str]]:
     return [{"CUDA_VISIBLE_DEVICES": device} for device in visible.split(",")[:parallel]]
 
 
-class Chooser:
+class TrialSource:
     """Chooses the settings of trials, depending only on the rows of earlier trials."""
 
     def check(self, row: Mapping[str, Any]) -> None:
@@ -166,7 +166,7 @@ class Chooser:
         return False
 
 
-class Folds(Chooser):
+class CrossValidation(TrialSource):
     """Cross-validation: one trial per fold of the training set, which is held out."""
 
     def __init__(self, recipe: Recipe, folds: int) -> None:
@@ -183,7 +183,7 @@ class Folds(Chooser):
         return None, dict(self.folds[len(earlier)])
 
 
-class Optuna(Chooser):
+class OptunaSearch(TrialSource):
     """Optuna's Tree-structured Parzen Estimator; trials below the median of the others are ended early.
 
     Each trial has its own study and seed. The draws of a single study would depend on the order in which trials end and
@@ -235,10 +235,10 @@ class Sweep:
     """
 
     def __init__(
-        self, recipe: Recipe, words: Sequence[str], out: Path, chooser: Chooser, settings: Mapping[str, Any]
+        self, recipe: Recipe, words: Sequence[str], out: Path, chooser: TrialSource, settings: Mapping[str, Any]
     ) -> None:
         self.recipe, self.words, self.out, self.chooser, self.settings = recipe, words, out, chooser, dict(settings)
-        before = read_object(out / "sweep.json", MOST_BYTES)
+        before = read_json_object(out / "sweep.json", MAX_JSON_BYTES)
         same = all(before.get(key) == self.settings.get(key) for key in ("command", "over", "folds"))
         require(not before or same, f"--out={out} holds another sweep: give the flags of that sweep, or another folder")
         self.rows: list[dict[str, Any]] = []
@@ -253,7 +253,7 @@ class Sweep:
                 chooser.check(row)
                 self.rows.append(row)
         except (LookupError, TypeError, ValueError, OverflowError) as error:  # RecipeError is a ValueError
-            why = f"{out / 'sweep.json'} is damaged (trial {len(self.rows) + 1}: {cause(error)})"
+            why = f"{out / 'sweep.json'} is damaged (trial {len(self.rows) + 1}: {describe_error(error)})"
             raise RecipeError(f"{why}: restore a copy of it, or start again in another folder with --out") from error
         self.guard, self.stop = threading.Lock(), threading.Event()
         self.free: SimpleQueue[Mapping[str, str]] = SimpleQueue()
@@ -297,14 +297,14 @@ class Sweep:
     def _require_compared(self) -> None:
         """Prepare the data like a trial; raise an error if it has no set to compare trials on."""
         from trainer.commands.flags import Flags
-        from trainer.planner.predict import prepared
-        from trainer.run.best import Best
+        from trainer.planner.predict import prepare_recipe
+        from trainer.run.best_tracker import BestTracker
 
         example: Flags = [(key, str(value)) for key, value in self.chooser.example().items()]
         recipe = resolve(self.recipe, None, example, "")
         assert recipe is not None
-        data = prepared(recipe.replace(data=deepcopy(recipe.data))).data
-        best = Best(recipe, "val" if data.val is not None else "test")
+        data = prepare_recipe(recipe.replace(data=deepcopy(recipe.data))).data
+        best = BestTracker(recipe, "val" if data.val is not None else "test")
         require(best.is_chosen and (data.val or data.test) is not None, NOT_COMPARED)
 
     def _begin(self, number: int) -> tuple[Any, dict[str, Any]]:
@@ -327,7 +327,7 @@ class Sweep:
             def watch() -> str | None:
                 return "stopped" if self.stop.is_set() else self._look(trial, row, run_dir)
 
-            found = run_trial([*words, *one, *resumed], run_dir, environment=slot, watch=watch, keeps_model=True)
+            found = run_trial([*words, *one, *resumed], run_dir, environment=slot, watch=watch, keep_model=True)
         finally:
             self.free.put(slot)
         if found.status != "stopped" and not self.stop.is_set():
@@ -364,7 +364,7 @@ class Sweep:
         """Return the value of a metric with the sign for which higher is better."""
         name = column.partition("_")[2]
         own = [metric for metric in self.recipe.run.metrics if isinstance(metric, Metric) and metric.name == name]
-        higher = name in HIGHER or any(metric.higher_is_better for metric in own)
+        higher = name in HIGHER_IS_BETTER or any(metric.higher_is_better for metric in own)
         return value if higher else -value
 
     def _ranked(self) -> list[dict[str, Any]]:
@@ -399,7 +399,7 @@ class Sweep:
             value = "–" if row["value"] is None else f"{row['value']:.4f}"
             cells = [str(row["number"]), *(_short(row["settings"][key]) for key in keys), value]
             table.append([*cells, str(row["step"] or "–"), row["status"]])
-        for line in columns(names, table, ("status",)).splitlines():
+        for line in align_columns(names, table, ("status",)).splitlines():
             print(escaped(line))
         if "folds" in self.settings:
             values = [row["value"] for row in ranked]

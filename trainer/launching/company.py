@@ -12,14 +12,14 @@ import threading
 from collections.abc import Mapping
 from contextlib import suppress
 
-from trainer.system.environment import number
-from trainer.system.processes import has_told_launcher
-from trainer.system.reports import say
+from trainer.system.environment import read_int_variable
+from trainer.system.error_reports import print_error
+from trainer.system.processes import launcher_knows_pid
 
 SECONDS_TO_FAIL = 4.0
 """How long a rank has to end by itself when the rank that it watches has ended: all may have the same error."""
 
-SECONDS_BETWEEN_LOOKS = 0.2
+POLL_INTERVAL = 0.2
 LAUNCH = ("SLURM_JOB_ID", "SLURM_STEP_ID", "TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT", "MASTER_PORT")
 _kept: list[Company] = []
 
@@ -45,9 +45,9 @@ class Company:
                 line = socket.socket(socket.AF_UNIX)
                 if line.connect_ex(self.address(rank)) == 0 and _user_of(line) == os.getuid():
                     lines[line] = rank
-            ended = select.select(lines, [], [], SECONDS_BETWEEN_LOOKS)[0]  # readable only when the other end closes
+            ended = select.select(lines, [], [], POLL_INTERVAL)[0]  # readable only when the other end closes
             if ended and not self.met.wait(SECONDS_TO_FAIL):
-                say(f"rank {lines[ended[0]]} was killed or has failed before training: nothing is lost")
+                print_error(f"rank {lines[ended[0]]} was killed or has failed before training: nothing is lost")
                 os._exit(1)
 
 
@@ -59,9 +59,11 @@ def keep_company(environment: Mapping[str, str] = os.environ) -> None:
     """Start to watch the other ranks of this machine if no launcher does; :func:`have_met` ends it."""
     names = [f"SLURM_{name}" for name in ("PROCID", "STEP_NUM_TASKS", "STEP_NUM_NODES")]
     names = ["RANK", "WORLD_SIZE", "GROUP_WORLD_SIZE"] if "RANK" in environment else names
-    rank, size, nodes = (number(name, default, environment) for name, default in zip(names, (0, 1, 1), strict=True))
+    rank, size, nodes = (
+        read_int_variable(name, default, environment) for name, default in zip(names, (0, 1, 1), strict=True)
+    )
     launched = environment.get("TORCHELASTIC_USE_AGENT_STORE") == "True" or "RAY_JOB_ID" in environment
-    is_kept = has_told_launcher() or launched or (_kept and not _kept[-1].met.is_set())
+    is_kept = launcher_knows_pid() or launched or (_kept and not _kept[-1].met.is_set())
     if size > 1 and nodes == 1 and sys.platform == "linux" and not is_kept:
         launch = [*(environment.get(name, "") for name in LAUNCH), str(len(_kept))]
         with suppress(OSError):  # another user has the address

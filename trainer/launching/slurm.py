@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from lightning_fabric.plugins.environments import SLURMEnvironment
 
 from trainer.errors import require
-from trainer.system.environment import number
+from trainer.system.environment import read_int_variable
 
 FIRST_PORT, PORTS, PORTS_BETWEEN_STEPS = 15000, 10000, 1009
 """Range of ports for job steps, below Linux's ports for clients, and the distance between steps of a job.
@@ -36,7 +36,7 @@ class SlurmTask:
         return FIRST_PORT + (self.job + PORTS_BETWEEN_STEPS * self.step) % PORTS
 
     @property
-    def variables(self) -> dict[str, str]:
+    def torchrun_env(self) -> dict[str, str]:
         """The environment variables that torchrun would set, which error reports, helpers and Fabric read."""
         values = (self.rank, self.local_rank, self.node_rank, self.size)
         return dict(zip(("RANK", "LOCAL_RANK", "GROUP_RANK", "WORLD_SIZE"), map(str, values), strict=True))
@@ -53,7 +53,9 @@ def slurm_task(environment: Mapping[str, str]) -> SlurmTask | None:
         return None
 
     names = ("JOB_ID", "STEP_ID", "PROCID", "LOCALID", "NODEID", "STEP_NUM_TASKS")
-    job, step, rank, local_rank, node_rank, size = (number(f"SLURM_{name}", environment=environment) for name in names)
+    job, step, rank, local_rank, node_rank, size = (
+        read_int_variable(f"SLURM_{name}", environment=environment) for name in names
+    )
     counts: list[int] = []
     for count, times in re.findall(r"(\d+)(?:\(x(\d+)\))?", environment.get("SLURM_STEP_TASKS_PER_NODE", "")):
         counts += [int(count)] * int(times or 1)  # 2(x3),1 is 2, 2, 2, 1
@@ -63,7 +65,7 @@ def slurm_task(environment: Mapping[str, str]) -> SlurmTask | None:
 
 def started_by_srun(environment: Mapping[str, str]) -> bool:
     """Return whether this process is one of several tasks of a step. Slurm's other variables describe the job."""
-    return "SLURM_STEP_ID" in environment and number("SLURM_STEP_NUM_TASKS", 1, environment) > 1
+    return "SLURM_STEP_ID" in environment and read_int_variable("SLURM_STEP_NUM_TASKS", 1, environment) > 1
 
 
 def devices_per_node(task: SlurmTask, gpus: int | None) -> int:
@@ -89,7 +91,7 @@ def devices_per_node(task: SlurmTask, gpus: int | None) -> int:
 def require_srun(environment: Mapping[str, str]) -> None:
     """Reject a single process in a job of several tasks: it would train alone while other devices are idle."""
     if "SLURM_JOB_ID" in environment and "SLURM_STEP_ID" not in environment:
-        tasks = number("SLURM_NTASKS", 1, environment)
+        tasks = read_int_variable("SLURM_NTASKS", 1, environment)
         require(
             tasks <= 1,
             f"this job of Slurm has {tasks} tasks, but srun did not start this process: put srun before the command, "

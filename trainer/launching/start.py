@@ -18,13 +18,13 @@ from lightning_fabric import Fabric
 from lightning_fabric.plugins.environments import ClusterEnvironment, LightningEnvironment, TorchElasticEnvironment
 
 from trainer.errors import RecipeError, require
-from trainer.launching.loopback import SECONDS_TO_MEET, gather_here
+from trainer.launching.local_store import RENDEZVOUS_TIMEOUT, join_local_store
 from trainer.launching.slurm import slurm_task, started_by_srun
 from trainer.launching.world import World
 from trainer.memory.plan import Plan
 from trainer.memory.precision import precision_plugin
 from trainer.memory.sharding import fabric_strategy
-from trainer.system.environment import number
+from trainer.system.environment import read_int_variable
 from trainer.system.machine import cores
 from trainer.system.processes import LAUNCHER, SUPERVISOR, ProcessId, end_with_parent
 
@@ -32,7 +32,9 @@ Watch = Callable[[list[Popen[bytes]]], None]
 """A function that receives the growing list of the processes that Fabric starts."""
 
 
-def launch(plan: Plan, world: World, watch: Watch = lambda started: None, seconds: float = SECONDS_TO_MEET) -> Fabric:
+def launch(
+    plan: Plan, world: World, watch: Watch = lambda started: None, seconds: float = RENDEZVOUS_TIMEOUT
+) -> Fabric:
     """Start Fabric with the strategy and precision of ``plan``, and the other ranks if no launcher started them.
 
     Args:
@@ -47,13 +49,13 @@ def launch(plan: Plan, world: World, watch: Watch = lambda started: None, second
     """
     if "TORCHELASTIC_RUN_ID" in os.environ:  # reject invalid values before Fabric reads them
         for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE"):
-            number(name)
+            read_int_variable(name)
     if world.launcher != "ray":  # Ray ends its workers itself
         _end_with_launcher()
     environment = _environment(world)
     store = None
     if plan.strategy != "single" and world.nodes == 1 and world.launcher != "ray" and not dist.is_initialized():
-        store = gather_here(world, seconds)
+        store = join_local_store(world, seconds)
     fabric = Fabric(
         accelerator=world.accelerator,
         devices=world.devices,
@@ -62,14 +64,15 @@ def launch(plan: Plan, world: World, watch: Watch = lambda started: None, second
         plugins=[precision_plugin(plan.memory, world.accelerator), *environment],
     )
     started = getattr(fabric.strategy.launcher, "procs", None)
-    if started is not None and world.size > 1:
+    if started is not None and world.world_size > 1:
         watch(started)
     with _launching():
         fabric.launch()
     del store  # the process group uses it now
     require(
-        fabric.world_size == world.size,
-        f"{world.size} rank(s) were requested and {fabric.world_size} started: check run.devices and the launcher "
+        fabric.world_size == world.world_size,
+        f"{world.world_size} rank(s) were requested and {fabric.world_size} started: check run.devices and the "
+        "launcher "
         "(under Slurm, ntasks-per-node must equal run.devices)",
     )
     return fabric
@@ -90,12 +93,12 @@ def _end_with_launcher() -> None:
         supervisor = ProcessId.from_dict(json.loads(text))
     except (ValueError, RecursionError):
         raise RecipeError(f"{SUPERVISOR}={text!r} in the environment was not set by trainer run: unset it") from None
-    if supervisor.is_here() and supervisor.state() == "gone":
+    if supervisor.is_visible() and supervisor.state() == "gone":
         print("trainer: error: the supervisor of this run has ended", file=sys.stderr, flush=True)
         os._exit(1)
 
 
-def announced(world: World, plan: Plan, say: Callable[[str], None]) -> World:
+def describe_launch(world: World, plan: Plan, say: Callable[[str], None]) -> World:
     """Print the world, and return it with the backend of the process group."""
     if dist.is_initialized():
         by_device = dict(part.split(":") for part in dist.get_backend_config().split(","))
@@ -117,7 +120,7 @@ def host_threads(world: World, plan: Plan, environment: Mapping[str, str] = os.e
     return max(1, cores() // world.devices - 1)
 
 
-def on_first_rank_first(fabric: Fabric, action: Callable[[], Any]) -> None:
+def local_rank_zero_first(fabric: Fabric, action: Callable[[], Any]) -> None:
     """Run ``action`` on the first rank of every node, then on the others; its error is raised on all ranks.
 
     With only a barrier in between, the others would wait for a failed rank until the process group's timeout.
@@ -151,11 +154,11 @@ def _environment(world: World) -> list[ClusterEnvironment]:
     """
     task = slurm_task(os.environ) if world.launcher == "slurm" else None
     if task is not None:
-        os.environ.update(task.variables)
+        os.environ.update(task.torchrun_env)
         os.environ["MASTER_ADDR"] = os.environ.get("MASTER_ADDR") or task.first_node
-        os.environ["MASTER_PORT"] = str(number("MASTER_PORT", task.port))
+        os.environ["MASTER_PORT"] = str(read_int_variable("MASTER_PORT", task.port))
     elif world.launcher == "ray":
-        os.environ["GROUP_RANK"] = str(number("NODE_RANK"))
+        os.environ["GROUP_RANK"] = str(read_int_variable("NODE_RANK"))
     else:
         return [LightningEnvironment()] if world.started_by_fabric else []
     return [TorchElasticEnvironment()]

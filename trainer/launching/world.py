@@ -11,7 +11,7 @@ from typing import Any
 from trainer.errors import require
 from trainer.launching.slurm import devices_per_node, require_srun, slurm_task
 from trainer.recipe import Recipe
-from trainer.system.environment import number
+from trainer.system.environment import read_int_variable
 
 # Short names that `fabric run --precision` also accepts, with the full names.
 PRECISION_ALIASES = {"32": "32-true", "64": "64-true", "16": "16-mixed", "bf16": "bf16-mixed"}
@@ -48,7 +48,7 @@ class World:
     backend: str | None = field(default=None, compare=False)
 
     @property
-    def size(self) -> int:
+    def world_size(self) -> int:
         """Number of ranks on all nodes."""
         return self.devices * self.nodes
 
@@ -59,13 +59,13 @@ class World:
 
     def describe(self, strategy: str) -> str:
         """Describe the world in one line: ``torchrun: 2 ranks on 1 node (2 per node), cpu, gloo, ddp``."""
-        ranks = f"{self.size} rank{'s' * (self.size > 1)} on {self.nodes} node{'s' * (self.nodes > 1)}"
-        ranks += f" ({self.devices} per node)" if self.size > 1 else ""
+        ranks = f"{self.world_size} rank{'s' * (self.world_size > 1)} on {self.nodes} node{'s' * (self.nodes > 1)}"
+        ranks += f" ({self.devices} per node)" if self.world_size > 1 else ""
         accelerator = self.accelerator + (f" ({self.fallback})" if self.fallback else "")
         return f"{self.launcher}: {ranks}, {accelerator}, {self.backend or 'no process group'}, {strategy}"
 
 
-def find_world(recipe: Recipe, environment: MutableMapping[str, str] = os.environ) -> tuple[Recipe, World]:
+def resolve_world(recipe: Recipe, environment: MutableMapping[str, str] = os.environ) -> tuple[Recipe, World]:
     """Return the recipe with the options of ``fabric run``, and the detected world with a device for each rank.
 
     The variables of ``fabric run``, which starts the ranks with torchrun, are removed: while they are set, Fabric
@@ -74,7 +74,7 @@ def find_world(recipe: Recipe, environment: MutableMapping[str, str] = os.enviro
     Raises:
         RecipeError: if launcher and recipe contradict each other, or a rank has no device.
     """
-    if number("LT_CLI_USED", 0, environment):
+    if read_int_variable("LT_CLI_USED", 0, environment):
         del environment["LT_CLI_USED"]
         recipe, world = _of_fabric_run(recipe, environment)
     else:
@@ -129,16 +129,22 @@ def detect_world(recipe: Recipe, environment: Mapping[str, str] = os.environ) ->
         _refuse_options_of_accelerate(recipe, environment)
     if "TORCHELASTIC_RUN_ID" in environment:
         name = "accelerate launch (torchrun)" if accelerated else "torchrun"
-        devices, nodes = (number(f"{level}_WORLD_SIZE", environment=environment) for level in ("LOCAL", "GROUP"))
+        devices, nodes = (
+            read_int_variable(f"{level}_WORLD_SIZE", environment=environment) for level in ("LOCAL", "GROUP")
+        )
         world = World(name, accelerator, devices, nodes)
-        size = number("WORLD_SIZE", world.size, environment)  # world.size assumes the same number on every node
+        size = read_int_variable(
+            "WORLD_SIZE", world.world_size, environment
+        )  # world.size assumes the same number on every node
         require(
-            size == world.size,
+            size == world.world_size,
             f"torchrun started {size} ranks on {nodes} node(s), {devices} of them on this one: start the same number "
             "on every node, with the same --nproc-per-node",
         )
     elif all(name in environment for name in RAY_WORKER):
-        workers, devices = (number(name, environment=environment) for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE"))
+        workers, devices = (
+            read_int_variable(name, environment=environment) for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE")
+        )
         require(
             devices > 0 and workers % devices == 0,
             f"Ray has put {devices} of {workers} workers on this node, and other numbers on others: choose --workers "
@@ -165,9 +171,9 @@ def detect_world(recipe: Recipe, environment: Mapping[str, str] = os.environ) ->
 def _refuse_unknown_launcher(world: World, environment: Mapping[str, str]) -> None:
     """Reject several processes of an unknown launcher: each would silently be a single run."""
     for name in ("WORLD_SIZE", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "JSM_NAMESPACE_SIZE"):
-        started = number(name, 1, environment)
+        started = read_int_variable(name, 1, environment)
         # Fabric sets WORLD_SIZE to run.devices in the processes that it starts.
-        joined = name == "WORLD_SIZE" and "LOCAL_RANK" in environment and started == world.size
+        joined = name == "WORLD_SIZE" and "LOCAL_RANK" in environment and started == world.world_size
         require(
             started == 1 or joined,
             f"{name}={started} in the environment means that a launcher started {started} processes, but it is neither "
@@ -175,7 +181,7 @@ def _refuse_unknown_launcher(world: World, environment: Mapping[str, str]) -> No
         )
     # For several processes on CPUs, accelerate launch starts only one, and sets MASTER_ADDR but not their number.
     require(
-        world.launcher != "accelerate launch" or world.size > 1 or "MASTER_ADDR" not in environment,
+        world.launcher != "accelerate launch" or world.world_size > 1 or "MASTER_ADDR" not in environment,
         "accelerate launch was asked for several processes and started one: start them with "
         "torchrun --nproc-per-node N -m trainer fit RECIPE, or with trainer fit RECIPE --run.devices N",
     )

@@ -19,8 +19,8 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from trainer.errors import RecipeError
-from trainer.memory.refusals import require_first_order
-from trainer.weights.blocks import switch_cache_off
+from trainer.memory.compatibility import require_first_order
+from trainer.weights.blocks import disable_kv_cache
 
 aten = torch.ops.aten
 _ATTENTION = ("flash_attention", "efficient_attention", "cudnn_attention", "flash_attention_for_cpu")
@@ -33,19 +33,19 @@ KEPT = {getattr(aten, name).default for name in _EXPENSIVE if hasattr(aten, name
 KEPT_BY_NAME = {"trainer::block_sparse_attention", "flex_attention"}  # operations that are registered at first use
 
 
-def checkpoint_blocks(module: nn.Module, blocks: Sequence[nn.Module], wish: str | float) -> None:
+def checkpoint_blocks(module: nn.Module, blocks: Sequence[nn.Module], mode: str | float) -> None:
     """Checkpoint ``blocks`` of ``module``, without its cache of keys and values.
 
-    ``wish`` is none, selective, full, or the fraction of the blocks to checkpoint fully, spread evenly."""
-    if wish == "none":
+    ``mode`` is none, selective, full, or the fraction of the blocks to checkpoint fully, spread evenly."""
+    if mode == "none":
         return
-    switch_cache_off(module)
+    disable_kv_cache(module)
     options: dict[str, Any] = {"use_reentrant": False}
-    if wish == "selective":
+    if mode == "selective":
         options["context_fn"] = partial(create_selective_checkpoint_contexts, keep_expensive)
         if "respect_saved_tensors_hooks" in inspect.signature(checkpoint).parameters:  # torch 2.15, not 2.11
             options["respect_saved_tensors_hooks"] = True  # kept activations can be offloaded as well
-    count = len(blocks) if isinstance(wish, str) else round(wish * len(blocks))
+    count = len(blocks) if isinstance(mode, str) else round(mode * len(blocks))
     for at, block in enumerate(blocks):
         if (at + 1) * count // len(blocks) > at * count // len(blocks):
             layers = [layer for layer in block.modules() if isinstance(layer, _BatchNorm)]

@@ -16,9 +16,9 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
-from trainer.memory.sharding import local
+from trainer.memory.sharding import local_shard
 
-LEAST_BYTES = 2**20  # smaller tensors stay on the device: they save little memory for the time of a copy
+MIN_OFFLOAD_BYTES = 2**20  # smaller tensors stay on the device: they save little memory for the time of a copy
 IN_FLIGHT = 2  # max tensors being copied to the host; a third waits, so that the peak does not depend on timing
 
 
@@ -30,8 +30,10 @@ def offload_activations(module: nn.Module, device: torch.device) -> None:
     def offloading(*args: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled():
             return forward(*args, **kwargs)
-        shelf = Shelf(device, LEAST_BYTES, lambda tensor: tensor.numel() in sizes and _is_parameter(tensor, module))
-        with saved_tensors_hooks(shelf.put, shelf.get):
+        shelf = ActivationOffloader(
+            device, MIN_OFFLOAD_BYTES, lambda tensor: tensor.numel() in sizes and _is_parameter(tensor, module)
+        )
+        with saved_tensors_hooks(shelf.pack, shelf.unpack):
             return forward(*args, **kwargs)
 
     module.forward = offloading
@@ -40,10 +42,10 @@ def offload_activations(module: nn.Module, device: torch.device) -> None:
 def _is_parameter(tensor: Tensor, module: nn.Module) -> bool:
     """Return whether ``tensor`` is a weight or a view of one: FSDP frees those itself, others stay in any case."""
     pointer = tensor.untyped_storage().data_ptr()
-    return any(local(p).untyped_storage().data_ptr() == pointer for p in module.parameters())
+    return any(local_shard(p).untyped_storage().data_ptr() == pointer for p in module.parameters())
 
 
-class Cast(NamedTuple):
+class AutocastWeight(NamedTuple):
     """A weight that autocast has cast, or a view of it: backward casts the weight again instead of storing it."""
 
     weight: Tensor
@@ -53,8 +55,8 @@ class Cast(NamedTuple):
     offset: int
 
     @classmethod
-    def of(cls, tensor: Tensor) -> Cast | None:
-        """Return ``tensor`` as a ``Cast`` if its autograd graph shows that it is one."""
+    def detect(cls, tensor: Tensor) -> AutocastWeight | None:
+        """Return ``tensor`` as a ``AutocastWeight`` if its autograd graph shows that it is one."""
         whole = tensor if tensor._base is None else tensor._base
         if whole.grad_fn is None or whole.grad_fn.name() != "ToCopyBackward0":
             return None
@@ -63,64 +65,64 @@ class Cast(NamedTuple):
             return None
         return cls(weight, whole.dtype, tensor.shape, tensor.stride(), int(tensor.storage_offset()))
 
-    def again(self) -> Tensor:
+    def recast(self) -> Tensor:
         """Repeat the cast, with the same bits: no code changes a weight between its forward and its backward."""
         return self.weight.detach().to(self.dtype).as_strided(self.shape, self.stride, self.offset)
 
 
 @dataclass(slots=True, eq=False)
-class Saved:
+class OffloadedTensor:
     """One tensor in host memory."""
 
     host: Tensor  # the copy, complete after the event ``arrived``
-    position: int  # index in ``Shelf.items``
-    users: int = 1  # number of operations that have saved it
+    index: int  # index in ``Shelf.items``
+    refcount: int = 1  # number of operations that have saved it
     on_device: Tensor | None = None
     arrived: torch.cuda.Event | None = None
     fetched: torch.cuda.Event | None = None
 
 
-class Shelf:
+class ActivationOffloader:
     """The tensors of at least ``least_bytes`` that one forward on ``device`` saved, unless ``stays(tensor)``."""
 
     def __init__(self, device: torch.device, least_bytes: int, stays: Callable[[Tensor], bool]) -> None:
-        self.device, self.least_bytes, self.stays = device, least_bytes, stays
+        self.device, self.least_bytes, self.keep_on_device = device, least_bytes, stays
         self.stream = _stream(device)
-        self.items: list[Saved] = []
-        self.leaving: deque[tuple[Tensor, Saved]] = deque()
+        self.items: list[OffloadedTensor] = []
+        self.in_flight: deque[tuple[Tensor, OffloadedTensor]] = deque()
 
-    def put(self, tensor: Tensor) -> Tensor | Saved | Cast:
+    def pack(self, tensor: Tensor) -> Tensor | OffloadedTensor | AutocastWeight:
         """Called by autograd for each tensor that an operation saves."""
         large = tensor.numel() * tensor.element_size() >= self.least_bytes
-        if tensor.device.type != self.device.type or not large or _is_expanded(tensor) or self.stays(tensor):
+        if tensor.device.type != self.device.type or not large or _is_expanded(tensor) or self.keep_on_device(tensor):
             return tensor
-        if (cast := Cast.of(tensor)) is not None:
+        if (cast := AutocastWeight.detect(tensor)) is not None:
             return cast
-        for other, saved in self.leaving:  # queries, keys and values save the same input in turn
+        for other, saved in self.in_flight:  # queries, keys and values save the same input in turn
             if _identity(other) == _identity(tensor):
-                saved.users += 1
+                saved.refcount += 1
                 return saved
         host = torch.empty_like(tensor, device="cpu", pin_memory=self.stream is not None)
-        self.items.append(Saved(host, len(self.items)))
-        self._send(tensor, self.items[-1])
+        self.items.append(OffloadedTensor(host, len(self.items)))
+        self._copy_to_host(tensor, self.items[-1])
         return self.items[-1]
 
-    def get(self, ticket: Tensor | Saved | Cast) -> Tensor:
+    def unpack(self, packed: Tensor | OffloadedTensor | AutocastWeight) -> Tensor:
         """Called by autograd when backward needs the tensor."""
-        if isinstance(ticket, Tensor):
-            return ticket
-        if isinstance(ticket, Cast):
-            return ticket.again()
-        self._let_go(0)
-        tensor = self._fetch(ticket)
-        if ticket.fetched is not None:
-            torch.cuda.current_stream(self.device).wait_event(ticket.fetched)
-        ticket.users -= 1
-        if ticket.users <= 0:
-            ticket.on_device = None
-        before = self.items[ticket.position - 1]
-        if self.stream is not None and ticket.position > 0 and before.users > 0:
-            self._fetch(before)  # probably the next one needed
+        if isinstance(packed, Tensor):
+            return packed
+        if isinstance(packed, AutocastWeight):
+            return packed.recast()
+        self._release(0)
+        tensor = self._prefetch(packed)
+        if packed.fetched is not None:
+            torch.cuda.current_stream(self.device).wait_event(packed.fetched)
+        packed.refcount -= 1
+        if packed.refcount <= 0:
+            packed.on_device = None
+        before = self.items[packed.index - 1]
+        if self.stream is not None and packed.index > 0 and before.refcount > 0:
+            self._prefetch(before)  # probably the next one needed
         return tensor
 
     def __del__(self) -> None:
@@ -129,7 +131,7 @@ class Shelf:
         if self.stream is not None:
             torch.cuda.current_stream(self.device).wait_stream(self.stream)
 
-    def _send(self, tensor: Tensor, saved: Saved) -> None:
+    def _copy_to_host(self, tensor: Tensor, saved: OffloadedTensor) -> None:
         if self.stream is None:
             saved.host.copy_(tensor)
         else:
@@ -140,17 +142,17 @@ class Shelf:
                 dense = tensor if tensor.stride() == saved.host.stride() else tensor.clone()
                 saved.host.copy_(dense, non_blocking=True)
                 saved.arrived = self.stream.record_event()
-        self.leaving.append((tensor, saved))
-        self._let_go(IN_FLIGHT)
+        self.in_flight.append((tensor, saved))
+        self._release(IN_FLIGHT)
 
-    def _let_go(self, most: int) -> None:
+    def _release(self, most: int) -> None:
         """Release all except the newest ``most`` tensors on the device: their memory is reused once they arrive."""
-        while len(self.leaving) > most:
-            _, saved = self.leaving.popleft()
+        while len(self.in_flight) > most:
+            _, saved = self.in_flight.popleft()
             if saved.arrived is not None:
                 torch.cuda.current_stream(self.device).wait_event(saved.arrived)
 
-    def _fetch(self, saved: Saved) -> Tensor:
+    def _prefetch(self, saved: OffloadedTensor) -> Tensor:
         """Start the copy of a tensor to the device, if not started yet, into memory of the computing stream."""
         if saved.on_device is None and self.stream is None:
             saved.on_device = saved.host.clone()

@@ -13,7 +13,7 @@ from trainer.contract import Model, Streamable
 from trainer.errors import RecipeError
 from trainer.memory.plan import Plan
 from trainer.memory.precision import weights_dtype
-from trainer.weights.streaming import allocate, default_dtype, fill, skeleton_on_meta
+from trainer.weights.streaming import allocate, default_dtype, load_into, skeleton_on_meta
 
 HOST = torch.device("cpu")
 
@@ -28,7 +28,7 @@ def build_module(fabric: Fabric, model: Model, seed: int, plan: Plan) -> nn.Modu
     if plan.memory.init == "meta":
         return build_on_meta(model, seed, dtype)
     torch.manual_seed(seed)
-    module = built_at_home(fabric, plan, model.build)
+    module = build_on_host(fabric, plan, model.build)
     in_half = weights_dtype(dataclasses.replace(plan.memory, cpu_offload="none"))
     if in_half != dtype:  # masters must round to the weights of a run without masters, and keep extra precision
         torch.manual_seed(seed)
@@ -39,17 +39,17 @@ def build_module(fabric: Fabric, model: Model, seed: int, plan: Plan) -> nn.Modu
     return module.train()
 
 
-def built_at_home(fabric: Fabric, plan: Plan, build: Callable[[], nn.Module]) -> nn.Module:
-    """Call ``build`` in host memory and move its module to :func:`home_of_weights`, one tensor at a time.
+def build_on_host(fabric: Fabric, plan: Plan, build: Callable[[], nn.Module]) -> nn.Module:
+    """Call ``build`` in host memory and move its module to :func:`weights_device`, one tensor at a time.
 
     The host holds one copy meanwhile; ``memory.init=meta`` avoids it.
     """
     with default_dtype(weights_dtype(plan.memory) or torch.float32), HOST:
         module = build()
-    return module.to(home_of_weights(fabric, plan))
+    return module.to(weights_device(fabric, plan))
 
 
-def home_of_weights(fabric: Fabric, plan: Plan) -> torch.device:
+def weights_device(fabric: Fabric, plan: Plan) -> torch.device:
     """Return the device of whole weights: the host if they stay there or are sharded from there block by block."""
     cut = plan.strategy == "fsdp" or plan.memory.tensor_parallel > 1
     return HOST if cut or plan.memory.cpu_offload != "none" else fabric.device
@@ -91,4 +91,4 @@ def materialise(
         RecipeError: if the files lack a weight or have it in another shape, or if a parameter is still on meta.
     """
     allocate(module, device, dtype)
-    fill(module, _streamable(model), seed)
+    load_into(module, _streamable(model), seed)

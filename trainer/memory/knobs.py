@@ -2,7 +2,7 @@
 
 The plan, the planner, the advice after an out-of-memory error, the ladder and the tests read this table. A new
 technique takes four files: a field of ``recipe.Memory``, a row here, a file next to this one, and its call in
-``stack.py``. Checks that concern the strategy, the state or several knobs are in ``refusals.py``.
+``stack.py``. Checks that concern the strategy, the state or several knobs are in ``compatibility.py``.
 """
 
 from __future__ import annotations
@@ -16,27 +16,27 @@ from trainer.recipe import Memory, Recipe
 if TYPE_CHECKING:
     from trainer.engine.window import Cut
 
-Phases = tuple[str, ...]
-GRAPH: Phases = ("forward", "backward")
-FORWARDS: Phases = (*GRAPH, "evaluation")
-OPTIMIZER: Phases = (*FORWARDS, "step")
-ALL: Phases = ("init", *OPTIMIZER)
+PhaseNames = tuple[str, ...]
+GRAPH: PhaseNames = ("forward", "backward")
+WITH_EVALUATION: PhaseNames = (*GRAPH, "evaluation")
+OPTIMIZER: PhaseNames = (*WITH_EVALUATION, "step")
+ALL: PhaseNames = ("init", *OPTIMIZER)
 
 ADAM = ("adam", "adamw")
-HALF = ("bf16-true", "16-true")
+HALF_TRUE = ("bf16-true", "16-true")
 
 
 @dataclass(frozen=True)
-class Turn:
+class KnobValue:
     """One value of a knob that is worth trying by itself."""
 
     value: Any  # the value of the field of ``Memory``
-    lowers: Phases = ()  # phases whose peak it can lower; recommended if memory runs out in one of them
-    rung: str = ""  # name of the rung of the ladder that measures it
-    stacked: bool = False  # whether the ladder also measures it on top of all stacked rungs before it
-    unless: tuple[Any, ...] = ()  # current values of the field from which this value is not an improvement
+    lowers_peak_in: PhaseNames = ()  # phases whose peak it can lower; recommended if memory runs out in one of them
+    ladder_name: str = ""  # name of the rung of the ladder that measures it
+    stacks: bool = False  # whether the ladder also measures it on top of all stacked rungs before it
+    not_with: tuple[Any, ...] = ()  # current values of the field from which this value is not an improvement
     needs_gpu: bool = False  # whether it is useful on a GPU only
-    along: Mapping[str, Any] = field(default_factory=dict)  # other fields that a search sets with it, if accepted
+    implies: Mapping[str, Any] = field(default_factory=dict)  # other fields that a search sets with it, if accepted
 
 
 @dataclass(frozen=True)
@@ -45,15 +45,17 @@ class Knob:
 
     name: str  # name of the field
     values: tuple[Any, ...] = ()  # the default first, then the fastest first; empty if any number is valid
-    words: str = ""  # description in a plan that uses it; ``{}`` is its value
-    turns: tuple[Turn, ...] = ()  # values to try by themselves, the cheapest first
+    description: str = ""  # description in a plan that uses it; ``{}`` is its value
+    candidates: tuple[KnobValue, ...] = ()  # values to try by themselves, the cheapest first
     planned: bool = False  # whether the planner decides it if the recipe leaves it open
-    graded: bool = True  # whether each of ``values`` computes or moves more than the one before: it can only be slower
+    monotonic: bool = (
+        True  # whether each of ``values`` computes or moves more than the one before: it can only be slower
+    )
     lossy: bool = False  # whether it changes the result: the planner uses it only if the recipe allows it
     to_host: bool = False  # whether it moves memory to the host: no gain if the host is the device
     needs_ranks: bool = False  # whether it has no effect on one rank
     optimizers: tuple[str, ...] = ()  # the optimizers that support it; empty for all
-    off: tuple[Any, ...] = ()  # other values with the effect of the default
+    noop_values: tuple[Any, ...] = ()  # other values with the effect of the default
     column: str = ""  # its column in the planner's table; for lossy knobs, the text in their common column
     note: str = ""  # shown if a search has chosen it
     null: Any = None  # the value that null stands for in a plan
@@ -70,13 +72,13 @@ class Knob:
     """Messages for the settings that it cannot be combined with; called if it is used. See ``require_compatible``."""
 
     @property
-    def reach(self) -> int:
+    def num_phases(self) -> int:
         """The number of phases whose peak it can lower."""
-        return max((len(turn.lowers) for turn in self.turns), default=0)
+        return max((len(turn.lowers_peak_in) for turn in self.candidates), default=0)
 
     def is_on(self, memory: Memory) -> bool:
         """Return whether ``memory`` uses a value that has another effect than the default."""
-        return getattr(memory, self.name) not in (self.values[0], *self.off)
+        return getattr(memory, self.name) not in (self.values[0], *self.noop_values)
 
 
 def is_sharded(memory: Memory, ranks: int = 2) -> bool:
@@ -106,39 +108,39 @@ def _in_backward(recipe: Recipe, world_size: int, cuts: Sequence[Cut]) -> Iterat
 
 
 MIXED = (
-    Turn("bf16-mixed", FORWARDS, "bf16-mixed", stacked=True, unless=("16-mixed", *HALF)),
-    Turn("16-mixed", rung="16-mixed", needs_gpu=True),
+    KnobValue("bf16-mixed", WITH_EVALUATION, "bf16-mixed", stacks=True, not_with=("16-mixed", *HALF_TRUE)),
+    KnobValue("16-mixed", ladder_name="16-mixed", needs_gpu=True),
 )
 CHECKPOINTING = (
-    Turn("selective", rung="selective-checkpointing"),
-    Turn("full", GRAPH, "full-checkpointing", stacked=True, unless=(1,)),
+    KnobValue("selective", ladder_name="selective-checkpointing"),
+    KnobValue("full", GRAPH, "full-checkpointing", stacks=True, not_with=(1,)),
 )
-ACTIVATIONS = (Turn(True, GRAPH, "activation-offload", stacked=True),)
+ACTIVATIONS = (KnobValue(True, GRAPH, "activation-offload", stacks=True),)
 OFFLOAD = (
-    Turn("optimizer", OPTIMIZER, "optimizer-offload", stacked=True, unless=("parameters",)),
-    Turn("parameters", ALL, "parameter-offload", stacked=True),
+    KnobValue("optimizer", OPTIMIZER, "optimizer-offload", stacks=True, not_with=("parameters",)),
+    KnobValue("parameters", ALL, "parameter-offload", stacks=True),
 )
-IN_BACKWARD = (Turn(True, rung="optimizer-in-backward"),)
-BITS = (Turn(8, OPTIMIZER, "8-bit-state", unless=(4,)), Turn(4, OPTIMIZER, unless=(32,)))
+IN_BACKWARD = (KnobValue(True, ladder_name="optimizer-in-backward"),)
+BITS = (KnobValue(8, OPTIMIZER, "8-bit-state", not_with=(4,)), KnobValue(4, OPTIMIZER, not_with=(32,)))
 TF32 = ("highest", "high", "medium")
-IN_TF32 = (Turn("high", needs_gpu=True), Turn("medium", needs_gpu=True))
+IN_TF32 = (KnobValue("high", needs_gpu=True), KnobValue("medium", needs_gpu=True))
 IN_HALF = (
-    Turn("bf16-true", ALL, "bf16-true", unless=("16-mixed", "16-true"), along={"stochastic_rounding": True}),
-    Turn("16-true", ALL, unless=("32-true", "64-true", "bf16-mixed", "bf16-true")),
+    KnobValue("bf16-true", ALL, "bf16-true", not_with=("16-mixed", "16-true"), implies={"stochastic_rounding": True}),
+    KnobValue("16-true", ALL, not_with=("32-true", "64-true", "bf16-mixed", "bf16-true")),
 )
 LOSSY_STATE: Any = {"lossy": True, "optimizers": ADAM, "splits": False}
 OVER_RANKS: Any = {"graded": False, "needs_ranks": True, "evaluated": True}
 KNOBS = (  # in the order in which to try them
     Knob("micro_batch_size", planned=True),
     Knob("micro_batch_tokens", evaluated=True),
-    Knob("precision", ("32-true", "64-true", "bf16-mixed", "16-mixed"), turns=MIXED),
+    Knob("precision", ("32-true", "64-true", "bf16-mixed", "16-mixed"), candidates=MIXED),
     Knob(
         "activation_checkpointing",
         ("none", "selective", "full"),  # and any fraction of the blocks
         "{} checkpointing",
         CHECKPOINTING,
         planned=True,
-        off=(0,),
+        noop_values=(0,),
         column="checkpointing",
         lasting="forward",
     ),
@@ -154,7 +156,7 @@ KNOBS = (  # in the order in which to try them
         # With a fraction of the blocks checkpointed, only the activations of the other blocks could be offloaded.
         pays=lambda memory, ranks: not isinstance(memory.activation_checkpointing, float),
     ),
-    Knob("strategy", ("ddp", "fsdp"), turns=(Turn("fsdp", ALL),), planned=True, **OVER_RANKS),
+    Knob("strategy", ("ddp", "fsdp"), candidates=(KnobValue("fsdp", ALL),), planned=True, **OVER_RANKS),
     Knob("tensor_parallel", (1,), "tensor parallel over {} ranks", **OVER_RANKS),
     Knob("sequence_parallel", (False, True), "sequence parallel", only_with="tensor_parallel", **OVER_RANKS),
     Knob("replicas", (1, 2), "{} replicas", planned=True, splits=False, pays=is_sharded, **OVER_RANKS),
@@ -163,7 +165,7 @@ KNOBS = (  # in the order in which to try them
         (True, False),  # false is faster, and needs more memory
         "whole weights kept until backward",
         planned=True,
-        graded=False,
+        monotonic=False,
         lasting="update",
         pays=lambda memory, ranks: is_sharded(memory, ranks) and memory.cpu_offload != "parameters",
     ),
@@ -173,7 +175,7 @@ KNOBS = (  # in the order in which to try them
         "sync every micro-step",
         planned=True,
         needs_ranks=True,
-        off=(False,),
+        noop_values=(False,),
         lasting="update",
         pays=lambda memory, ranks: is_sharded(memory, ranks) and memory.cpu_offload == "none",  # null includes offload
     ),
@@ -194,7 +196,7 @@ KNOBS = (  # in the order in which to try them
         "optimizer in backward",
         IN_BACKWARD,
         planned=True,
-        off=(False,),
+        noop_values=(False,),
         column="in backward",
         note="memory.optimizer_in_backward: a step that is not finite ends the run, and running out of memory is not "
         "recovered from: --memory.optimizer_in_backward false keeps both",
@@ -213,17 +215,19 @@ KNOBS = (  # in the order in which to try them
     ),
     Knob("optimizer_state_bits", (32, 8, 4), "{}-bit optimizer state", BITS, column="{}-bit", **LOSSY_STATE),
     Knob("stochastic_rounding", (False, True), "stochastic rounding", optimizers=ADAM, splits=False),
-    Knob("precision", HALF, turns=IN_HALF, lossy=True, column="{}", evaluated=True),  # casts the weights as well
+    Knob(
+        "precision", HALF_TRUE, candidates=IN_HALF, lossy=True, column="{}", evaluated=True
+    ),  # casts the weights as well
     # Saves time, not memory.
     Knob("matmul_precision", TF32, "{} matmul precision", IN_TF32, lossy=True, column="{} matmuls", evaluated=True),
     Knob("init", ("device", "meta"), "{} init"),
     Knob("compile", ("none", "blocks", "model", "cuda_graphs"), "compiled {}", splits=False),
 )
 
-SEARCHED = tuple(sorted((k for k in KNOBS if k.planned and k.values), key=lambda knob: -knob.reach))
+LOSSLESS_PLANNED = tuple(sorted((k for k in KNOBS if k.planned and k.values), key=lambda knob: -knob.num_phases))
 """The lossless knobs that a search tries; those that lower the most phases come first."""
 
-UNPROVEN = tuple(knob.name for knob in KNOBS if not knob.splits)
+UNTESTED_WITH_TP = tuple(knob.name for knob in KNOBS if not knob.splits)
 """Knobs not yet verified with weights that ``tensor_parallel`` splits."""
 
 EVALUATED = tuple(dict.fromkeys(knob.name for knob in KNOBS if knob.evaluated))
@@ -231,10 +235,12 @@ EVALUATED = tuple(dict.fromkeys(knob.name for knob in KNOBS if knob.evaluated))
 
 ONE_MICRO_BATCH = tuple(f"memory.{knob.name}" for knob in KNOBS if knob.one_micro_batch)
 
-LOSSY = tuple(sorted((k for k in KNOBS if k.lossy), key=lambda knob: -knob.reach))
+LOSSY = tuple(sorted((k for k in KNOBS if k.lossy), key=lambda knob: -knob.num_phases))
 
-TOGETHER = {f"memory.{k.name}": tuple(f"memory.{name}" for name in t.along) for k in KNOBS for t in k.turns if t.along}
-FOLLOWERS = {name for names in TOGETHER.values() for name in names}
+IMPLIED_SETTINGS = {
+    f"memory.{k.name}": tuple(f"memory.{name}" for name in t.implies) for k in KNOBS for t in k.candidates if t.implies
+}
+IMPLIED_NAMES = {name for names in IMPLIED_SETTINGS.values() for name in names}
 """Settings that a search changes only along with another one: by that one, and all of them."""
 
 
@@ -243,19 +249,19 @@ def turned_off(name: str) -> dict[str, Any]:
     return {knob.name: knob.values[0] for knob in KNOBS if name in (knob.name, knob.only_with)}
 
 
-def left_open(memory: Memory) -> list[str]:
+def undecided_knobs(memory: Memory) -> list[str]:
     """Return the knobs at ``auto`` that only the planner can decide."""
     names = [knob.name for knob in KNOBS if knob.planned and knob.values and knob.name != "strategy"]
     return [name for name in names if getattr(memory, name) == "auto"]
 
 
-def described(memory: Memory) -> list[str]:
+def describe_knobs(memory: Memory) -> list[str]:
     """Describe the knobs that differ from their defaults."""
-    words = {knob.name: knob for knob in KNOBS if knob.words}
+    words = {knob.name: knob for knob in KNOBS if knob.description}
     kept = memory.activation_checkpointing
     shown = {"activation_checkpointing": kept if isinstance(kept, str) else f"{100 * kept:g} %"}
     return [
-        words[name].words.format(shown.get(name, value))
+        words[name].description.format(shown.get(name, value))
         for name, value in vars(memory).items()
-        if name in words and value not in (words[name].values[0], *words[name].off)
+        if name in words and value not in (words[name].values[0], *words[name].noop_values)
     ]

@@ -16,18 +16,18 @@ from typing import Any, Literal, NamedTuple, get_args
 
 import torch
 
-from trainer.engine.step import Phases
+from trainer.engine.step import PhaseHooks
 from trainer.engine.window import MicroBatch
 from trainer.errors import require
 from trainer.recipe import Recipe
 from trainer.system.files import staged_file
 from trainer.system.machine import HostMemory, process_peak
-from trainer.system.text import GB, MB, gigabytes
+from trainer.system.text import GB, MB, format_bytes
 
 Phase = Literal["init", "forward", "backward", "step", "evaluation"]
 PHASES: tuple[Phase, ...] = get_args(Phase)
 
-FIRST_STEPS, SHARE_OF_TIME, LONGEST_HISTORY = 3, 0.01, 4096
+FIRST_STEPS, SHARE_OF_TIME, MAX_HISTORY = 3, 0.01, 4096
 
 
 class Peaks(NamedTuple):
@@ -43,10 +43,12 @@ class Peaks(NamedTuple):
 
     def describe(self) -> str:
         """Describe the peak: reserved memory on a GPU, otherwise the host peak."""
-        return f"{gigabytes(self.reserved)} reserved" if self.reserved >= 0 else f"{gigabytes(self.host)} host peak"
+        return (
+            f"{format_bytes(self.reserved)} reserved" if self.reserved >= 0 else f"{format_bytes(self.host)} host peak"
+        )
 
 
-class Monitor(Phases):
+class MemoryMonitor(PhaseHooks):
     """Measures memory peaks by phase. The first phase is init; memory at its start is called idle.
 
     The current phase is always recorded. Memory is read in the first steps, and then as often as ``share_of_time``
@@ -90,15 +92,15 @@ class Monitor(Phases):
     def enter(self, phase: Phase | None, micro: MicroBatch | None = None) -> None:
         """End the current phase and start ``phase``; ``None`` means between phases."""
         if self._looking:
-            self._look()
+            self._record_peaks()
         self.phase = phase
         if micro is not None:
             self.batch, self.samples = micro.batch, micro.indices
         elif phase != "backward":
             self.samples = ()
-        self.doing(phase, self.samples)
+        self.set_activity(phase, self.samples)
 
-    def doing(self, activity: str | None, samples: Sequence[int] = ()) -> None:
+    def set_activity(self, activity: str | None, samples: Sequence[int] = ()) -> None:
         """Record that this rank starts an activity.
 
         Watchers use it to see that the rank makes progress or, if it does not, where it stopped.
@@ -108,16 +110,16 @@ class Monitor(Phases):
         if self.on_move is not None:
             self.on_move()
 
-    def load(self, samples: Sequence[int]) -> None:
+    def on_load(self, samples: Sequence[int]) -> None:
         """Record that the rank waits for a micro-batch of these samples. No samples: the step's data has arrived."""
-        self.doing("loading" if samples else None, samples)
+        self.set_activity("loading" if samples else None, samples)
 
     def begin_step(self) -> None:
         self.enter(None)  # ends init or a failed step
         self._begun += 1
         self._looking = self._begun <= FIRST_STEPS or time.perf_counter() >= self._next_look
         if self._looking:
-            self._look()
+            self._record_peaks()
 
     def end_step(self) -> None:
         self.batch = None
@@ -125,7 +127,7 @@ class Monitor(Phases):
         self.fresh, self.moves = False, 0
         self.enter(None)
         if self._looking:
-            self._look_at_level()
+            self._check_growth()
             self._looking = False
             self._next_look = time.perf_counter() + self._spent / self.share_of_time
             self._spent = 0.0
@@ -140,7 +142,7 @@ class Monitor(Phases):
         self.batch = None
         self._looking = False
 
-    def _look(self) -> None:
+    def _record_peaks(self) -> None:
         began = time.perf_counter()
         on_device, reading = self._device_peaks(), self.host.read()
         if self.phase is not None:
@@ -159,28 +161,28 @@ class Monitor(Phases):
     def _restart(self) -> None:
         if self.on_gpu:
             torch.cuda.reset_peak_memory_stats(self.device)
-        self.host.restart_peak()
+        self.host.reset_peak()
 
-    def _look_at_level(self) -> None:
+    def _check_growth(self) -> None:
         reading = self.host.read()
-        found = [self._leaks["host"].look(self.step, reading.anonymous)]
+        found = [self._leaks["host"].update(self.step, reading.anonymous)]
         level = reading.resident
         if self.on_gpu:
             level = torch.cuda.memory_stats_as_nested_dict(self.device)["allocated_bytes"]["all"]["current"]
-            found.append(self._leaks["device"].look(self.step, level))
+            found.append(self._leaks["device"].update(self.step, level))
         self.warnings += filter(None, found)
-        self._remember(level / GB)
+        self._append_history(level / GB)
 
-    def _remember(self, gigabytes: float) -> None:
+    def _append_history(self, gigabytes: float) -> None:
         """Add to the history. In a long run it keeps only every second, fourth, eighth ... value."""
         if self._levels % self._every == 0:
             self.history.append((self.step, gigabytes))
         self._levels += 1
-        if len(self.history) > LONGEST_HISTORY:
+        if len(self.history) > MAX_HISTORY:
             self.history = self.history[::2]
             self._every *= 2
 
-    def use(self) -> Peaks:
+    def run_peaks(self) -> Peaks:
         """Return the peaks of the run so far, on this rank."""
         return self.whole.raised_to(self._device_peaks()._replace(host=process_peak()))
 
@@ -191,8 +193,8 @@ class Monitor(Phases):
         use it.
         """
         if self._looking and self.phase is not None:  # the phase in which the run failed
-            self._look()
-        values = torch.tensor([self.host_idle, *chain(self.use(), *self.phases.values())])
+            self._record_peaks()
+        values = torch.tensor([self.host_idle, *chain(self.run_peaks(), *self.phases.values())])
         joined = all_ranks and torch.distributed.is_initialized()
         if joined:
             values = values.to(self.device)
@@ -228,7 +230,7 @@ class LeakCheck:
         self.first, self.told = (0, 0), False
         self.levels: deque[int] = deque(maxlen=11)  # a leak grows in at least 9 of the last 10 steps
 
-    def look(self, step: int, level: int) -> str | None:
+    def update(self, step: int, level: int) -> str | None:
         """Add the ``level`` in bytes after ``step``; return a warning the first time that it shows a leak."""
         if self.warm_up > 0:
             self.warm_up -= 1
@@ -244,14 +246,15 @@ class LeakCheck:
         self.told = True
         return (
             f"{self.kind} memory grows by {(level - first) / (step - first_step) / MB:.2f} MB per step: from "
-            f"{gigabytes(first)} after step {first_step} to {gigabytes(level)} after step {step}. The usual cause is "
+            f"{format_bytes(first)} after step {first_step} to {format_bytes(level)} after step {step}. The usual "
+            "cause is "
             "a reference to tensors with their graph, such as a list of losses: store loss.detach() instead"
         )
 
 
 # ``run.snapshot``: every allocation on the GPU with its stack, in torch's format for pytorch.org/memory_viz.
 
-MOST_EVENTS = 100_000  # max allocations and frees to keep (the last ones): some hundred MB of host memory
+MAX_EVENTS = 100_000  # max allocations and frees to keep (the last ones): some hundred MB of host memory
 
 
 def require_recordable(recipe: Recipe, accelerator: str) -> None:
@@ -269,12 +272,12 @@ def snapshot_path(run_dir: Path, rank: int, world_size: int) -> Path:
 
 
 @contextmanager
-def recorded(target: Path) -> Iterator[None]:
+def record_memory_history(target: Path) -> Iterator[None]:
     """Record allocations in this context and write ``target`` at its end, also after an error.
 
     The file is a pickle. The trainer never reads it.
     """
-    torch.cuda.memory._record_memory_history(max_entries=MOST_EVENTS, stacks="python")
+    torch.cuda.memory._record_memory_history(max_entries=MAX_EVENTS, stacks="python")
     try:
         yield
     finally:

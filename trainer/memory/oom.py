@@ -11,10 +11,10 @@ from typing import Any
 import torch
 
 from trainer.errors import RecipeError, RunError
-from trainer.memory.knobs import FORWARDS, KNOBS
+from trainer.memory.knobs import KNOBS, WITH_EVALUATION
 from trainer.memory.plan import Plan, decide_plan
 from trainer.recipe import Recipe
-from trainer.system.text import gigabytes
+from trainer.system.text import format_bytes
 
 SIGNS = re.compile(
     r"""
@@ -29,10 +29,10 @@ SIGNS = re.compile(
 )
 """Matches a RuntimeError of a device, one of its libraries or the host's allocator that gets no memory."""
 
-MOST_LENGTHS = 16
+MAX_LENGTHS = 16
 
 
-class OutOfMemory(RunError):
+class OutOfMemoryError(RunError):
     """The run needs more memory than is available. The message names the phase and the knobs that may help."""
 
 
@@ -65,8 +65,8 @@ def describe_oom(
     """
     parts = [f"out of memory {f'in {phase}' if phase else 'between phases'} on rank {rank}{_wanted(str(error))}"]
     if lengths:
-        shown = ", ".join(map(str, lengths[:MOST_LENGTHS]))
-        longest = f" ... (longest {max(lengths)})" if len(lengths) > MOST_LENGTHS else ""
+        shown = ", ".join(map(str, lengths[:MAX_LENGTHS]))
+        longest = f" ... (longest {max(lengths)})" if len(lengths) > MAX_LENGTHS else ""
         parts.append(f"micro-batch of {len(lengths)} sample{'s' * (len(lengths) > 1)} of {shown}{longest} tokens")
     elif shapes:
         named = [f"{name} {'×'.join(map(str, dims))}" for name, dims in shapes.items()]
@@ -94,7 +94,7 @@ def next_knobs(plan: Plan, recipe: Recipe, phase: str | None = None, on_gpu: boo
             decided = decide_plan(recipe.replace(memory=memory, **remedy.recipe), plan.world_size)
         except RecipeError:  # cannot be combined with the rest
             continue
-        if decided.memory != plan.memory or decided.first_cut != plan.first_cut:
+        if decided.memory != plan.memory or decided.initial_cut != plan.initial_cut:
             found[bool(set(decided.lossy) - set(plan.lossy))].append(remedy.flags)
     return [*found[False], *(f"{flags} (lossy)" for flags in found[True])]
 
@@ -114,7 +114,7 @@ def shapes_of(batch: Any) -> dict[str, tuple[int, ...]]:
 
 
 @dataclass(frozen=True)
-class Remedy:
+class Suggestion:
     """A change to try: its flags, the settings, the phases whose peak it lowers, and whether it uses host memory."""
 
     flags: str
@@ -124,33 +124,37 @@ class Remedy:
     recipe: Mapping[str, Any] = field(default_factory=dict)
 
 
-def _candidates(plan: Plan, recipe: Recipe) -> Iterator[Remedy]:
-    if plan.first_cut.micro_batch_size > 1:  # one sample cannot be cut
+def _candidates(plan: Plan, recipe: Recipe) -> Iterator[Suggestion]:
+    if plan.initial_cut.micro_batch_size > 1:  # one sample cannot be cut
         yield _smaller_micro_batches(plan, recipe)
     for knob in KNOBS:
         if knob.needs_ranks and plan.world_size == 1:
             continue
         now = getattr(recipe.memory, knob.name)
-        for turn in knob.turns:
-            if turn.lowers and now not in (turn.value, *turn.unless):
+        for turn in knob.candidates:
+            if turn.lowers_peak_in and now not in (turn.value, *turn.not_with):
                 text = str(turn.value).lower() if isinstance(turn.value, bool) else turn.value
-                yield Remedy(f"--memory.{knob.name} {text}", {knob.name: turn.value}, turn.lowers, knob.to_host)
+                yield Suggestion(
+                    f"--memory.{knob.name} {text}", {knob.name: turn.value}, turn.lowers_peak_in, knob.to_host
+                )
 
 
-def _smaller_micro_batches(plan: Plan, recipe: Recipe) -> Remedy:
-    cut, most = plan.first_cut, recipe.memory.micro_batch_tokens
+def _smaller_micro_batches(plan: Plan, recipe: Recipe) -> Suggestion:
+    cut, most = plan.initial_cut, recipe.memory.micro_batch_tokens
     if most is not None:
         most = max(1, most // 2)
-        return Remedy(f"--memory.micro_batch_tokens {most}", {"micro_batch_tokens": most}, FORWARDS)
+        return Suggestion(f"--memory.micro_batch_tokens {most}", {"micro_batch_tokens": most}, WITH_EVALUATION)
     if isinstance(recipe.accumulate, Mapping) and recipe.batch_size is None:  # the batch changes by epoch
         parts = next(n for n in range(2, cut.micro_batch_size + 1) if cut.micro_batch_size % n == 0)
         size, schedule = cut.micro_batch_size // parts, {epoch: n * parts for epoch, n in recipe.accumulate.items()}
         flags, changes = f"--memory.micro_batch_size {size} --accumulate '{schedule}'", {"accumulate": schedule}
-        return Remedy(flags, {"micro_batch_size": size}, FORWARDS, recipe=changes)
+        return Suggestion(flags, {"micro_batch_size": size}, WITH_EVALUATION, recipe=changes)
     size = cut.micro_batch_size // 2
     keeps = f"--batch_size {cut.batch_size} " if recipe.batch_size is None else ""
     batch = {"batch_size": cut.batch_size, "accumulate": None}
-    return Remedy(f"{keeps}--memory.micro_batch_size {size}", {"micro_batch_size": size}, FORWARDS, recipe=batch)
+    return Suggestion(
+        f"{keeps}--memory.micro_batch_size {size}", {"micro_batch_size": size}, WITH_EVALUATION, recipe=batch
+    )
 
 
 def _wanted(message: str) -> str:
@@ -160,5 +164,5 @@ def _wanted(message: str) -> str:
     if not found:
         return ""
     number, unit = found[1].split()
-    wanted = gigabytes(float(number)) if unit == "bytes" else found[1]
+    wanted = format_bytes(float(number)) if unit == "bytes" else found[1]
     return f" ({wanted} more requested{f', the device has {total[1]}' if total else ''})"

@@ -12,9 +12,9 @@ from torch.optim import Optimizer
 
 from trainer.engine.sync import GradientSync
 from trainer.errors import RecipeError, require_package
-from trainer.memory.own_optimizer import make_own
-from trainer.memory.parameter_groups import Rule, grouped, rule_of
-from trainer.memory.sharding import local
+from trainer.memory.custom_optimizer import build_custom_optimizer
+from trainer.memory.parameter_groups import UpdateRule, to_param_groups, update_rule_for
+from trainer.memory.sharding import local_shard
 from trainer.recipe import Memory, Optim
 
 OPTIMIZERS: dict[str, type[Optimizer]] = {
@@ -28,7 +28,7 @@ OPTIMIZERS: dict[str, type[Optimizer]] = {
 
 
 def build_optimizer(
-    parameters: Sequence[Tensor] | Mapping[Tensor, Rule],
+    parameters: Sequence[Tensor] | Mapping[Tensor, UpdateRule],
     optim: Optim,
     memory: Memory,
     device: torch.device,
@@ -52,8 +52,8 @@ def build_optimizer(
             "every parameter is frozen, so nothing would be trained: raise model.train_last_blocks, or change "
             "optim.groups"
         )
-    rules = parameters if isinstance(parameters, Mapping) else {p: rule_of(p, optim) for p in parameters}
-    groups = grouped(rules, optim.lr)
+    rules = parameters if isinstance(parameters, Mapping) else {p: update_rule_for(p, optim) for p in parameters}
+    groups = to_param_groups(rules, optim.lr)
     fused = fused and _has_fused_kernel(optim.kind, device, list(rules))
     optimizer = _optimizer_of(groups, optim, memory, device, fused)
     return OptimizerInBackward(optimizer) if memory.optimizer_in_backward else optimizer
@@ -63,27 +63,27 @@ def _optimizer_of(groups: Any, optim: Optim, memory: Memory, device: torch.devic
     if memory.optimizer_state_bits < 32 or memory.stochastic_rounding:
         key = "stochastic_rounding" if memory.stochastic_rounding else "optimizer_state_bits"
         require_package(f"memory.{key}={getattr(memory, key)}", "torchao", "lean")
-        from trainer.memory.lean_adam import lean_adam
+        from trainer.memory.low_bit_adam import lean_adam
 
-        return lean_adam(groups, optim, memory, device, **given(optim))
+        return lean_adam(groups, optim, memory, device, **explicit_adam_settings(optim))
     if optim.is_custom:
-        return make_own(groups, optim)
+        return build_custom_optimizer(groups, optim)
     if optim.name == "lion":
         require_package("optim.name=lion", "timm", "lean")
         from timm.optim.lion import Lion
 
-        return Lion(groups, lr=optim.lr, **given(optim))
+        return Lion(groups, lr=optim.lr, **explicit_adam_settings(optim))
     options: dict[str, Any] = {"momentum": optim.momentum, "nesterov": optim.nesterov} if optim.momentum else {}
     if optim.name == "rmsprop":
         options.pop("nesterov", None)
-    options |= given(optim)
+    options |= explicit_adam_settings(optim)
     # Fused kernels unscale fp16 gradients during the update, when it is too late to clip them.
     if fused and memory.precision != "16-mixed":
         options["fused"] = True
     return OPTIMIZERS[optim.kind](groups, lr=optim.lr, **options)  # type: ignore[call-arg]
 
 
-def given(optim: Optim) -> dict[str, Any]:
+def explicit_adam_settings(optim: Optim) -> dict[str, Any]:
     """Return the betas and the epsilon that the recipe sets."""
     betas = {} if optim.betas is None else {"betas": tuple(optim.betas)}
     return betas | ({} if optim.eps is None else {"eps": optim.eps})
@@ -121,7 +121,7 @@ class OptimizerInBackward(Optimizer):
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
         """No-op: the weights were updated in the backward."""
 
-    def make_state(self) -> None:
+    def init_state(self) -> None:
         """Create the optimizer's state by a step of length 0, one parameter at a time."""
         for number, group in enumerate(self.param_groups):
             rate = group["lr"]
@@ -155,7 +155,7 @@ class OptimizerInBackward(Optimizer):
         parameter.grad = None
 
     def _record_norm(self, gradient: Tensor) -> None:
-        part = local(gradient)
+        part = local_shard(gradient)
         if part.is_cuda:  # FSDP may have allocated it on another stream: its memory must not be reused too early
             part.record_stream(torch.cuda.current_stream(part.device))
         norm = torch.linalg.vector_norm(part, dtype=torch.promote_types(part.dtype, torch.float32))
@@ -165,16 +165,16 @@ class OptimizerInBackward(Optimizer):
         return torch.stack(norms).square().sum() if norms else torch.zeros((), device=self.device)
 
 
-class AppliedInBackward(GradientSync):
+class UpdateInBackwardSync(GradientSync):
     """Gradient sync for updates in backward: when the norm is known, weights are updated and no step can be skipped."""
 
-    applied = True
+    updates_in_backward = True
 
     def __init__(self, optimizer: OptimizerInBackward) -> None:
         super().__init__([p for group in optimizer.param_groups for p in group["params"]])
         self.optimizer = optimizer
 
-    def before(self, is_last: bool) -> None:
+    def before_forward(self, is_last: bool) -> None:
         self.optimizer.forget_norms()
 
     def norm(self) -> Tensor:

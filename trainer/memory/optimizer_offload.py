@@ -3,7 +3,7 @@
 With ``optimizer``, only the weights that forward and backward use stay on the device. Each gradient is copied to an
 fp32 accumulator in host memory on a separate stream as soon as it is ready, and is freed. The optimizer updates the
 master weights on the host (for AdamW with torch's fused CPU kernel), and the result is copied back. Some updates run
-during the last backward already: see ``update_ahead.py``.
+during the last backward already: see ``eager_update.py``.
 
 In ``bf16-mixed`` and ``16-mixed``, the weights that autocast would cast before every use (those of linear layers,
 convolutions and attention) are stored on the device in half precision. They have the bits that autocast would compute
@@ -28,11 +28,11 @@ from torch.distributed.tensor import DTensor
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.optim import Optimizer
 
-from trainer.engine.sync import GradientSync, begin_mean, norm_over_ranks, ranks_that_reached, total_norm
+from trainer.engine.sync import GradientSync, begin_mean, gradient_rank_counts, norm_over_ranks, total_norm
 from trainer.engine.window import Window
+from trainer.memory.eager_update import EagerOptimizerUpdate
 from trainer.memory.plan import Plan
-from trainer.memory.sharding import HALF, local, move_buffers
-from trainer.memory.update_ahead import UpdateAhead
+from trainer.memory.sharding import AMP_DTYPES, local_shard, move_buffers
 from trainer.recipe import Precision
 
 CHUNK, MAX_CHUNK = 2**19, 2**23
@@ -51,7 +51,7 @@ PIECE, MAX_PIECE = 2**24, 2**28
 CAST_BY_AUTOCAST = (nn.Linear, nn.modules.conv._ConvNd, nn.MultiheadAttention)
 
 
-def take_home(module: nn.Module, plan: Plan, device: torch.device) -> dict[nn.Parameter, Tensor]:
+def make_host_master_weights(module: nn.Module, plan: Plan, device: torch.device) -> dict[nn.Parameter, Tensor]:
     """Create the master weights in host memory, and put the weights for forward and backward on ``device``.
 
     The weights of ``module`` are in fp32 (fp64 for ``64-true``), on the host or sharded by FSDP. Returns a master for
@@ -59,7 +59,7 @@ def take_home(module: nn.Module, plan: Plan, device: torch.device) -> dict[nn.Pa
     of the local shard), and is pinned if the device is a GPU.
     """
     masters: dict[nn.Parameter, Tensor] = {}
-    dtypes = dict.fromkeys(_kept_in_half(module, plan.memory.precision), HALF.get(plan.memory.precision))
+    dtypes = dict.fromkeys(_kept_in_half(module, plan.memory.precision), AMP_DTYPES.get(plan.memory.precision))
 
     def send(parameter: nn.Parameter) -> None:
         if not isinstance(parameter, DTensor):  # FSDP's shards are on the device already, and are cast when gathered
@@ -67,7 +67,9 @@ def take_home(module: nn.Module, plan: Plan, device: torch.device) -> dict[nn.Pa
             # Contiguous like the masters, because both are cut into chunks.
             parameter.data = parameter.detach().to(device, dtype, copy=True, memory_format=torch.contiguous_format)
 
-    kept = {p: local(p.detach()) for p in module.parameters() if p.requires_grad or not _survives(p, dtypes.get(p))}
+    kept = {
+        p: local_shard(p.detach()) for p in module.parameters() if p.requires_grad or not _survives(p, dtypes.get(p))
+    }
     for parameter in [p for p in module.parameters() if p not in kept]:
         send(parameter)
     for _, parts in in_pieces(kept, device.type == "cuda"):
@@ -87,7 +89,7 @@ def _survives(parameter: nn.Parameter, half: torch.dtype | None) -> bool:
 
 def _kept_in_half(module: nn.Module, precision: Precision) -> set[nn.Parameter]:
     """Return the parameters that only half-precision operations use: under autocast a part of them."""
-    if precision not in HALF:
+    if precision not in AMP_DTYPES:
         return set()
     if precision in ("bf16-true", "16-true"):
         statistics = [part for part in module.modules() if isinstance(part, _BatchNorm)]  # kept in fp32
@@ -100,11 +102,12 @@ def _kept_in_half(module: nn.Module, precision: Precision) -> set[nn.Parameter]:
     return inside - others
 
 
-class HostGradients(GradientSync):
+class HostGradientSync(GradientSync):
     """Accumulates gradients in host memory, and reduces them over ranks there.
 
     Args:
-        masters: the masters of the trained parameters, from ``take_home``. They get their gradients after the last
+        masters: the masters of the trained parameters, from ``make_host_master_weights``. They get their gradients
+        after the last
             backward of a window.
         device: the device that computes.
         optimizer: the optimizer of the masters; after each of its steps the new weights are copied to the device.
@@ -127,14 +130,14 @@ class HostGradients(GradientSync):
         self.sharded = any(isinstance(p, DTensor) for p in masters)
         self.reduced = world_size > 1 and not self.sharded  # gradients from FSDP are already reduced
         self.pieces, self.members = zip(*in_pieces(masters, device.type == "cuda"), strict=True)
-        self.homes = {parameter: home for members in self.members for parameter, home in members.items()}
+        self.accumulators = {parameter: home for members in self.members for parameter, home in members.items()}
         options = self.pieces[0].dtype, self.sharded, max(master.numel() for master in masters.values())
-        self.carrier = Carrier(device, *options) if device.type == "cuda" else None
+        self.carrier = TransferStream(device, *options) if device.type == "cuda" else None
         self.arrived: set[nn.Parameter] = set()
-        self.tied: Any = None  # the TiedRows whose parameter's gradient comes in rows
+        self.tied: Any = None  # the TiedEmbeddingGradient whose parameter's gradient comes in rows
         for parameter in masters:
-            self.on_gradient(parameter, self._leave)
-        self.ahead, self.is_complete = UpdateAhead(optimizer, scaler, world_size, device.type == "cuda"), False
+            self.on_gradient(parameter, self._on_gradient)
+        self.ahead, self.is_complete = EagerOptimizerUpdate(optimizer, scaler, world_size, device.type == "cuda"), False
         optimizer.register_step_post_hook(lambda *_: self._stepped())
 
     def begin(self, window: Window) -> None:
@@ -142,58 +145,60 @@ class HostGradients(GradientSync):
         self.is_complete = False
 
     def before_last_backward(self) -> None:
-        self.ahead.open()
+        self.ahead.begin_last_backward()
         self.is_complete = not self.reduced  # otherwise gradients are those of this rank only
 
     @torch.no_grad()
-    def _leave(self, parameter: Tensor) -> None:
+    def _on_gradient(self, parameter: Tensor) -> None:
         assert isinstance(parameter, nn.Parameter)
         if parameter.grad is None:  # FSDP may also call the hooks of parameters without a gradient
             return
         gradient, parameter.grad = self._gradient(parameter), None
-        home, adds = self.homes[parameter], parameter in self.arrived
+        home, adds = self.accumulators[parameter], parameter in self.arrived
         self.arrived.add(parameter)
-        if self._trained(parameter)[0] in self.ahead.taken:  # a nested backward has added a part before
+        if self._master_and_gradient(parameter)[0] in self.ahead.taken:  # a nested backward has added a part before
             self.ahead.undo()
-        arrived = self.bring_home(gradient, home, adds)
+        arrived = self.accumulate_on_host(gradient, home, adds)
         if self.is_complete:
-            self.ahead.take(*self._trained(parameter), arrived)
+            self.ahead.take(*self._master_and_gradient(parameter), arrived)
 
-    def bring_home(self, gradient: Tensor, home: Tensor, adds: bool, held: bool = False) -> Callable[[], None] | None:
-        """Copy ``gradient`` to ``home``, or add it there; return a function that waits for that, if needed.
+    def accumulate_on_host(
+        self, gradient: Tensor, accumulator: Tensor, accumulate: bool, held: bool = False
+    ) -> Callable[[], None] | None:
+        """Copy ``gradient`` to ``accumulator``, or add it there; return a function that waits for that, if needed.
 
         With ``held``, the memory of ``gradient`` is not reused before."""
         if self.carrier is not None:
-            return self.carrier.carry(gradient, home, adds, held).synchronize
-        (home.add_ if adds else home.copy_)(gradient)
+            return self.carrier.gradient_to_host(gradient, accumulator, accumulate, held).synchronize
+        (accumulator.add_ if accumulate else accumulator.copy_)(gradient)
         return None
 
-    def _trained(self, parameter: nn.Parameter) -> tuple[Tensor, Tensor]:
+    def _master_and_gradient(self, parameter: nn.Parameter) -> tuple[Tensor, Tensor]:
         """Return the tensor that the optimizer updates for ``parameter``, and its gradient."""
-        return self.masters[parameter], self.homes[parameter]
+        return self.masters[parameter], self.accumulators[parameter]
 
     def _gradient(self, parameter: nn.Parameter) -> Tensor:
         assert parameter.grad is not None
-        return local(parameter.grad)
+        return local_shard(parameter.grad)
 
     @torch.no_grad()
-    def after(self) -> None:
+    def after_last_backward(self) -> None:
         """Wait for the last gradient, and average over ranks."""
         if self.carrier is not None:
             self.carrier.wait()
         if self.tied is not None:
-            self.tied.settle()
+            self.tied.flush()
         reached = [parameter in self.arrived for parameter in self.masters]
         if self.reduced:
-            counts = ranks_that_reached(reached, torch.device("cpu"))
+            counts = gradient_rank_counts(reached, torch.device("cpu"))
             for parameter, here, count in zip(self.masters, reached, counts, strict=True):
                 if count and not here:
-                    self.homes[parameter].zero_()
+                    self.accumulators[parameter].zero_()
             reached = [bool(count) for count in counts]
             self._reduce({p for p, is_reached in zip(self.masters, reached, strict=True) if is_reached})
         self.ahead.stop()
         for (parameter, master), is_reached in zip(self.masters.items(), reached, strict=True):
-            master.grad = self.homes[parameter] if is_reached else None
+            master.grad = self.accumulators[parameter] if is_reached else None
         self.arrived.clear()
 
     def _reduce(self, reached: set[nn.Parameter]) -> None:
@@ -203,13 +208,13 @@ class HostGradients(GradientSync):
             begun[number]()
             for parameter in members:
                 if parameter in reached:
-                    self.ahead.take(*self._trained(parameter))
+                    self.ahead.take(*self._master_and_gradient(parameter))
 
     def abandon(self) -> None:
         if self.carrier is not None:
             self.carrier.wait()
         if self.tied is not None:
-            self.tied.forget()
+            self.tied.discard()
         self.ahead.undo()
         self.arrived.clear()
 
@@ -217,35 +222,35 @@ class HostGradients(GradientSync):
         """Return the global norm, computed on the host; under FSDP from the shards of all ranks."""
         known = self.ahead.norms if self.alike else {}
         if known:
-            reached = [(self._trained(p)[0], m.grad) for p, m in self.masters.items() if m.grad is not None]
+            reached = [(self._master_and_gradient(p)[0], m.grad) for p, m in self.masters.items() if m.grad is not None]
             norms = [known[p] if p in known else torch.linalg.vector_norm(gradient) for p, gradient in reached]
             norm = torch.linalg.vector_norm(torch.stack(norms))
         else:
             norm = total_norm([master.grad for master in self.parameters if master.grad is not None], self.alike)
         return norm_over_ranks(norm, self.replicas) if self.sharded else norm
 
-    def clip(self, norm: Tensor, largest: float | None) -> None:
-        if not self.ahead.settle(norm, largest):
-            super().clip(norm, largest)
+    def clip(self, norm: Tensor, max_norm: float | None) -> None:
+        if not self.ahead.commit_or_undo(norm, max_norm):
+            super().clip(norm, max_norm)
 
     def skip(self) -> None:
         self.ahead.undo()
 
     def _stepped(self) -> None:
         self.ahead.commit()
-        self.send_back()
+        self.copy_to_device()
 
     @torch.no_grad()
-    def send_back(self) -> None:
+    def copy_to_device(self) -> None:
         """Copy the master weights to the device, rounded to the dtype of the parameters.
 
         The host rounds them into the memory of their gradients. This is safe, because the next computation waits for
         the copies, and the next gradients come after it.
         """
         for parameter, master in self.masters.items():
-            target, source = local(parameter.detach()), master.detach()
+            target, source = local_shard(parameter.detach()), master.detach()
             if self.carrier is not None and target.dtype != source.dtype:
-                room = self.homes[parameter].view(-1).view(target.dtype)[: source.numel()]
+                room = self.accumulators[parameter].view(-1).view(target.dtype)[: source.numel()]
                 source = room.view(source.shape).copy_(source)
             target.copy_(source, non_blocking=True)
 
@@ -278,7 +283,7 @@ def in_pieces(like: Mapping[nn.Parameter, Tensor], pinned: bool) -> Iterator[tup
         yield piece, {p: part.view(like[p].shape) for p, part in zip(group, piece.split(numbers), strict=True)}
 
 
-class StreamedGradients(HostGradients):
+class StreamedGradientSync(HostGradientSync):
     """Takes the gradients of each FSDP part of ``module``, with shards in host memory, as soon as they are reduced.
 
     All ``parameters`` have the same dtype, and gradients are accumulated in it, as FSDP does.
@@ -300,7 +305,9 @@ class StreamedGradients(HostGradients):
         replicas: int = 1,
         scaler: Any = None,
     ) -> None:
-        super().__init__({p: local(p.detach()) for p in parameters}, device, optimizer, world_size, replicas, scaler)
+        super().__init__(
+            {p: local_shard(p.detach()) for p in parameters}, device, optimizer, world_size, replicas, scaler
+        )
         self.in_one, self.expected, self.unused = torch.empty(0), 0, torch.empty(0)
         self.shards: dict[nn.Parameter, DTensor] = {}
         parts = [part for part in module.modules() if isinstance(part, FSDPModule)]
@@ -328,38 +335,38 @@ class StreamedGradients(HostGradients):
     def _gradient(self, parameter: nn.Parameter) -> Tensor:
         shard = parameter.grad
         assert isinstance(shard, DTensor)
-        cut = local(shard)
+        cut = local_shard(shard)
         gradient = self.in_one.as_strided(cut.shape, cut.stride(), cut.storage_offset())
         self.expected -= 1
         if not self.expected:  # if the loss did not reach all of the part, the next part frees the memory
             self.in_one = torch.empty(0)
-        shard._local_tensor = self.homes[parameter]  # ``from_local`` would move it to the device
+        shard._local_tensor = self.accumulators[parameter]  # ``from_local`` would move it to the device
         self.shards[parameter] = shard
         return gradient
 
-    def _trained(self, parameter: nn.Parameter) -> tuple[Tensor, Tensor]:
+    def _master_and_gradient(self, parameter: nn.Parameter) -> tuple[Tensor, Tensor]:
         return parameter, self.shards[parameter]
 
     @torch.no_grad()
-    def after(self) -> None:
+    def after_last_backward(self) -> None:
         """Wait for the last gradient, and give the optimizer DTensors again."""
-        super().after()
+        super().after_last_backward()
         for parameter, master in self.masters.items():
             if master.grad is not None:
                 parameter.grad = self.shards[parameter]
 
-    def send_back(self) -> None:
+    def copy_to_device(self) -> None:
         """No-op: the weights are streamed from the memory in which the optimizer updates them."""
 
 
-class Carrier:
+class TransferStream:
     """Moves tensors between a GPU and pinned host memory in chunks, concurrently with the computation.
 
     One chunk comes from the host while the sum of another chunk goes there, because the bus is full duplex. A chunk is
-    an eighth of a tensor of ``largest`` elements, within bounds.
+    an eighth of a tensor of ``max_norm`` elements, within bounds.
 
-    If ``told`` is true, the stream that allocates gradients calls ``follow`` before it allocates the next one, so that
-    each can be freed at once. Otherwise the computing stream waits for the oldest copies.
+    If ``told`` is true, the stream that allocates gradients calls ``wait_on_current_stream`` before it allocates the
+    next one, so that each can be freed at once. Otherwise the computing stream waits for the oldest copies.
     """
 
     def __init__(self, device: torch.device, dtype: torch.dtype, told: bool = False, largest: int = 0) -> None:
@@ -374,8 +381,8 @@ class Carrier:
         self.chunks: Callable[[Tensor, Tensor, int], Iterable[tuple[Tensor, Tensor]]] = in_chunks
         """Cuts a transfer into chunks. The planner replaces it, to trace a single chunk."""
 
-    def carry(self, gradient: Tensor, home: Tensor, adds: bool, held: bool = False) -> torch.cuda.Event:
-        """Copy ``gradient`` to ``home``, or add it there; return at once, with an event for the end.
+    def gradient_to_host(self, gradient: Tensor, home: Tensor, adds: bool, held: bool = False) -> torch.cuda.Event:
+        """Copy ``gradient`` to ``accumulator``, or add it there; return at once, with an event for the end.
 
         With ``held``, ``gradient`` is not freed before the event, even if the carrier is ``told``. The device computes
         the sum, so no host core is used.
@@ -415,7 +422,7 @@ class Carrier:
             host = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu", pin_memory=self.device.type == "cuda")
             return host.copy_(tensor, non_blocking=True)
 
-    def follow(self) -> None:
+    def wait_on_current_stream(self) -> None:
         """Make the current stream wait until all gradients have left, so that it may reuse their memory."""
         torch.cuda.current_stream(self.device).wait_stream(self.going)
 
@@ -426,36 +433,37 @@ class Carrier:
         self.written.clear()
 
 
-class ReduceAfterCarrying(ReduceScatter):
+class ReduceAfterOffload(ReduceScatter):
     """FSDP's reduce-scatter, with an output that reuses the memory of gradients that were copied to the host.
 
     Only FSDP's stream waits for these copies, not the host or the computation.
     """
 
-    def __init__(self, carrier: Carrier) -> None:
+    def __init__(self, carrier: TransferStream) -> None:
         self.carrier, self.computing = carrier, torch.cuda.current_stream(carrier.device)
 
     def allocate(self, size: Sequence[Any], *, dtype: torch.dtype, device: torch.device) -> Tensor:
         """Allocate the input on the computing stream, and the output on FSDP's stream."""
         if torch.cuda.current_stream(device) != self.computing:
-            self.carrier.follow()
+            self.carrier.wait_on_current_stream()
         return torch.empty(*size, dtype=dtype, device=device)
 
     def __call__(self, output_tensor: Tensor, input_tensor: Tensor, group: Any, op: Any, async_op: bool = False) -> Any:
         return torch.distributed.reduce_scatter_tensor(output_tensor, input_tensor, op, group, async_op)
 
 
-def reduce_after_carrying(module: nn.Module, sync: HostGradients) -> None:
+def reduce_after_offload(module: nn.Module, sync: HostGradientSync) -> None:
     """Let FSDP reuse the memory of gradients on a GPU as soon as ``sync`` has copied them to the host."""
     if sync.carrier is not None and sync.sharded:
-        comm = ReduceAfterCarrying(sync.carrier)
+        comm = ReduceAfterOffload(sync.carrier)
         for part in module.modules():
             if isinstance(part, FSDPModule):
                 part.set_custom_reduce_scatter(comm)
 
 
 def chunk_size(largest: int) -> int:
-    """Return the elements of a chunk if the largest tensor has ``largest``; a multiple of 8, for vectorised kernels."""
+    """Return the elements of a chunk if the largest tensor has ``max_norm``; a multiple of 8, for vectorised
+    kernels."""
     return max(CHUNK, min(largest // 64 * 8, MAX_CHUNK))
 
 

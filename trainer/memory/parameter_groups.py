@@ -12,20 +12,20 @@ from torch.optim import Optimizer
 
 from trainer.contract import Model
 from trainer.errors import RecipeError, require
-from trainer.models.common import head_parameters
+from trainer.models.base import parameters_after_blocks
 from trainer.recipe import Optim
 from trainer.weights.blocks import find_blocks, require_blocks
 
 
 @dataclass(frozen=True)
-class Rule:
+class UpdateRule:
     """The update settings of one parameter."""
 
     weight_decay: float
     lr_scale: float = 1.0  # factor on the learning rate
 
 
-def choose_trained(module: nn.Module, model: Model, optim: Optim) -> None:
+def set_requires_grad(module: nn.Module, model: Model, optim: Optim) -> None:
     """Freeze or unfreeze the parameters of ``module``, as built by ``model``, that ``optim.groups`` names.
 
     Raises:
@@ -49,7 +49,7 @@ def choose_trained(module: nn.Module, model: Model, optim: Optim) -> None:
         )
 
 
-def layers_of(module: nn.Module, classes: Sequence[type] = ()) -> dict[str, int]:
+def layer_depths(module: nn.Module, classes: Sequence[type] = ()) -> dict[str, int]:
     """Return the layer number of each parameter by name, for layer decay.
 
     It is 0 before the first block (embeddings), then the number of the parameter's block or of the block before it,
@@ -57,14 +57,16 @@ def layers_of(module: nn.Module, classes: Sequence[type] = ()) -> dict[str, int]
     """
     blocks = find_blocks(module, classes)
     number = {p: at for at, block in reversed([*enumerate(blocks, 1)]) for p in block.parameters()}
-    number |= dict.fromkeys(head_parameters(module, blocks), len(blocks) + 1)
+    number |= dict.fromkeys(parameters_after_blocks(module, blocks), len(blocks) + 1)
     found, before = dict[str, int](), 0
     for name, parameter in module.named_parameters():
         before = found[name] = number.get(parameter, before)
     return found
 
 
-def rule_of(parameter: Tensor, optim: Optim, name: str = "", layers: Mapping[str, int] | None = None) -> Rule:
+def update_rule_for(
+    parameter: Tensor, optim: Optim, name: str = "", layers: Mapping[str, int] | None = None
+) -> UpdateRule:
     """Return the update rule of a parameter.
 
     Matrices decay. Biases and norm weights do not, because decay would pull scales to 0 (as in transformers and
@@ -80,12 +82,12 @@ def rule_of(parameter: Tensor, optim: Optim, name: str = "", layers: Mapping[str
         layer = f"layer {layers and layers[name]} of {depth}"
         fix = "raise it, or freeze the layer with optim.groups"
         raise RecipeError(f"optim.layer_decay={optim.layer_decay} sets the learning rate of {layer} to 0: {fix}")
-    return Rule(float(decay), scale)
+    return UpdateRule(float(decay), scale)
 
 
-def grouped(rules: Mapping[Tensor, Rule], lr: float) -> list[dict[str, object]]:
+def to_param_groups(rules: Mapping[Tensor, UpdateRule], lr: float) -> list[dict[str, object]]:
     """Return the parameter groups of an optimizer: matrices, which may be large, come first."""
-    groups: dict[tuple[bool, Rule], list[Tensor]] = {}
+    groups: dict[tuple[bool, UpdateRule], list[Tensor]] = {}
     for parameter in sorted(rules, key=lambda p: p.ndim < 2):
         groups.setdefault((parameter.ndim < 2, rules[parameter]), []).append(parameter)
     return [

@@ -6,10 +6,10 @@ import dataclasses
 from dataclasses import dataclass
 
 from trainer.contract import Plannable, capability
-from trainer.engine.cut import Cut, cut_at, share_of
+from trainer.engine.cut import Cut, cut_at, data_parallel_rank
 from trainer.errors import RecipeError, require
-from trainer.memory.knobs import EVALUATED, HALF, KNOBS, described, left_open
-from trainer.memory.refusals import require_compatible
+from trainer.memory.compatibility import require_compatible
+from trainer.memory.knobs import EVALUATED, HALF_TRUE, KNOBS, describe_knobs, undecided_knobs
 from trainer.recipe import Memory, Recipe, Strategy
 
 CUT_MATTERS = (
@@ -26,7 +26,7 @@ class Plan:
 
     memory: Memory  # no setting is open: strategy is single, ddp or fsdp, and optional booleans are true or false
     world_size: int  # ranks over all nodes
-    first_cut: Cut  # the cut of the batches of epoch 0; after a recovery, of the current epoch
+    initial_cut: Cut  # the cut of the batches of epoch 0; after a recovery, of the current epoch
     lossy: tuple[str, ...] = ()  # requested techniques that change the result beyond the order of summation
     deterministic: bool = False  # the same bits on any number of ranks: see engine/deterministic.py
 
@@ -42,7 +42,7 @@ class Plan:
 
     def describe(self) -> str:
         """Describe the plan in one line."""
-        cut, (_, shares) = self.first_cut, share_of(self.memory, 0, self.world_size)
+        cut, (_, shares) = self.initial_cut, data_parallel_rank(self.memory, 0, self.world_size)
         groups = _count(shares, "group", "s") + f" of {self.memory.tensor_parallel} ranks"
         batch = (
             f"batch {cut.batch_size} = {groups if shares < self.world_size else _count(shares, 'rank', 's')} × "
@@ -50,7 +50,7 @@ class Plan:
         )
         batch += f" of at most {cut.micro_batch_tokens} tokens" if cut.micro_batch_tokens else ""
         deterministic = ["the same bits on any number of ranks"] if self.deterministic else []
-        words = [batch, self.strategy, self.memory.precision, *described(self.memory), *deterministic]
+        words = [batch, self.strategy, self.memory.precision, *describe_knobs(self.memory), *deterministic]
         return ", ".join(words) + (f" (lossy: {', '.join(self.lossy)})" if self.lossy else "")
 
 
@@ -70,7 +70,7 @@ def decide_plan(recipe: Recipe, world_size: int) -> Plan:
     Raises:
         RecipeError: if settings cannot be combined.
     """
-    for name in left_open(recipe.memory):
+    for name in undecided_knobs(recipe.memory):
         raise RecipeError(
             f"memory.{name}=auto must be resolved by the planner, which did not run: use trainer fit or trainer plan"
         )
@@ -95,7 +95,7 @@ def decide_plan(recipe: Recipe, world_size: int) -> Plan:
 def _lossy(recipe: Recipe) -> list[str]:
     memory = recipe.memory
     found = []
-    if memory.precision in HALF and memory.cpu_offload != "optimizer":
+    if memory.precision in HALF_TRUE and memory.cpu_offload != "optimizer":
         found.append(f"{memory.precision} weights" + (" rounded at random" if memory.stochastic_rounding else ""))
     elif memory.precision == "16-true":
         found.append("16-true gradients without a loss scale")
@@ -110,7 +110,7 @@ def plan_warnings(recipe: Recipe, on_gpu: bool) -> list[str]:
     """Return warnings to show before training with this plan, one line each."""
     memory = recipe.memory
     found = [CUT_MATTERS.format(type(recipe.model).__name__)] if recipe.model.samples_interact else []
-    if memory.precision in HALF and memory.cpu_offload != "optimizer" and not memory.stochastic_rounding:
+    if memory.precision in HALF_TRUE and memory.cpu_offload != "optimizer" and not memory.stochastic_rounding:
         found.append(
             f"memory.precision={memory.precision} loses updates that are smaller than the rounding of a weight. At lr "
             f"1e-5 AdamW loses most of them, and lr is {recipe.optim.lr:g}: use memory.stochastic_rounding true, "
@@ -135,7 +135,7 @@ def plan_warnings(recipe: Recipe, on_gpu: bool) -> list[str]:
 
 def idle_ranks(plan: Plan) -> str | None:
     """Return a warning if ``run.deterministic`` leaves ranks idle in a full batch, otherwise ``None``."""
-    cut = plan.first_cut
+    cut = plan.initial_cut
     pieces = -(-cut.batch_size // cut.micro_batch_size)
     idle = -pieces % plan.world_size
     if not plan.deterministic or cut.micro_batch_tokens is not None or not idle:

@@ -66,8 +66,8 @@ class HostShardedGradScaler(HostGradScaler, ShardedGradScaler):
 
 
 @contextmanager
-def matmul_precision(wish: MatmulPrecision) -> Iterator[None]:
-    """Compute fp32 products, convolutions and recurrent layers with the precision ``wish`` in this context.
+def matmul_precision(precision: MatmulPrecision) -> Iterator[None]:
+    """Compute fp32 products, convolutions and recurrent layers with the precision ``precision`` in this context.
 
     Torch uses TF32 in cuDNN by default, but not in cuBLAS. Here one setting controls both. On exit, all flags are
     restored, whether they were set by torch's older flags or by its newer ones (``fp32_precision``). Both are set,
@@ -79,10 +79,10 @@ def matmul_precision(wish: MatmulPrecision) -> Iterator[None]:
     before = [part.fp32_precision for part in parts]
     named = "highest" if products.fp32_precision != "tf32" else "medium" if on_cpu.fp32_precision == "bf16" else "high"
     try:
-        torch.set_float32_matmul_precision(wish)  # the older flag, which Fabric and the compiler read
-        backends.cudnn.allow_tf32 = wish != "highest"  # the older flag of cuDNN
+        torch.set_float32_matmul_precision(precision)  # the older flag, which Fabric and the compiler read
+        backends.cudnn.allow_tf32 = precision != "highest"  # the older flag of cuDNN
         for part in parts[2:]:
-            part.fp32_precision = "ieee" if wish == "highest" else "tf32"
+            part.fp32_precision = "ieee" if precision == "highest" else "tf32"
         yield
     finally:
         torch.set_float32_matmul_precision(named)

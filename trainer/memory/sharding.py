@@ -24,12 +24,17 @@ from torch.distributed.fsdp._fully_shard import _fsdp_param
 from torch.distributed.tensor import DTensor
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from trainer.memory.compatibility import require_first_order
 from trainer.memory.plan import Plan
-from trainer.memory.refusals import require_first_order
 
 DATA, TENSOR = "data", "tensor"  # mesh dimensions: over ranks with different samples; over ranks that share blocks
 
-HALF = {"bf16-mixed": torch.bfloat16, "16-mixed": torch.float16, "bf16-true": torch.bfloat16, "16-true": torch.float16}
+AMP_DTYPES = {
+    "bf16-mixed": torch.bfloat16,
+    "16-mixed": torch.float16,
+    "bf16-true": torch.bfloat16,
+    "16-true": torch.float16,
+}
 
 
 def fabric_strategy(plan: Plan, accelerator: str) -> Strategy:
@@ -43,10 +48,10 @@ def fabric_strategy(plan: Plan, accelerator: str) -> Strategy:
         return ShardedStrategy(backend)
     if plan.memory.cpu_offload == "optimizer" or plan.deterministic:
         return ReplicatedStrategy(process_group_backend=backend)
-    return BucketedStrategy(gradient_as_bucket_view=True)  # gradients live in DDP's buckets: one copy, not two
+    return DDPStreamStrategy(gradient_as_bucket_view=True)  # gradients live in DDP's buckets: one copy, not two
 
 
-class BucketedStrategy(DDPStrategy):
+class DDPStreamStrategy(DDPStrategy):
     """DDP, constructed on the computing stream.
 
     Lightning constructs it on a side stream that nothing waits for. Its broadcast of the initial weights could then
@@ -76,7 +81,7 @@ class ShardedStrategy(ModelParallelStrategy):
         )
 
     def setup_environment(self) -> None:
-        """Start the process group. ``mesh_of`` creates the mesh, because it supports replicas."""
+        """Start the process group. ``make_device_mesh`` creates the mesh, because it supports replicas."""
         self._data_parallel_size = self.num_nodes * self.num_processes
         super().setup_environment()
 
@@ -92,7 +97,7 @@ def shard(
     The weights are whole, on any device or on meta. The ranks compute on ``device``. Returns a warning if blocks are
     gathered with the rest, because they share weights with the rest or with each other.
     """
-    memory, half = plan.memory, plan.memory.precision in HALF
+    memory, half = plan.memory, plan.memory.precision in AMP_DTYPES
     streamed = memory.cpu_offload == "parameters"
     options: dict[str, Any] = {
         "mesh": mesh,
@@ -100,13 +105,13 @@ def shard(
         "offload_policy": CPUOffloadPolicy(pin_memory=device.type == "cuda") if streamed else OffloadPolicy(),
     }
     # Weights are gathered and used in half precision, gradients reduced in fp32.
-    policy = MixedPrecisionPolicy(HALF[memory.precision], torch.float32) if half else MixedPrecisionPolicy()
+    policy = MixedPrecisionPolicy(AMP_DTYPES[memory.precision], torch.float32) if half else MixedPrecisionPolicy()
     if half and any(p.dtype == torch.float32 for p in module.parameters()):
         # BatchNorm accepts inputs in half precision, but its weights must have the dtype of its running statistics.
         for layer in [part for part in module.modules() if isinstance(part, _BatchNorm)]:
             fully_shard(layer, mp_policy=MixedPrecisionPolicy(), **options)
-    alone = _sharing_nothing(module, blocks)
-    with _bytes_sharded():
+    alone = _without_shared_parameters(module, blocks)
+    with _allow_uint8_shards():
         for part in [*alone, *_large_embeddings(module, blocks)]:
             part.register_forward_hook(_watch_backward)  # before FSDP's hooks
             fully_shard(part, mp_policy=policy, **options)
@@ -124,7 +129,7 @@ def shard(
 
 
 @contextmanager
-def _bytes_sharded() -> Iterator[None]:
+def _allow_uint8_shards() -> Iterator[None]:
     """Work around torch 2.11: ``fully_shard`` first makes every shard trainable, which fails for bytes."""
 
     def parameter(data: Tensor, requires_grad: bool | None = None) -> nn.Parameter:
@@ -146,7 +151,7 @@ def move_buffers(module: nn.Module, device: torch.device) -> None:
                 buffers[name] = buffer.to(device)
 
 
-def move_whole(module: nn.Module, device: torch.device) -> None:
+def move_unsplit(module: nn.Module, device: torch.device) -> None:
     """Move everything that is not split to ``device``; split weights are there already."""
     for parameter in module.parameters():
         if not isinstance(parameter, DTensor) and not parameter.is_meta:
@@ -159,12 +164,12 @@ def _watch_backward(module: nn.Module, args: Any, output: Any) -> None:
     require_first_order(output, "memory.strategy=fsdp", "use ddp or single")
 
 
-def local(tensor: Tensor) -> Tensor:
+def local_shard(tensor: Tensor) -> Tensor:
     """Return this rank's shard of a DTensor, or any other tensor unchanged."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
-def mesh_of(plan: Plan, device: torch.device) -> DeviceMesh:
+def make_device_mesh(plan: Plan, device: torch.device) -> DeviceMesh:
     """Return the mesh of ranks for FSDP and tensor parallelism; ranks that share blocks are neighbours, on one node."""
     world, replicas, copies = plan.world_size, plan.memory.replicas, plan.memory.tensor_parallel
     shape, names = (replicas, world // replicas), ("replicate", "shard")
@@ -179,10 +184,10 @@ def _large_embeddings(module: nn.Module, blocks: Sequence[nn.Module]) -> list[nn
     """Return embeddings larger than a block with untied weights: sharded with the root, they would always be whole."""
     limit = max((sum(p.numel() for p in block.parameters()) for block in blocks), default=0)
     embeddings = [part for part in module.modules() if isinstance(part, nn.Embedding) and part.weight.numel() > limit]
-    return _sharing_nothing(module, embeddings)
+    return _without_shared_parameters(module, embeddings)
 
 
-def _sharing_nothing(module: nn.Module, parts: Sequence[nn.Module]) -> list[nn.Module]:
+def _without_shared_parameters(module: nn.Module, parts: Sequence[nn.Module]) -> list[nn.Module]:
     """Return the ``parts`` whose parameters no other part of ``module`` uses: FSDP gathers a parameter in one place."""
 
     def owners(whole: nn.Module) -> Counter[nn.Parameter]:

@@ -16,63 +16,71 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from trainer.contract import Model
-from trainer.engine.deterministic import tree_sync
+from trainer.engine.deterministic import make_tree_sync
 from trainer.engine.sync import GradientSync, gradient_sync
 from trainer.errors import RecipeError
 from trainer.memory.activation_checkpointing import checkpoint_blocks
 from trainer.memory.activation_offload import offload_activations
+from trainer.memory.compatibility import require_sparse_support, require_supported_parameters, sparse_parameters
+from trainer.memory.ema import WeightEMA
 from trainer.memory.initialize import HOST, materialise
-from trainer.memory.optimizer import AppliedInBackward, OptimizerInBackward, build_optimizer
-from trainer.memory.optimizer_offload import HostGradients, StreamedGradients, reduce_after_carrying, take_home
-from trainer.memory.parameter_groups import Rule, layers_of, rule_of
+from trainer.memory.optimizer import OptimizerInBackward, UpdateInBackwardSync, build_optimizer
+from trainer.memory.optimizer_offload import (
+    HostGradientSync,
+    StreamedGradientSync,
+    make_host_master_weights,
+    reduce_after_offload,
+)
+from trainer.memory.parameter_groups import UpdateRule, layer_depths, update_rule_for
 from trainer.memory.plan import Plan
 from trainer.memory.precision import weights_dtype
-from trainer.memory.refusals import require_able, require_sparse, sparse_parameters
-from trainer.memory.sharding import DATA, TENSOR, local, mesh_of, move_whole, shard
-from trainer.memory.tensor_parallel import TensorParallelSync, split_over_ranks, trained_parts
-from trainer.memory.tied_rows import leave_in_rows
-from trainer.memory.weight_averages import WeightAverages
+from trainer.memory.sharding import DATA, TENSOR, local_shard, make_device_mesh, move_unsplit, shard
+from trainer.memory.tensor_parallel import TensorParallelSync, local_trainable_tensors, split_over_ranks
+from trainer.memory.tied_rows import offload_tied_gradient_by_rows
 from trainer.recipe import Optim
 from trainer.weights.blocks import describe_blocks, find_blocks, require_blocks
-from trainer.weights.streaming import put_back, put_on_meta, stretches, tied_names
+from trainer.weights.streaming import find_packed_slices, move_to_meta, restore_from_meta, tied_names
 
 
 @dataclass
-class Stack:
+class PreparedModel:
     """A module with every technique of the plan applied."""
 
     module: nn.Module  # as built by the model; its parameters may be sharded
     wrapped: nn.Module  # the module that the engine calls
-    # The tensors that the optimizer updates instead of the parameters: in host memory if offloaded (``take_home``), or
-    # in the parameters' own memory if split (``trained_parts``).
+    # The tensors that the optimizer updates instead of the parameters: in host memory if offloaded
+    # (``make_host_master_weights``), or in the parameters' own memory if split (``local_trainable_tensors``).
     masters: dict[nn.Parameter, Tensor] | None = None
     blocks: str = ""  # a description of the blocks that were found
     warning: str | None = None  # a warning to show to the user
     mesh: DeviceMesh | None = None  # the ranks, with tensor parallelism only
     layers: dict[str, int] = field(default_factory=dict)  # layer number of each parameter by name: see layers_of
-    averages: WeightAverages | None = None  # moving averages of the trained weights, with optim.ema
+    averages: WeightEMA | None = None  # moving averages of the trained weights, with optim.ema
 
-    def become(self, other: Stack) -> None:
+    def replace_with(self, other: PreparedModel) -> None:
         """Take over the contents of ``other`` in place, so that all references to this stack see them."""
         self.module, self.wrapped, self.masters, self.mesh = other.module, other.wrapped, other.masters, other.mesh
         self.layers, self.averages = other.layers, other.averages
 
-    def trained(self) -> Iterator[tuple[str, nn.Parameter, Tensor]]:
+    def trainable_parameters(self) -> Iterator[tuple[str, nn.Parameter, Tensor]]:
         """Yield each trained parameter: its name in the model, the parameter, and the tensor to optimize."""
-        packed, masters = stretches(self.module), self.masters or {}
+        packed, masters = find_packed_slices(self.module), self.masters or {}
         for name, parameter in self.module.named_parameters():
             if parameter.requires_grad:
                 yield packed[name].name if name in packed else name, parameter, masters.get(parameter, parameter)
 
     @torch.no_grad()
-    def send_back(self) -> None:
+    def copy_masters_to_device(self) -> None:
         """Copy the masters to the parameters on the device, in the dtype of the parameters."""
         for parameter, master in (self.masters or {}).items():
-            local(parameter.detach()).copy_(master)
+            local_shard(parameter.detach()).copy_(master)
 
-    def rules(self, optim: Optim) -> dict[Tensor, Rule]:
+    def update_rules(self, optim: Optim) -> dict[Tensor, UpdateRule]:
         """Return the update rule (decay, scale of the learning rate) of each tensor to optimize."""
-        return {trained: rule_of(trained, optim, name, self.layers) for name, _, trained in self.trained()}
+        return {
+            trained: update_rule_for(trained, optim, name, self.layers)
+            for name, _, trained in self.trainable_parameters()
+        }
 
 
 def apply_stack(
@@ -82,7 +90,7 @@ def apply_stack(
     plan: Plan,
     seed: int = 0,
     stream: Callable[..., None] = materialise,
-) -> Stack:
+) -> PreparedModel:
     """Apply ``plan`` to ``module``: split, checkpoint and compile, offload activations, shard, offload weights.
 
     The order matters. Layers are split over ranks before checkpointing, so that a recomputed block repeats its sums
@@ -101,11 +109,11 @@ def apply_stack(
     Raises:
         RecipeError: if a technique needs blocks and none are found, or does not support a parameter.
     """
-    memory, layers = plan.memory, layers_of(module, model.blocks)
+    memory, layers = plan.memory, layer_depths(module, model.blocks)
     splits, sharded = memory.tensor_parallel > 1, plan.strategy == "fsdp"
-    mesh = mesh_of(plan, fabric.device) if splits or sharded else None
-    with refused_alike(fabric):
-        require_able(module, plan)
+    mesh = make_device_mesh(plan, fabric.device) if splits or sharded else None
+    with raise_on_rank_zero_only(fabric):
+        require_supported_parameters(module, plan)
         if splits and mesh is not None:
             split_over_ranks(module, model, mesh[TENSOR], memory.sequence_parallel)
         blocks = _blocks(model, module, plan)
@@ -121,24 +129,24 @@ def apply_stack(
     over = mesh[DATA] if mesh is not None and splits else mesh
     streamed = memory.cpu_offload == "parameters" and memory.init != "meta"
     # FSDP would move each block to the device to shard it, and then move the shards back. Meta tensors avoid that.
-    values = put_on_meta(module) if streamed else {}
+    values = move_to_meta(module) if streamed else {}
     warning = shard(module, blocks, plan, fabric.device, over) if sharded and over is not None else None
     if streamed:
-        put_back(module, values, HOST)
+        restore_from_meta(module, values, HOST)
     if splits and not sharded:
-        move_whole(module, fabric.device)
+        move_unsplit(module, fabric.device)
     if memory.init == "meta":
         on_host = memory.cpu_offload == "parameters" or (memory.cpu_offload == "optimizer" and not sharded)
         stream(module, model, HOST if on_host else fabric.device, weights_dtype(memory), seed)
-    masters = take_home(module, plan, fabric.device) if memory.cpu_offload == "optimizer" else None
+    masters = make_host_master_weights(module, plan, fabric.device) if memory.cpu_offload == "optimizer" else None
     wrapped = fabric.setup_module(module)
     if splits:
-        masters = trained_parts(module)
-    return Stack(module, wrapped, masters, found, warning, mesh if splits else None, layers)
+        masters = local_trainable_tensors(module)
+    return PreparedModel(module, wrapped, masters, found, warning, mesh if splits else None, layers)
 
 
 @contextmanager
-def refused_alike(fabric: Fabric) -> Iterator[None]:
+def raise_on_rank_zero_only(fabric: Fabric) -> Iterator[None]:
     """Wrap checks that fail on every rank: only the first rank reports their ``RecipeError``."""
     try:
         yield
@@ -158,47 +166,49 @@ def _blocks(model: Model, module: nn.Module, plan: Plan) -> Sequence[nn.Module]:
     return require_blocks(module, model.blocks, settings[0]) if settings else find_blocks(module, model.blocks)
 
 
-def build_updates(
-    fabric: Fabric, model: Model, stack: Stack, optim: Optim, plan: Plan
+def build_optimizer_and_sync(
+    fabric: Fabric, model: Model, stack: PreparedModel, optim: Optim, plan: Plan
 ) -> tuple[Optimizer, GradientSync]:
     """Build the optimizer, and the object that combines its gradients over ranks."""
     memory, scaler = plan.memory, getattr(fabric.strategy.precision, "scaler", None)
     if optim.ema is not None:
-        stack.averages = WeightAverages([trained for *_, trained in stack.trained()], optim, stack.send_back)
+        stack.averages = WeightEMA(
+            [trained for *_, trained in stack.trainable_parameters()], optim, stack.copy_masters_to_device
+        )
     if stack.mesh is not None and stack.masters is not None:
-        require_sparse(stack.module, optim)
-        optimizer = build_optimizer(stack.rules(optim), optim, memory, fabric.device)
+        require_sparse_support(stack.module, optim)
+        optimizer = build_optimizer(stack.update_rules(optim), optim, memory, fabric.device)
         every = bool(memory.sync_every_micro_step)
         return optimizer, TensorParallelSync(stack.module, stack.masters, stack.mesh, every, model)
     if stack.masters is not None:
         trained = {parameter: master for parameter, master in stack.masters.items() if parameter.requires_grad}
-        optimizer = build_optimizer(stack.rules(optim), optim, memory, HOST)
-        sync = HostGradients(trained, fabric.device, optimizer, plan.world_size, memory.replicas, scaler)
+        optimizer = build_optimizer(stack.update_rules(optim), optim, memory, HOST)
+        sync = HostGradientSync(trained, fabric.device, optimizer, plan.world_size, memory.replicas, scaler)
     else:
         parameters = [p for p in stack.module.parameters() if p.requires_grad]
-        require_sparse(stack.module, optim)
+        require_sparse_support(stack.module, optim)
         fused = not plan.deterministic and not sparse_parameters(stack.module)
         device = HOST if memory.cpu_offload == "parameters" else fabric.device
-        optimizer = build_optimizer(stack.rules(optim), optim, memory, device, fused)
+        optimizer = build_optimizer(stack.update_rules(optim), optim, memory, device, fused)
         if isinstance(optimizer, OptimizerInBackward):
-            return optimizer, AppliedInBackward(optimizer)
+            return optimizer, UpdateInBackwardSync(optimizer)
         forward_module = getattr(stack.wrapped, "_forward_module", stack.wrapped)
         if plan.deterministic:
-            return optimizer, tree_sync(forward_module, parameters, plan.world_size)
-        if memory.cpu_offload != "parameters" or not StreamedGradients.serves(parameters, plan.world_size):
+            return optimizer, make_tree_sync(forward_module, parameters, plan.world_size)
+        if memory.cpu_offload != "parameters" or not StreamedGradientSync.serves(parameters, plan.world_size):
             every = bool(memory.sync_every_micro_step)
             return optimizer, gradient_sync(
                 forward_module, model, parameters, every_micro_step=every, replicas=memory.replicas
             )
         ranks = plan.world_size, memory.replicas
-        sync = StreamedGradients(stack.module, parameters, fabric.device, optimizer, *ranks, scaler)
-    reduce_after_carrying(stack.module, sync)
+        sync = StreamedGradientSync(stack.module, parameters, fabric.device, optimizer, *ranks, scaler)
+    reduce_after_offload(stack.module, sync)
     if memory.compile != "model":  # the backward of a compiled model would not call the code that takes the rows
-        leave_in_rows(stack.module, sync)
+        offload_tied_gradient_by_rows(stack.module, sync)
     return optimizer, sync
 
 
-def whole_state(stack: Stack) -> dict[str, Tensor]:
+def full_state_dict(stack: PreparedModel) -> dict[str, Tensor]:
     """Return every weight and persistent buffer by name, for saving; in full precision if masters exist.
 
     All ranks must call it. Under FSDP, tensors are gathered one at a time: the first rank gets them in host memory, the
@@ -209,16 +219,18 @@ def whole_state(stack: Stack) -> dict[str, Tensor]:
     if any(isinstance(p, DTensor) for p in stack.module.parameters()):
         options = StateDictOptions(full_state_dict=True, cpu_offload=True)
         alone = all(p.device_mesh.size() == 1 for p in stack.module.parameters() if isinstance(p, DTensor))
-        with averages.applied() if averages is not None else nullcontext():
+        with averages.swapped_in() if averages is not None else nullcontext():
             # A single rank already holds everything, on the host if offloaded. Gathering would copy it through the
             # device.
-            whole = {name: local(value).cpu() for name, value in stack.module.state_dict().items()} if alone else None
+            whole = (
+                {name: local_shard(value).cpu() for name, value in stack.module.state_dict().items()} if alone else None
+            )
             gathered: dict[str, Any] = whole or get_model_state_dict(stack.module, options=options)
             if averages is not None:  # tensors that were not gathered still share memory with the model
                 gathered = {name: value.clone() for name, value in gathered.items()}
         first = {name: names[0] for names in tied_names(stack.module) for name in names}
         state: dict[str, Any] = {name: gathered.get(first.get(name, name), value) for name, value in gathered.items()}
-        for name, stretch in stretches(stack.module).items():  # in the order of their rows
+        for name, stretch in find_packed_slices(stack.module).items():  # in the order of their rows
             if name in state:
                 rows = [state[stretch.name]] if stretch.name in state else []
                 state[stretch.name] = torch.cat([*rows, state.pop(name)])
@@ -227,7 +239,7 @@ def whole_state(stack: Stack) -> dict[str, Tensor]:
     if stack.masters is not None:  # a frozen weight that half precision represents exactly has no master
         own |= {p: p.detach().cpu().float() for p in stack.module.parameters() if p not in own and p.itemsize == 2}
     if averages is not None:
-        own |= {p: averages.values[trained].to(trained.dtype) for _, p, trained in stack.trained()}
+        own |= {p: averages.values[trained].to(trained.dtype) for _, p, trained in stack.trainable_parameters()}
     named = stack.module.named_parameters(remove_duplicate=False)
     return stack.module.state_dict() | {name: own[p] for name, p in named if p in own}
 

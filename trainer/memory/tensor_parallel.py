@@ -39,7 +39,7 @@ from torch.utils._pytree import tree_map
 from trainer.contract import Model, Plannable, capability
 from trainer.engine.sync import GradientSync, ShardedSync, add_missing, begin_mean, buckets, norm_over_ranks, total_norm
 from trainer.errors import RecipeError, RunError, require
-from trainer.memory.sharding import DATA, TENSOR, local
+from trainer.memory.sharding import DATA, TENSOR, local_shard
 from trainer.weights.blocks import find_blocks
 
 STYLES = ("colwise", "rowwise", "attention", "replicated_with_grad_allreduce", "sequence_parallel")
@@ -61,7 +61,7 @@ def split_over_ranks(module: nn.Module, model: Model, mesh: DeviceMesh, by_token
     """
     plan, region, key = (
         capability(model, Plannable).tensor_parallel_plan(module),
-        _Region(mesh),
+        _TensorParallelRegion(mesh),
         f"memory.tensor_parallel={mesh.size()}",
     )
     kind = type(model).__name__
@@ -78,7 +78,7 @@ def split_over_ranks(module: nn.Module, model: Model, mesh: DeviceMesh, by_token
         del styles[name]
         styles |= {f"{name}.{part}": "colwise" for part in "qkv"} | {f"{name}.out_proj": "rowwise"}
     # If there are blocks, a region is a block, because a block may call the layers of its attention directly
-    # (models/unpadded.py).
+    # (models/padding_free.py).
     found = find_blocks(module, model.blocks)
     blocks = [name for name, part in module.named_modules() if any(part is block for block in found)]
     split = [name for name, style in styles.items() if style == "colwise"]
@@ -106,7 +106,7 @@ def split_over_ranks(module: nn.Module, model: Model, mesh: DeviceMesh, by_token
     for name, following in zip(holders, [*holders[1:], ""], strict=True):
         holder = module.get_submodule(name)
         goes_on = following in shared and _parent(module, following) == _parent(module, name)
-        holder.forward = region.around(holder, name in shared, goes_on)
+        holder.forward = region.wrap_forward(holder, name in shared, goes_on)
     for name in dict.fromkeys(_parent(module, name) for name in split if _holder(module, name, blocks) in shared):
         if name not in holders:
             module.get_submodule(name).register_forward_pre_hook(region.assemble, with_kwargs=True)
@@ -152,7 +152,9 @@ def _holder(module: nn.Module, name: str, blocks: Sequence[str]) -> str:
     return max(around, key=len) if around else _parent(module, name)
 
 
-def _split(layer: nn.Module, style: str, name: str, region: _Region, key: str, tokens: int | None) -> None:
+def _split(
+    layer: nn.Module, style: str, name: str, region: _TensorParallelRegion, key: str, tokens: int | None
+) -> None:
     """Split a layer; ``tokens`` is the dimension along which its sums are scattered over ranks, or ``None``."""
     if style in ("replicated_with_grad_allreduce", "sequence_parallel"):
         if style != "sequence_parallel" or tokens is not None:
@@ -175,10 +177,10 @@ def _split(layer: nn.Module, style: str, name: str, region: _Region, key: str, t
 class SplitAttention(nn.Module):
     """``nn.MultiheadAttention`` as torchvision uses it, with its packed weight unpacked, so that heads can be split.
 
-    Checkpoints keep the packed weight: ``packed`` maps each weight to one of its three ranges of rows.
+    Checkpoints keep the packed weight: ``packed_names`` maps each weight to one of its three ranges of rows.
     """
 
-    packed: ClassVar = {
+    packed_names: ClassVar = {
         f"{part}.{kind}": (f"in_proj_{kind}", number)
         for number, part in enumerate("qkv")
         for kind in ("weight", "bias")
@@ -219,7 +221,7 @@ class SplitAttention(nn.Module):
         return self.out_proj(found.permute(2, 0, 1, 3).flatten(2)).transpose(0, 1), None
 
 
-class _Region(TorchFunctionMode):
+class _TensorParallelRegion(TorchFunctionMode):
     """The computation from a layer that is split by columns to the layer that is split by rows."""
 
     def __init__(self, mesh: DeviceMesh) -> None:
@@ -230,7 +232,7 @@ class _Region(TorchFunctionMode):
         self.tokens = 0  # tokens of the current block, if ranks share them; otherwise 0
         self.partly: list[nn.Module] = []  # modules with weights on every rank that see only this rank's heads
 
-    def around(self, parent: nn.Module, is_shared: bool, goes_on: bool) -> Callable[..., Any]:
+    def wrap_forward(self, parent: nn.Module, is_shared: bool, goes_on: bool) -> Callable[..., Any]:
         """Wrap ``parent.forward``.
 
         If it ``is_shared``, it gets this rank's tokens; its output stays split if the next block ``goes_on`` with it.
@@ -245,7 +247,7 @@ class _Region(TorchFunctionMode):
                     if not (args and isinstance(args[0], Tensor) and args[0].ndim == 3):
                         what = f"the first argument of {kind} is not a tensor of shape (n, tokens, width)"
                         raise RecipeError(f"memory.sequence_parallel=true: {what}: use false")
-                    whole = args[0] if isinstance(args[0], DTensor) else self.alike(args[0])
+                    whole = args[0] if isinstance(args[0], DTensor) else self.from_replicated(args[0])
                     self.tokens = whole.shape[1]
                     args = whole.redistribute(placements=[Shard(1)]).to_local(), *args[1:]
                 with self if parent.training else nullcontext():
@@ -253,17 +255,17 @@ class _Region(TorchFunctionMode):
                 if not is_shared:
                     return found
                 # A copy, once per forward: FSDP's hooks and autograd reject in-place changes of a view.
-                return self.dealt(found) if goes_on else self.gathered(found).to_local().clone()
+                return self.from_sharded_tokens(found) if goes_on else self.gather_tokens(found).to_local().clone()
             finally:  # a recomputation ends with an exception
                 self.is_split, self.is_open, self.entered, self.tokens = False, False, None, 0
 
         return within
 
-    def alike(self, tensor: Tensor) -> DTensor:
+    def from_replicated(self, tensor: Tensor) -> DTensor:
         """Return ``tensor``, which is the same on all ranks, as a replicated DTensor."""
         return DTensor.from_local(tensor, self.mesh, [Replicate()], run_check=False)
 
-    def dealt(self, mine: Any) -> DTensor:
+    def from_sharded_tokens(self, mine: Any) -> DTensor:
         """Return this rank's tokens as a sharded DTensor: (n, tokens, width) or (tokens, width)."""
         shape = list(getattr(mine, "shape", ()))
         along, (share, _) = len(shape) - 2, Shard.local_shard_size_and_offset(self.tokens, self.ranks, self.rank)
@@ -274,17 +276,17 @@ class _Region(TorchFunctionMode):
         size: Any = {"shape": torch.Size(shape), "stride": torch.empty(shape, device="meta").stride()}
         return DTensor.from_local(mine, self.mesh, [Shard(along)], run_check=False, **size)
 
-    def gathered(self, mine: Tensor) -> DTensor:
+    def gather_tokens(self, mine: Tensor) -> DTensor:
         """Gather the tokens of all ranks on every rank."""
-        every = self.dealt(mine).redistribute(placements=[Replicate()])
+        every = self.from_sharded_tokens(mine).redistribute(placements=[Replicate()])
         # Before torch 2.12, gathered uneven shares are a view that is not contiguous; linear layers need contiguous
         # ones.
-        return every if (local := every.to_local()).is_contiguous() else self.alike(local.contiguous())
+        return every if (local := every.to_local()).is_contiguous() else self.from_replicated(local.contiguous())
 
     def assemble(self, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
         """Gather all ranks' tokens of the first tensor, before a module with layers split by columns."""
         mine = next(one for one in (*args, *kwargs.values()) if isinstance(one, Tensor))
-        every = self.gathered(mine)
+        every = self.gather_tokens(mine)
         return tree_map(lambda one: every if one is mine else one, (args, kwargs))
 
     def enter(self, _: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
@@ -293,7 +295,7 @@ class _Region(TorchFunctionMode):
         if isinstance(args[0], DTensor):
             return args
         if self.entered is None or self.entered[0] is not args[0]:
-            self.entered = args[0], self.gathered(args[0]) if self.tokens else self.alike(args[0])
+            self.entered = args[0], self.gather_tokens(args[0]) if self.tokens else self.from_replicated(args[0])
         return self.entered[1], *args[1:]
 
     def begin(self, *_: Any) -> None:
@@ -312,7 +314,7 @@ class _Region(TorchFunctionMode):
             name = getattr(func, "__name__", "")
             if self.is_split and func is functional.scaled_dot_product_attention:
                 return self.attention(*args, **kwargs)
-            if self.is_split and name == "draw_kept":  # from models/unpadded.py, not imported here
+            if self.is_split and name == "draw_kept":  # from models/padding_free.py, not imported here
                 weights, (texts, heads, *rest), dropped = args
                 whole = func(weights, torch.Size([texts, heads * self.ranks, *rest]), dropped)
                 return whole.narrow(1, self.rank * heads, heads)
@@ -340,7 +342,7 @@ class _Region(TorchFunctionMode):
             along = 1 if input.ndim == 4 else input.ndim - 1
             first, size, shape[along] = self.rank * shape[along], shape[along], shape[along] * self.ranks
         else:
-            along, shape = input.ndim - 2, list(self.dealt(input).shape)
+            along, shape = input.ndim - 2, list(self.from_sharded_tokens(input).shape)
             size, first = Shard.local_shard_size_and_offset(self.tokens, self.ranks, self.rank)
         order = sorted(range(input.ndim), key=lambda dim: -strides[dim])
         ones = input.new_ones([shape[dim] for dim in order]).permute([order.index(dim) for dim in range(input.ndim)])
@@ -373,7 +375,7 @@ class _Region(TorchFunctionMode):
         return self.dropout(scores.softmax(-1), dropout_p) @ value
 
 
-def is_split(parameter: Tensor) -> bool:
+def is_tensor_parallel(parameter: Tensor) -> bool:
     """Return whether tensor-parallel ranks have different parts of ``parameter``."""
     if not isinstance(parameter, DTensor):
         return False
@@ -405,7 +407,7 @@ class TensorParallelSync(GradientSync):
         partly = [part for part in module.modules() if getattr(part, "_sees_part", False)]
         self.partly = {p for part in partly for p in part.parameters(recurse=False)}
         order = {p: position for position, p in enumerate(reversed(trained))}  # roughly the order of backward
-        self.kinds = [[p for p in order if is_split(p) == kind] for kind in (True, False)]
+        self.kinds = [[p for p in order if is_tensor_parallel(p) == kind] for kind in (True, False)]
         found = [[kind[n] for n in bucket] for kind in self.kinds for bucket in buckets([trained[p] for p in kind])]
         self.buckets = sorted(found, key=lambda bucket: order[bucket[-1]])
         self.begun: list[Callable[[], None]] = []  # functions that wait for the first buckets
@@ -413,15 +415,15 @@ class TensorParallelSync(GradientSync):
         for parameter in trained:
             self.on_gradient(parameter, self._arrive)
 
-    def before(self, is_last: bool) -> None:
+    def before_forward(self, is_last: bool) -> None:
         self.is_last = is_last
         if self.sharding is not None:
-            self.sharding.before(is_last)
+            self.sharding.before_forward(is_last)
 
     def _arrive(self, parameter: Tensor) -> None:
         if self.is_last and parameter.grad is not None:  # FSDP may also call hooks of parameters without a gradient
             self.arrived[parameter] += 1
-            left = self.buckets[len(self.begun) :] if self.overlapped else []
+            left = self.buckets[len(self.begun) :] if self.overlaps_update else []
             for bucket in takewhile(lambda bucket: all(p in self.arrived for p in bucket), left):
                 self._begin(bucket)
 
@@ -434,22 +436,22 @@ class TensorParallelSync(GradientSync):
                 continue
             if isinstance(gradient, DTensor) and isinstance(parameter, DTensor):
                 gradient = gradient.redistribute(placements=parameter.placements)
-            tensor.grad = local(gradient)
+            tensor.grad = local_shard(gradient)
             if parameter in self.partly:  # each rank has seen only its heads: a sum, not a mean
                 tensor.grad *= self.ranks
             gradients.append(tensor.grad)
-        if not is_split(bucket[0]):
+        if not is_tensor_parallel(bucket[0]):
             self.begun.append(begin_mean(gradients, self.tensor if self.sharding is not None else None))
         else:  # nothing to reduce with FSDP or without other ranks
             self.begun.append(begin_mean(gradients if self.over_data else [], self.data))
 
-    def after(self) -> None:
+    def after_last_backward(self) -> None:
         once = all(self.arrived[p] == 1 for p in self.trained)
-        if self.overlapped and not once:
+        if self.overlaps_update and not once:
             raise RunError("some parameters got no gradient, or two: set `conditional = True` in the model's class")
-        if not self.overlapped and (self.may_overlap or self.over_data):
+        if not self.overlaps_update and (self.may_overlap or self.over_data):
             counts = add_missing(list(self.trained), once)
-            self.overlapped = self.may_overlap and counts[-1] == torch.distributed.get_world_size()
+            self.overlaps_update = self.may_overlap and counts[-1] == torch.distributed.get_world_size()
         for bucket in self.buckets[len(self.begun) :]:
             self._begin(bucket)
         for finish in self.begun:
@@ -469,6 +471,6 @@ class TensorParallelSync(GradientSync):
         return norm_over_ranks(torch.hypot(split, whole / self.ranks**0.5), group=group)
 
 
-def trained_parts(module: nn.Module) -> dict[nn.Parameter, Tensor]:
+def local_trainable_tensors(module: nn.Module) -> dict[nn.Parameter, Tensor]:
     """Return a plain tensor for each trained parameter, in the memory of this rank's part."""
-    return {p: local(p.detach()) for p in module.parameters() if p.requires_grad}
+    return {p: local_shard(p.detach()) for p in module.parameters() if p.requires_grad}

@@ -1,8 +1,8 @@
 """Models: build, losses and blocks. Importing this loads no torch."""
 
+from trainer.models.base import Objective
 from trainer.models.bigbird import BigBird
 from trainer.models.causal import CausalLM
-from trainer.models.common import Objective
 from trainer.models.image import ImageClassifier
 from trainer.models.lora import LoRA
 from trainer.models.mlp import MLP

@@ -38,12 +38,12 @@ class BigBird(TextClassifier):
         super().__post_init__()
         require_choice("model.attention", self.attention, Attention)
 
-    def _finished(self, module: nn.Module) -> nn.Module:
+    def _finalize_module(self, module: nn.Module) -> nn.Module:
         """Install our attention, and freeze the pooler, which gets no gradient."""
-        from trainer.models.block_sparse import use_own_attention
+        from trainer.models.block_sparse import replace_attention
 
-        module = super()._finished(module)
-        use_own_attention(module)
+        module = super()._finalize_module(module)
+        replace_attention(module)
         # DDP waits for every trainable parameter, and the classifier reads the first token, not the pooler.
         module.bert.pooler.requires_grad_(False)  # type: ignore[union-attr]
         module.config.attention_type = ATTENTION_TYPES[self.attention]  # type: ignore[union-attr]

@@ -34,22 +34,24 @@ NAME = "block_sparse_attention"
 
 
 @lru_cache(maxsize=64)
-def pattern(layers: int, heads: int, blocks: int, drawn: int, size: int, longest: int, training: bool) -> Any:
+def attention_counts(
+    layers: int, heads: int, blocks: int, num_random_blocks: int, size: int, longest: int, training: bool
+) -> Any:
     """Count how often each query block attends to each key block: uint8 (layers, heads, blocks, blocks).
 
     The first and the last block attend to all blocks and are attended to by all. Every other block attends to itself,
-    its neighbours and ``drawn`` random blocks, which count twice if they are also neighbours. ``size`` is the number
-    of tokens per block, ``longest`` the maximum number of tokens of a text.
+    its neighbours and ``num_random_blocks`` random blocks, which count twice if they are also neighbours. ``size`` is
+    the number of tokens per block, ``longest`` the maximum number of tokens of a text.
     """
     at = np.arange(blocks)
     counts = np.zeros((layers, heads, blocks, blocks), np.uint8)
     counts[..., abs(at[:, None] - at) <= 1] = 1
     counts[..., [0, -1]] = counts[..., [0, -1], :] = 1
     if not training:
-        counts[..., 1:-1, 0] += drawn
+        counts[..., 1:-1, 0] += num_random_blocks
         return counts
     for layer in range(layers):
-        for head, row, chosen in _drawn_blocks(layer, heads, blocks, drawn, size, longest):
+        for head, row, chosen in _drawn_blocks(layer, heads, blocks, num_random_blocks, size, longest):
             counts[layer, head, row, chosen] += 1
     return counts
 
@@ -93,7 +95,7 @@ def block_sparse_attention(
     Args:
         query, key, value: shape (batch, heads, tokens, size); the number of tokens is a multiple of the blocks.
         mask: (batch, tokens), true for tokens, false for padding. The output for a padding query is undefined.
-        counts: uint8 (heads, blocks, blocks), from :func:`pattern`.
+        counts: uint8 (heads, blocks, blocks), from :func:`attention_counts`.
         width: maximum number of key blocks per query block, except the first and the last.
 
     Returns:
@@ -240,7 +242,7 @@ def _flops_backward(grad: Any, *args: Any, **_: Any) -> int:
     return _flops(*args, products=5)
 
 
-def inner_bytes(op: Any, args: tuple[Any, ...], capability: tuple[int, int] | None) -> tuple[int, ...]:
+def workspace_bytes(op: Any, args: tuple[Any, ...], capability: tuple[int, int] | None) -> tuple[int, ...]:
     """Return the sizes in bytes of the temporaries of ``op``, one of the two above, at its peak for ``args``.
 
     On a GPU of this ``capability``, FlexAttention may replace it and needs one number per query in backward.
@@ -264,8 +266,8 @@ def inner_bytes(op: Any, args: tuple[Any, ...], capability: tuple[int, int] | No
     return of_head, 2 * tokens * size * exact, gathered, *max(rounding, adding, key=sum)
 
 
-INNER_BYTES[torch.ops.trainer.block_sparse_attention.default] = inner_bytes
-INNER_BYTES[torch.ops.trainer.block_sparse_attention_backward.default] = inner_bytes
+INNER_BYTES[torch.ops.trainer.block_sparse_attention.default] = workspace_bytes
+INNER_BYTES[torch.ops.trainer.block_sparse_attention_backward.default] = workspace_bytes
 
 
 # FlexAttention, on GPUs.
@@ -390,7 +392,7 @@ class Encoder(BigBirdModel):
             mask = states.new_ones(batch, tokens, dtype=torch.bool) if attention_mask is None else attention_mask
             states, mask = pad(states, (0, 0, 0, -tokens % size)), pad(mask, (0, -tokens % size))
             sizes = (config.num_hidden_layers, config.num_attention_heads, states.shape[1] // size, drawn, size)
-            counts = torch.from_numpy(pattern(*sizes, config.max_position_embeddings, self.training))
+            counts = torch.from_numpy(attention_counts(*sizes, config.max_position_embeddings, self.training))
             if states.is_cuda:  # without a GPU sync
                 counts = counts.pin_memory().to(states.device, non_blocking=True)
             how = {"attention_mask": mask, "counts": counts, "width": 5 + (drawn if self.training else 0)}
@@ -398,7 +400,7 @@ class Encoder(BigBirdModel):
         return BaseModelOutputWithPoolingAndCrossAttentions(last_hidden_state=out)
 
 
-def use_own_attention(module: Any) -> None:
+def replace_attention(module: Any) -> None:
     """Replace the attention of a transformers ``BigBirdModel`` classifier; parameters and their names stay.
 
     Swapping ``__class__`` keeps parameters, names, hooks and the user's loading code, which a rebuilt module would not.

@@ -68,9 +68,9 @@ class CausalLM(TextModel):
     def packs(self) -> bool:
         """Return whether micro-batches are packed into one row; see ``padding_free``."""
         if self._can_pack is None and self.padding_free is not False:
-            from trainer.models.packed_attention import why_not
+            from trainer.models.packed_attention import unsupported_reason
 
-            why = why_not(self.unloaded()._configuration())  # a plan may use a packaged configuration
+            why = unsupported_reason(self.unloaded()._configuration())  # a plan may use a packaged configuration
             if why is not None and self.padding_free is not None:
                 raise RecipeError(
                     f"model.padding_free=true is not supported for model.name={self.name!r}, because {why}: leave it "
@@ -92,13 +92,13 @@ class CausalLM(TextModel):
         """
         if not isinstance(batch, Mapping) or "labels" not in batch:
             return batch
-        from trainer.models.token_loss import predicted_places
+        from trainer.models.chunked_loss import target_positions
 
         if "attention_mask" in batch and self.packs():
             from trainer.models.packed_attention import pack_documents
 
             batch = pack_documents(batch) or batch
-        return {**batch, "places": predicted_places(batch["labels"])}
+        return {**batch, "places": target_positions(batch["labels"])}
 
     def losses(self, module: nn.Module, batch: Any) -> Iterator[Loss]:
         """Yield the cross entropy of the next tokens: position t predicts label t + 1, and -100 is ignored.
@@ -148,7 +148,7 @@ class CausalLM(TextModel):
                     return name
         return None
 
-    def _of_data(self) -> dict[str, Any]:
+    def _config_from_data(self) -> dict[str, Any]:
         """Return the tokenizer's vocabulary size and special tokens, which replace the configuration's defaults."""
         tokenizer = self.tokenizer_or_none()
         if tokenizer is None:
@@ -160,12 +160,12 @@ class CausalLM(TextModel):
             special["pad_token_id"] = None
         return {"vocab_size": len(tokenizer), **special}
 
-    def _finished(self, module: nn.Module) -> nn.Module:
+    def _finalize_module(self, module: nn.Module) -> nn.Module:
         """Make the module return the summed loss when given labels, and accept packed texts if supported."""
+        from trainer.models.chunked_loss import patch_forward_to_return_loss
         from trainer.models.liger import use_kernels
-        from trainer.models.token_loss import give_loss
 
-        module = super()._finished(module)
+        module = super()._finalize_module(module)
         ahead = _sees_ahead(module.config)
         if ahead is not None:
             raise RecipeError(
@@ -181,12 +181,12 @@ class CausalLM(TextModel):
             )
         # Before transformers 5.21, its ``sdpa`` silently ignored the cap on Gemma 2's attention scores.
         if self.packs() or getattr(module.config, "attn_logit_softcapping", None) is not None:
-            from trainer.models.packed_attention import NAME, register
+            from trainer.models.packed_attention import NAME, register_packed_attention
 
-            register()
+            register_packed_attention()
             module.set_attn_implementation(NAME)  # type: ignore[operator]
         use_kernels(module, self.kernels)
-        give_loss(module, self.loss_chunk)
+        patch_forward_to_return_loss(module, self.loss_chunk)
         return module
 
     def _complete_generation(self, module: Any) -> None:

@@ -11,13 +11,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, cast
 
 from trainer.contract import Preparable
-from trainer.errors import RecipeError, RunError, nearest, require
-from trainer.models.common import MOST_LAYERS, Supervised, require_filled, train_last_blocks
-from trainer.models.lora import OWN, Adaptable, LoRA, reset_adapters, save_adapters
+from trainer.errors import RecipeError, RunError, require, suggest_name
+from trainer.models.base import MAX_LAYERS, SupervisedModel, require_filled, train_last_blocks
+from trainer.models.lora import LORA_KEY, LoRA, SupportsLoRA, reset_adapters, save_adapters
 from trainer.system.files import require_regular, room_in
-from trainer.system.hub import advice, away, tell_of_cache
+from trainer.system.hub import offline_advice, offline_reason, warn_offline_cache
 from trainer.values import Pretrained
-from trainer.weights.blocks import find_blocks, switch_cache_off
+from trainer.weights.blocks import disable_kv_cache, find_blocks
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -40,7 +40,7 @@ PEFT_TASKS = {"AutoModelForSequenceClassification": "SEQ_CLS", "AutoModelForToke
 PEFT_TASKS["AutoModelForCausalLM"] = "CAUSAL_LM"
 """peft's task type by transformers class."""
 
-MOST_TEXT = 500_000_000
+MAX_CONFIG_BYTES = 500_000_000
 """Max bytes of a settings or vocabulary file; the largest vocabularies take some 10 MB."""
 
 
@@ -59,7 +59,7 @@ PUBLISHED = {
 """Hub ids of packaged recipes and language models, and the packaged folders with their ``config.json``."""
 
 
-def published(source: str) -> Path | None:
+def bundled_config_folder(source: str) -> Path | None:
     """Return the packaged folder with the ``config.json`` of the hub id ``source``, or ``None``."""
     name = None if is_local(source) else PUBLISHED.get(source)
     return None if name is None else Path(__file__).parent / "published" / name
@@ -83,7 +83,7 @@ def from_hub(key: str, source: str, load: Any, *args: Any, **kwargs: Any) -> Any
     if is_local(source):
         _require_files(Path(local_folder(source)))
     here = is_local(source) or load.__name__ == "from_config"  # the configuration was read before
-    why_not = "" if here else away()
+    why_not = "" if here else offline_reason()
     from huggingface_hub.constants import HF_HUB_CACHE
 
     try:
@@ -102,7 +102,7 @@ def from_hub(key: str, source: str, load: Any, *args: Any, **kwargs: Any) -> Any
             reason = f"it is neither a local folder nor in the hub's cache, and {why_not}."
             kinds = {"name": ", or a model type such as distilbert", "tokenizer": ", or bytes, which needs no files"}
             kind = kinds.get(key, "")
-            fix = f"Give a local folder as save_pretrained writes it{kind}; {advice()}"
+            fix = f"Give a local folder as save_pretrained writes it{kind}; {offline_advice()}"
         if "trust_remote_code" in str(error):
             reason = "it needs Python code from its repository (auto_map), and remote code is never executed."
             fix = (
@@ -111,7 +111,7 @@ def from_hub(key: str, source: str, load: Any, *args: Any, **kwargs: Any) -> Any
             )
         raise RecipeError(f"model.{key}={source!r} cannot be loaded: {reason.rstrip('.')}. {fix}") from error
     if why_not:
-        tell_of_cache()
+        warn_offline_cache()
     return found
 
 
@@ -123,11 +123,13 @@ def _require_files(folder: Path) -> None:
                 require_regular(path.stat(), path)
             except OSError as error:
                 raise RecipeError(f"{path} cannot be read: {error.strerror}") from error
-            if path.suffix in (".json", ".txt") and path.stat().st_size > MOST_TEXT:
-                raise RecipeError(f"{path} is larger than {MOST_TEXT / 1e6:g} MB, the max for settings or vocabularies")
+            if path.suffix in (".json", ".txt") and path.stat().st_size > MAX_CONFIG_BYTES:
+                raise RecipeError(
+                    f"{path} is larger than {MAX_CONFIG_BYTES / 1e6:g} MB, the max for settings or vocabularies"
+                )
 
 
-def positions(config: Mapping[str, Any]) -> int | None:
+def max_positions(config: Mapping[str, Any]) -> int | None:
     """Return the max number of tokens of a model from its ``config.json``, or ``None`` if there is no limit."""
     kind = str(config.get("model_type"))
     found = next((config[name] for name in POSITIONS if isinstance(config.get(name), int)), 0)
@@ -153,10 +155,8 @@ def require_moderate_config(said: str, config: Mapping[str, Any]) -> None:
         labels = len(value) if isinstance(value, Mapping) else count if key == "num_labels" else 0
         require(labels <= MAX_LABELS, f"{said}: {key} has {labels:,} labels, and the max is {MAX_LABELS:,}: lower it")
         if COUNT.match(str(key)):
-            if max(count, len(numbers)) > MOST_LAYERS:
-                raise RecipeError(
-                    f"{said}: {key} stands for {count:,} layers, and the max is {MOST_LAYERS:,}: lower it"
-                )
+            if max(count, len(numbers)) > MAX_LAYERS:
+                raise RecipeError(f"{said}: {key} stands for {count:,} layers, and the max is {MAX_LAYERS:,}: lower it")
             ends = str(key).endswith(("layers", "depths", "block_sizes"))
             if ends and min(numbers, default=1) < (not str(key).endswith("layers")):  # a decoder may have no layers
                 raise RecipeError(f"{said}: {key} {value!r:.80} must be at least 1")
@@ -169,7 +169,7 @@ def _read_config(source: str, **options: Any) -> Any:
     return AutoConfig.from_pretrained(source, trust_remote_code=False, **options)
 
 
-def refuse_code(name: str, config: Any) -> None:
+def reject_remote_code(name: str, config: Any) -> None:
     """Reject a ``config`` of the folder or hub id ``name`` for which transformers would run code from the hub."""
     wished = [getattr(config, key, None) for key in ("_attn_implementation", "_experts_implementation")]
     kernels = [text for text in map(str, wished) if "/" in text]
@@ -191,7 +191,7 @@ def refuse_code(name: str, config: Any) -> None:
     )
 
 
-class HubModel(Adaptable, Preparable):
+class HubModel(SupportsLoRA, Preparable):
     """Base class of models that a transformers class builds from a configuration or from weights.
 
     Args:
@@ -259,14 +259,14 @@ class HubModel(Adaptable, Preparable):
         wrong = [*found["missing_keys"], *found["mismatched_keys"]]
         new = {key if isinstance(key, str) else key[0] for key in wrong} & dict(module.named_parameters()).keys()
         self._require_body(module, new)
-        module = self.adapt(self._finished(module.to(torch.get_default_device())))
+        module = self.adapt(self._finalize_module(module.to(torch.get_default_device())))
         self.draw_new(module, _initialise, new)
         return module
 
     def skeleton(self) -> nn.Module:
         """Build the module with random weights, without adapters."""
         self._require_complete()
-        return self._finished(self._from_configuration(self.auto))
+        return self._finalize_module(self._from_configuration(self.auto))
 
     def _require_complete(self) -> None:
         """Check that all settings that the dataset fills are set."""
@@ -295,7 +295,7 @@ class HubModel(Adaptable, Preparable):
         stored = {name: place for name, place, shape in found if name in own and tuple(own[name].shape) == shape}
         new = {names[0] for names in tied_names(skeleton) if not stored.keys() & set(names)}
         self._require_body(skeleton, new)
-        return self.as_adapted(Pretrained(stored, new, _initialise), skeleton)
+        return self.map_to_adapted(Pretrained(stored, new, _initialise), skeleton)
 
     def _folder(self, weights: str) -> Path:
         """Return the local folder of ``weights``, downloaded to the hub's cache if necessary."""
@@ -313,16 +313,16 @@ class HubModel(Adaptable, Preparable):
         found = stored_in(self._folder(self.weights)) if self.weights is not None else {}
         return sorted({place.file for place, _ in found.values()})
 
-    def _finished(self, module: nn.Module) -> nn.Module:
+    def _finalize_module(self, module: nn.Module) -> nn.Module:
         """Disable the KV cache, and freeze the parameters that do not train."""
-        switch_cache_off(module)
+        disable_kv_cache(module)
         if self.train_last_blocks is not None:
             train_last_blocks(module, self.train_last_blocks, self.blocks)
         return module
 
     def _require_body(self, module: nn.Module, new: Collection[str]) -> None:
         """Check that only the head is new. transformers would also fill other missing weights with random numbers."""
-        from trainer.weights.files import shortened
+        from trainer.weights.files import format_names
 
         blocks = find_blocks(module, self.blocks)
         last = list(blocks[-1].parameters())[-1] if blocks else None
@@ -332,7 +332,7 @@ class HubModel(Adaptable, Preparable):
         if lost:
             raise RecipeError(
                 f"model.weights={self.weights!r} do not fit this {cast(Any, module).config.model_type}: "
-                f"{shortened(lost)} are missing or have another shape"
+                f"{format_names(lost)} are missing or have another shape"
             )
 
     def save(self, module: nn.Module, folder: Path, state: Mapping[str, Tensor]) -> None:
@@ -362,7 +362,7 @@ class HubModel(Adaptable, Preparable):
         """Return the model type if ``name`` is one, ``None`` for a folder or hub id."""
         return self.name if not is_local(self.name) and is_model_type(self.name) else None
 
-    def _of_data(self) -> dict[str, Any]:
+    def _config_from_data(self) -> dict[str, Any]:
         """Return the settings that the data determines, for a configuration made from a model type alone."""
         return {}
 
@@ -373,16 +373,16 @@ class HubModel(Adaptable, Preparable):
         kind = self._type()
         require_moderate_config("model.config", self.config)
         if kind is not None:
-            of_data = self._of_data()
+            of_data = self._config_from_data()
             config = AutoConfig.for_model(kind, **of_data)
-        elif self.weights is None and self.revision is None and (folder := published(self.name)):
+        elif self.weights is None and self.revision is None and (folder := bundled_config_folder(self.name)):
             config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
             config.name_or_path = self.name
         else:
             config = self._load("name", self.name, _read_config)
         unknown = [key for key in self.config if not hasattr(config, key)]
         if unknown:
-            hint = nearest(unknown[0], config.to_dict())
+            hint = suggest_name(unknown[0], config.to_dict())
             raise RecipeError(f"model.config: {config.model_type} has no setting {unknown[0]!r}{hint}")
         changes = dict(self.config)
         if self.dropout is not None:
@@ -397,11 +397,11 @@ class HubModel(Adaptable, Preparable):
             setattr(config, key, value)
         if torch.get_default_dtype() == torch.float64 and getattr(config, "_experts_implementation", "") is None:
             config._experts_implementation = "eager"  # the grouped matmul has no kernel for float64
-        refuse_code(self.name, config)
+        reject_remote_code(self.name, config)
         return config
 
 
-class HubClassifier(HubModel, Supervised):
+class HubClassifier(HubModel, SupervisedModel):
     """Base class of transformers' classifiers.
 
     Args:
@@ -432,7 +432,7 @@ class HubClassifier(HubModel, Supervised):
 def _initialise(skeleton: Any) -> None:
     """Initialise as transformers does; parameters on meta stay there."""
     for name, module in skeleton.named_modules():
-        module._is_hf_initialized = OWN in name  # set when the skeleton was made
+        module._is_hf_initialized = LORA_KEY in name  # set when the skeleton was made
     skeleton.initialize_weights()
     reset_adapters(skeleton)
 

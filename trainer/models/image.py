@@ -11,18 +11,18 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from trainer.contract import DrawnInputs
-from trainer.errors import nearest, require, require_choice, require_package
-from trainer.models.common import ImageTask, Objective
+from trainer.errors import require, require_choice, require_package, suggest_name
+from trainer.models.base import ImageTask, Objective
 from trainer.models.hub import HubClassifier, is_local
 from trainer.models.lora import LoRA
-from trainer.system.files import read_object
+from trainer.system.files import read_json_object
 from trainer.values import ImageInput, Loss
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
 PROCESSOR = "preprocessor_config.json"
-MOST_BYTES = 1_000_000
+MAX_CONFIG_BYTES = 1_000_000
 TIMM = "timm/"
 
 
@@ -72,7 +72,7 @@ class ImageClassifier(HubClassifier, DrawnInputs):
         known = getattr(config, "pretrained_cfg", None) or {}
         if known.get("input_size"):
             return ImageInput(known["input_size"][-1], *(tuple(known.get(key) or ()) for key in ("mean", "std")))
-        found = read_object(path, MOST_BYTES) if (path := self._processor()) is not None else {}
+        found = read_json_object(path, MAX_CONFIG_BYTES) if (path := self._processor()) is not None else {}
         cut = found.get("do_center_crop") and found.get("crop_size")
         side = cut or found.get("size") or getattr(config, "image_size", None)
         side = side.get("height") or side.get("shortest_edge") if isinstance(side, Mapping) else side
@@ -100,7 +100,7 @@ class ImageClassifier(HubClassifier, DrawnInputs):
         timm = self.name.startswith(TIMM) and self.weights is None and not is_local(self.name)
         return "timm_wrapper" if timm else super()._type()
 
-    def _of_data(self) -> dict[str, Any]:
+    def _config_from_data(self) -> dict[str, Any]:
         from transformers import AutoConfig
 
         kind = self._type() or ""
@@ -111,7 +111,7 @@ class ImageClassifier(HubClassifier, DrawnInputs):
         import timm
 
         name = self.name.removeprefix(TIMM)
-        hint = nearest(name, timm.list_models(), prefix=TIMM) or "; timm.list_models() lists them"
+        hint = suggest_name(name, timm.list_models(), prefix=TIMM) or "; timm.list_models() lists them"
         require(timm.is_model(name), f"model.name={self.name!r}: timm {timm.__version__} has no such model{hint}")
         known = timm.get_pretrained_cfg(name)
         seen = {key: list(getattr(known, key)) for key in ("input_size", "mean", "std")} if known else {}
@@ -123,9 +123,9 @@ class ImageClassifier(HubClassifier, DrawnInputs):
             require_package(f"model.name={self.name}", "timm", "timm")
         return config
 
-    def _finished(self, module: nn.Module) -> nn.Module:
+    def _finalize_module(self, module: nn.Module) -> nn.Module:
         """Interpolate position embeddings if the images have another size than the configuration."""
-        module = super()._finished(module)
+        module = super()._finalize_module(module)
         for name, parameter in module.named_parameters():
             if name.endswith("mask_token"):  # used in pretraining only: it gets no gradient, and DDP would wait for it
                 parameter.requires_grad_(False)

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from trainer.contract import Exportable, Plannable, Streamable
 from trainer.errors import RecipeError, require, require_choice, require_package
-from trainer.models.common import head_parameters
+from trainer.models.base import parameters_after_blocks
 from trainer.values import Pretrained
 from trainer.weights.blocks import find_blocks
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
 
 ADAPTER = "default"
-BASE, OWN, CODES = ".base_layer.", ".lora_", ".codes"
+BASE, LORA_KEY, CODES = ".base_layer.", ".lora_", ".codes"
 """Parts of parameter names: a layer that peft has wrapped, a parameter that it has added, a quantised weight."""
 
 ADAPTERS = "adapter_model.safetensors"
@@ -68,7 +68,7 @@ class LoRA:
             )
 
 
-class Adaptable(Streamable, Exportable, Plannable):
+class SupportsLoRA(Streamable, Exportable, Plannable):
     """A model that can train adapters instead of its weights."""
 
     lora: LoRA
@@ -90,7 +90,7 @@ class Adaptable(Streamable, Exportable, Plannable):
         add_adapters(module, self.lora, self.blocks, self.adapted, self.head_is_new)
         return module
 
-    def as_adapted(self, found: Pretrained, skeleton: nn.Module) -> Pretrained:
+    def map_to_adapted(self, found: Pretrained, skeleton: nn.Module) -> Pretrained:
         """Rename ``found`` to the names of the module with adapters, and add the adapters as new parameters.
 
         ``skeleton``, on meta and without adapters, gets them in place.
@@ -100,7 +100,7 @@ class Adaptable(Streamable, Exportable, Plannable):
         if not self.lora.rank:
             return found
         with torch.device("meta"):
-            names = {plain_name(name): name for name, _ in self.adapt(skeleton).named_parameters()}
+            names = {base_parameter_name(name): name for name, _ in self.adapt(skeleton).named_parameters()}
         stored = {names.get(name, name): place for name, place in found.stored.items()}
         return Pretrained(stored, {*found.new, *adapters_of(skeleton)}, found.initialise)
 
@@ -116,8 +116,8 @@ class Adaptable(Streamable, Exportable, Plannable):
         """Return the names of the frozen parameters, except adapters and a head that may be new."""
         if not self.base_files():
             return ()
-        head = set(head_parameters(module, find_blocks(module, self.blocks)) if self.head_is_new else ())
-        frozen = {name: p for name, p in module.named_parameters() if not p.requires_grad and OWN not in name}
+        head = set(parameters_after_blocks(module, find_blocks(module, self.blocks)) if self.head_is_new else ())
+        frozen = {name: p for name, p in module.named_parameters() if not p.requires_grad and LORA_KEY not in name}
         return {name for name, parameter in frozen.items() if parameter not in head}
 
     def draw_new(self, module: nn.Module, initialise: Callable[[nn.Module], object], new: Collection[str] = ()) -> None:
@@ -127,11 +127,13 @@ class Adaptable(Streamable, Exportable, Plannable):
         """
         import torch
 
-        from trainer.weights.streaming import draw_new, skeleton_on_meta
+        from trainer.weights.streaming import init_new_parameters, skeleton_on_meta
 
         if names := {*new, *adapters_of(module)}:
             with torch.no_grad():
-                for name, value in draw_new(skeleton_on_meta(self), names, initialise, torch.initial_seed()).items():
+                for name, value in init_new_parameters(
+                    skeleton_on_meta(self), names, initialise, torch.initial_seed()
+                ).items():
                     module.get_parameter(name).copy_(value)
 
     def merged_state(self, module: nn.Module, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -174,7 +176,7 @@ def add_adapters(
             )
     names = [name for name, layer in module.named_modules() if id(layer) in adapted]
     transposed = all(isinstance(layer, Conv1D) for layer in adapted.values())
-    trained = [parameter for parameter in head_parameters(module, found) if parameter.requires_grad and head]
+    trained = [parameter for parameter in parameters_after_blocks(module, found) if parameter.requires_grad and head]
     alpha: Any = lora.alpha or 2 * lora.rank
     settings: Any = {"lora_alpha": alpha, "lora_dropout": lora.dropout, "fan_in_fan_out": transposed}
     config = LoraConfig(r=lora.rank, target_modules=names, **settings)
@@ -205,16 +207,16 @@ def _plain(layers: Sequence[nn.Module]) -> list[Any]:
     return [layer for layer in layers if type(layer).forward in (nn.Linear.forward, Conv1D.forward)]
 
 
-def as_in_nf4(module: nn.Module, blocks: Sequence[type] = ()) -> None:
+def dequantised_in_place(module: nn.Module, blocks: Sequence[type] = ()) -> None:
     """Round the weights that ``lora.base`` nf4 quantises to their NF4 values, in full precision."""
     from trainer.weights.nf4 import NF4Linear
 
     layers = _linear_layers(find_blocks(module, blocks))
-    for layer in _plain([layer for name, layer in layers if OWN not in name]):
+    for layer in _plain([layer for name, layer in layers if LORA_KEY not in name]):
         layer.weight.data = NF4Linear(layer).weight
 
 
-def plain_name(name: str) -> str:
+def base_parameter_name(name: str) -> str:
     """Return the name of a parameter in the same module without adapters."""
     plain = name.replace(BASE, ".")
     return f"{plain.removesuffix(CODES)}.weight" if plain.endswith(CODES) else plain
@@ -222,7 +224,7 @@ def plain_name(name: str) -> str:
 
 def adapters_of(module: nn.Module) -> list[str]:
     """Return the names of the adapters' parameters."""
-    return [name for name, _ in module.named_parameters() if OWN in name]
+    return [name for name, _ in module.named_parameters() if LORA_KEY in name]
 
 
 def reset_adapters(module: nn.Module) -> None:
@@ -245,7 +247,7 @@ def merged_state(module: nn.Module, state: Mapping[str, Tensor]) -> dict[str, Te
     merged = {}
     usual = next((value.dtype for value in state.values() if value.is_floating_point()), torch.float32)
     for name, tensor in state.items():
-        if OWN in name:
+        if LORA_KEY in name:
             continue
         path, _, leaf = name.rpartition(".")
         layer, dtype, whole = module.get_submodule(path), tensor.dtype, tensor
@@ -253,7 +255,7 @@ def merged_state(module: nn.Module, state: Mapping[str, Tensor]) -> dict[str, Te
             whole, dtype = dequantise(tensor, layer.shape, torch.float32), usual
         if path.endswith(BASE[:-1]) and leaf != "bias":
             whole = whole + _update(module, path.removesuffix(BASE[:-1]), state)
-        merged[plain_name(name)] = whole.to(dtype)  # rounded once
+        merged[base_parameter_name(name)] = whole.to(dtype)  # rounded once
     return merged
 
 
@@ -269,7 +271,7 @@ def save_adapters(module: nn.Module, state: Mapping[str, Tensor], folder: Path, 
     trained = [name for name, parameter in module.named_parameters() if parameter.requires_grad]
     if any(BASE in name for name in trained):
         return
-    layers = {name.rpartition(".")[0]: None for name in trained if OWN not in name}
+    layers = {name.rpartition(".")[0]: None for name in trained if LORA_KEY not in name}
     configured: Any = module.peft_config
     config = replace(configured[ADAPTER], modules_to_save=list(layers) or None, inference_mode=True, **facts)
     config.target_modules = sorted(config.target_modules)

@@ -2,7 +2,7 @@
 
 Products keep their dtype, everything else is fp32. Forward reads them once (online softmax, Milakov & Gimelshein
 2018). Backward overwrites them with the gradient (like Liger Kernel, Hsu et al. 2024). Results differ from the
-reference, :mod:`trainer.models.token_loss`, by fp32 rounding.
+reference, :mod:`trainer.models.chunked_loss`, by fp32 rounding.
 """
 
 from __future__ import annotations

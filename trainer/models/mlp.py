@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from trainer.contract import DrawnInputs, Plannable
 from trainer.errors import require, require_choice
-from trainer.models.common import ImageTask, Objective, Supervised, require_filled
+from trainer.models.base import ImageTask, Objective, SupervisedModel, require_filled
 from trainer.values import Loss
 
 if TYPE_CHECKING:
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 @dataclass
-class MLP(Supervised, DrawnInputs, Plannable):
+class MLP(SupervisedModel, DrawnInputs, Plannable):
     """Linear layers with ReLU on the pixels: 784-512-512-10 on Fashion-MNIST.
 
     Args:

@@ -18,7 +18,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
 from trainer.errors import RecipeError
-from trainer.models.unpadded import Lengths, Pattern, attend, pack, weighed
+from trainer.models.padding_free import AttentionPattern, SequenceLengths, eager_attention, pack, varlen_attention
 
 NAME = "documents"
 """The ``attn_implementation`` that selects this attention."""
@@ -44,7 +44,7 @@ ARCHITECTURES: dict[str, str | None] = {
 equals the padded one, otherwise the module that violates this."""
 
 
-def documents(
+def packed_document_attention(
     module: nn.Module,
     query: Tensor,
     key: Tensor,
@@ -56,7 +56,7 @@ def documents(
     sliding_window: int | None = None,
     softcap: float | None = None,
     s_aux: Tensor | None = None,
-    lengths: Lengths | None = None,
+    lengths: SequenceLengths | None = None,
     cu_seq_lens: Tensor | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
@@ -66,30 +66,30 @@ def documents(
     by capped scores (``softcap``) and sinks (``s_aux``), which transformers' version lacks.
     """
     causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
-    pattern = Pattern(causal, sliding_window, scaling, softcap, s_aux)
+    pattern = AttentionPattern(causal, sliding_window, scaling, softcap, s_aux)
     if lengths is not None and cu_seq_lens is not None:
         if kwargs.get("position_bias") is not None:
             raise RecipeError(
                 f"model.padding_free: {type(module).__name__} adds a bias to the attention scores: set it to false"
             )
         rows, keys, values = (part[0].transpose(0, 1) for part in (query, key, value))
-        found = attend(rows, keys, values, lengths, cu_seq_lens, dropout, pattern)
+        found = varlen_attention(rows, keys, values, lengths, cu_seq_lens, dropout, pattern)
         return found.unflatten(-1, (query.shape[1], -1))[None], None
     if softcap is None and s_aux is None:
         given = query, key, value, attention_mask, dropout, scaling, is_causal
         return sdpa_attention_forward(module, *given, **kwargs)
     if attention_mask is None and query.shape[2] > 1:
-        attention_mask = Pattern(causal).mask(query.shape[2], query.device)
-    return weighed(query, key, value, attention_mask, dropout, pattern).transpose(1, 2).contiguous(), None
+        attention_mask = AttentionPattern(causal).mask(query.shape[2], query.device)
+    return eager_attention(query, key, value, attention_mask, dropout, pattern).transpose(1, 2).contiguous(), None
 
 
-def register() -> None:
+def register_packed_attention() -> None:
     """Register the attention with transformers, with the masks of ``sdpa`` for padded micro-batches."""
-    AttentionInterface.register(NAME, documents)
+    AttentionInterface.register(NAME, packed_document_attention)
     AttentionMaskInterface.register(NAME, sdpa_mask)
 
 
-def why_not(config: Any) -> str | None:
+def unsupported_reason(config: Any) -> str | None:
     """Return the reason why models of this configuration cannot use packed rows, or ``None`` if they can."""
     kind, implementation = config.model_type, config._attn_implementation
     if kind not in ARCHITECTURES:
@@ -98,7 +98,7 @@ def why_not(config: Any) -> str | None:
         return f"its {leak} does not keep packed documents apart"
     if implementation not in (None, "sdpa", "eager", NAME):
         return f"its attention is set to {implementation}"
-    if (rope := stretched(config)) is not None:
+    if (rope := length_dependent_rope(config)) is not None:
         return f"rope_type {rope} rotates a document by the length of the longest in its micro-batch"
     if not getattr(config, "is_causal", True) or getattr(config, "use_bidirectional_attention", None):
         return "its attention is not causal"
@@ -107,14 +107,14 @@ def why_not(config: Any) -> str | None:
     return None
 
 
-def stretched(config: Any) -> str | None:
+def length_dependent_rope(config: Any) -> str | None:
     """Return the ``rope_type`` if its rotations depend on the longest document of a micro-batch, or ``None``."""
     ropes = getattr(config, "rope_parameters", None) or {}
     ropes = [ropes, *(part for part in ropes.values() if isinstance(part, Mapping))]
     return next((part["rope_type"] for part in ropes if part.get("rope_type") in ("dynamic", "longrope")), None)
 
 
-def made_mask() -> Tensor:
+def dummy_mask() -> Tensor:
     """Return an unused mask: if given a mask of four dimensions, transformers creates none."""
     return torch.ones(1, 1, 1, 1, dtype=torch.bool)
 
@@ -128,7 +128,7 @@ def pack_documents(batch: Mapping[str, Any]) -> dict[str, Any] | None:
     Returns:
         The tensors, ``(1, tokens)``, with a mask of one entry. The first label of each document is -100, so that
         nothing is predicted across documents. ``position_ids``, ``lengths`` and ``cu_seq_lens`` are those of
-        :func:`~trainer.models.unpadded.pack`.
+        :func:`~trainer.models.padding_free.pack`.
     """
     rest = {key: value for key, value in batch.items() if key != "labels"}
     packed = pack({**rest, "targets": batch["labels"]}, None)
@@ -136,4 +136,4 @@ def pack_documents(batch: Mapping[str, Any]) -> dict[str, Any] | None:
         return None
     labels = packed.pop("targets")
     labels[:, packed["cu_seq_lens"][:-1].long()] = -100
-    return {**packed, "labels": labels, "attention_mask": made_mask()}
+    return {**packed, "labels": labels, "attention_mask": dummy_mask()}

@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Any, Literal, cast
 
 from trainer.contract import Packable
 from trainer.errors import RecipeError, require_choice
-from trainer.models.bytes import BYTES, byte_tokenizer
-from trainer.models.common import Objective
-from trainer.models.hub import HubClassifier, HubModel, is_local, is_model_type, positions
+from trainer.models.base import Objective
+from trainer.models.byte_tokenizer import BYTES, byte_tokenizer
+from trainer.models.hub import HubClassifier, HubModel, is_local, is_model_type, max_positions
 from trainer.models.lora import LoRA
 from trainer.values import Loss, Outline
 
@@ -94,7 +94,7 @@ class TextModel(HubModel, Packable):
     def outlined(self, outline: Outline) -> Self:
         """Return this model without a tokenizer, unless one is set: the configuration has the vocabulary size."""
         model = self if self.tokenizer else replace(cast(Any, self), tokenizer=NO_TOKENIZER)
-        most = positions(model.unloaded()._configuration().to_dict())  # a plan reads no weights
+        most = max_positions(model.unloaded()._configuration().to_dict())  # a plan reads no weights
         if most and outline.length and outline.length > most:
             raise RecipeError(
                 f"data.max_length={outline.length} is more than the max of {most} tokens of model.name={self.name!r}: "
@@ -109,7 +109,7 @@ class TextModel(HubModel, Packable):
         layers = _NORMS | layers if config.model_type in DECODERS else layers
         return {f"{prefix}.{name}": style for name, style in layers.items()}
 
-    def _of_data(self) -> dict[str, Any]:
+    def _config_from_data(self) -> dict[str, Any]:
         tokenizer = self.tokenizer_or_none()
         return {} if tokenizer is None else {"vocab_size": len(tokenizer), "pad_token_id": tokenizer.pad_token_id}
 
@@ -198,11 +198,11 @@ class TextClassifier(TextModel, HubClassifier):
         return self._can_pack
 
     def _has_known_blocks(self, config: Any) -> bool:
-        """Return whether models/unpadded.py supports the blocks of this configuration."""
-        from trainer.models.packed_attention import stretched
+        """Return whether models/padding_free.py supports the blocks of this configuration."""
+        from trainer.models.packed_attention import length_dependent_rope
 
         first = getattr(config, "classifier_pooling", "cls") == "cls"  # some ModernBERT heads read the mean
-        return config.model_type in PACKED and first and stretched(config) is None
+        return config.model_type in PACKED and first and length_dependent_rope(config) is None
 
     def _is_plain(self) -> bool:
         """Return whether module and losses are those of this class, which read only the first token and no mask."""
@@ -213,23 +213,23 @@ class TextClassifier(TextModel, HubClassifier):
         """Remove the padding of the micro-batch if the module supports that."""
         if not self.packs() or not isinstance(batch, Mapping) or "attention_mask" not in batch:
             return batch
-        from trainer.models.packed_attention import made_mask
-        from trainer.models.unpadded import pack
+        from trainer.models.packed_attention import dummy_mask
+        from trainer.models.padding_free import pack
 
         packed = pack(batch, self._padding_idx)
         if packed is not None and self._asks:
-            packed["attention_mask"] = made_mask()
+            packed["attention_mask"] = dummy_mask()
         return packed or batch
 
-    def _finished(self, module: nn.Module) -> nn.Module:
-        module = super()._finished(module)
+    def _finalize_module(self, module: nn.Module) -> nn.Module:
+        module = super()._finalize_module(module)
         if self.packs():
-            from trainer.models.packed_attention import NAME, register
-            from trainer.models.unpadded import unpad
+            from trainer.models.packed_attention import NAME, register_packed_attention
+            from trainer.models.padding_free import unpad
 
             unpad(module)
             if self._asks:
-                register()
+                register_packed_attention()
                 module.set_attn_implementation(NAME)  # type: ignore[operator]
         return module
 

@@ -11,16 +11,16 @@ from typing import TYPE_CHECKING, Any, Literal, cast
 
 from trainer.contract import DrawnInputs
 from trainer.errors import RecipeError, require, require_choice, require_positive
-from trainer.models.common import (
-    MOST_FEATURES,
-    MOST_LAYERS,
+from trainer.models.base import (
+    MAX_FEATURES,
+    MAX_LAYERS,
     ImageTask,
     Objective,
-    Supervised,
+    SupervisedModel,
     require_filled,
     train_last_blocks,
 )
-from trainer.models.lora import Adaptable, LoRA, reset_adapters
+from trainer.models.lora import LoRA, SupportsLoRA, reset_adapters
 from trainer.values import Loss, Pretrained
 
 if TYPE_CHECKING:
@@ -32,7 +32,7 @@ POSITIONS = "encoder.pos_embedding"
 
 
 @dataclass
-class VisionTransformer(Supervised, Adaptable, DrawnInputs):
+class VisionTransformer(SupervisedModel, SupportsLoRA, DrawnInputs):
     """torchvision's ViT (Dosovitskiy et al. 2021): one of its five sizes, or a custom shape.
 
     Args:
@@ -91,7 +91,7 @@ class VisionTransformer(Supervised, Adaptable, DrawnInputs):
             missing = [f"model.{key}" for key in SHAPE_FIELDS if key not in given]
             require(not missing, f"model.name=custom needs {', '.join(missing)}")
             for key in SHAPE_FIELDS:
-                require_positive(f"model.{key}", getattr(self, key), MOST_LAYERS if key == "layers" else MOST_FEATURES)
+                require_positive(f"model.{key}", getattr(self, key), MAX_LAYERS if key == "layers" else MAX_FEATURES)
             if (self.width or 0) % (self.heads or 1):
                 raise RecipeError(f"model.width={self.width} must be a multiple of model.heads={self.heads}")
             if self.layers == 1 and self.drop_path:
@@ -195,7 +195,7 @@ class VisionTransformer(Supervised, Adaptable, DrawnInputs):
             stored[POSITIONS], known[POSITIONS] = replace(stored[POSITIONS], transform=transform), shapes[POSITIONS]
         new = self._new_parameters(shapes, known)
         places = {key: stored[key] for key in stored if key not in new}
-        return self.as_adapted(Pretrained(places, new, _initialise_head), skeleton)
+        return self.map_to_adapted(Pretrained(places, new, _initialise_head), skeleton)
 
     def weight_files(self) -> Sequence[Path]:
         """Return the file of ``weights``."""
@@ -256,12 +256,12 @@ class VisionTransformer(Supervised, Adaptable, DrawnInputs):
 
     def _new_parameters(self, own: Mapping[str, tuple], found: Mapping[str, tuple]) -> list[str]:
         """Return the head's parameters that the file lacks or has in another shape. All others must match."""
-        from trainer.weights.files import shortened
+        from trainer.weights.files import format_names
 
         differ = [key for key in own if found.get(key) != own[key]]
         new = [key for key in differ if key.startswith("heads.")]
         wrong = [key for key in differ if key not in new] + [key for key in found if key not in own]
-        require(not wrong, f"model.weights={self.weights} do not fit this {self.name}: {shortened(wrong)} differ")
+        require(not wrong, f"model.weights={self.weights} do not fit this {self.name}: {format_names(wrong)} differ")
         return new
 
 

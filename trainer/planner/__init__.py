@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from trainer.fakegpu.any_loop import FakeGPU, fake_gpu
+    from trainer.fakegpu.user_loop import FakeGPU, fake_gpu
 
 __all__ = ["FakeGPU", "fake_gpu"]
 
@@ -16,8 +16,8 @@ __all__ = ["FakeGPU", "fake_gpu"]
 def __getattr__(name: str) -> Any:  # imported on use: they load torch and much of it
     if name not in __all__:
         raise AttributeError(f"module 'trainer.planner' has no attribute {name!r}")
-    from trainer.fakegpu import any_loop
+    from trainer.fakegpu import user_loop
     from trainer.report.plots import plot_plan
 
-    any_loop.draw = plot_plan
-    return getattr(any_loop, name)
+    user_loop.draw = plot_plan
+    return getattr(user_loop, name)

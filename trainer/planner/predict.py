@@ -11,18 +11,18 @@ from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from trainer.contract import Data, Plannable, Preparable, capability, prepare_data, without_weights
-from trainer.engine.feed import fill_from_data
+from trainer.engine.data_feed import fill_from_data
 from trainer.errors import RecipeError, require
-from trainer.fakegpu.cost import StepCost, changed, cost_of, of_whole_step, peak_seconds
-from trainer.fakegpu.events import Category, Trace, Work
+from trainer.fakegpu.cost import StepCost, changed, cost_of, extrapolate_step, peak_seconds
+from trainer.fakegpu.events import Category, Operation, Trace
 from trainer.fakegpu.gpus import GPU
 from trainer.fakegpu.network import Cluster, Interconnect, sent
 from trainer.fakegpu.peaks import LARGEST, AllocatorSettings, in_gb, peaks_to_json, replay, retries_within, timeline_of
 from trainer.fakegpu.target import Target
 from trainer.memory.plan import Plan, decide_plan
-from trainer.planner.knobs import applied
-from trainer.planner.made_up import MadeUp
-from trainer.planner.trace import draw_samples, trace_run
+from trainer.planner.knobs import apply_settings
+from trainer.planner.synthetic_data import SyntheticData
+from trainer.planner.traced_run import draw_samples, trace_run
 from trainer.recipe import Memory, Recipe
 
 CPU_BUFFERS = 40_000_000
@@ -31,7 +31,11 @@ weights, see benchmarks/planner_cpu.py."""
 MIN_GAIN = 0.1  # share of a step's time that a setting must save to be suggested
 FASTER = {"precision bf16-mixed": "bfloat16", "matmul_precision high": "tfloat32", "compile blocks": None}
 """Settings of ``memory`` that may be faster, with the units that then compute fp32 products."""
-GROWING: tuple[Category, ...] = ("activations", "temporaries", "batch")  # categories that grow with the micro-batch
+PER_SAMPLE_CATEGORIES: tuple[Category, ...] = (
+    "activations",
+    "temporaries",
+    "batch",
+)  # categories that grow with the micro-batch
 
 
 @dataclass(frozen=True)
@@ -65,8 +69,8 @@ class Prediction:
     timeline: dict[str, Any] | None = None
 
     @classmethod
-    def answered(cls, fields: dict[str, Any]) -> Prediction:
-        """Rebuild the prediction from the answer of :func:`predict_here`, which ran in a child process."""
+    def from_child(cls, fields: dict[str, Any]) -> Prediction:
+        """Rebuild the prediction from the answer of :func:`predict_in_process`, which ran in a child process."""
         return cls(**fields | {"costs": {name: StepCost(**cost) for name, cost in fields["costs"].items()}})
 
     @property
@@ -75,12 +79,12 @@ class Prediction:
         return next(iter(self.costs.values()))
 
     @property
-    def growing(self) -> int:
+    def per_sample_bytes(self) -> int:
         """The part of ``allocated`` that grows with the micro-batch."""
-        return sum(self.categories.get(name, 0) for name in GROWING)
+        return sum(self.categories.get(name, 0) for name in PER_SAMPLE_CATEGORIES)
 
     @property
-    def update(self) -> int:
+    def update_peak_bytes(self) -> int:
         """Bytes that an update needs, independent of the activations and of the micro-batch."""
         return self.phases.get("step", {}).get("allocated", 0)
 
@@ -108,7 +112,7 @@ class Prediction:
         }
 
 
-def prepared(recipe: Recipe, outlines: bool = False) -> Recipe:
+def prepare_recipe(recipe: Recipe, outlines: bool = False) -> Recipe:
     """Return the recipe with prepared data and the model filled from it; no weights are downloaded or read.
 
     With ``outlines``, missing data is replaced by synthetic samples from its outline, as ``notes`` say, and a text
@@ -130,7 +134,7 @@ def prepared(recipe: Recipe, outlines: bool = False) -> Recipe:
             needed = "give a folder with config.json as model.name, or a model type such as distilbert"
         raise RecipeError(f"{error}. A plan needs no weights: {needed}") from error
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # forked children must not wait for its threads
-    data = recipe.data if outline is None else MadeUp(outline, recipe.data)
+    data = recipe.data if outline is None else SyntheticData(outline, recipe.data)
     try:
         prepare_data(data, recipe.model, bare.tokenizer_or_none())
     except (RecipeError, OSError) as error:
@@ -142,20 +146,20 @@ def prepared(recipe: Recipe, outlines: bool = False) -> Recipe:
     return recipe.replace(model=fill_from_data(model, data), data=data)
 
 
-def predict_here(
+def predict_in_process(
     recipe: Recipe,
     plan: Plan,
     target: Target,
     nodes: int = 1,
     timeline: bool = False,
-    over: Sequence[Interconnect] = (),
+    interconnects: Sequence[Interconnect] = (),
     capacity: int | None = None,
 ) -> dict[str, Any]:
     """Return the fields of a :class:`Prediction`, in JSON types.
 
     Call it in a child process: it changes torch for its whole process. Only the first rank of the process group is
-    traced. ``recipe`` must be :func:`prepared`. ``over`` are the interconnects to compare, by default that of
-    ``target``. ``retries`` are counted for a ``capacity`` in bytes.
+    traced. ``recipe`` must be :func:`prepare_recipe`. ``interconnects`` are the interconnects to compare, by default
+    that of ``target``. ``retries`` are counted for a ``capacity`` in bytes.
     """
     began = time.perf_counter()
     samples = draw_samples(recipe, plan)
@@ -169,14 +173,14 @@ def predict_here(
     reserved = allocated + CPU_BUFFERS if on_cpu else memory.peak_reserved
     fits = capacity is None or reserved <= capacity
     retries = 0 if fits else None if on_cpu else retries_within(trace, capacity or 0, settings, memory)
-    networks = over or [target.network]
+    networks = interconnects or [target.network]
     return {
         "allocated": allocated,
         "reserved": reserved,
         "host": trace.host_bytes,
         "phases": {name: peak._asdict() for name, peak in memory.phases.items()},
         "categories": memory.categories,
-        "largest": [[*names, size] for names, size in list(memory.alive.items())[:LARGEST]],
+        "largest": [[*names, size] for names, size in list(memory.live_by_source.items())[:LARGEST]],
         "peak_phase": memory.allocated_phase or "init",
         "costs": {one.name: asdict(cost_of(trace, target, cluster, one)) for one in networks},
         "traffic": traffic,
@@ -204,7 +208,7 @@ def candidates(recipe: Recipe, ranks: int, gpu: GPU) -> list[str]:
         able = memory.precision == "32-true" and units in gpu.flops if units else gpu.name != "cpu"
         with suppress(RecipeError):
             if able and getattr(memory, key) == getattr(Memory(), key):
-                decide_plan(applied(recipe, {f"memory.{key}": value}), ranks)
+                decide_plan(apply_settings(recipe, {f"memory.{key}": value}), ranks)
                 found.append(flag)
     return found
 
@@ -223,15 +227,15 @@ def traffic_of(trace: Trace, cluster: Cluster) -> tuple[dict[str, float], float]
     """Return the bytes that a rank sends per step, by collective, and those that its node sends to others."""
     ops = list(dict.fromkeys(item.op for item in trace.work if item.kind == "collective"))
 
-    def measure(work: Sequence[Work]) -> list[float]:
+    def measure(work: Sequence[Operation]) -> list[float]:
         by_op, leaving = dict.fromkeys(ops, 0.0), 0.0
         for item in work:
             if item.kind == "collective":
                 group = cluster.group(item.ranks, item.stride)
                 size = sent(item.op, item.bytes, group)
                 by_op[item.op] += size
-                leaving += size * group.beside if group.nodes > 1 else 0.0
+                leaving += size * group.concurrent_groups if group.nodes > 1 else 0.0
         return [*by_op.values(), leaving]
 
-    *sizes, leaving = of_whole_step(trace, measure)
+    *sizes, leaving = extrapolate_step(trace, measure)
     return dict(zip(ops, sizes, strict=True)), leaving

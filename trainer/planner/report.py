@@ -7,14 +7,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from trainer.memory.knobs import LOSSY, SEARCHED
+from trainer.memory.knobs import LOSSLESS_PLANNED, LOSSY
 from trainer.memory.plan import Plan, decide_plan
-from trainer.planner.knobs import OPEN, Settings, applied, turned, without_size
+from trainer.planner.knobs import UNSET_VALUES, Settings, apply_settings, non_default_settings, without_size
 from trainer.planner.predict import Prediction
 from trainer.recipe import Memory, Recipe
-from trainer.system.text import GB, WIDTH, as_text, columns, gigabytes, wrapped
+from trainer.system.text import GB, WIDTH, align_columns, as_text, format_bytes, wrapped
 
-OWN = {knob.column: knob.name for knob in SEARCHED if knob.column}
+OWN = {knob.column: knob.name for knob in LOSSLESS_PLANNED if knob.column}
 LEFT = ("micro-batch", "strategy", *OWN, "offload", "lossy", "why")  # columns of text; numbers are aligned to the right
 RESERVED, ON_HOST, TIME = "reserved", "on the host", "ms per step"
 SIGNS = {
@@ -49,14 +49,14 @@ class Candidate:
     @property
     def knobs(self) -> Settings:
         """The knobs that differ from their defaults, without the micro-batch."""
-        return without_size(turned(self.flags))
+        return without_size(non_default_settings(self.flags))
 
     @property
     def retries(self) -> int:
         """The number of times that torch must release its cache to stay within the budget."""
         return (self.prediction.retries or 0) if self.prediction is not None else 0
 
-    def slower_than(self, fastest: Candidate) -> str:
+    def slowdown_text(self, fastest: Candidate) -> str:
         """Compare with the ``fastest`` plan, such as ``5 % slower``."""
         return f"{max(0.0, 100 * ((self.step_ms or 0.0) / (fastest.step_ms or 1.0) - 1)):.0f} % slower"
 
@@ -135,7 +135,7 @@ def table(report: PlanReport) -> str:
     if not rows:
         return "(no plan could be predicted)"
     names = [name for name in rows[0] if any(row[name] not in ("", "false") for row in rows)]
-    lines = [columns(names, [[row[name] for name in names] for row in rows], LEFT)]
+    lines = [align_columns(names, [[row[name] for name in names] for row in rows], LEFT)]
     if any("~" in row[RESERVED] for row in rows):
         lines.append("~ interpolated between the traces of a smaller and a larger micro-batch")
     lines += [f"{sign} {words}" for sign, words in SIGNS.items() if any(sign in row["strategy"] for row in rows)]
@@ -151,7 +151,7 @@ def best_of_each(candidates: Sequence[Candidate]) -> list[Candidate]:
     return list(found.values())
 
 
-def why(report: PlanReport) -> str:
+def explanation_text(report: PlanReport) -> str:
     """Format the explanations, the rejected plans and the notes."""
     refused: dict[str, list[Candidate]] = {}
     for one in report.candidates:
@@ -171,20 +171,20 @@ def why(report: PlanReport) -> str:
 def settings(report: PlanReport) -> str:
     """Format the chosen plan as a table of its settings, for use with another trainer."""
     assert report.chosen is not None
-    recipe = applied(report.recipe, report.chosen.flags)
+    recipe = apply_settings(report.recipe, report.chosen.flags)
     plan = decide_plan(recipe, report.devices)
     rows = [
-        ("samples per micro-batch", plan.first_cut.micro_batch_size),
-        ("micro-batches per step and rank", plan.first_cut.accumulate),
+        ("samples per micro-batch", plan.initial_cut.micro_batch_size),
+        ("micro-batches per step and rank", plan.initial_cut.accumulate),
         ("ranks", f"{report.devices}, {plan.strategy}"),
         ("precision", plan.memory.precision),
         ("optimizer", recipe.optim.kind),
-        *((f"memory.{name}", as_text(getattr(plan.memory, name))) for name in OPEN if name != "strategy"),
+        *((f"memory.{name}", as_text(getattr(plan.memory, name))) for name in UNSET_VALUES if name != "strategy"),
     ]
-    return columns(["knob", "value"], [[name, str(value)] for name, value in rows], ("knob", "value"))
+    return align_columns(["knob", "value"], [[name, str(value)] for name, value in rows], ("knob", "value"))
 
 
-def pasteable(words: Sequence[str]) -> str:
+def wrap_command(words: Sequence[str]) -> str:
     """Wrap a command for pasting into a shell, without splitting any of ``words``, such as a flag with its value."""
     lines = [words[0]]
     for word in words[1:]:
@@ -198,17 +198,17 @@ def pasteable(words: Sequence[str]) -> str:
 
 def _row(one: Candidate, report: PlanReport) -> dict[str, str]:
     assert one.reserved is not None
-    recipe = applied(report.recipe, one.flags)
+    recipe = apply_settings(report.recipe, one.flags)
     plan = decide_plan(recipe, report.devices)
     memory, about = plan.memory, "" if one.traced else "~"
     return {
-        "micro-batch": f"{plan.first_cut.accumulate} × {plan.first_cut.micro_batch_size}",
+        "micro-batch": f"{plan.initial_cut.accumulate} × {plan.initial_cut.micro_batch_size}",
         "strategy": _strategy(plan, recipe.memory),
         **{column: as_text(getattr(memory, name)) for column, name in OWN.items()},
         "offload": _offload(memory),
         "lossy": _lossy(one),
-        RESERVED: about + gigabytes(one.reserved),
-        ON_HOST: about + gigabytes(one.host or 0),
+        RESERVED: about + format_bytes(one.reserved),
+        ON_HOST: about + format_bytes(one.host or 0),
         TIME: f"{about}{one.step_ms or 0:,.1f}",
         "fits": "yes" if one.fits else "no",
         "why": _reason(one, report),
@@ -236,16 +236,16 @@ def _reason(one: Candidate, report: PlanReport) -> str:
     if one is report.chosen:
         return "chosen" + _retried(one)
     if one.fits and report.chosen is not None:
-        return one.slower_than(report.chosen) + _retried(one)
+        return one.slowdown_text(report.chosen) + _retried(one)
     over = one.reserved - report.budget  # type: ignore[operator]
-    return f"{gigabytes(over)} too much" if over > 0 else "in the margin"
+    return f"{format_bytes(over)} too much" if over > 0 else "in the margin"
 
 
 def _retried(one: Candidate) -> str:
     return f", {one.retries} retr{'ies' if one.retries > 1 else 'y'}" if one.retries else ""
 
 
-def explain(candidates: Sequence[Candidate], combinations: tuple[int, int]) -> list[str]:
+def explain_choice(candidates: Sequence[Candidate], combinations: tuple[int, int]) -> list[str]:
     """Explain the chosen plan, the first candidate: what was tried, and the next faster plan that does not fit.
 
     ``combinations`` are the numbers of possible and of rejected combinations of knobs."""
@@ -255,14 +255,14 @@ def explain(candidates: Sequence[Candidate], combinations: tuple[int, int]) -> l
     faster = [one for one in candidates if one.traced and not one.fits and (one.step_ms or 0.0) < time]
     if faster:
         next_one = max(faster, key=lambda one: one.step_ms or 0.0)
-        needs = f"{next_one.step_ms:,.1f} ms per step, {gigabytes(next_one.reserved or 0)}, {next_one.reason}"
+        needs = f"{next_one.step_ms:,.1f} ms per step, {format_bytes(next_one.reserved or 0)}, {next_one.reason}"
         lines.append(f"the next faster plan does not fit: {next_one.plan}: {needs}")
     elif not chosen.knobs:
         lines.append("no memory technique is needed: the plan without any is the fastest")
-    return lines + [knob.note for knob in SEARCHED if knob.note and chosen.flags.get(f"memory.{knob.name}")]
+    return lines + [knob.note for knob in LOSSLESS_PLANNED if knob.note and chosen.flags.get(f"memory.{knob.name}")]
 
 
-def not_fitting(
+def explain_no_fit(
     candidates: Sequence[Candidate],
     combinations: tuple[int, int],
     budget: int,
@@ -278,14 +278,14 @@ def not_fitting(
     assert smallest.reserved is not None
     lines = [
         *_tried(candidates, combinations),
-        f"no plan fits in {gigabytes(budget)}: the smallest needs {gigabytes(smallest.reserved)} "
+        f"no plan fits in {format_bytes(budget)}: the smallest needs {format_bytes(smallest.reserved)} "
         f"({smallest.plan}): {smallest.reason}",
     ]
     for one in lossy:
         assert one.reserved is not None
-        flags = " ".join(f"--{key} {as_text(value)}" for key, value in turned(one.flags).items())
+        flags = " ".join(f"--{key} {as_text(value)}" for key, value in non_default_settings(one.flags).items())
         verdict = "would fit" if one.fits else "would not fit either"
-        lines.append(f"lossy, must be enabled explicitly: {flags}: {gigabytes(one.reserved)}, {verdict}")
+        lines.append(f"lossy, must be enabled explicitly: {flags}: {format_bytes(one.reserved)}, {verdict}")
     if any(one.fits for one in lossy):
         lines.append("trainer plan --lossy true also considers lossy plans and finds the fastest that fits")
     return lines

@@ -17,18 +17,18 @@ from typing import Any
 from trainer.engine.cut import cut_at
 from trainer.errors import RecipeError
 from trainer.fakegpu.cost import ESTIMATES
-from trainer.fakegpu.gpus import outside
+from trainer.fakegpu.gpus import non_allocator_bytes
 from trainer.fakegpu.network import Cluster, Interconnect
 from trainer.fakegpu.peaks import in_gb
-from trainer.fakegpu.target import Target, budget_bytes, cut_budget
+from trainer.fakegpu.target import Target, budget_bytes, reduced_budget_note
 from trainer.memory.plan import Plan, decide_plan, with_precision
-from trainer.planner.knobs import Settings, applied, left_open, micro_batch_sizes, strategies
-from trainer.planner.made_up import notes_of
-from trainer.planner.predict import Prediction, predict_here
-from trainer.planner.search import MARGIN, WHOLE, Progress
+from trainer.planner.knobs import Settings, apply_settings, micro_batch_sizes, strategies, undecided_knobs
+from trainer.planner.predict import Prediction, predict_in_process
+from trainer.planner.search import BUDGET_MARGIN, DEFAULT_BUDGET, Progress
+from trainer.planner.synthetic_data import data_notes
 from trainer.recipe import Recipe
-from trainer.system.children import in_children
-from trainer.system.text import GB, as_text, columns, gigabytes
+from trainer.system.child_jobs import run_in_children
+from trainer.system.text import GB, align_columns, as_text, format_bytes
 
 FIRST = 8  # samples of the micro-batch in the first simulation of a row, if the recipe leaves it open
 
@@ -42,19 +42,19 @@ class ScaleRow:
     settings: Settings = field(default_factory=dict)  # settings of the recipe for this row
     samples: int = 0  # samples per batch
     plan: Plan | None = None  # with its micro-batch; ``None`` if it was rejected
-    found: Prediction | None = None  # the simulation; ``None`` if it was rejected
+    prediction: Prediction | None = None  # the simulation; ``None`` if it was rejected
     budget: int = 0  # maximum bytes for torch on each device
     reason: str = ""  # why it was rejected
 
     @property
     def fits(self) -> bool:
         """Whether its memory stays within the budget and margin, if needed after torch releases its cache."""
-        return self.found is not None and self.found.retries is not None
+        return self.prediction is not None and self.prediction.retries is not None
 
     def step_ms(self, network: str) -> float:
         """Return the milliseconds of a step over the interconnect ``network``."""
-        assert self.found is not None
-        return self.found.costs[network].step_ms
+        assert self.prediction is not None
+        return self.prediction.costs[network].step_ms
 
     def samples_per_second(self, network: str) -> float:
         """Return the samples per second and device over the interconnect ``network``."""
@@ -63,7 +63,7 @@ class ScaleRow:
 
 @dataclass(frozen=True)
 class ScaleReport:
-    """The result of :class:`Scale`."""
+    """The result of :class:`ScaleSearch`."""
 
     recipe: Recipe  # the prepared recipe
     target: Target  # the GPU of every rank
@@ -75,16 +75,16 @@ class ScaleReport:
     def efficiency(self, row: ScaleRow, network: str) -> float | None:
         """Return the samples per second and device, relative to a single device."""
         alone = self.rows[0]
-        if alone.found is None or row.found is None:
+        if alone.prediction is None or row.prediction is None:
             return None
         return row.samples_per_second(network) / alone.samples_per_second(network)
 
 
 @dataclass
-class Scale:
+class ScaleSearch:
     """The scaling table of one recipe; a ``RecipeError`` if the recipe leaves a knob to the planner's search."""
 
-    recipe: Recipe  # from :func:`trainer.planner.predict.prepared`
+    recipe: Recipe  # from :func:`trainer.planner.predict.prepare_recipe`
     target: Target  # the GPU
     sizes: Sequence[Cluster]  # from :func:`trainer.fakegpu.network.clusters`
     networks: Sequence[Interconnect]  # the interconnects to compare
@@ -92,7 +92,7 @@ class Scale:
 
     def __post_init__(self) -> None:
         self.recipe = with_precision(self.recipe, self.target.gpu.capability)
-        for name in left_open(self.recipe.memory):
+        for name in undecided_knobs(self.recipe.memory):
             raise RecipeError(
                 f"memory.{name}=auto is decided for one number of devices: plan one first (trainer plan ... --devices "
                 f"{self.sizes[-1].devices}) and use the value that it chooses"
@@ -106,31 +106,33 @@ class Scale:
         done = 0
         while waiting := {at: row for at in range(len(rows)) if (row := self._next(rows[at], tried[at], tried[0]))}:
             places = list(waiting)
-            for number, result in in_children([self._call(row) for row in waiting.values()]):
+            for number, result in run_in_children([self._call(row) for row in waiting.values()]):
                 row = waiting[places[number]]
                 failed = isinstance(result, Exception)
-                answer = {"reason": str(result).splitlines()[0]} if failed else {"found": Prediction.answered(result)}
+                answer = {"reason": str(result).splitlines()[0]} if failed else {"found": Prediction.from_child(result)}
                 tried[places[number]].append(replace(row, **answer))
                 done += 1
                 total = max(done, sum(not one.reason for one in rows))
                 self.progress(done, total, f"{row.strategy} on {row.cluster.devices}")
         best = [best_of(found) for found in tried]
-        cut = cut_budget(self.recipe.memory.budget, self.target.gpu, self.sizes[-1].devices)
-        notes = dict.fromkeys([*cut, *notes_of(self.recipe.data)])
-        notes |= dict.fromkeys(note for row in best if row.found for note in row.found.notes)
+        cut = reduced_budget_note(self.recipe.memory.budget, self.target.gpu, self.sizes[-1].devices)
+        notes = dict.fromkeys([*cut, *data_notes(self.recipe.data)])
+        notes |= dict.fromkeys(note for row in best if row.prediction for note in row.prediction.notes)
         seconds = time.perf_counter() - began
         return ScaleReport(self.recipe, self.target, list(self.networks), best, list(notes), seconds)
 
     def _call(self, row: ScaleRow) -> Callable[[], Any]:
         assert row.plan is not None
-        recipe, capacity = applied(self.recipe, row.settings), int(row.budget / (1 + MARGIN))
-        return partial(predict_here, recipe, row.plan, self.target, row.cluster.nodes, False, self.networks, capacity)
+        recipe, capacity = apply_settings(self.recipe, row.settings), int(row.budget / (1 + BUDGET_MARGIN))
+        return partial(
+            predict_in_process, recipe, row.plan, self.target, row.cluster.nodes, False, self.networks, capacity
+        )
 
     def _rows(self, size: Cluster) -> list[ScaleRow]:
         """Return a row per strategy, not simulated yet; those that cannot work have a reason."""
         count = len(self.recipe.data.train)
         samples = min(cut_at(self.recipe, size.devices, 0).batch_size, count)
-        budget = budget_bytes(self.recipe.memory.budget or WHOLE, self.target.gpu, size.devices)
+        budget = budget_bytes(self.recipe.memory.budget or DEFAULT_BUDGET, self.target.gpu, size.devices)
         copies = self.recipe.memory.tensor_parallel
         if samples * copies < size.devices:
             idle = f"{size.devices - samples * copies} of {size.devices} devices would have no samples"
@@ -148,18 +150,20 @@ class Scale:
         return rows
 
     def _planned(self, row: ScaleRow, settings: Settings) -> ScaleRow:
-        return replace(row, settings=settings, plan=decide_plan(applied(self.recipe, settings), row.cluster.devices))
+        return replace(
+            row, settings=settings, plan=decide_plan(apply_settings(self.recipe, settings), row.cluster.devices)
+        )
 
     def _next(self, row: ScaleRow, tried: Sequence[ScaleRow], alone: Sequence[ScaleRow]) -> ScaleRow | None:
         """Return the next row to simulate, after ``tried`` and the rows of one device (``alone``); ``None`` if done."""
-        recipe = applied(self.recipe, row.settings)
+        recipe = apply_settings(self.recipe, row.settings)
         sizes = [size for size in micro_batch_sizes(recipe, row.cluster.devices) if size is not None]
-        if not sizes or any(one.found is None for one in tried):
+        if not sizes or any(one.prediction is None for one in tried):
             return None if tried else row
         small = next(size for size in sizes if size <= FIRST)
         if tried:
             wanted = guess(tried, sizes)
-        elif row.cluster.devices == 1 or any(one.found is None for one in alone):
+        elif row.cluster.devices == 1 or any(one.prediction is None for one in alone):
             wanted = small
         elif alone:
             wanted = next((size for size in sizes if size <= expected(alone[-1])), small)
@@ -181,20 +185,20 @@ def guess(tried: Sequence[ScaleRow], sizes: Sequence[int]) -> int | None:
 
 def expected(row: ScaleRow) -> float:
     """Estimate the largest micro-batch that fits, as if all growing memory were proportional to its samples."""
-    assert row.found is not None
-    room = row.budget / (1 + MARGIN) - (row.found.reserved - row.found.growing)
-    return size_of(row) * room / max(1, row.found.growing)
+    assert row.prediction is not None
+    room = row.budget / (1 + BUDGET_MARGIN) - (row.prediction.reserved - row.prediction.per_sample_bytes)
+    return size_of(row) * room / max(1, row.prediction.per_sample_bytes)
 
 
 def size_of(row: ScaleRow) -> int:
     """Return the samples of the row's micro-batch."""
     assert row.plan is not None
-    return row.plan.first_cut.micro_batch_size
+    return row.plan.initial_cut.micro_batch_size
 
 
 def best_of(tried: Sequence[ScaleRow]) -> ScaleRow:
     """Return the row with the largest micro-batch that fits; the smallest if none does."""
-    known = [row for row in tried if row.found is not None]
+    known = [row for row in tried if row.prediction is not None]
     fitting = [row for row in known if row.fits]
     return max(fitting, key=size_of) if fitting else min(known, key=size_of, default=tried[-1])
 
@@ -218,13 +222,19 @@ def heading(report: ScaleReport) -> list[tuple[str, str]]:
     """Return the heading of the table, as labels and texts."""
     gpu, rows = report.target.gpu, report.rows
     one, last = rows[0], rows[-1]
-    own = f"{gpu.title} of {gigabytes(gpu.memory)}; {gigabytes(last.budget)} for torch, {100 * MARGIN:g} % kept free"
-    beside = gigabytes(outside(gpu, last.cluster.devices))
+    own = (
+        f"{gpu.title} of {format_bytes(gpu.memory)}; {format_bytes(last.budget)} for torch, "
+        f"{100 * BUDGET_MARGIN:g} % kept free"
+    )
+    beside = format_bytes(non_allocator_bytes(gpu, last.cluster.devices))
     differ = " on one device" if len({row.samples for row in rows}) > 1 else ""
     return [
         ("batch", f"{one.samples:,} samples per step{differ}, {report.recipe.memory.precision}"),
         ("devices", f"{own}; {beside} outside on {last.cluster.devices} devices"),
-        *((network.name, f"{network.across}; within {network.inside}") for network in report.networks),
+        *(
+            (network.name, f"{network.describe_inter_node}; within {network.describe_intra_node}")
+            for network in report.networks
+        ),
     ]
 
 
@@ -232,18 +242,18 @@ def table(report: ScaleReport) -> str:
     """Format one line per number of devices and strategy, with the times over each interconnect."""
     names = ["devices", "nodes", "strategy", "micro-batch", "reserved", "fits", "GB sent", "a node"]
     names += [name for network in report.networks for name in (f"ms {network.name}", "eff.")]
-    text = columns(names, [_cells(row, report) for row in report.rows if row.found is not None], LEFT)
+    text = align_columns(names, [_cells(row, report) for row in report.rows if row.prediction is not None], LEFT)
     return "\n".join([text, *(note for name, note in SIGNS.items() if f" {name} " in text)])
 
 
 def _cells(row: ScaleRow, report: ScaleReport) -> list[str]:
-    found, plan = row.found, row.plan
+    found, plan = row.prediction, row.plan
     assert found is not None
     assert plan is not None
     cells = [str(row.cluster.devices), str(row.cluster.nodes), row.strategy]
     cells += [
-        f"{plan.first_cut.accumulate} × {size_of(row)}",
-        gigabytes(found.reserved),
+        f"{plan.initial_cut.accumulate} × {size_of(row)}",
+        format_bytes(found.reserved),
         "retries" if found.retries else "yes" if row.fits else "no",
         _short(found.sent / GB),
         _short(found.leaving / GB),
@@ -265,9 +275,9 @@ def fastest(rows: Sequence[ScaleRow], network: str) -> ScaleRow | None:
     return next((row for row in fitting if row.step_ms(network) <= least * (1 + EQUAL)), None)
 
 
-def verdict(report: ScaleReport, network: str) -> str:
+def summary_text(report: ScaleReport, network: str) -> str:
     """Summarize one interconnect: the fastest strategy by devices, what does not fit, and the shortest step."""
-    sizes = list(dict.fromkeys(row.cluster.devices for row in report.rows if row.found is not None))
+    sizes = list(dict.fromkeys(row.cluster.devices for row in report.rows if row.prediction is not None))
     best = {size: fastest([row for row in report.rows if row.cluster.devices == size], network) for size in sizes}
     parts = [_runs({size: row.strategy if row else "nothing" for size, row in best.items() if size > 1})]
     parts += _not_fitting(report.rows)
@@ -294,12 +304,12 @@ def _runs(winners: dict[int, str]) -> str:
 
 def _not_fitting(rows: Sequence[ScaleRow]) -> list[str]:
     found = []
-    for name in dict.fromkeys(row.strategy for row in rows if row.found is not None and not row.fits):
-        own = [(row, row.found.reserved) for row in rows if row.strategy == name and row.found is not None]
+    for name in dict.fromkeys(row.strategy for row in rows if row.prediction is not None and not row.fits):
+        own = [(row, row.prediction.reserved) for row in rows if row.strategy == name and row.prediction is not None]
         unfit = [(row, reserved) for row, reserved in own if not row.fits]
         least = min(reserved for _, reserved in unfit)
         where = "" if len(unfit) == len(own) > 1 else " on " + ", ".join(str(row.cluster.devices) for row, _ in unfit)
-        found.append(f"{name} does not fit{where} (it takes at least {gigabytes(least)})")
+        found.append(f"{name} does not fit{where} (it takes at least {format_bytes(least)})")
     return found
 
 
@@ -307,7 +317,7 @@ def refused(report: ScaleReport) -> list[str]:
     """Return a line per reason why rows could not be simulated."""
     reasons: dict[str, list[str]] = {}
     for row in report.rows:
-        if row.found is None:
+        if row.prediction is None:
             devices = row.cluster.devices
             name = f"{devices} devices" if row.strategy == "any" else f"{row.strategy} on {devices}"
             reasons.setdefault(row.reason, []).append(name)
@@ -318,20 +328,20 @@ def to_json(report: ScaleReport) -> dict[str, Any]:
     """Return the content of ``scale.json``; memory and traffic in GB (1e9 bytes)."""
     return {
         "device": report.target.gpu.title,
-        "margin": MARGIN,
+        "margin": BUDGET_MARGIN,
         "interconnects": {
             network.name: {
-                "within": network.within.title,
-                "within_gb_s": network.within.bandwidth / 1e9,
-                "between": network.between.title,
-                "between_gb_s": network.between.bandwidth / 1e9,
-                "within_hop_us": round(1e6 * network.within.latency, 3),
-                "between_hop_us": round(1e6 * network.between.latency, 3),
+                "within": network.intra_node.title,
+                "within_gb_s": network.intra_node.bandwidth / 1e9,
+                "between": network.inter_node.title,
+                "between_gb_s": network.inter_node.bandwidth / 1e9,
+                "within_hop_us": round(1e6 * network.intra_node.latency, 3),
+                "between_hop_us": round(1e6 * network.inter_node.latency, 3),
             }
             for network in report.networks
         },
         "rows": [_row_to_json(row, report) for row in report.rows],
-        "verdicts": {network.name: verdict(report, network.name) for network in report.networks},
+        "verdicts": {network.name: summary_text(report, network.name) for network in report.networks},
         "assumed": list(ASSUMED),
         "notes": report.notes,
         "seconds": round(report.seconds, 1),
@@ -339,7 +349,7 @@ def to_json(report: ScaleReport) -> dict[str, Any]:
 
 
 def _row_to_json(row: ScaleRow, report: ScaleReport) -> dict[str, Any]:
-    found = row.found
+    found = row.prediction
     fields: dict[str, Any] = {
         "devices": row.cluster.devices,
         "nodes": row.cluster.nodes,
@@ -365,8 +375,8 @@ def _row_to_json(row: ScaleRow, report: ScaleReport) -> dict[str, Any]:
 
 
 def _cost_to_json(row: ScaleRow, report: ScaleReport, network: str) -> dict[str, float | None]:
-    assert row.found is not None
-    cost, efficiency = row.found.costs[network], report.efficiency(row, network)
+    assert row.prediction is not None
+    cost, efficiency = row.prediction.costs[network], report.efficiency(row, network)
     return {
         "step_ms": round(cost.step_ms, 3),
         "compute_ms": round(cost.alone_ms, 3),

@@ -1,6 +1,6 @@
 """Search for the fastest plan that fits: best first, where each trace rules out other plans.
 
-An :class:`Arm` is a set of plans that differ only in how a batch is cut. A trace gives bounds for other plans:
+An :class:`PlanFamily` is a set of plans that differ only in how a batch is cut. A trace gives bounds for other plans:
 
 * time: a plan that computes and moves at least as much, in at least as many micro-steps, is not faster. So the plan
   without any technique is traced first. If it fits with a rank's whole share of the batch at once, it is the answer.
@@ -23,37 +23,37 @@ from math import inf
 from typing import Any, NamedTuple
 
 from trainer.contract import Packable, as_samples, capability
-from trainer.engine.cut import cut_at, cut_batch, share_of, tokens_of
+from trainer.engine.cut import cut_at, cut_batch, data_parallel_rank, tokens_of
 from trainer.engine.order import batch_indices
 from trainer.errors import RecipeError, require
 from trainer.fakegpu.cost import ESTIMATES
 from trainer.fakegpu.events import Category
-from trainer.fakegpu.gpus import GPU, NO_GPU, gpu_named, host_as_device, nccl_bytes, outside
-from trainer.fakegpu.network import ONE
-from trainer.fakegpu.target import Target, budget_bytes, cut_budget, gpu_here
-from trainer.memory.knobs import FOLLOWERS, ONE_MICRO_BATCH, UNPROVEN
+from trainer.fakegpu.gpus import GPU, NO_GPU, gpu_named, host_as_device, nccl_bytes, non_allocator_bytes
+from trainer.fakegpu.network import DEFAULT_NETWORK
+from trainer.fakegpu.target import Target, budget_bytes, gpu_here, reduced_budget_note
+from trainer.memory.knobs import IMPLIED_NAMES, ONE_MICRO_BATCH, UNTESTED_WITH_TP
 from trainer.memory.plan import CUT_MATTERS, Plan, decide_plan, with_precision
 from trainer.planner import knobs
 from trainer.planner.knobs import Settings, devices_of
-from trainer.planner.made_up import notes_of
-from trainer.planner.predict import GROWING, Prediction, faster, predict_here, prepared
-from trainer.planner.report import Candidate, PlanReport, explain, not_fitting
+from trainer.planner.predict import PER_SAMPLE_CATEGORIES, Prediction, faster, predict_in_process, prepare_recipe
+from trainer.planner.report import Candidate, PlanReport, explain_choice, explain_no_fit
+from trainer.planner.synthetic_data import data_notes
 from trainer.recipe import Recipe
-from trainer.system.children import Failed, in_children
-from trainer.system.text import as_text, gigabytes, wrapped
-from trainer.weights.nf4 import Size
+from trainer.system.child_jobs import ChildError, run_in_children
+from trainer.system.text import as_text, format_bytes, wrapped
+from trainer.weights.nf4 import WeightCounts
 
-MARGIN = 0.03
+BUDGET_MARGIN = 0.03
 """Share of the budget that a prediction must leave free. Predictions are within 0.4 % of published peaks that they were
 not tuned on (torch 2.4 to 2.6, median 0.07 %). Peaks of older versions were up to 2.8 % higher than predicted, and a
 trace does not see allocations by kernels of cuDNN or of an extension. A run out of memory costs more than 3 % of it."""
 
-WHOLE = "90%"  # default budget of a recipe that leaves knobs to the planner
-AT_ONCE = 4  # maximum number of plans traced per round
+DEFAULT_BUDGET = "90%"  # default budget of a recipe that leaves knobs to the planner
+MAX_PARALLEL_TRACES = 4  # maximum number of plans traced per round
 # A plan needs at least this share of the memory of a plan whose knobs all save as much or more: buffers may cost a bit.
-SAVES = 0.9
+MIN_MEMORY_RATIO = 0.9
 # Share of an update's peak that is independent of the micro-batch. Traces of a ViT: all of 3 MB except 1 kB.
-BESIDES = 0.99
+UPDATE_PEAK_SHARE = 0.99
 
 Progress = Callable[[int, int, str], None]
 """Called after each prediction with the number done, the number known so far, and a description of the plan."""
@@ -103,12 +103,12 @@ def search_for(
     """Return the search of :func:`plan`, not started; same arguments and errors."""
     target, ranks = target_for(gpu, interconnect), devices or devices_of(recipe)
     require(ranks % nodes == 0, f"--devices={ranks} must be a multiple of --nodes={nodes}")
-    return Search(prepared(recipe, outlines=True), target, ranks, nodes, budget)
+    return Search(prepare_recipe(recipe, outlines=True), target, ranks, nodes, budget)
 
 
 def target_for(gpu: str | GPU | None, interconnect: str | None = None) -> Target:
     """Return the target for ``--gpu``: a card by name, ``cpu``, or this machine's card; and its interconnect."""
-    joined_by = interconnect or ONE
+    joined_by = interconnect or DEFAULT_NETWORK
     if gpu == "cpu":
         return Target.here(host_as_device(), joined_by)
     card = gpu_named(gpu) if isinstance(gpu, str) else gpu or gpu_here()
@@ -118,21 +118,23 @@ def target_for(gpu: str | GPU | None, interconnect: str | None = None) -> Target
 
 
 @dataclass(eq=False)
-class Arm:
+class PlanFamily:
     """Plans that differ only in the micro-batch: a rank's share in one micro-step, or cut into several."""
 
     settings: Settings  # without the micro-batch
-    sizes: list[int | None]  # micro-batch sizes, largest first; ``[None]`` if the recipe sets it
+    micro_batch_sizes: list[int | None]  # micro-batch sizes, largest first; ``[None]`` if the recipe sets it
     sharded: bool  # whether weights are sharded, and sometimes gathered
-    whole: bool  # whether a rank's share is one micro-step
-    known: dict[int, Candidate] = field(default_factory=dict)  # traced plans, by micro-batch size
-    missed: bool = False  # whether tracing one of the plans failed
+    single_micro_step: bool  # whether a rank's share is one micro-step
+    traced: dict[int, Candidate] = field(default_factory=dict)  # traced plans, by micro-batch size
+    partly_untraceable: bool = False  # whether tracing one of the plans failed
     failed: bool = False  # whether the arm is given up
-    no_more: list[Arm] = field(default_factory=list)  # arms that compute and move no more than this one
-    further: list[Arm] = field(default_factory=list)  # arms in which every knob saves at least as much memory
-    kept: list[Arm] = field(default_factory=list)  # arms with the same weights and optimizer state
-    alike: list[Arm] = field(default_factory=list)  # arms whose traces are used to estimate this arm
-    ends: list[list[Arm]] = field(default_factory=list)  # for a checkpointed fraction: arms with none and with full
+    dominated_by: list[PlanFamily] = field(default_factory=list)  # arms that compute and move no more than this one
+    stronger: list[PlanFamily] = field(default_factory=list)  # arms in which every knob saves at least as much memory
+    same_state: list[PlanFamily] = field(default_factory=list)  # arms with the same weights and optimizer state
+    same_settings: list[PlanFamily] = field(default_factory=list)  # arms whose traces are used to estimate this arm
+    bracketing: list[list[PlanFamily]] = field(
+        default_factory=list
+    )  # for a checkpointed fraction: arms with none and with full
 
 
 class Estimate(NamedTuple):
@@ -145,7 +147,8 @@ class Estimate(NamedTuple):
 
 
 class Search:
-    """A search for a recipe from :func:`trainer.planner.predict.prepared`; other arguments as for :func:`plan`."""
+    """A search for a recipe from :func:`trainer.planner.predict.prepare_recipe`; other arguments as for
+    :func:`plan`."""
 
     def __init__(
         self,
@@ -158,43 +161,50 @@ class Search:
     ) -> None:
         self.target, self.devices, self.nodes = target, devices, nodes
         wanted = budget or recipe.memory.budget
-        text = wanted or WHOLE
+        text = wanted or DEFAULT_BUDGET
         recipe = with_precision(recipe, target.gpu.capability)
         self.recipe = recipe.replace(memory=dataclasses.replace(recipe.memory, budget=text))
         self.budget = budget_bytes(text, target.gpu, devices)
-        self.limit = int(self.budget / (1 + MARGIN))  # maximum bytes that a plan may reserve
-        self.cut_budget = cut_budget(wanted, target.gpu, devices)
+        self.limit = int(self.budget / (1 + BUDGET_MARGIN))  # maximum bytes that a plan may reserve
+        self.cut_budget = reduced_budget_note(wanted, target.gpu, devices)
         self.progress = progress or (lambda done, total, text: None)
         self.done = self.total = 0
         self.refused: list[Candidate] = []
         self.untraceable = ""  # why no plan can be traced
-        self.arms: list[Arm] = []
+        self.arms: list[PlanFamily] = []
         self.padding: dict[int, float] = {}
         model = recipe.model
-        self.notes = dict.fromkeys(notes_of(recipe.data))
+        self.notes = dict.fromkeys(data_notes(recipe.data))
         if recipe.memory.tensor_parallel > 1:
-            self.notes[f"not tried, because not verified with memory.tensor_parallel: {', '.join(UNPROVEN)}"] = None
+            self.notes[
+                f"not tried, because not verified with memory.tensor_parallel: {', '.join(UNTESTED_WITH_TP)}"
+            ] = None
         self.notes |= {CUT_MATTERS.format(type(model).__name__): None} if model.samples_interact else {}
 
-    def heading(self, size: Size) -> str:
+    def heading(self, size: WeightCounts) -> str:
         """Format what is planned, for a model of ``size``."""
         recipe, gpu, nodes = self.recipe, self.target.gpu, self.nodes
         where = f" on {nodes} machines" if nodes > 1 else ""
-        samples, free = cut_at(recipe, self.devices, 0).batch_size, f"{100 * MARGIN:g} % is kept free as a margin"
+        samples, free = (
+            cut_at(recipe, self.devices, 0).batch_size,
+            f"{100 * BUDGET_MARGIN:g} % is kept free as a margin",
+        )
         rows = [
             ("model", f"{type(recipe.model).__name__}: {size}"),
             ("batch", f"{samples:,} samples per step, {recipe.memory.precision}"),
-            ("devices", f"{self.devices} × {gpu.title} of {gigabytes(gpu.memory)}{where}"),
-            ("budget", f"{gigabytes(self.budget)} on each device for torch; {free}"),
+            ("devices", f"{self.devices} × {gpu.title} of {format_bytes(gpu.memory)}{where}"),
+            ("budget", f"{format_bytes(self.budget)} on each device for torch; {free}"),
         ]
         if self.devices > 1:
             network = self.target.network
-            across = f"{network.name}: {network.across}; " if nodes > 1 else ""
-            rows.append(("network", f"{across}within a node {network.inside}"))
+            across = f"{network.name}: {network.describe_inter_node}; " if nodes > 1 else ""
+            rows.append(("network", f"{across}within a node {network.describe_intra_node}"))
         rows.append(("times", ESTIMATES))
-        if gpu.context:
-            nccl = f" and {gigabytes(nccl_bytes(self.devices))} for NCCL" if self.devices > 1 else ""
-            rows.append(("outside", f"in addition, about {gigabytes(gpu.context)} for the CUDA context{nccl}"))
+        if gpu.cuda_context_bytes:
+            nccl = f" and {format_bytes(nccl_bytes(self.devices))} for NCCL" if self.devices > 1 else ""
+            rows.append(
+                ("outside", f"in addition, about {format_bytes(gpu.cuda_context_bytes)} for the CUDA context{nccl}")
+            )
         if gpu.note:
             rows.append(("note", gpu.note))
         return "\n".join(wrapped(f"{label:<8} {text}", " " * 9) for label, text in rows)
@@ -206,42 +216,47 @@ class Search:
         settings = knobs.combinations(self.recipe, self.devices, on_gpu, self.nodes)
         if lossy:
             steps = knobs.lossy_steps(self.recipe, on_gpu)
-            settings += [found for step in steps for one in settings if (found := self._at_a_loss(one, step))]
+            settings += [found for step in steps for one in settings if (found := self._with_lossy_step(one, step))]
         sizes = knobs.micro_batch_sizes(self.recipe, self.devices)
         self.padding = self._padding(sizes)
         self.arms = [arm for one in settings for arm in self._arms(one, sizes)]
-        self._relate()
+        self._link_families()
         if everything:
             self._trace(self._next())  # alone: if it cannot be traced, no plan can
-            both = ((arm, size) for arm in self._whole if not arm.failed for size in {arm.sizes[0], arm.sizes[-1]})
-            self._trace([(arm, size) for arm, size in both if (size or 0) not in arm.known])
+            both = (
+                (arm, size)
+                for arm in self._whole
+                if not arm.failed
+                for size in {arm.micro_batch_sizes[0], arm.micro_batch_sizes[-1]}
+            )
+            self._trace([(arm, size) for arm, size in both if (size or 0) not in arm.traced])
         while wanted := self._next():
             self._trace(wanted)
         candidates = self._ordered(everything)
         chosen = bool(candidates) and candidates[0].fits
-        possible = {repr(arm.settings) for arm in self.arms if arm.known or not arm.failed}
+        possible = {repr(arm.settings) for arm in self.arms if arm.traced or not arm.failed}
         refused = {repr(arm.settings) for arm in self.arms if arm.failed}
         refused |= {repr(knobs.without_size(one.flags)) for one in self.refused}
         counts = len(possible), len(refused - possible)
         if chosen:
-            explanations = explain(candidates, counts)
+            explanations = explain_choice(candidates, counts)
             self.notes |= dict.fromkeys(faster(self.recipe, self.devices, self.target.gpu, candidates[0].prediction))
         elif self.untraceable:
             explanations = [self.untraceable]
         else:
             lossy_ones = [] if lossy else self._smaller_at_a_loss(candidates)
-            explanations = not_fitting(candidates, counts, self.budget, lossy_ones, self.refused)
+            explanations = explain_no_fit(candidates, counts, self.budget, lossy_ones, self.refused)
         every = (*candidates, *self.refused)
-        shown = [dataclasses.replace(one, flags=knobs.changed(self.recipe, one.flags)) for one in every]
+        shown = [dataclasses.replace(one, flags=knobs.changed_settings(self.recipe, one.flags)) for one in every]
         return PlanReport(
             recipe=self.recipe,
             device=self.target.gpu.title,
             devices=self.devices,
             nodes=self.nodes,
-            interconnect=self.target.joined_by if self.nodes > 1 or self.target.joined_by != ONE else None,
+            interconnect=self.target.joined_by if self.nodes > 1 or self.target.joined_by != DEFAULT_NETWORK else None,
             budget=self.budget,
-            margin=MARGIN,
-            outside=outside(self.target.gpu, self.devices),
+            margin=BUDGET_MARGIN,
+            outside=non_allocator_bytes(self.target.gpu, self.devices),
             chosen=shown[0] if chosen else None,
             candidates=shown,
             explanations=[*self.cut_budget, *explanations],
@@ -249,43 +264,43 @@ class Search:
             seconds=time.perf_counter() - began,
         )
 
-    def _arms(self, settings: Settings, sizes: Sequence[int | None]) -> Iterator[Arm]:
+    def _arms(self, settings: Settings, sizes: Sequence[int | None]) -> Iterator[PlanFamily]:
         undivided = {key: settings[key] for key in ONE_MICRO_BATCH if settings.get(key)}
         whole = with_size(settings, sizes[0])
         try:
             plan = self._plan(whole)
         except RecipeError as error:
             # A combination that the search added does not apply here: that is no rejection.
-            if not knobs.changed(self.recipe, undivided):
+            if not knobs.changed_settings(self.recipe, undivided):
                 self._refuse(whole, error)
             return
         sharded = plan.strategy == "fsdp"
-        if plan.first_cut.accumulate > 1 or not settings.get(knobs.SYNC):
-            yield Arm(settings, list(sizes[:1]), sharded, True)
+        if plan.initial_cut.accumulate > 1 or not settings.get(knobs.SYNC):
+            yield PlanFamily(settings, list(sizes[:1]), sharded, True)
         if sizes[1:] and not undivided:
-            yield Arm(settings, list(sizes[1:]), sharded, False)
+            yield PlanFamily(settings, list(sizes[1:]), sharded, False)
 
-    def _relate(self) -> None:
-        by_settings: dict[str, list[Arm]] = {}
-        by_kept: dict[str, list[Arm]] = {}
+    def _link_families(self) -> None:
+        by_settings: dict[str, list[PlanFamily]] = {}
+        by_kept: dict[str, list[PlanFamily]] = {}
         for arm in self.arms:
             by_settings.setdefault(repr(arm.settings), []).append(arm)
-            by_kept.setdefault(repr(knobs.keeps(arm.settings)), []).append(arm)
+            by_kept.setdefault(repr(knobs.state_settings(arm.settings)), []).append(arm)
         for arm in self.arms:
             wanted, checkpointing = arm.settings, arm.settings.get(knobs.CHECKPOINTING)
-            arm.no_more = [one for one in self.arms if knobs.does_at_least(wanted, one.settings, arm.sharded)]
-            alike = (one for one in self.arms if one.whole == arm.whole and one is not arm)
+            arm.dominated_by = [one for one in self.arms if knobs.is_slower_or_equal(wanted, one.settings, arm.sharded)]
+            alike = (one for one in self.arms if one.single_micro_step == arm.single_micro_step and one is not arm)
             # Streaming FSDP keeps everything outside the blocks whole, up to three times: that may be most of a model.
             streamed = wanted.get(knobs.OFFLOAD) == "parameters"
             alike = (one for one in alike if streamed or one.settings.get(knobs.OFFLOAD) != "parameters")
-            arm.further = [one for one in alike if knobs.is_turned_as_far(one.settings, wanted)]
-            arm.kept = by_kept[repr(knobs.keeps(wanted))]
-            arm.alike = [*by_settings[repr(wanted)]]
+            arm.stronger = [one for one in alike if knobs.saves_at_least(one.settings, wanted)]
+            arm.same_state = by_kept[repr(knobs.state_settings(wanted))]
+            arm.same_settings = [*by_settings[repr(wanted)]]
             if wanted.get(knobs.SYNC):  # makes no difference in one micro-step
-                arm.alike += by_settings.get(repr(wanted | {knobs.SYNC: None}), [])[:1]
+                arm.same_settings += by_settings.get(repr(wanted | {knobs.SYNC: None}), [])[:1]
             if isinstance(checkpointing, float):
                 ends = (repr(wanted | {knobs.CHECKPOINTING: end}) for end in ("none", "full"))
-                arm.ends = [by_settings.get(end, []) for end in ends]
+                arm.bracketing = [by_settings.get(end, []) for end in ends]
 
     def _padding(self, sizes: Sequence[int | None]) -> dict[int, float]:
         """Return the padded tokens of a batch by micro-batch size, relative to the maximum.
@@ -295,11 +310,11 @@ class Search:
         lengths: Any = as_samples(self.recipe.data.train).lengths
         tokens: dict[int, int] = {}
         for size in sizes if lengths is not None and len({*lengths}) > 1 else ():
-            cut = cut_at(knobs.applied(self.recipe, with_size({}, size)), self.devices, 0)
+            cut = cut_at(knobs.apply_settings(self.recipe, with_size({}, size)), self.devices, 0)
             batch = batch_indices(self.recipe.seed, 0, 0, len(lengths), cut.batch_size)
             packs, shares = (
                 capability(self.recipe.model, Packable).packs(),
-                share_of(self.recipe.memory, 0, self.devices)[1],
+                data_parallel_rank(self.recipe.memory, 0, self.devices)[1],
             )
             pieces = cut_batch(batch, cut, shares, lengths, packs)
             tokens[size or 0] = sum(tokens_of(one, lengths, packs) for one in pieces)
@@ -308,112 +323,115 @@ class Search:
     # Choice of the plans to trace next.
 
     @property
-    def _whole(self) -> list[Arm]:
-        return [arm for arm in self.arms if not arm.ends]
+    def _whole(self) -> list[PlanFamily]:
+        return [arm for arm in self.arms if not arm.bracketing]
 
-    def _next(self) -> list[tuple[Arm, int | None]]:
-        fitting = (one.step_ms or inf for arm in self.arms for one in arm.known.values() if one.fits)
+    def _next(self) -> list[tuple[PlanFamily, int | None]]:
+        fitting = (one.step_ms or inf for arm in self.arms for one in arm.traced.values() if one.fits)
         fastest = min(fitting, default=inf)
-        if fastest == inf and 1 < self.done <= AT_ONCE + 1 and (last := self._last_resorts()):
+        if fastest == inf and 1 < self.done <= MAX_PARALLEL_TRACES + 1 and (last := self._last_resorts()):
             return last
         found = self._promising(self._whole, fastest) or self._between_ends(fastest)
         return found or (self._smaller() if fastest == inf else [])
 
-    def _last_resorts(self) -> list[tuple[Arm, int | None]]:
+    def _last_resorts(self) -> list[tuple[PlanFamily, int | None]]:
         live = [arm for arm in self._whole if self._left(arm, inf)]
-        return [(arm, arm.sizes[-1]) for arm in live if not any(one in live for one in arm.further)]
+        return [(arm, arm.micro_batch_sizes[-1]) for arm in live if not any(one in live for one in arm.stronger)]
 
-    def _promising(self, arms: Sequence[Arm], fastest: float) -> list[tuple[Arm, int | None]]:
+    def _promising(self, arms: Sequence[PlanFamily], fastest: float) -> list[tuple[PlanFamily, int | None]]:
         """Return the plans that may be faster than all that fit, without those that another of them may rule out."""
         live = []
         for arm in arms:
             if left := self._left(arm, fastest):
                 about = ((size, self._estimate(arm, size)) for size in left)
                 guess = next((size for size, found in about if found and found.reserved <= self.limit), left[-1])
-                live.append((self._at_least_ms(arm, guess), knobs.intrusion(arm.settings), arm, guess))
+                live.append((self._at_least_ms(arm, guess), knobs.num_changed_levels(arm.settings), arm, guess))
 
-        def waits(arm: Arm, guess: int | None) -> bool:
-            return any(one in arm.no_more and (size or 0) >= (guess or 0) for _, _, one, size in live if one is not arm)
+        def waits(arm: PlanFamily, guess: int | None) -> bool:
+            return any(
+                one in arm.dominated_by and (size or 0) >= (guess or 0) for _, _, one, size in live if one is not arm
+            )
 
         first = sorted((one for one in live if not waits(*one[2:])), key=lambda one: one[:2])
-        return [(arm, guess) for _, _, arm, guess in first[:AT_ONCE]]
+        return [(arm, guess) for _, _, arm, guess in first[:MAX_PARALLEL_TRACES]]
 
-    def _between_ends(self, fastest: float) -> list[tuple[Arm, int | None]]:
+    def _between_ends(self, fastest: float) -> list[tuple[PlanFamily, int | None]]:
         """Do the same for fractions of checkpointing, after tracing the arms with none and full."""
-        fractions = [arm for arm in self.arms if arm.ends]
+        fractions = [arm for arm in self.arms if arm.bracketing]
         unknown = [
             one
             for arm in fractions
             if self._left(arm, fastest)
-            for end in arm.ends
+            for end in arm.bracketing
             for one in end[:1]
-            if not any(alike.known for alike in end) and not one.failed
+            if not any(alike.traced for alike in end) and not one.failed
         ]
         if unknown:
-            return [(unknown[0], unknown[0].sizes[0])]
-        between = [arm for arm in fractions if all(any(one.known for one in end) for end in arm.ends)]
+            return [(unknown[0], unknown[0].micro_batch_sizes[0])]
+        between = [arm for arm in fractions if all(any(one.traced for one in end) for end in arm.bracketing)]
         return self._promising(between, fastest)
 
-    def _left(self, arm: Arm, fastest: float) -> list[int | None]:
+    def _left(self, arm: PlanFamily, fastest: float) -> list[int | None]:
         if arm.failed:
             return []
-        fits = max((size for size, one in arm.known.items() if one.fits), default=0)
-        too_large = min((size for size, one in arm.known.items() if not one.fits), default=inf)
+        fits = max((size for size, one in arm.traced.items() if one.fits), default=0)
+        too_large = min((size for size, one in arm.traced.items() if not one.fits), default=inf)
         left = []
-        for size in arm.sizes:
+        for size in arm.micro_batch_sizes:
             samples = size or 0
-            if samples in arm.known or samples >= too_large or self._at_least_ms(arm, size) >= fastest:
+            if samples in arm.traced or samples >= too_large or self._at_least_ms(arm, size) >= fastest:
                 continue
             if self._needs(arm, size) > self.limit:
                 continue
-            between = arm.ends or samples < fits  # a smaller one is slower, unless it pads less
+            between = arm.bracketing or samples < fits  # a smaller one is slower, unless it pads less
             if not between or (found := self._estimate(arm, size)) is None or found.step_ms < fastest:
                 left.append(size)
         return left
 
-    def _smaller(self) -> list[tuple[Arm, int | None]]:
+    def _smaller(self) -> list[tuple[PlanFamily, int | None]]:
         """If nothing fits, return a plan that may need less memory than all traced ones."""
-        least = min((one.reserved or 0 for arm in self.arms for one in arm.known.values()), default=inf)
+        least = min((one.reserved or 0 for arm in self.arms for one in arm.traced.values()), default=inf)
         left = []
         for arm in self._whole:
-            needs = self._needs(arm, arm.sizes[-1])
-            if not arm.failed and (arm.sizes[-1] or 0) not in arm.known and needs < least:
-                left.append((needs, -knobs.intrusion(arm.settings), arm))
-        return [(arm, arm.sizes[-1]) for _, _, arm in sorted(left, key=lambda one: one[:2])[:1]]
+            needs = self._needs(arm, arm.micro_batch_sizes[-1])
+            if not arm.failed and (arm.micro_batch_sizes[-1] or 0) not in arm.traced and needs < least:
+                left.append((needs, -knobs.num_changed_levels(arm.settings), arm))
+        return [(arm, arm.micro_batch_sizes[-1]) for _, _, arm in sorted(left, key=lambda one: one[:2])[:1]]
 
     # Bounds and estimates from traces.
 
-    def _at_least_ms(self, arm: Arm, size: int | None) -> float:
+    def _at_least_ms(self, arm: PlanFamily, size: int | None) -> float:
         samples, padding = size or 0, self.padding
         slower = (
             (one.step_ms or 0.0) * min(1.0, padding[samples] / padding[known])
-            for other in arm.no_more
-            for known, one in other.known.items()
+            for other in arm.dominated_by
+            for known, one in other.traced.items()
             if known >= samples
         )
         return max(slower, default=0.0)
 
-    def _needs(self, arm: Arm, size: int | None) -> float:
+    def _needs(self, arm: PlanFamily, size: int | None) -> float:
         """Return a lower bound in bytes for the plan of ``arm`` with this micro-batch."""
         # Lower bounds from plans with the same weights and optimizer state.
         fixed: tuple[Category, ...] = ("optimizer",) if arm.sharded else ("params", "optimizer")
-        kept = [(other, one.prediction) for other in arm.kept for one in other.known.values() if one.prediction]
+        kept = [(other, one.prediction) for other in arm.same_state for one in other.traced.values() if one.prediction]
         floors = [float(sum(one.categories.get(name, 0) for name in fixed)) for _, one in kept]
-        alike = knobs.updates(arm.settings)  # under FSDP the number of micro-steps, one or several, matters too
+        alike = knobs.update_settings(arm.settings)  # under FSDP the number of micro-steps, one or several, matters too
         floors += [
-            BESIDES * one.update
+            UPDATE_PEAK_SHARE * one.update_peak_bytes
             for other, one in kept
-            if knobs.updates(other.settings) == alike and (other.whole == arm.whole or not arm.sharded)
+            if knobs.update_settings(other.settings) == alike
+            and (other.single_micro_step == arm.single_micro_step or not arm.sharded)
         ]
-        further = (item for other in arm.further for item in other.known.items())
-        saving = [SAVES * (one.allocated or 0) for known, one in further if known <= (size or 0)]
+        further = (item for other in arm.stronger for item in other.traced.items())
+        saving = [MIN_MEMORY_RATIO * (one.allocated or 0) for known, one in further if known <= (size or 0)]
         found = self._estimate(arm, size)
         return max([*floors, *saving, found.allocated if found else 0.0], default=0.0)
 
-    def _estimate(self, arm: Arm, size: int | None) -> Estimate | None:
-        if not arm.ends:
-            return self._from(arm.alike, size)
-        none, full = (self._from(end, size) for end in arm.ends)
+    def _estimate(self, arm: PlanFamily, size: int | None) -> Estimate | None:
+        if not arm.bracketing:
+            return self._from(arm.same_settings, size)
+        none, full = (self._from(end, size) for end in arm.bracketing)
         if none is None or full is None:
             return None
         part = arm.settings[knobs.CHECKPOINTING]
@@ -423,8 +441,8 @@ class Search:
         # Proportional only if all blocks are equal: this ranks plans, but is no bound.
         return Estimate(full.allocated, (allocated + reserved) / 2, step_ms)
 
-    def _from(self, arms: Sequence[Arm], size: int | None) -> Estimate | None:
-        known = {count: one.prediction for arm in arms for count, one in arm.known.items() if one.prediction}
+    def _from(self, arms: Sequence[PlanFamily], size: int | None) -> Estimate | None:
+        known = {count: one.prediction for arm in arms for count, one in arm.traced.items() if one.prediction}
         samples = size or 0
         below = max((one for one in known if one <= samples), default=None)
         above = min((one for one in known if one >= samples), default=None)
@@ -433,7 +451,9 @@ class Search:
             return None
         (first, small), (last, large) = ends[0], ends[-1]
         # Assume that growing memory is proportional to the micro-batch, and at least that of a smaller micro-batch.
-        growing = large.allocated - sum(size for name, size in large.categories.items() if name not in GROWING)
+        growing = large.allocated - sum(
+            size for name, size in large.categories.items() if name not in PER_SAMPLE_CATEGORIES
+        )
         grown = growing * (samples / last - 1) if last else 0.0
         allocated, reserved = large.allocated + min(0.0, grown), large.reserved + grown
         each = [(one.cost.step_ms - one.cost.update_ms) / self._micro_steps(count) for count, one in ends]
@@ -451,31 +471,33 @@ class Search:
         return Estimate(allocated, reserved, step_ms, growing + grown)
 
     def _micro_steps(self, samples: int) -> int:
-        return -(-(self.arms[0].sizes[0] or 1) // samples) if samples else 1
+        return -(-(self.arms[0].micro_batch_sizes[0] or 1) // samples) if samples else 1
 
     # Predictions.
 
-    def _trace(self, wanted: Sequence[tuple[Arm, int | None]]) -> None:
+    def _trace(self, wanted: Sequence[tuple[PlanFamily, int | None]]) -> None:
         answers = self._predicted([with_size(arm.settings, size) for arm, size in wanted])
-        first = bool(answers) and not any(arm.known for arm in self.arms)
-        if first and all(isinstance(one, Failed) for one in answers):  # tracing other plans would fail as well
+        first = bool(answers) and not any(arm.traced for arm in self.arms)
+        if first and all(isinstance(one, ChildError) for one in answers):  # tracing other plans would fail as well
             self.untraceable = f"the model cannot be traced, and no other plan was tried: {answers[0]}"
             for arm in self.arms:
                 arm.failed = True
             return
         for (arm, size), found in zip(wanted, answers, strict=True):
             if isinstance(found, Candidate):
-                arm.known[size or 0] = found
+                arm.traced[size or 0] = found
                 continue
-            if not isinstance(found, Failed):
+            if not isinstance(found, ChildError):
                 self._rule_out(arm, str(found))
-            elif len(arm.sizes) > 1 and (arm.known or not arm.missed):  # one more size is tried
-                arm.sizes.remove(size)
-                arm.missed = True
+            elif len(arm.micro_batch_sizes) > 1 and (
+                arm.traced or not arm.partly_untraceable
+            ):  # one more size is tried
+                arm.micro_batch_sizes.remove(size)
+                arm.partly_untraceable = True
             else:
                 arm.failed = True
 
-    def _rule_out(self, arm: Arm, reason: str) -> None:
+    def _rule_out(self, arm: PlanFamily, reason: str) -> None:
         """Give up ``arm``, and all arms with the same value if the reason names a setting that is always rejected."""
         arm.failed = True
         for key, value in arm.settings.items():
@@ -488,22 +510,22 @@ class Search:
         jobs = [(at, job) for at, job in enumerate(found) if isinstance(job, tuple)]
         self.total = self.done + len(jobs)
         calls = [
-            partial(predict_here, recipe, plan, self.target, self.nodes, timeline=True, capacity=self.limit)
+            partial(predict_in_process, recipe, plan, self.target, self.nodes, timeline=True, capacity=self.limit)
             for _, (recipe, plan) in jobs
         ]
-        for number, result in in_children(calls):
+        for number, result in run_in_children(calls):
             at, (_, plan) = jobs[number]
             self.done += 1
             self.progress(self.done, self.total, plan.describe())
             if isinstance(result, Exception):
                 found[at] = self._refuse(settings[at], result, plan.describe())
             else:
-                found[at] = self._candidate(settings[at], plan, Prediction.answered(result))
+                found[at] = self._candidate(settings[at], plan, Prediction.from_child(result))
         return found
 
     def _job(self, settings: Settings) -> tuple[Recipe, Plan] | Exception:
         try:
-            return knobs.applied(self.recipe, settings), self._plan(settings)
+            return knobs.apply_settings(self.recipe, settings), self._plan(settings)
         except RecipeError as error:
             return self._refuse(settings, error)
 
@@ -520,11 +542,11 @@ class Search:
         return Candidate(settings, plan.describe(), *values, fits, prediction=found)
 
     def _plan(self, settings: Mapping[str, Any]) -> Plan:
-        return decide_plan(knobs.applied(self.recipe, settings), self.devices)
+        return decide_plan(knobs.apply_settings(self.recipe, settings), self.devices)
 
     def _ordered(self, everything: bool) -> list[Candidate]:
         """Return all candidates with their reasons: first the fastest that fits, or else the smallest."""
-        traced = [one for arm in self.arms for one in arm.known.values()]
+        traced = [one for arm in self.arms for one in arm.traced.values()]
         between = [one for arm in self._whole for one in self._interpolated(arm)] if everything else []
         first = min(traced, key=_rank, default=None)
         if first is None:
@@ -532,12 +554,12 @@ class Search:
         others = sorted((one for one in [*traced, *between] if one is not first), key=_rank)
         return [dataclasses.replace(one, reason=self._reason(one, first)) for one in (first, *others)]
 
-    def _interpolated(self, arm: Arm) -> Iterator[Candidate]:
-        for size in arm.sizes:
-            found = self._estimate(arm, size) if (size or 0) not in arm.known else None
+    def _interpolated(self, arm: PlanFamily) -> Iterator[Candidate]:
+        for size in arm.micro_batch_sizes:
+            found = self._estimate(arm, size) if (size or 0) not in arm.traced else None
             if found is not None:
                 settings = with_size(arm.settings, size)
-                traced = [item for other in arm.alike for item in other.known.items()]
+                traced = [item for other in arm.same_settings for item in other.traced.items()]
                 host = min((abs(known - (size or 0)), one.host or 0) for known, one in traced)[1]
                 values = (round(found.allocated), round(found.reserved), host, found.step_ms)
                 fits = found.reserved <= self.limit
@@ -547,27 +569,27 @@ class Search:
         assert one.reserved is not None
         over = one.reserved - self.budget
         if not one.fits:
-            near = f"within the budget, but not within the margin of {100 * MARGIN:g} %"
-            return f"{gigabytes(over)} more than the budget" if over > 0 else near
-        held = f"{gigabytes(-over)} of the budget stays free"
+            near = f"within the budget, but not within the margin of {100 * BUDGET_MARGIN:g} %"
+            return f"{format_bytes(over)} more than the budget" if over > 0 else near
+        held = f"{format_bytes(-over)} of the budget stays free"
         if one.retries:
             times = f"{one.retries} times" if one.retries > 1 else "once"
             held = f"torch must release its cache {times} during the traced steps to stay within the budget, which "
             held += "takes time and may happen again in later steps"
         if one is first:
             return f"fastest plan that fits; {held}"
-        return f"fits, {one.slower_than(first)}{f'; {held}' if one.retries else ''}"
+        return f"fits, {one.slowdown_text(first)}{f'; {held}' if one.retries else ''}"
 
     def _smaller_at_a_loss(self, candidates: Sequence[Candidate]) -> list[Candidate]:
         """Predict each lossy setting that the recipe does not use, with the smallest plan that it works with."""
         wanted = []
         for step in knobs.lossy_steps(self.recipe):
-            possible = (self._at_a_loss(dict(one.flags), step) for one in candidates)
+            possible = (self._with_lossy_step(dict(one.flags), step) for one in candidates)
             wanted += [settings for settings in possible if settings][:1]
         return [one for one in self._predicted(wanted) if isinstance(one, Candidate)]
 
-    def _at_a_loss(self, settings: Settings, step: Settings) -> Settings | None:
-        for extra in (step, {key: value for key, value in step.items() if key not in FOLLOWERS}):
+    def _with_lossy_step(self, settings: Settings, step: Settings) -> Settings | None:
+        for extra in (step, {key: value for key, value in step.items() if key not in IMPLIED_NAMES}):
             with suppress(RecipeError):
                 self._plan(settings | extra)
                 return settings | extra
@@ -577,7 +599,7 @@ class Search:
 def _rank(candidate: Candidate) -> tuple[bool, float, int]:
     """Sort key: plans that fit by time, then the others by memory; of equal ones the fewest knobs first."""
     value = candidate.step_ms if candidate.fits else candidate.reserved
-    return not candidate.fits, value or 0.0, len(knobs.turned(candidate.flags))
+    return not candidate.fits, value or 0.0, len(knobs.non_default_settings(candidate.flags))
 
 
 def with_size(settings: Mapping[str, Any], size: int | None) -> Settings:

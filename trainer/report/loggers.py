@@ -20,11 +20,11 @@ from lightning_fabric.utilities.rank_zero import rank_zero_only
 from trainer.errors import RecipeError
 from trainer.recipe import Run
 from trainer.report.summary import Speed
-from trainer.system.files import naming, open_own
+from trainer.system.files import add_path_to_errors, open_writable
 from trainer.system.redact import redact, redact_words
 
 TRAINING_COLUMNS = ("step", "epoch", "loss", "lr", "grad_norm", *Speed._fields)
-SECONDS_BETWEEN_WRITES = 3.0
+FLUSH_INTERVAL = 3.0
 NO_SETTINGS = Run()
 
 
@@ -33,7 +33,7 @@ def make_loggers(
     run_dir: Path,  # directory of metrics.csv and tensorboard/
     config: Mapping[str, Any],  # the resolved recipe, shown with the curves
     extra_columns: Sequence[str] = (),  # additional columns of metrics.csv
-    figures: Sequence[str] = ("accuracy",),  # metrics of an evaluation, in addition to the loss
+    metric_names: Sequence[str] = ("accuracy",),  # metrics of an evaluation, in addition to the loss
     resumed_at: int = 0,  # the step that the run resumes from; TensorBoard hides earlier logs after it
     settings: Run = NO_SETTINGS,  # project, entity, tags and tracking_uri
     run_id: str | None = None,  # the same after a resume, so that Weights & Biases and MLflow continue the run
@@ -45,7 +45,7 @@ def make_loggers(
         "mlflow": partial(_mlflow, settings, run_id),
     }
     others = [make[name](run_dir, config) for name in dict.fromkeys(names) if name != "csv"]
-    return [CSVMetrics(run_dir / "metrics.csv", extra_columns, figures), *others]
+    return [CSVMetrics(run_dir / "metrics.csv", extra_columns, metric_names), *others]
 
 
 def require_loggers(names: Sequence[str]) -> None:
@@ -113,7 +113,7 @@ class CSVMetrics(Logger):
             raise ValueError(f"{self.path.name} has no column {', '.join(unknown)}: add it to extra_columns")
         self._rows.append(row)
         evaluated = any(name in self.of_evaluations for name in row)
-        if evaluated or self._clock() - self._last_write >= SECONDS_BETWEEN_WRITES:
+        if evaluated or self._clock() - self._last_write >= FLUSH_INTERVAL:
             self.save()
 
     def log_hyperparams(self, params: Any, *args: Any, **kwargs: Any) -> None:
@@ -130,8 +130,8 @@ class CSVMetrics(Logger):
             writer.writeheader()
         writer.writerows(self._rows)
         # Unbuffered, with whole rows in one write, so that a killed run leaves no partial row.
-        with naming(self.path):
-            descriptor = open_own(self.path, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+        with add_path_to_errors(self.path):
+            descriptor = open_writable(self.path, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
             with os.fdopen(descriptor, "ab", buffering=0) as file:
                 file.write(text.getvalue().encode())
         self._rows.clear()

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from trainer.errors import RecipeError
 from trainer.report.mistakes import Mistake, of_all_ranks
-from trainer.values import FIGURES, IGNORED_LABEL, Loss, Task
+from trainer.values import IGNORED_LABEL, TASK_METRICS, Loss, Task
 
 NEEDS_PREDICTIONS = "needs predictions: set logits and targets in the model's Loss"
 
@@ -29,15 +29,19 @@ class EvaluationResult:
     accuracy: float | None  # share of correct predictions, 0 to 1; None for a model that does not classify
     samples: int | None  # number of classified items; None without num_classes
     confusion: np.ndarray | None  # counts, shape (classes, classes): row = target, column = prediction; or None
-    others: dict[str, float] = field(default_factory=dict)  # other metrics of the task, and those of run.metrics
+    custom_metrics: dict[str, float] = field(
+        default_factory=dict
+    )  # other metrics of the task, and those of run.metrics
     mistakes: Sequence[Mistake] | None = None  # the most confident ones; None if samples do not have one class each
 
-    def figures(self) -> dict[str, float]:
+    def metrics(self) -> dict[str, float]:
         """Return the metrics for loggers, progress and summary: loss, those of the task, and of ``run.metrics``."""
-        return {"loss": self.loss} | ({} if self.accuracy is None else {"accuracy": self.accuracy}) | self.others
+        return (
+            {"loss": self.loss} | ({} if self.accuracy is None else {"accuracy": self.accuracy}) | self.custom_metrics
+        )
 
 
-class ClassificationMetrics:
+class EvaluationMetrics:
     """Counts the losses and predictions of an evaluation without waiting for the device.
 
     Metrics of torchmetrics wait for the device (``nonzero``, ``bincount``), and its R2Score subtracts large sums of
@@ -59,7 +63,7 @@ class ClassificationMetrics:
         wanted: Sequence[object] = (),
     ) -> None:
         self.loss_names, self.task = tuple(loss_names), task
-        self.classes = (num_classes or 0) if task in FIGURES and task != "language" else 0
+        self.classes = (num_classes or 0) if task in TASK_METRICS and task != "language" else 0
         # (losses, 3): total, weight and number of updates with logits; float64 for millions of float32 terms
         self.sums = torch.zeros(len(self.loss_names), 3, dtype=torch.float64, device=device)
         # (classes, classes) for a confusion matrix, otherwise a row per label or output: see _of_labels, _of_numbers
@@ -117,7 +121,7 @@ class ClassificationMetrics:
         if self.names and not any(given):
             raise RecipeError(f"run.metrics={self.names[0]} {NEEDS_PREDICTIONS}")
         values = self.values(table) if any(given) else {}
-        accuracy, names = values.pop("accuracy", None), (*FIGURES.get(self.task, ()), *self.names)
+        accuracy, names = values.pop("accuracy", None), (*TASK_METRICS.get(self.task, ()), *self.names)
         return EvaluationResult(
             loss=sum(means),
             losses=dict(zip(self.loss_names, means, strict=True)),
@@ -125,7 +129,7 @@ class ClassificationMetrics:
             accuracy=accuracy,
             samples=int(counts.sum()) if counts is not None else None,
             confusion=counts,
-            others={name: values[name] for name in names if name in values},
+            custom_metrics={name: values[name] for name in names if name in values},
         )
 
     def values(self, table: np.ndarray) -> dict[str, float]:

@@ -19,10 +19,10 @@ from trainer.system.redact import redact
 from trainer.system.text import escaped
 from trainer.values import IGNORED_LABEL, Loss
 
-MOST = 200
+MAX_MISTAKES = 200
 """Max mistakes to keep of an evaluation."""
 
-MOST_LISTED, MOST_DRAWN = 1_000, 30
+MAX_CLASSES_LISTED, MAX_CLASSES_DRAWN = 1_000, 30
 """Max classes in confusion.csv and in its picture: those with the most mistakes."""
 
 
@@ -45,7 +45,7 @@ def of_all_ranks(tensor: Tensor) -> list[Tensor]:
     return found
 
 
-class Mistakes:
+class TopMistakes:
     """Collects the most confident mistakes over all ranks, without waiting for the device.
 
     Uses losses with logits of shape ``(samples, classes)`` and targets ``(samples,)``, in the order of the samples.
@@ -58,8 +58,8 @@ class Mistakes:
     def __init__(self, wanted: bool = True, device: torch.device | str = "cpu") -> None:
         self.wanted = wanted
         self.samples: Sequence[int] = ()
-        # (MOST, 5): the fields of a Mistake with the probability first; -1 for unused rows
-        self.rows = torch.full((MOST, 5), -1.0, dtype=torch.float64, device=device)
+        # (MAX_MISTAKES, 5): the fields of a Mistake with the probability first; -1 for unused rows
+        self.rows = torch.full((MAX_MISTAKES, 5), -1.0, dtype=torch.float64, device=device)
 
     def reset(self) -> None:
         """Remove all mistakes."""
@@ -85,7 +85,7 @@ class Mistakes:
         positions = torch.tensor(self.samples, device=logits.device)
         found = [torch.where(wrong, surest, -1.0), positions, targets, predictions, of_targets]
         rows = torch.cat([self.rows, torch.stack([column.double() for column in found], -1)])
-        self.rows = rows[rows[:, 0].topk(MOST).indices]
+        self.rows = rows[rows[:, 0].topk(MAX_MISTAKES).indices]
 
     def worst(self) -> list[Mistake] | None:
         """Return the most confident mistakes of all ranks (a collective); ``None`` if not wanted."""
@@ -93,7 +93,7 @@ class Mistakes:
             return None
         found = torch.cat(of_all_ranks(self.rows)).tolist()
         rows = sorted((row for row in found if row[0] >= 0), key=lambda row: (-row[0], row[1]))
-        return [Mistake(int(at), int(target), int(said), p, q) for p, at, target, said, q in rows[:MOST]]
+        return [Mistake(int(at), int(target), int(said), p, q) for p, at, target, said, q in rows[:MAX_MISTAKES]]
 
 
 def write_mistakes(
@@ -115,7 +115,7 @@ def write_mistakes(
         describe: function that returns the file or row of a sample of the split.
     """
     names = [escaped(name) for name in names]
-    chosen = _most_confused(confusion, MOST_LISTED)
+    chosen = _most_confused(confusion, MAX_CLASSES_LISTED)
     header = ["true class, predicted as", *(names[k] for k in chosen)]
     rows = [[names[k], *confusion[k, chosen].tolist()] for k in chosen]
     write_atomic(folder / "confusion.csv", _table(header, rows))
@@ -126,18 +126,18 @@ def write_mistakes(
     ]
     if mistakes is not None:
         write_atomic(folder / "errors.csv", _table(columns, lines))
-    drawn = _most_confused(confusion, MOST_DRAWN)
+    drawn = _most_confused(confusion, MAX_CLASSES_DRAWN)
     some = "" if len(drawn) == len(names) else f", {len(drawn)} of {len(names):,} classes: those with the most mistakes"
     title = f"{split}: what each class is taken for{some}"
     plot_confusion(confusion[np.ix_(drawn, drawn)], [names[k] for k in drawn], title, folder / "confusion.png")
 
 
-def _most_confused(confusion: np.ndarray, most: int) -> np.ndarray:
-    """Return at most ``most`` classes in order: those with the most mistakes, as target or as prediction."""
-    if len(confusion) <= most:
+def _most_confused(confusion: np.ndarray, max_classes: int) -> np.ndarray:
+    """Return at most ``max_classes`` classes in order: those with the most mistakes, as target or as prediction."""
+    if len(confusion) <= max_classes:
         return np.arange(len(confusion))
     wrong = confusion.sum(0) + confusion.sum(1) - 2 * confusion.diagonal()
-    return np.sort(np.argsort(-wrong, kind="stable")[:most])
+    return np.sort(np.argsort(-wrong, kind="stable")[:max_classes])
 
 
 def _table(header: Sequence[str], rows: Sequence[Sequence[object]]) -> str:

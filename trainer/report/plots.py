@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from trainer.system.files import staged_file
-from trainer.system.text import GB, gigabytes
+from trainer.system.text import GB, format_bytes
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -77,7 +77,7 @@ def plot_memory(memory: Mapping[str, Any], history: Sequence[tuple[int, float]],
         levels.plot(steps, values, color=BLUE, linewidth=2, marker="o", markersize=3, label=f"{kind}, first rank")
     if not on_gpu and idle is not None:
         for axes in (peaks, levels):
-            axes.axhline(idle, color=GREY, linestyle="--", linewidth=1.5, label=f"idle, {gigabytes(idle * GB)}")
+            axes.axhline(idle, color=GREY, linestyle="--", linewidth=1.5, label=f"idle, {format_bytes(idle * GB)}")
     _finish(peaks, "Peaks by phase, the largest over ranks", "peak memory (GB)", x_label="phase")
     peaks.set_axisbelow(True)
     _finish(levels, "Memory at the end of a step", f"{kind} memory (GB)")
@@ -141,13 +141,13 @@ def _smooth(values: np.ndarray) -> np.ndarray:
     return (sums[last] - sums[first]) / (last - first)
 
 
-def _draw_evaluations(axes: Axes, curves: Mapping[str, Curve], figure: str, form: str, factor: float = 1) -> None:
+def _draw_evaluations(axes: Axes, curves: Mapping[str, Curve], metric: str, form: str, factor: float = 1) -> None:
     styles: dict[str, dict[str, Any]] = {
         "val": {"color": ORANGE, "marker": "o", "markersize": 5, "linewidth": 2, "label": "validation"},
         "test": {"color": GREEN, "marker": "D", "markersize": 8, "linestyle": "none", "label": "test"},
     }
     for split, style in styles.items():
-        steps, values = curves[f"{split}_{figure}"]
+        steps, values = curves[f"{split}_{metric}"]
         if len(steps):
             style["label"] += f", last {form.format(factor * values[-1])}"
             axes.plot(steps, factor * values, **style)
@@ -165,7 +165,7 @@ def _draw_phases(axes: Axes, memory: Mapping[str, Any], kinds: Mapping[str, str]
     for number, ((key, label), colour) in enumerate(zip(kinds.items(), (BLUE, ORANGE), strict=False)):
         at = np.arange(len(phases)) + (number - (len(kinds) - 1) / 2) * width
         bars = axes.bar(at, [figures[key] for figures in phases.values()], width, color=colour, label=label)
-        axes.bar_label(bars, [gigabytes(figures[key] * GB) for figures in phases.values()], fontsize=10)
+        axes.bar_label(bars, [format_bytes(figures[key] * GB) for figures in phases.values()], fontsize=10)
     axes.set_xticks(range(len(phases)), list(phases))
 
 
@@ -184,7 +184,7 @@ def _finish(axes: Axes, title: str, unit: str, legend: bool = True, x_label: str
 
 # ``confusion.png``: the confusion matrix.
 
-MOST_COUNTED, LONGEST_NAME = 20, 24  # max classes for counts in cells; max letters of a name
+MAX_ANNOTATED_CLASSES, MAX_NAME_CHARS = 20, 24  # max classes for counts in cells; max letters of a name
 
 
 def plot_confusion(confusion: np.ndarray, names: Sequence[str], title: str, target: Path) -> None:
@@ -194,11 +194,11 @@ def plot_confusion(confusion: np.ndarray, names: Sequence[str], title: str, targ
     shares = confusion / np.maximum(confusion.sum(1, keepdims=True), 1)
     image = axes.imshow(shares, cmap="Blues", vmin=0, vmax=1)
     figure.colorbar(image, ax=axes, label="share of the true class", shrink=0.8)
-    if classes <= MOST_COUNTED:
+    if classes <= MAX_ANNOTATED_CLASSES:
         for row, column in zip(*np.nonzero(confusion), strict=True):
             colour = "white" if shares[row, column] > 0.6 else "black"
             axes.text(column, row, f"{confusion[row, column]}", ha="center", va="center", color=colour, fontsize=10)
-    shown = [name if len(name) <= LONGEST_NAME else f"{name[: LONGEST_NAME - 1]}…" for name in names]
+    shown = [name if len(name) <= MAX_NAME_CHARS else f"{name[: MAX_NAME_CHARS - 1]}…" for name in names]
     shown = [name.replace("$", r"\$") for name in shown]  # not a formula
     axes.set_xticks(range(classes), shown, rotation=90 if max(map(len, shown), default=0) > 3 else 0)
     axes.set_yticks(range(classes), shown)
@@ -209,15 +209,15 @@ def plot_confusion(confusion: np.ndarray, names: Sequence[str], title: str, targ
         _save(figure, target)
 
 
-def plot_rates(
-    rates: Sequence[float], losses: Sequence[float], smoothed: Sequence[float], found: float, target: Path
+def plot_lr_range_test(
+    rates: Sequence[float], losses: Sequence[float], smoothed: Sequence[float], chosen_lr: float, target: Path
 ) -> None:
     """Draw the loss of a range test over learning rates, and the chosen rate, as a PNG of 1200 × 600 pixels."""
     figure = _new_figure(target.absolute().parent.name, height=6, margins=(0.11, 0.88, 0.2))
     axes = figure.add_subplot()
     axes.plot(rates, losses, color=BLUE, alpha=0.25, linewidth=1, label="each step")
     axes.plot(rates, smoothed, color=BLUE, linewidth=2, label="smoothed")
-    axes.axvline(found, color=BLACK, linestyle="--", linewidth=1.5, label=f"falls fastest: {found:.1e}")
+    axes.axvline(chosen_lr, color=BLACK, linestyle="--", linewidth=1.5, label=f"falls fastest: {chosen_lr:.1e}")
     axes.set_xscale("log")
     start, least = smoothed[0], min(smoothed)
     axes.set_ylim(least - 0.3 * (start - least), start + 0.7 * (start - least))  # a diverging loss is off the picture
@@ -244,7 +244,7 @@ def plot_ladder(
         colour = GREEN if label.startswith("+") else ORANGE if label.endswith(")") else BLUE if place else GREY
         for kind, peak in reversed(list(enumerate(peaks))):
             axes.barh(place, peak or 0, color=colour, alpha=0.3 if kind else 1, height=0.7)
-        known = [gigabytes(peak * GB) for peak in peaks if peak is not None]
+        known = [format_bytes(peak * GB) for peak in peaks if peak is not None]
         text = " / ".join(known) if status == "finished" else " ".join([*known, status])
         axes.text(max(peak or 0 for peak in peaks), place, f"  {text}", va="center", fontsize=10)
     axes.set_yticks(range(len(rungs)), [label for label, _, _ in rungs], fontsize=11)
@@ -311,13 +311,13 @@ def _draw_memory(axes: Axes, timeline: Mapping[str, Any], reserved: np.ndarray) 
             axes.fill_between(points, below, below + values, step="post", **style)
         below = below + values
     peak = int(below.argmax())
-    axes.plot(peak, below[peak], "o", color=BLACK, markersize=6, label=f"allocated: {gigabytes(below[peak] * GB)}")
-    label = f"reserved: {gigabytes(reserved.max(initial=0.0) * GB)}"
+    axes.plot(peak, below[peak], "o", color=BLACK, markersize=6, label=f"allocated: {format_bytes(below[peak] * GB)}")
+    label = f"reserved: {format_bytes(reserved.max(initial=0.0) * GB)}"
     axes.step(points, reserved, where="post", color=GREY, linewidth=2, label=label)
 
 
 def _draw_budget(axes: Axes, budget: float, peak: float) -> None:
-    label, is_far = f"budget: {gigabytes(budget * GB)}", budget > FAR * peak
+    label, is_far = f"budget: {format_bytes(budget * GB)}", budget > FAR * peak
     top = 1.15 * peak or 1 if is_far else 1.12 * max(budget, peak)
     axes.set_ylim(0, top)
     if is_far:

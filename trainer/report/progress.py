@@ -14,26 +14,26 @@ from typing import Any, TextIO
 from tqdm import tqdm
 
 from trainer.report.summary import Speed
-from trainer.system import waiting
+from trainer.system import status_line
 from trainer.system.redact import redact
 from trainer.system.text import escaped
 
 Clock = Callable[[], float]
-SECONDS_BETWEEN_LINES = 5.0
+LINE_INTERVAL = 5.0
 CELLS = 10  # width of the bar; on a narrow terminal, metrics have priority
 BAR = "{percentage:3.0f}%|{bar}| {n_fmt}/{total_fmt} {elapsed}<{remaining}{postfix}"
 BETWEEN = " · "
 
 
-class Bar(tqdm):
+class ProgressBar(tqdm):
     """A progress bar that omits metrics, the least important first, instead of cutting them off.
 
-    ``figures`` are shown in order. If there is no room for them and a bar of ten cells, those in ``leave_out`` are
+    ``fields`` are shown in order. If there is no room for them and a bar of ten cells, those in ``drop_order`` are
     omitted, in that order. Then the bar shrinks, to one cell at least, for the remaining ones.
     """
 
-    figures: Mapping[str, str] = MappingProxyType({})
-    leave_out: Sequence[str] = ()
+    fields: Mapping[str, str] = MappingProxyType({})
+    drop_order: Sequence[str] = ()
 
     @property
     def format_dict(self) -> dict[str, Any]:
@@ -43,8 +43,8 @@ class Bar(tqdm):
         def takes(texts: Iterable[str]) -> int:
             return len(tqdm.format_meter(**found | {"ncols": None, "postfix": BETWEEN.join(texts)}))  # with 10 cells
 
-        left = dict(self.figures)
-        for name in self.leave_out:
+        left = dict(self.fields)
+        for name in self.drop_order:
             if takes(left.values()) > width:
                 left.pop(name, None)
         text, room = BETWEEN.join(left.values()), width - takes(["-"]) + CELLS
@@ -71,7 +71,7 @@ class Progress:
     ) -> None:
         self._shown, self._rank, self._clock = enabled and rank == 0, rank, clock
         if not enabled:
-            waiting.end()
+            status_line.clear_status()
         self._stream = stream if stream is not None else sys.stderr
         self._terminal = _shows_a_bar(self._stream)
         self._bar: Any = None
@@ -85,7 +85,7 @@ class Progress:
         self._first_step, self._began = first_step, self._clock()
         if self._shown and self._terminal:
             width: dict[str, Any] = {"dynamic_ncols": True, "bar_format": BAR}
-            self._bar = Bar(total=total_steps, initial=first_step, file=self._stream, **width)
+            self._bar = ProgressBar(total=total_steps, initial=first_step, file=self._stream, **width)
 
     def step(
         self, step: int, *, loss: float, lr: float, speed: Speed, memory: str, epoch: int, skipped: int = 0
@@ -120,9 +120,9 @@ class Progress:
             self._bar.refresh()
 
     def _count(self, done: int, counted: str, figures: Mapping[str, str], leave_out: Sequence[str] = ()) -> None:
-        waiting.end()
+        status_line.clear_status()
         if self._bar is not None:
-            self._bar.figures, self._bar.leave_out = figures, leave_out
+            self._bar.fields, self._bar.drop_order = figures, leave_out
             self._bar.update(done - self._bar.n)
         elif self._shown:
             self._line(done, BETWEEN.join([counted, *figures.values()]))
@@ -134,7 +134,7 @@ class Progress:
 
     def evaluation(self, step: int, split: str, result: dict[str, float]) -> None:
         """Show the metrics of an evaluation of ``split`` (val, test) after ``step``, above the bar."""
-        figures = [f"{name} {_figure(name, value)}" for name, value in result.items()]
+        figures = [f"{name} {_format_metric(name, value)}" for name, value in result.items()]
         self.message(" · ".join([f"{split} after step {step}", *figures]))
 
     def message(self, text: str) -> None:
@@ -169,7 +169,7 @@ class Progress:
     def _line(self, step: int, text: str) -> None:
         if self._clock() >= self._next_line or step == self._total_steps:
             self._print(text)
-            self._pending, self._next_line = None, self._clock() + SECONDS_BETWEEN_LINES
+            self._pending, self._next_line = None, self._clock() + LINE_INTERVAL
         else:
             self._pending = text
 
@@ -187,5 +187,5 @@ def _shows_a_bar(stream: TextIO) -> bool:
         return True
 
 
-def _figure(name: str, value: float) -> str:
+def _format_metric(name: str, value: float) -> str:
     return f"{100 * value:.2f} %" if name.endswith("accuracy") else f"{value:.4f}"

@@ -15,14 +15,14 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from trainer.errors import RecipeError
-from trainer.system.files import read_object
-from trainer.system.text import GB, escaped, gigabytes
+from trainer.system.files import read_json_object
+from trainer.system.text import GB, escaped, format_bytes
 
 DISTRIBUTIONS = ("torch", "lightning", "torchvision", "transformers", "datasets", "accelerate")
-MOST_BYTES = 1 << 20
-LEAST_WHOLE = 10  # samples per second below which decimals are shown
-LEAST_DATA_SHARE = 0.05  # min share of time spent on waiting for data that is shown at every step
-LEAST_FAR = 0.1  # min GB between predicted and measured peak for a percentage: processes vary by some 10 MB
+MAX_SUMMARY_BYTES = 1 << 20
+MIN_INTEGER_SPEED = 10  # samples per second below which decimals are shown
+MIN_DATA_SHARE = 0.05  # min share of time spent on waiting for data that is shown at every step
+MIN_PEAK_DIFFERENCE = 0.1  # min GB between predicted and measured peak for a percentage: processes vary by some 10 MB
 
 
 class Speed(NamedTuple):
@@ -35,13 +35,13 @@ class Speed(NamedTuple):
     """Model FLOPs utilisation (PaLM, Chowdhery et al., 2022): FLOPs of forward and backward as a share of the device's
     peak, without recomputation; ``None`` without a prediction, or for a device without a data sheet."""
 
-    def describe(self, least_data_share: float = LEAST_DATA_SHARE) -> list[str]:
-        """Return the known values with units; waiting for data only from ``least_data_share`` on."""
+    def describe(self, min_data_share: float = MIN_DATA_SHARE) -> list[str]:
+        """Return the known values with units; waiting for data only from ``min_data_share`` on."""
         samples, tokens, data, mfu = self
         return [
-            f"{_number(samples, ',.0f' if samples >= LEAST_WHOLE else '.2f')} samples/s",
+            f"{_number(samples, ',.0f' if samples >= MIN_INTEGER_SPEED else '.2f')} samples/s",
             *([] if tokens is None else [f"{_number(tokens, ',.0f')} tokens/s"]),
-            *([f"data {_number(100 * data, '.0f')} %"] if data >= least_data_share else []),
+            *([f"data {_number(100 * data, '.0f')} %"] if data >= min_data_share else []),
             *([] if mfu is None else [f"MFU {_number(100 * mfu, '.1f')} %"]),
         ]
 
@@ -95,7 +95,7 @@ def read_summary(path: Path) -> Summary:
     Raises:
         RecipeError: if the file does not exist, or is not a summary.
     """
-    found = read_object(path, MOST_BYTES)
+    found = read_json_object(path, MAX_SUMMARY_BYTES)
     if isinstance(schedule := found.get("accumulate"), dict):  # by epoch; JSON keys are strings
         found["accumulate"] = {int(epoch): count for epoch, count in schedule.items() if epoch.isdecimal()}
     try:
@@ -162,18 +162,20 @@ def _kept(summary: Summary) -> str:
 def _memory(memory: Mapping[str, Any]) -> str:
     kinds = ("allocated", "reserved", "host_peak", "host_idle")  # 0 or None without such a device
     known = {kind.replace("_", " "): memory.get(f"{kind}_gb") for kind in kinds}
-    return ", ".join(f"{gigabytes(value * GB)} {kind}" for kind, value in known.items() if value) or "unknown"
+    return ", ".join(f"{format_bytes(value * GB)} {kind}" for kind, value in known.items() if value) or "unknown"
 
 
 def _predicted(memory: Mapping[str, Any]) -> list[tuple[str, str]]:
     predicted, error = memory.get("predicted_reserved_gb"), memory.get("prediction_error")
     if predicted is None:
         return []
-    text = gigabytes(predicted * GB) + (" reserved" if memory.get("reserved_gb") else " of the host on top of idle")
+    text = format_bytes(predicted * GB) + (" reserved" if memory.get("reserved_gb") else " of the host on top of idle")
     if error is not None:
         far = predicted - predicted / (1 + error)
-        share = f" ({abs(100 * error):.1f} %)" if abs(far) >= LEAST_FAR else ""  # not meaningful for small peaks
-        text += f", {gigabytes(abs(far) * GB)}{share} {'more' if far > 0 else 'less'} than measured"
+        share = (
+            f" ({abs(100 * error):.1f} %)" if abs(far) >= MIN_PEAK_DIFFERENCE else ""
+        )  # not meaningful for small peaks
+        text += f", {format_bytes(abs(far) * GB)}{share} {'more' if far > 0 else 'less'} than measured"
     return [("predicted", text)]
 
 
@@ -181,7 +183,7 @@ def _by_phase(memory: Mapping[str, Any]) -> list[tuple[str, str]]:
     rows = []
     for kind in ("allocated", "reserved") if memory.get("reserved_gb") else ("host",):
         found = [(name, figures[f"{kind}_gb"]) for name, figures in memory.get("phases", {}).items()]
-        known = [f"{name} {gigabytes(value * GB)}" for name, value in found if value is not None]
+        known = [f"{name} {format_bytes(value * GB)}" for name, value in found if value is not None]
         if known:
             rows.append(("by phase", f"{', '.join(known)} {kind}"))
     return rows

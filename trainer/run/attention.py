@@ -12,7 +12,7 @@ KERNELS = re.compile(r"ScaledDotProduct(\w+?)Attention(?:ForCpu)?Backward|SafeSo
 """Autograd's names for the backward of torch's attention kernels, of the math kernel's softmax, and of Liger."""
 
 
-def note_attention(module: nn.Module) -> list[str]:
+def record_attention_kernels(module: nn.Module) -> list[str]:
     """Return a list that the first forward with gradients fills: the attention and Liger kernels of its backward.
 
     Compiled kernels are not visible.

@@ -9,22 +9,22 @@ from contextlib import contextmanager
 from functools import partial
 from typing import Any, NoReturn
 
-from trainer.checkpoint.folder import missing_space, no_space
+from trainer.checkpoint.folder import disk_full_message, disk_space_shortfall
 from trainer.checkpoint.manifest import Manifest
-from trainer.checkpoint.parts import HostCopies, on_host, share_out
-from trainer.checkpoint.writer import Background, Snapshot, Writer
+from trainer.checkpoint.tensor_parts import HostStagingBuffers, assign_to_rank, view_on_host
+from trainer.checkpoint.writer import BackgroundTask, CheckpointWriter, Snapshot
 from trainer.engine.loop import Engine
-from trainer.errors import RunError, Stopped
+from trainer.errors import RunError, RunStoppedError
 from trainer.report.progress import warn
 from trainer.report.summary import versions
-from trainer.run.resume import Resumption
+from trainer.run.resume import ResumeState
 from trainer.run.session import Session
-from trainer.run.state import State
+from trainer.run.state import RunState
 from trainer.system.text import parse_duration
 
-SECONDS_TO_FINISH = 5.0  # how long a failed run waits for a checkpoint in progress: a dead rank never writes its part
+FINISH_TIMEOUT = 5.0  # how long a failed run waits for a checkpoint in progress: a dead rank never writes its part
 
-SECONDS_BETWEEN_LOOKS = 1.0
+POLL_INTERVAL = 1.0
 
 
 class Checkpointer:
@@ -34,7 +34,9 @@ class Checkpointer:
     returns.
     """
 
-    def __init__(self, session: Session, resumption: Resumption, state: State, history: Callable[[], bytes]) -> None:
+    def __init__(
+        self, session: Session, resumption: ResumeState, state: RunState, history: Callable[[], bytes]
+    ) -> None:
         self.session, self.folder, self.origin = session, resumption.folder, resumption.origin
         self.state, self.history, self.wishes = state, history, session.recipe.checkpoint
         self.best = state.best
@@ -45,16 +47,16 @@ class Checkpointer:
         self.versions = versions()
         if session.is_first:
             _ = self.origin.base  # hash the files now, as they were loaded: they may change during training
-        self.begin_at(0)
-        self.background = Background()
-        self.on_host = HostCopies().of if self.wishes.asynchronous else on_host
+        self.mark_saved(0)
+        self.background = BackgroundTask()
+        self.on_host = HostStagingBuffers().copy if self.wishes.asynchronous else view_on_host
         self.moves = 0
         who = fabric.global_rank, fabric.world_size, self.origin.attempt, session.recipe.run.hang_after
         kept = self.wishes.keep_last, self.keep_best, self.best.score_of
-        self.writer = Writer(self.folder, *who, *kept, self._move, warn)
-        session.agreement.collect(self._votes)
+        self.writer = CheckpointWriter(self.folder, *who, *kept, self._move, warn)
+        session.agreement.collect(self._rank_flags)
 
-    def _votes(self) -> tuple[float, float, float]:
+    def _rank_flags(self) -> tuple[float, float, float]:
         """Return whether this rank should stop, a checkpoint is due by the first rank's clock, and the last failed."""
         is_time = self.session.is_first and time.monotonic() - self.saved_when >= self.every_seconds
         has_failed = self.background.failure is not None
@@ -82,12 +84,12 @@ class Checkpointer:
             self.save(engine)
         self._wait()
         signal = self.session.asked_to_stop() or "a signal to another rank"
-        raise Stopped(
+        raise RunStoppedError(
             f"stopped by {signal} after step {engine.counters.step}; everything is saved: resume with "
             f"--run.dir {self.folder.path.parent} --run.resume auto"
         )
 
-    def begin_at(self, step: int) -> None:
+    def mark_saved(self, step: int) -> None:
         """Start at ``step``, whose state is already saved, or at step 0."""
         self.saved_at, self.saved_when = step, time.monotonic()
         self.best_saved = self.best.step
@@ -101,7 +103,7 @@ class Checkpointer:
 
     def close(self) -> None:
         """Give a checkpoint that is being written a few seconds. Called when training ends, also after an error."""
-        self.background.ends(SECONDS_TO_FINISH)
+        self.background.join(FINISH_TIMEOUT)
 
     def _move(self) -> None:
         self.moves += 1
@@ -110,10 +112,10 @@ class Checkpointer:
         """Wait until the last checkpoint is on disk; raise on all ranks if it could not be written. A collective."""
         with self._announced():
             moves = self.moves
-            while not self.background.ends(SECONDS_BETWEEN_LOOKS):
+            while not self.background.join(POLL_INTERVAL):
                 if self.moves != moves:  # a slow disk is not a hang as long as it accepts bytes
                     moves = self.moves
-                    self.session.monitor.doing("checkpoint")
+                    self.session.monitor.set_activity("checkpoint")
             failures = self._total(self.background.failure is not None)
         self.background.wait()
         if failures:
@@ -122,9 +124,9 @@ class Checkpointer:
     @contextmanager
     def _announced(self) -> Iterator[None]:
         """Tell the watchdog that this rank makes progress."""
-        self.session.monitor.doing("checkpoint")
+        self.session.monitor.set_activity("checkpoint")
         yield
-        self.session.monitor.doing(None)
+        self.session.monitor.set_activity(None)
 
     def _is_unsaved(self, engine: Engine) -> bool:
         """Also true if the best step was saved before it was evaluated: its checkpoint must contain the score."""
@@ -135,13 +137,13 @@ class Checkpointer:
         step, every = engine.steps, self.every_steps
         due = every is not None and step // every > self.saved_at // every
         due |= self.best.step > self.best_saved
-        return due or (self.wishes.keep_best > 0 and self._figures(engine) is not None)
+        return due or (self.wishes.keep_best > 0 and self._current_metrics(engine) is not None)
 
-    def _figures(self, engine: Engine) -> dict[str, float] | None:
+    def _current_metrics(self, engine: Engine) -> dict[str, float] | None:
         """The model's finite metrics; ``None`` if it was not evaluated at this step, or its score is not finite."""
         if engine.last_result is None or engine.counters.evaluated_at != engine.steps:
             return None
-        figures = {name: value for name, value in engine.last_result.figures().items() if math.isfinite(value)}
+        figures = {name: value for name, value in engine.last_result.metrics().items() if math.isfinite(value)}
         return figures if math.isfinite(self.best.score_of(figures)) else None
 
     def save(self, engine: Engine) -> None:
@@ -157,9 +159,9 @@ class Checkpointer:
             # The first rank checks the space for all: no rank may write while another gives up.
             needed = int(self._total(snapshot.nbytes))
             self.folder.make()
-            missing = int(self._total(missing_space(self.folder.path, needed) if self.session.is_first else 0))
+            missing = int(self._total(disk_space_shortfall(self.folder.path, needed) if self.session.is_first else 0))
             if missing:
-                raise no_space(self.folder.path, snapshot.step, needed, missing)
+                raise disk_full_message(self.folder.path, snapshot.step, needed, missing)
         self.saved_at, self.saved_when = engine.counters.step, time.monotonic()
         self.best_saved = self.best.step
         self.writes += 1
@@ -174,9 +176,9 @@ class Checkpointer:
         fabric, tensors = self.session.fabric, self.state.tensors
         return Snapshot(
             step=engine.counters.step,
-            parts=self.on_host(share_out(tensors.parts(), fabric.global_rank, fabric.world_size)),
-            own={"random": self.state.generators.state_dict(), "values": tensors.numbers()},
-            common=self.state.common(engine),
+            parts=self.on_host(assign_to_rank(tensors.parts(), fabric.global_rank, fabric.world_size)),
+            rank_state={"random": self.state.generators.state_dict(), "values": tensors.scalars()},
+            shared_state=self.state.common(engine),
             history=self.history() if self.session.is_first else b"",
             manifest=self._manifest(engine),
         )
@@ -190,7 +192,7 @@ class Checkpointer:
         session = self.session
         facts = {name: getattr(engine.counters, name) for name in ("step", "epoch", "step_in_epoch")}
         facts |= {"seed": session.recipe.seed, "world_size": session.fabric.world_size, "plan": session.plan.describe()}
-        facts |= {"versions": self.versions, "figures": self._figures(engine)}
+        facts |= {"versions": self.versions, "figures": self._current_metrics(engine)}
         facts["created"] = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
         if session.is_first:
             names = ("run", "recipe", "dataset", "tokenizer", "data_files", "base")

@@ -20,35 +20,35 @@ from torch import Tensor, nn
 
 from trainer.checkpoint.export import save_model
 from trainer.checkpoint.folder import CheckpointFolder
-from trainer.checkpoint.manifest import MOST_BYTES, sealed
+from trainer.checkpoint.manifest import MAX_JSON_BYTES, append_hash
 from trainer.contract import splits_of
-from trainer.engine.cut import padding_share, share_of
+from trainer.engine.cut import data_parallel_rank, padding_share
 from trainer.engine.loop import count_steps
 from trainer.engine.window import Windows
-from trainer.errors import RecipeError, RunError, Stopped, require
+from trainer.errors import RecipeError, RunError, RunStoppedError, require
 from trainer.memory.plan import Plan, idle_ranks, plan_warnings
-from trainer.memory.stack import Stack
+from trainer.memory.stack import PreparedModel
 from trainer.planner.predict import faster
 from trainer.recipe import Recipe
-from trainer.report.card import Trained, card_of
+from trainer.report.html_report import write_report
 from trainer.report.loggers import make_loggers
 from trainer.report.metrics import EvaluationResult, classification_report
 from trainer.report.mistakes import write_mistakes
-from trainer.report.page import write_report
+from trainer.report.model_card import TrainingFacts, build_model_card
 from trainer.report.plots import plot_curves, plot_memory
 from trainer.report.progress import warn
 from trainer.report.summary import Summary, summary_rows
-from trainer.run.session import Session, from_all, from_first, on_first
+from trainer.run.session import Session, all_gather_json, broadcast_json, run_on_rank_zero
 from trainer.settings import dump_recipe
-from trainer.system.files import default_folder, make_folder, read_object, staged_folder, write_atomic
+from trainer.system.error_reports import describe_error
+from trainer.system.files import default_folder, make_folder, read_json_object, staged_folder, write_atomic
 from trainer.system.redact import redact
-from trainer.system.reports import cause
 from trainer.system.text import escaped
-from trainer.values import FIGURES
-from trainer.weights.nf4 import size_of
+from trainer.values import TASK_METRICS
+from trainer.weights.nf4 import count_weights
 
 
-def with_run_dir(recipe: Recipe, fabric: Fabric, source: str | None) -> Recipe:
+def create_run_dir(recipe: Recipe, fabric: Fabric, source: str | None) -> Recipe:
     """Create the run directory and return the recipe with its path, the same on every rank. A collective.
 
     Raises:
@@ -57,9 +57,9 @@ def with_run_dir(recipe: Recipe, fabric: Fabric, source: str | None) -> Recipe:
     wanted, resume = recipe.run.dir, recipe.run.resume
     if resume == "auto" and wanted is None:
         raise RecipeError("run.resume=auto needs run.dir, the directory of the run to resume")
-    run_dir = Path(from_first(fabric, str(Path(wanted or default_folder(source)).absolute())))
-    on_first(fabric, partial(_make, run_dir, resume))
-    require_shared(fabric, run_dir)
+    run_dir = Path(broadcast_json(fabric, str(Path(wanted or default_folder(source)).absolute())))
+    run_on_rank_zero(fabric, partial(_make, run_dir, resume))
+    require_shared_filesystem(fabric, run_dir)
     return recipe.replace(run=dataclasses.replace(recipe.run, dir=str(run_dir)))
 
 
@@ -79,7 +79,7 @@ def _make(run_dir: Path, resume: str) -> None:
 
 
 @contextmanager
-def written_to(run_dir: Path) -> Iterator[None]:
+def explain_disk_errors(run_dir: Path) -> Iterator[None]:
     """Turn an OSError below ``run_dir`` into a RunError that names the file and the newest checkpoint."""
     try:
         yield
@@ -95,33 +95,33 @@ def written_to(run_dir: Path) -> Iterator[None]:
 
 
 @contextmanager
-def status_kept(session: Session) -> Iterator[None]:
+def status_file(session: Session) -> Iterator[None]:
     """Write ``status.json`` when the run starts, and again, with the outcome, when it ends."""
-    write_status(session, "running", begins=True)
+    write_status(session, "running", new_attempt=True)
     try:
         yield
     except BaseException as error:
-        known = {Stopped: "stopped", KeyboardInterrupt: "interrupted"}
+        known = {RunStoppedError: "stopped", KeyboardInterrupt: "interrupted"}
         with suppress(OSError):  # the disk may be the reason why the run failed
             write_status(session, known.get(type(error), "failed"))
         raise
     write_status(session, "finished")
 
 
-def write_status(session: Session, status: str, begins: bool = False) -> None:
+def write_status(session: Session, status: str, new_attempt: bool = False) -> None:
     """Write ``status.json`` on the first rank: the current plan and ``running``, or the status of ``summary.json``.
 
-    It shows what a run that was killed was doing. ``begins`` counts a new attempt.
+    It shows what a run that was killed was doing. ``new_attempt`` counts a new attempt.
     """
     if not session.is_first:
         return
-    path, first = session.run_dir / "status.json", session.plan.first_cut
-    before = read_object(path, MOST_BYTES).get("attempt")
+    path, first = session.run_dir / "status.json", session.plan.initial_cut
+    before = read_json_object(path, MAX_JSON_BYTES).get("attempt")
     cut = {"batch_size": first.batch_size, "micro_batch_size": first.micro_batch_size}
     content = {
         "plan": session.plan.describe(),
         "cut": None if isinstance(session.recipe.accumulate, dict) else cut,  # None: the cut depends on the epoch
-        "attempt": (before if type(before) is int else 0) + begins,
+        "attempt": (before if type(before) is int else 0) + new_attempt,
         "status": status,
     }
     write_atomic(path, json.dumps(content, indent=1, ensure_ascii=False) + "\n", sync_folder=False)
@@ -135,7 +135,7 @@ def write_recipe(session: Session, source: str | None) -> None:
     recipe = session.recipe
     run = dataclasses.replace(recipe.run, dir=None, resume="none", allow_change=[])
     text = dump_recipe(with_absolute_paths(recipe.replace(run=run)), source)
-    write_atomic(session.run_dir / "recipe.yaml", sealed(text))
+    write_atomic(session.run_dir / "recipe.yaml", append_hash(text))
 
 
 NAMES = ("config", "revision", "encoding", "separator", "task")
@@ -174,7 +174,7 @@ def open_loggers(session: Session, resumed_at: int, run: str) -> list[Any]:
     task = recipe.model.task or "single_label"
     has_metrics = task == "language" or recipe.model.num_classes is not None
     asked = [figure if isinstance(figure, str) else figure.name for figure in recipe.run.requested_metrics()]
-    figures = [name for name in dict.fromkeys((*FIGURES[task if has_metrics else None], *asked)) if name != "loss"]
+    figures = [name for name in dict.fromkeys((*TASK_METRICS[task if has_metrics else None], *asked)) if name != "loss"]
     return make_loggers(recipe.run.logger, session.run_dir, config, extra, figures, resumed_at, recipe.run, run)
 
 
@@ -187,8 +187,8 @@ def write_results(
         with staged_folder(run_dir / "model") as folder:
             save_model(session.recipe.model, module, folder, state)
             facts = {"plan": session.plan.describe(), **dict(summary_rows(summary))}
-            trained = Trained(facts, summary.metrics, summary.data, summary.versions)
-            card = card_of(session.recipe, run_dir, trained)
+            trained = TrainingFacts(facts, summary.metrics, summary.data, summary.versions)
+            card = build_model_card(session.recipe, run_dir, trained)
             write_atomic(folder / "README.md", card)  # not hashed: the user may edit it
     write_atomic(run_dir / "summary.json", summary.to_json())  # after the model: "finished" promises that it exists
     if result is not None:
@@ -201,7 +201,7 @@ def write_results(
     except OSError:
         raise
     except Exception as error:  # values that no axis can show must not fail the run
-        warn(f"the metrics of this run cannot be plotted ({cause(error)}): see metrics.csv and summary.json")
+        warn(f"the metrics of this run cannot be plotted ({describe_error(error)}): see metrics.csv and summary.json")
     write_report(run_dir, summary_rows(summary), session.plan.describe(), summary.data, summary.versions)
 
 
@@ -217,28 +217,28 @@ def write_evaluation(folder: Path, result: EvaluationResult, data: Any) -> None:
 def report_text(result: EvaluationResult, data: Any) -> str:
     """Return the classification report, or the losses and metrics if the model does not classify."""
     if result.confusion is None:
-        figures = {**result.losses, **result.others}
+        figures = {**result.losses, **result.custom_metrics}
         return "\n".join(f"{escaped(name)} {value:.6f}" for name, value in figures.items())
     names = data.class_names
     return classification_report(result.confusion, None if names is None else [escaped(name) for name in names])
 
 
-def describe_run(session: Session, stack: Stack, windows: Windows) -> list[str]:
+def describe_run(session: Session, stack: PreparedModel, windows: Windows) -> list[str]:
     """Return one line each for the plan, the size of model and run, warnings, the estimate and padding."""
     device, recipe = session.fabric.device, session.recipe
     on_gpu = device.type == "cuda"
     steps = count_steps(windows, recipe.epochs, recipe.max_steps)
     blocks = f" (blocks: {stack.blocks})" if stack.blocks else ""
-    size = f"{size_of(stack.module)}{blocks}; {windows.size:,} samples, {steps:,} steps"
+    size = f"{count_weights(stack.module)}{blocks}; {windows.size:,} samples, {steps:,} steps"
     lines = [
         f"plan: {session.plan.describe()} on {torch.cuda.get_device_name(device) if on_gpu else 'CPU'}",
         f"{type(recipe.model).__name__}: {size}",
     ]
-    nonsense = unmeant(recipe, session.plan, windows.size, steps)
+    nonsense = suspicious_settings(recipe, session.plan, windows.size, steps)
     warnings = [*plan_warnings(recipe, on_gpu), *nonsense, idle_ranks(session.plan), stack.warning]
     lines += [f"warning: {text}" for text in warnings if text is not None]
     if session.forecast is not None:
-        lines += session.forecast.lines()
+        lines += session.forecast.warnings()
         lines += faster(recipe, session.plan.world_size, session.forecast.device, session.forecast.prediction)
     if windows.packs:  # also for streamed texts, whose lengths are unknown
         lines.append("padding: none, the model computes on real tokens only (model.padding_free)")
@@ -248,10 +248,10 @@ def describe_run(session: Session, stack: Stack, windows: Windows) -> list[str]:
     return lines
 
 
-def unmeant(recipe: Recipe, plan: Plan, samples: int, steps: int) -> list[str]:
+def suspicious_settings(recipe: Recipe, plan: Plan, samples: int, steps: int) -> list[str]:
     """Return warnings, one line each, about settings that work but are probably not intended."""
-    found, batch, warmup = [], plan.first_cut.batch_size, recipe.optim.warmup_steps
-    shares = share_of(recipe.memory, 0, plan.world_size)[1]
+    found, batch, warmup = [], plan.initial_cut.batch_size, recipe.optim.warmup_steps
+    shares = data_parallel_rank(recipe.memory, 0, plan.world_size)[1]
     if batch > samples:
         found.append(f"batch_size={batch} is larger than the {samples:,} training samples: every step uses all of them")
     if 0 < steps <= warmup:
@@ -282,11 +282,11 @@ def padding_shares(windows: Windows) -> tuple[float, float]:
 # Check before training, not when the first checkpoint fails, that all machines see the same run directory.
 
 PREFIX = ".shared-"
-SECONDS_TO_SEE = 10.0  # how long a file may take to appear on another machine
-SECONDS_BETWEEN_LOOKS = 0.2
+PROBE_TIMEOUT = 10.0  # how long a file may take to appear on another machine
+POLL_INTERVAL = 0.2
 
 
-def require_shared(fabric: Fabric, run_dir: Path) -> None:
+def require_shared_filesystem(fabric: Fabric, run_dir: Path) -> None:
     """Check that all machines share ``run_dir``. A collective.
 
     The first rank writes a file; one rank of every other machine looks for it and answers with another file.
@@ -295,15 +295,15 @@ def require_shared(fabric: Fabric, run_dir: Path) -> None:
         RecipeError: on all ranks; names the machines that see another directory or cannot write to it.
     """
     on_other_machine = fabric.local_rank == 0 and fabric.global_rank != 0
-    if not any(from_all(fabric, on_other_machine)):
+    if not any(all_gather_json(fabric, on_other_machine)):
         return
-    token = on_first(fabric, partial(_leave, run_dir))
-    problems = from_all(fabric, _answer(run_dir, token) if on_other_machine else None)
+    token = run_on_rank_zero(fabric, partial(_leave, run_dir))
+    problems = all_gather_json(fabric, _answer(run_dir, token) if on_other_machine else None)
     if fabric.global_rank == 0:
         for path in run_dir.glob(f"{token}*"):
             path.unlink(missing_ok=True)
     found = "; ".join(problem for problem in problems if problem is not None)
-    here = on_first(fabric, socket.gethostname)
+    here = run_on_rank_zero(fabric, socket.gethostname)
     require(
         not found,
         f"run.dir={run_dir} is not one directory for all machines: {found}; {here} created it: choose a directory on a "
@@ -321,11 +321,11 @@ def _leave(run_dir: Path) -> str:
 
 def _answer(run_dir: Path, token: str) -> str | None:
     """Look for the file and create another one next to it; return the problem, if any."""
-    here, until = socket.gethostname(), time.monotonic() + SECONDS_TO_SEE
+    here, until = socket.gethostname(), time.monotonic() + PROBE_TIMEOUT
     while not _is_seen(run_dir, token):
         if time.monotonic() > until:
             return f"{here} does not see what the first rank wrote there"
-        time.sleep(SECONDS_BETWEEN_LOOKS)
+        time.sleep(POLL_INTERVAL)
     problem = _touch(run_dir / f"{token}-{here}")
     return None if problem is None else f"{here} cannot write there ({problem})"
 

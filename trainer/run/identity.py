@@ -10,28 +10,28 @@ from functools import cached_property, reduce
 from pathlib import Path
 from typing import Any
 
-from trainer.checkpoint.manifest import Manifest, cut_off
+from trainer.checkpoint.manifest import Manifest, truncate
 from trainer.contract import Model, Preparable, Streamable, capability
 from trainer.data.fingerprint import data_files, fingerprint, tokenizer_hash
-from trainer.errors import RecipeError, listed, require
+from trainer.errors import RecipeError, format_list, require
 from trainer.memory.knobs import KNOBS
 from trainer.recipe import Recipe
 from trainer.run.directory import with_absolute_paths
-from trainer.run.session import Session, from_first
+from trainer.run.session import Session, broadcast_json
 from trainer.settings import did_you_mean, settings_of
 from trainer.system.files import hash_file
 from trainer.system.redact import redact_value
-from trainer.system.waiting import doing
+from trainer.system.status_line import show_status
 
 
-class Origin:
+class RunIdentity:
     """The id of the run (``run`` if it is resumed), the id of this start, and its recipe, data and tokenizer.
 
     Created by all ranks at the same time.
     """
 
     def __init__(self, session: Session, run: str | None = None) -> None:
-        drawn = from_first(session.fabric, [secrets.token_hex(8), secrets.token_hex(4)])
+        drawn = broadcast_json(session.fabric, [secrets.token_hex(8), secrets.token_hex(4)])
         self.run, self.attempt = run or drawn[0], drawn[1]
         self.recipe, self.defaults = flat_settings(session.recipe), default_settings(session.recipe)
         self._data = session.recipe.data
@@ -66,7 +66,7 @@ class Origin:
 
 def base_hashes(model: Model) -> dict[str, str]:
     """Return the sha256 of every file of ``model`` that checkpoints leave out, by file name."""
-    doing("hashing the frozen weights")
+    show_status("hashing the frozen weights")
     return {path.name: hash_file(path) for path in capability(model, Streamable).base_files()}
 
 
@@ -116,7 +116,7 @@ def _name_of(value: Any) -> Any:
 
 IGNORED = ("run.dir", "run.resume", "run.allow_change")  # settings that control how to resume
 
-BINDING = ("run.deterministic", "run.max_skipped_steps", "run.evaluate", "run.best", "run.patience")
+RESULT_SETTINGS = ("run.deterministic", "run.max_skipped_steps", "run.evaluate", "run.best", "run.patience")
 """Settings of the section run that change training or its result; other settings of run and checkpoint do not."""
 
 LOADING = ("data.workers", "data.worker_timeout", "data.max_bad_samples", "data.cache_dir")
@@ -127,7 +127,7 @@ PLANNED = tuple(f"memory.{knob.name}" for knob in KNOBS if knob.planned)
 """
 
 
-def require_same_run(path: Path, manifest: Manifest, now: Origin, allowed: list[str]) -> list[str]:
+def require_same_run(path: Path, manifest: Manifest, now: RunIdentity, allowed: list[str]) -> list[str]:
     """Compare the checkpoint ``path``, which is resumed, with the current run; return one line per difference.
 
     Raises:
@@ -142,7 +142,7 @@ def require_same_run(path: Path, manifest: Manifest, now: Origin, allowed: list[
     rejected: dict[str, str] = {}
     files = now.data_files  # read before training, so that the next checkpoint's hashes match its fingerprint
     for key, old, new in _differences(manifest, now):
-        before, after = (cut_off(json.dumps(value, ensure_ascii=False)) for value in (old, new))
+        before, after = (truncate(json.dumps(value, ensure_ascii=False)) for value in (old, new))
         keep = f" (--{key} {old} keeps it)" if key == "memory.precision" else ""  # auto differs on another GPU
         line = f"{key}: {before} in the checkpoint, {after} now{keep}"
         if key == "data":
@@ -150,7 +150,7 @@ def require_same_run(path: Path, manifest: Manifest, now: Origin, allowed: list[
         if key == "base":
             line = f"base: the files of model.weights have changed{_changed_files(manifest.base, now.base)}"
         lines.append(line)
-        is_free = _section(key) in ("run", "checkpoint") and key not in BINDING
+        is_free = _section(key) in ("run", "checkpoint") and key not in RESULT_SETTINGS
         if not is_free and key not in free and _section(key) not in allowed:
             rejected[key] = line
     if rejected:
@@ -165,7 +165,7 @@ def _section(key: str) -> str:
     return key.partition(".")[0]
 
 
-def _differences(manifest: Manifest, now: Origin) -> Iterator[tuple[str, Any, Any]]:
+def _differences(manifest: Manifest, now: RunIdentity) -> Iterator[tuple[str, Any, Any]]:
     for key in sorted({*manifest.recipe, *now.recipe} - {*IGNORED}):
         old = manifest.recipe.get(key, now.defaults.get(key, "nothing"))
         new = now.recipe.get(key, "nothing")
@@ -186,5 +186,5 @@ def _changed_files(before: Mapping[str, str], now: Mapping[str, str]) -> str:
         "missing": [name for name in before if name not in now],
         "new": [name for name in now if name not in before],
     }
-    found = [f"{kind}: {listed(names)}" for kind, names in kinds.items() if names]
+    found = [f"{kind}: {format_list(names)}" for kind, names in kinds.items() if names]
     return f" ({'; '.join(found)})" if before and found else ""

@@ -16,15 +16,15 @@ from trainer.engine.quarantine import BadSampleAt, Quarantine
 from trainer.engine.step import StepResult
 from trainer.engine.window import OnLoad
 from trainer.errors import RecipeError, RunError
-from trainer.memory.monitor import Monitor
+from trainer.memory.monitor import MemoryMonitor
 from trainer.report.progress import Progress, warn
 from trainer.report.summary import Speed
+from trainer.system.error_reports import describe_error
 from trainer.system.files import write_atomic
 from trainer.system.redact import redact_value
-from trainer.system.reports import cause
 
 
-class Stopwatch(Listener):
+class ThroughputMeter(Listener):
     """Training throughput so far, without the time of evaluations; ``peak_seconds`` is the method of ``Forecast``."""
 
     def __init__(
@@ -44,7 +44,7 @@ class Stopwatch(Listener):
         """Exclude the last ``seconds``."""
         self._since += seconds
 
-    def timed(self, on_load: OnLoad) -> OnLoad:
+    def wrap_on_load(self, on_load: OnLoad) -> OnLoad:
         """Return ``on_load`` with a timer around the loading that it announces."""
 
         def load(samples: Sequence[int]) -> None:
@@ -89,7 +89,7 @@ class Stopwatch(Listener):
 class ProgressListener(Listener):
     """Shows steps and evaluations in the terminal."""
 
-    def __init__(self, progress: Progress, stopwatch: Stopwatch, monitor: Monitor, split: str) -> None:
+    def __init__(self, progress: Progress, stopwatch: ThroughputMeter, monitor: MemoryMonitor, split: str) -> None:
         self.progress, self.stopwatch, self.monitor, self.split = progress, stopwatch, monitor, split
 
     def on_fit_start(self, counters: Counters, total_steps: int) -> None:
@@ -101,7 +101,7 @@ class ProgressListener(Listener):
             loss=result.loss,
             lr=result.lr,
             speed=self.stopwatch.speed,
-            memory=self.monitor.use().describe(),
+            memory=self.monitor.run_peaks().describe(),
             epoch=counters.epoch,
             skipped=counters.skipped_steps,
         )
@@ -109,7 +109,7 @@ class ProgressListener(Listener):
             self.progress.warning(self.monitor.warnings.pop(0))
 
     def on_evaluation(self, counters: Counters, result: Any) -> None:
-        self.progress.evaluation(counters.step, self.split, result.figures())
+        self.progress.evaluation(counters.step, self.split, result.metrics())
 
     def on_fit_end(self, counters: Counters) -> None:
         self.progress.close()
@@ -118,7 +118,7 @@ class ProgressListener(Listener):
 class LoggingListener(Listener):
     """Writes steps and evaluations to the loggers."""
 
-    def __init__(self, loggers: list[Logger], stopwatch: Stopwatch, split: str) -> None:
+    def __init__(self, loggers: list[Logger], stopwatch: ThroughputMeter, split: str) -> None:
         self.loggers, self.stopwatch, self.split = loggers, stopwatch, split
 
     def on_step(self, counters: Counters, result: StepResult) -> None:
@@ -135,20 +135,20 @@ class LoggingListener(Listener):
         self.log(figures, counters.step)
 
     def on_evaluation(self, counters: Counters, result: Any) -> None:
-        figures = {f"{self.split}_{name}": value for name, value in result.figures().items()}
+        figures = {f"{self.split}_{name}": value for name, value in result.metrics().items()}
         self.log({"epoch": counters.epoch, **figures}, counters.step)
 
     def on_fit_end(self, counters: Counters) -> None:
         for logger in self.loggers:
             logger.save()
 
-    def log(self, figures: dict[str, Any], step: int) -> None:
-        """Write ``figures`` to every logger."""
+    def log(self, metrics: dict[str, Any], step: int) -> None:
+        """Write ``metrics`` to every logger."""
         for logger in self.loggers:
-            logger.log_metrics(figures, step)
+            logger.log_metrics(metrics, step)
 
 
-class Named(Listener):
+class CustomListener(Listener):
     """A wrapper of a recipe's listener, whose errors name the listener, the event and the step."""
 
     def __init__(self, listener: Listener) -> None:
@@ -171,15 +171,15 @@ class Named(Listener):
             getattr(self.listener, event)(replace(counters), *values)  # a copy: only the engine may change counters
         except Exception as error:
             who = f"listener {type(self.listener).__name__}.{event} after step {counters.step}"
-            raise RunError(f"{who}: {cause(error)}") from error
+            raise RunError(f"{who}: {describe_error(error)}") from error
 
 
-def own_listeners(listeners: Sequence[Any]) -> list[Listener]:
-    """Wrap the listeners of a recipe in :class:`Named`; reject objects of other classes."""
+def wrap_custom_listeners(listeners: Sequence[Any]) -> list[Listener]:
+    """Wrap the listeners of a recipe in :class:`CustomListener`; reject objects of other classes."""
     for number, listener in enumerate(listeners):
         if not isinstance(listener, Listener):
             raise RecipeError(f"listeners[{number}]={listener!r} is not a trainer.Listener: give an instance of one")
-    return [Named(listener) for listener in listeners]
+    return [CustomListener(listener) for listener in listeners]
 
 
 def report_bad_samples(quarantine: Quarantine, new: list[BadSampleAt], run_dir: str | None) -> None:

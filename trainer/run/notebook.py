@@ -11,14 +11,14 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from trainer.errors import EXIT_REQUEUE, RecipeError, RunError, Stopped
-from trainer.launching.world import find_world
+from trainer.errors import EXIT_REQUEUE, RecipeError, RunError, RunStoppedError
+from trainer.launching.world import resolve_world
 from trainer.recipe import Recipe
 from trainer.run.directory import with_absolute_paths
-from trainer.settings import class_of, dump_recipe, settings_of
+from trainer.settings import class_spec, dump_recipe, settings_of
+from trainer.system.error_reports import ERROR, FailureReason
 from trainer.system.files import default_folder, write_atomic
-from trainer.system.processes import Watched, own_command
-from trainer.system.reports import ERROR, Said
+from trainer.system.processes import ProcessSession, trainer_command
 
 ALONE = "train on one device (Run(devices=1)), or write the recipe to a .py file and start trainer fit FILE.py"
 
@@ -29,15 +29,15 @@ def is_interactive() -> bool:
     return not os.path.isfile(script) and "LOCAL_RANK" not in os.environ
 
 
-def needs_processes(recipe: Recipe) -> bool:
+def needs_subprocess(recipe: Recipe) -> bool:
     """Return whether a run needs several ranks that no launcher started and Fabric cannot start from here."""
     if not is_interactive():
         return False
-    world = find_world(recipe)[1]
-    return world.started_by_fabric and world.size > 1
+    world = resolve_world(recipe)[1]
+    return world.started_by_fabric and world.world_size > 1
 
 
-def fit_beside(recipe: Recipe) -> Path:
+def fit_in_subprocess(recipe: Recipe) -> Path:
     """Train ``recipe`` in separate processes that end with this one, and print their output here.
 
     Returns:
@@ -48,34 +48,34 @@ def fit_beside(recipe: Recipe) -> Path:
         RunError: with the last error of those processes.
         Stopped: if they were asked to stop, for example by an interrupt of this process; everything is saved.
     """
-    _require_tellable(recipe)
+    _require_yaml_serializable(recipe)
     run_dir = Path(recipe.run.dir or default_folder(None)).absolute()
     recipe = recipe.replace(run=dataclasses.replace(recipe.run, dir=str(run_dir)))
     with tempfile.TemporaryDirectory(prefix="trainer-fit-") as folder:
         path = Path(folder) / "recipe.yaml"
         write_atomic(path, dump_recipe(with_absolute_paths(recipe), None))
         # Trusted: this process has already imported the modules of its classes.
-        command = own_command("fit", str(path), "--trust-recipe")
+        command = trainer_command("fit", str(path), "--trust-recipe")
         streams: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
-        ranks, said = Watched(command, os.environ, errors="replace", **streams), Said()
+        ranks, said = ProcessSession(command, os.environ, errors="replace", **streams), FailureReason()
         try:
             code = _relayed(ranks.process, said)
         finally:
             ranks.kill()
     if code == EXIT_REQUEUE:
-        raise Stopped(said.reason)
+        raise RunStoppedError(said.reason)
     if code != 0:
         kind = RecipeError if code == 2 else RunError
         raise kind(said.reason or f"the processes of the run ended with {code}")
     return run_dir
 
 
-def _relayed(process: subprocess.Popen[str], said: Said) -> int:
+def _relayed(process: subprocess.Popen[str], said: FailureReason) -> int:
     """Print the output of a process until it ends, forward interrupts to it, and return its exit code."""
     while True:
         try:
             for line in process.stdout or ():
-                said.note(line)
+                said.add_line(line)
                 if ERROR not in line:
                     print(line, end="", flush=True)
             return process.wait()
@@ -83,10 +83,10 @@ def _relayed(process: subprocess.Popen[str], said: Said) -> int:
             process.send_signal(signal.SIGINT)
 
 
-def _require_tellable(recipe: Recipe) -> None:
+def _require_yaml_serializable(recipe: Recipe) -> None:
     setting = f"run.devices={recipe.run.devices} in a notebook"
     for part in (recipe.model, recipe.data):
-        name = class_of(part)
+        name = class_spec(part)
         if name.startswith("__main__."):
             raise RecipeError(
                 f"{setting}: {name.rpartition('.')[2]} is defined in the notebook, where the processes of other ranks "

@@ -16,16 +16,16 @@ from torch.autograd.profiler import record_function
 from torch.profiler import ProfilerAction, ProfilerActivity, profile, schedule
 
 from trainer.engine.events import Counters, Listener
-from trainer.engine.step import Phases
+from trainer.engine.step import PhaseHooks
 from trainer.engine.window import MicroBatch
 from trainer.errors import RecipeError
 from trainer.memory.monitor import FIRST_STEPS
-from trainer.run.listeners import Stopwatch
+from trainer.run.listeners import ThroughputMeter
 from trainer.run.session import Session
 from trainer.system.files import scratch_folder, staged_file, write_atomic
 from trainer.system.text import escaped
 
-UNRECORDED = FIRST_STEPS
+WARMUP_STEPS = FIRST_STEPS
 """Steps before the recording: the memory monitor checks all of them, and ``LossCheck`` the first."""
 OPERATIONS = 20  # longest operations in the table
 RANGE, STEP = "trainer: ", "ProfilerStep"  # name prefixes of the ranges that enclose operations in the trace
@@ -36,36 +36,36 @@ COLLECTIVES = ("gloo:", "nccl:", "ncclDevKernel", "ncclKernel", "c10d::", "_c10d
 
 def require_profilable(steps: int | None, run_steps: int) -> None:
     """Reject ``run.profile`` for a run with too few steps."""
-    available = run_steps - UNRECORDED
+    available = run_steps - WARMUP_STEPS
     if steps is not None and steps > available:
         fix = f"lower it to {available}" if available > 0 else "leave it out"
         raise RecipeError(
-            f"run.profile={steps} records {steps} steps after {UNRECORDED} warm-up steps, but the run has only "
+            f"run.profile={steps} records {steps} steps after {WARMUP_STEPS} warm-up steps, but the run has only "
             f"{run_steps}: {fix}, or raise max_steps or epochs"
         )
 
 
-class Profile(Phases, Listener):
-    """Records ``steps`` steps after the first :data:`UNRECORDED` of this process, and writes trace and table.
+class Profile(PhaseHooks, Listener):
+    """Records ``steps`` steps after the first :data:`WARMUP_STEPS` of this process, and writes trace and table.
 
     Forwards all events to the run's memory monitor. If the run ends during the recording, the recorded steps are
     written.
     """
 
-    def __init__(self, session: Session, steps: int, stopwatch: Stopwatch) -> None:
+    def __init__(self, session: Session, steps: int, stopwatch: ThroughputMeter) -> None:
         self.monitor, self.stopwatch, fabric = session.monitor, stopwatch, session.fabric
         self.on_gpu = fabric.device.type == "cuda"
         self.summary = ""  # one line, empty until the files are written
         part = f".rank{fabric.global_rank}" if fabric.world_size > 1 else ""
         self.trace, self.table = (session.run_dir / f"profile{part}.{kind}" for kind in ("json.gz", "txt"))
         kinds = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if self.on_gpu else [])]
-        stages = schedule(wait=UNRECORDED - 1, warmup=1, active=steps, repeat=1)
+        stages = schedule(wait=WARMUP_STEPS - 1, warmup=1, active=steps, repeat=1)
         os.environ.setdefault("KINETO_LOG_LEVEL", "5")  # a CUDA build without a GPU would log an error
         self.profiler = profile(activities=kinds, schedule=stages, on_trace_ready=self._write, acc_events=True)
         self._recording, self._range = False, None
 
-    def load(self, samples: Sequence[int]) -> None:
-        self.monitor.load(samples)
+    def on_load(self, samples: Sequence[int]) -> None:
+        self.monitor.on_load(samples)
         self._enter("data" if samples else None)
 
     def begin_step(self) -> None:
@@ -133,13 +133,13 @@ class Profile(Phases, Listener):
             return covered(on_host, lambda event: event.name.startswith(name))
 
         parts = {name: of_range(RANGE + part) for part, name in PARTS.items()}
-        idle = total - covered(working, lambda event: not encloses(event, event.name))
+        idle = total - covered(working, lambda event: not is_annotation(event, event.name))
         overlapping = {
             "communication": covered(events, lambda event: event.name.startswith(COLLECTIVES)),
             "optimizer.step on the CPU": of_range("Optimizer.step#"),
             "GPU idle" if self.on_gpu else "no torch operation: Python": idle,
         }
-        operations = sorted((a for a in averages if not encloses(a, a.key)), key=lambda a: -getattr(a, own))
+        operations = sorted((a for a in averages if not is_annotation(a, a.key)), key=lambda a: -getattr(a, own))
         rows = [(f"{a.count / count:5.0f}  {escaped(a.key)}", getattr(a, own)) for a in operations[:OPERATIONS]]
         between = {"between these": total - sum(parts.values())}
         lines = [
@@ -154,7 +154,7 @@ class Profile(Phases, Listener):
         return f"profile of {count} steps: {shares}; {where}", "\n".join(lines) + "\n"
 
 
-def encloses(found: Any, name: str) -> bool:
+def is_annotation(found: Any, name: str) -> bool:
     """Return whether an event is not an operation but a named range around operations and Python code."""
     return found.is_user_annotation or name.startswith(STEP)
 

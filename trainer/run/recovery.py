@@ -11,17 +11,17 @@ import torch
 from trainer.engine.sync import GradientSync
 from trainer.engine.window import Windows
 from trainer.errors import RunError
-from trainer.faults.regroup import Regrouping, recovers
+from trainer.faults.process_group_recovery import ProcessGroupRecovery, can_recover
 from trainer.memory.oom import is_out_of_memory
-from trainer.memory.stack import Stack
+from trainer.memory.stack import PreparedModel
 from trainer.run.directory import write_status
-from trainer.run.session import Session, host_sum
-from trainer.run.state import Tensors
+from trainer.run.session import Session, make_host_sum
+from trainer.run.state import TensorState
 
 GRAPH = ("forward", "backward")  # phases that a smaller micro-batch helps, before any weight is updated
 
 
-class Recovery:
+class OOMRecovery:
     """Recovers from out of memory on any rank; the engine calls it with the error that ended a step.
 
     On one device without FSDP, the step is simply retried. Otherwise a rank may have failed inside a collective. All
@@ -32,30 +32,32 @@ class Recovery:
     def __init__(
         self,
         session: Session,
-        tensors: Tensors,
+        tensors: TensorState,
         windows: Windows,
         build: Callable[[], None],
         say: Callable[[str], None],
     ) -> None:
         self.session, self.tensors, self.windows, self.build, self.say = session, tensors, windows, build, say
         self.stepper, self.recoveries = tensors.stepper, 0
-        self.wanted = recovers(session.recipe, session.plan)
+        self.wanted = can_recover(session.recipe, session.plan)
         several = session.fabric.world_size > 1
-        self.regrouping = Regrouping(session.fabric) if several and self.wanted else None
+        self.regrouping = ProcessGroupRecovery(session.fabric) if several and self.wanted else None
 
     def __call__(self, error: Exception) -> bool:
         """Recover from ``error`` if possible; return whether the step can be retried."""
-        if not self.wanted or self.stepper.sync.applied:  # with ``applied``, some weights are already updated
+        if (
+            not self.wanted or self.stepper.sync.updates_in_backward
+        ):  # with ``updates_in_backward``, some weights are already updated
             return False
         why = self._reason(error)
         if why is None:
             return False
-        forget(error)
+        clear_traceback_frames(error)
         self.stepper.abandon()
         if self.session.plan.strategy != "single":
-            self._start_again()
+            self._rebuild()
         cut = self.windows.halve()
-        self.session.recut(cut)
+        self.session.set_cut(cut)
         self.recoveries += 1
         write_status(self.session, "running")
         self.say(f"{why}: retrying the step; micro-batches now have at most {cut.micro_batch_size} samples")
@@ -74,33 +76,33 @@ class Recovery:
                 return None
             why = f"out of memory in {phase} on rank {self.session.fabric.global_rank}"
             if regrouping is not None:
-                regrouping.call(why)
+                regrouping.request(why)
             return why
         # After this rank has aborted its part there is no process group any more, and torch raises a ValueError.
         is_broken = isinstance(error, RuntimeError) or not torch.distributed.is_initialized()
         is_broken = is_broken and not isinstance(error, RunError)
-        return regrouping.called() if is_broken and regrouping is not None else None
+        return regrouping.requested_reason() if is_broken and regrouping is not None else None
 
-    def _start_again(self) -> None:
+    def _rebuild(self) -> None:
         """Reconnect the ranks, rebuild model and optimizer, then restore everything that training has changed."""
         stepper, session = self.stepper, self.session
         assert stepper.scheduler is not None
         kept, position = self.tensors.on_host(), stepper.scheduler.state_dict()
-        self._let_go()
+        self._free_model()
         session.agreement.connect(list)  # the old sum would keep the connections of its group
         if self.regrouping is not None:
-            self.regrouping.meet()
+            self.regrouping.rejoin()
         self.build()
         stepper.scheduler.load_state_dict(position)
         self.tensors.make_state(kept)
         self.tensors.load_state_dict(kept)
         stepper.module.train()
-        session.agreement.connect(host_sum(session.fabric))
+        session.agreement.connect(make_host_sum(session.fabric))
 
-    def _let_go(self) -> None:
+    def _free_model(self) -> None:
         """Free the device memory of the old model before a new one is built."""
         empty, parameter = torch.nn.Module(), torch.nn.Parameter(torch.zeros(()))
-        self.tensors.stack.become(Stack(empty, empty))
+        self.tensors.stack.replace_with(PreparedModel(empty, empty))
         self.stepper.scheduler = None
         self.session.monitor.fresh = True
         self.stepper.attach(empty, torch.optim.SGD([parameter]), GradientSync([parameter]))
@@ -109,7 +111,7 @@ class Recovery:
             torch.cuda.empty_cache()
 
 
-def forget(error: BaseException | None) -> None:
+def clear_traceback_frames(error: BaseException | None) -> None:
     """Free what the frames in the traceback of ``error`` still hold, mainly activations."""
     while error is not None:
         traceback.clear_frames(error.__traceback__)

@@ -16,27 +16,27 @@ from lightning_fabric import Fabric
 from torch import Tensor
 
 from trainer.contract import Packable, capability, splits_of
-from trainer.data.loader import Loader, loader_of
+from trainer.data.loader import Loader, make_loader
 from trainer.data.workers import decide_workers
-from trainer.engine.cut import Cut, cut_batch, share_of
-from trainer.engine.feed import evaluation_cut, evaluation_micro_batches, windows_of
+from trainer.engine.cut import Cut, cut_batch, data_parallel_rank
+from trainer.engine.data_feed import evaluation_cut, evaluation_micro_batches, make_windows
 from trainer.engine.forward import Forward
 from trainer.engine.loop import evaluate
 from trainer.engine.quarantine import BadSampleAt, Quarantine
 from trainer.engine.window import MicroBatch, Windows
-from trainer.errors import EvaluationStopped, RecipeError, RunError, Stopped
-from trainer.faults.signals import StopSignals, end_start_watch
+from trainer.errors import EvaluationInterruptedError, RecipeError, RunError, RunStoppedError
+from trainer.faults.signals import StopSignals, end_startup_watch
 from trainer.faults.watchdog import Watchdog
 from trainer.launching.world import World
-from trainer.memory.monitor import Monitor
-from trainer.memory.oom import OutOfMemory, describe_oom, is_out_of_memory, sample_lengths, shapes_of
+from trainer.memory.monitor import MemoryMonitor
+from trainer.memory.oom import OutOfMemoryError, describe_oom, is_out_of_memory, sample_lengths, shapes_of
 from trainer.memory.plan import Plan
 from trainer.recipe import Memory, Recipe
-from trainer.report.metrics import ClassificationMetrics, EvaluationResult
-from trainer.report.mistakes import Mistakes, of_all_ranks
-from trainer.report.scores import Scores
-from trainer.run.forecast import Forecast
+from trainer.report.metrics import EvaluationMetrics, EvaluationResult
+from trainer.report.mistakes import TopMistakes, of_all_ranks
+from trainer.report.whole_set_metrics import WholeSetMetrics
 from trainer.run.listeners import report_bad_samples
+from trainer.run.run_prediction import RunPrediction
 from trainer.values import Loss
 
 T = TypeVar("T")
@@ -46,14 +46,14 @@ class Session:
     """A recipe whose processes are launched and whose data is prepared, with the watchdog of this rank.
 
     All ranks create it together, after the imports and before the model. Only two things change later: the cut of the
-    plan, by :meth:`recut`, and the watchdog and signal handlers, by :meth:`guarded`.
+    plan, by :meth:`set_cut`, and the watchdog and signal handlers, by :meth:`watched`.
     """
 
     def __init__(
-        self, recipe: Recipe, plan: Plan, fabric: Fabric, world: World, forecast: Forecast | None = None
+        self, recipe: Recipe, plan: Plan, fabric: Fabric, world: World, forecast: RunPrediction | None = None
     ) -> None:
         self.recipe, self.plan, self.fabric, self.world, self.forecast = recipe, plan, fabric, world, forecast
-        self.monitor, self.agreement = Monitor(fabric.device), Agreement(host_sum(fabric))
+        self.monitor, self.agreement = MemoryMonitor(fabric.device), VotedSum(make_host_sum(fabric))
 
         def report(quarantine: Quarantine, new: list[BadSampleAt]) -> None:  # not a method, to avoid a reference cycle
             if fabric.global_rank == 0:
@@ -73,16 +73,16 @@ class Session:
         """The run directory of a training run."""
         return Path(str(self.recipe.run.dir))
 
-    def recut(self, cut: Cut) -> None:
+    def set_cut(self, cut: Cut) -> None:
         """Set the cut of all later batches."""
-        self.plan = replace(self.plan, first_cut=cut)
+        self.plan = replace(self.plan, initial_cut=cut)
 
     def asked_to_stop(self) -> str | None:
         """Return the name of the signal that asked this process to stop, if any."""
         return self.signals.received if self.signals is not None else None
 
     @contextmanager
-    def guarded(self) -> Iterator[None]:
+    def watched(self) -> Iterator[None]:
         """Run the watchdog of this rank and record signals that ask to stop.
 
         An exception is reported with rank, step, phase and samples, and announced to the other ranks. A collective that
@@ -90,7 +90,7 @@ class Session:
         does this, so that errors are announced before the outer block cleans up.
 
         Raises:
-            OutOfMemory: for any out of memory, with its place and settings to try.
+            OutOfMemoryError: for any out of memory, with its place and settings to try.
         """
         if self.watchdog is not None:
             with self._explained(self.watchdog):
@@ -98,7 +98,7 @@ class Session:
             return
         fabric = self.fabric
         watchdog = Watchdog(self.monitor, fabric.global_rank, fabric.world_size, self.recipe.run.hang_after)
-        end_start_watch()
+        end_startup_watch()
         try:
             with StopSignals(self.is_first, lambda: watchdog.heard is not None) as signals:
                 self.watchdog, self.signals = watchdog, signals
@@ -113,37 +113,37 @@ class Session:
         try:
             yield
         except BaseException as error:
-            if isinstance(error, Stopped) and self.signals is not None:
+            if isinstance(error, RunStoppedError) and self.signals is not None:
                 self.signals.leaving = True
             raw = not isinstance(error, RunError) and is_out_of_memory(error)  # a RunError may only quote one
-            explained = watchdog.explain(self._out_of_memory(error) if raw else error)
+            explained = watchdog.root_error(self._out_of_memory(error) if raw else error)
             if explained is error:
                 raise
             raise explained from error
 
-    def _out_of_memory(self, error: BaseException) -> OutOfMemory:
+    def _out_of_memory(self, error: BaseException) -> OutOfMemoryError:
         monitor, batch = self.monitor, self.monitor.batch
         place = monitor.phase, self.fabric.global_rank, self.plan, sample_lengths(batch)
         shapes = shapes_of(batch)
-        return OutOfMemory(describe_oom(error, *place, shapes=shapes, recipe=self.recipe, on_gpu=monitor.on_gpu))
+        return OutOfMemoryError(describe_oom(error, *place, shapes=shapes, recipe=self.recipe, on_gpu=monitor.on_gpu))
 
 
 def _loader(session: Session, split: Any) -> Loader:
     recipe, world = session.recipe, session.world
     workers = decide_workers(recipe.data, world.accelerator, world.devices)
-    return loader_of(recipe, split, workers, pin_memory=session.fabric.device.type == "cuda")
+    return make_loader(recipe, split, workers, pin_memory=session.fabric.device.type == "cuda")
 
 
 def training_windows(session: Session) -> Windows:
     """Return this rank's share of the training batches."""
     recipe, ranks = session.recipe, (session.fabric.global_rank, session.fabric.world_size)
     loader = _loader(session, recipe.data.train)
-    once = counted_once(recipe.memory, ranks[0], session.agreement)
-    windows = windows_of(recipe, loader, *ranks, once, quarantine=session.quarantine)
+    once = sum_over_data_parallel(recipe.memory, ranks[0], session.agreement)
+    windows = make_windows(recipe, loader, *ranks, once, quarantine=session.quarantine)
     return replace(windows, on_epoch=partial(setattr, loader, "at_once"))
 
 
-def evaluation(session: Session, forward: Forward, split: str) -> Callable[[], EvaluationResult] | None:
+def make_evaluation(session: Session, forward: Forward, split: str) -> Callable[[], EvaluationResult] | None:
     """Return a function that evaluates on ``split``, each sample once over all ranks; ``None`` without that split."""
     model, fabric, monitor = session.recipe.model, session.fabric, session.monitor
     dataset = splits_of(session.recipe.data).get(split)
@@ -152,41 +152,43 @@ def evaluation(session: Session, forward: Forward, split: str) -> Callable[[], E
     loader = _loader(session, dataset)
     classes, task = model.num_classes, model.task or "single_label"
     asked, per_token = session.recipe.run.requested_metrics(), dataset.bytes_per_token
-    metrics = ClassificationMetrics(classes, fabric.device, model.loss_names, task, asked)
-    mistakes = Mistakes(task == "single_label" and classes is not None, fabric.device)
-    gather, decide = partial(rows_of_all, fabric), partial(on_first, fabric)
+    metrics = EvaluationMetrics(classes, fabric.device, model.loss_names, task, asked)
+    mistakes = TopMistakes(task == "single_label" and classes is not None, fabric.device)
+    gather, decide = partial(gather_rows, fabric), partial(run_on_rank_zero, fabric)
     others = [one for one in asked if one not in metrics.names]
-    scores = Scores(others, model.task, classes, gather, decide, per_token, split)
+    scores = WholeSetMetrics(others, model.task, classes, gather, decide, per_token, split)
     memory, rank = session.recipe.memory, fabric.global_rank
-    share, shares = share_of(memory, rank, fabric.world_size)
-    once = counted_once(memory, rank, _sum_over(fabric, fabric.device))
+    share, shares = data_parallel_rank(memory, rank, fabric.world_size)
+    once = sum_over_data_parallel(memory, rank, _sum_over(fabric, fabric.device))
 
     def micro_batches() -> Iterator[MicroBatch]:
-        cut = evaluation_cut(session.plan.first_cut, len(dataset))  # smaller after a recovery
+        cut = evaluation_cut(session.plan.initial_cut, len(dataset))  # smaller after a recovery
         packs = capability(model, Packable).packs()
         pieces = cut_batch(range(len(dataset)), cut, shares, dataset.lengths, packs)
         own = pieces, loader, session.quarantine, share, shares, once
-        for micro in evaluation_micro_batches(split, *own, on_load=partial(monitor.doing, "evaluation")):
+        for micro in evaluation_micro_batches(split, *own, on_load=partial(monitor.set_activity, "evaluation")):
             micro.is_empty |= rank % memory.tensor_parallel > 0  # another rank counts these samples
             # Check per micro-batch: an evaluation may take longer than a scheduler waits after its signal.
             if any(session.agreement.total([float(session.asked_to_stop() is not None)])):
-                raise EvaluationStopped(f"the evaluation of {split} was not completed: a rank was asked to stop")
+                raise EvaluationInterruptedError(
+                    f"the evaluation of {split} was not completed: a rank was asked to stop"
+                )
             monitor.batch, mistakes.samples = micro.batch, micro.indices
             yield micro
 
     def run() -> EvaluationResult:
         with monitor.evaluating():
-            return evaluate(forward, micro_batches(), Evaluated(metrics, mistakes, scores))
+            return evaluate(forward, micro_batches(), EvaluationAccumulators(metrics, mistakes, scores))
 
     return run
 
 
-class Evaluated(NamedTuple):
+class EvaluationAccumulators(NamedTuple):
     """The metrics, mistakes and scores of an evaluation, updated together."""
 
-    metrics: ClassificationMetrics
-    mistakes: Mistakes
-    scores: Scores
+    metrics: EvaluationMetrics
+    mistakes: TopMistakes
+    scores: WholeSetMetrics
 
     def reset(self) -> None:
         for part in self:
@@ -199,8 +201,8 @@ class Evaluated(NamedTuple):
     def compute(self) -> EvaluationResult:
         """Return the result over all ranks. A collective."""
         result = self.metrics.compute()
-        others = {**result.others, **self.scores.compute(result.loss)}
-        return replace(result, others=others, mistakes=self.mistakes.worst())
+        others = {**result.custom_metrics, **self.scores.compute(result.loss)}
+        return replace(result, custom_metrics=others, mistakes=self.mistakes.worst())
 
 
 # Decisions of all ranks, most of them without an additional collective.
@@ -211,7 +213,7 @@ class Evaluated(NamedTuple):
 Sum = Callable[[list[float]], list[float]]
 
 
-class Agreement:
+class VotedSum:
     """Sums floats over the ranks, together with the votes of this rank."""
 
     def __init__(self, total: Sum) -> None:
@@ -233,7 +235,7 @@ class Agreement:
         return totals[: len(values)]
 
 
-def host_sum(fabric: Fabric) -> Sum:
+def make_host_sum(fabric: Fabric) -> Sum:
     """Return a sum over the ranks on the host, through gloo, so that no rank waits for its GPU. A collective."""
     needs_gloo = fabric.world_size > 1 and fabric.device.type == "cuda"
     return _sum_over(fabric, torch.device("cpu"), torch.distributed.new_group(backend="gloo") if needs_gloo else None)
@@ -250,7 +252,7 @@ def _sum_over(fabric: Fabric, device: torch.device, group: Any = None) -> Sum:
     return total if fabric.world_size > 1 else list
 
 
-def counted_once(memory: Memory, rank: int, total: Sum) -> Sum:
+def sum_over_data_parallel(memory: Memory, rank: int, total: Sum) -> Sum:
     """Return ``total`` over the shares of a batch: of several tensor-parallel ranks, only the first counts.
 
     These ranks must have read the same samples, because they compute parts of the same activations. If they have not
@@ -272,7 +274,7 @@ def counted_once(memory: Memory, rank: int, total: Sum) -> Sum:
     return once if copies > 1 else total
 
 
-def on_first(fabric: Fabric, decide: Callable[[], T]) -> T:
+def run_on_rank_zero(fabric: Fabric, decide: Callable[[], T]) -> T:
     """Run ``decide`` on the first rank; return its result as JSON, or raise its RecipeError, on all ranks."""
     outcome: tuple[Any, str | None] = (None, None)
     if fabric.global_rank == 0:
@@ -280,13 +282,13 @@ def on_first(fabric: Fabric, decide: Callable[[], T]) -> T:
             outcome = decide(), None
         except RecipeError as error:
             outcome = None, str(error)
-    value, refusal = from_first(fabric, outcome)
+    value, refusal = broadcast_json(fabric, outcome)
     if refusal is not None:
         raise RecipeError(refusal)
     return value
 
 
-def from_first(fabric: Fabric, value: Any) -> Any:
+def broadcast_json(fabric: Fabric, value: Any) -> Any:
     """Broadcast the value of the first rank as JSON, because torch's broadcast of objects unpickles them."""
     if fabric.world_size == 1:
         return value
@@ -299,7 +301,7 @@ def from_first(fabric: Fabric, value: Any) -> Any:
     return json.loads(bytes(content.tolist()))
 
 
-def from_all(fabric: Fabric, value: Any) -> list[Any]:
+def all_gather_json(fabric: Fabric, value: Any) -> list[Any]:
     """Gather the values of all ranks as JSON, in the order of the ranks."""
     if fabric.world_size == 1:
         return [value]
@@ -313,7 +315,7 @@ def from_all(fabric: Fabric, value: Any) -> list[Any]:
     return [json.loads(bytes(one[:size].tolist())) for one, size in found]
 
 
-def rows_of_all(fabric: Fabric, rows: Tensor | None) -> Tensor | None:
+def gather_rows(fabric: Fabric, rows: Tensor | None) -> Tensor | None:
     """Concatenate the rows of all ranks in host memory, in the order of the ranks. A collective.
 
     A rank may have none. The result is ``None`` on all ranks except the first, and if no rank has rows.
@@ -321,7 +323,9 @@ def rows_of_all(fabric: Fabric, rows: Tensor | None) -> Tensor | None:
     if fabric.world_size == 1:
         return rows
     pieces = []
-    kinds = from_all(fabric, None if rows is None else [str(rows.dtype).removeprefix("torch."), list(rows.shape)])
+    kinds = all_gather_json(
+        fabric, None if rows is None else [str(rows.dtype).removeprefix("torch."), list(rows.shape)]
+    )
     for rank, kind in enumerate(kinds):
         if kind is None:
             continue

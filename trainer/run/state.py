@@ -13,45 +13,47 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
-from trainer.checkpoint.parts import Part, whole
+from trainer.checkpoint.tensor_parts import TensorPart, replicated_part
 from trainer.engine.events import Counters, Listener
 from trainer.engine.loop import Engine
+from trainer.engine.memory_rehearsal import init_optimizer_state
 from trainer.engine.order import derive_seed
-from trainer.engine.rehearsal import make_state
 from trainer.engine.step import Stepper, StepResult
 from trainer.memory.optimizer import OptimizerInBackward
-from trainer.memory.sharding import local
-from trainer.memory.stack import Stack
-from trainer.run.best import Best
-from trainer.run.listeners import Stopwatch
-from trainer.weights.streaming import stretches
+from trainer.memory.sharding import local_shard
+from trainer.memory.stack import PreparedModel
+from trainer.run.best_tracker import BestTracker
+from trainer.run.listeners import ThroughputMeter
+from trainer.weights.streaming import find_packed_slices
 
 
-class Tensors:
+class TensorState:
     """Weights, buffers and optimizer state of this rank: its shards under FSDP, the masters if they are offloaded."""
 
-    def __init__(self, stack: Stack, stepper: Stepper, base: Collection[str] = ()) -> None:
+    def __init__(self, stack: PreparedModel, stepper: Stepper, base: Collection[str] = ()) -> None:
         self.stack, self.stepper = stack, stepper
         self.base = {f"weights/{name}" for name in base}
         """Names of frozen weights that are not saved, because the files of the pretrained model have them."""
 
-    def parts(self, saved: Collection[str] = ()) -> dict[str, Part]:
+    def parts(self, saved: Collection[str] = ()) -> dict[str, TensorPart]:
         """Return the tensors as a checkpoint stores them, including those of ``base`` that are in ``saved``."""
-        found: dict[str, Part] = {}
+        found: dict[str, TensorPart] = {}
         for name, value, parameter in self._named():
             if isinstance(value, Tensor) and (name not in self.base or name in saved):
                 found |= _parts_of(name, value, parameter)
-        for name, stretch in stretches(self.stack.module).items():
+        for name, stretch in find_packed_slices(self.stack.module).items():
             for full in [full for full in found if f"/{name}/" in f"{full}/"]:
                 part, whole_name = found[full], full.replace(name, stretch.name)
                 if part.tensor.ndim:
-                    offset, shape = stretch.place(part.offset, part.shape)
-                    found[full] = replace(part, of=whole_name, offset=offset, shape=shape)
+                    offset, shape = stretch.to_packed(part.offset, part.shape)
+                    found[full] = replace(part, source_name=whole_name, offset=offset, shape=shape)
                 else:  # an optimizer scalar, the same for query, key and value
-                    found[full] = replace(part, of=whole_name, writer=-1 if stretch.number else part.writer)
+                    found[full] = replace(
+                        part, source_name=whole_name, writer_rank=-1 if stretch.number else part.writer_rank
+                    )
         return found
 
-    def numbers(self) -> dict[str, Any]:
+    def scalars(self) -> dict[str, Any]:
         """Return the values that are not tensors."""
         return {name: value for name, value, _ in self._named() if not isinstance(value, Tensor)}
 
@@ -60,7 +62,7 @@ class Tensors:
         """Copy what training changes to CPU memory. No collective, so it works when the process group is broken."""
         frozen = {f"weights/{name}" for name, p in self.stack.module.named_parameters() if not p.requires_grad}
         return {
-            name: local(value).detach().to("cpu", copy=True) if isinstance(value, Tensor) else value
+            name: local_shard(value).detach().to("cpu", copy=True) if isinstance(value, Tensor) else value
             for name, value, _ in self._named()
             if name not in frozen
         }
@@ -70,11 +72,11 @@ class Tensors:
         reached = {name.split("/")[1] for name in saved if name.startswith("optimizer/")}
         optimizer = self.stepper.optimizer
         if isinstance(optimizer, OptimizerInBackward):
-            optimizer.make_state()
+            optimizer.init_state()
         elif reached:
-            make_state(optimizer)
-        built = stretches(self.stack.module)
-        for name, _, trained in self._trained():
+            init_optimizer_state(optimizer)
+        built = find_packed_slices(self.stack.module)
+        for name, _, trained in self._trainable():
             if name not in reached and (name not in built or built[name].name not in reached):  # it had no gradient
                 optimizer.state.pop(trained, None)
 
@@ -83,12 +85,12 @@ class Tensors:
         """Load the values that ``state`` has. The optimizer's state must exist already."""
         for name, value, _ in self._named():
             if isinstance(value, Tensor) and name in state:
-                local(value).copy_(state[name])
-        for name, _, trained in self._trained():
+                local_shard(value).copy_(state[name])
+        for name, _, trained in self._trainable():
             own = self.stepper.optimizer.state.get(trained, {})
             numbers = {key: f"optimizer/{name}/{key}" for key, value in own.items() if not isinstance(value, Tensor)}
             own |= {key: state[full] for key, full in numbers.items() if full in state}
-        self.stack.send_back()
+        self.stack.copy_masters_to_device()
 
     def _named(self) -> Iterator[tuple[str, Any, nn.Parameter | None]]:
         """Yield every tensor and number, not copied, with its name and the parameter that defines its sharding.
@@ -100,7 +102,7 @@ class Tensors:
             yield f"weights/{name}", masters.get(parameter, parameter), parameter
         for name, buffer in self.stack.module.named_buffers():
             yield f"buffers/{name}", buffer, None
-        for name, parameter, trained in self._trained():
+        for name, parameter, trained in self._trainable():
             if self.stack.averages is not None:
                 yield f"ema/{name}", self.stack.averages.values[trained], parameter
             for key, value in self.stepper.optimizer.state.get(trained, {}).items():
@@ -109,7 +111,7 @@ class Tensors:
                     raise TypeError(f"{what}: only tensors and numbers can be saved")
                 yield f"optimizer/{name}/{key}", value, parameter
 
-    def _trained(self) -> Iterator[tuple[str, nn.Parameter, Tensor]]:
+    def _trainable(self) -> Iterator[tuple[str, nn.Parameter, Tensor]]:
         """Yield for every parameter that the optimizer updates: name, module parameter, updated tensor."""
         masters = self.stack.masters or {}
         updated = set(map(id, self.stepper.parameters))
@@ -119,39 +121,42 @@ class Tensors:
                 yield name, parameter, trained
 
 
-def part_of(value: Tensor, parameter: Tensor | None) -> Part:
+def to_tensor_part(value: Tensor, parameter: Tensor | None) -> TensorPart:
     """Return ``value`` as part of a whole tensor: the same shard as its ``parameter``, or all of it."""
     shapes = (parameter.shape, parameter.to_local().shape) if isinstance(parameter, DTensor) else ()
     if not isinstance(parameter, DTensor) or value.ndim == 0 or value.shape not in shapes:
-        return whole(local(value))
+        return replicated_part(local_shard(value))
     mesh = parameter.device_mesh
     _, offset = compute_local_shape_and_global_offset(parameter.shape, mesh, parameter.placements)
     at = mesh.get_coordinate() or ()
     copy = any(isinstance(p, Replicate) and place for p, place in zip(parameter.placements, at, strict=True))
     copy = copy or not (mesh.mesh == 0).any()  # other data-parallel or tensor-parallel ranks hold the same shard
     writer = -1 if copy else torch.distributed.get_rank()  # -1: another rank writes this shard
-    return Part(local(value), tuple(offset), tuple(parameter.shape), writer)
+    return TensorPart(local_shard(value), tuple(offset), tuple(parameter.shape), writer)
 
 
-def _parts_of(name: str, value: Tensor, parameter: nn.Parameter | None) -> dict[str, Part]:
+def _parts_of(name: str, value: Tensor, parameter: nn.Parameter | None) -> dict[str, TensorPart]:
     """Return one part, or those of a quantised tensor (codes, scales, code book), which fit only the same shard."""
-    part = part_of(value, parameter)
+    part = to_tensor_part(value, parameter)
     inner = part.tensor
     if not hasattr(inner, "__tensor_flatten__"):
         return {name: part}
     shard = "x".join(f"{o}+{n}" for o, n in zip(part.offset, inner.shape, strict=True))
     names, _ = inner.__tensor_flatten__()
-    return {f"{name}/{key}@{shard}": replace(whole(getattr(inner, key)), writer=part.writer) for key in names}
+    return {
+        f"{name}/{key}@{shard}": replace(replicated_part(getattr(inner, key)), writer_rank=part.writer_rank)
+        for key in names
+    }
 
 
 @dataclass(frozen=True)
-class State:
+class RunState:
     """The parts of a run that a checkpoint stores in addition to the engine."""
 
-    tensors: Tensors
-    stopwatch: Stopwatch
-    generators: RandomState
-    best: Best
+    tensors: TensorState
+    stopwatch: ThroughputMeter
+    generators: RNGState
+    best: BestTracker
 
     def common(self, engine: Engine) -> dict[str, Any]:
         """Return the state that is the same on all ranks, as JSON values."""
@@ -176,7 +181,7 @@ def seed_random_state(seed: int, rank: int) -> None:
     torch.manual_seed(derive_seed(seed, rank, 2))
 
 
-class RandomState(Listener):
+class RNGState(Listener):
     """The generators of the CPU and of ``device`` as they were after a step, before the next batch was loaded.
 
     When a step is saved, the next batch is already loaded, which may have drawn numbers. A resumed run loads the batch

@@ -12,34 +12,47 @@ from torch.optim import Optimizer
 
 from trainer.checkpoint.writer import HISTORY
 from trainer.contract import Streamable, capability, splits_of
-from trainer.engine.cut import share_of
+from trainer.engine.cut import data_parallel_rank
 from trainer.engine.events import Listener
 from trainer.engine.loop import Engine, NonFiniteError, count_steps, epoch_at
-from trainer.engine.schedule import LearningRate, Plateau, PlateauListener, lr_factor
+from trainer.engine.schedule import CheckpointableLambdaLR, PlateauListener, ReduceOnPlateau, lr_factor
 from trainer.engine.step import Stepper
 from trainer.engine.sync import GradientSync
 from trainer.engine.window import Windows
-from trainer.errors import EvaluationStopped, RecipeError, Stopped
+from trainer.errors import EvaluationInterruptedError, RecipeError, RunStoppedError
 from trainer.memory.initialize import build_module
-from trainer.memory.parameter_groups import choose_trained, describe_groups
-from trainer.memory.stack import Stack, apply_stack, build_updates, refused_alike, whole_state
+from trainer.memory.parameter_groups import describe_groups, set_requires_grad
+from trainer.memory.stack import (
+    PreparedModel,
+    apply_stack,
+    build_optimizer_and_sync,
+    full_state_dict,
+    raise_on_rank_zero_only,
+)
 from trainer.recipe import Recipe
 from trainer.report.loggers import close_loggers
 from trainer.report.metrics import EvaluationResult
 from trainer.report.progress import Progress
 from trainer.report.summary import Summary, summary_text, versions
-from trainer.run.attention import note_attention
-from trainer.run.best import Best
+from trainer.run.attention import record_attention_kernels
+from trainer.run.best_tracker import BestTracker
 from trainer.run.checkpoints import Checkpointer
-from trainer.run.directory import describe_run, open_loggers, report_text, write_recipe, write_results, written_to
-from trainer.run.listeners import LoggingListener, ProgressListener, Stopwatch, own_listeners
+from trainer.run.directory import (
+    describe_run,
+    explain_disk_errors,
+    open_loggers,
+    report_text,
+    write_recipe,
+    write_results,
+)
+from trainer.run.listeners import LoggingListener, ProgressListener, ThroughputMeter, wrap_custom_listeners
 from trainer.run.profile import Profile, require_profilable
-from trainer.run.recovery import Recovery
-from trainer.run.resume import Resumption
-from trainer.run.session import Session, evaluation, training_windows
-from trainer.run.state import RandomState, State, Tensors, seed_random_state
-from trainer.system.reports import cause
-from trainer.system.waiting import doing
+from trainer.run.recovery import OOMRecovery
+from trainer.run.resume import ResumeState
+from trainer.run.session import Session, make_evaluation, training_windows
+from trainer.run.state import RNGState, RunState, TensorState, seed_random_state
+from trainer.system.error_reports import describe_error
+from trainer.system.status_line import show_status
 
 SPLITS = ("train", "val", "test")
 
@@ -49,15 +62,15 @@ class Parts:
     """The parts of a run that :func:`build` makes from a session; a recovery changes the stack and stepper in place."""
 
     split: str  # evaluated while the run trains: val, or test without a validation set
-    best: Best
+    best: BestTracker
     own: list[Listener]  # custom listeners of the recipe
     windows: Windows
-    stopwatch: Stopwatch
+    stopwatch: ThroughputMeter
     profile: Profile | None
-    stack: Stack
+    stack: PreparedModel
     stepper: Stepper  # the only owner of the optimizer, so that a recovery can free it
-    tensors: Tensors
-    attention: list[str]  # see note_attention
+    tensors: TensorState
+    attention: list[str]  # see record_attention_kernels
 
 
 def build(session: Session) -> Parts:
@@ -66,15 +79,15 @@ def build(session: Session) -> Parts:
     if recipe.optim.schedule == "plateau" and recipe.data.val is None:
         raise RecipeError("optim.schedule=plateau needs a validation set: create one, for example by data.val_fraction")
     split = "test" if recipe.data.val is None else "val"
-    best, own = Best(recipe, split), own_listeners(recipe.listeners)
+    best, own = BestTracker(recipe, split), wrap_custom_listeners(recipe.listeners)
     windows = training_windows(session)
     require_profilable(recipe.run.profile, count_steps(windows, recipe.epochs, recipe.max_steps))
-    stopwatch = Stopwatch(session.forecast.peak_seconds if session.forecast else lambda: None)
+    stopwatch = ThroughputMeter(session.forecast.peak_seconds if session.forecast else lambda: None)
     profile = Profile(session, recipe.run.profile, stopwatch) if recipe.run.profile else None
     phases = profile or monitor
-    windows.on_load = stopwatch.timed(phases.load)
+    windows.on_load = stopwatch.wrap_on_load(phases.on_load)
 
-    seed_random_state(recipe.seed, share_of(recipe.memory, fabric.global_rank, fabric.world_size)[0])
+    seed_random_state(recipe.seed, data_parallel_rank(recipe.memory, fabric.global_rank, fabric.world_size)[0])
     stack, optimizer, sync = build_model(session)
 
     def average(updates: int) -> None:
@@ -95,28 +108,28 @@ def build(session: Session) -> Parts:
     )
     monitor.enter(None)
     # If the whole module is compiled, a hook in it would be compiled too.
-    attention = note_attention(stepper.module) if recipe.memory.compile != "model" else []
+    attention = record_attention_kernels(stepper.module) if recipe.memory.compile != "model" else []
     set_schedule(recipe, windows, stepper)
-    tensors = Tensors(stack, stepper, capability(recipe.model, Streamable).in_base(stack.module))
+    tensors = TensorState(stack, stepper, capability(recipe.model, Streamable).in_base(stack.module))
     return Parts(split, best, own, windows, stopwatch, profile, stack, stepper, tensors, attention)
 
 
-def build_model(session: Session) -> tuple[Stack, Optimizer, GradientSync]:
+def build_model(session: Session) -> tuple[PreparedModel, Optimizer, GradientSync]:
     """Build the model with all memory techniques of the plan, its optimizer and its gradient synchronisation."""
     recipe, fabric, plan = session.recipe, session.fabric, session.plan
-    doing("building the model")
+    show_status("building the model")
     module = build_module(fabric, recipe.model, recipe.seed, plan)
-    with refused_alike(fabric):
-        choose_trained(module, recipe.model, recipe.optim)
+    with raise_on_rank_zero_only(fabric):
+        set_requires_grad(module, recipe.model, recipe.optim)
     stack = apply_stack(fabric, recipe.model, module, plan, recipe.seed)
-    return stack, *build_updates(fabric, recipe.model, stack, recipe.optim, plan)
+    return stack, *build_optimizer_and_sync(fabric, recipe.model, stack, recipe.optim, plan)
 
 
 def set_schedule(recipe: Recipe, windows: Windows, stepper: Stepper) -> None:
     """Give the stepper its learning-rate schedule over all steps of the run."""
     total = count_steps(windows, recipe.epochs, recipe.max_steps)
     epoch_of = epoch_at(windows, recipe.epochs)
-    plateau = Plateau(recipe.optim) if recipe.optim.schedule == "plateau" else None
+    plateau = ReduceOnPlateau(recipe.optim) if recipe.optim.schedule == "plateau" else None
     factor = lr_factor(
         recipe.optim,
         total,
@@ -124,7 +137,7 @@ def set_schedule(recipe: Recipe, windows: Windows, stepper: Stepper) -> None:
         skipped_steps=lambda: stepper.skipped_steps,
         plateau=plateau,
     )
-    stepper.scheduler = LearningRate(stepper.optimizer, factor, plateau)
+    stepper.scheduler = CheckpointableLambdaLR(stepper.optimizer, factor, plateau)
 
 
 class Training:
@@ -133,7 +146,7 @@ class Training:
     ``source`` is the packaged name or the path of the recipe file, if there is one.
     """
 
-    def __init__(self, session: Session, source: str | None, progress: Progress, resumption: Resumption) -> None:
+    def __init__(self, session: Session, source: str | None, progress: Progress, resumption: ResumeState) -> None:
         self.session, self.progress, self.resumption = session, progress, resumption
         self.parts = parts = build(session)
         resumption.restore_tensors(parts.tensors)
@@ -144,8 +157,8 @@ class Training:
                 (progress.notice if line.startswith("warning: ") else progress.message)(line)
         self.logging = LoggingListener(self.loggers, parts.stopwatch, parts.split)
         shown = ProgressListener(progress, parts.stopwatch, session.monitor, parts.split)
-        self.recovery = Recovery(session, parts.tensors, parts.windows, self.rebuild, progress.notice)
-        state = State(parts.tensors, parts.stopwatch, RandomState(session.fabric.device), parts.best)
+        self.recovery = OOMRecovery(session, parts.tensors, parts.windows, self.rebuild, progress.notice)
+        state = RunState(parts.tensors, parts.stopwatch, RNGState(session.fabric.device), parts.best)
         self.checkpointer = Checkpointer(session, resumption, state, self._history)
         first = (parts.stopwatch, PlateauListener(parts.stepper), parts.best)
         self.engine = Engine(
@@ -159,26 +172,26 @@ class Training:
             overlaps=not parts.own,  # custom listeners may read weights, which FSDP gathers during a forward
         )
         resumption.restore(self.engine, state)
-        self.checkpointer.begin_at(self.engine.counters.step)
+        self.checkpointer.mark_saved(self.engine.counters.step)
         # Entry of summary.json about the step whose weights are in model/; None for the last step.
-        self.kept: dict[str, Any] | None = None
+        self.best_weights_info: dict[str, Any] | None = None
 
     def rebuild(self) -> None:
         """Build the model and its optimizer again, into the same stack and stepper."""
         parts = self.parts
         stack, optimizer, sync = build_model(self.session)
-        parts.stack.become(stack)
+        parts.stack.replace_with(stack)
         parts.stepper.attach(stack.wrapped, optimizer, sync)
         set_schedule(self.session.recipe, parts.windows, parts.stepper)
 
     def evaluation(self, split: str) -> Callable[[], EvaluationResult] | None:
         """Return a function that evaluates on ``split``, with averaged weights if ``optim.ema`` is set; or ``None``."""
-        run, stack = evaluation(self.session, self.parts.stepper, split), self.parts.stack
+        run, stack = make_evaluation(self.session, self.parts.stepper, split), self.parts.stack
         if run is None:
             return None
 
         def averaged() -> EvaluationResult:
-            with stack.averages.applied() if stack.averages is not None else nullcontext():
+            with stack.averages.swapped_in() if stack.averages is not None else nullcontext():
                 return run()
 
         return averaged
@@ -192,23 +205,23 @@ class Training:
         all_ranks = False  # whether every rank is known to end in this way
         try:
             # Report an exception to the other ranks before writing results.
-            with session.guarded(), written_to(session.run_dir):
+            with session.watched(), explain_disk_errors(session.run_dir):
                 try:
-                    doing("taking the first step")
-                    if recipe.memory.micro_batch_size == "auto" and not parts.stepper.sync.applied:
+                    show_status("taking the first step")
+                    if recipe.memory.micro_batch_size == "auto" and not parts.stepper.sync.updates_in_backward:
                         engine.rehearse(recipe.epochs)
                     engine.fit(recipe.epochs, recipe.max_steps, recipe.eval_every, recipe.run.max_skipped_steps)
                     self.checkpointer.at_end(engine)
-                    self.kept = self._take_best()
+                    self.best_weights_info = self._take_best()
                     result = self._test()
-                except EvaluationStopped:
+                except EvaluationInterruptedError:
                     self.checkpointer.stop(engine)
-                state = whole_state(parts.stack)
+                state = full_state_dict(parts.stack)
             status, all_ranks = "finished", True
         except NonFiniteError:
             all_ranks = True
             raise
-        except Stopped:
+        except RunStoppedError:
             status, all_ranks = "stopped", True
             raise
         except KeyboardInterrupt:
@@ -237,12 +250,12 @@ class Training:
     def _summary(self, status: str, result: EvaluationResult | None, all_ranks: bool) -> Summary:
         """Return the content of ``summary.json``; a collective if ``all_ranks`` are known to call this."""
         session, counters, parts = self.session, self.engine.counters, self.parts
-        recipe, world, cut = session.recipe, session.world, session.plan.first_cut
+        recipe, world, cut = session.recipe, session.world, session.plan.initial_cut
         memory = session.monitor.report(all_ranks)
         if session.forecast is not None:
-            memory |= session.forecast.beside(memory)
+            memory |= session.forecast.compare(memory)
         final_split = "val" if recipe.data.test is None else "test"
-        figures = result.figures() if result else {}
+        figures = result.metrics() if result else {}
         figures |= {"loss": figures.pop("loss")} if figures else {}  # loss last: users look for other metrics first
         return Summary(
             status=status,
@@ -257,7 +270,7 @@ class Training:
             micro_batch_size=cut.micro_batch_size,
             accumulate=recipe.accumulate if isinstance(recipe.accumulate, dict) else cut.accumulate,
             metrics={final_split: figures} if result else {},
-            best=self.kept,
+            best=self.best_weights_info,
             memory=memory,
             **parts.stopwatch.speed._asdict(),
             seconds=parts.stopwatch.seconds,
@@ -275,14 +288,17 @@ class Training:
             try:
                 known = origin.dataset
             except Exception as error:  # a custom dataset may fail; the run is complete without it
-                self.progress.warning(f"the data has no fingerprint ({cause(error)})")
+                self.progress.warning(f"the data has no fingerprint ({describe_error(error)})")
         return {"class": type(data).__name__, **sizes, "fingerprint": known}
 
     def _take_best(self) -> dict[str, Any] | None:
         """Load the weights of the best step; return the entry of ``summary.json`` about it."""
         best, counters = self.parts.best, self.engine.counters
         if best.is_over():
-            why = f"no better {best.column} than {best.figure:.4f} of step {best.step:,} in {best.since} evaluations"
+            why = (
+                f"no better {best.metric_column} than {best.best_value:.4f} of step {best.step:,} in {best.since} "
+                "evaluations"
+            )
             self.progress.notice(f"run.patience={best.patience}: training ends after step {counters.step:,}: {why}")
         if not best.step:
             return None
@@ -291,7 +307,7 @@ class Training:
                 self.progress.warning(f"{problem}: model/ has the weights of the last step instead of the best")
                 return None
             self.engine.last_result = best.result
-        return {"step": best.step, "figure": best.column, "best": best.figure, "last": best.last}
+        return {"step": best.step, "figure": best.metric_column, "best": best.best_value, "last": best.last}
 
     def _test(self) -> EvaluationResult | None:
         """Evaluate the kept model on the test set, or else return the last evaluation of training."""
@@ -302,8 +318,8 @@ class Training:
         if on_test is not None and (split == "val" or engine.last_result is None):
             result = on_test()
             if split == "val":
-                step = self.kept["step"] if self.kept else engine.counters.step
-                figures = {f"test_{name}": value for name, value in result.figures().items()}
+                step = self.best_weights_info["step"] if self.best_weights_info else engine.counters.step
+                figures = {f"test_{name}": value for name, value in result.metrics().items()}
                 self.logging.log(figures, step)
             return result
         if engine.last_result is None and engine.evaluation is not None:  # evaluated before the run was resumed

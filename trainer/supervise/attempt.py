@@ -16,20 +16,20 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from trainer.checkpoint.folder import CheckpointFolder
-from trainer.checkpoint.manifest import MOST_BYTES
+from trainer.checkpoint.manifest import MAX_JSON_BYTES
 from trainer.errors import require
-from trainer.system.files import read_object, write_atomic
-from trainer.system.processes import SUPERVISOR, ProcessId, Watched
+from trainer.system.error_reports import FailureReason
+from trainer.system.files import read_json_object, write_atomic
+from trainer.system.processes import SUPERVISOR, ProcessId, ProcessSession
 from trainer.system.redact import redact, redact_words
-from trainer.system.reports import Said
 from trainer.system.text import escaped
 
 LAUNCHERS = ("LT_", "TORCHELASTIC_", "MASTER_")
 RANKS = ("RANK", "LOCAL_RANK", "NODE_RANK", "GROUP_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_WORLD_SIZE")
 """Environment variables of a rendezvous, which are removed because each attempt creates a new one."""
 STATUS = "status.json"  # a run's status file
-NOTED = "received: saving a checkpoint"  # printed by a run after a stop signal
-SECONDS_BETWEEN_LOOKS = 0.05
+STOP_NOTICE = "received: saving a checkpoint"  # printed by a run after a stop signal
+POLL_INTERVAL = 0.05
 
 CUT = ("batch_size", "accumulate", "memory.micro_batch_size")  # settings that define the micro-batches
 
@@ -47,7 +47,7 @@ class FitCommand(NamedTuple):
     allow_change: tuple[str, ...] = ()
     cut: tuple[int, int] | None = None
 
-    def words(self) -> list[str]:
+    def argv(self) -> list[str]:
         """Return the command line without the program's name."""
         words = ["fit", self.recipe, *self.flags, "--run.dir", self.run_dir, "--run.resume", "auto"]
         allowed = list(self.allow_change)
@@ -56,15 +56,15 @@ class FitCommand(NamedTuple):
             allowed += [key for key in CUT if key not in allowed]
         return [*words, *(["--run.allow_change", json.dumps(allowed)] if allowed else [])]
 
-    def cut_smaller(self, batch_size: int, micro_batch_size: int) -> FitCommand:
+    def with_smaller_micro_batch(self, batch_size: int, micro_batch_size: int) -> FitCommand:
         """Return the command with smaller micro-batches and an explicit batch size, which ``accumulate`` may define."""
         flags = self.flags
         for name in CUT:
-            _, flags = take(flags, name)
+            _, flags = pop_flag(flags, name)
         return self._replace(flags=flags, cut=(batch_size, micro_batch_size))
 
 
-def take(flags: tuple[str, ...], name: str) -> tuple[str | None, tuple[str, ...]]:
+def pop_flag(flags: tuple[str, ...], name: str) -> tuple[str | None, tuple[str, ...]]:
     """Return the last value of ``--name`` and the flags without it."""
     kept, value = [], None
     words = list(flags)
@@ -80,7 +80,7 @@ def take(flags: tuple[str, ...], name: str) -> tuple[str | None, tuple[str, ...]
     return value, tuple(kept)
 
 
-class Ending(NamedTuple):
+class AttemptResult(NamedTuple):
     """The end of an attempt."""
 
     code: int  # exit code, or minus the number of the signal that killed the attempt
@@ -97,21 +97,21 @@ class Ending(NamedTuple):
         return f"{how}: {self.cause}" if self.cause else how
 
 
-class Attempt(Watched):
+class Attempt(ProcessSession):
     """A run that ends with this process and whose standard error is forwarded."""
 
     def __init__(self, command: Sequence[str]) -> None:
         kept = [name for name in os.environ if not name.startswith(LAUNCHERS) and name not in RANKS]
         environment = {name: os.environ[name] for name in kept}
-        environment[SUPERVISOR] = json.dumps(ProcessId.own().to_dict())
+        environment[SUPERVISOR] = json.dumps(ProcessId.current().to_dict())
         super().__init__(command, environment, stderr=subprocess.PIPE)
         assert self.process.stderr is not None
         self._pipe = self.process.stderr
         self._line = b""
-        self.said = Said()
+        self.said = FailureReason()
         self.noted = False
 
-    def wait(self, seconds: float = SECONDS_BETWEEN_LOOKS) -> Ending | None:
+    def wait(self, seconds: float = POLL_INTERVAL) -> AttemptResult | None:
         """Forward output for about ``seconds``. If the run has ended, kill its processes and return its end."""
         self._pass_on(seconds)
         if self.process.poll() is None:
@@ -122,7 +122,9 @@ class Attempt(Watched):
         self._pipe.close()
         self._note(self._line)
         code = self.process.returncode
-        return Ending(code, self.said.reason if code > 0 else self.said.own)  # a killed run's last line is no cause
+        return AttemptResult(
+            code, self.said.reason if code > 0 else self.said.trainer_error
+        )  # a killed run's last line is no cause
 
     def _pass_on(self, seconds: float) -> bool:
         """Forward the output of at most ``seconds``; return whether there was any."""
@@ -143,8 +145,8 @@ class Attempt(Watched):
 
     def _note(self, content: bytes) -> None:
         line = content.decode(errors="replace")
-        self.said.note(line)
-        self.noted = self.noted or NOTED in line
+        self.said.add_line(line)
+        self.noted = self.noted or STOP_NOTICE in line
 
 
 def tell(content: bytes) -> None:
@@ -153,7 +155,7 @@ def tell(content: bytes) -> None:
     sys.stderr.buffer.flush()
 
 
-def say(text: str) -> None:
+def print_message(text: str) -> None:
     """Print a message without secrets."""
     tell(f"trainer run: {escaped(redact(text))}\n".encode())
 
@@ -163,7 +165,7 @@ def say(text: str) -> None:
 VMSTAT, CGROUPS, CGROUP_ROOT = Path("/proc/vmstat"), Path("/proc/self/cgroup"), Path("/sys/fs/cgroup")
 
 
-def kernel_kills() -> int:
+def count_oom_kills() -> int:
     """Return the number of processes that the kernel's out-of-memory killer has killed.
 
     It counts this cgroup or, if unknown, this machine; 0 if both are unknown. Only a difference between two calls is
@@ -179,15 +181,15 @@ def kernel_kills() -> int:
     return 0
 
 
-def ran_out_of_memory(ending: Ending, kills: int) -> bool:
-    """Return whether an attempt ran out of memory; ``kills`` is the growth of :func:`kernel_kills` during it."""
+def ran_out_of_memory(ending: AttemptResult, kills: int) -> bool:
+    """Return whether an attempt ran out of memory; ``kills`` is the growth of :func:`count_oom_kills` during it."""
     reported = ending.code == 1 and "out of memory" in ending.cause.lower()
     return reported or (kills > 0 and (ending.code == -signal.SIGKILL or "was killed" in ending.cause))
 
 
 def attempts(run_dir: Path) -> int:
     """Return the number of runs started in the directory, according to ``status.json``."""
-    found = read_object(run_dir / STATUS, MOST_BYTES).get("attempt")
+    found = read_json_object(run_dir / STATUS, MAX_JSON_BYTES).get("attempt")
     return found if type(found) is int else 0
 
 
@@ -196,7 +198,7 @@ def known_cut(run_dir: Path, before: int) -> tuple[int, int] | None:
 
     ``None`` if the batch size changes per epoch, or if the attempt ended before the sizes were decided.
     """
-    cut = read_object(run_dir / STATUS, MOST_BYTES).get("cut")
+    cut = read_json_object(run_dir / STATUS, MAX_JSON_BYTES).get("cut")
     if attempts(run_dir) == before or not isinstance(cut, dict):
         return None
     batch, micro_batch = cut.get("batch_size"), cut.get("micro_batch_size")
@@ -208,7 +210,7 @@ class Journal:
 
     def __init__(self, run_dir: Path, command: list[str]) -> None:
         self.path = run_dir / "supervisor.json"
-        earlier = read_object(self.path, MOST_BYTES).get("attempts")
+        earlier = read_json_object(self.path, MAX_JSON_BYTES).get("attempts")
         self.content: dict[str, Any] = {"command": redact_words(command), "status": "running"}
         self.content["attempts"] = earlier if isinstance(earlier, list) else []
 
@@ -234,7 +236,7 @@ class Journal:
         try:
             write_atomic(self.path, json.dumps(self.content, indent=1, ensure_ascii=False) + "\n")
         except OSError as error:  # the disk may be full now but not later, so supervision continues
-            say(f"{self.path} could not be written: {error.strerror or error}")
+            print_message(f"{self.path} could not be written: {error.strerror or error}")
 
 
 def newest_step(run_dir: Path) -> int:

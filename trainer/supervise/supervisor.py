@@ -15,10 +15,10 @@ from typing import NamedTuple
 from trainer.errors import EXIT_REQUEUE, RecipeError, require
 from trainer.faults.signals import is_hangup, stop_signals
 from trainer.supervise import attempt as looks
-from trainer.supervise.attempt import Attempt, Ending, FitCommand, Journal, newest_step, say, take
+from trainer.supervise.attempt import Attempt, AttemptResult, FitCommand, Journal, newest_step, pop_flag, print_message
 from trainer.system.files import default_folder, make_folder
 from trainer.system.lock import RunLock
-from trainer.system.processes import own_command
+from trainer.system.processes import trainer_command
 from trainer.system.redact import redact_words
 
 USAGE = """\
@@ -44,8 +44,8 @@ WHOLE = ("restarts", "nproc", "patience")
 SEVERAL_MACHINES = ("nnodes", "nodes", "num_nodes", "rdzv-backend", "rdzv-endpoint", "rdzv-id", "node-rank")
 """Flags of torchrun and Fabric for several machines, which are rejected with an explanation."""
 WRONG_RECIPE, INTERRUPTED = 2, 130  # exit codes of an invalid setting and of Ctrl-C
-LONGEST_WAIT = 60.0
-SECONDS_TO_NOTICE = 1.0
+MAX_BACKOFF = 60.0
+SIGNAL_NOTICE_TIMEOUT = 1.0
 """Time in which a run may report a stop signal before the supervisor sends one.
 
 Schedulers signal every process of a job, and a second signal would end the run at once.
@@ -65,8 +65,8 @@ def run_command(argv: Sequence[str]) -> int:
     notice = lock.acquire()
     try:
         if notice is not None:
-            say(notice)
-        policy = Policy(own.restarts, own.patience, own.backoff, newest_step(folder))
+            print_message(notice)
+        policy = RestartPolicy(own.restarts, own.patience, own.backoff, newest_step(folder))
         announce(command)
         return Supervisor(command, policy, own.grace).run()
     finally:
@@ -105,11 +105,11 @@ def fit_command(words: Sequence[str], ranks: int | None) -> FitCommand:
     if "TORCHELASTIC_RUN_ID" in os.environ:
         raise RecipeError("trainer run starts the ranks itself: start it without torchrun and give --nproc")
     recipe, flags = words[0], tuple(words[1:])
-    resume, flags = take(flags, "run.resume")
+    resume, flags = pop_flag(flags, "run.resume")
     require(resume in (None, "auto"), f"--run.resume {resume}: trainer run resumes from run.dir itself: leave it out")
-    wanted, flags = take(flags, "run.dir")
-    allowed, flags = take(flags, "run.allow_change")
-    devices, flags = take(flags, "run.devices")
+    wanted, flags = pop_flag(flags, "run.dir")
+    allowed, flags = pop_flag(flags, "run.allow_change")
+    devices, flags = pop_flag(flags, "run.devices")
     if ranks is not None:
         require(devices in (None, str(ranks)), f"--nproc {ranks} and --run.devices {devices} contradict each other")
         devices = str(ranks)
@@ -120,7 +120,7 @@ def fit_command(words: Sequence[str], ranks: int | None) -> FitCommand:
 
 def announce(command: FitCommand) -> None:
     """Print the command and its run directory."""
-    say(f"run directory {command.run_dir}: trainer {shlex.join(redact_words(command.words()))}")
+    print_message(f"run directory {command.run_dir}: trainer {shlex.join(redact_words(command.argv()))}")
 
 
 # The attempts.
@@ -132,10 +132,10 @@ Outcome = tuple[str, int]  # final status and exit code
 class Supervisor:
     """Starts the attempts of a run; after a stop signal, an attempt has ``grace`` seconds (``None``: unlimited)."""
 
-    def __init__(self, command: FitCommand, policy: Policy, grace: float | None = None) -> None:
+    def __init__(self, command: FitCommand, policy: RestartPolicy, grace: float | None = None) -> None:
         self.command, self.policy, self.grace = command, policy, grace
         self.run_dir = Path(command.run_dir)
-        self.journal = Journal(self.run_dir, command.words())
+        self.journal = Journal(self.run_dir, command.argv())
         self.asked: list[int] = []
 
     def run(self) -> int:
@@ -159,10 +159,10 @@ class Supervisor:
         """Run one attempt and wait before the next one; return the outcome if no other attempt follows."""
         if self.asked:
             return "stopped", EXIT_REQUEUE
-        words = self.command.words()
+        words = self.command.argv()
         self.journal.begin(newest_step(self.run_dir), words)
-        kills, before, began = looks.kernel_kills(), looks.attempts(self.run_dir), time.time()
-        attempt = Attempt(own_command(*words))
+        kills, before, began = looks.count_oom_kills(), looks.attempts(self.run_dir), time.time()
+        attempt = Attempt(trainer_command(*words))
         try:
             ending = self._watched(attempt)
         finally:
@@ -171,15 +171,17 @@ class Supervisor:
         self.journal.end(ending.code, ending.cause, step)
         if (outcome := self._final(ending)) is not None:
             return outcome
-        decision = self._decide(ending, step, looks.kernel_kills() - kills, before)
+        decision = self._decide(ending, step, looks.count_oom_kills() - kills, before)
         newest = f"newest checkpoint: step {step}" if step >= 0 else "no checkpoint yet"
-        say(f"the run ended after {time.time() - began:.0f} s ({ending.describe()}); {newest}; {decision.why}")
+        print_message(
+            f"the run ended after {time.time() - began:.0f} s ({ending.describe()}); {newest}; {decision.why}"
+        )
         if decision.wait is None:
             return "failed", ending.exit_code
         self._sleep(decision.wait)
         return None
 
-    def _watched(self, attempt: Attempt) -> Ending:
+    def _watched(self, attempt: Attempt) -> AttemptResult:
         """Wait for the end of an attempt; forward the first stop signal, and kill the attempt at the second."""
         passed_on = killed = False
         asked_at: float | None = None
@@ -190,32 +192,32 @@ class Supervisor:
             asked_at = now if asked_at is None else asked_at
             late = self.grace is not None and now - asked_at > self.grace
             if len(self.asked) > 1 or late:
-                say("killing the run" + (f": it has not ended within {self.grace:g} s" if late else ""))
+                print_message("killing the run" + (f": it has not ended within {self.grace:g} s" if late else ""))
                 attempt.kill()
                 killed = True
-            elif not passed_on and not attempt.noted and now - asked_at > SECONDS_TO_NOTICE:
+            elif not passed_on and not attempt.noted and now - asked_at > SIGNAL_NOTICE_TIMEOUT:
                 # Signal the first rank only: the ranks agree to stop at the same step.
                 attempt.process.send_signal(self.asked[0])
                 passed_on = True
         return ending
 
-    def _final(self, ending: Ending) -> Outcome | None:
+    def _final(self, ending: AttemptResult) -> Outcome | None:
         """Return the outcome if this end allows no restart, regardless of the number of restarts left."""
         if ending.code == 0:
             return "finished", 0
         if ending.exit_code == EXIT_REQUEUE:  # the scheduler's signal may reach this process later than the run
-            self._sleep(SECONDS_TO_NOTICE)
+            self._sleep(SIGNAL_NOTICE_TIMEOUT)
         if ending.exit_code == INTERRUPTED:
             return "interrupted", INTERRUPTED
         if self.asked:
             died_of_it = ending.code == -self.asked[0]  # the signal came before its handler was set: nothing is lost
             return "stopped", EXIT_REQUEUE if died_of_it else ending.exit_code
         if ending.code == WRONG_RECIPE:
-            say("the recipe is invalid and would fail again: not restarting")
+            print_message("the recipe is invalid and would fail again: not restarting")
             return "failed", WRONG_RECIPE
         return None
 
-    def _decide(self, ending: Ending, step: int, kills: int, before: int) -> Decision:
+    def _decide(self, ending: AttemptResult, step: int, kills: int, before: int) -> Decision:
         if ending.code == EXIT_REQUEUE:
             return self.policy.after_preemption(step)
         if not looks.ran_out_of_memory(ending, kills):
@@ -224,14 +226,14 @@ class Supervisor:
         smaller = None if cut is None else cut[1] // 2
         decision = self.policy.after_out_of_memory(step, smaller)
         if decision.wait is not None and cut is not None and smaller:
-            self.command = self.command.cut_smaller(cut[0], smaller)
+            self.command = self.command.with_smaller_micro_batch(cut[0], smaller)
         return decision
 
     def _sleep(self, seconds: float) -> None:
         """Wait until the time is over or a stop signal arrives."""
         until = time.monotonic() + seconds
         while time.monotonic() < until and not self.asked:
-            time.sleep(looks.SECONDS_BETWEEN_LOOKS)
+            time.sleep(looks.POLL_INTERVAL)
 
 
 # The restart policy, based on the end of an attempt and on its checkpoints.
@@ -245,27 +247,27 @@ class Decision(NamedTuple):
 
 
 @dataclass
-class Policy:
-    """Allows at most ``allowed`` restarts and fewer than ``patience`` crashes in a row.
+class RestartPolicy:
+    """Allows at most ``max_restarts`` restarts and fewer than ``max_crashes`` crashes in a row.
 
-    Both counters are reset when a checkpoint after the step ``newest`` (-1: none) exists. The wait before a restart is
-    ``first_wait`` seconds, doubled for each further one, at most one minute.
+    Both counters are reset when a checkpoint after the step ``last_step`` (-1: none) exists. The wait before a restart
+    is ``first_wait`` seconds, doubled for each further one, at most one minute.
     """
 
-    allowed: int
-    patience: int
+    max_restarts: int
+    max_crashes: int
     first_wait: float
-    newest: int = -1
-    used: int = field(default=0, init=False)
+    last_step: int = -1
+    num_restarts: int = field(default=0, init=False)
     crashes: int = field(default=0, init=False)
 
     def after_crash(self, step: int, cause: str) -> Decision:
         """Decide after a crash, with the newest checkpoint at ``step``."""
         self._progress(step)
         self.crashes += 1
-        if self.crashes < self.patience or not self.allowed:
+        if self.crashes < self.max_crashes or not self.max_restarts:
             return self._restart()
-        since = f"step {self.newest}" if self.newest >= 0 else "the start"
+        since = f"step {self.last_step}" if self.last_step >= 0 else "the start"
         why = f"{self.crashes} crashes in a row without a checkpoint after {since}: not restarting ({cause})"
         return Decision(None, why)
 
@@ -290,14 +292,14 @@ class Policy:
         return self._restart()
 
     def _progress(self, step: int) -> None:
-        if step > self.newest:
-            self.newest, self.used, self.crashes = step, 0, 0
+        if step > self.last_step:
+            self.last_step, self.num_restarts, self.crashes = step, 0, 0
 
     def _restart(self, how: str = "") -> Decision:
-        if self.used >= self.allowed:
+        if self.num_restarts >= self.max_restarts:
             return Decision(
-                None, f"all {self.allowed} restarts are used up" if self.allowed else "no restart is allowed"
+                None, f"all {self.max_restarts} restarts are used up" if self.max_restarts else "no restart is allowed"
             )
-        wait = min(LONGEST_WAIT, self.first_wait * 2**self.used)
-        self.used += 1
-        return Decision(wait, f"restart {self.used} of {self.allowed}{how} in {wait:g} s")
+        wait = min(MAX_BACKOFF, self.first_wait * 2**self.num_restarts)
+        self.num_restarts += 1
+        return Decision(wait, f"restart {self.num_restarts} of {self.max_restarts}{how} in {wait:g} s")

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 
 from trainer.errors import RecipeError
 
-LARGEST = {"MASTER_PORT": 65535}
+MAX_VALUES = {"MASTER_PORT": 65535}
 NUMBERS = (  # variables that this program or Lightning reads, some of them during the import
     *("RANK", "LOCAL_RANK", "NODE_RANK", "GROUP_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_WORLD_SIZE"),
     *("MASTER_PORT", "LT_CLI_USED", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "JSM_NAMESPACE_SIZE", "JSM_NAMESPACE_RANK"),
@@ -16,7 +16,7 @@ NUMBERS = (  # variables that this program or Lightning reads, some of them duri
 )
 
 
-def number(name: str, default: int | None = None, environment: Mapping[str, str] = os.environ) -> int:
+def read_int_variable(name: str, default: int | None = None, environment: Mapping[str, str] = os.environ) -> int:
     """Return the variable ``name``, an integer of at least 0, or ``default`` if it is not set."""
     text = environment.get(name)
     if text is None:
@@ -26,7 +26,7 @@ def number(name: str, default: int | None = None, environment: Mapping[str, str]
             f"{name} is not set, but other environment variables indicate that a launcher started this process: use "
             "that launcher, or unset those variables"
         )
-    largest = LARGEST.get(name, 2**32 - 1)  # Slurm uses 2**32 - 1 for steps without a number
+    largest = MAX_VALUES.get(name, 2**32 - 1)  # Slurm uses 2**32 - 1 for steps without a number
     if not (text.isascii() and text.isdecimal() and len(text) < 20 and int(text) <= largest):
         shown = repr(text if len(text) < 40 else f"{text[:40]}…")
         raise RecipeError(
@@ -39,9 +39,9 @@ def number(name: str, default: int | None = None, environment: Mapping[str, str]
 def require_numbers() -> None:
     """Reject invalid values of :data:`NUMBERS` before a library fails with a traceback."""
     for name in NUMBERS:
-        number(name, 0)
+        read_int_variable(name, 0)
 
 
-def first_here() -> bool:
+def is_local_rank_zero() -> bool:
     """Return whether this process is the first on its machine, according to the launcher's variables."""
     return all(os.environ.get(name, "0") == "0" for name in ("LOCAL_RANK", "SLURM_LOCALID"))

@@ -59,15 +59,15 @@ def read_regular(path: str | Path, limit: int) -> bytes:
     return content
 
 
-def read_object(path: str | Path, limit: int) -> dict[str, Any]:
+def read_json_object(path: str | Path, limit: int) -> dict[str, Any]:
     """Return the JSON object in a regular file of at most ``limit`` bytes, or an empty dict if there is none."""
     try:
-        return parsed_object(read_regular(path, limit), limit) or {}
+        return parse_json_object(read_regular(path, limit), limit) or {}
     except OSError:
         return {}
 
 
-def parsed_object(content: bytes, limit: int) -> dict[str, Any] | None:
+def parse_json_object(content: bytes, limit: int) -> dict[str, Any] | None:
     """Return the JSON object in untrusted ``content``; ``None`` for anything else and beyond ``limit`` bytes."""
     try:
         found = json.loads(content) if len(content) <= limit else None
@@ -76,7 +76,7 @@ def parsed_object(content: bytes, limit: int) -> dict[str, Any] | None:
     return found if isinstance(found, dict) else None
 
 
-def open_own(path: str | Path, flags: int) -> int:
+def open_writable(path: str | Path, flags: int) -> int:
     """Open or create a file that this program writes in place, and return its descriptor.
 
     A symlink (ELOOP) or a second hard link (EMLINK) is rejected, because it could lead to any file of the user.
@@ -149,7 +149,7 @@ def hash_file(path: str | Path) -> str:
 
 
 @contextmanager
-def naming(path: Path) -> Iterator[None]:
+def add_path_to_errors(path: Path) -> Iterator[None]:
     """Add ``path`` to an OSError without a file name, such as those of write(2) and fsync(2)."""
     try:
         yield
@@ -193,14 +193,14 @@ Another machine that shares the folder may not see the locks of this one, so eac
 """
 
 
-def aside(path: Path, kind: str) -> Path:
+def temporary_path(path: Path, kind: str) -> Path:
     """Return a hidden path in the same folder, because only a move within one file system is atomic."""
     return path.with_name(f".{path.name}.{'-'.join(MACHINE)}-{secrets.token_hex(4)}.{kind}")
 
 
 def sync_to_disk(path: Path) -> None:
     """Wait until the file's content, or the folder's list of names, is on disk."""
-    with naming(path):
+    with add_path_to_errors(path):
         descriptor = os.open(path, os.O_RDONLY)
         try:
             os.fsync(descriptor)
@@ -247,11 +247,11 @@ def _remove_leftovers(target: Path) -> None:
 @contextmanager
 def _part(target: Path, make: Callable[[Path], object]) -> Iterator[Path]:
     """Create a locked, hidden path next to ``target`` with ``make``; remove it at the end unless it was moved."""
-    with naming(target), ExitStack() as until:
+    with add_path_to_errors(target), ExitStack() as until:
         target.parent.mkdir(parents=True, exist_ok=True)
         with suppress(PermissionError):  # the folder may be writable but not readable
             _remove_leftovers(target)
-        make(new := aside(target, "new"))
+        make(new := temporary_path(target, "new"))
         with suppress(OSError):  # without locks on this file system, leftovers stay
             _lock(new, until)
         part = new.rename(new.with_suffix(".part"))  # only now, locked, may other writers find it
@@ -312,12 +312,12 @@ def staged_folder(target: Path) -> Iterator[Path]:
                 path.chmod(mode)  # safetensors creates files that only their owner can read
             sync_to_disk(path)
         sync_to_disk(part)
-        swap_in(part, target)
+        replace_folder(part, target)
 
 
-def swap_in(part: Path, target: Path) -> None:
+def replace_folder(part: Path, target: Path) -> None:
     """Move ``part`` to ``target`` and remove the old ``target``."""
-    old = aside(target, "old") if os.path.lexists(target) else None
+    old = temporary_path(target, "old") if os.path.lexists(target) else None
     if old is not None:
         os.rename(target, old)
     try:

@@ -10,10 +10,10 @@ from threading import Thread
 
 from trainer.system.text import escaped
 
-SECONDS = 3.0  # timeout for the hub's answer
+ANSWER_TIMEOUT = 3.0  # timeout for the hub's answer
 
 
-def away() -> str:
+def offline_reason() -> str:
     """Return why only the hub's local cache is available; an empty string if the hub answers.
 
     If the hub does not answer, this process and its children use ``HF_HUB_OFFLINE=1`` from then on.
@@ -26,10 +26,10 @@ def away() -> str:
         constants.HF_HUB_OFFLINE, os.environ["HF_HUB_OFFLINE"], os.environ[OURS] = True, "1", "1"
         if "datasets" in sys.modules:  # it copied the constant when it was imported
             sys.modules["datasets"].config.HF_HUB_OFFLINE = True
-    return f"{constants.ENDPOINT} does not answer within {SECONDS:g} s" if _gone_offline() else ""
+    return f"{constants.ENDPOINT} does not answer within {ANSWER_TIMEOUT:g} s" if _gone_offline() else ""
 
 
-def advice() -> str:
+def offline_advice() -> str:
     """Return what to do if something cannot be downloaded from the hub."""
     from huggingface_hub import constants
 
@@ -39,10 +39,10 @@ def advice() -> str:
 
 
 @cache
-def tell_of_cache() -> None:
+def warn_offline_cache() -> None:
     """Warn once if files come from the local cache because the hub did not answer."""
     if _gone_offline():
-        message = f"{away()}: using its local cache; {advice()}"
+        message = f"{offline_reason()}: using its local cache; {offline_advice()}"
         print(escaped(f"trainer: warning: {message}"), file=sys.stderr, flush=True)
 
 
@@ -62,10 +62,10 @@ def _answers(endpoint: str) -> bool:
         from huggingface_hub.utils import get_session
 
         with suppress(Exception):
-            get_session().head(endpoint, timeout=SECONDS)
+            get_session().head(endpoint, timeout=ANSWER_TIMEOUT)
             answered.append(True)
 
     thread = Thread(target=ask, daemon=True)
     thread.start()
-    thread.join(SECONDS)
+    thread.join(ANSWER_TIMEOUT)
     return bool(answered)

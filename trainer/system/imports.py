@@ -12,10 +12,10 @@ from importlib import import_module
 from typing import Any
 
 from trainer.errors import RecipeError
-from trainer.system.waiting import doing
+from trainer.system.status_line import show_status
 
 
-def imported(given: str, name: str) -> Any:
+def import_object(given: str, name: str) -> Any:
     """Import ``module.name``, which may be the user's code; ``given`` describes the setting for error messages."""
     module, _, last = name.rpartition(".")
     if os.getcwd() not in sys.path:
@@ -38,7 +38,7 @@ def quick_imports() -> Iterator[None]:
     from lightning_utilities.core import imports
 
     if "torch" not in sys.modules:
-        doing("loading torch")
+        show_status("loading torch")
     compare = imports.compare_version
 
     def compare_installed(package: str, op: Callable[..., bool], version: str, use_base_version: bool = False) -> bool:

@@ -11,12 +11,12 @@ from pathlib import Path
 from typing import Any
 
 from trainer.errors import RecipeError
-from trainer.system.environment import number
-from trainer.system.files import naming, open_own, parsed_object
+from trainer.system.environment import read_int_variable
+from trainer.system.files import add_path_to_errors, open_writable, parse_json_object
 from trainer.system.processes import ProcessId, boot_id
 
 NAME = ".run.lock"
-MOST_BYTES = 4096
+MAX_LOCK_BYTES = 4096
 
 NO_ID = "none"
 """torchrun's default ID for a rendezvous without ``--rdzv-id``; it identifies no run."""
@@ -57,9 +57,9 @@ class RunLock:
             os.close(descriptor)
             fix = f"choose another directory, or remove {self.path} if that run has ended"
             raise self._in_use(f"the run of {_described(before)}, another machine: {fix}")
-        with naming(self.path):
+        with add_path_to_errors(self.path):
             os.ftruncate(descriptor, 0)
-            owner = ProcessId.own().to_dict() | {"started": time.strftime("%Y-%m-%d %H:%M:%S %z")}
+            owner = ProcessId.current().to_dict() | {"started": time.strftime("%Y-%m-%d %H:%M:%S %z")}
             os.pwrite(descriptor, json.dumps(owner | _slurm_job() | _rendezvous()).encode(), 0)
             os.fsync(descriptor)
         _held.add(self.path)
@@ -81,7 +81,7 @@ class RunLock:
     def _locked(self) -> int:
         """Return a locked descriptor of the file at the path, not of one that its owner has just removed."""
         while True:
-            descriptor = open_own(self.path, os.O_RDWR | os.O_CREAT)
+            descriptor = open_writable(self.path, os.O_RDWR | os.O_CREAT)
             try:
                 fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 if self.path.exists() and os.path.samestat(os.fstat(descriptor), os.stat(self.path)):
@@ -105,7 +105,7 @@ def _slurm_job() -> dict[str, Any]:
     if "SLURM_JOB_ID" not in os.environ:
         return {}
     cluster, job = (os.environ.get(name, "") for name in ("SLURM_CLUSTER_NAME", "SLURM_JOB_ID"))
-    return {"slurm_job": f"{cluster}:{job}", "slurm_restarts": number("SLURM_RESTART_COUNT", 0)}
+    return {"slurm_job": f"{cluster}:{job}", "slurm_restarts": read_int_variable("SLURM_RESTART_COUNT", 0)}
 
 
 def _rendezvous() -> dict[str, Any]:
@@ -116,7 +116,7 @@ def _rendezvous() -> dict[str, Any]:
 
 def _read(descriptor: int) -> dict[str, Any] | None:
     """Return the owner that wrote the file; ``None`` if the file is empty or incomplete."""
-    return parsed_object(os.pread(descriptor, MOST_BYTES, 0), MOST_BYTES)
+    return parse_json_object(os.pread(descriptor, MAX_LOCK_BYTES, 0), MAX_LOCK_BYTES)
 
 
 def _may_live(owner: dict[str, Any]) -> bool:

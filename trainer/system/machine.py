@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from trainer.errors import RunError
-from trainer.system.processes import own_code
+from trainer.system.processes import python_command
 
 CGROUP = Path("/sys/fs/cgroup")
 
@@ -46,10 +46,10 @@ FACTS = (  # the used fields of torch.cuda.get_device_properties
     *("clock_rate", "memory_clock_rate", "memory_bus_width"),
 )
 
-ASK = "import json; from trainer.system.machine import seen_gpus; print(json.dumps(seen_gpus({})))"
+ASK = "import json; from trainer.system.machine import query_gpus; print(json.dumps(query_gpus({})))"
 
 
-def may_have_gpu() -> bool:
+def gpu_possible() -> bool:
     """Return a quick guess of whether torch may find a GPU.
 
     False if NVIDIA's library (NVML) counts none, or if NVML, NVIDIA's driver library and AMD's device are all missing.
@@ -68,7 +68,7 @@ def may_have_gpu() -> bool:
     return False
 
 
-def seen_gpus(free: bool = False) -> list[dict[str, Any]]:
+def query_gpus(free: bool = False) -> list[dict[str, Any]]:
     """Return :data:`FACTS` of each GPU according to torch (unknown: ``None``), with its free bytes if ``free``."""
     import torch
 
@@ -81,14 +81,16 @@ def seen_gpus(free: bool = False) -> list[dict[str, Any]]:
     return found
 
 
-def ask_for_gpus(free: bool = False, seconds: float | None = None) -> list[dict[str, Any]]:
-    """Return :func:`seen_gpus` from a new process, so that this one does not initialize CUDA.
+def query_gpus_in_child(free: bool = False, seconds: float | None = None) -> list[dict[str, Any]]:
+    """Return :func:`query_gpus` from a new process, so that this one does not initialize CUDA.
 
     Raises:
         RunError: torch fails to start there or needs more than ``seconds``.
     """
     try:
-        done = subprocess.run(own_code(ASK.format(free)), capture_output=True, text=True, check=False, timeout=seconds)
+        done = subprocess.run(
+            python_command(ASK.format(free)), capture_output=True, text=True, check=False, timeout=seconds
+        )
     except subprocess.TimeoutExpired as error:
         raise RunError(f"torch has not listed the GPUs within {seconds:g} s") from error
     if done.returncode != 0:
@@ -115,7 +117,7 @@ class HostReading:
 
     resident: int
     anonymous: int  # memory that the process allocated, without files mapped into memory
-    peak: int  # since HostMemory.restart_peak if peaks are exact, otherwise see HostPeaks
+    peak: int  # since HostMemory.reset_peak if peaks are exact, otherwise see HostPeaks
     process_peak: int  # the highest known value, at least ``peak``
 
 
@@ -140,7 +142,7 @@ class HostMemory:
         anonymous = fields.get("RssAnon", resident)  # missing in kernels before 4.5
         return HostReading(resident, anonymous, record if self.peaks == "exact" else resident, record)
 
-    def restart_peak(self) -> None:
+    def reset_peak(self) -> None:
         """Reset the peak."""
         if self.peaks == "exact":
             try:
@@ -150,7 +152,7 @@ class HostMemory:
 
 
 def process_peak(status: Path = STATUS) -> int:
-    """Return the peak resident memory of this process in bytes, since its start or the last ``restart_peak``."""
+    """Return the peak resident memory of this process in bytes, since its start or the last ``reset_peak``."""
     try:  # preferred to getrusage, whose peak on Linux includes the parent's memory before the exec
         return _fields(status)["VmHWM"]
     except (OSError, KeyError):

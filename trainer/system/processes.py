@@ -40,15 +40,15 @@ BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 STOPPED, GONE = "T", "ZX"
 """States in /proc/PID/stat: stopped by a signal; ended (also a zombie)."""
 
-SECONDS_TO_CONNECT = 5.0
-SECONDS_TO_VANISH = 5.0
-MOST_PIDS = 2**22  # the maximum on Linux
-LONGEST_NAME = 255
+CONNECT_TIMEOUT = 5.0
+EXIT_TIMEOUT = 5.0
+MAX_PID = 2**22  # the maximum on Linux
+MAX_NAME_BYTES = 255
 
 _told: list[int] = []
 
 
-def own_command(*words: str) -> list[str]:
+def trainer_command(*words: str) -> list[str]:
     """Return the command that runs ``trainer`` with these arguments in a new process.
 
     ``python -m trainer`` would search the working directory first and could import, for example, a random.py that
@@ -57,7 +57,7 @@ def own_command(*words: str) -> list[str]:
     return [sys.executable, str(MAIN), *words]
 
 
-def own_code(code: str) -> list[str]:
+def python_command(code: str) -> list[str]:
     """Return the command that runs Python code in a new process that can import this package."""
     return [sys.executable, "-c", THIS_PACKAGE + code]
 
@@ -93,7 +93,7 @@ def end_with_launcher() -> None:
         _leave(1, "the process that started this rank has ended")
 
 
-def has_told_launcher() -> bool:
+def launcher_knows_pid() -> bool:
     """Return whether one of our launchers started this rank; it ends all ranks when one of them ends."""
     return bool(_told)
 
@@ -103,7 +103,7 @@ def _is_orphan() -> bool:
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True" and os.environ.get("GROUP_RANK") == "0":
         try:
             store = os.environ.get("MASTER_ADDR", ""), int(os.environ.get("MASTER_PORT", ""))
-            socket.create_connection(store, SECONDS_TO_CONNECT).close()
+            socket.create_connection(store, CONNECT_TIMEOUT).close()
         except ConnectionRefusedError:
             return True
         except (OSError, ValueError, OverflowError):  # the code that uses the address reports the error
@@ -121,7 +121,7 @@ def _leave(code: int, message: str) -> None:
     os._exit(code)
 
 
-class Watched:
+class ProcessSession:
     """A command in a new session, so that all its processes can be killed together.
 
     On Linux, the kernel kills it when this process ends. ``streams`` are arguments of Popen.
@@ -138,7 +138,7 @@ class Watched:
         """Kill all its processes and wait until they are gone."""
         if self._gone:  # the PID may belong to another process group now
             return
-        until = time.monotonic() + SECONDS_TO_VANISH
+        until = time.monotonic() + EXIT_TIMEOUT
         with suppress(ProcessLookupError, PermissionError):  # PermissionError: only zombies are left, on macOS
             while time.monotonic() < until:  # in a container without init, zombies stay
                 os.killpg(self.process.pid, signal.SIGKILL)
@@ -148,7 +148,7 @@ class Watched:
         self._gone = True
 
 
-def become_helper() -> None:
+def detach_from_rank() -> None:
     """Prepare a process that was forked from a rank: it ignores signals for the rank and ends with the rank.
 
     Ctrl-C, a closed terminal and the end of torchrun signal the whole process group of the rank. The rank needs its
@@ -182,7 +182,7 @@ class ProcessId:
     began: int  # start time in kernel ticks since boot
 
     @classmethod
-    def own(cls) -> ProcessId:
+    def current(cls) -> ProcessId:
         """Return the identity of this process."""
         return cls.of(os.getpid())
 
@@ -202,33 +202,33 @@ class ProcessId:
         if not isinstance(values, dict) or values.keys() != cls.__dataclass_fields__.keys():
             raise ValueError("not a process identity")
         pid, began, texts = values["pid"], values["began"], [values[name] for name in ("host", "boot_id", "namespace")]
-        if not (type(pid) is type(began) is int and 0 < pid <= MOST_PIDS and began >= 0):
+        if not (type(pid) is type(began) is int and 0 < pid <= MAX_PID and began >= 0):
             raise ValueError("not a process ID and start time")
-        if not all(isinstance(text, str) and len(text) <= LONGEST_NAME for text in texts):
+        if not all(isinstance(text, str) and len(text) <= MAX_NAME_BYTES for text in texts):
             raise ValueError("not a host, boot ID and namespace")
         return cls(**values | {"host": escaped(values["host"])})
 
-    def is_here(self) -> bool:
+    def is_visible(self) -> bool:
         """Return whether it runs on this machine and in this container (Linux only)."""
         return bool(self.boot_id and self.namespace) and (self.boot_id, self.namespace) == (boot_id(), _namespace())
 
     def state(self) -> str:
-        """Return ``running``, ``stopped`` (by a signal) or ``gone``; valid only if :meth:`is_here`."""
+        """Return ``running``, ``stopped`` (by a signal) or ``gone``; valid only if :meth:`is_visible`."""
         found = _stat(self.pid)
         if found is None or found[1] != self.began or found[0] in GONE:
             return "gone"
         return "stopped" if found[0] == STOPPED else "running"
 
-    def is_kin(self) -> bool:
+    def is_related(self) -> bool:
         """Return whether it is the parent, a child or a sibling of this process, as ranks are."""
         found, own = _stat(self.pid), _stat(os.getpid())
-        if not self.is_here() or found is None or found[1] != self.began or own is None:
+        if not self.is_visible() or found is None or found[1] != self.began or own is None:
             return False
         return own[2] in (found[2], self.pid) or found[2] == os.getpid()
 
     def kill(self) -> None:
         """Kill it if it runs here and is related to this process; other identities in a file may be forged."""
-        if self.is_here() and self.state() != "gone" and self.is_kin():
+        if self.is_visible() and self.state() != "gone" and self.is_related():
             with suppress(ProcessLookupError, PermissionError):
                 os.kill(self.pid, signal.SIGKILL)
 

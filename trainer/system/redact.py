@@ -11,7 +11,9 @@ from typing import Any
 from trainer.errors import RecipeError
 
 REDACTED = "<redacted>"
-_LEAST = 8  # minimum length of a variable's value to be redacted in texts; "1" or "test" would match too often
+_MIN_SECRET_CHARS = (
+    8  # minimum length of a variable's value to be redacted in texts; "1" or "test" would match too often
+)
 
 _NAME = re.compile(  # secret settings and variables, but not pad_token or sort_key
     r"token|(?:.*_)?(?:password|passwd|passphrase|secret|credentials?|apikey"
@@ -45,7 +47,7 @@ def redact(text: str) -> str:
     GitLab, OpenAI, AWS, Google and Slack, by their prefixes; values such as ``api_key='...'``; and the values of
     environment variables with secret names, such as WANDB_API_KEY.
     """
-    named = {name: value for name, value in os.environ.items() if len(value) >= _LEAST}
+    named = {name: value for name, value in os.environ.items() if len(value) >= _MIN_SECRET_CHARS}
     values = {value for name, value in named.items() if _is_secret(name) or name.upper().endswith("_TOKEN")}
     for value in sorted(values, key=lambda value: (-len(value), value)):  # a value may be the start of another
         text = text.replace(value, REDACTED)

@@ -18,7 +18,7 @@ READER_GONE = (errno.EPIPE, errno.ECONNRESET, errno.ESHUTDOWN, errno.ENOTCONN, e
 """Errors that mean that no process will read the output."""
 
 
-class Descriptor(io.FileIO):
+class SafeFile(io.FileIO):
     """Writes to a descriptor and drops output that cannot be written.
 
     The first error is kept in ``lost``, unless the reader is gone. After a full disk, later output is written again.
@@ -39,13 +39,13 @@ class Descriptor(io.FileIO):
                     left = left[written:]
         except OSError as error:
             if error.errno in READER_GONE:
-                lead_nowhere(self.fileno())  # also for C code
+                redirect_to_devnull(self.fileno())  # also for C code
             else:
                 self.lost = self.lost or error
         return size
 
 
-def keep_streams() -> None:
+def install_safe_streams() -> None:
     """Replace the standard streams of this process by streams that never raise OSError.
 
     Call this first: a descriptor that is closed (``2>&-``) would be reused by the next opened file, such as a
@@ -55,7 +55,7 @@ def keep_streams() -> None:
         try:
             os.fstat(number)
         except OSError:
-            lead_nowhere(number)
+            redirect_to_devnull(number)
         stream = getattr(sys, name)
         if number == 0:
             kept: Any = stream or open(0, closefd=False)  # noqa: SIM115
@@ -68,11 +68,11 @@ def keep_streams() -> None:
 
 
 def opened(number: int, like: io.TextIOWrapper | None) -> io.TextIOWrapper:
-    """Return a text stream for a :class:`Descriptor`, with encoding and buffering of the stream that it replaces."""
+    """Return a text stream for a :class:`SafeFile`, with encoding and buffering of the stream that it replaces."""
     if like is not None:
         with suppress(OSError):
             like.flush()
-    descriptor = Descriptor(number, "w", closefd=False)
+    descriptor = SafeFile(number, "w", closefd=False)
     descriptor.name = getattr(like, "name", number)  # <stdout>
     unbuffered = like is not None and like.write_through  # python -u
     return io.TextIOWrapper(
@@ -84,7 +84,7 @@ def opened(number: int, like: io.TextIOWrapper | None) -> io.TextIOWrapper:
     )
 
 
-def lead_nowhere(number: int) -> None:
+def redirect_to_devnull(number: int) -> None:
     """Open the null device as descriptor ``number``, inheritable by children."""
     null = os.open(os.devnull, os.O_RDWR)
     if null != number:
@@ -93,11 +93,11 @@ def lead_nowhere(number: int) -> None:
     os.set_inheritable(number, True)
 
 
-def lost_output() -> OSError | None:
+def stdout_error() -> OSError | None:
     """Return the error because of which standard output is incomplete; ``None`` if it is complete or has no reader."""
     buffer = getattr(sys.stdout, "buffer", None)
     descriptor = getattr(buffer, "raw", buffer)
-    if not isinstance(descriptor, Descriptor):
+    if not isinstance(descriptor, SafeFile):
         return None
     sys.stdout.flush()
     return descriptor.lost

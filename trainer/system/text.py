@@ -34,7 +34,7 @@ def as_text(value: Any) -> str:
 
 # Lines and tables for a terminal.
 
-WIDTH, WIDEST = 112, 120  # maximum characters in a line of text and of a table
+WIDTH, MAX_TABLE_WIDTH = 112, 120  # maximum characters in a line of text and of a table
 
 
 def wrapped(line: str, indent: str) -> str:
@@ -42,14 +42,16 @@ def wrapped(line: str, indent: str) -> str:
     return textwrap.fill(line, WIDTH, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False)
 
 
-def columns(names: Sequence[str], rows: Sequence[Sequence[str]], words: Container[str]) -> str:
-    """Format a table; columns named in ``words`` are aligned to the left, numbers to the right."""
+def align_columns(names: Sequence[str], rows: Sequence[Sequence[str]], left_aligned: Container[str]) -> str:
+    """Format a table; columns named in ``left_aligned`` are aligned to the left, numbers to the right."""
     widths = [max(map(len, column)) for column in zip(names, *rows, strict=True)]
-    gap = "  " if sum(widths) + 2 * len(names) <= WIDEST else " "
+    gap = "  " if sum(widths) + 2 * len(names) <= MAX_TABLE_WIDTH else " "
 
     def line(cells: Sequence[str]) -> str:
         placed = zip(names, cells, widths, strict=True)
-        return gap.join(f"{cell:{'<' if name in words else '>'}{width}}" for name, cell, width in placed).rstrip()
+        return gap.join(
+            f"{cell:{'<' if name in left_aligned else '>'}{width}}" for name, cell, width in placed
+        ).rstrip()
 
     return "\n".join([line(names), gap.join("-" * width for width in widths), *map(line, rows)])
 
@@ -91,7 +93,7 @@ GB = 1e9
 MB = 1e6
 
 
-def gigabytes(size: float) -> str:
+def format_bytes(size: float) -> str:
     """Format bytes for display: in GB, or in MB if less than 1 GB."""
     if abs(size) >= 0.9995 * GB:
         return f"{size / GB:.2f} GB"

@@ -42,8 +42,9 @@ def describe_blocks(blocks: Sequence[nn.Module]) -> str:
     return " + ".join(f"{count} {name}" for name, count in Counter(type(block).__name__ for block in blocks).items())
 
 
-def require_blocks(module: nn.Module, classes: Sequence[type], wish: str) -> list[nn.Module]:
-    """Return the repeated modules. If there are none, raise ``RecipeError`` with the setting ``wish`` and the fix."""
+def require_blocks(module: nn.Module, classes: Sequence[type], setting: str) -> list[nn.Module]:
+    """Return the repeated modules. If there are none, raise ``RecipeError`` with the setting ``setting`` and the
+    fix."""
     if blocks := find_blocks(module, classes):
         return blocks
     by_class: dict[str, list[nn.Module]] = {}
@@ -54,16 +55,17 @@ def require_blocks(module: nn.Module, classes: Sequence[type], wish: str) -> lis
     shown = ", ".join(f"{len(found)} × {name} ({_size_of_all(found):,} parameters)" for name, found in largest)
     named = f" (it contains no {', '.join(kind.__name__ for kind in classes)} from blocks)" if classes else ""
     raise RecipeError(
-        f"{wish} works on repeated modules, but none were found in {type(module).__name__}{named}: name their classes "
+        f"{setting} works on repeated modules, but none were found in {type(module).__name__}{named}: name their "
+        "classes "
         f"in `blocks` of the model's class. {'Candidates: ' if shown else 'It has no submodule with parameters'}{shown}"
     )
 
 
-def switch_cache_off(module: nn.Module) -> None:
+def disable_kv_cache(module: nn.Module) -> None:
     """Disable the KV cache of ``module``, which only generation needs.
 
     This sets ``config.use_cache`` of a transformers decoder, true by default. With the cache, a checkpointed block
-    would append to it a second time. Models are saved with their original setting: see :func:`as_it_came`.
+    would append to it a second time. Models are saved with their original setting: see :func:`kv_cache_restored`.
     """
     configs: dict[int, Any] = {id(part.config): part.config for part in module.modules() if hasattr(part, "config")}
     on = [config for config in configs.values() if getattr(config, "use_cache", False) is True]
@@ -73,8 +75,8 @@ def switch_cache_off(module: nn.Module) -> None:
 
 
 @contextmanager
-def as_it_came(module: nn.Module) -> Iterator[None]:
-    """Undo :func:`switch_cache_off` within the context, to save ``module``."""
+def kv_cache_restored(module: nn.Module) -> Iterator[None]:
+    """Undo :func:`disable_kv_cache` within the context, to save ``module``."""
     switched: Sequence[Any] = getattr(module, "_caching", ())
     for config in switched:
         config.use_cache = True

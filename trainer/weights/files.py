@@ -41,13 +41,13 @@ def read_weights(path: Path) -> dict[str, Tensor]:
     if not isinstance(content, Mapping):
         raise RecipeError(f"{path} contains a {type(content).__name__}, not a state dict: save tensors by name")
     others = [f"{name} ({type(item).__name__})" for name, item in content.items() if not isinstance(item, Tensor)]
-    require(not others, f"{path} contains more than tensors, {shortened(others)}: save only the state dict")
-    odd = [f"{name} ({kind})" for name, item in content.items() if (kind := _oddity(name, item))]
-    require(not odd, f"{path} contains unsupported tensors, {shortened(odd)}: save plain, dense tensors by name")
+    require(not others, f"{path} contains more than tensors, {format_names(others)}: save only the state dict")
+    odd = [f"{name} ({kind})" for name, item in content.items() if (kind := _unsafe_reason(name, item))]
+    require(not odd, f"{path} contains unsupported tensors, {format_names(odd)}: save plain, dense tensors by name")
     return {name: item.detach() for name, item in content.items()}
 
 
-def _oddity(name: object, tensor: Tensor) -> str | None:
+def _unsafe_reason(name: object, tensor: Tensor) -> str | None:
     if not isinstance(name, str):
         return "key is not a string"
     if type(tensor) not in (Tensor, nn.Parameter):
@@ -59,7 +59,7 @@ def _oddity(name: object, tensor: Tensor) -> str | None:
     return "without values" if tensor.is_meta else None
 
 
-def shortened(names: Collection[str]) -> str:
+def format_names(names: Collection[str]) -> str:
     """Return the first three names, and the number of the others."""
     first = list(names)[:3]
     return ", ".join(first) + (f" and {len(names) - 3} more" if len(names) > 3 else "")

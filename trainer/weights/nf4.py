@@ -26,7 +26,7 @@ BLOCK, GROUP = 64, 4096
 ROW = GROUP // 2 + GROUP // BLOCK + 8
 """Bytes of a row: two codes per byte, the scales, and in fp32 the smallest scale and the step between scales."""
 
-AT_ONCE = 1024  # rows processed at a time: some 25 MB in addition to the weight itself
+CHUNK_ROWS = 1024  # rows processed at a time: some 25 MB in addition to the weight itself
 
 VALUES = (
     *(-1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453, -0.28444138169288635),
@@ -53,7 +53,7 @@ def quantise(weights: Tensor) -> Tensor:
     """Return the codes, uint8 ``(rows, ROW)``, of ``weights`` of any shape, in order. Zeros pad the last row."""
     flat = weights.detach().reshape(-1)
     codes = torch.empty(rows_of(flat.numel()), ROW, dtype=torch.uint8, device=flat.device)
-    for some, rows in zip(flat.split(AT_ONCE * GROUP), codes.split(AT_ONCE), strict=True):
+    for some, rows in zip(flat.split(CHUNK_ROWS * GROUP), codes.split(CHUNK_ROWS), strict=True):
         values = functional.pad(some.float(), (0, -some.numel() % GROUP)).view(len(rows), GROUP // BLOCK, BLOCK)
         largest = values.abs().amax(-1)
         least, most = largest.amin(1, keepdim=True), largest.amax(1, keepdim=True)
@@ -69,9 +69,9 @@ def quantise(weights: Tensor) -> Tensor:
     return codes
 
 
-def in_pieces(codes: Tensor, whole: Tensor) -> Iterable[tuple[Tensor, Tensor]]:
-    """Pair ``codes`` with the weights that they encode, ``AT_ONCE`` rows at a time. A plan traces two of these."""
-    return zip(codes.split(AT_ONCE), whole.split(AT_ONCE * GROUP), strict=True)
+def iter_chunks(codes: Tensor, whole: Tensor) -> Iterable[tuple[Tensor, Tensor]]:
+    """Pair ``codes`` with the weights that they encode, ``CHUNK_ROWS`` rows at a time. A plan traces two of these."""
+    return zip(codes.split(CHUNK_ROWS), whole.split(CHUNK_ROWS * GROUP), strict=True)
 
 
 @torch.no_grad()
@@ -83,7 +83,7 @@ def dequantise(codes: Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> Ten
         table = None if isinstance(codes, FakeTensor) else _pairs_where(codes)
         return nf4_weight(codes.to(torch.uint8).contiguous(), table, BLOCK, shape, dtype)
     whole = torch.empty(len(codes) * GROUP, dtype=dtype, device=codes.device)
-    for some, out in in_pieces(codes, whole):
+    for some, out in iter_chunks(codes, whole):
         # FSDP of torch 2.11 casts bytes to its compute dtype, which represents them exactly.
         packed, scales, numbers = some.to(torch.uint8).split([GROUP // 2, GROUP // BLOCK, 8], 1)
         least, step = numbers.contiguous().view(torch.float32).split(1, 1)
@@ -162,7 +162,7 @@ class _Linear(torch.autograd.Function):
         return inputs, None, bias, None, None
 
 
-class Size(NamedTuple):
+class WeightCounts(NamedTuple):
     """Number of weights of a module: all, those in NF4, and the trained ones."""
 
     parameters: int
@@ -175,8 +175,10 @@ class Size(NamedTuple):
         return f"{self.parameters:,} parameters" + (f" ({', '.join(notes)})" if notes else "")
 
 
-def size_of(module: nn.Module) -> Size:
+def count_weights(module: nn.Module) -> WeightCounts:
     """Count the weights of ``module``, including those encoded in quantised layers."""
     coded = {id(part.codes): math.prod(part.shape) for part in module.modules() if isinstance(part, NF4Linear)}
     sizes = [(coded.get(id(p), p.numel()), p.requires_grad) for p in module.parameters()]
-    return Size(sum(size for size, _ in sizes), sum(coded.values()), sum(size for size, trains in sizes if trains))
+    return WeightCounts(
+        sum(size for size, _ in sizes), sum(coded.values()), sum(size for size, trains in sizes if trains)
+    )

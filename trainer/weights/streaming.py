@@ -18,13 +18,13 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 from trainer.errors import RecipeError, require
 from trainer.system.files import read_regular
 from trainer.values import Stored
-from trainer.weights.files import shortened
-from trainer.weights.nf4 import AT_ONCE, GROUP, NF4Linear, quantise
+from trainer.weights.files import format_names
+from trainer.weights.nf4 import CHUNK_ROWS, GROUP, NF4Linear, quantise
 
 if TYPE_CHECKING:
     from trainer.contract import Streamable
 
-MOST_INDEX, PIECE = 64 * 2**20, 1 << 22
+MAX_INDEX_BYTES, PIECE = 64 * 2**20, 1 << 22
 """Max bytes of an index file; and elements copied at a time, which bounds the extra memory of a dtype conversion."""
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
@@ -80,7 +80,7 @@ def stored_in(path: str | Path) -> dict[str, tuple[Stored, tuple[int, ...]]]:
 
 def _places(path: Path) -> dict[str, Path]:
     try:
-        index = dict(json.loads(read_regular(path, MOST_INDEX))["weight_map"])
+        index = dict(json.loads(read_regular(path, MAX_INDEX_BYTES))["weight_map"])
     except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
         raise RecipeError(f"{path} is corrupt or not an index of safetensors files: {error!r}") from error
     for name in index.values():
@@ -132,23 +132,23 @@ def tied_names(module: nn.Module) -> list[list[str]]:
     return list(groups.values())
 
 
-class Stretch(NamedTuple):
+class PackedSlice(NamedTuple):
     """The place of a parameter's rows in a packed parameter of the model as built; it is one third of that."""
 
     name: str  # name of the packed parameter
     number: int  # index of the third, from 0
 
-    def place(self, offset: tuple[int, ...], shape: tuple[int, ...]) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    def to_packed(self, offset: tuple[int, ...], shape: tuple[int, ...]) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """Convert the ``offset`` in a parameter of ``shape`` to that in the packed one; also return its shape."""
         return (offset[0] + self.number * shape[0], *offset[1:]), (3 * shape[0], *shape[1:])
 
 
-def stretches(module: nn.Module) -> dict[str, Stretch]:
+def find_packed_slices(module: nn.Module) -> dict[str, PackedSlice]:
     """Return the parameters that are parts of one packed parameter of the model as built (``SplitAttention``)."""
     return {
-        f"{prefix}.{name}": Stretch(f"{prefix}.{packed}", number)
+        f"{prefix}.{name}": PackedSlice(f"{prefix}.{packed}", number)
         for prefix, part in module.named_modules()
-        for name, (packed, number) in getattr(part, "packed", {}).items()
+        for name, (packed, number) in getattr(part, "packed_names", {}).items()
     }
 
 
@@ -161,7 +161,7 @@ def build_streamed(model: Streamable) -> nn.Module:
     """Build the module on the default device with pretrained weights. New parameters use torch's current seed."""
     module = skeleton_on_meta(model)
     allocate(module, torch.get_default_device())
-    fill(module, model, torch.initial_seed())
+    load_into(module, model, torch.initial_seed())
     return module
 
 
@@ -192,8 +192,9 @@ def allocate(module: nn.Module, device: torch.device, dtype: torch.dtype | None 
             _register(module, name, module.get_parameter(first))
 
 
-def put_on_meta(module: nn.Module) -> dict[str, Tensor]:
-    """Move the parameters of ``module`` to meta, and return their values by name, once each, for :func:`put_back`."""
+def move_to_meta(module: nn.Module) -> dict[str, Tensor]:
+    """Move the parameters of ``module`` to meta, and return their values by name, once each, for
+    :func:`restore_from_meta`."""
     groups, buffers = tied_names(module), {id(buffer) for buffer in module.buffers()}
     values = {names[0]: module.get_parameter(names[0]).detach() for names in groups}
     module._apply(lambda tensor: tensor if id(tensor) in buffers else torch.empty_like(tensor, device="meta"))
@@ -204,58 +205,58 @@ def put_on_meta(module: nn.Module) -> dict[str, Tensor]:
 
 
 @torch.no_grad()
-def put_back(module: nn.Module, values: dict[str, Tensor], device: torch.device) -> None:
+def restore_from_meta(module: nn.Module, values: dict[str, Tensor], device: torch.device) -> None:
     """Allocate the parameters of ``module`` on ``device``, sharded or not, with ``values``. This empties ``values``."""
     allocate(module, device)
     for name in [*values]:
-        part = own_part(module.get_parameter(name))
-        part.local.copy_(values.pop(name)[part.slices()])
+        part = local_slice(module.get_parameter(name))
+        part.local.copy_(values.pop(name)[part.as_index()])
 
 
-class Slice(NamedTuple):
+class LocalSlice(NamedTuple):
     """This rank's part of a tensor: its memory, and its offset in the whole along every dimension."""
 
     local: Tensor
     offset: tuple[int, ...]
 
-    def slices(self) -> tuple[slice, ...]:
+    def as_index(self) -> tuple[slice, ...]:
         """Return the slices of the whole that this part covers."""
         return tuple(slice(start, start + length) for start, length in zip(self.offset, self.local.shape, strict=True))
 
 
-def own_part(tensor: Tensor) -> Slice:
+def local_slice(tensor: Tensor) -> LocalSlice:
     """Return this rank's part of ``tensor``: its shard, or all of it if it is not sharded."""
     if not isinstance(tensor, DTensor):
-        return Slice(tensor, (0,) * tensor.ndim)
+        return LocalSlice(tensor, (0,) * tensor.ndim)
     _, offset = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
-    return Slice(tensor.to_local(), tuple(offset))
+    return LocalSlice(tensor.to_local(), tuple(offset))
 
 
 @torch.no_grad()
-def fill(module: nn.Module, model: Streamable, seed: int) -> None:
+def load_into(module: nn.Module, model: Streamable, seed: int) -> None:
     """Fill ``module``, an allocated skeleton of ``model``, sharded or not. ``seed`` draws new parameters.
 
     Raises:
         RecipeError: naming a tensor that is missing, has another shape, or is still on meta.
     """
     pretrained = model.pretrained()
-    groups, buffers, parts = tied_names(module), dict(module.named_buffers()), stretches(module)
+    groups, buffers, parts = tied_names(module), dict(module.named_buffers()), find_packed_slices(module)
     built = [[parts[name].name if name in parts else name for name in names] for names in groups]
     known = pretrained.stored.keys() | set(pretrained.new)
-    lost = shortened([names[0] for names in built if not known.intersection(names)])
+    lost = format_names([names[0] for names in built if not known.intersection(names)])
     require(not lost, f"{lost} have no value: pretrained() must name them among stored or new parameters")
-    unknown = shortened(sorted(known.difference(*built, buffers)))
+    unknown = format_names(sorted(known.difference(*built, buffers)))
     require(not unknown, f"pretrained() names {unknown}, which the module does not have")
     with WeightFiles() as files:
         for names, as_built in [*zip(groups, built, strict=True), *(([name], [name]) for name in buffers)]:
             stored = {name: pretrained.stored[name] for name in as_built if name in pretrained.stored}
             tensor = buffers[names[0]] if names[0] in buffers else module.get_parameter(names[0])
-            part, shape = own_part(tensor), tuple(tensor.shape)
+            part, shape = local_slice(tensor), tuple(tensor.shape)
             path, _, leaf = names[0].rpartition(".")
             layer: Any = module.get_submodule(path)
             if names[0] in parts:
-                offset, shape = parts[names[0]].place(part.offset, shape)
-                part = Slice(part.local, offset)
+                offset, shape = parts[names[0]].to_packed(part.offset, shape)
+                part = LocalSlice(part.local, offset)
             coded = leaf == "codes" and isinstance(layer, NF4Linear)
             for number, (name, place) in enumerate(stored.items()):
                 pieces = _codes(files, place, name, layer, part) if coded else _pieces(files, place, name, shape, part)
@@ -267,15 +268,15 @@ def fill(module: nn.Module, model: Streamable, seed: int) -> None:
                         tied = f"{names[0]} and {name} are one parameter of the model"
                         raise RecipeError(f"{tied}, but differ in {place.file}")
     if pretrained.new:
-        new = draw_new(skeleton_on_meta(model), pretrained.new, pretrained.initialise, seed)
+        new = init_new_parameters(skeleton_on_meta(model), pretrained.new, pretrained.initialise, seed)
         for name, value in new.items():
-            part = own_part(module.get_parameter(name))
-            part.local.copy_(value[part.slices()])
-    left = shortened([name for name, tensor in [*module.named_parameters(), *buffers.items()] if tensor.is_meta])
+            part = local_slice(module.get_parameter(name))
+            part.local.copy_(value[part.as_index()])
+    left = format_names([name for name, tensor in [*module.named_parameters(), *buffers.items()] if tensor.is_meta])
     require(not left, f"{left} are still on meta without a value: skeleton() must create real buffers")
 
 
-def _pieces(files: WeightFiles, stored: Stored, name: str, shape: tuple[int, ...], part: Slice) -> Iterator[Any]:
+def _pieces(files: WeightFiles, stored: Stored, name: str, shape: tuple[int, ...], part: LocalSlice) -> Iterator[Any]:
     """Yield the values of ``part``, a few rows at a time: the rows, and the tensor."""
     if not part.local.numel():  # more ranks than rows
         return
@@ -283,12 +284,12 @@ def _pieces(files: WeightFiles, stored: Stored, name: str, shape: tuple[int, ...
     found = files.shape(stored.file, stored.key) if whole is None else tuple(whole.shape)
     require(found == shape, f"{stored.key} in {stored.file} has shape {found}, but {name} of the model has {shape}")
     if whole is not None:
-        yield ..., whole[part.slices()]
+        yield ..., whole[part.as_index()]
         return
     if not shape:
         yield ..., files.read(stored.file, stored.key)
         return
-    first, *others = part.slices()
+    first, *others = part.as_index()
     step = max(1, PIECE // max(1, part.local[:1].numel()))
     for start in range(first.start, first.stop, step):
         stop = min(start + step, first.stop)
@@ -296,14 +297,14 @@ def _pieces(files: WeightFiles, stored: Stored, name: str, shape: tuple[int, ...
         yield slice(start - first.start, stop - first.start), value
 
 
-def _codes(files: WeightFiles, stored: Stored, name: str, layer: NF4Linear, part: Slice) -> Iterator[Any]:
+def _codes(files: WeightFiles, stored: Stored, name: str, layer: NF4Linear, part: LocalSlice) -> Iterator[Any]:
     """Yield the codes of ``part`` in pieces, with their rows. They do not depend on ranks or precision."""
     first, count, width = part.offset[0], len(part.local), layer.shape[1]
-    for start in range(first, first + count, AT_ONCE):
-        stop = min(start + AT_ONCE, first + count)
+    for start in range(first, first + count, CHUNK_ROWS):
+        stop = min(start + CHUNK_ROWS, first + count)
         begin, end = start * GROUP, min(stop * GROUP, math.prod(layer.shape))
         lines = slice(begin // width, -(-end // width))
-        wanted = Slice(torch.empty(lines.stop - lines.start, width, device="meta"), (lines.start, 0))
+        wanted = LocalSlice(torch.empty(lines.stop - lines.start, width, device="meta"), (lines.start, 0))
         read = torch.cat([value for _, value in _pieces(files, stored, name, layer.shape, wanted)]).flatten()
         value = read[begin - lines.start * width : end - lines.start * width].to(part.local.device, torch.float32)
         if not value.isfinite().all():
@@ -314,7 +315,7 @@ def _codes(files: WeightFiles, stored: Stored, name: str, layer: NF4Linear, part
         yield slice(start - first, stop - first), quantise(value)
 
 
-def draw_new(
+def init_new_parameters(
     skeleton: nn.Module, names: Collection[str], initialise: Callable[[nn.Module], object] | None, seed: int
 ) -> dict[str, Tensor]:
     """Draw initial values of the parameters ``names``: float32 on the CPU, independent of device, dtype and sharding.
@@ -344,5 +345,5 @@ def draw_new(
             owner.reset_parameters()  # type: ignore[operator]
     empty_ones = [name for name, value in values.items() if value.isnan().any()]
     if empty_ones:
-        raise RecipeError(f"{shortened(empty_ones)} are new, and pretrained().initialise does not set their values")
+        raise RecipeError(f"{format_names(empty_ones)} are new, and pretrained().initialise does not set their values")
     return {name: value.detach() for name, value in values.items()}

@@ -1,0 +1,183 @@
+"""Figures that are computed of all predictions together: those of scikit-learn, on any ranks."""
+
+from __future__ import annotations
+
+import math
+from functools import partial
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from sklearn import metrics as sklearn
+
+from trainer import Metric, RecipeError, Run
+from trainer.report.whole_set_metrics import WholeSetMetrics, is_higher_better
+from trainer.run.session import gather_rows, run_on_rank_zero
+from trainer.values import Loss
+
+ITEMS = 101
+
+
+def drawn(task: str, classes: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Scores that know something of the targets."""
+    generator = torch.Generator().manual_seed(3)
+    logits = torch.randn(ITEMS, classes, generator=generator, dtype=torch.float64)
+    if task == "regression":
+        return logits, logits + torch.randn(ITEMS, classes, generator=generator, dtype=torch.float64)
+    if task == "multi_label":
+        noise = torch.randn(ITEMS, classes, generator=generator, dtype=torch.float64)
+        return logits, (logits + 2 * noise > 0).double()
+    targets = torch.randint(0, classes, (ITEMS,), generator=generator)
+    logits[torch.arange(ITEMS), targets] += 1
+    targets[::10] = -100
+    return logits, targets
+
+
+class Worst(Metric):
+    """The largest error of all items."""
+
+    name = "worst"
+    higher_is_better = False
+
+    def compute(self, predictions: torch.Tensor, targets: torch.Tensor) -> float:
+        return float((predictions - targets).abs().max())
+
+
+def figures_of(pieces: list[int], names: list[Any], task: str, classes: int, **ranks: Any) -> dict[str, float]:
+    """The evaluation of those of the micro-batches of ten items."""
+    known = classes if task == "single_label" else None  # else some figures of the task are summed up already
+    scores, (logits, targets) = WholeSetMetrics(names, task, known, **ranks), drawn(task, classes)
+    for number in pieces:
+        at = slice(10 * number, 10 * number + 10)
+        scores.update(Loss(torch.zeros(()), 10, logits=logits[at], targets=targets[at]))
+    return scores.compute(loss=0.5)
+
+
+def expected(name: str, task: str, classes: int) -> float:
+    """By scikit-learn."""
+    logits, targets = drawn(task, classes)
+    if task == "single_label":
+        logits, targets = logits[targets != -100], targets[targets != -100]
+        guess, shares = logits.argmax(-1), logits.softmax(-1)
+        shares = shares[:, 1] if classes == 2 else shares
+    else:
+        guess = (logits > 0).double()
+        shares = logits.sigmoid() if task == "multi_label" else logits
+    figure, _, mean = name.partition("_")
+    by_class = {"f1": sklearn.f1_score, "precision": sklearn.precision_score, "recall": sklearn.recall_score}
+    if figure in by_class:
+        return by_class[figure](targets, guess, average=mean or "binary")
+    whole = {
+        "auroc": partial(sklearn.roc_auc_score, targets, shares, multi_class="ovr"),
+        "average_precision": partial(sklearn.average_precision_score, targets, shares),
+        "balanced_accuracy": partial(sklearn.balanced_accuracy_score, targets, guess),
+        "top5_accuracy": lambda: sklearn.top_k_accuracy_score(targets, shares, k=5),
+        "mcc": partial(sklearn.matthews_corrcoef, targets, guess),
+        "mae": partial(sklearn.mean_absolute_error, targets, logits),
+        "mse": partial(sklearn.mean_squared_error, targets, logits),
+        "rmse": lambda: sklearn.root_mean_squared_error(targets, logits),
+        "r2": partial(sklearn.r2_score, targets, logits),
+    }
+    return float(whole[name]())
+
+
+BY_CLASS = [f"{figure}_{mean}" for figure in ("f1", "precision", "recall") for mean in ("macro", "micro")]
+CASES: dict[tuple[str, int], list[str]] = {
+    ("single_label", 2): ["f1", "precision", "recall", "auroc", "average_precision", "mcc"],
+    ("single_label", 7): [*BY_CLASS, "f1_weighted", "auroc", "balanced_accuracy", "mcc", "top5_accuracy"],
+    ("multi_label", 3): [*BY_CLASS, "f1_weighted", "auroc", "average_precision"],
+    ("regression", 1): ["mae", "mse", "rmse", "r2"],
+}
+
+
+@pytest.mark.parametrize(("task", "classes"), CASES)
+def test_figures_are_those_of_scikit_learn_and_no_means_of_means(task, classes):
+    names = CASES[task, classes]
+    found = figures_of(list(range(11)), names, task, classes)  # the last piece has one item
+    assert found == {name: pytest.approx(expected(name, task, classes), abs=1e-6) for name in names}
+
+
+def on_ranks(shares: list[list[int]], *what: Any) -> dict[str, float]:
+    rank = torch.distributed.get_rank()
+    fabric = SimpleNamespace(world_size=len(shares), global_rank=rank, device=torch.device("cpu"))
+    ranks = {"gather": partial(gather_rows, fabric), "decide": partial(run_on_rank_zero, fabric)}
+    return figures_of(shares[rank], *what, **ranks)
+
+
+def test_uneven_and_idle_ranks_find_what_one_process_finds(ranks):
+    for task, classes in (("single_label", 7), ("regression", 1)):
+        names = [*CASES[task, classes], *([Worst()] if task == "regression" else [])]
+        alone = figures_of(list(range(11)), names, task, classes)
+        found = ranks(3).run(on_ranks, [[0, 1, 2, 3, 4, 5], [], [6, 7, 8, 9, 10]], names, task, classes)
+        assert found == [{name: pytest.approx(value, rel=1e-9) for name, value in alone.items()}] * 3
+
+
+class Broken(Metric):
+    name = "broken"
+
+    def compute(self, predictions: torch.Tensor, targets: torch.Tensor) -> float:
+        return predictions[10**6]
+
+
+def broken_on(shares: list[list[int]]) -> str:
+    with pytest.raises(RecipeError) as caught:
+        on_ranks(shares, [Broken()], "single_label", 2)
+    return str(caught.value)
+
+
+def test_what_cannot_be_computed_is_named_on_all_ranks(ranks):
+    assert all("metric broken cannot be computed (IndexError" in said for said in ranks(2).run(broken_on, [[0], []]))
+    scores = WholeSetMetrics(["mcc"], "single_label", 2)
+    scores.update(Loss(torch.zeros(()), 1))
+    with pytest.raises(RecipeError, match=r"run.metrics=mcc needs predictions: set logits and targets"):
+        scores.compute(0.5)
+
+
+def test_a_set_of_one_class_has_no_curve_and_perplexity_is_of_the_loss():
+    scores = WholeSetMetrics(["auroc", "perplexity"], "single_label", 2)
+    scores.update(Loss(torch.zeros(()), 2, logits=torch.randn(2, 2), targets=torch.ones(2, dtype=torch.long)))
+    found = scores.compute(0.5)
+    assert math.isnan(found["auroc"])
+    assert found["perplexity"] == math.exp(0.5)
+
+
+def test_bits_a_byte_are_of_the_loss_and_of_data_that_know_their_bytes():
+    scores = WholeSetMetrics(["bits_per_byte"], "language", None, bytes_per_token=2.5)
+    assert scores.compute(0.5) == {"perplexity": math.exp(0.5), "bits_per_byte": 0.5 / math.log(2) / 2.5}
+    with pytest.raises(RecipeError, match=r"^run.metrics=bits_per_byte needs whole documents"):
+        WholeSetMetrics(["bits_per_byte"], "language", None)
+
+
+def fits(metrics, task, num_classes):
+    Run(metrics=metrics).validate_metrics(task, num_classes)
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (
+            lambda: fits(["mae"], "single_label", 3),
+            "run.metrics=mae is not for single_label models: choose one of acc",
+        ),
+        (
+            lambda: fits(["f1"], None, 3),
+            "run.metrics=f1 needs 2 classes, and there are 3: use f1_macro",
+        ),
+        (lambda: Run(metrics=["f1-macro"]), "run.metrics='f1-macro' is not a known metric; did you mean f1_macro"),
+        (lambda: Run(best="val_acuracy"), "run.best='val_acuracy' is no figure .* did you mean accuracy"),
+        (lambda: Run(patience=2, best="last"), "run.patience=2 needs evaluations to compare: leave out run.best=last"),
+        (lambda: Run(best="loss", evaluate=False), "run.best='loss' needs evaluations: leave out run.evaluate=false"),
+        (lambda: Run(metrics=[Metric()]), "run.metrics: Metric.name='' must be a word of its own"),
+        (lambda: Run(metrics=[3]), r"run.metrics=\[3\] must be a list, each a text or a Metric"),
+    ],
+)
+def test_a_figure_that_does_not_fit_is_refused(make, message):
+    with pytest.raises(RecipeError, match=message):
+        make()
+
+
+def test_every_figure_has_a_direction():
+    assert is_higher_better("auroc")
+    assert not is_higher_better("rmse")
+    assert not is_higher_better("worst", [Worst()])

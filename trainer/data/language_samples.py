@@ -1,0 +1,671 @@
+"""Samples of language models: tokenisation of rows, their labels, and the summary before training."""
+
+from __future__ import annotations
+
+import copy
+import json
+import sys
+from bisect import bisect_right
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import accumulate, chain, pairwise
+from pathlib import Path
+from re import search, sub
+from typing import Any, NamedTuple, Protocol
+
+import datasets
+import jinja2
+import numpy as np
+import pyarrow.compute as pc
+from numpy import ndarray
+from torch import Tensor
+from transformers.utils.chat_template_utils import render_jinja_template
+
+from trainer.contract import TracedSamples
+from trainer.data.base import hold_out, local_path, root_cause
+from trainer.data.cache import hash_of
+from trainer.data.fingerprint import ContentHasher, add_rows, sample_row_blocks
+from trainer.data.tables import RowSource, check_columns
+from trainer.data.tokens import (
+    CHARACTERS_A_TOKEN,
+    MIN_CHARS_LIMIT,
+    Padder,
+    build_table,
+    check_tokenizer,
+    run_tokenizer,
+    text_batches,
+    to_int64_array,
+    tokenizer_state_hash,
+)
+from trainer.errors import RecipeError, require, suggest_name
+from trainer.system.child_jobs import Bounded, ChildError
+from trainer.system.environment import is_local_rank_zero
+from trainer.system.files import read_regular
+from trainer.system.text import escaped
+from trainer.values import IGNORED_LABEL
+
+MAX_DOCUMENT_CHARS = 10_000_000
+"""Max characters of a document, which is tokenised as a whole and needs more than 100 bytes per character."""
+
+MAX_MESSAGES, SECONDS, MEMORY = 5_000, 10.0, 800_000_000
+"""Max messages of a conversation; and max CPU time in seconds and memory in bytes of a chat template to render it."""
+
+WRITERS: dict[str, Bounded] = {}
+"""Renderers of chat templates in this process, by a hash of everything that determines their output."""
+
+ROWS_AT_ONCE, MAX_TEMPLATE_BYTES, SHOWN = 128, 1_000_000, 5
+EMPTY, CUT = "is empty", "has no text of the assistant within data.max_length"
+
+ROLES = ("system", "developer", "user", "assistant", "tool")
+TOOLS = "tools"
+SHAREGPT = {"human": "user", "gpt": "assistant", "function_response": "tool"}
+
+CHATML = (
+    "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\n' }}{% if message['role'] == 'assistant' %}"
+    "{% generation %}{{ message['content'] + '<|im_end|>' }}{% endgeneration %}{{ '\n' }}{% else %}"
+    "{{ message['content'] + '<|im_end|>\n' }}{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+
+
+class Sample(NamedTuple):
+    """One sequence of tokens."""
+
+    ids: ndarray  # int32 (length,)
+    labels: ndarray  # int32 (length,), not shifted; -100 for tokens that are not predicted
+    num_truncated: int = 0  # number of tokens that were truncated after these
+    piece_index: int = 0  # index of this piece of a document
+    bytes: int = 0  # UTF-8 bytes of the document, only set in its first piece
+
+
+class RowReader(Protocol):
+    """The protocol of readers, which convert rows to samples."""
+
+    tokenizer: Any
+    settings: list[Any]
+    """Everything except the tokenizer that determines the samples, as JSON values."""
+
+    def columns(self, source: str, found: Sequence[str]) -> Sequence[str]:
+        """Return the columns to read from those ``found``."""
+
+    def __call__(self, rows: Sequence[Mapping[str, Any]]) -> list[list[Sample] | str]:
+        """Return the samples of each row, which maps columns to cells, or the reason why it is invalid."""
+
+    def prompts(self, texts: Sequence[Any]) -> list[list[int]]:
+        """Return the tokens of texts to continue; for chats also of lists of messages."""
+
+
+def make_padder(tokenizer: Any, max_length: int) -> Padder:
+    """Return a padder that always pads on the right, with any token if there is no padding token: it is masked."""
+    if tokenizer is not None:
+        tokenizer = copy.deepcopy(tokenizer)
+        tokenizer.padding_side = "right"
+        if tokenizer.pad_token is None:
+            tokenizer.pad_token = tokenizer.eos_token or tokenizer.convert_ids_to_tokens(0)
+    check_tokenizer(tokenizer, max_length)
+    return Padder(tokenizer, max_length)
+
+
+def ids_of(texts: Sequence[str], tokenizer: Any) -> Iterator[ndarray]:
+    """Yield the tokens of each text, without special tokens except those written in the text."""
+    for chunk in text_batches(texts) if texts else ():
+        encoded = run_tokenizer(tokenizer, chunk, add_special_tokens=False, return_token_type_ids=False)
+        yield from (np.asarray(ids, dtype=np.int32) for ids in encoded["input_ids"])
+
+
+def _require_text(text: Any, most: int) -> None:
+    require(isinstance(text, str), f"has {text!r:.40} instead of a text")
+    require(len(text) <= most, f"has {len(text):,} characters, and the max is {most:,}: cut it")
+    require(text.encode(errors="replace").decode() == text, "is not UTF-8 text")
+
+
+class DocumentReader:
+    """Reads a text, followed by the tokenizer's end of text, in pieces that overlap by one token."""
+
+    def __init__(self, tokenizer: Any, max_length: int, column: str) -> None:
+        self.tokenizer, self.max_length, self.column, self.end = tokenizer, max_length, column, tokenizer.eos_token_id
+        if self.end is None:
+            raise RecipeError(
+                "the tokenizer of model.tokenizer has no end of text (eos_token), which must follow each document: "
+                "choose another"
+            )
+        self.begin = [one for one in tokenizer("")["input_ids"] if one != self.end]
+        self.settings = ["documents", column, max_length]
+
+    def columns(self, source: str, found: Sequence[str]) -> Sequence[str]:
+        check_columns(source, found, text_column=self.column)
+        return [self.column]
+
+    def __call__(self, rows: Sequence[Mapping[str, Any]]) -> list[list[Sample] | str]:
+        problems = [self._problem(*cells.values()) for cells in rows]
+        texts = [next(iter(cells.values())) for cells, why in zip(rows, problems, strict=True) if not why]
+        found = zip(texts, ids_of(texts, self.tokenizer), strict=True)
+        return [why or self._pieces(*next(found)) or EMPTY for why in problems]
+
+    def _problem(self, text: Any, problem: str = "") -> str:
+        try:
+            if text is not None and not problem:
+                _require_text(text, MAX_DOCUMENT_CHARS)
+        except RecipeError as error:
+            return str(error)
+        return problem or ("" if text and text.strip() else EMPTY)
+
+    def _pieces(self, text: str, words: ndarray) -> list[Sample]:
+        ids, size = np.array([*self.begin, *words, self.end], dtype=np.int32), len(text.encode())
+        starts = range(0, len(ids) - 1, self.max_length - 1)
+        pieces = [ids[start : start + self.max_length] for start in starts]
+        return [Sample(piece, piece, 0, place, 0 if place else size) for place, piece in enumerate(pieces)]
+
+    def prompts(self, texts: Sequence[str]) -> list[list[int]]:
+        return [[*self.begin, *ids.tolist()] for ids in ids_of(texts, self.tokenizer)]
+
+
+class _RenderedChat(NamedTuple):
+    """A conversation rendered by the chat template."""
+
+    text: str
+    spans: list[tuple[int, int]]  # character spans to predict
+
+    def parts(self) -> list[tuple[int, int]]:
+        """Return the spans and the gaps between them."""
+        return list(pairwise(sorted({0, len(self.text), *chain.from_iterable(self.spans)})))
+
+
+class ChatReader:
+    """Reads conversations rendered by the chat template; the assistant's text is predicted."""
+
+    def __init__(
+        self,
+        tokenizer: Any,
+        max_length: int,
+        column: str | None,
+        pair: tuple[str, str],
+        template: str | None,
+        loss_on: str,
+    ) -> None:
+        self.tokenizer, self.max_length, self.column, self.pair = tokenizer, max_length, column, pair
+        self.template, self.loss_on = _template(tokenizer, template), loss_on
+        self.marked = search(r"\{%-?\s*generation\s*-?%\}", self.template) is not None
+        self.unwritten = set[str]()  # sources with a column of tools that the template ignores
+        added = tokenizer.get_added_vocab()
+        self.special = {*added.values(), *tokenizer.all_special_ids}
+        self.special_texts = tuple(filter(None, {*added, *tokenizer.all_special_tokens}))
+        self.settings = ["conversations", column, *pair, max_length, self.template, loss_on]
+        self.most = max(MIN_CHARS_LIMIT, CHARACTERS_A_TOKEN * max_length)
+        own = f"the chat template of model.tokenizer ({tokenizer.name_or_path})"
+        self.named = own if template is None else f"data.chat_template={template[:300]!r}"
+        self.write: Callable[..., Any] = self._write
+        if self.template != CHATML:  # a template is a program, possibly from an untrusted source
+            key = hash_of(*self.settings, tokenizer.special_tokens_map, sorted(self.special_texts))
+            self.write = WRITERS.setdefault(key, Bounded(self._write, SECONDS, MEMORY))
+        self._look_at_ends(template)
+
+    def _look_at_ends(self, given: str | None) -> None:
+        """Render a short conversation to find how the template ends a turn of the assistant."""
+        probe = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
+        (found,) = self([{"messages": probe}])
+        if isinstance(found, str) or self.loss_on == "all":
+            return
+        last = found[0].labels[found[0].labels != IGNORED_LABEL][-1:].tolist()
+        if last and last[0] in self.special:
+            if given is not None:  # the token at which a served model must stop
+                self.tokenizer.eos_token = self.tokenizer.convert_ids_to_tokens(last[0])
+            return
+        warn_once(
+            "the chat template does not end the assistant's turn with a trained token, so the model does not learn to "
+            "stop: give a data.chat_template that ends its text with {{ eos_token }}"
+        )
+
+    def columns(self, source: str, found: Sequence[str]) -> Sequence[str]:
+        tools = [TOOLS] if TOOLS in found else []
+        if tools and TOOLS not in self.template and source not in self.unwritten:
+            self.unwritten.add(source)
+            warn_once(
+                f"{source} has a column {TOOLS}, which the chat template ignores: give another data.chat_template"
+            )
+        if self.column is not None:
+            check_columns(source, found, messages_column=self.column)
+            return [self.column, *tools]
+        messages = next((name for name in ("messages", "conversations") if name in found), None)
+        if messages is None and not {*self.pair} <= {*found}:
+            raise RecipeError(
+                f"{source} has no column messages or conversations, nor data.prompt_column={self.pair[0]!r} and "
+                f"data.completion_column={self.pair[1]!r}; it has {', '.join(map(repr, found))}: name its column, for "
+                "example by data.messages_column"
+            )
+        return [*(self.pair if messages is None else [messages]), *tools]
+
+    def __call__(self, rows: Sequence[Mapping[str, Any]]) -> list[list[Sample] | str]:
+        written = [self._written(cells) for cells in rows]
+        texts: list[str] = []
+        for one in written:
+            if isinstance(one, _RenderedChat):
+                texts += [one.text, *(one.text[start:end] for start, end in one.parts())]
+        ids = ids_of(texts, self.tokenizer)
+        return [one if isinstance(one, str) else self._sample(one, ids) for one in written]
+
+    def _written(self, cells: Mapping[str, Any]) -> _RenderedChat | str:
+        try:
+            messages = messages_of([cell for name, cell in cells.items() if name != TOOLS])
+            tools = _tools(cells.get(TOOLS))
+        except RecipeError as error:
+            return str(error)
+        return self._bounded(messages, tools)
+
+    def _bounded(
+        self, messages: list[dict[str, Any]], tools: list[Any] | None = None, prompt: bool = False
+    ) -> _RenderedChat | str:
+        """Render a conversation with bounded time and memory, or return the reason why it is invalid.
+
+        With ``prompt`` the result ends where the answer begins.
+        """
+        size = sum(len(message.get("content") or "") for message in messages)
+        if size > self.most:
+            return f"has {size:,} characters, and the max is {self.most:,}: cut it"
+        try:
+            found = self.write(messages, tools, prompt)
+        except ChildError as error:
+            where = f"{error} for the conversation that begins with {messages[0].get('content')!r:.40}"
+            raise RecipeError(f"{self.named} {where}: fix the template, or split the conversation") from error
+        except RecursionError:
+            return "is nested too deeply"
+        return found if isinstance(found, str) else _RenderedChat(*found)
+
+    def _write(self, messages: list[dict[str, Any]], tools: list[Any] | None, prompt: bool) -> _RenderedChat | str:
+        """Do the same without bounds on time and memory."""
+        try:
+            written = (
+                _RenderedChat(*self._render(messages, prompt=True)) if prompt else self._with_spans(messages, tools)
+            )
+            require(bool(written.text), "is rendered as an empty text by the chat template")
+            _require_text(written.text, self.most)
+        except jinja2.TemplateSyntaxError as error:
+            where = f"data.chat_template: line {error.lineno} of the template"
+            raise RecipeError(f"{where} is not valid Jinja ({error.message}): fix it") from error
+        except RecipeError as error:
+            return str(error)
+        except MemoryError:
+            raise
+        except Exception as error:  # raised by the template, or by Jinja
+            return f"is rejected by the chat template ({root_cause(error)})"
+        return written
+
+    def _with_spans(self, messages: list[dict[str, Any]], tools: list[Any] | None) -> _RenderedChat:
+        whole, spans = self._render(messages, tools, marked=self.marked and self.loss_on == "assistant")
+        if self.loss_on == "all":
+            return _RenderedChat(whole, [(0, len(whole))])
+        if self.marked:
+            return _RenderedChat(whole, [(start, end) for start, end in spans if start < end])
+        for number, message in enumerate(messages):
+            if message["role"] != "assistant":
+                continue
+            before, _ = self._render(messages[:number], tools, prompt=True)
+            after, _ = self._render(messages[: number + 1], tools)
+            if not (whole.startswith(after) and after.startswith(before)):
+                raise RecipeError(
+                    f"is rendered differently by the chat template up to message {number + 1} than as a whole, so the "
+                    "assistant's tokens cannot be determined: give a data.chat_template with {% generation %} around "
+                    "its text, like chatml, or set data.loss_on all"
+                )
+            words = after[len(before) :].rstrip()  # space after the end of a turn does not belong to it
+            end = len(before) + len(words) if words.endswith(self.special_texts) else len(after)
+            spans += [(len(before), end)] if len(before) < end else []
+        return _RenderedChat(whole, spans)
+
+    def _render(
+        self,
+        messages: list[dict[str, Any]],
+        tools: list[Any] | None = None,
+        prompt: bool = False,
+        marked: bool = False,
+    ) -> tuple[str, list[tuple[int, int]]]:
+        rendered: Any = render_jinja_template(
+            conversations=[messages],
+            tools=tools,
+            chat_template=self.template,
+            add_generation_prompt=prompt,
+            return_assistant_tokens_mask=marked,
+            **self.tokenizer.special_tokens_map,
+        )
+        (text,), spans = rendered
+        return text, [*spans[0]] if marked else []
+
+    def _sample(self, written: _RenderedChat, ids: Iterator[ndarray]) -> list[Sample] | str:
+        """Return the sample, with the tokens of the whole text if no token crosses the border of a span.
+
+        Otherwise the parts are tokenised separately, because in generation the prompt ends at such a border.
+        """
+        whole, parts = next(ids), written.parts()
+        pieces = [next(ids) for _ in parts]
+        starts = {start for start, _ in written.spans}
+        tokens = np.concatenate(pieces)
+        learned = np.repeat([start in starts for start, _ in parts], list(map(len, pieces)))
+        if not np.array_equal(tokens, whole) and self._decoded(tokens) != self._decoded(whole):
+            # A tokenizer that adds a space before every text, such as SentencePiece's.
+            tokens, found = whole, self._by_characters(written)
+            if found is None:
+                return "has text of the assistant that shares a token with the text before it: fix the template"
+            learned = found
+        labels = np.where(learned, tokens, IGNORED_LABEL).astype(np.int32)
+        lost = max(0, len(tokens) - self.max_length)
+        return [Sample(tokens[: self.max_length], labels[: self.max_length], lost)]
+
+    def _decoded(self, ids: ndarray) -> str:
+        return self.tokenizer.decode(ids.tolist(), clean_up_tokenization_spaces=False)
+
+    def _by_characters(self, written: _RenderedChat) -> ndarray | None:
+        """Return which tokens of the whole text are predicted; ``None`` if a token has characters of two parts."""
+        if not self.tokenizer.is_fast:
+            return None
+        found = self.tokenizer(written.text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
+        places = np.asarray(found["offset_mapping"]).reshape(-1, 2)
+        edges = [edge for span in written.spans for edge in span]
+        if any(((places[:, 0] < edge) & (edge < places[:, 1])).any() for edge in edges):
+            return None
+        return np.any([(start <= places[:, 0]) & (places[:, 1] <= end) for start, end in written.spans], axis=0)
+
+    def prompts(self, texts: Sequence[Any]) -> list[list[int]]:
+        chats = [_said(one, "prompt") for one in texts]
+        for chat in chats:
+            while (
+                chat and chat[-1]["role"] == "assistant"
+            ):  # drop existing answers, because the model generates its own
+                chat.pop()
+        texts = []
+        for found in (self._bounded(chat, prompt=True) for chat in chats):
+            if isinstance(found, str):
+                raise RecipeError(f"the conversation without an answer {found}")
+            texts.append(found.text)
+        return [ids.tolist() for ids in ids_of(texts, self.tokenizer)]
+
+
+def _template(tokenizer: Any, given: str | None) -> str:
+    """Return the chat template; a ``given`` one is also set in the tokenizer."""
+    if given is None:
+        try:
+            found = tokenizer.get_chat_template()
+        except ValueError as error:
+            raise RecipeError(
+                "the tokenizer of model.tokenizer has no chat template: set data.chat_template to a .jinja file, its "
+                "text, or chatml if the tokenizer has the token <|im_end|>"
+            ) from error
+        require(isinstance(found, str), f"the chat template of model.tokenizer is {found!r:.40}, not a text: fix it")
+        return found
+    text, path = given, local_path(given)
+    if given == "chatml":
+        if "<|im_end|>" not in tokenizer.get_vocab():
+            raise RecipeError(
+                "data.chat_template=chatml needs the token <|im_end|>, which model.tokenizer lacks: give a "
+                "data.chat_template that ends the assistant's text with {{ eos_token }}"
+            )
+        text = CHATML
+    elif "{{" not in given and "{%" not in given:
+        try:
+            text = read_regular(path, MAX_TEMPLATE_BYTES).decode()
+        except (OSError, ValueError) as error:
+            why = getattr(error, "strerror", None) or root_cause(error)
+            wrong = f"data.chat_template={given!r} is neither Jinja text nor a readable file ({why})"
+            raise RecipeError(f"{wrong}: give a Jinja file, its text, or chatml") from error
+    tokenizer.chat_template = text
+    return text
+
+
+def messages_of(cells: Sequence[Any]) -> list[dict[str, Any]]:
+    """Return the messages of a row, from one cell, or from a prompt and a completion."""
+    if len(cells) == 2:
+        return [
+            message for cell, name in zip(cells, ("prompt", "completion"), strict=True) for message in _said(cell, name)
+        ]
+    return _listed(_parsed(cells[0], "messages"), "messages")
+
+
+def _tools(cell: Any) -> list[Any] | None:
+    """Return the JSON schemas of functions that the model may call, or ``None``."""
+    found = _parsed(cell, TOOLS) or None
+    if found is not None and not (isinstance(found, list) and all(isinstance(one, dict) for one in found)):
+        raise RecipeError(f"has {found!r:.40} instead of a list of {TOOLS}")
+    return found
+
+
+def _parsed(cell: Any, name: str) -> Any:
+    if isinstance(cell, str):
+        try:
+            return json.loads(cell)
+        except (ValueError, RecursionError):
+            raise RecipeError(f"has a text that is not JSON ({cell!r:.40}) instead of a list of {name}") from None
+    return cell
+
+
+def _said(cell: Any, name: str) -> list[dict[str, Any]]:
+    if isinstance(cell, str):
+        require(bool(cell.strip()), f"has an empty {name}")
+        return [{"role": "user" if name == "prompt" else "assistant", "content": cell}]
+    return _listed(cell, name)
+
+
+def _listed(cell: Any, name: str) -> list[dict[str, Any]]:
+    if not isinstance(cell, list) or not cell:
+        raise RecipeError(f"has no {name}" if cell in (None, []) else f"has {cell!r:.40} instead of a list of messages")
+    require(len(cell) <= MAX_MESSAGES, f"has {len(cell):,} messages, and the max is {MAX_MESSAGES:,}: split it")
+    return [_message(one, f"message {number} of {name}") for number, one in enumerate(cell, start=1)]
+
+
+def _message(given: Any, name: str) -> dict[str, Any]:
+    require(isinstance(given, Mapping), f"has {given!r:.40} for {name}, which must have a role and a content")
+    found = {key: value for key, value in given.items() if value is not None}  # keys that only other rows use
+    if "from" in found and "role" not in found:
+        role = found.pop("from")
+        found |= {"role": SHAREGPT.get(role, role) if isinstance(role, str) else role}
+        found |= {"content": found.pop("value")} if "value" in found else {}
+    role, content = found.get("role"), found.get("content")
+    if role not in ROLES:
+        raise RecipeError(
+            f"has the role {role!r:.40} in {name}, which must be one of "
+            f"{', '.join(ROLES)}{suggest_name(str(role), ROLES)}"
+        )
+    if not isinstance(content, str) and not (content is None and "tool_calls" in found):
+        raise RecipeError(f"has {content!r:.40} instead of a text in {name} for its content")
+    return found
+
+
+# Rows of files, converted to samples in a table on disk.
+
+
+def drop_nulls(cell: Any) -> Any:
+    """Remove keys that only other rows use. Arrow gives all structs of a column the same keys, with ``None``."""
+    if isinstance(cell, Mapping):
+        return {key: drop_nulls(value) for key, value in cell.items() if value is not None}
+    return list(map(drop_nulls, cell)) if isinstance(cell, list) else cell
+
+
+def tokenize_rows(rows: RowSource, reader: RowReader, cache: Path) -> datasets.Dataset:
+    """Return the samples of all rows with their ``row``, using the cache on disk.
+
+    A row without samples has a ``problem``. Documents have no ``labels``, because these equal the tokens.
+    """
+    numbers = ("length", "predicted", "lost", "place", "bytes", "row")
+    kinds: dict[str, Any] = {"input_ids": datasets.List(datasets.Value("int32")), "problem": datasets.Value("string")}
+    kinds |= {"labels": kinds["input_ids"]} if isinstance(reader, ChatReader) else {}
+    kinds |= dict.fromkeys(numbers, datasets.Value("int64"))
+    key = hash_of("sequences", *kinds, rows.content, *reader.settings, tokenizer_state_hash(reader.tokenizer))
+
+    def pick(found: Sequence[str]) -> Sequence[str]:
+        return found if rows.files else reader.columns(rows.source, found)
+
+    def encode_rows(cells: Mapping[str, list[Any]], indices: list[int]) -> dict[str, list[Any]]:
+        make = json.loads if rows.as_json else drop_nulls
+        read = [dict(zip(cells, map(make, one), strict=True)) for one in zip(*cells.values(), strict=True)]
+        table: dict[str, list[Any]] = {name: [] for name in kinds}
+        nothing = Sample(np.zeros(0, np.int32), np.zeros(0, np.int32))
+        for index, found in zip(indices, reader(read), strict=True):
+            for sample in [nothing] if isinstance(found, str) else found:
+                predicted = int((sample.labels[1:] != IGNORED_LABEL).sum())
+                values = sample.ids, found if isinstance(found, str) else "", sample.labels
+                counts = len(sample.ids), predicted, *sample[2:], index
+                for name, value in zip(("input_ids", "problem", "labels", *numbers), (*values, *counts), strict=True):
+                    if name in table:
+                        table[name].append(value)
+        return table
+
+    return build_table(rows, key, pick, encode_rows, cache, features=datasets.Features(kinds), batch_size=ROWS_AT_ONCE)
+
+
+class Sequences(TracedSamples):
+    """The ``chosen`` samples of ``tables`` that :func:`tokenize_rows` made from ``rows``; memory-mapped."""
+
+    lengths: Sequence[int]
+    chosen: Sequence[int]
+
+    def __init__(
+        self,
+        tables: Sequence[datasets.Dataset],
+        rows: Sequence[RowSource],
+        pad: Padder,
+        chosen: Sequence[int] | None = None,
+    ) -> None:
+        self.tables, self.rows, self.pad = tables, rows, pad
+        self.starts = [0, *accumulate(map(len, tables))]
+        self.table = datasets.concatenate_datasets(list(tables))
+        names = [name for name in ("input_ids", "labels") if name in self.table.column_names]
+        self.tokens = self.table.select_columns(names)
+        self.chosen = range(len(self.table)) if chosen is None else to_int64_array(chosen)
+        self.lengths = to_int64_array(self.column("length"))
+
+    def column(self, name: str) -> ndarray:
+        """Return a column of the chosen samples."""
+        return self.table.data.column(name).to_numpy()[np.asarray(self.chosen, dtype=np.int64)]
+
+    def of(self, positions: Sequence[int]) -> Sequences:
+        """Return a split of the samples at ``positions``."""
+        return Sequences(self.tables, self.rows, self.pad, [self.chosen[position] for position in positions])
+
+    def split_off(self, fraction: float, fold: int | None) -> tuple[Sequences, Sequences | None]:
+        """Split into kept and held-out samples. All samples of a row are on the same side."""
+        if fraction == 0:
+            return self, None
+        _, rows = np.unique(self.row_numbers(), return_inverse=True)
+        _, held = hold_out([0] * (int(rows.max()) + 1), fraction, "data.val_fraction", fold=fold)
+        is_held = np.isin(rows, held)
+        return self.of(np.flatnonzero(~is_held).tolist()), self.of(np.flatnonzero(is_held).tolist())
+
+    def row_numbers(self) -> ndarray:
+        """Return the row number of each sample, over all tables."""
+        begins = (self.table.data.column("place").to_numpy() == 0).cumsum()
+        return begins[np.asarray(self.chosen, dtype=np.int64)]
+
+    @property
+    def bytes_per_token(self) -> float | None:  # type: ignore[override]
+        """Bytes of the documents per predicted token; ``None`` for conversations."""
+        size = int(self.column("bytes").sum())
+        return size / int(self.column("predicted").sum()) if size else None
+
+    def __len__(self) -> int:
+        return len(self.chosen)
+
+    def __getitem__(self, index: int) -> dict[str, list[int]]:
+        return self._with_labels(self.tokens[self.chosen[index]])
+
+    def __getitems__(self, indices: Sequence[int]) -> dict[str, Tensor]:
+        """Return a whole batch."""
+        return self.pad(self._with_labels(self.tokens[[self.chosen[index] for index in indices]]))
+
+    def _with_labels(self, found: Mapping[str, Any]) -> dict[str, Any]:
+        return {"labels": found["input_ids"], **found}
+
+    def describe(self, index: int) -> str:
+        row = self.chosen[index]
+        number = bisect_right(self.starts, row) - 1
+        return self.rows[number].describe(self.table[row]["row"])
+
+    def fingerprint(self) -> str:
+        """Hash every token and label, in order; above 1 GiB, evenly spread blocks of samples."""
+        content = ContentHasher("sequences", np.asarray(self.lengths), self.pad.settings)
+        for block in sample_row_blocks(len(self), 4 * len(self.tokens.column_names) * sum(self.lengths)):
+            add_rows(content, self.tokens, [self.chosen[position] for position in block])
+        return content.hexdigest()
+
+
+class FirstSamplePerRow:
+    """Encodes each row of a stream as its first sample."""
+
+    def __init__(self, reader: RowReader, columns: Sequence[str]) -> None:
+        self.reader, self.columns, self.settings = reader, columns, reader.settings
+
+    def __call__(self, rows: Sequence[tuple[Any, ...]], places: Sequence[Callable[[], str]]) -> Mapping[str, list[Any]]:
+        samples: list[Sample] = []
+        read = [dict(zip(self.columns, map(drop_nulls, row), strict=True)) for row in rows]
+        for found, place in zip(self.reader(read), places, strict=True):
+            if isinstance(found, str):
+                raise RecipeError(f"{place()} {found}")
+            samples.append(found[0])
+            if not (samples[-1].labels[1:] != IGNORED_LABEL).any():
+                raise RecipeError(f"{place()} {_unlabelled(samples[-1].num_truncated)}")
+        return {"input_ids": [one.ids.tolist() for one in samples], "labels": [one.labels.tolist() for one in samples]}
+
+
+# The summary and the warnings before training.
+
+
+def warn_once(message: str) -> None:
+    """Print a one-line warning, once per machine."""
+    if is_local_rank_zero():
+        print(escaped(f"trainer: warning: {message}"), file=sys.stderr, flush=True)
+
+
+def _unlabelled(lost: int) -> str:
+    return CUT if lost else "has no text of the assistant"
+
+
+class TruncationReport:
+    """Prints a summary of each split, and what is truncated or skipped."""
+
+    def __init__(self, called: str, max_length: int) -> None:
+        self.called, self.max_length, self.bad, self.learned = called, max_length, list[str](), True
+
+    def __call__(self, part: str, every: Sequences) -> list[int]:
+        """Return the positions of the samples of ``every`` that have tokens to predict."""
+        problems = every.table.data.column("problem")
+        usable, empty = pc.equal(problems, "").to_numpy(), pc.equal(problems, EMPTY).to_numpy()
+        predicted, lost, first = every.column("predicted"), every.column("lost"), every.column("place") == 0
+        silent, learned = usable & (predicted == 0), usable & (predicted > 0)
+        tokens = int(every.column("length")[learned].sum()) - int((learned & ~first).sum())
+        said = f"data: {part}: {self._format_count(int((learned & first).sum()))}, {tokens:,} tokens "
+        said += f"({int(predicted[learned].sum()):,} predicted)"
+        if int((learned & ~first).sum()):
+            said += f", in {int(learned.sum()):,} pieces of at most {self.max_length:,}"
+        if is_local_rank_zero():
+            print(escaped(said), flush=True)
+        cut = learned & (lost > 0)
+        fix = f"raise data.max_length={self.max_length}"
+        self._report_split(part, every, cut, f"are truncated, by {int(lost[cut].sum()):,} tokens: {fix}")
+        self._report_split(part, every, empty, "are empty and skipped")
+        for index in np.flatnonzero(silent | ~(usable | empty)).tolist():
+            why = problems[index].as_py() or _unlabelled(int(lost[index]))
+            self.bad.append(f"{every.describe(index)} {why}")
+        self.learned &= bool(learned.any())
+        return np.flatnonzero(learned).tolist()
+
+    def _format_count(self, count: int) -> str:
+        return f"{count:,} {self.called}{'s' * (count != 1)}"
+
+    def _report_split(self, part: str, every: Sequences, chosen: ndarray, what: str) -> None:
+        if chosen.any():
+            found = _brief([every.describe(index) for index in np.flatnonzero(chosen)[:SHOWN].tolist()])
+            names = ", ".join(found) + (", …" if chosen.sum() > SHOWN else "")
+            warn_once(f"{part}: {int(chosen.sum()):,} of {len(every):,} {self.called}s {what} ({names})")
+
+    def check(self, max_bad: int) -> None:
+        """Warn about the samples that are skipped, or reject them if they are more than ``max_bad``."""
+        count = len(self.bad)
+        shown = "; ".join(_brief(self.bad[:SHOWN])) + (f"; and {count - SHOWN:,} more" if count > SHOWN else "")
+        said = f"{self._format_count(count)} cannot be learned from"
+        fix = f", raise data.max_length={self.max_length}" if any(why.endswith(CUT) for why in self.bad) else ""
+        fix += f", or skip them with --data.max_bad_samples {count}" if self.learned else ""
+        if count > max_bad:
+            raise RecipeError(f"{said}, more than data.max_bad_samples={max_bad}: {shown}. Fix or remove them{fix}")
+        if self.bad:
+            warn_once(f"{said} and are skipped: {shown}")
+
+
+def _brief(places: Sequence[str]) -> list[str]:
+    """Shorten descriptions of rows: only the first states how rows are counted."""
+    return [*places[:1], *(sub(r" \(the (first|header) is row[^)]*\)", "", place) for place in places[1:])]

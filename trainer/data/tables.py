@@ -1,0 +1,421 @@
+"""Rows of text and label in files or on the hub. Messages can name the place of each row."""
+
+from __future__ import annotations
+
+import codecs
+import csv
+import io
+import json
+import logging
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from glob import escape, glob
+from itertools import product
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import datasets
+import numpy as np
+import pandas
+import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.parquet as pq
+from datasets.utils.extract import Extractor
+
+from trainer.data.base import root_cause
+from trainer.data.cache import cache_folder, checksums, hash_of, inspect_cached
+from trainer.errors import RecipeError, RunError, require, suggest_name
+from trainer.system.files import open_regular, read_regular, room_in
+from trainer.system.hub import offline_advice as of_hub
+from trainer.system.hub import offline_reason, warn_offline_cache
+
+_KINDS = {
+    ".csv": ("csv", 2, "the header is row 1, blank lines are not counted"),
+    ".tsv": ("csv", 2, "the header is row 1, blank lines are not counted"),
+    ".parquet": ("parquet", 1, "the first is row 1"),
+    ".jsonl": ("json", 1, "the first is row 1, blank lines are not counted"),
+}
+"""By suffix: the reader of ``datasets``, the number of the first row, and how rows are counted."""
+
+SEPARATORS = (",", ";", "\t", "|")
+MAX_REASON_CHARS = 400  # max characters of a library's message
+NO_ROWS = "add some, or give another file"
+
+MAX_LINE_BYTES, MAX_DECODED_BYTES = 32_000_000, 4_000_000_000
+"""Max bytes of a line, a cell or a text file; and of the decoded texts of a row group, which are in memory at once."""
+
+GROWTH, VALUES_PER_BYTE, MAX_VALUES, MAX_COLUMNS = 1_000, 100, 500_000, 10_000
+"""Max ratio of unpacked to packed bytes of a Parquet column, of its values to the bytes of the file, max texts per row
+in a column of lists, and max columns whose names are compared."""
+
+
+@dataclass(frozen=True)
+class RowSource:
+    """The rows of one split, not read yet."""
+
+    content: str  # hash of the content
+    read: Callable[[str], datasets.Dataset]  # reads the rows to disk, with a cache in the given folder
+    source: str
+    first_row: int = 0
+    row_numbering: str = ""  # how rows are counted, starting with ``first_row``
+    files: Sequence[str] = ()  # file of every row, if each row has its own
+    names: Mapping[str, Sequence[str]] = field(default_factory=dict)  # class names by column, if the source has them
+    as_json: bool = False  # whether cells are JSON texts
+
+    def describe(self, index: int) -> str:
+        if self.files:
+            return self.files[index]
+        return f"{self.source} row {index + self.first_row} ({self.row_numbering})"
+
+
+def check_columns(source: str, found: Sequence[str], **wanted: str) -> None:
+    """Check that the columns exist; ``text_column="text"`` maps the setting to its column."""
+    for key, name in wanted.items():
+        if name not in found:
+            missing = f"data.{key}={name!r}: {source} has no such column; it has {', '.join(map(repr, found))}"
+            raise RecipeError(missing + suggest_name(repr(name), map(repr, found)))
+
+
+class CsvFormat(NamedTuple):
+    """The format of a .csv file. ``None`` is detected."""
+
+    encoding: str | None = None
+    separator: str | None = None
+
+
+FOUND = CsvFormat()
+
+
+def open_table(path: Path, cache: Path, csv_format: CsvFormat = FOUND) -> RowSource:
+    """Return the rows of a .csv, .tsv, .parquet or .jsonl file. Reading them later checks that they are valid."""
+    kind = path.suffix.lower()
+    require(path.is_file(), f"there is no file {path}: check the path")
+    require(kind in _KINDS, f"{path} must be one of {', '.join(_KINDS)}: convert it")
+    (content,) = inspect_cached(cache, [path], checksums)
+    told = f" {csv_format}" if any(csv_format) else ""
+    return RowSource(
+        f"{kind} {content}{told}", partial(_read_file, path, kind, csv_format), str(path), *_KINDS[kind][1:]
+    )
+
+
+def _read_file(path: Path, kind: str, written: CsvFormat, cache_dir: str) -> datasets.Dataset:
+    logging.getLogger("datasets.packaged_modules").setLevel(logging.CRITICAL)  # our errors include theirs
+    try:
+        _refuse_bombs(path, kind)
+        options = {"cache_dir": cache_dir} | (_csv_options(path, written) if _KINDS[kind][0] == "csv" else {})
+        table = datasets.load_dataset(_KINDS[kind][0], data_files=str(path), split="train", **options)
+    except RecipeError:
+        raise
+    except Exception as error:  # the readers of the formats raise different exceptions
+        require("corresponds to no data" not in str(error), f"{path} has no rows: {NO_ROWS}")
+        raise RecipeError(f"{path} cannot be read as {kind[1:]} ({root_cause(error)}): fix the file") from error
+    require(len(table) > 0, f"{path} has no rows: {NO_ROWS}")
+    return table
+
+
+def _lines(path: Path) -> Iterator[dict[str, Any]]:
+    """Yield every parsed row. A row with thousands of nested levels would crash the process within datasets."""
+    empty = True
+    with open_regular(path) as file:
+        for number, line in enumerate(iter(partial(file.readline, MAX_LINE_BYTES + 1), b""), start=1):
+            _require_short(f"line {number}", line)
+            try:
+                row = json.loads(line) if line.strip() else {}
+            except (ValueError, RecursionError) as error:
+                raise ValueError(f"line {number}: {getattr(error, 'msg', error)}") from None
+            if not isinstance(row, dict):
+                raise ValueError(f"line {number} is not a JSON object")  # noqa: TRY004
+            if line.strip():
+                empty = False
+                yield row
+    require(not empty, f"{path} has no rows: {NO_ROWS}")
+
+
+def open_json_lines(path: Path, cache: Path, pick: Callable[[Sequence[str]], Sequence[str]]) -> RowSource:
+    """Return the rows of a .jsonl file whose cells may change type between rows. Each cell is stored as JSON.
+
+    Reads the columns that ``pick`` selects from all columns.
+    """
+    (content,) = inspect_cached(cache, [path], checksums)
+    return RowSource(
+        f"lines {content}", partial(_read_lines, path, pick), str(path), *_KINDS[".jsonl"][1:], as_json=True
+    )
+
+
+def _read_lines(path: Path, pick: Callable[[Sequence[str]], Sequence[str]], cache_dir: str) -> datasets.Dataset:
+    try:
+        columns = tuple(
+            pick(list(dict.fromkeys(name for row in _lines(path) for name in row)))
+        )  # a tuple, because from_generator splits lists
+        told: Any = {"path": path, "columns": columns}
+        features = datasets.Features({name: datasets.Value("large_string") for name in columns})
+        return datasets.Dataset.from_generator(_read_cells, features, cache_dir=cache_dir, gen_kwargs=told)
+    except RecipeError:
+        raise
+    except Exception as error:  # datasets wraps what the generator raises
+        raise RecipeError(f"{path} cannot be read as jsonl ({root_cause(error)}): fix the file") from error
+
+
+def _read_cells(path: Path, columns: Sequence[str]) -> Iterator[dict[str, str]]:
+    for row in _lines(path):
+        yield {name: json.dumps(row.get(name)) for name in columns}
+
+
+def open_text_files(source: str, paths: Sequence[Path], cache: Path, encoding: str) -> RowSource:
+    """Return one row per file, with its ``text``, or the ``problem`` why it has none."""
+    content = hash_of("texts", inspect_cached(cache, paths, checksums), encoding)
+    return RowSource(content, partial(_read_documents, paths, encoding), source, files=list(map(str, paths)))
+
+
+def _read_documents(paths: Sequence[Path], encoding: str, cache_dir: str) -> datasets.Dataset:
+    features = datasets.Features(text=datasets.Value("large_string"), problem=datasets.Value("string"))
+    told: Any = {"paths": tuple(map(str, paths)), "encoding": encoding}
+    return datasets.Dataset.from_generator(_documents, features, cache_dir=cache_dir, gen_kwargs=told)
+
+
+def _documents(paths: Sequence[str], encoding: str) -> Iterator[dict[str, str]]:
+    for path in paths:
+        text, problem = "", ""
+        try:
+            text = read_regular(path, MAX_LINE_BYTES).decode(encoding)
+        except OSError as error:
+            problem = f"cannot be read: {error.strerror}"
+        except ValueError as error:
+            problem = f"is not {encoding} text ({root_cause(error)}): save it in that encoding, or leave it out"
+        if "\0" in text:
+            text, problem = "", "is not text (it contains the character 0): leave it out"
+        yield {"text": text, "problem": problem}
+
+
+def _require_short(what: str, line: bytes) -> None:
+    if len(line) > MAX_LINE_BYTES:
+        raise ValueError(f"{what} has more than {MAX_LINE_BYTES / 1e6:g} MB, the max for a text")
+
+
+def _refuse_bombs(path: Path, kind: str) -> None:
+    """Reject archives and oversized content before datasets reads the file: a few kB can expand to gigabytes."""
+    if Extractor.infer_extractor_format(path) is not None:  # datasets would unpack it, regardless of its name
+        raise RecipeError(f"{path} is compressed or an archive: unpack it first, and check its content")
+    for _ in _lines(path) if kind == ".jsonl" else ():
+        pass
+    if kind == ".parquet":
+        with open_parquet(path, pre_buffer=False) as file:
+            require_sane_growth(path, file.metadata)
+            # One column is in memory at a time.
+            for group, column in product(range(file.metadata.num_row_groups), _text_columns(file.metadata)):
+                read_group(path, file, group, [column])
+
+
+def _text_columns(metadata: pq.FileMetaData) -> list[str]:
+    """Return the paths of all columns of texts or bytes, including those within lists and structs."""
+    columns = map(metadata.schema.column, range(metadata.num_columns))
+    return [column.path for column in columns if column.physical_type == "BYTE_ARRAY"]
+
+
+def open_parquet(path: Path | str, **options: Any) -> pq.ParquetFile:
+    """Open a file with dictionary-encoded texts, so that each distinct text is in memory once.
+
+    Extension types, such as Arrow's for JSON, would decode them and are disabled.
+    """
+    metadata = pq.read_metadata(path)
+    texts = _text_columns(metadata)
+    return pq.ParquetFile(path, metadata=metadata, read_dictionary=texts, arrow_extensions_enabled=False, **options)
+
+
+def require_sane_growth(path: Path, metadata: pq.FileMetaData) -> None:
+    """Reject a file with a column that would expand excessively according to the footer."""
+    values, most = [0] * metadata.num_columns, max(1_000_000, VALUES_PER_BYTE * path.stat().st_size)
+    for number in range(metadata.num_row_groups):
+        group = metadata.row_group(number)
+        for at, column in enumerate(map(group.column, range(group.num_columns))):
+            unpacked, packed, name = column.total_uncompressed_size, column.total_compressed_size, column.path_in_schema
+            place, values[at] = f"{path} row group {number}: {name}", values[at] + column.num_values
+            if unpacked > max(MAX_LINE_BYTES, GROWTH * packed):
+                grown = f"{place} of {packed:,} bytes would be unpacked to {unpacked:,}"
+                raise RecipeError(f"{grown}: write the file again, or remove it")
+            if values[at] > most:
+                many = f"{path}: {name} has more than {most:,} values, too many for the size of the file"
+                raise RecipeError(f"{many}: remove the file")
+            size = column.num_values * max(8, metadata.schema.column(at).length)
+            require(size <= MAX_DECODED_BYTES, f"{place} would be decoded to {size:,} bytes: write smaller row groups")
+
+
+def read_group(path: Path | str, file: pq.ParquetFile, group: int, columns: Sequence[str]) -> pa.Table:
+    """Read ``columns`` of a row group of :func:`open_parquet`; reject texts and lists that would exhaust memory."""
+    # Arrow's own threads do not survive a fork.
+    table = file.read_row_group(group, columns=list(columns), use_threads=False)
+    before = sum(file.metadata.row_group(other).num_rows for other in range(group))
+    for column, chunks in zip(table.column_names, table.columns, strict=True):
+        row, decoded = before, 0
+        for chunk in chunks.chunks:
+            for name, texts, starts in _texts_of(f"{path} row group {group}", column, chunk, np.arange(len(chunk) + 1)):
+                sizes = np.append(pc.binary_length(texts.dictionary).to_numpy(zero_copy_only=False), 0)  # null is last
+                ends = np.append(0, np.cumsum(sizes[texts.indices.fill_null(len(sizes) - 1)], dtype=np.int64))
+                decoded += int(ends[-1])
+                totals = {"values": (np.diff(starts), MAX_VALUES), "bytes": (np.diff(ends[starts]), MAX_LINE_BYTES)}
+                for what, (counts, most) in totals.items():
+                    for at in np.flatnonzero(counts > most):
+                        told = f"{path} row {row + at + 1} (the first is row 1): {name} has {counts[at]:,} {what}"
+                        raise RecipeError(f"{told}, and the max is {most:,}: split or remove the row")
+            row += len(chunk)
+        if decoded > MAX_DECODED_BYTES:
+            large = f"{path} row group {group}: {column} would be decoded to {decoded:,} bytes"
+            raise RecipeError(f"{large}: write smaller row groups")
+    return table
+
+
+def _texts_of(place: str, name: str, array: Any, starts: np.ndarray) -> Iterator[tuple[str, Any, np.ndarray]]:
+    """Yield the texts of each field of a column; row ``i`` has those from ``starts[i]`` to ``starts[i + 1]``."""
+    kind, types = array.type, pa.types
+    if types.is_struct(kind):
+        for number, field in enumerate(kind):
+            yield from _texts_of(place, f"{name}.{field.name}", array.field(number), starts)
+    elif types.is_fixed_size_list(kind):
+        yield from _texts_of(place, name, array.values, (starts + array.offset) * kind.list_size)
+    elif types.is_list(kind) or types.is_large_list(kind) or types.is_map(kind):
+        yield from _texts_of(place, name, array.values, array.offsets.to_numpy()[starts])
+    elif types.is_dictionary(kind):
+        yield name, array, starts
+    else:  # such as a text column with the same path as another, which Arrow would decode
+        known = types.is_primitive, types.is_null, types.is_decimal, types.is_fixed_size_binary
+        if not any(check(kind) for check in known):
+            raise RecipeError(f"{place}: {name} cannot be checked as {kind}: rename it, or write it as text")
+
+
+def _csv_options(path: Path, written: CsvFormat) -> dict[str, Any]:
+    """Return options that read every cell as text: "null" does not become missing, and a label 1 not 1.0."""
+    encoding = _encoding_of(path, written.encoding)
+    with open_regular(path) as file:
+        header = io.TextIOWrapper(file, encoding).readline(MAX_LINE_BYTES + 1)
+    _require_short("the header", header.encode())
+    common = {"sep": written.separator or _separator_of(header), "encoding": encoding}
+    asked: Any = {**common, "dtype": str, "keep_default_na": False}
+    given = pandas.read_csv(path, nrows=1, header=None, **asked).iloc[0].tolist()
+    named = [name for name in given[:MAX_COLUMNS] if isinstance(name, str) and name]
+    twice = sorted({name for name in named if named.count(name) > 1})
+    if twice:
+        raise ValueError(f"the column {twice[0]!r} is twice in the header")
+    columns = pandas.read_csv(path, nrows=0, **common).columns
+    features = datasets.Features({name: datasets.Value("string") for name in columns})
+    return {**common, "features": features, "keep_default_na": False}
+
+
+def _encoding_of(path: Path, declared: str | None) -> str:
+    """Return the encoding of a file: ``declared`` if given, otherwise that of its first bytes, or UTF-8.
+
+    The whole file must decode. Another encoding is suggested but never used, because latin-1 accepts any bytes.
+    """
+    with open_regular(path) as file:
+        start = file.read(4)
+        marks = {codecs.BOM_UTF8: "utf-8-sig", codecs.BOM_UTF16_LE: "utf-16", codecs.BOM_UTF16_BE: "utf-16"}
+        found = next((name for mark, name in marks.items() if start.startswith(mark)), "utf-8")
+        encoding, fits, lines = declared or found, codecs.getincrementaldecoder(declared or found)(), 1
+        file.seek(0)
+        for part in iter(partial(file.read, 2**20), b""):
+            try:
+                fits.decode(part)
+            except UnicodeDecodeError as error:
+                line = lines + part.count(b"\n", 0, error.start)
+                beside = error.object[max(0, error.start - 12) : error.start + 12]
+                raise RecipeError(
+                    f"{path} line {line} is not {encoding} (byte 0x{error.object[error.start]:02x} in "
+                    f"{beside.decode('cp1252', 'replace')!r} as cp1252): if that looks right, use --data.encoding "
+                    "cp1252 (Excel's), otherwise give the file's encoding, or save it as UTF-8"
+                ) from None
+            lines += part.count(b"\n")
+    return encoding
+
+
+def _separator_of(header: str) -> str:
+    """Return the common separator that splits the ``header`` into the most columns; a comma if none does."""
+    return max(SEPARATORS, key=lambda sign: len(next(csv.reader([header], delimiter=sign), [])))
+
+
+def open_class_folders(root: Path, part: str, classes: Sequence[tuple[str, int]], cache: Path) -> RowSource:
+    """Return the rows ROOT/PART/NAME/*.txt, one UTF-8 text per file, for every ``(name, label)`` of ``classes``."""
+    files: list[tuple[str, int]] = []
+    for name, label in classes:
+        folder = root / part / name
+        texts = sorted(folder.glob("*.txt"))
+        require(len(texts) > 0, f"{folder} is missing or contains no .txt files: add them")
+        files += [(str(path), label) for path in texts]
+    paths = [path for path, _ in files]
+    content = hash_of(inspect_cached(cache, list(map(Path, paths)), checksums), [label for _, label in files])
+    return RowSource(content, partial(_read_folders, root / part, files), str(root / part), files=paths)
+
+
+def _read_folders(folder: Path, files: list[tuple[str, int]], cache_dir: str) -> datasets.Dataset:
+    try:
+        return datasets.Dataset.from_generator(_read_texts, gen_kwargs={"files": files}, cache_dir=cache_dir)
+    except Exception as error:  # datasets wraps what the generator raises
+        raise RecipeError(f"{folder} cannot be read: {root_cause(error)}") from error
+
+
+def _read_texts(files: list[tuple[str, int]]) -> Iterator[dict[str, Any]]:
+    for path, label in files:
+        try:
+            text = read_regular(path, MAX_LINE_BYTES).decode()
+        except OSError as error:
+            raise RecipeError(f"{path} cannot be read: {error.strerror}") from error
+        except ValueError:
+            raise RecipeError(f"{path} is not UTF-8 text: save it as UTF-8 or remove it") from None
+        yield {"text": text, "label": label}
+
+
+def is_cached(name: str, cache_dir: str | None) -> bool:
+    """Return whether a dataset of the Hugging Face hub is in the local cache, without a request to the hub."""
+    return (Path(cache_dir or datasets.config.HF_DATASETS_CACHE) / name.replace("/", "___")).is_dir()
+
+
+def open_hub_dataset(
+    key: str,
+    name: str,
+    splits: Mapping[str, str],
+    advice: str,
+    cache_dir: str | None,
+    config: str | None = None,
+    revision: str | None = None,
+) -> dict[str, RowSource]:
+    """Load ``splits``, by part, of a dataset of the Hugging Face hub, its cache, or a folder.
+
+    ``offline_advice`` names further settings to check in the error about ``data.key``, whose value is ``name``.
+    """
+    options: dict[str, Any] = {"split": list(splits.values()), "cache_dir": cache_dir, "revision": revision}
+    here = Path(name).is_dir()
+    why_not = None if here else offline_reason()
+    try:
+        for path in map(Path, sorted(glob(f"{escape(name)}/**", recursive=True)) if here else ()):
+            if path.is_file():
+                _refuse_bombs(path, path.suffix.lower())
+        with room_in(cache_folder(cache_dir).parent, "set data.cache_dir to a folder on another disk"):
+            tables = datasets.load_dataset(name, config, **options)
+    except Exception as error:  # many classes: connection, authentication, missing dataset, missing split
+        if isinstance(error, RunError | RecipeError):
+            raise
+        # The available configurations and splits are after the first line.
+        why = why_not or f"{type(error).__name__}: {' '.join(str(error).split())[:MAX_REASON_CHARS]}"
+        if here:
+            raise RecipeError(f"data.{key}={name!r} could not be loaded ({why}): check the folder, {advice}") from error
+        raise RecipeError(
+            f"data.{key}={name!r} is not a local folder and could not be loaded from https://huggingface.co/datasets/"
+            f"{name} ({why}): check the name and the network, {advice}; {of_hub()}"
+        ) from error
+    if why_not:
+        warn_offline_cache()
+    counting = "the first is row 0, as on the hub"
+    return {
+        part: RowSource(
+            table._fingerprint,  # depends on the revision on the hub
+            partial(_as_loaded, table),
+            f"{name} {splits[part]}",
+            0,
+            counting,
+            names={column: kind.names for column, kind in table.features.items() if hasattr(kind, "names")},
+        )
+        for part, table in zip(splits, tables, strict=True)
+    }
+
+
+def _as_loaded(table: datasets.Dataset, cache_dir: str) -> datasets.Dataset:
+    return table

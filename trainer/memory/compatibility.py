@@ -1,0 +1,264 @@
+"""Checks of settings that cannot be combined: before any process starts, and when the module is built."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from itertools import chain
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from trainer.contract import Streamable
+from trainer.engine.cut import Cut
+from trainer.errors import RecipeError, require
+from trainer.memory.knobs import ADAM, KNOBS, UNTESTED_WITH_TP, is_sharded, turned_off
+from trainer.recipe import Memory, Optim, Recipe
+from trainer.system.text import as_text
+from trainer.weights.files import PICKLED
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+
+    from trainer.memory.plan import Plan
+
+ADAPTIVE_OPTIMIZERS = (*ADAM, "adagrad", "rmsprop")  # by the root of squares plus an epsilon of at most 1e-8
+
+
+CONDITIONAL = "which is conditional (some micro-batches leave parameters without a gradient)"
+
+
+def require_compatible(recipe: Recipe, world_size: int, cuts: Sequence[Cut]) -> None:
+    """Reject settings that contradict each other, with key, reason and fix.
+
+    ``cuts`` has the cut of every phase of an accumulation schedule.
+    """
+    if recipe.optim.is_custom:
+        from trainer.memory.custom_optimizer import custom_optimizer_conflicts
+
+        reason = next(custom_optimizer_conflicts(recipe.optim, recipe.memory), None)
+        require(reason is None, str(reason))
+    checks: list[Callable[[Recipe, int, Sequence[Cut]], Iterator[str]]] = [_strategy, _state]
+    checks += [_tensor_parallel] if recipe.memory.tensor_parallel > 1 else []
+    checks += [_meta] if recipe.memory.init == "meta" else []
+    checks += [_cuda_graphs] if recipe.memory.compile == "cuda_graphs" else []
+    checks += [knob.conflicts for knob in KNOBS if knob.values and knob.is_on(recipe.memory)]
+    checks += [_deterministic] if recipe.run.deterministic else []
+    reason = next(chain.from_iterable(check(recipe, world_size, cuts) for check in checks), None)
+    if reason is not None:
+        raise RecipeError(reason)
+
+
+def _strategy(recipe: Recipe, world_size: int, _: Sequence[Cut]) -> Iterator[str]:
+    memory, sharded, offload = recipe.memory, is_sharded(recipe.memory), recipe.memory.cpu_offload
+    replicas, kind = memory.replicas, type(recipe.model).__name__
+    if memory.strategy == "single" and world_size > 1:
+        yield f"memory.strategy=single cannot use {world_size} ranks: use ddp, fsdp or auto, or run.devices 1"
+    if recipe.model.task == "regression" and memory.precision in ("bf16-true", "16-true"):
+        mixed = memory.precision.replace("true", "mixed")
+        yield f"memory.precision={memory.precision} would round the labels of model.task=regression: use {mixed}"
+    if replicas > 1 and not sharded:
+        yield f"memory.replicas={replicas} requires a sharded model: use memory.strategy fsdp, or replicas 1"
+    if world_size % replicas:
+        yield f"memory.replicas={replicas} does not divide {world_size} rank(s): use a divisor"
+    if not memory.reshard_after_forward and not sharded:
+        key, fix = "memory.reshard_after_forward=false", "use true"
+        yield f"{key} requires memory.strategy fsdp, because other strategies never shard weights: {fix}"
+    if memory.sync_every_micro_step and not sharded:
+        key = "memory.sync_every_micro_step=true"
+        yield f"{key} requires memory.strategy fsdp, because otherwise every rank keeps whole gradients: use null"
+    if sharded and recipe.model.conditional:
+        yield f"memory.strategy=fsdp cannot train {kind}, {CONDITIONAL}: it would wait for them; use ddp or single"
+    if sharded and recipe.optim.name == "adafactor":
+        yield "optim.name=adafactor needs whole matrices, but FSDP updates shards: use memory.strategy ddp, or adamw"
+    if sharded and memory.compile == "model":
+        yield "memory.compile=model cannot trace the hooks of FSDP: use memory.compile blocks"
+    if offload == "parameters" and memory.strategy == "ddp":
+        yield "memory.cpu_offload=parameters streams weights through FSDP, not DDP: use memory.strategy fsdp or auto"
+    for knob in KNOBS:
+        needed = knob.only_with
+        if needed and knob.is_on(memory) and getattr(memory, needed) == turned_off(needed)[needed]:
+            key, other = f"memory.{knob.name}={as_text(getattr(memory, knob.name))}", as_text(getattr(memory, needed))
+            yield f"{key} has no effect with memory.{needed}={other}: change one of the two"
+    if sharded and offload != "none" and memory.sync_every_micro_step is False:
+        yield f"memory.sync_every_micro_step=false keeps what memory.cpu_offload={offload} moves: leave it at null"
+
+
+def _tensor_parallel(recipe: Recipe, world_size: int, _: Sequence[Cut]) -> Iterator[str]:
+    memory, key = recipe.memory, f"memory.tensor_parallel={recipe.memory.tensor_parallel}"
+    if world_size % memory.tensor_parallel:
+        yield f"{key} does not divide {world_size} rank(s): use a divisor (1 is off), or more run.devices"
+    adapters = recipe.model.lora
+    if adapters is not None and adapters.rank:
+        yield f"{key} cannot split the adapters of model.lora: use only one of the two"
+    if recipe.optim.name == "adafactor":
+        yield f"optim.name=adafactor needs whole matrices, but {key} splits them: use adamw"
+    if memory.precision in ("16-mixed", "16-true"):
+        yield f"{key} has not been verified with memory.precision={memory.precision}: use bf16-mixed or 32-true"
+    for name in UNTESTED_WITH_TP:
+        value, usual = getattr(memory, name), getattr(Memory(), name)
+        if value not in (usual, False):
+            problem = f"{key} has not been verified with memory.{name}={as_text(value)}"
+            yield f"{problem}: use {as_text(usual)}, or memory.tensor_parallel 1"
+    if recipe.run.deterministic:
+        yield f"{key} sums over ranks within a layer, which run.deterministic=true excludes: use only one of the two"
+
+
+def _state(recipe: Recipe, _: int, __: Sequence[Cut]) -> Iterator[str]:
+    memory, name, offload = recipe.memory, recipe.optim.kind, f"memory.cpu_offload={recipe.memory.cpu_offload}"
+    on_host = memory.cpu_offload != "none"
+    if memory.optimizer_state_bits < 32:
+        key = f"memory.optimizer_state_bits={memory.optimizer_state_bits}"
+        if name not in ADAM:
+            yield f"{key} requires adam or adamw, not optim.name={name}: use adamw, or 32 bits"
+        if on_host:
+            yield f"{key} saves device memory, but {offload} keeps the state in host memory: use only one of the two"
+        if memory.precision == "64-true":
+            yield f"{key} contradicts memory.precision=64-true: use 32-true"
+    if memory.stochastic_rounding:
+        key = "memory.stochastic_rounding"
+        if memory.precision != "bf16-true":
+            yield f"{key} rounds bfloat16 weights, but memory.precision={memory.precision}: use bf16-true, or false"
+        if name not in ADAM:
+            yield f"{key} requires adam or adamw, not optim.name={name}: use adamw, or false"
+        if on_host:
+            yield f"{key} needs updates on the device, but {offload} updates in host memory: use only one of the two"
+    if memory.matmul_precision != "highest" and memory.precision.endswith("-true") and memory.precision != "32-true":
+        key = f"memory.matmul_precision={memory.matmul_precision}"
+        yield f"{key} rounds products of fp32, but memory.precision={memory.precision} has none: use highest"
+    if memory.precision == "16-true" and memory.cpu_offload != "optimizer" and name in ADAPTIVE_OPTIMIZERS:
+        yield (
+            f"memory.precision=16-true cannot be used with optim.name={name}, which divides by squared gradients that "
+            "fp16 rounds to 0 with its epsilon: use 16-mixed or bf16-true, memory.cpu_offload optimizer (fp32 "
+            "masters), or optim.name sgd"
+        )
+
+
+def _meta(recipe: Recipe, _: int, __: Sequence[Cut]) -> Iterator[str]:
+    model, key = recipe.model, "memory.init=meta"
+    weights = vars(model).get("weights", "its own")
+    if not (isinstance(model, Streamable) and model.starts_on_meta()):
+        kind = type(model).__name__
+        yield f"{key} needs skeleton() and pretrained(), which {kind} does not define: use memory.init device"
+    if weights is None:
+        yield f"{key} streams pretrained weights, but model.weights is null: use memory.init device"
+    if Path(str(weights)).suffix in PICKLED:
+        yield (
+            f"{key} reads slices of safetensors files, but model.weights={weights} is a pickle: convert it with "
+            "safetensors.torch.save_file, or use memory.init device"
+        )
+
+
+def _cuda_graphs(recipe: Recipe, _: int, __: Sequence[Cut]) -> Iterator[str]:
+    memory, key = recipe.memory, "memory.compile=cuda_graphs"
+    if is_sharded(memory):
+        yield f"{key} needs weights at fixed addresses, but FSDP gathers them to new ones: use memory.compile blocks"
+    for name in ("activation_checkpointing", "activation_offload", "cpu_offload"):
+        if (value := getattr(memory, name)) not in (None, False, 0, "none"):
+            yield f"{key} replays code that memory.{name}={value} interrupts: use memory.compile blocks, or no {name}"
+    if memory.micro_batch_tokens is not None:
+        yield f"{key} needs a single shape, but memory.micro_batch_tokens has many: use memory.compile blocks"
+
+
+def _deterministic(recipe: Recipe, world_size: int, _: Sequence[Cut]) -> Iterator[str]:
+    memory, key, kind = recipe.memory, "run.deterministic=true", type(recipe.model).__name__
+    if world_size & (world_size - 1):
+        yield f"{key} sums gradients over 1, 2, 4, 8, ... ranks, but there are {world_size}: use a power of two"
+    if recipe.batch_size is None:
+        yield f"{key} needs the same batch on any number of ranks: set batch_size instead of accumulate"
+    if memory.micro_batch_size == "auto":
+        yield f"{key} needs the same micro-batches on any number of ranks: set memory.micro_batch_size to a number"
+    if memory.precision not in ("32-true", "64-true", "bf16-mixed"):
+        yield f"{key} cannot sum gradients of memory.precision={memory.precision}: use 32-true, 64-true or bf16-mixed"
+    if memory.compile != "none":
+        yield f"{key} excludes memory.compile={memory.compile}, whose code depends on a rank's shapes: use none"
+    if memory.cpu_offload == "optimizer":
+        yield f"{key} sums gradients on the device, memory.cpu_offload=optimizer on the host: use none or parameters"
+    if memory.replicas > 1:
+        yield f"{key} sums over all ranks along one tree, without memory.replicas={memory.replicas}: use replicas 1"
+    if memory.optimizer_state_bits < 32 or memory.stochastic_rounding:
+        yield (
+            f"{key} excludes memory.optimizer_state_bits below 32 and memory.stochastic_rounding: their rounding "
+            "depends on the position of a weight in its shard; use 32 and false"
+        )
+    if memory.sync_every_micro_step is False:
+        yield f"{key} reduces gradients in every micro-step: leave memory.sync_every_micro_step at null"
+    if recipe.model.conditional:
+        yield f"{key} cannot train {kind}, {CONDITIONAL}, because all ranks sum in the same order: use false"
+    if is_sharded(memory) and len(recipe.model.loss_names) > 1:
+        yield f"{key} cannot train {kind} with memory.strategy fsdp, which reduces after each loss: use ddp or single"
+
+
+def require_supported_parameters(module: nn.Module, plan: Plan) -> None:
+    """Reject parameters that a technique of ``plan`` does not support, or would train differently."""
+    _require_local_norms(module, plan)
+    memory, bits = plan.memory, plan.memory.optimizer_state_bits
+    fsdp = [("memory.strategy=fsdp", "use ddp or single", plan.strategy == "fsdp")]
+    dense = [
+        *fsdp,
+        ("memory.cpu_offload=optimizer", "use none", memory.cpu_offload == "optimizer"),
+        ("run.deterministic=true", "use false", plan.deterministic),
+        ("memory.tensor_parallel", "use 1", memory.tensor_parallel > 1),
+    ]
+    real = [  # safetensors has no complex128, and torch has few operations for complex32
+        *dense,
+        (f"memory.precision={memory.precision}", "use 32-true", memory.precision not in ("32-true", "bf16-mixed")),
+        (f"memory.optimizer_state_bits={bits}", "use 32", bits < 32),
+    ]
+    sparse = sparse_parameters(module)
+    for name, parameter in module.named_parameters():
+        for is_so, fault, excluded in (
+            (parameter.ndim == 0, "has no dimension: give it the shape (1,)", fsdp),
+            (name in sparse, "has sparse gradients: remove sparse=True", dense),
+            (parameter.is_complex(), "is complex: store it as real numbers and use torch.view_as_complex", real),
+        ):
+            for key, remedy, is_on in excluded:
+                require(not (is_so and is_on), f"{key} cannot train {name}, which {fault}, or {remedy}")
+
+
+def _require_local_norms(module: nn.Module, plan: Plan) -> None:
+    """Reject SyncBatchNorm if it would synchronise. On a CPU its forward raises an error."""
+    from torch.nn import SyncBatchNorm
+
+    names = [name for name, part in module.named_modules() if isinstance(part, SyncBatchNorm)]
+    require(
+        not names or (plan.world_size == 1 and plan.strategy == "single"),
+        f"memory.strategy={plan.strategy} cannot train {(names or [''])[0] or 'a module'}, a SyncBatchNorm, whose "
+        "statistics cover one micro-step of all ranks instead of the batch, and change with the cut: use BatchNorm, "
+        "whose running statistics are corrected and shared, or LayerNorm or GroupNorm",
+    )
+
+
+def require_first_order(output: Any, setting: str, remedy: str) -> None:
+    """Make a second-order backward (``create_graph=True``) through the ``output`` of a module an error on all ranks.
+
+    To come before a technique's own hooks on ``output``, call this before they are registered.
+    """
+    import torch
+    from torch.utils._pytree import tree_leaves
+
+    def check(gradient: Tensor) -> None:
+        if torch.is_grad_enabled():
+            raise RecipeError(f"{setting} cannot compute second-order gradients (create_graph=True): {remedy}")
+
+    if not torch.compiler.is_compiling():  # the compiler itself rejects a second backward
+        for tensor in tree_leaves(output):
+            if isinstance(tensor, torch.Tensor) and tensor.requires_grad:
+                tensor.register_hook(check)
+
+
+def require_sparse_support(module: nn.Module, optim: Optim) -> None:
+    """Reject an optimizer that does not support sparse gradients if ``module`` has some."""
+    names = sparse_parameters(module)
+    decays = optim.weight_decay or any(settings.get("weight_decay") for settings in optim.groups.values())
+    if names and (optim.name not in ("sgd", "adagrad") or decays):
+        raise RecipeError(
+            f"optim.name={optim.kind} with optim.weight_decay={optim.weight_decay} cannot update {min(names)}, which "
+            "has sparse gradients: remove sparse=True, or use sgd or adagrad without decay"
+        )
+
+
+def sparse_parameters(module: nn.Module) -> set[str]:
+    """Return the names of trained parameters with sparse gradients: embeddings with ``sparse=True``."""
+    sparse = {
+        id(part.weight) for part in module.modules() if getattr(part, "sparse", False) and hasattr(part, "weight")
+    }
+    return {name for name, p in module.named_parameters() if id(p) in sparse and p.requires_grad}

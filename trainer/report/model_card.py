@@ -1,0 +1,116 @@
+"""The model card: ``README.md`` of a trained model, in the format of the Hugging Face hub."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from trainer.contract import Exportable, Preparable, capability
+from trainer.recipe import Recipe
+from trainer.system.redact import redact
+from trainer.system.text import escaped
+
+NO_FENCE = "`" * 3
+
+
+@dataclass(frozen=True)
+class TrainingFacts:
+    """The facts about the training for a model card.
+
+    Args:
+        facts: rows of the first table, such as the plan, steps and metrics.
+        metrics: metrics by split, as in ``summary.json``.
+        data: class, sizes and fingerprint of the data, as in ``summary.json``.
+        versions: versions of the libraries; ``None`` if not installed.
+    """
+
+    facts: Mapping[str, Any]
+    metrics: Mapping[str, Mapping[str, float | None]]
+    data: Mapping[str, Any]
+    versions: Mapping[str, str | None]
+
+
+def build_model_card(recipe: Recipe, run_dir: Path, trained: TrainingFacts) -> str:
+    """Build the model card of the run in ``run_dir``, which must contain its ``recipe.yaml``."""
+    model: Any = recipe.model
+    kind = "token" if model.task == "token" else "text"
+    if capability(model, Preparable).tokenizer_or_none() is None:
+        kind = "image" if recipe.data.load_image is not None else ""
+    weights = model.weights
+    base = weights if isinstance(weights, str) and weights.count("/") == 1 and not Path(weights).exists() else None
+    library, task = (
+        "transformers" if capability(model, Exportable).own_format else None,
+        f"{kind}-classification" if kind else None,
+    )
+    task = "text-generation" if model.task == "language" else task
+    text = (run_dir / "recipe.yaml").read_text(encoding="utf-8").partition("\n# sha256")[0]
+    return model_card(run_dir.name, trained, text, task, library, base)
+
+
+def model_card(
+    name: str, trained: TrainingFacts, recipe: str, pipeline: str | None, library: str | None, base: str | None
+) -> str:
+    """Build a model card: a YAML header and Markdown.
+
+    Args:
+        name: name of the run.
+        trained: facts about the training.
+        recipe: the recipe as YAML.
+        pipeline: name of the task on the hub, such as text-classification.
+        library: the library that loads the model, such as transformers; ``None`` if only this package does.
+        base: the model on the hub that was fine-tuned, if any.
+    """
+    from huggingface_hub import EvalResult, ModelCardData
+
+    data = str(trained.data.get("class", "data"))
+    results = [
+        EvalResult(
+            task_type=pipeline or "other",
+            dataset_type=data.lower(),
+            dataset_name=data,
+            dataset_split=split,
+            dataset_revision=trained.data.get("fingerprint"),
+            metric_type=metric,
+            metric_value=float(value),
+        )
+        for split, figures in trained.metrics.items()
+        for metric, value in figures.items()
+        if value is not None and math.isfinite(value)
+    ]
+    header = ModelCardData(
+        model_name=name,
+        library_name=library,
+        pipeline_tag=pipeline,
+        base_model=base,
+        tags=["trainer", "exactbatch-trainer"],
+        metrics=sorted({result.metric_type for result in results}) or None,
+        eval_results=results or None,
+    )
+    versions = {library: version for library, version in trained.versions.items() if version}
+    return redact(
+        "\n".join(
+            [
+                f"---\n{header.to_yaml()}\n---\n",
+                f"# {escaped(name)}\n",
+                "Fine-tuned with exact gradients: each step is that of the whole batch, however it was cut.\n",
+                _table(trained.facts),
+                "## Data\n",
+                _table({key: value for key, value in trained.data.items() if value is not None}),
+                "## Recipe\n",
+                f"{NO_FENCE}yaml\n{escaped(recipe.strip(), keep=LINES).replace(NO_FENCE, '')}\n{NO_FENCE}\n",
+                "## Versions\n",
+                _table(versions),
+            ]
+        )
+    )
+
+
+LINES = "\n"
+
+
+def _table(rows: Mapping[str, Any]) -> str:
+    cells = [(escaped(name), escaped(value).replace("|", r"\|")) for name, value in rows.items()]
+    return "\n".join(["| | |", "|---|---|", *(f"| {name} | {value} |" for name, value in cells), ""])

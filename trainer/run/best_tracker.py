@@ -1,0 +1,111 @@
+"""Selects the best evaluation of a run and decides when training ends early, identically on all ranks."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+from trainer.contract import Metric
+from trainer.engine.events import Counters, Listener
+from trainer.errors import RecipeError, require
+from trainer.recipe import Recipe
+from trainer.report.whole_set_metrics import is_higher_better
+
+
+class BestTracker(Listener):
+    """The best evaluation so far. All ranks receive the same metrics, so they agree.
+
+    Args:
+        recipe: contains ``run.best`` and ``run.patience``.
+        split: the split that is evaluated during training, val or test.
+
+    Raises:
+        RecipeError: if the metric belongs to a split that is not evaluated. A test set selects only if ``run.best``
+            names it.
+    """
+
+    def __init__(self, recipe: Recipe, split: str) -> None:
+        run = recipe.run
+        self.split, self.patience = split, run.patience
+        self.own = [metric for metric in run.metrics if isinstance(metric, Metric)]
+        chosen, on_test = run.best_metric(), (run.best or "").startswith("test_")
+        self.is_chosen = run.evaluate and chosen != "last" and (split == "val" or on_test)
+        self.name = chosen if self.is_chosen else None
+        """The metric that is compared; ``None`` until the first evaluation if the recipe names none."""
+        asked = f"run.patience={run.patience}" if chosen in (None, "last") else f"run.best={run.best}"
+        if split == "test" and (run.patience is not None or chosen not in (None, "last")):
+            if not self.is_chosen:
+                raise RecipeError(
+                    f"{asked} needs a validation set: a test set that chooses the model can no longer measure it. Hold "
+                    f"out a part of the training set (data.val_fraction 0.1), or set run.best test_{chosen or 'loss'}"
+                )
+        elif on_test:
+            raise RecipeError(f"{asked}, but there is a validation set: set run.best {chosen}")
+        self.score, self.step, self.since = -math.inf, 0, 0
+        self.result: Any = None
+        """The result of the best evaluation, if this process made it."""
+        self.last: float | None = None  # the metric of the newest evaluation, also of one before a resume
+
+    def on_evaluation(self, counters: Counters, result: Any) -> None:
+        """Compare with the best so far; a value that is not finite is never better."""
+        if not self.is_chosen:
+            return
+        figures = result.metrics()
+        score = self.score_of(figures)
+        require(
+            self.name in figures, f"run.best={self.name} is not a metric of this model: use one of {', '.join(figures)}"
+        )
+        self.since, self.last = self.since + 1, figures[str(self.name)]
+        if score > self.score:
+            self.score, self.step, self.since, self.result = score, counters.step, 0, result
+
+    def score_of(self, figures: Mapping[str, float]) -> float:
+        """Return the score of an evaluation, higher is better; minus infinity if it or the loss is not finite.
+
+        NaN logits would otherwise still have an accuracy, that of class 0. If the recipe names no metric, accuracy is
+        used, as in timm: the loss of an overconfident classifier rises while it still learns, so the minimum loss can
+        occur after very little training.
+        """
+        name = self.name or ("accuracy" if "accuracy" in figures else "loss")
+        if self.is_chosen:
+            self.name = name
+        value = figures.get(name, math.nan)
+        if not math.isfinite(value) or not math.isfinite(figures.get("loss", math.nan)):
+            return -math.inf
+        return value if is_higher_better(name, self.own) else -value
+
+    @property
+    def metric_column(self) -> str:
+        """The metric with its split, such as ``val_loss``."""
+        return f"{self.split}_{self.name}"
+
+    @property
+    def best_value(self) -> float:
+        """The best value of the metric."""
+        return self.score if is_higher_better(str(self.name), self.own) else -self.score
+
+    def is_over(self) -> bool:
+        """Return whether ``run.patience`` evaluations in a row were not better than the best."""
+        return self.patience is not None and self.since >= self.patience
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state as JSON values."""
+        score = self.score if math.isfinite(self.score) else 0.0
+        last = self.last if self.last is not None and math.isfinite(self.last) else None
+        state = {
+            "figure": self.metric_column if self.step else "",
+            "score": score,
+            "step": self.step,
+            "since": self.since,
+        }
+        return state | ({} if last is None else {"last": last})
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Restore the best evaluation so far. A value saved for another metric or split is ignored."""
+        split, _, name = state["figure"].partition("_")
+        if self.is_chosen and state["step"] and split == self.split and self.name in (None, name):
+            self.name, self.score, self.step = name, float(state["score"]), state["step"]
+            self.last = state.get("last")  # older checkpoints have none
+        if self.is_chosen and (self.step or not state["step"]):
+            self.since = state["since"]

@@ -1,0 +1,38 @@
+"""Status lines on standard error while a command starts, because imports and models may take seconds to load."""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from collections.abc import Mapping
+
+from trainer.system.redact import redact
+from trainer.system.text import escaped
+
+UPDATE_INTERVAL = 1.8  # minimum time between two lines
+RANKS = ("RANK", "LOCAL_RANK", "SLURM_PROCID")
+
+_subject = ""
+_last = 0.0
+
+
+def start_status(subject: str, environment: Mapping[str, str] = os.environ) -> None:
+    """Enable status lines that start with ``subject``; only on the first rank, and not in notebooks."""
+    global _subject, _last
+    is_first = all(environment.get(name, "0") == "0" for name in RANKS)
+    _subject, _last = redact(subject) if is_first and sys.stderr is sys.__stderr__ else "", float("-inf")
+
+
+def show_status(what: str) -> None:
+    """Print what the command is doing now, unless the last line is younger than :data:`UPDATE_INTERVAL`."""
+    global _last
+    if _subject and time.monotonic() - _last >= UPDATE_INTERVAL:
+        _last = time.monotonic()
+        print(escaped(f"{_subject} · {what} …"), file=sys.stderr, flush=True)
+
+
+def clear_status() -> None:
+    """Disable status lines: the command prints its own output from now on."""
+    global _subject
+    _subject = ""
