@@ -15,8 +15,8 @@ from trainer.contract import (
     Packable,
     Plannable,
     Preparable,
+    Samples,
     Streamable,
-    TracedSamples,
     as_samples,
     capability,
     prepare_data,
@@ -164,7 +164,7 @@ def test_attributes_of_a_torch_dataset_are_read():
 
 
 def test_a_split_of_samples_needs_two_methods():
-    class Two(TracedSamples):
+    class Two(Samples):
         def __len__(self):
             return 2
 
@@ -175,7 +175,7 @@ def test_a_split_of_samples_needs_two_methods():
     assert split.original is split
     assert split_fingerprint(Two()) == split_fingerprint([split[0], split[1]])
     with pytest.raises(NotImplementedError, match=r"Samples must define __len__"):
-        len(TracedSamples())
+        len(Samples())
 
 
 def test_recipes_that_share_a_dataset_do_not_change_each_other():

@@ -310,7 +310,7 @@ def mixed_sample_weights(batch: Mapping[str, Any], weigh: Callable[[Any], dict[s
     return {name: other[name] + share * (own[name] - other[name]) for name in own}  # exact if both are equal
 
 
-class TracedSamples(OptionalAttributes):
+class Samples(OptionalAttributes):
     """Base class of a split. A subclass defines ``__len__`` and ``__getitem__``; everything else is optional.
 
     A list, a torch ``Dataset`` or a ``datasets.Dataset`` is a split, too: :func:`as_samples` reads the same attributes.
@@ -376,7 +376,7 @@ class TracedSamples(OptionalAttributes):
         return {}
 
 
-class DrawnSamples(TracedSamples):
+class DrawnSamples(Samples):
     """A split that loads samples one by one and converts a whole micro-batch at once, which is faster for images."""
 
     def draw(self, index: int) -> Any:
@@ -388,8 +388,8 @@ class DrawnSamples(TracedSamples):
         raise NotImplementedError(f"{type(self).__name__} must define together(drawn)")
 
 
-class _AdaptedSamples(TracedSamples):
-    """A split of another class with the attributes of :class:`TracedSamples`; missing ones have their defaults."""
+class _AdaptedSamples(Samples):
+    """A split of another class with the attributes of :class:`Samples`; missing ones have their defaults."""
 
     def __init__(self, split: Any) -> None:
         self._split = split
@@ -421,12 +421,12 @@ class _AdaptedSamples(TracedSamples):
         return getattr(self._split, "files", super().files)()
 
 
-def as_samples(split: Any) -> TracedSamples:
-    """Return ``split`` as :class:`TracedSamples`: unchanged if it is one, otherwise adapted."""
-    return split if isinstance(split, TracedSamples) else _AdaptedSamples(split)
+def as_samples(split: Any) -> Samples:
+    """Return ``split`` as :class:`Samples`: unchanged if it is one, otherwise adapted."""
+    return split if isinstance(split, Samples) else _AdaptedSamples(split)
 
 
-def splits_of(data: Data) -> dict[str, TracedSamples]:
+def splits_of(data: Data) -> dict[str, Samples]:
     """Return the splits of a prepared dataset by name: train, val and test, if they exist."""
     found = {"train": data.train, "val": data.val, "test": data.test}
     return {name: as_samples(split) for name, split in found.items() if split is not None}
@@ -436,7 +436,7 @@ class Data(OptionalAttributes):
     """A dataset. A custom dataset is a dataclass that subclasses this and defines ``prepare``.
 
     After ``prepare``, ``train``, ``val`` and ``test`` are splits or ``None``: objects with ``len`` and ``[i]``, and
-    with any of the attributes of :class:`TracedSamples`.
+    with any of the attributes of :class:`Samples`.
     """
 
     tasks: ClassVar[Sequence[Task]] = ()

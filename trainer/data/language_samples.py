@@ -20,7 +20,7 @@ from numpy import ndarray
 from torch import Tensor
 from transformers.utils.chat_template_utils import render_jinja_template
 
-from trainer.contract import TracedSamples
+from trainer.contract import Samples
 from trainer.data.base import hold_out, local_path, root_cause
 from trainer.data.cache import hash_of
 from trainer.data.fingerprint import ContentHasher, add_rows, sample_row_blocks
@@ -509,7 +509,7 @@ def tokenize_rows(rows: RowSource, reader: RowReader, cache: Path) -> datasets.D
     return build_table(rows, key, pick, encode_rows, cache, features=datasets.Features(kinds), batch_size=ROWS_AT_ONCE)
 
 
-class Sequences(TracedSamples):
+class Sequences(Samples):
     """The ``chosen`` samples of ``tables`` that :func:`tokenize_rows` made from ``rows``; memory-mapped."""
 
     lengths: Sequence[int]

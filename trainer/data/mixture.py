@@ -10,7 +10,7 @@ from dataclasses import MISSING, dataclass, field, fields
 from itertools import accumulate, chain
 from typing import Any, cast
 
-from trainer.contract import Data, Model, TracedSamples, as_samples, prepare_data, splits_of
+from trainer.contract import Data, Model, Samples, as_samples, prepare_data, splits_of
 from trainer.data.base import Loading
 from trainer.data.images import CIFAR10, Digits, FashionMNIST, ImageFolder
 from trainer.data.language import Conversations, Documents
@@ -167,7 +167,7 @@ def _built(number: int, part: Any) -> tuple[Data, float]:
     return cast(Data, data), float(weight)
 
 
-class ConcatSplit(TracedSamples):
+class ConcatSplit(Samples):
     """A concatenation of splits. Its fingerprint covers their content and ``settings``."""
 
     def __init__(self, splits: Sequence[Any], settings: Any = None) -> None:

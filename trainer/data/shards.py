@@ -18,7 +18,7 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 from torch import Tensor
 
-from trainer.contract import TracedSamples
+from trainer.contract import Samples
 from trainer.data.base import root_cause
 from trainer.data.cache import checksum, inspect_cached
 from trainer.data.fingerprint import MAX_HASHED_BYTES, ContentHasher
@@ -186,7 +186,7 @@ class TokenizedWithLabels:
         return {**tokens, "labels": [self.settings[str(label)] for _, label in rows]}
 
 
-class StreamedSplit(TracedSamples):
+class StreamedSplit(Samples):
     """The samples that ``encode`` makes from all shards in order; at least ``mixed`` are shuffled with each other."""
 
     def __init__(self, shards: Sequence[Shard], encode: RowEncoder, pad: Padder, mixed: int) -> None:

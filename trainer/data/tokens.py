@@ -20,7 +20,7 @@ import torch
 from datasets.fingerprint import Hasher
 from torch import Tensor
 
-from trainer.contract import PADDING_MULTIPLE, TracedSamples
+from trainer.contract import PADDING_MULTIPLE, Samples
 from trainer.data.cache import get_or_build, hash_of
 from trainer.data.fingerprint import ContentHasher, add_rows, sample_row_blocks, tokenizer_hash
 from trainer.data.labels import RowLabels, parse_labels, parse_numbers, parse_tagged_words, row_labels
@@ -69,7 +69,7 @@ class Padder:
         return [gap + one if left else one + gap for one, gap in zip(values, gaps, strict=True)]
 
 
-class Tokens(TracedSamples):
+class Tokens(Samples):
     """The ``chosen`` rows of a ``table`` that :func:`tokenize_table` made from ``rows``, with their labels ``of_rows``.
 
     The table is memory-mapped, so that processes share its pages.

@@ -12,7 +12,7 @@ import torch
 from PIL import Image
 from torch import Tensor
 
-from trainer.contract import Preparable, TracedSamples, capability, splits_of
+from trainer.contract import Preparable, Samples, capability, splits_of
 from trainer.data.fingerprint import ContentHasher, evenly_spaced
 from trainer.data.loader import out_of_range_labels
 from trainer.doctor.context import CheckContext, Finding, Status, fail, ok, skipped, warning
@@ -79,13 +79,13 @@ def _problems(subject: CheckContext, sample: Any, classes: int | None) -> Iterat
         yield "pixels are not finite", "fix the image, or data.normalize"
 
 
-def _describe(name: str, split: TracedSamples, position: int) -> str:
+def _describe(name: str, split: Samples, position: int) -> str:
     described = split.describe(position)
     is_default = described == f"sample {position} of {type(split.original).__name__}"
     return f"{name} sample {position}" if is_default else described
 
 
-def _image_modes(check: str, split: TracedSamples, positions: Sequence[int]) -> Iterator[Finding]:
+def _image_modes(check: str, split: Samples, positions: Sequence[int]) -> Iterator[Finding]:
     files = split.samples
     if not isinstance(files, Sequence) or not files or not isinstance(files[0], tuple):
         return
@@ -120,7 +120,7 @@ def duplicates(subject: CheckContext) -> Iterator[Finding]:
         yield warning(text, "remove them from one of the two, otherwise the metrics are too good")
 
 
-def keys(split: TracedSamples) -> dict[int, bytes]:
+def keys(split: Samples) -> dict[int, bytes]:
     """Return a hash of each sample's content without its label, by position.
 
     Covers the first ``COMPARED`` samples of files, arrays and texts, and ``LOOKED_AT`` samples of other splits.

@@ -6,14 +6,14 @@ from array import array
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from trainer.contract import Data, Model, TracedSamples
+from trainer.contract import Data, Model, Samples
 from trainer.values import Outline
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 
-class ConstantSamples(TracedSamples):
+class ConstantSamples(Samples):
     """``count`` identical samples: zeros in the shapes of an outline, and masks of ones."""
 
     def __init__(self, outline: Outline, count: int) -> None:
