@@ -129,7 +129,7 @@ IN_HALF = (
     KnobValue("16-true", ALL, not_with=("32-true", "64-true", "bf16-mixed", "bf16-true")),
 )
 LOSSY_STATE: Any = {"lossy": True, "optimizers": ADAM, "splits": False}
-OVER_RANKS: Any = {"graded": False, "needs_ranks": True, "evaluated": True}
+OVER_RANKS: Any = {"monotonic": False, "needs_ranks": True, "evaluated": True}
 KNOBS = (  # in the order in which to try them
     Knob("micro_batch_size", planned=True),
     Knob("micro_batch_tokens", evaluated=True),
