@@ -450,7 +450,7 @@ class Run:
         return self.best if self.best is None else self.best.removeprefix("val_").removeprefix("test_")
 
     def requested_metrics(self) -> list[str | Metric]:
-        """Return the metrics of every evaluation beyond those of the task: ``metrics``, and that of ``best``."""
+        """Return the metrics of every evaluation, without those of the task: ``metrics``, and that of ``best``."""
         names = {metric if isinstance(metric, str) else metric.name for metric in self.metrics}
         best = self.best_metric()
         return [*self.metrics, *([] if best in (None, "last", *names) else [str(best)])]
