@@ -491,7 +491,7 @@ OWN_BAD: list[tuple[dict[str, Any], dict[str, Any], str]] = [
     (
         {"name": "torch.optim.NAdam", "arguments": {"lr": 1}},
         {},
-        "optim.arguments has lr, which the trainer passes",
+        "optim.arguments has lr: that is optim.lr",
     ),
     ({"name": "torch.optim.Rprop", "weight_decay": 0.1}, {}, "optim.name=torch.optim.Rprop knows no weight_decay"),
     ({"factory": Counting}, {}, "optim.factory=Counting keeps param_groups.k outside of the state"),
