@@ -218,9 +218,9 @@ def _shape(said: str, task: str, tokens: int | None, config: Mapping[str, Any], 
 def recipe_to_train(reference: str, recipe: Recipe) -> tuple[str, dict[str, str]]:
     """Return the recipe and flags that train ``reference``: a packaged recipe for ``hf:MODEL``, or "" if none can."""
     model: Any = recipe.model
-    if not isinstance(model, FromConfig):
+    if not reference.startswith(PREFIX):
         return reference, {}
-    if model.head != "sequence-classification":
+    if not isinstance(model, FromConfig) or model.head != "sequence-classification":
         return "", {}
     name = reference.removeprefix(PREFIX)
     folder = Path(local_folder(name)).expanduser()
