@@ -170,8 +170,7 @@ class RecipeParser:
         return VALUE_ALIASES.get((key, str(value)), _as_list(self.settings[key].hint, value))
 
     def _find_owner(self, key: str) -> str:
-        """Who has a setting ``key`` that the recipe's model or data has not: a flag of another command, or other
-        classes of the package, of those the ones that read what the recipe's own does."""
+        """Format a hint about the owner of an unknown ``key``: another command, or classes of the same module."""
         section, _, name = key.rpartition(".")
         if (flag := OF_A_SWEEP.get(name.replace("-", "_"))) and flag not in self.valued:
             return f"; it is a flag of another command: trainer sweep RECIPE --{flag}"

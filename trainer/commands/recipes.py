@@ -144,9 +144,8 @@ def import_recipe(path: Path) -> Recipe:
         del sys.modules[name]
         if isinstance(error, KeyboardInterrupt):
             raise
-        what = (
-            safe_message(error) if isinstance(error, RecipeError) else f"{type(error).__name__}: {safe_message(error)}"
-        )
+        what = "" if isinstance(error, RecipeError) else f"{type(error).__name__}: "
+        what += safe_message(error)
         what += _keyword_meant(error, module) if isinstance(error, TypeError) else ""
         lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == str(path)]
         if isinstance(error, SyntaxError) and error.filename == str(path):
@@ -160,7 +159,7 @@ def import_recipe(path: Path) -> Recipe:
 
 
 def _keyword_meant(error: TypeError, module: ModuleType) -> str:
-    """For an argument that a class of the recipe file does not have: which one was probably meant, or who has it."""
+    """Suggest the intended keyword, or the class that has it, if ``error`` reports an unknown keyword argument."""
     found = re.search(r"(\w+)\.__init__\(\) got an unexpected keyword argument '(\w+)'", str(error))
     kind = getattr(module, found[1], None) if found else None
     if found is None or not isinstance(kind, type) or not is_dataclass(kind):

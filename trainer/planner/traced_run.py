@@ -90,13 +90,7 @@ def _evaluated(recipe: Recipe, plan: Plan) -> list[MicroBatch]:
     return list(evaluation_micro_batches("val", [piece], make_loader(recipe, dataset), Quarantine(limit=None)))
 
 
-def trace_run(
-    recipe: Recipe,
-    plan: Plan,
-    samples: TracedSamples,
-    target: Target,
-    nodes: int = 1,
-) -> Trace:
+def trace_run(recipe: Recipe, plan: Plan, samples: TracedSamples, target: Target, nodes: int = 1) -> Trace:
     """Trace a run of a prepared recipe with ``plan`` on ``target``, on the first of its ranks, over ``nodes``.
 
     This changes torch for the rest of the process: see :func:`trainer.fakegpu.torch_patches.install`.
