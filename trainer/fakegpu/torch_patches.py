@@ -234,7 +234,7 @@ def patch_tensors() -> None:
 
 
 def _to(move: Callable[..., Any], moved: int = 1) -> Callable[..., Any]:
-    """Wrap ``Tensor.to``: ``"cuda"``, ``0`` or a tensor's device, at position ``moved``, is the GPU without a driver."""
+    """Wrap ``Tensor.to``: ``"cuda"``, ``0`` or a tensor's device at position ``moved`` is the GPU, without a driver."""
 
     def placed(where: Any) -> tuple[Any, ...]:
         if isinstance(where, Tensor):
