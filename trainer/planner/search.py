@@ -483,7 +483,7 @@ class Search:
         found: list[Any] = [self._job(one) for one in settings]
         jobs = [(at, job) for at, job in enumerate(found) if isinstance(job, tuple)]
         self.total = self.done + len(jobs)
-        fixed = {"target": self.target, "nodes": self.nodes, "timeline": True, "capacity": self.limit}
+        fixed: dict[str, Any] = {"target": self.target, "nodes": self.nodes, "timeline": True, "capacity": self.limit}
         calls = [partial(predict_in_process, recipe, plan, **fixed) for _, (recipe, plan) in jobs]
         for number, result in run_in_children(calls):
             at, (_, plan) = jobs[number]
