@@ -107,10 +107,8 @@ class ScaleSearch:
             for number, result in run_in_children([self._call(row) for row in waiting.values()]):
                 row = waiting[places[number]]
                 failed = isinstance(result, Exception)
-                answer = (
-                    {"reason": str(result).splitlines()[0]} if failed else {"prediction": Prediction.from_child(result)}
-                )
-                tried[places[number]].append(replace(row, **answer))
+                new = {"reason": str(result).splitlines()[0]} if failed else {"prediction": Prediction.from_child(result)}
+                tried[places[number]].append(replace(row, **new))
                 done += 1
                 total = max(done, sum(not one.reason for one in rows))
                 self.progress(done, total, f"{row.strategy} on {row.cluster.devices}")
