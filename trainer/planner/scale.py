@@ -106,9 +106,11 @@ class ScaleSearch:
             places = list(waiting)
             for number, result in run_in_children([self._call(row) for row in waiting.values()]):
                 row = waiting[places[number]]
-                failed = isinstance(result, Exception)
-                new = {"reason": str(result).splitlines()[0]} if failed else {"prediction": Prediction.from_child(result)}
-                tried[places[number]].append(replace(row, **new))
+                if isinstance(result, Exception):
+                    row = replace(row, reason=str(result).splitlines()[0])
+                else:
+                    row = replace(row, prediction=Prediction.from_child(result))
+                tried[places[number]].append(row)
                 done += 1
                 total = max(done, sum(not one.reason for one in rows))
                 self.progress(done, total, f"{row.strategy} on {row.cluster.devices}")
