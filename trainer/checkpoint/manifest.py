@@ -75,11 +75,7 @@ def read_errors_as_corrupt(path: Path, hint: str = "") -> Iterator[None]:
 
 
 def read_manifest(folder: Path) -> Manifest:
-    """Read the manifest of the checkpoint ``folder``, and check it and the sizes of all files.
-
-    Raises:
-        CorruptCheckpointError: if a file is missing, changed, or not part of the checkpoint.
-    """
+    """Read the manifest of the checkpoint ``folder``; raise CorruptCheckpointError if it or a file size is wrong."""
     path = folder / MANIFEST
     with read_errors_as_corrupt(path):
         try:
@@ -222,13 +218,7 @@ def write_hashes(folder: Path) -> None:
 
 
 def verify_folder(folder: Path) -> str | None:
-    """Check every file that :func:`write_hashes` recorded; other files are ignored.
-
-    Returns the reason if nothing could be checked, otherwise ``None``.
-
-    Raises:
-        CorruptCheckpointError: if a file is missing or changed.
-    """
+    """Check all files that :func:`write_hashes` recorded; return why nothing could be checked, otherwise ``None``."""
     stated = folder / FILES
     if not stated.exists():
         return f"{folder} has no {FILES}: {UNCHECKED}"

@@ -66,11 +66,7 @@ class CheckpointWriter:
     warn: Callable[[str], None] = lambda problem: None  # called for problems that leave the checkpoint complete
 
     def write(self, snapshot: Snapshot) -> None:
-        """Write this rank's share and, on the first rank, complete the checkpoint.
-
-        Raises:
-            RunError: if the disk is full or not writable. Older checkpoints are then unchanged.
-        """
+        """Write this rank's share; the first rank completes the checkpoint. An error leaves older ones unchanged."""
         staging = self.folder.staging(snapshot.step, self.attempt)
         try:
             staging.mkdir(parents=True, exist_ok=True)

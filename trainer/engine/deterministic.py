@@ -71,7 +71,6 @@ class TreeSync(GradientSync):
 
     @torch.no_grad()
     def _add(self) -> None:
-        """Move the gradients of a micro-step from the parameters to the tree."""
         reached = [p for p in self.parameters if p.grad is not None]
         if not self.reached:
             self.reached = reached
@@ -90,7 +89,6 @@ class TreeSync(GradientSync):
         """Called after the first micro-step, when the parameters with gradients are known."""
 
     def _take(self) -> list[Tensor]:
-        """Return this rank's part of the gradients of a micro-step, summed over the ranks."""
         return [p.grad for p in self.reached if p.grad is not None]
 
     def _give(self, node: list[Tensor]) -> None:
@@ -214,9 +212,8 @@ def tree_sum(leaves: Sequence[Node]) -> Node:
 def tree_reduce_scatter(parts: Tensor, present: Sequence[bool], group: Any = None) -> Tensor:
     """Sum over the ranks of ``group``, each one leaf of the tree; return this rank's part, of shape ``(n,)``.
 
-    Args:
-        parts: the concatenated parts of this rank's leaf, of shape ``(ranks * n,)``.
-        present: for each rank, whether it has a leaf; the parts of other ranks are ignored. At least one has.
+    ``parts`` are the concatenated parts of this rank's leaf, of shape ``(ranks * n,)``. Only ranks that are ``present``
+    have a leaf; at least one has.
     """
     received = torch.empty_like(parts)
     torch.distributed.all_to_all_single(received, parts, group=group)
@@ -227,10 +224,7 @@ def tree_reduce_scatter(parts: Tensor, present: Sequence[bool], group: Any = Non
 
 
 class PartialSums:
-    """Adds a sequence of nodes of equal height in place, keeping as few sums as possible.
-
-    It works like a binary counter: after n nodes it keeps one sum per binary one of n, at most log2(n) + 1.
-    """
+    """Adds a sequence of nodes of equal height in place, keeping one sum per binary one of their number."""
 
     def __init__(self) -> None:
         self.sums: list[tuple[int, Node]] = []  # (height, node), with decreasing heights
@@ -270,10 +264,9 @@ def reproducible_norm(parts: Sequence[Tensor], elements: int, device: torch.devi
     """Return the 2-norm of all elements as a float64 scalar, infinite if any element is not finite.
 
     Squares are rounded 2 b bits below the square of the largest element. With N elements, the relative error is at most
-    N 2^(-2 b). b is 36 on a CPU and 30 on a GPU (from 2^26 and 2^32 elements on, 62 - log2 N). So the error is at most
-    1e-15 for a million elements on a CPU, and 1e-9 for a billion on a GPU.
-
-    ``parts`` are this rank's tensors on ``device``. With ``reduce`` the other ranks hold the rest of ``elements``.
+    N 2^(-2 b). b is 36 on a CPU and 30 on a GPU (62 - log2 N from 2^26 and 2^32 elements on): at most 1e-15 for a
+    million elements on a CPU, and 1e-9 for a billion on a GPU. With ``reduce`` the other ranks hold the rest of
+    ``elements``.
     """
     parts = [part for part in parts if part.numel()]
     largest = torch.zeros((), dtype=torch.float64, device=device)

@@ -124,10 +124,7 @@ class Windows:
         self.quarantine.load_state_dict(state["quarantine"])
 
     def longest(self, epochs: int) -> Window:
-        """Return a window of the largest micro-batch that can occur, for a trial of the peak.
-
-        The micro-batch occurs twice if a step may have several, because gradients of the first are then in memory.
-        """
+        """Return a window of the largest possible micro-batch, twice if steps can have two, for a trial of the peak."""
         self.current_epoch = max(
             self.epoch_ranges(epochs), key=lambda span: self.cut(span.start).micro_batch_size
         ).start
@@ -232,10 +229,7 @@ class Windows:
         return own
 
     def _request(self, epoch: int, indices: list[int], step: int = 0, places: Sequence[int] = ()) -> Request:
-        """Return a request for samples that are not mixed; with mixing on, each is mixed with itself.
-
-        The seed of a sample that may occur twice in an epoch also depends on its position in the batch.
-        """
+        """Return a request for samples mixed with themselves; the seeds of repeated samples depend on the position."""
         seeds = None
         if self.augmented and self.sample_weights is not None and places:
             parts = zip(places, indices, strict=True)
@@ -291,10 +285,7 @@ class Windows:
 def make_micro_batch(
     loaded: Any, indices: Sequence[int], seed: int, is_last: bool, is_empty: bool
 ) -> tuple[MicroBatch, list[BadSample]]:
-    """Return the micro-batch that was loaded for ``indices``, and its bad samples.
-
-    It is empty if none could be loaded. A bad sample that an empty one borrowed is reported by its own rank.
-    """
+    """Return the micro-batch loaded for ``indices``, empty if none could be loaded, and its own bad samples."""
     found = loaded.batch if isinstance(loaded, PartialBatch) else loaded
     batch, packed = (found.batch, found.packed) if isinstance(found, Packed) else (found, None)
     if not isinstance(loaded, PartialBatch):

@@ -146,14 +146,12 @@ class ActivationOffloader:
         self._release(IN_FLIGHT)
 
     def _release(self, most: int) -> None:
-        """Release all except the newest ``most`` tensors on the device: their memory is reused once they arrive."""
         while len(self.in_flight) > most:
             _, saved = self.in_flight.popleft()
             if saved.arrived is not None:
                 torch.cuda.current_stream(self.device).wait_event(saved.arrived)
 
     def _prefetch(self, saved: OffloadedTensor) -> Tensor:
-        """Start the copy of a tensor to the device, if not started yet, into memory of the computing stream."""
         if saved.on_device is None and self.stream is None:
             saved.on_device = saved.host.clone()
         elif saved.on_device is None and self.stream is not None:

@@ -26,11 +26,7 @@ _trials: dict[tuple[Any, ...], _OptimizerTraits] = {}  # a process decides sever
 
 
 def build_custom_optimizer(groups: Any, optim: Optim) -> Optimizer:
-    """Build the optimizer that ``optim.name`` or ``optim.factory`` specifies, over ``groups``.
-
-    Raises:
-        RecipeError: if the class does not exist, rejects its arguments, or ignores a weight decay.
-    """
+    """Build the optimizer that ``optim.name`` or ``optim.factory`` specifies, over ``groups``, or reject it."""
     make, called = _maker(optim), describe_custom_optimizer(optim)
     try:
         made = make(groups, lr=optim.lr, **optim.arguments)
@@ -93,10 +89,7 @@ class _OptimizerTraits:
 
 
 def probe_optimizer(optim: Optim) -> _OptimizerTraits:
-    """Run the optimizer on two small matrices, once per process, and return what it was found to do.
-
-    The trial leaves torch's random generator as it was.
-    """
+    """Return how the optimizer acts on two small matrices: once per process, without effect on the random generator."""
     key = optim.name, optim.factory, optim.lr, repr(sorted(optim.arguments.items(), key=str))
     try:
         if key not in _trials:

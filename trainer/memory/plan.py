@@ -65,11 +65,7 @@ def with_precision(recipe: Recipe, capability: tuple[int, int]) -> Recipe:
 
 
 def decide_plan(recipe: Recipe, world_size: int) -> Plan:
-    """Decide all settings that the recipe leaves open.
-
-    Raises:
-        RecipeError: if settings cannot be combined.
-    """
+    """Decide all settings that the recipe leaves open, and reject settings that cannot be combined."""
     for name in undecided_knobs(recipe.memory):
         raise RecipeError(
             f"memory.{name}=auto must be resolved by the planner, which did not run: use trainer fit or trainer plan"

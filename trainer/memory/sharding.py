@@ -54,8 +54,7 @@ def fabric_strategy(plan: Plan, accelerator: str) -> Strategy:
 class DDPStreamStrategy(DDPStrategy):
     """DDP, constructed on the computing stream.
 
-    Lightning constructs it on a side stream that nothing waits for. Its broadcast of the initial weights could then
-    overwrite restored weights.
+    Lightning uses a side stream that nothing waits for, so the first broadcast could overwrite restored weights.
     """
 
     def setup_module(self, module: nn.Module) -> nn.parallel.DistributedDataParallel:
@@ -94,8 +93,7 @@ def shard(
 ) -> str | None:
     """Shard ``module`` over ``mesh`` in place: each block is gathered separately, the rest of the model together.
 
-    The weights are whole, on any device or on meta. The ranks compute on ``device``. Returns a warning if blocks are
-    gathered with the rest, because they share weights with the rest or with each other.
+    The weights are whole, on any device or on meta. Returns a warning if blocks that share weights join the rest.
     """
     memory, half = plan.memory, plan.memory.precision in AMP_DTYPES
     streamed = memory.cpu_offload == "parameters"

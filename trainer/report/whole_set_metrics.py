@@ -36,7 +36,6 @@ class WholeSetMetrics:
         gather: collective: this rank's rows (or ``None``) to the rows of all ranks, at least on the first rank.
         decide: calls a function on the first rank, and returns its result or raises its error on all ranks.
         bytes_per_token: bytes of text per predicted token; ``None`` if unknown.
-        split: name of the evaluated set, for warnings.
     """
 
     def __init__(
@@ -161,8 +160,7 @@ def _named(what: str, compute: Callable[[], Any]) -> float:
 def _columns(task: str, logits: Tensor, targets: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
     """Yield for each class (of two only the second) its true samples, and scores that rank samples by probability p.
 
-    The scores are log(p / (1 - p)), because a softmax is 1 from a difference of 37 on, so that confident predictions
-    would be ties.
+    The scores are log(p / (1 - p)), because a softmax is 1 from a difference of 37 on: confident samples would be ties.
     """
     if task == "multi_label":
         for scores, labels in zip(logits.T, targets.T, strict=True):
