@@ -66,7 +66,7 @@ def load_model(model: Model, folder: Path) -> nn.Module:
 
 
 def restore_open_fields(model: Model, folder: Path) -> Model:
-    """Return ``model`` with open fields (``None``) from the trained model in ``folder``, unless it has ``own_format``."""
+    """Return ``model`` with open fields (``None``) as in ``folder``; one with ``own_format`` takes all from there."""
     if isinstance(model, Exportable) and model.own_format:
         return model.saved_in(folder)
     saved = read_json_object(folder / CONFIG, MAX_JSON_BYTES).get("fields", {})

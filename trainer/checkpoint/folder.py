@@ -85,7 +85,7 @@ class CheckpointFolder:
     def rotate(self, keep_last: int, keep_best: int, score: Score) -> list[str]:
         """Delete all checkpoints except the newest and the best; return a message for each that cannot be removed.
 
-        A checkpoint with an unreadable manifest is kept, for the user to inspect. The first of equally good ones is the best.
+        A checkpoint with an unreadable manifest is kept, for the user to inspect. Of equally good ones, the first is best.
         """
         figures: dict[Path, Mapping[str, float] | None] = {}  # metrics by checkpoint, newest first
         for path in self.newest_first():
@@ -101,7 +101,7 @@ class CheckpointFolder:
         return left + self._remove_all(sorted(figures.keys() - kept), self.remove)
 
     def remove(self, path: Path) -> None:
-        """Delete a checkpoint after renaming it, so a half-deleted one is never used; of a link, delete only the link."""
+        """Rename a checkpoint, then delete it, so no half-deleted one is used; of a link, delete only the link."""
         doomed = temporary_path(path, "gone")
         os.rename(path, doomed)
         remove(doomed)

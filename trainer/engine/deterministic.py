@@ -92,7 +92,6 @@ class TreeSync(GradientSync):
         return [p.grad for p in self.reached if p.grad is not None]
 
     def _give(self, node: list[Tensor]) -> None:
-        """Assign ``node``, the sum of all results of :meth:`_take`, to the gradients."""
         for parameter, gradient in zip(self.reached, node, strict=True):
             parameter.grad = gradient
 

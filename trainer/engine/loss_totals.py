@@ -49,7 +49,6 @@ class LossTotals:
         return self._over_ranks(norm, torch.stack(sums))
 
     def _over_ranks(self, norm: Tensor, numbers: Tensor) -> Tensor:
-        """Sum ``numbers`` (float64) over the ranks, and put ``norm`` before them."""
         if self.everybody > 1:
             numbers = torch.cat([numbers, numbers.new_ones(1)])
             torch.distributed.all_reduce(numbers)

@@ -27,9 +27,9 @@ UNDECLARED = ("running_mean", "running_var")  # written by batch_norm, but not d
 class ModelState(TorchDispatchMode):
     """The state of ``module``, ``model`` and random generators before a trial.
 
-    It covers attributes of the model, the module and its submodules, and the content of those that are lists, dicts, sets,
-    tensors or random generators; not hooks, other objects or global variables. While this mode is active, a tensor is
-    copied before an operation writes to it. With ``frozen``, the write is undone at once.
+    It covers attributes of the model, the module and its submodules, and the content of lists, dicts, sets, tensors and
+    random generators; not hooks, other objects or global variables. While this mode is active, a tensor is copied before
+    an operation writes to it. With ``frozen``, the write is undone at once.
     """
 
     supports_higher_order_operators = True

@@ -19,7 +19,7 @@ ONE_CYCLE = {"start": 1 / 25, "rising": 0.3, "end": 1 / 25e4}
 
 
 def decay(optim: Optim, step: int, total_steps: int) -> float:
-    """Return the factor of the ``step``-th optimizer step (from 0), without that of schedule plateau."""
+    """Return the learning-rate factor of the ``step``-th optimizer step (from 0); plateau: :class:`ReduceOnPlateau`."""
     floor, ratio = optim.min_lr / optim.lr, optim.warmup_ratio
     if optim.schedule == "range_test":  # Smith 2015: rates grow by a constant factor
         return floor ** (1 - min(1.0, step / max(1, total_steps - 1)))
@@ -137,7 +137,6 @@ class CheckpointableLambdaLR(LambdaLR):
                 group["lr"] = float(rate)
 
     def _computed(self, step: int) -> list[float]:
-        """Compute the rates of ``step``, given the steps skipped so far."""
         return [float(base) * factor(step) for base, factor in zip(self.base_lrs, self.lr_lambdas, strict=True)]
 
 

@@ -97,7 +97,6 @@ class Windows:
         self.halvings = self.current_epoch = 0
 
     def _cut(self, epoch: int) -> Cut:
-        """Return the cut of ``epoch``, halved ``halvings`` times or down to one sample."""
         cut = self.cut_at(epoch)
         for _ in range(self.halvings):
             cut = cut.halved(self.world_size) or cut
@@ -246,7 +245,6 @@ class Windows:
         return [max(others, key=lambda i: -self.lengths[i] if self.lengths else 0)]
 
     def _samples(self, epoch: int, step: int) -> tuple[int, int]:
-        """Count the samples of a batch over all ranks, without known bad ones, and their tokens."""
         batch_size, lengths = self.cut(epoch).batch_size, self.lengths
         if not len(self.quarantine) and lengths is None:
             return min(batch_size, self.size - step * batch_size), 0

@@ -92,7 +92,6 @@ class ActivationOffloader:
         self.in_flight: deque[tuple[Tensor, OffloadedTensor]] = deque()
 
     def pack(self, tensor: Tensor) -> Tensor | OffloadedTensor | AutocastWeight:
-        """Called by autograd for each tensor that an operation saves."""
         large = tensor.numel() * tensor.element_size() >= self.least_bytes
         if tensor.device.type != self.device.type or not large or _is_expanded(tensor) or self.keep_on_device(tensor):
             return tensor
@@ -108,7 +107,6 @@ class ActivationOffloader:
         return self.items[-1]
 
     def unpack(self, packed: Tensor | OffloadedTensor | AutocastWeight) -> Tensor:
-        """Called by autograd when backward needs the tensor."""
         if isinstance(packed, Tensor):
             return packed
         if isinstance(packed, AutocastWeight):

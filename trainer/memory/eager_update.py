@@ -80,9 +80,9 @@ class EagerOptimizerUpdate:
         return ended
 
     def commit_or_undo(self, norm: Tensor, largest: float | None) -> bool:
-        """Return whether the updates stand, because ``norm`` is finite and at most ``largest``; else undo them all.
+        """Return whether the updates stand, because gradients with this ``norm`` are not skipped or clipped to ``largest``.
 
-        If they stand, the gradients of updated parameters are removed, so that the optimizer skips them.
+        Otherwise all updates are undone. Gradients of updates that stand are removed, so that the optimizer skips them.
         """
         self.was_right = self.needs_no_clipping(norm, largest)
         if not self.was_right:

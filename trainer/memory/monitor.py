@@ -162,7 +162,6 @@ class MemoryMonitor(PhaseHooks):
         self._append_history(level / GB)
 
     def _append_history(self, gigabytes: float) -> None:
-        """Add to the history. In a long run it keeps only every second, fourth, eighth ... value."""
         if self._levels % self._every == 0:
             self.history.append((self.step, gigabytes))
         self._levels += 1

@@ -39,8 +39,7 @@ def precision_plugin(memory: Memory, device_type: str) -> FabricPrecision:
     shards_are_masters = sharded and memory.cpu_offload == "optimizer"
     if precision == "32-true" or shards_are_masters or (sharded and precision == "bf16-mixed"):
         return FabricPrecision()
-    return MixedPrecision(precision, device_type) if precision == "bf16-mixed" else HalfPrecision(precision)  # type:
-    ignore[arg - type]
+    return MixedPrecision(precision, device_type) if precision == "bf16-mixed" else HalfPrecision(precision)  # type: ignore[arg-type]
 
 
 class ScaledPrecision(MixedPrecision):

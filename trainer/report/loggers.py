@@ -120,7 +120,6 @@ class CSVMetrics(Logger):
 
     @rank_zero_only
     def save(self) -> None:
-        """Write the rows that are not on disk yet."""
         if not self._rows:
             return
         text = io.StringIO()

@@ -322,7 +322,6 @@ def _draw_budget(axes: Axes, budget: float, peak: float) -> None:
 
 
 def _draw_predicted_phases(strip: Axes, axes: Axes, marks: list[list[Any]], points: int) -> None:
-    """Draw the phases as a coloured strip on top, with names if they fit, and thin lines at the borders."""
     ends = [point for point, _ in marks[1:]] + [points - 1]
     for (start, phase), end in zip(marks, ends, strict=True):
         colour = PHASES.get(phase, GREY)
