@@ -467,7 +467,7 @@ OWN_BAD: list[tuple[dict[str, Any], dict[str, Any], str]] = [
     (
         {"name": "torch.optim.LBFGS"},
         {},
-        "optim.name=torch.optim.LBFGS needs a closure for forward and backward",
+        "optim.name=torch.optim.LBFGS needs a closure, but the trainer runs forward and backward itself",
     ),
     (
         {"name": "torch.optim.SparseAdam"},

@@ -87,9 +87,7 @@ def read_manifest(folder: Path) -> Manifest:
             raise CorruptCheckpointError(f"{path} is corrupt: {error}") from error
         found = content.get("format") if isinstance(content, dict) else None
         if isinstance(found, int) and found > FORMAT:
-            raise UnknownFormatError(
-                f"{path} has format {found}, of a later version; this version reads format {FORMAT}"
-            )
+            raise UnknownFormatError(f"{path} has format {found}, but this version reads at most format {FORMAT}")
         what = f"{path} is corrupt: its content was not written by a run"
         try:
             manifest = Manifest(**{name: value for name, value in content.items() if name != "digest"})
@@ -101,9 +99,7 @@ def read_manifest(folder: Path) -> Manifest:
         if manifest.to_json().encode(errors="surrogatepass") != written:  # including whitespace
             raise CorruptCheckpointError(f"{path} is corrupt: its hash differs from the one in the file")
         if folder.absolute().name != folder_name(manifest.step):
-            raise CorruptCheckpointError(
-                f"{path} belongs to step {manifest.step}, but its folder is {folder.name}: files were swapped"
-            )
+            raise CorruptCheckpointError(f"{path} of step {manifest.step} is in {folder.name}: files were swapped")
         _require_sizes(folder, manifest)
     return manifest
 

@@ -37,9 +37,7 @@ class Snapshot:
 
     step: int
     parts: Mapping[str, TensorPart]  # tensors that this rank writes
-    rank_state: Mapping[
-        str, Any
-    ]  # other state of this rank, as JSON: numbers in the optimizer's state, random generators
+    rank_state: Mapping[str, Any]  # other state of this rank, as JSON: numbers of the optimizer, random generators
     shared_state: Mapping[str, Any]  # state that is the same on all ranks, as JSON; written by the first rank
     history: bytes  # metrics.csv so far, on the first rank only
     manifest: Callable[[Mapping[str, Any]], Manifest]  # creates the manifest from the files' sizes and hashes

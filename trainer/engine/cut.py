@@ -24,9 +24,7 @@ class Cut:
     micro_batch_size: int  # max samples of a micro-batch
     accumulate: int  # micro-batches per step and rank in a full batch (a token budget may require more)
     micro_batch_tokens: int | None = None  # max tokens of a micro-batch, including padding
-    rank_independent: bool = (
-        False  # the same micro-batches on any number of ranks, plus empty ones if they do not divide
-    )
+    rank_independent: bool = False  # the same micro-batches on any number of ranks, plus empty ones to divide
 
     def halved(self, world_size: int) -> Cut | None:
         """Return the same batches in micro-batches of half the size, or ``None`` if these hold one sample already."""
@@ -145,9 +143,7 @@ def _packs(
     if all(tokens_of(pack, lengths, True) <= budget for pack in even if len(pack) > 1):
         packs = even
     while len(packs) < count:
-        fullest = max(
-            range(len(packs)), key=lambda place: (len(packs[place]) > 1, tokens_of(packs[place], lengths, True))
-        )
+        fullest = max(range(len(packs)), key=lambda i: (len(packs[i]) > 1, tokens_of(packs[i], lengths, True)))
         packs += _dealt(packs.pop(fullest), 2, most, lengths)
     packs.sort(key=lambda pack: -tokens_of(pack, lengths, True))
     # The ranks compute the packs of one micro-step at the same time; these have similar sizes. Give the fullest of

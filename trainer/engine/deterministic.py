@@ -77,9 +77,8 @@ class TreeSync(GradientSync):
             self._prepare()
         if list(map(id, reached)) != list(map(id, self.reached)):
             raise RunError(
-                "run.deterministic=true: a micro-batch produced gradients for different parameters than the first one, "
-                "but all ranks must sum the same ones: use run.deterministic false, or a model that uses all "
-                "parameters in every batch"
+                "run.deterministic=true: a micro-batch produced gradients for different parameters than the first one: "
+                "use run.deterministic false, or a model that uses all parameters in every batch"
             )
         self.sums.add(self._take() if any(self.present) else None)
         for parameter in reached:

@@ -189,8 +189,7 @@ class LossCheck:
             if not math.isclose(weight, left[name] + right[name], rel_tol=1e-5):
                 raise RecipeError(
                     f"{self.kind}: weigh() returns {weight:g} for loss {name!r} of some samples, but {left[name]:g} + "
-                    f"{right[name]:g} for their two halves: it must count the items (samples or tokens) that losses() "
-                    "sums over"
+                    f"{right[name]:g} for their two halves: it must count the items that losses() sums over"
                 )
 
     def _totals(self, forward: Forward, state: ModelState, batch: Any) -> dict[str, Tensor]:

@@ -28,8 +28,8 @@ class ModelState(TorchDispatchMode):
     """The state of ``module``, ``model`` and random generators before a trial.
 
     It covers attributes of the model, the module and its submodules, and the content of lists, dicts, sets, tensors and
-    random generators; not hooks, other objects or global variables. While this mode is active, a tensor is copied before
-    an operation writes to it. With ``frozen``, the write is undone at once.
+    random generators; not hooks, other objects or global variables. While this mode is active, a tensor is copied
+    before an operation writes to it. With ``frozen``, the write is undone at once.
     """
 
     supports_higher_order_operators = True

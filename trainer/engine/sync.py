@@ -25,9 +25,7 @@ class GradientSync:
     updates_in_backward = (
         False  # whether weights are updated before the norm is known, so that a step cannot be skipped
     )
-    overlaps_update = (
-        False  # whether gradients are reduced during backward, after a first step has shown this is possible
-    )
+    overlaps_update = False  # whether gradients are reduced during backward, after a first step allowed this
     deterministic = False  # whether gradients and losses are summed, not averaged, in the order of the micro-batches
 
     def __init__(self, parameters: Sequence[Tensor], model: Model | None = None) -> None:

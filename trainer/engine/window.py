@@ -56,9 +56,7 @@ class Window:
     weights: dict[str, float]  # from each loss to its weight in the whole batch, over all ranks
     samples: int  # size of the whole batch over all ranks, without bad samples
     epoch: int = 0
-    nonempty: Sequence[
-        bool
-    ] = ()  # with ``Cut.rank_independent``: for each micro-batch of all ranks, whether it has samples
+    nonempty: Sequence[bool] = ()  # with ``Cut.rank_independent``: for all micro-batches, whether they have samples
     tokens: int = 0  # tokens of these samples without padding; 0 if lengths are unknown
 
     def __iter__(self) -> Iterator[MicroBatch]:
@@ -124,9 +122,7 @@ class Windows:
 
     def longest(self, epochs: int) -> Window:
         """Return a window of the largest possible micro-batch, twice if steps can have two, for a trial of the peak."""
-        self.current_epoch = max(
-            self.epoch_ranges(epochs), key=lambda span: self.cut(span.start).micro_batch_size
-        ).start
+        self.current_epoch = max(self.epoch_ranges(epochs), key=lambda s: self.cut(s.start).micro_batch_size).start
         cut, lengths = self.cut(self.current_epoch), self.lengths
         if self.packs and lengths is not None and epochs * self.size <= MAX_SEARCHED_SAMPLES:
             every = ((epoch, step) for epoch in range(epochs) for step in range(self.steps(epoch)))

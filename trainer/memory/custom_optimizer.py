@@ -68,9 +68,7 @@ def _maker(optim: Optim) -> Callable[..., Any]:
     if _is_optimizer(kind):
         closure = inspect.signature(kind.step).parameters.get("closure")
         if closure is not None and closure.default is inspect.Parameter.empty:
-            raise RecipeError(
-                f"{given} needs a closure for forward and backward, which the trainer runs before the update: use adamw"
-            )
+            raise RecipeError(f"{given} needs a closure, but the trainer runs forward and backward itself: use adamw")
     return kind
 
 
@@ -115,9 +113,7 @@ def _trial(optim: Optim) -> _OptimizerTraits:
         _take(optimizer, whole, slopes[:-1])
         again = [weight.detach().clone().requires_grad_() for weight in whole]
         resumed = build_custom_optimizer(_group(again, optim), optim)
-        resumed.state.update(
-            {new: copy.deepcopy(optimizer.state.get(old, {})) for old, new in zip(whole, again, strict=True)}
-        )
+        resumed.state.update({b: copy.deepcopy(optimizer.state.get(a, {})) for a, b in zip(whole, again, strict=True)})
         for one, parameters in ((optimizer, whole), (resumed, again)):
             torch.default_generator.manual_seed(0)
             _take(one, parameters, slopes[-1:])

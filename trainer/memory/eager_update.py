@@ -80,7 +80,7 @@ class EagerOptimizerUpdate:
         return ended
 
     def commit_or_undo(self, norm: Tensor, largest: float | None) -> bool:
-        """Return whether the updates stand, because gradients with this ``norm`` are not skipped or clipped to ``largest``.
+        """Return whether the updates stand, because ``norm`` does not lead to a skip or to clipping to ``largest``.
 
         Otherwise all updates are undone. Gradients of updates that stand are removed, so that the optimizer skips them.
         """

@@ -41,10 +41,7 @@ def build_optimizer(
     the last elements of a tensor differently, so an update depends on the position in its shard.
     """
     if not parameters:
-        raise RecipeError(
-            "every parameter is frozen, so nothing would be trained: raise model.train_last_blocks, or change "
-            "optim.groups"
-        )
+        raise RecipeError("every parameter is frozen: raise model.train_last_blocks, or change optim.groups")
     rules = parameters if isinstance(parameters, Mapping) else {p: update_rule_for(p, optim) for p in parameters}
     groups = to_param_groups(rules, optim.lr)
     fused = fused and _has_fused_kernel(optim.kind, device, list(rules))

@@ -103,8 +103,9 @@ def _kept_in_half(module: nn.Module, precision: Precision) -> set[nn.Parameter]:
 class HostGradientSync(GradientSync):
     """Accumulates gradients in host memory, and reduces them over ranks there.
 
-    ``masters`` come from ``make_host_master_weights`` and get their gradients after the last backward of a window. After
-    each step of ``optimizer``, the new weights are copied to ``device``. With FSDP, ``replicas`` ranks hold each shard.
+    ``masters`` come from ``make_host_master_weights`` and get their gradients after the last backward of a window.
+    After each step of ``optimizer``, the new weights are copied to ``device``. With FSDP, ``replicas`` ranks hold each
+    shard.
     """
 
     def __init__(
@@ -248,8 +249,8 @@ class HostGradientSync(GradientSync):
 def in_pieces(like: Mapping[nn.Parameter, Tensor], pinned: bool) -> Iterator[tuple[Tensor, dict[nn.Parameter, Tensor]]]:
     """Allocate host memory for a tensor like each of ``like``: yield flat pieces, each with the tensors cut from it.
 
-    Torch rounds pinned memory up to a power of two: pieces are powers of two with the smallest unused share, filled with
-    the largest remaining tensors (first-fit decreasing).
+    Torch rounds pinned memory up to a power of two: pieces are powers of two with the smallest unused share, filled
+    with the largest remaining tensors (first-fit decreasing).
     """
     sizes = {p: like[p].numel() for p in sorted(like, key=lambda p: -like[p].numel())}
 
@@ -349,9 +350,9 @@ class StreamedGradientSync(HostGradientSync):
 class TransferStream:
     """Moves tensors between a GPU and pinned host memory in chunks, concurrently with the computation.
 
-    One chunk comes from the host while the sum of another goes there (full duplex). ``max_norm`` is the size of the largest
-    tensor. If ``told``, the stream that allocates gradients calls ``wait_on_current_stream`` before the next one, so that
-    each can be freed at once. Otherwise the computing stream waits for the oldest copies.
+    One chunk comes from the host while the sum of another goes there (full duplex). ``max_norm`` is the size of the
+    largest tensor. If ``told``, the stream that allocates gradients calls ``wait_on_current_stream`` before the next
+    one, so that each can be freed at once. Otherwise the computing stream waits for the oldest copies.
     """
 
     def __init__(self, device: torch.device, dtype: torch.dtype, told: bool = False, largest: int = 0) -> None:
@@ -367,7 +368,7 @@ class TransferStream:
         """Cuts a transfer into chunks. The planner replaces it, to trace a single chunk."""
 
     def gradient_to_host(self, gradient: Tensor, home: Tensor, adds: bool, held: bool = False) -> torch.cuda.Event:
-        """Copy ``gradient`` to ``accumulator``, or add it there on the device; return at once, with an event for the end.
+        """Copy ``gradient`` to ``home``, or add it there on the device; return at once, with an event for the end.
 
         With ``held``, ``gradient`` is not freed before the event, even if the carrier is ``told``.
         """

@@ -161,9 +161,7 @@ def build_optimizer_and_sync(
     """Build the optimizer, and the object that combines its gradients over ranks."""
     memory, scaler = plan.memory, getattr(fabric.strategy.precision, "scaler", None)
     if optim.ema is not None:
-        stack.averages = WeightEMA(
-            [trained for *_, trained in stack.trainable_parameters()], optim, stack.copy_masters_to_device
-        )
+        stack.averages = WeightEMA([t for *_, t in stack.trainable_parameters()], optim, stack.copy_masters_to_device)
     if stack.mesh is not None and stack.masters is not None:
         require_sparse_support(stack.module, optim)
         optimizer = build_optimizer(stack.update_rules(optim), optim, memory, fabric.device)
@@ -210,9 +208,7 @@ def full_state_dict(stack: PreparedModel) -> dict[str, Tensor]:
         with averages.swapped_in() if averages is not None else nullcontext():
             # A single rank already holds everything, on the host if offloaded. Gathering would copy it through the
             # device.
-            whole = (
-                {name: local_shard(value).cpu() for name, value in stack.module.state_dict().items()} if alone else None
-            )
+            whole = {name: local_shard(v).cpu() for name, v in stack.module.state_dict().items()} if alone else None
             gathered: dict[str, Any] = whole or get_model_state_dict(stack.module, options=options)
             if averages is not None:  # tensors that were not gathered still share memory with the model
                 gathered = {name: value.clone() for name, value in gathered.items()}

@@ -165,9 +165,7 @@ def _predicted(memory: Mapping[str, Any]) -> list[tuple[str, str]]:
     text = format_bytes(predicted * GB) + (" reserved" if memory.get("reserved_gb") else " of the host on top of idle")
     if error is not None:
         far = predicted - predicted / (1 + error)
-        share = (
-            f" ({abs(100 * error):.1f} %)" if abs(far) >= MIN_PEAK_DIFFERENCE else ""
-        )  # not meaningful for small peaks
+        share = f" ({abs(100 * error):.1f} %)" if abs(far) >= MIN_PEAK_DIFFERENCE else ""  # meaningless for small peaks
         text += f", {format_bytes(abs(far) * GB)}{share} {'more' if far > 0 else 'less'} than measured"
     return [("predicted", text)]
 
