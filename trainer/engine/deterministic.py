@@ -245,11 +245,9 @@ class PartialSums:
         self.sums.clear()
 
 
-# A norm that depends neither on the order of its elements nor on their distribution over ranks.
-#
-# A sum of squares in floating point rounds after every addition, so its bits depend on the order. Here every square is
-# first converted to integers, relative to the largest element, and integers are added exactly. The idea is from Demmel
-# and Nguyen, "Parallel Reproducible Summation" (2015), with two bins.
+# A norm that depends neither on the order of its elements nor on their distribution over ranks. Sums of floats do,
+# because each addition rounds. So squares become integers, relative to the largest element, which are added exactly
+# (after Demmel and Nguyen, "Parallel Reproducible Summation", 2015, with two bins).
 
 # Log2 of the number of elements converted at once; on a CPU, their copies in float64 then stay in the cache.
 CHUNK_BITS = {"cpu": 16, "cuda": 22}

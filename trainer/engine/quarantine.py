@@ -30,8 +30,7 @@ class BadSampleAt(NamedTuple):
 class Quarantine:
     """The bad samples of all splits, equal on every rank at every step.
 
-    Ranks share those that they detect with the weights of a batch, or at the end of an evaluation. No rank requests
-    them after that.
+    Ranks share what they detect with the weights of a batch, or at the end of an evaluation. No rank requests it again.
     """
 
     def __init__(

@@ -22,9 +22,7 @@ BUCKET = 25 * 2**20  # bytes of gradients per collective; DDP's default
 class GradientSync:
     """The base class; synchronises nothing, for a single process."""
 
-    updates_in_backward = (
-        False  # whether weights are updated before the norm is known, so that a step cannot be skipped
-    )
+    updates_in_backward = False  # whether weights are updated before the norm is known, so no step can be skipped
     overlaps_update = False  # whether gradients are reduced during backward, after a first step allowed this
     deterministic = False  # whether gradients and losses are summed, not averaged, in the order of the micro-batches
 

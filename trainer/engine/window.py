@@ -24,9 +24,7 @@ from trainer.values import (
     ShuffleGroups,
 )
 
-MAX_SEARCHED_SAMPLES = (
-    2**18
-)  # max samples over which the fullest packed micro-batch is searched; above, a bound is used
+MAX_SEARCHED_SAMPLES = 2**18  # max samples searched for the fullest packed micro-batch; above, a bound is used
 MAX_HALVINGS = 64  # max halvings of a micro-batch, which never has 2 ** 64 samples
 
 Fetch = Callable[[Iterator[Request]], Iterator[Any]]

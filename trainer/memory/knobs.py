@@ -48,7 +48,7 @@ class Knob:
     description: str = ""  # description in a plan that uses it; ``{}`` is its value
     candidates: tuple[KnobValue, ...] = ()  # values to try by themselves, the cheapest first
     planned: bool = False  # whether the planner decides it if the recipe leaves it open
-    monotonic: bool = True  # whether each of ``values`` computes or moves more than the one before: is slower
+    monotonic: bool = True  # whether each of ``values`` costs more work than the one before: it can only be slower
     lossy: bool = False  # whether it changes the result: the planner uses it only if the recipe allows it
     to_host: bool = False  # whether it moves memory to the host: no gain if the host is the device
     needs_ranks: bool = False  # whether it has no effect on one rank

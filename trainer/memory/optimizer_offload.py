@@ -309,7 +309,10 @@ class StreamedGradientSync(HostGradientSync):
         self.groups = [group for part in parts if (group := part._get_fsdp_state()._fsdp_param_group) is not None]
 
     def before_last_backward(self) -> None:
-        """Allow updates during the last backward only if every part was used once (see reentrant checkpoints)."""
+        """Allow updates during the last backward only if every part was used once.
+
+        With a reentrant checkpoint a part gets a gradient after each use, and its weights are gathered again.
+        """
         if all(len(group._post_forward_indices) < 2 for group in self.groups):
             super().before_last_backward()
 

@@ -1,9 +1,9 @@
 """``memory.strategy``: how the ranks hold the weights.
 
-Sharding is FSDP2 (``fully_shard``) on Fabric's ``ModelParallelStrategy``, which launches the process groups. Faults of
-that strategy are fixed here or in the engine. It leaves gradient sync off after ``no_backward_sync(enabled=False)``
-(the engine sets it before every backward). It implements bf16-mixed as autocast with fp32 all-gathers (here a
-``MixedPrecisionPolicy``), loses real buffers of a module on meta, and sizes its mesh by the number of nodes.
+Sharding is FSDP2 (``fully_shard``) on Fabric's ``ModelParallelStrategy``, which launches the process groups. Its faults
+are fixed here or in the engine. It leaves gradient sync off after ``no_backward_sync(enabled=False)``, implements
+bf16-mixed as autocast with fp32 all-gathers (here a ``MixedPrecisionPolicy``), loses real buffers of a module on meta,
+and sizes its mesh by the number of nodes.
 """
 
 from __future__ import annotations

@@ -325,8 +325,7 @@ class _TensorParallelRegion(TorchFunctionMode):
     def dropout(self, input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:
         """Apply dropout with this rank's part of the mask of the whole tensor, drawn in its memory order.
 
-        Attention weights (n, heads, queries, keys) are split along heads, shared tokens along tokens, the rest along
-        the last dimension.
+        Attention weights (n, heads, queries, keys) are split by heads, shared tokens by tokens, others by the last axis.
         """
         if not training or not p:
             return input

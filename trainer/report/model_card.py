@@ -18,7 +18,10 @@ NO_FENCE = "`" * 3
 
 @dataclass(frozen=True)
 class TrainingFacts:
-    """The facts about the training for a model card: rows of its first table, and sections of ``summary.json``."""
+    """The facts about the training for a model card.
+
+    ``facts`` are the rows of the first table. ``metrics`` and ``data`` are as in ``summary.json``.
+    """
 
     facts: Mapping[str, Any]
     metrics: Mapping[str, Mapping[str, float | None]]

@@ -28,8 +28,7 @@ BETWEEN = " · "
 class ProgressBar(tqdm):
     """A progress bar that omits metrics, the least important first, instead of cutting them off.
 
-    If ``fields`` and ten cells do not fit, those in ``drop_order`` are omitted, then the bar shrinks, to one cell at
-    least.
+    If ``fields`` and ten cells do not fit, it omits those in ``drop_order``, then shrinks to one cell at least.
     """
 
     fields: Mapping[str, str] = MappingProxyType({})
