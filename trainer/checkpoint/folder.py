@@ -85,8 +85,7 @@ class CheckpointFolder:
     def rotate(self, keep_last: int, keep_best: int, score: Score) -> list[str]:
         """Delete all checkpoints except the newest and the best; return a message for each that cannot be removed.
 
-        A checkpoint with an unreadable manifest is kept, for the user to inspect. Of equally good ones, the first is
-        best.
+        A checkpoint with an unreadable manifest is kept, for the user to inspect. Ties go to the first.
         """
         figures: dict[Path, Mapping[str, float] | None] = {}  # metrics by checkpoint, newest first
         for path in self.newest_first():

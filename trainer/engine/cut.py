@@ -24,7 +24,7 @@ class Cut:
     micro_batch_size: int  # max samples of a micro-batch
     accumulate: int  # micro-batches per step and rank in a full batch (a token budget may require more)
     micro_batch_tokens: int | None = None  # max tokens of a micro-batch, including padding
-    rank_independent: bool = False  # the same micro-batches on any number of ranks, plus empty ones to divide
+    rank_independent: bool = False  # the same micro-batches on any number of ranks, plus empty ones if needed
 
     def halved(self, world_size: int) -> Cut | None:
         """Return the same batches in micro-batches of half the size, or ``None`` if these hold one sample already."""
@@ -93,8 +93,7 @@ def cut_batch(
 
     Their sizes differ by at most one sample, so all ranks have the same peak. They are empty only if there are too few
     samples. With ``lengths``, samples of similar length share a micro-batch, the longest first: the peak comes first,
-    and ranks pad by similar amounts. ``packs`` have no padding, so lengths are mixed to the same number of tokens
-    instead.
+    and ranks pad by similar amounts. ``packs`` have no padding, so lengths are mixed to equal numbers of tokens.
     """
     if cut.rank_independent:
         pieces = cut_batch(indices, replace(cut, rank_independent=False), 1, lengths, packs)

@@ -132,8 +132,7 @@ class LossCheck:
     def _choose(self, batch: Any, count: int) -> list[list[Any]]:
         """Return the samples with the smallest and largest values of each column that was not compared yet.
 
-        Each entry has four batches: the samples (a single one twice), their two halves, and the samples in reverse
-        order.
+        Each entry has four batches: the samples (a single one twice), their two halves, and the samples reversed.
         """
         try:
             columns = dict(enumerate(numbers_of(batch, count) if count > 1 else ())) | {PLACE: range(count)}
@@ -158,8 +157,7 @@ class LossCheck:
     def _compare(self, forward: Forward, state: ModelState, found: Any, spare: Any, ranks: int) -> None:
         """Compare an entry of :meth:`_choose`, or run as many forwards of ``spare`` as the other ranks run.
 
-        Some forwards write to buffers and compute with them: a difference counts only if it occurs with and without
-        writes.
+        Some forwards write to buffers and compute with them: a difference counts only with and without writes.
         """
         if found:
             self._require_counts(*map(self.model.weigh, found[0][:3]))

@@ -76,8 +76,7 @@ class ReplicatedSync(GradientSync):
     """DDP: reduces gradients after the last backward, which is exact even if a loss does not reach all parameters.
 
     DDP itself reduces a bucket once per backward, so with several losses, or unused parameters, some gradients would
-    stay local. Its buckets are used only if gradients ``may_overlap`` and the first step reached every parameter on all
-    ranks.
+    stay local. Its buckets are used only if gradients ``may_overlap`` and step 1 reached every parameter on all ranks.
     """
 
     def __init__(self, module: DistributedDataParallel, parameters: Sequence[Tensor], model: Model) -> None:

@@ -92,8 +92,7 @@ class OptimizerInBackward(Optimizer):
 
     ``step`` does nothing. Groups and state are shared with ``optimizer``, so schedulers and checkpoints see no
     difference. The result is the same if every backward is a step and nothing needs all gradients at once (no
-    accumulation, clipping or skipped steps). The update of a parameter must not read others. Do not use ``optimizer``
-    afterwards.
+    accumulation, clipping or skipped steps). The update of a parameter must not read others. Drop ``optimizer`` then.
     """
 
     def __init__(self, optimizer: Optimizer) -> None:

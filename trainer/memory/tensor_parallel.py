@@ -325,7 +325,7 @@ class _TensorParallelRegion(TorchFunctionMode):
     def dropout(self, input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:
         """Apply dropout with this rank's part of the mask of the whole tensor, drawn in its memory order.
 
-        Attention weights (n, heads, queries, keys) are split by heads, shared tokens by tokens, others by the last axis.
+        Attention weights (n, heads, queries, keys) are split by heads, shared tokens by tokens, others by the last.
         """
         if not training or not p:
             return input

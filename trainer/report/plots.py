@@ -229,8 +229,7 @@ def plot_ladder(
     """Draw the memory of each rung as bars, as a PNG 1200 pixels wide.
 
     ``rungs`` have a label, the peak in GB of each kind (``None``: unknown), and the status. A label with a leading plus
-    is a stacked rung. One with a note in brackets costs more than memory. The first of ``kinds`` is drawn solid, in
-    front.
+    is a stacked rung. One with a note in brackets costs more than memory. The first of ``kinds`` is drawn in front.
     """
     figure = _new_figure(title, height=1.6 + 0.36 * len(rungs))
     axes = figure.add_subplot()
