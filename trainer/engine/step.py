@@ -102,7 +102,7 @@ class Stepper(Forward):
         """Return whether the next forward may start before the host knows the norm and the losses of a step.
 
         The device must skip a step that is not finite (as fused Adam and AdamW do), or no step can be skipped. Fused
-        SGD would leave the momentum uninitialised after a skipped first step. The host updates loss scale and BatchNorm.
+        SGD would leave the momentum uninitialised after a skipped first step. The host updates scale and BatchNorm.
         """
         is_fused = type(self.optimizer) in (Adam, AdamW) and all(g["fused"] for g in self.optimizer.param_groups)
         is_here = all(p.device.type == self.device.type for p in self.parameters)

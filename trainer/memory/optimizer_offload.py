@@ -104,7 +104,7 @@ class HostGradientSync(GradientSync):
     """Accumulates gradients in host memory, and reduces them over ranks there.
 
     ``masters`` come from ``make_host_master_weights`` and get their gradients after the last backward of a window.
-    After each step of ``optimizer``, the new weights are copied to ``device``. With FSDP, ``replicas`` ranks hold a shard.
+    After each step of ``optimizer``, the new weights are copied to ``device``. ``replicas`` ranks hold a shard.
     """
 
     def __init__(

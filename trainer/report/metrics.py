@@ -29,7 +29,7 @@ class EvaluationResult:
     accuracy: float | None  # share of correct predictions, 0 to 1; None for a model that does not classify
     samples: int | None  # number of classified items; None without num_classes
     confusion: np.ndarray | None  # counts, shape (classes, classes): row = target, column = prediction; or None
-    custom_metrics: dict[str, float] = field(default_factory=dict)  # of the task, and those of run.metrics
+    custom_metrics: dict[str, float] = field(default_factory=dict)  # other metrics, and those of run.metrics
     mistakes: Sequence[Mistake] | None = None  # the most confident ones; None if samples do not have one class each
 
     def metrics(self) -> dict[str, float]:
