@@ -49,26 +49,21 @@ class Model(OptionalAttributes):
 
     loss_names: ClassVar[tuple[str, ...]] = ("loss",)
     """The names of the losses that ``losses`` yields for every micro-batch, in this order."""
-
     conditional: ClassVar[bool] = False
     """Whether some micro-batches leave some parameters without a gradient, for example by a branch that is not taken.
     DDP then reduces gradients after the last backward instead of during it: exact, but without overlap."""
-
     samples_interact: ClassVar[bool] = False
     """Whether the loss of a sample depends on other samples of its micro-batch (in-batch negatives, load balancing).
     The size of micro-batches then changes the gradient, which the plan reports. By default such losses are refused."""
-
     blocks: Sequence[type] = ()
     """Classes of the repeated modules (encoder layers): the unit of sharding, checkpointing and offload."""
 
-    task: Task | None
-    """What the model predicts; ``None`` if the model does not define it."""
+    task: Task | None  # what the model predicts
     num_classes: int | None
     class_names: list[str] | None
     image_size: int | None
     channels: int | None
-    weights: Any
-    """The pretrained weights that ``build`` reads; ``None`` for random weights."""
+    weights: Any  # the pretrained weights that ``build`` reads; ``None`` for random weights
     lora: Any
 
     DEFAULTS = dict.fromkeys(("task", "num_classes", "class_names", "image_size", "channels", "weights", "lora"))
@@ -93,10 +88,9 @@ class Model(OptionalAttributes):
             labels = batch["labels"]
             entries = labels.numel()
         except (KeyError, TypeError, IndexError, AttributeError) as error:
-            raise RecipeError(
-                f"{type(self).__name__} has no weigh(), and its micro-batches have no tensor 'labels' to count: "
-                "define weigh(batch) and return a dict from each loss's name to the number of items in its sum"
-            ) from error
+            cause = f"{type(self).__name__} has no weigh(), and its micro-batches have no tensor 'labels' to count"
+            fix = "define weigh(batch) and return a dict from each loss's name to the number of items in its sum"
+            raise RecipeError(f"{cause}: {fix}") from error
         if entries <= 64:  # usually one per sample: a list is several times faster than tensor operations
             ignored = labels.flatten().tolist().count(IGNORED_LABEL)
         else:
@@ -114,10 +108,8 @@ class Model(OptionalAttributes):
 
 
 class Streamable(Model):
-    """A model that can start on meta (``memory.init=meta``) or keep frozen weights out of checkpoints.
-
-    To start on meta, define ``skeleton`` and ``pretrained``. The default ``build`` then uses both.
-    """
+    """A model that keeps frozen weights out of checkpoints, or that starts on meta (``memory.init=meta``): it then
+    defines ``skeleton`` and ``pretrained``, which the default ``build`` uses."""
 
     def build(self) -> nn.Module:
         """Build the ``skeleton`` and fill it with the values that ``pretrained`` names."""
@@ -128,8 +120,7 @@ class Streamable(Model):
         return build_streamed(self)
 
     def skeleton(self) -> nn.Module:
-        """Create the module as ``build`` does, in the current default dtype, but load no weights. Parameters go to meta
-        as soon as they are created; buffers are real."""
+        """Create the module as ``build`` does, without loading weights. Parameters go to meta; buffers are real."""
         raise RecipeError(f"{type(self).__name__} cannot start on meta: define skeleton() and pretrained()")
 
     def pretrained(self) -> Pretrained:
@@ -173,8 +164,8 @@ class Exportable(Model):
         return dict(state)
 
     def save(self, module: nn.Module, folder: Path, state: Mapping[str, Tensor]) -> None:
-        """Write the trained model to an empty ``folder``. Required with ``own_format``. The weights of ``module`` may
-        be sharded; ``state`` holds all weights and persistent buffers by name, whole."""
+        """Write the trained model to an empty ``folder``. Required with ``own_format``. ``module`` may be sharded;
+        ``state`` holds all weights and persistent buffers by name, whole."""
         raise NotImplementedError(f"{type(self).__name__} has own_format and must define save(module, folder, state)")
 
     def saved_in(self, folder: Path) -> Model:
@@ -240,9 +231,8 @@ class Plannable(Model):
     def tensor_parallel_plan(self, module: nn.Module) -> Mapping[str, str]:
         """Return how ranks share the blocks of ``module`` (``memory.tensor_parallel``). Empty: not supported.
 
-        Keys are names of linear layers, in which ``*`` stands for the text between two dots. The value is ``colwise``
-        for layers that begin a part (queries, keys, values, the first of an MLP) and ``rowwise`` for the layer that
-        ends it. docs/your-own-model.md has an example.
+        Keys are names of linear layers, with ``*`` for the text between two dots. Values are ``colwise`` for layers
+        that begin a part (queries, keys, values) and ``rowwise`` for the layer that ends it: docs/your-own-model.md.
         """
         return {}
 
@@ -252,10 +242,7 @@ M = TypeVar("M", bound=Model)
 
 
 def capability(model: Model, kind: type[M]) -> M:
-    """Return ``model`` if it is a ``kind``, otherwise an instance of ``kind`` whose members have their defaults.
-
-    Ask it only for members whose default does not depend on the model.
-    """
+    """Return ``model`` if it is a ``kind``, otherwise a ``kind`` with defaults that do not depend on the model."""
     return model if isinstance(model, kind) else kind()
 
 
@@ -316,31 +303,19 @@ class Samples(OptionalAttributes):
     A list, a torch ``Dataset`` or a ``datasets.Dataset`` is a split, too: :func:`as_samples` reads the same attributes.
     """
 
-    augmented: bool
-    """Whether ``[i]`` draws random numbers. torch, NumPy and ``random`` are then seeded per sample."""
-    lengths: Sequence[int] | None
-    """Tokens of each sample, to split a batch by length."""
-    longest: Sequence[int]
-    """Samples that are probably the longest, if ``lengths`` are unknown."""
-    labels: Sequence[Any] | None
-    """The label of every sample, in order."""
-    groups: ShuffleGroups | None
-    """Groups of neighbouring samples, if reading in random order is slow."""
-    bytes_per_token: float | None
-    """Average bytes of text per predicted token, for the metric bits_per_byte."""
-    __getitems__: Callable[[Sequence[int]], Any] | None
-    """Return a collated batch, or a list of samples, for several indices at once."""
+    augmented: bool  # whether ``[i]`` draws random numbers, from torch, NumPy or ``random``, seeded per sample
+    lengths: Sequence[int] | None  # tokens of each sample, to split a batch by length
+    longest: Sequence[int]  # samples that are probably the longest, if ``lengths`` are unknown
+    labels: Sequence[Any] | None  # the label of every sample, in order
+    groups: ShuffleGroups | None  # neighbouring samples, if reading in random order is slow
+    bytes_per_token: float | None  # average bytes of text per predicted token, for the metric bits_per_byte
+    __getitems__: Callable[[Sequence[int]], Any] | None  # for several indices: a collated batch or a list
 
-    samples: Sequence[Any] | None
-    """``(path, label)`` of every sample, if each is an image file (torchvision's convention)."""
-    digests: Sequence[bytes] | None
-    """A hash of the content of every sample, without its label. Used to find duplicates."""
-    images: Tensor | None
-    """All images, if they are in memory. Used to find duplicates."""
-    table: Any
-    """The ``datasets.Dataset`` with ``input_ids`` that the samples come from. Used to find duplicates."""
-    chosen: Sequence[int] | None
-    """The rows of ``table`` that are the samples."""
+    samples: Sequence[Any] | None  # ``(path, label)`` of every image file, as in torchvision
+    digests: Sequence[bytes] | None  # a hash of every sample without its label, to find duplicates
+    images: Tensor | None  # all images, if in memory, to find duplicates
+    table: Any  # the ``datasets.Dataset`` with ``input_ids`` of the samples, to find duplicates
+    chosen: Sequence[int] | None  # the rows of ``table`` that are the samples
 
     DEFAULTS: ClassVar[Mapping[str, Any]] = {
         "augmented": False,
@@ -365,10 +340,8 @@ class Samples(OptionalAttributes):
         return f"sample {index} of {type(self.original).__name__}"
 
     def fingerprint(self) -> str | None:
-        """Return a text that differs if the content differs: a run resumes only on the same data.
-
-        ``None`` (the default) stands for a hash of the size, the lengths and up to 64 samples.
-        """
+        """Return a text that differs if the content differs: a run resumes only on the same data. ``None`` stands for
+        a hash of the size, the lengths and up to 64 samples."""
         return None
 
     def files(self) -> Mapping[str, str]:
@@ -439,39 +412,29 @@ class Data(OptionalAttributes):
     with any of the attributes of :class:`Samples`.
     """
 
-    tasks: ClassVar[Sequence[Task]] = ()
-    """The tasks that the dataset has labels for; empty if unknown."""
+    tasks: ClassVar[Sequence[Task]] = ()  # the tasks that the dataset has labels for; empty if unknown
 
     train: Any = None
     val: Any = None
     test: Any = None
 
-    workers: int | None = 0
-    """Processes that load ahead; ``None`` is up to 4 per rank on a GPU. May be a field, and so a flag."""
-    worker_timeout: float = 300.0
-    """Seconds that a micro-batch may take a worker before the run ends. May be a field, and so a flag."""
-    max_bad_samples: int = 0
-    """Samples, over all splits and ranks, that may be left out because they cannot be loaded; they have no weight. May
-    be a field, and so a flag."""
+    # A dataset may define these three as fields, which makes them flags.
+    workers: int | None = 0  # processes that load ahead; ``None`` is up to 4 per rank on a GPU
+    worker_timeout: float = 300.0  # seconds that a worker may take for a micro-batch before the run ends
+    max_bad_samples: int = 0  # samples of all splits and ranks that may fail to load; they have no weight
 
     num_classes: int | None
     class_names: Sequence[str] | None
     image_size: int | None
     channels: int | None
-    max_length: int | None
-    """Maximum number of tokens of a sample."""
-    text_column: str | None
-    """The column of tables with the text, for ``trainer predict``."""
-    val_fraction: float | None
-    """The share of the training samples that is held out for validation; ``None`` without such a setting."""
-    answers: ClassVar[bool]
-    """Whether a model answers a text or a list of messages; otherwise it continues the text."""
-    belonging: ClassVar[Mapping[str, Sequence[str]]]
-    """By a setting, other settings that are reset if the setting changes, because they belong to its old value."""
-    load_image: Callable[[str], Tensor] | None
-    """Read an image file as an evaluation sees it, for ``trainer predict``."""
+    max_length: int | None  # maximum number of tokens of a sample
+    text_column: str | None  # the column of tables with the text, for ``trainer predict``
+    val_fraction: float | None  # the share of training samples held out for validation, if it is a setting
+    answers: ClassVar[bool]  # whether a model answers a text or messages; otherwise it continues the text
+    belonging: ClassVar[Mapping[str, Sequence[str]]]  # settings to reset when the key changes
+    load_image: Callable[[str], Tensor] | None  # read an image file for ``trainer predict``
     encode: Callable[[Sequence[Any], Any], Any] | None
-    """Convert texts, with a tokenizer, to a batch without labels, for ``trainer predict``."""
+    """Convert texts with a tokenizer to a batch without labels, for ``trainer predict``."""
 
     DEFAULTS: ClassVar[Mapping[str, Any]] = {
         "answers": False,
@@ -499,18 +462,15 @@ class Data(OptionalAttributes):
         self._model = model
 
     def outline(self) -> Outline | None:
-        """Return what the dataset holds if its files are missing: ``trainer plan`` then creates fake samples. ``None``
-        if the files exist, or if nothing is known: they are then prepared as for a run."""
+        """Return what the dataset holds if its files are missing, for the fake samples of ``trainer plan``."""
         return None
 
     def mixing(self) -> MixupConfig | None:
-        """Return how the training samples of a batch are mixed: ``pixel_values`` (n, channels, H, W) and ``labels``;
-        ``None`` if they are not."""
+        """Return how a training batch is mixed: ``pixel_values`` (n, channels, H, W) and ``labels``."""
         return None
 
     def chances(self) -> Sequence[float] | None:
-        """Return the relative probability of each training sample, drawn with replacement, after ``prepare``; ``None``
-        if an epoch has each sample once."""
+        """Return the probability weight of each training sample, drawn with replacement; ``None``: each once."""
         return None
 
     def collate(self, samples: Sequence[Any]) -> Any:
