@@ -25,10 +25,8 @@ PADDING_MULTIPLE = 8
 
 
 class OptionalAttributes:
-    """Base class with typed attributes that a subclass may define. An undefined one has the value in ``DEFAULTS``.
-
-    The defaults are not class attributes: a dataclass would use those as defaults of its fields with the same names.
-    """
+    """Base class with typed attributes that a subclass may define. An undefined one has the value in ``DEFAULTS``. The
+    defaults are not class attributes: a dataclass would use those as defaults of its fields with the same names."""
 
     DEFAULTS: ClassVar[Mapping[str, Any]] = {}
 
@@ -298,10 +296,8 @@ def mixed_sample_weights(batch: Mapping[str, Any], weigh: Callable[[Any], dict[s
 
 
 class Samples(OptionalAttributes):
-    """Base class of a split. A subclass defines ``__len__`` and ``__getitem__``; everything else is optional.
-
-    A list, a torch ``Dataset`` or a ``datasets.Dataset`` is a split, too: :func:`as_samples` reads the same attributes.
-    """
+    """Base class of a split. A subclass defines ``__len__`` and ``__getitem__``; everything else is optional. A list, a
+    torch ``Dataset`` or a ``datasets.Dataset`` is a split, too: :func:`as_samples` reads the same attributes."""
 
     augmented: bool  # whether ``[i]`` draws random numbers, from torch, NumPy or ``random``, seeded per sample
     lengths: Sequence[int] | None  # tokens of each sample, to split a batch by length

@@ -20,10 +20,8 @@ from trainer.system.error_reports import print_error
 
 
 def stop_signals() -> list[int]:
-    """Return the signals sent by a scheduler, the user, Slurm's ``--signal`` and a closed terminal.
-
-    SIGHUP is left out if it is ignored, as under ``nohup``.
-    """
+    """Return the signals sent by a scheduler, the user, Slurm's ``--signal`` and a closed terminal. SIGHUP is left out
+    if it is ignored, as under ``nohup``."""
     hangup = [] if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN else [signal.SIGHUP]
     return [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, *hangup]
 
@@ -34,10 +32,8 @@ def is_hangup(number: int) -> bool:
 
 
 def write_stderr(text: str) -> None:
-    """Write a line to standard error from within a signal handler; the terminal may be gone.
-
-    ``print`` is not reentrant: the signal may have interrupted one.
-    """
+    """Write a line to standard error from within a signal handler; the terminal may be gone. ``print`` is not
+    reentrant: the signal may have interrupted one."""
     with suppress(OSError, ValueError):  # ValueError: stderr is closed
         os.write(sys.__stderr__.fileno() if sys.__stderr__ else 2, f"{text}\n".encode())
 
@@ -155,7 +151,6 @@ class StartupWatch:
                 os._exit(1)
 
     def _describe_exit(self) -> tuple[str, str]:
-        """Describe a rank that was killed and one that failed; each is empty if there is none."""
         while self.started:
             self.ranks.append(self.started.pop(0))
             _children.append(self.ranks[-1])

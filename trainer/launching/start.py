@@ -79,10 +79,8 @@ def launch(
 
 
 def _end_with_launcher() -> None:
-    """Make this process end when torchrun or Fabric, which started it, ends: killed, they would leave it running.
-
-    The supervisor may already have ended, and with it the first rank, before this rank was bound to it.
-    """
+    """Make this process end when torchrun or Fabric, which started it, ends: killed, they would leave it running. The
+    supervisor may already have ended, and with it the first rank, before this rank was bound to it."""
     by_torchrun = "TORCHELASTIC_RUN_ID" in os.environ
     if by_torchrun or (os.environ.get("LOCAL_RANK", "0") != "0" and not started_by_srun(os.environ)):
         end_with_parent()
@@ -121,10 +119,8 @@ def host_threads(world: World, plan: Plan, environment: Mapping[str, str] = os.e
 
 
 def local_rank_zero_first(fabric: Fabric, action: Callable[[], Any]) -> None:
-    """Run ``action`` on the first rank of every node, then on the others; its error is raised on all ranks.
-
-    With only a barrier in between, the others would wait for a failed rank until the process group's timeout.
-    """
+    """Run ``action`` on the first rank of every node, then on the others; its error is raised on all ranks. With only a
+    barrier in between, the others would wait for a failed rank until the process group's timeout."""
     error: BaseException | None = None
     if fabric.local_rank == 0:
         try:

@@ -63,12 +63,8 @@ class Checkpointer:
         return float(self.session.asked_to_stop() is not None), float(is_time), float(has_failed)
 
     def __call__(self, engine: Engine) -> None:
-        """Save what is due, before a step.
-
-        Raises:
-            Stopped: on all ranks, if one of them was asked to stop; everything is saved first.
-            RunError: on all ranks, if a checkpoint could not be written.
-        """
+        """Save what is due, before a step. Stopped on all ranks, if one of them was asked to stop; everything is saved
+        first. RunError: on all ranks, if a checkpoint could not be written."""
         stop, is_time, has_failed = self.session.agreement.agreed
         if has_failed:
             self._wait()
@@ -123,7 +119,6 @@ class Checkpointer:
 
     @contextmanager
     def _announced(self) -> Iterator[None]:
-        """Tell the watchdog that this rank makes progress."""
         self.session.monitor.set_activity("checkpoint")
         yield
         self.session.monitor.set_activity(None)
@@ -147,11 +142,8 @@ class Checkpointer:
         return figures if math.isfinite(self.best.score_of(figures)) else None
 
     def save(self, engine: Engine) -> None:
-        """Copy the state to host memory and write it, in the background if ``checkpoint.asynchronous`` is set.
-
-        Raises:
-            RunError: on all ranks, if the disk has not enough space.
-        """
+        """Copy the state to host memory and write it, in the background if ``checkpoint.asynchronous`` is set. RunError
+        on all ranks, if the disk has not enough space."""
         engine.settle()
         self._wait()  # one copy in host memory at a time
         with self._announced():

@@ -25,10 +25,8 @@ from trainer.system.status_line import show_status
 
 
 class RunIdentity:
-    """The id of the run (``run`` if it is resumed), the id of this start, and its recipe, data and tokenizer.
-
-    Created by all ranks at the same time.
-    """
+    """The id of the run (``run`` if it is resumed), the id of this start, and its recipe, data and tokenizer. Created
+    by all ranks at the same time."""
 
     def __init__(self, session: Session, run: str | None = None) -> None:
         drawn = broadcast_json(session.fabric, [secrets.token_hex(8), secrets.token_hex(4)])

@@ -112,7 +112,6 @@ class Profile(PhaseHooks, Listener):
         self.stopwatch.leave_out(time.perf_counter() - began)
 
     def _described(self, events: list[Any], averages: list[Any]) -> tuple[str, str]:
-        """Return a line with the main shares of the time, and the full tables with the longest operations."""
         on_host = [event for event in events if event.device_type == DeviceType.CPU]
         steps = [event.time_range for event in on_host if event.name.startswith(STEP)]
         count, total = len(steps), sum(step.elapsed_us() for step in steps)

@@ -45,13 +45,9 @@ FOLDER = "checkpoints"
 
 
 class ResumeState:
-    """The checkpoint from which a run resumes, if any, and the folder of this run's checkpoints.
-
-    Created by all ranks together.
-
-    Raises:
-        RecipeError: if no checkpoint is valid, or the chosen one belongs to another recipe, dataset or tokenizer.
-    """
+    """The checkpoint from which a run resumes, if any, and the folder of this run's checkpoints. Created by all ranks
+    together. RecipeError if no checkpoint is valid, or the chosen one belongs to another recipe, dataset or
+    tokenizer."""
 
     def __init__(self, session: Session, progress: Progress) -> None:
         say, fabric = progress.notice, session.fabric
@@ -113,10 +109,8 @@ class ResumeState:
         return problem
 
     def _set_aside(self, chosen: Path, corrupt: set[str], say: Callable[[str], None]) -> None:
-        """Rename this run's checkpoints newer than ``chosen``, so that none counts as the newest again.
-
-        ``corrupt`` holds the names of those that are corrupt.
-        """
+        """Rename this run's checkpoints newer than ``chosen``, so that none counts as the newest again. ``corrupt``
+        holds the names of those that are corrupt."""
         if os.path.realpath(chosen.absolute().parent) != os.path.realpath(self.folder.path):
             return
         for path in self.folder.newest_first():

@@ -316,10 +316,8 @@ def all_gather_json(fabric: Fabric, value: Any) -> list[Any]:
 
 
 def gather_rows(fabric: Fabric, rows: Tensor | None) -> Tensor | None:
-    """Concatenate the rows of all ranks in host memory, in the order of the ranks. A collective.
-
-    A rank may have none. The result is ``None`` on all ranks except the first, and if no rank has rows.
-    """
+    """Concatenate the rows of all ranks in host memory, in the order of the ranks. A collective. A rank may have none.
+    The result is ``None`` on all ranks except the first, and if no rank has rows."""
     if fabric.world_size == 1:
         return rows
     pieces = []

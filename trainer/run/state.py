@@ -93,10 +93,8 @@ class TensorState:
         self.stack.copy_masters_to_device()
 
     def _named(self) -> Iterator[tuple[str, Any, nn.Parameter | None]]:
-        """Yield every tensor and number, not copied, with its name and the parameter that defines its sharding.
-
-        Names are ``weights/NAME``, ``ema/NAME``, ``buffers/NAME`` and ``optimizer/NAME/KEY``.
-        """
+        """Yield every tensor and number, not copied, with its name and the parameter that defines its sharding. Names
+        are ``weights/NAME``, ``ema/NAME``, ``buffers/NAME`` and ``optimizer/NAME/KEY``."""
         masters = self.stack.masters or {}
         for name, parameter in self.stack.module.named_parameters():
             yield f"weights/{name}", masters.get(parameter, parameter), parameter

@@ -230,7 +230,6 @@ class Supervisor:
         return decision
 
     def _sleep(self, seconds: float) -> None:
-        """Wait until the time is over or a stop signal arrives."""
         until = time.monotonic() + seconds
         while time.monotonic() < until and not self.asked:
             time.sleep(looks.POLL_INTERVAL)
