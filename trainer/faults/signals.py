@@ -39,11 +39,8 @@ def write_stderr(text: str) -> None:
 
 
 def requeue_before_training() -> None:
-    """Make a task of a Slurm job that is asked to stop before training end with ``EXIT_REQUEUE``.
-
-    Otherwise a preemption or a time limit during imports and data preparation would fail the job. :class:`StopSignals`
-    takes over when training begins.
-    """
+    """Make a task of a Slurm job that is asked to stop before training end with ``EXIT_REQUEUE``, so that a preemption
+    does not fail the job. :class:`StopSignals` takes over when training begins."""
     if "SLURM_JOB_ID" in os.environ and threading.current_thread() is threading.main_thread():
         for number in (signal.SIGTERM, signal.SIGUSR1):
             signal.signal(number, _leave)
@@ -118,12 +115,8 @@ _watches: list[StartupWatch] = []
 
 
 class StartupWatch:
-    """Ends this rank when a rank that it started ends before the run's watchdog has begun.
-
-    The watchdog needs the ranks' store, which exists only once all of them have imported torch and met. Fabric's
-    observer would kill this process without a message, within 5 s after a rank in its list ``started`` failed, so this
-    class empties that list.
-    """
+    """Ends this rank when a rank that it started ends before the run's watchdog has begun, which needs the ranks'
+    store. Empties Fabric's list ``started``, because its observer would kill this process without a message."""
 
     def __init__(self, started: list[subprocess.Popen]) -> None:
         self.started, self.ranks = started, list[subprocess.Popen]()

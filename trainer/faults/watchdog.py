@@ -73,11 +73,9 @@ class Watchdog:
         return RankStatus.from_monitor(self.rank, self.monitor)
 
     def root_error(self, error: BaseException) -> BaseException:
-        """Return the exception to raise for ``error`` of the main thread: itself, or the failure of another rank.
-
-        An error of this rank is printed and published to the others; without other ranks, the caller prints it. Later
-        errors, for example while results are written to a full disk, do not replace the first.
-        """
+        """Return the exception to raise for ``error`` of the main thread: itself, or the failure of another rank. An
+        error of this rank is printed and published to others, if there are any. Later errors do not replace the
+        first."""
         if self._ending:
             return self._cause or error
         self._ending = True  # from here on, the thread no longer ends the process because of other ranks

@@ -35,18 +35,9 @@ Watch = Callable[[list[Popen[bytes]]], None]
 def launch(
     plan: Plan, world: World, watch: Watch = lambda started: None, seconds: float = RENDEZVOUS_TIMEOUT
 ) -> Fabric:
-    """Start Fabric with the strategy and precision of ``plan``, and the other ranks if no launcher started them.
-
-    Args:
-        plan: provides strategy, replicas and precision.
-        world: the detected world.
-        watch: is called before Fabric starts processes.
-        seconds: how long to wait for the last rank of this machine, if a launcher ends all ranks when one dies.
-
-    Raises:
-        RecipeError: if the number of ranks differs from the request, which could mean N independent single runs.
-        RunError: if the ranks of this machine do not meet.
-    """
+    """Start Fabric with the strategy and precision of ``plan``, and the other ranks if no launcher started them. Call
+    ``watch`` before. Wait at most ``seconds`` for this machine's ranks. Raise RecipeError if the number of ranks
+    differs from the request, which could mean N independent single runs."""
     if "TORCHELASTIC_RUN_ID" in os.environ:  # reject invalid values before Fabric reads them
         for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE"):
             read_int_variable(name)
@@ -107,11 +98,8 @@ def describe_launch(world: World, plan: Plan, say: Callable[[str], None]) -> Wor
 
 
 def host_threads(world: World, plan: Plan, environment: Mapping[str, str] = os.environ) -> int | None:
-    """Return the number of threads with which a rank updates offloaded weights; ``None`` keeps torch's number.
-
-    Only for GPU ranks of torchrun, which sets ``OMP_NUM_THREADS=1``: the rank's share of the cores, less one core that
-    launches kernels.
-    """
+    """Return the number of threads with which a rank updates offloaded weights: its share of the cores, less one.
+    ``None`` keeps torch's number, except for GPU ranks of torchrun, which sets ``OMP_NUM_THREADS=1``."""
     by_torchrun = "TORCHELASTIC_RUN_ID" in environment and environment.get("OMP_NUM_THREADS") == "1"
     if not (by_torchrun and world.devices > 1 and world.accelerator == "cuda" and plan.memory.cpu_offload != "none"):
         return None

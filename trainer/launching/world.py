@@ -66,14 +66,8 @@ class World:
 
 
 def resolve_world(recipe: Recipe, environment: MutableMapping[str, str] = os.environ) -> tuple[Recipe, World]:
-    """Return the recipe with the options of ``fabric run``, and the detected world with a device for each rank.
-
-    The variables of ``fabric run``, which starts the ranks with torchrun, are removed: while they are set, Fabric
-    rejects every argument that sets the same option, including a strategy object.
-
-    Raises:
-        RecipeError: if launcher and recipe contradict each other, or a rank has no device.
-    """
+    """Return the recipe with the options of ``fabric run``, and the detected world. Remove the variables of ``fabric
+    run``, because Fabric then rejects every argument that sets the same option, including a strategy object."""
     if read_int_variable("LT_CLI_USED", 0, environment):
         del environment["LT_CLI_USED"]
         recipe, world = _of_fabric_run(recipe, environment)

@@ -28,11 +28,8 @@ POLL_INTERVAL = 1.0
 
 
 class Checkpointer:
-    """Saves checkpoints that are due, and ends training on request. The engine calls it at every step boundary.
-
-    A checkpoint holds the engine's state, ``state`` and, from the first rank, ``metrics.csv``, which ``history``
-    returns.
-    """
+    """Saves checkpoints that are due, and ends training on request. The engine calls it at every step boundary. A
+    checkpoint holds the engine's state, ``state`` and, from the first rank, ``metrics.csv``."""
 
     def __init__(
         self, session: Session, resumption: ResumeState, state: RunState, history: Callable[[], bytes]
@@ -176,11 +173,8 @@ class Checkpointer:
         )
 
     def _manifest(self, engine: Engine) -> Callable[[Mapping[str, Any]], Manifest]:
-        """Return a function from the written files to the manifest.
-
-        Everything else is read now, the data only on the rank that writes the manifest. Reading samples during training
-        would seed the random generators that dropout draws from.
-        """
+        """Return a function from the written files to the manifest. Everything else is read now, because reading
+        samples during training would seed the random generators that dropout draws from."""
         session = self.session
         facts = {name: getattr(engine.counters, name) for name in ("step", "epoch", "step_in_epoch")}
         facts |= {"seed": session.recipe.seed, "world_size": session.fabric.world_size, "plan": session.plan.describe()}

@@ -280,13 +280,9 @@ POLL_INTERVAL = 0.2
 
 
 def require_shared_filesystem(fabric: Fabric, run_dir: Path) -> None:
-    """Check that all machines share ``run_dir``. A collective.
-
-    The first rank writes a file; one rank of every other machine looks for it and answers with another file.
-
-    Raises:
-        RecipeError: on all ranks; names the machines that see another directory or cannot write to it.
-    """
+    """Check that all machines share ``run_dir``. A collective. The first rank writes a file, which one rank of every
+    other machine answers with another. Raise RecipeError on all ranks if a machine sees another directory or cannot
+    write to it."""
     on_other_machine = fabric.local_rank == 0 and fabric.global_rank != 0
     if not any(all_gather_json(fabric, on_other_machine)):
         return

@@ -46,11 +46,8 @@ def require_profilable(steps: int | None, run_steps: int) -> None:
 
 
 class Profile(PhaseHooks, Listener):
-    """Records ``steps`` steps after the first :data:`WARMUP_STEPS` of this process, and writes trace and table.
-
-    Forwards all events to the run's memory monitor. If the run ends during the recording, the recorded steps are
-    written.
-    """
+    """Records ``steps`` steps after the first :data:`WARMUP_STEPS`, and writes trace and table, also if the run ends
+    early. Forwards all events to the run's memory monitor."""
 
     def __init__(self, session: Session, steps: int, stopwatch: ThroughputMeter) -> None:
         self.monitor, self.stopwatch, fabric = session.monitor, stopwatch, session.fabric

@@ -43,11 +43,8 @@ T = TypeVar("T")
 
 
 class Session:
-    """A recipe whose processes are launched and whose data is prepared, with the watchdog of this rank.
-
-    All ranks create it together, after the imports and before the model. Only two things change later: the cut of the
-    plan, by :meth:`set_cut`, and the watchdog and signal handlers, by :meth:`watched`.
-    """
+    """A recipe whose processes are launched and whose data is prepared, with the watchdog of this rank. All ranks
+    create it together, before the model. Later, only :meth:`set_cut` and :meth:`watched` change it."""
 
     def __init__(
         self, recipe: Recipe, plan: Plan, fabric: Fabric, world: World, forecast: RunPrediction | None = None

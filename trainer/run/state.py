@@ -180,11 +180,8 @@ def seed_random_state(seed: int, rank: int) -> None:
 
 
 class RNGState(Listener):
-    """The generators of the CPU and of ``device`` as they were after a step, before the next batch was loaded.
-
-    When a step is saved, the next batch is already loaded, which may have drawn numbers. A resumed run loads the batch
-    again and must draw the same numbers.
-    """
+    """The generators of the CPU and of ``device`` after a step, before the next batch was loaded. Loading may draw
+    numbers, and a resumed run loads that batch again."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
