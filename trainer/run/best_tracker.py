@@ -45,9 +45,8 @@ class BestTracker(Listener):
             return
         figures = result.metrics()
         score = self.score_of(figures)
-        require(
-            self.name in figures, f"run.best={self.name} is not a metric of this model: use one of {', '.join(figures)}"
-        )
+        fix = f"use one of {', '.join(figures)}"
+        require(self.name in figures, f"run.best={self.name} is not a metric of this model: {fix}")
         self.since, self.last = self.since + 1, figures[str(self.name)]
         if score > self.score:
             self.score, self.step, self.since, self.result = score, counters.step, 0, result

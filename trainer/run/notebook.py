@@ -91,6 +91,4 @@ def _require_yaml_serializable(recipe: Recipe) -> None:
         for field in dataclasses.fields(section):
             key, value = f"{prefix}{field.name}", getattr(section, field.name, None)
             if field.init and value and key not in sent and not dataclasses.is_dataclass(value):
-                raise RecipeError(
-                    f"{setting}: {key} is not a plain value and cannot be sent to the processes of other ranks: {ALONE}"
-                )
+                raise RecipeError(f"{setting}: {key} is not a plain value: it cannot be sent to other ranks: {ALONE}")

@@ -122,9 +122,8 @@ class ResumeState:
         """Reject a finished run without checkpoints: training again would overwrite its results."""
         run_dir = self.session.run_dir
         if read_json_object(run_dir / "summary.json", MAX_JSON_BYTES).get("status") == "finished":
-            raise RecipeError(
-                f"run.dir={run_dir} holds a finished run without a checkpoint to resume from: choose another directory"
-            )
+            cause = f"run.dir={run_dir} holds a finished run without a checkpoint to resume from"
+            raise RecipeError(f"{cause}: choose another directory")
 
     def restore_tensors(self, tensors: TensorState) -> None:
         """Restore model and optimizer and, on the first rank, ``metrics.csv``.

@@ -167,9 +167,7 @@ def make_evaluation(session: Session, forward: Forward, split: str) -> Callable[
             micro.is_empty |= rank % memory.tensor_parallel > 0  # another rank counts these samples
             # Check per micro-batch: an evaluation may take longer than a scheduler waits after its signal.
             if any(session.agreement.total([float(session.asked_to_stop() is not None)])):
-                raise EvaluationInterruptedError(
-                    f"the evaluation of {split} was not completed: a rank was asked to stop"
-                )
+                raise EvaluationInterruptedError(f"the evaluation of {split} ended early: a rank was asked to stop")
             monitor.batch, mistakes.samples = micro.batch, micro.indices
             yield micro
 
