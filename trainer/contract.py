@@ -75,11 +75,8 @@ class Model(OptionalAttributes):
         raise NotImplementedError(f"{type(self).__name__} must define losses(module, batch) -> Iterator[Loss]")
 
     def weigh(self, batch: Any) -> dict[str, float]:
-        """Return the weight of every loss of a micro-batch, from its copy on the host, before any forward.
-
-        The default counts the entries of ``batch["labels"]`` that are not ``-100``: samples for a classifier, tokens
-        for a tagger or a language model.
-        """
+        """Return the weight of every loss of a micro-batch, from its copy on the host, before any forward. The default
+        counts the ``batch["labels"]`` that are not -100: samples of a classifier, tokens of a language model."""
         if "mixed_labels" in batch and capability(self, DrawnInputs).mixes:
             return mixed_sample_weights(batch, self.weigh)
         try:
@@ -278,13 +275,9 @@ class Metric:
     higher_is_better: ClassVar[bool] = True
 
     def compute(self, predictions: Tensor, targets: Tensor) -> float:
-        """Return the value for a whole evaluation. Called once, on the first rank.
-
-        Args:
-            predictions: what the model yields as ``Loss.logits``, of all items over all ranks, in host memory and in no
-                particular order; float32 or float64, shape ``(items, ...)``.
-            targets: ``Loss.targets`` of the same items, shape ``(items, ...)``; items with target -100 are left out.
-        """
+        """Return the value for a whole evaluation. Called once, on the first rank. ``predictions`` are ``Loss.logits``
+        of all items over all ranks, in host memory and in any order, float32 or float64, shape ``(items, ...)``;
+        ``targets`` are their ``Loss.targets``, shape ``(items, ...)``, without items whose target is -100."""
         raise NotImplementedError(f"{type(self).__name__} must define compute(predictions, targets) -> float")
 
 
@@ -445,12 +438,8 @@ class Data(OptionalAttributes):
         """Refuse missing files. Called before torch is imported and before anything is downloaded."""
 
     def prepare(self, tokenizer: Any = None, model: Model | None = None) -> None:
-        """Find, download, check and tokenise. Called on every rank, on the first rank of a node first.
-
-        Args:
-            tokenizer: the tokenizer of the model; ``None`` for models without one.
-            model: the model of the recipe, for its ``task`` and ``image_input``. May be left out of the signature.
-        """
+        """Find, download, check and tokenise. Called on every rank, on the first rank of a node first. ``tokenizer``
+        may be ``None``. The signature may leave out ``model``, which is for its ``task`` and ``image_input``."""
         raise NotImplementedError(f"{type(self).__name__} must define prepare(tokenizer, model)")
 
     def use_model(self, model: Model) -> None:
