@@ -312,11 +312,7 @@ class ChatReader:
         return _RenderedChat(whole, spans)
 
     def _render(
-        self,
-        messages: list[dict[str, Any]],
-        tools: list[Any] | None = None,
-        prompt: bool = False,
-        marked: bool = False,
+        self, messages: list[dict[str, Any]], tools: list[Any] | None = None, prompt: bool = False, marked: bool = False
     ) -> tuple[str, list[tuple[int, int]]]:
         rendered: Any = render_jinja_template(
             conversations=[messages],

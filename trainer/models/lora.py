@@ -142,11 +142,7 @@ class SupportsLoRA(Streamable, Exportable, Plannable):
 
 
 def add_adapters(
-    module: nn.Module,
-    lora: LoRA,
-    blocks: Sequence[type] = (),
-    defaults: Sequence[str] | None = None,
-    head: bool = True,
+    module: nn.Module, lora: LoRA, blocks: Sequence[type] = (), defaults: Sequence[str] | None = None, head: bool = True
 ) -> None:
     """Add adapters to linear layers of the blocks of ``module``, in place, and freeze the rest except the head.
 
