@@ -114,10 +114,7 @@ class ImageTransform:
         return found
 
     def _crop_and_flip(self, images: Tensor) -> Tensor:
-        """Apply v2.RandomCrop with a reflected border and v2.RandomHorizontalFlip, with the same draws.
-
-        Both only move pixels, so indexing is enough and faster.
-        """
+        """Apply v2.RandomCrop with a reflected border and v2.RandomHorizontalFlip, same draws, by faster indexing."""
         if self.augment == "flip":
             return images.flip(-1) if torch.rand(1) < 0.5 else images
         places, last = np.arange(self.size[0]), self.size[0] - 1
@@ -270,8 +267,7 @@ def _refuse_bomb(image: Image.Image) -> None:
 def check_images(paths: Sequence[str], max_bad: int, cache: Path) -> dict[str, CheckedFile]:
     """Read and hash every file and check its structure with little decoding; reject more than ``max_bad`` bad files.
 
-    Only one rank per machine reads, and ``cache`` remembers valid files. Bad files are checked again, because the cause
-    may be the disk or the network.
+    One rank per machine reads. ``cache`` remembers only valid files, because a bad one may be a fault of the network.
     """
 
     def look(files: Sequence[Path]) -> list[CheckedFile]:
@@ -313,10 +309,7 @@ def _check(path: Path) -> CheckedFile:
 
 
 def read_digits() -> tuple[np.ndarray, np.ndarray]:
-    """Read scikit-learn's digits from its file, because importing it takes a second or more.
-
-    Returns pixels, float64 ``(1797, 8, 8)`` from 0 to 16, and classes, int64 ``(1797,)``.
-    """
+    """Read scikit-learn's digits, float64 ``(1797, 8, 8)`` from 0 to 16, and classes, without its slow import."""
     package = find_spec("sklearn")
     folders = package.submodule_search_locations if package is not None else None
     path = Path(next(iter(folders or ["sklearn"]))) / "datasets" / "data" / "digits.csv.gz"

@@ -64,10 +64,7 @@ def parse_tagged_words(
 
 
 class RowLabels:
-    """The labels of the rows of a ``table``, decoded from JSON on access.
-
-    A label is a tuple of floats with one per class or number, or a list with the class of each token.
-    """
+    """Row labels, decoded from JSON on access: a tuple of floats per class or number, or a list of token classes."""
 
     def __init__(self, table: Dataset, make: Callable[[Any], Any]) -> None:
         self.table, self.make = table, make
@@ -80,10 +77,7 @@ class RowLabels:
 
 
 def output_names(texts: Sequence[str], task: Task, source: str, column: str) -> list[str]:
-    """Return the names of the model's outputs for labels with these ``texts``.
-
-    They are the labels or tags, unsorted; for regression the name of the column, numbered if it has several numbers.
-    """
+    """Return the names of the outputs: labels or tags, unsorted; for regression the column, numbered if several."""
     found = list(map(json.loads, texts))
     if task != "regression":
         return list(dict.fromkeys(name for name in chain.from_iterable(found) if name is not None))
@@ -98,10 +92,7 @@ def output_names(texts: Sequence[str], task: Task, source: str, column: str) -> 
 def row_labels(
     table: Dataset, task: Task, classes: Mapping[str, int], texts: Sequence[str], unknown: Callable[[str, str], str]
 ) -> RowLabels:
-    """Return the labels of ``table``, whose distinct label texts are ``texts``.
-
-    ``unknown`` describes the place of a label text with an unknown class.
-    """
+    """Return the labels of ``table`` with the distinct ``texts``; ``unknown`` describes the place of an unknown one."""
     if task == "regression":
         for text in texts:
             found = len(json.loads(text))

@@ -294,8 +294,7 @@ class Documents(LanguageData):
 
     Text files are .txt, .md, .rst, .py, or any matched by a pattern; tables are .jsonl, .parquet, .csv and .tsv. The
     tokenizer's end of text follows each document. A document of more than ``max_length`` tokens is split into pieces
-    that overlap by one token, so that every token except the first is predicted once. A stream uses only the first
-    piece.
+    that overlap by one token, so that each token except the first is predicted once. A stream uses only the first.
 
     Args:
         text_column: column of the text in tables.

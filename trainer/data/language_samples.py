@@ -160,8 +160,6 @@ class DocumentReader:
 
 
 class _RenderedChat(NamedTuple):
-    """A conversation rendered by the chat template."""
-
     text: str
     spans: list[tuple[int, int]]  # character spans to predict
 
@@ -254,10 +252,7 @@ class ChatReader:
     def _bounded(
         self, messages: list[dict[str, Any]], tools: list[Any] | None = None, prompt: bool = False
     ) -> _RenderedChat | str:
-        """Render a conversation with bounded time and memory, or return the reason why it is invalid.
-
-        With ``prompt`` the result ends where the answer begins.
-        """
+        """Render with bounded time and memory, or return what is wrong. With ``prompt``, stop before the answer."""
         size = sum(len(message.get("content") or "") for message in messages)
         if size > self.most:
             return f"has {size:,} characters, and the max is {self.most:,}: cut it"
@@ -326,10 +321,7 @@ class ChatReader:
         return text, [*spans[0]] if marked else []
 
     def _sample(self, written: _RenderedChat, ids: Iterator[ndarray]) -> list[Sample] | str:
-        """Return the sample, with the tokens of the whole text if no token crosses the border of a span.
-
-        Otherwise the parts are tokenised separately, because in generation the prompt ends at such a border.
-        """
+        """Tokenise the whole text, or its parts if a token crosses the border of a span, as prompts end there."""
         whole, parts = next(ids), written.parts()
         pieces = [next(ids) for _ in parts]
         starts = {start for start, _ in written.spans}
@@ -561,7 +553,6 @@ class Sequences(Samples):
         return self._with_labels(self.tokens[self.chosen[index]])
 
     def __getitems__(self, indices: Sequence[int]) -> dict[str, Tensor]:
-        """Return a whole batch."""
         return self.pad(self._with_labels(self.tokens[[self.chosen[index] for index in indices]]))
 
     def _with_labels(self, found: Mapping[str, Any]) -> dict[str, Any]:

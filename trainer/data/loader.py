@@ -257,10 +257,7 @@ SMALL = 64  # max number of labels for which a list is faster than tensor operat
 
 
 def out_of_range_labels(batch: Any, num_classes: int) -> list[tuple[int, int | None]]:
-    """Return the labels out of range, each with its row (``None`` for a tensor without rows); -100 is ignored.
-
-    ``batch["labels"]`` are integers ``(n, ...)`` in host memory.
-    """
+    """Return ``labels`` ``(n, ...)`` on the host that are out of range, except -100, with their rows, if any."""
     labels = batch.get("labels") if isinstance(batch, Mapping) else None
     if not isinstance(labels, Tensor) or labels.is_floating_point() or labels.dtype == torch.bool or labels.is_cuda:
         return []

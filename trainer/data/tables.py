@@ -133,10 +133,7 @@ def _lines(path: Path) -> Iterator[dict[str, Any]]:
 
 
 def open_json_lines(path: Path, cache: Path, pick: Callable[[Sequence[str]], Sequence[str]]) -> RowSource:
-    """Return the rows of a .jsonl file whose cells may change type between rows. Each cell is stored as JSON.
-
-    Reads the columns that ``pick`` selects from all columns.
-    """
+    """Return the rows of a .jsonl file, each cell as JSON because types may change; ``pick`` selects columns."""
     (content,) = inspect_cached(cache, [path], checksums)
     return RowSource(
         f"lines {content}", partial(_read_lines, path, pick), str(path), *_KINDS[".jsonl"][1:], as_json=True
@@ -214,10 +211,7 @@ def _text_columns(metadata: pq.FileMetaData) -> list[str]:
 
 
 def open_parquet(path: Path | str, **options: Any) -> pq.ParquetFile:
-    """Open a file with dictionary-encoded texts, so that each distinct text is in memory once.
-
-    Extension types, such as Arrow's for JSON, would decode them and are disabled.
-    """
+    """Open a file with dictionary-encoded texts, each in memory once. Arrow's extension types would decode them."""
     metadata = pq.read_metadata(path)
     texts = _text_columns(metadata)
     return pq.ParquetFile(path, metadata=metadata, read_dictionary=texts, arrow_extensions_enabled=False, **options)
@@ -377,10 +371,7 @@ def open_hub_dataset(
     config: str | None = None,
     revision: str | None = None,
 ) -> dict[str, RowSource]:
-    """Load ``splits``, by part, of a dataset of the Hugging Face hub, its cache, or a folder.
-
-    ``offline_advice`` names further settings to check in the error about ``data.key``, whose value is ``name``.
-    """
+    """Load ``splits``, by part, of a hub dataset, its cache or a folder; ``advice`` names further settings to check."""
     options: dict[str, Any] = {"split": list(splits.values()), "cache_dir": cache_dir, "revision": revision}
     here = Path(name).is_dir()
     why_not = None if here else offline_reason()

@@ -81,8 +81,7 @@ class Texts(PaddedDataset):
     def encode(self, texts: Sequence[str], tokenizer: Any) -> dict[str, Tensor]:
         """Make a batch of texts without labels, tokenised, truncated and padded like the dataset's own texts.
 
-        For the task token, texts are split at spaces, and the batch also has ``words``: see
-        :func:`trainer.data.tokens.encode`.
+        For the task token, texts are split at spaces, and the batch has ``words``, as in trainer.data.tokens.encode.
         """
         from trainer.data.tokens import Padder, check_tokenizer, encode, require_text
 
@@ -148,10 +147,7 @@ class _Tokenised(ClassWeightedDataset, Texts):
         raise NotImplementedError
 
     def _classes(self, source: str, labels: Sequence[str]) -> dict[str, int]:
-        """Return the class of every label text of the training data. Sets ``class_names`` and ``num_classes``.
-
-        By default the classes are the distinct labels, sorted, numbers by value.
-        """
+        """Set the classes: the distinct labels, sorted, numbers by value. Return the class of every label text."""
         column = f"{source}: data.label_column={self.label_column!r}"
         if self._task == "single_label" and _is_continuous(labels):
             raise RecipeError(
@@ -366,12 +362,10 @@ def load_hub_rows(data: Any) -> dict[str, RowSource]:
 class StreamedText(Texts):
     """Texts with one label each in Parquet files of any number and size, tokenised when they are loaded.
 
-    Only Parquet is supported: its footers locate each row, so a run can resume at any step without reading from the
-    start.
+    Only Parquet is supported, because its footers locate each row: a run resumes without reading from the start.
 
     Args:
-        train_files: the training texts: a folder of .parquet files, or a pattern such as shards/train-*.parquet; sorted
-            by name.
+        train_files: a folder of .parquet files of training texts, or a pattern such as train-*.parquet; sorted by name.
         val_files: texts for validation (optional).
         test_files: texts for testing (optional).
         classes: the labels, as texts, in the order of their classes; by default those of the training files, sorted,
@@ -447,10 +441,7 @@ class StreamedText(Texts):
 def glob_files(key: str, pattern: str, kinds: Sequence[str]) -> list[Path]:
     """Return the files that match ``pattern``, sorted by name; for a folder those of ``kinds``.
 
-    Args:
-        key: the setting and its value, for messages.
-        pattern: a folder, or a file or pattern, in which ** matches any folders.
-        kinds: patterns of names within a folder.
+    ``pattern`` is a folder, a file, or a pattern in which ** matches any folders. ``key`` is the setting, for messages.
     """
     path = local_path(pattern)
     if "://" in pattern.removeprefix("file://"):

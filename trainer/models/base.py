@@ -130,10 +130,7 @@ class SupervisedModel(Preparable):
         return dict.fromkeys(self.loss_names, float(self._sum_class_weights(labels)))
 
     def loss_of_batch(self, logits: Tensor, batch: Mapping[str, Any]) -> Loss:
-        """Return ``loss_of`` the micro-batch; for mixed samples (mixup, CutMix), of both labels, by their shares.
-
-        This holds for weighted classes, smoothed labels, multiple labels and regression.
-        """
+        """Return ``loss_of`` the micro-batch; for mixed samples (mixup, CutMix), any loss of both labels, by shares."""
         own = self.loss_of(logits, batch["labels"])
         if "mixed_labels" not in batch:
             return own
@@ -260,12 +257,7 @@ def balanced_weights(task: Task, labels: Sequence[Any], classes: int, names: Seq
 
 
 def classification_loss(logits: Tensor, labels: Tensor) -> Loss:
-    """Return the cross entropy summed over the items whose label is not -100, computed in at least fp32.
-
-    Args:
-        logits: shape ``(items, classes)``.
-        labels: int64, shape ``(items,)``.
-    """
+    """Sum the cross entropy: ``logits`` (items, classes), int64 ``labels`` (items,) except -100, in fp32 or wider."""
     import torch
 
     if logits.dtype in (torch.float16, torch.bfloat16):
@@ -275,11 +267,7 @@ def classification_loss(logits: Tensor, labels: Tensor) -> Loss:
 
 
 def train_last_blocks(module: nn.Module, count: int, classes: Sequence[type] = ()) -> None:
-    """Freeze every parameter that is registered before the last ``count`` blocks. The head after them trains.
-
-    Raises:
-        RecipeError: if the model has fewer blocks.
-    """
+    """Freeze every parameter registered before the last ``count`` blocks. Fewer blocks raise ``RecipeError``."""
     blocks = find_blocks(module, classes)
     if not 0 <= count <= len(blocks):
         raise RecipeError(f"model.train_last_blocks={count} must be between 0 and the number of blocks, {len(blocks)}")

@@ -39,7 +39,6 @@ class BigBird(TextClassifier):
         require_choice("model.attention", self.attention, Attention)
 
     def _finalize_module(self, module: nn.Module) -> nn.Module:
-        """Install our attention, and freeze the pooler, which gets no gradient."""
         from trainer.models.block_sparse import replace_attention
 
         module = super()._finalize_module(module)

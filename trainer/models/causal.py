@@ -86,10 +86,7 @@ class CausalLM(TextModel):
         return super().weigh({"labels": batch["labels"][:, 1:]} if "labels" in batch else batch)
 
     def packed(self, batch: Any) -> Any:
-        """Pack the micro-batch into one row if supported, and add ``places``, the positions that predict a token.
-
-        The positions are computed on the host, so that no GPU sync is needed.
-        """
+        """Pack into one row if supported, and add ``places`` that predict a token, on the host, without a GPU sync."""
         if not isinstance(batch, Mapping) or "labels" not in batch:
             return batch
         from trainer.models.chunked_loss import target_positions
@@ -108,11 +105,7 @@ class CausalLM(TextModel):
         yield Loss(module(**batch), targets=batch["labels"][:, 1:])
 
     def save(self, module: nn.Module, folder: Path, state: Mapping[str, Tensor]) -> None:
-        """Write a folder that ``AutoModelForCausalLM`` and serving engines load, and verify its weights.
-
-        Raises:
-            RunError: if different values would be loaded than were saved.
-        """
+        """Write a folder that ``AutoModelForCausalLM`` and serving engines load. Wrong weights raise ``RunError``."""
         self._complete_generation(cast(Any, module))
         super().save(module, folder, state)
         wrong = self._misread(folder, self.merged_state(module, state))
@@ -123,10 +116,7 @@ class CausalLM(TextModel):
             )
 
     def _misread(self, folder: Path, merged: Mapping[str, Tensor]) -> str | None:
-        """Return the name of the first tensor in ``folder`` that would be loaded with values other than ``merged``.
-
-        Tensors are read one at a time, except if transformers computes weights from several tensors of the file.
-        """
+        """Return the first tensor that ``folder`` would load unlike ``merged``, reading single ones if possible."""
         import torch
         from transformers.conversion_mapping import get_model_conversion_mapping
         from transformers.core_model_loading import WeightConverter
@@ -190,10 +180,7 @@ class CausalLM(TextModel):
         return module
 
     def _complete_generation(self, module: Any) -> None:
-        """Set ``generation_config`` to that of the weights, plus this tokenizer's end token.
-
-        A chat template may have changed the end token; without it a served model would not stop.
-        """
+        """Set ``generation_config`` to that of the weights plus this end token, at which served models stop."""
         from transformers import GenerationConfig
 
         published = None if self.weights is None else self._folder(self.weights) / "generation_config.json"

@@ -73,8 +73,7 @@ def is_local(source: str) -> bool:
 def from_hub(key: str, source: str, load: Any, *args: Any, **kwargs: Any) -> Any:
     """Call a ``load`` function of transformers with the remaining arguments.
 
-    Any failure except out of memory becomes a one-line error that names the setting ``model.key``. ``source``, its
-    value, is a hub id, a folder or the ``file://`` URL of a folder.
+    Any failure except out of memory is an error about ``model.key``. ``source`` is a hub id, folder or file URL.
     """
     from safetensors import SafetensorError
 
@@ -272,7 +271,6 @@ class HubModel(SupportsLoRA, Preparable):
         """Check that all settings that the dataset fills are set."""
 
     def _from_configuration(self, auto: str) -> nn.Module:
-        """Build the module of transformers' class ``auto`` with random weights."""
         import torch
         import transformers
 
@@ -438,10 +436,7 @@ def _initialise(skeleton: Any) -> None:
 
 
 def _renaming(skeleton: Any, own: Mapping[str, Any]) -> Callable[[str], str]:
-    """Return a function from keys of a file to names in ``own``, as transformers maps them.
-
-    It adds or removes the base model's prefix, and updates the names of old files.
-    """
+    """Return a function from keys of a file to names in ``own``: prefixes and old names, as transformers maps them."""
     from transformers.conversion_mapping import get_model_conversion_mapping
     from transformers.core_model_loading import WeightConverter, rename_source_key
 

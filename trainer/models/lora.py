@@ -1,7 +1,4 @@
-"""Low-rank adapters (Hu et al. 2021), by peft, on frozen weights that may be in NF4 (QLoRA, Dettmers et al. 2023).
-
-Importing this loads neither torch nor peft.
-"""
+"""Low-rank adapters (Hu et al. 2021) by peft, also on NF4 weights (QLoRA, Dettmers et al. 2023). Imports no torch."""
 
 from __future__ import annotations
 
@@ -91,10 +88,7 @@ class SupportsLoRA(Streamable, Exportable, Plannable):
         return module
 
     def map_to_adapted(self, found: Pretrained, skeleton: nn.Module) -> Pretrained:
-        """Rename ``found`` to the names of the module with adapters, and add the adapters as new parameters.
-
-        ``skeleton``, on meta and without adapters, gets them in place.
-        """
+        """Rename ``found`` for the adapted module and add new adapters; ``skeleton``, on meta, gets them in place."""
         import torch
 
         if not self.lora.rank:
@@ -121,10 +115,7 @@ class SupportsLoRA(Streamable, Exportable, Plannable):
         return {name for name, parameter in frozen.items() if parameter not in head}
 
     def draw_new(self, module: nn.Module, initialise: Callable[[nn.Module], object], new: Collection[str] = ()) -> None:
-        """Draw the adapters and ``new`` parameters of ``module`` again, exactly as when weights are streamed.
-
-        The result then does not depend on the way of loading.
-        """
+        """Draw the adapters and ``new`` parameters of ``module`` again, exactly as when weights are streamed."""
         import torch
 
         from trainer.weights.streaming import init_new_parameters, skeleton_on_meta
@@ -233,8 +224,7 @@ def reset_adapters(module: nn.Module) -> None:
 def merged_state(module: nn.Module, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Merge every adapter into its weight, under the names of a module without adapters.
 
-    NF4 weights are dequantised to the dtype of the others. ``module`` comes from ``add_adapters`` and may be sharded;
-    ``state`` holds its full tensors and is not modified.
+    NF4 weights get the dtype of the others. ``module`` may be sharded. Its full tensors, ``state``, are not modified.
     """
     import torch
 
@@ -256,11 +246,10 @@ def merged_state(module: nn.Module, state: Mapping[str, Tensor]) -> dict[str, Te
 
 
 def save_adapters(module: nn.Module, state: Mapping[str, Tensor], folder: Path, **facts: Any) -> None:
-    """Write the trained adapters and head layers in peft's format.
+    """Write the trained adapters and head layers as peft's ``adapter_config.json`` and ``adapter_model.safetensors``.
 
-    The files are ``adapter_config.json`` and ``adapter_model.safetensors``. If other parameters of adapted layers
-    trained too, nothing is written, because peft cannot store them. ``state`` is as for :func:`merged_state`;
-    ``facts`` are further settings of peft's configuration.
+    Nothing is written if other parameters of adapted layers trained, which peft cannot store. ``state`` is as for
+    :func:`merged_state`; ``facts`` are further settings of peft's configuration.
     """
     from safetensors.torch import save_file
 

@@ -62,8 +62,7 @@ def packed_document_attention(
 ) -> tuple[Tensor, None]:
     """Compute attention for transformers' layers, from ``(n, heads, tokens, size)`` to ``(n, tokens, heads, size)``.
 
-    With ``lengths`` and ``cu_seq_lens``, each document of a row attends to itself. Otherwise this is ``sdpa``, extended
-    by capped scores (``softcap``) and sinks (``s_aux``), which transformers' version lacks.
+    With ``lengths`` and ``cu_seq_lens`` each document sees itself; otherwise ``sdpa`` plus ``softcap`` and ``s_aux``.
     """
     causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
     pattern = AttentionPattern(causal, sliding_window, scaling, softcap, s_aux)

@@ -43,8 +43,7 @@ def describe_blocks(blocks: Sequence[nn.Module]) -> str:
 
 
 def require_blocks(module: nn.Module, classes: Sequence[type], setting: str) -> list[nn.Module]:
-    """Return the repeated modules. If there are none, raise ``RecipeError`` with the setting ``setting`` and the
-    fix."""
+    """Return the repeated modules; if there are none, raise ``RecipeError`` with ``setting`` and the fix."""
     if blocks := find_blocks(module, classes):
         return blocks
     by_class: dict[str, list[nn.Module]] = {}
@@ -64,8 +63,7 @@ def require_blocks(module: nn.Module, classes: Sequence[type], setting: str) -> 
 def disable_kv_cache(module: nn.Module) -> None:
     """Disable the KV cache of ``module``, which only generation needs.
 
-    This sets ``config.use_cache`` of a transformers decoder, true by default. With the cache, a checkpointed block
-    would append to it a second time. Models are saved with their original setting: see :func:`kv_cache_restored`.
+    A checkpointed block would append to the cache twice. :func:`kv_cache_restored` restores the original setting.
     """
     configs: dict[int, Any] = {id(part.config): part.config for part in module.modules() if hasattr(part, "config")}
     on = [config for config in configs.values() if getattr(config, "use_cache", False) is True]

@@ -19,8 +19,7 @@ PICKLED = (".pth", ".pt", ".bin")
 def read_weights(path: Path) -> dict[str, Tensor]:
     """Read a weight file to the CPU, memory-mapped.
 
-    Supports ``.safetensors``, and the pickles ``.pth``, ``.pt`` and ``.bin``, from which ``weights_only`` executes
-    nothing. Raises ``RecipeError`` if the file is missing, corrupt, or contains no named tensors.
+    Reads ``.safetensors``; ``.pth``, ``.pt`` and ``.bin`` with ``weights_only``. A bad file raises ``RecipeError``.
     """
     require(path.is_file(), f"{path} does not exist: give the path of a weight file")
     if path.suffix == ".safetensors":
