@@ -380,10 +380,8 @@ class ImageFolder(_ImageDataset):
         folders = {part: root / part for part in ("train", "val", "test") if (root / part).is_dir()} or {"train": root}
         found = {part: _folders_in(folder) for part, folder in folders.items()}
         if len(found) == 1 and self.val_fraction == 0:
-            raise RecipeError(
-                f"{key} contains neither a test nor a val folder: add one, or hold out part of the training images "
-                "with --data.val_fraction 0.1"
-            )
+            cause = f"{key} contains neither a test nor a val folder"
+            raise RecipeError(f"{cause}: add one, or hold out part of the training images with --data.val_fraction 0.1")
         if "val" in found and self.val_fraction != 0:
             raise RecipeError(
                 f"data.val_fraction={self.val_fraction} and the folder {root / 'val'} exclude each other: set it to 0"
@@ -404,10 +402,8 @@ class ImageFolder(_ImageDataset):
             files = [file for file in files if "/." not in file[0].removeprefix(str(folder))]
             empty = sorted(index.keys() - {self.class_names[label] for _, label in files})
             if empty:
-                raise RecipeError(
-                    f"{key}: {folder / format_list(empty)} contains no images ({' '.join(IMG_EXTENSIONS)}): remove the "
-                    "folder, or add images"
-                )
+                cause = f"{key}: {folder / format_list(empty)} contains no images ({' '.join(IMG_EXTENSIONS)})"
+                raise RecipeError(f"{cause}: remove the folder, or add images")
             samples[part] = files
         return samples
 

@@ -111,10 +111,8 @@ class LanguageData(PaddedDataset):
             require(value is None, f"data.{key}={value!r} needs data.{fits}, which is not set: leave it out")
         for key, off in (("name", None), ("val_fraction", 0)) if self.streamed else ():
             if getattr(self, key) != off:
-                raise RecipeError(
-                    f"data.{key}={getattr(self, key)!r} is not supported with data.streamed: give files for each part "
-                    "by data.train_files and data.val_files"
-                )
+                cause = f"data.{key}={getattr(self, key)!r} is not supported with data.streamed"
+                raise RecipeError(f"{cause}: give files for each part by data.train_files and data.val_files")
 
     def require_files(self) -> None:
         """Check that the folders and patterns match files."""
@@ -217,11 +215,8 @@ class LanguageData(PaddedDataset):
             columns = [reader.columns(shard.path, shard.columns) for shard in shards]
             for shard, names in zip(shards, columns, strict=True):
                 if names != columns[0]:
-                    raise RecipeError(
-                        f"{shard.path} has {format_list(names)}, but {shards[0].path} has "
-                        f"{format_list(columns[0])}: a stream "
-                        "needs the same columns in all files"
-                    )
+                    cause = f"{shard.path} has {format_list(names)}, but {shards[0].path} has {format_list(columns[0])}"
+                    raise RecipeError(f"{cause}: a stream needs the same columns in all files")
             files = format_list([shard.path for shard in shards])
             require(any(shard.groups for shard in shards), f"data.{part}_files: no rows in {files}")
             # Evaluation reads from the first row to the last, so one row group at a time is enough.

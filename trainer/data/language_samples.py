@@ -124,10 +124,8 @@ class DocumentReader:
     def __init__(self, tokenizer: Any, max_length: int, column: str) -> None:
         self.tokenizer, self.max_length, self.column, self.end = tokenizer, max_length, column, tokenizer.eos_token_id
         if self.end is None:
-            raise RecipeError(
-                "the tokenizer of model.tokenizer has no end of text (eos_token), which must follow each document: "
-                "choose another"
-            )
+            cause = "the tokenizer of model.tokenizer has no end of text (eos_token), which must follow each document"
+            raise RecipeError(f"{cause}: choose another")
         self.begin = [one for one in tokenizer("")["input_ids"] if one != self.end]
         self.settings = ["documents", column, max_length]
 

@@ -92,10 +92,8 @@ class Mixture(Loading):
             if type(data).collate is not type(first).collate:
                 raise RecipeError(f"Mixture: {names} collate batches differently: mix datasets of one kind")
             if data.mixing() != first.mixing():
-                raise RecipeError(
-                    f"Mixture: {names} differ in data.mixup, data.cutmix or data.mix_probability, but share batches: "
-                    "make them the same"
-                )
+                cause = f"Mixture: {names} differ in data.mixup, data.cutmix or data.mix_probability, but share batches"
+                raise RecipeError(f"{cause}: make them the same")
         for number, data in enumerate(self.datasets, start=1):
             if as_samples(data.train).groups is not None:
                 raise RecipeError(

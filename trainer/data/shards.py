@@ -133,10 +133,8 @@ class ShardReader:
         except Exception as error:
             raise _unreadable(f"{path} row group {group} (the first is 0)", error) from error
         if len(table) != self.sizes[number]:
-            raise RecipeError(
-                f"{path} row group {group} has {len(table)} rows instead of {self.sizes[number]}: the file has changed "
-                "since the run began; restart the run"
-            )
+            cause = f"{path} row group {group} has {len(table)} rows instead of {self.sizes[number]}"
+            raise RecipeError(f"{cause}: the file has changed since the run began; restart the run")
         self.decoded += 1
         return table
 

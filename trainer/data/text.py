@@ -150,16 +150,12 @@ class _Tokenised(ClassWeightedDataset, Texts):
         """Set the classes: the distinct labels, sorted, numbers by value. Return the class of every label text."""
         column = f"{source}: data.label_column={self.label_column!r}"
         if self._task == "single_label" and _is_continuous(labels):
-            raise RecipeError(
-                f"{column} has {len(labels):,} different numbers such as {labels[0]}, which looks like regression: use "
-                "--model.task regression, or name the column of the classes"
-            )
+            cause = f"{column} has {len(labels):,} different numbers such as {labels[0]}, which looks like regression"
+            raise RecipeError(f"{cause}: use --model.task regression, or name the column of the classes")
         self._set_classes(sort_classes(labels))
         if self.num_classes <= 1 and self._task != "multi_label":
-            raise RecipeError(
-                f"{column} is {self.class_names[0]!r} in every row, but a classifier needs two classes or more: add "
-                "rows of another class, or name the column of the classes"
-            )
+            cause = f"{column} is {self.class_names[0]!r} in every row, but a classifier needs two classes or more"
+            raise RecipeError(f"{cause}: add rows of another class, or name the column of the classes")
         return {name: index for index, name in enumerate(self.class_names)}
 
 

@@ -206,10 +206,8 @@ class SupervisedModel(Preparable):
         else:
             numbers = "a number for each output" if self.task == "regression" else "0 or 1 for each label"
             if tuple(labels.shape) != wanted:
-                raise RecipeError(
-                    f"model.task={self.task} needs {numbers}, {wanted}, but got {found}: for one class per sample use "
-                    "--model.task single_label"
-                )
+                cause = f"model.task={self.task} needs {numbers}, {wanted}, but got {found}"
+                raise RecipeError(f"{cause}: for one class per sample use --model.task single_label")
 
     def _sum_class_weights(self, labels: Tensor) -> Tensor:
         """Sum the class weights of ``labels``, in float64."""

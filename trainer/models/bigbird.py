@@ -55,10 +55,8 @@ class BigBird(TextClassifier):
     def tensor_parallel_plan(self, module: nn.Module) -> Mapping[str, str]:
         """Return BERT's plan; full attention only, because block_sparse draws its random blocks head by head."""
         if self.attention != "full":
-            raise RecipeError(
-                f"memory.tensor_parallel cannot split the heads of model.attention={self.attention}: use "
-                "model.attention full, or memory.strategy fsdp"
-            )
+            cause = f"memory.tensor_parallel cannot split the heads of model.attention={self.attention}"
+            raise RecipeError(f"{cause}: use model.attention full, or memory.strategy fsdp")
         return super().tensor_parallel_plan(module)
 
     def _configuration(self) -> Any:

@@ -328,10 +328,8 @@ class HubModel(SupportsLoRA, Preparable):
         end = next((at for at, parameter in enumerate(parameters, 1) if parameter is last), len(names))
         lost = sorted(set(new) & set(names[: end if self.head_is_new else None]))
         if lost:
-            raise RecipeError(
-                f"model.weights={self.weights!r} do not fit this {cast(Any, module).config.model_type}: "
-                f"{format_names(lost)} are missing or have another shape"
-            )
+            cause = f"model.weights={self.weights!r} do not fit this {cast(Any, module).config.model_type}"
+            raise RecipeError(f"{cause}: {format_names(lost)} are missing or have another shape")
 
     def save(self, module: nn.Module, folder: Path, state: Mapping[str, Tensor]) -> None:
         """Write a folder that ``from_pretrained`` loads. Its subfolder ``adapter`` holds trained adapters for peft."""

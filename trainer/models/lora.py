@@ -157,10 +157,8 @@ def add_adapters(
     for name, layer in outside:
         tied = any(getattr(part, "weight", None) is layer.weight and part is not layer for part in module.modules())
         if id(layer) in adapted and tied:
-            raise RecipeError(
-                f"model.lora.targets: {name} shares its weight with the embedding, and a merged weight would differ: "
-                "leave it out"
-            )
+            cause = f"model.lora.targets: {name} shares its weight with the embedding, and a merged weight would differ"
+            raise RecipeError(f"{cause}: leave it out")
     names = [name for name, layer in module.named_modules() if id(layer) in adapted]
     transposed = all(isinstance(layer, Conv1D) for layer in adapted.values())
     trained = [parameter for parameter in parameters_after_blocks(module, found) if parameter.requires_grad and head]

@@ -302,10 +302,8 @@ def _codes(files: WeightFiles, stored: Stored, name: str, layer: NF4Linear, part
         read = torch.cat([value for _, value in _pieces(files, stored, name, layer.shape, wanted)]).flatten()
         value = read[begin - lines.start * width : end - lines.start * width].to(part.local.device, torch.float32)
         if not value.isfinite().all():
-            raise RecipeError(
-                f"{stored.key} in {stored.file} has values that are not finite, which NF4 cannot encode: use "
-                "model.lora.base full, or other weights"
-            )
+            cause = f"{stored.key} in {stored.file} has values that are not finite, which NF4 cannot encode"
+            raise RecipeError(f"{cause}: use model.lora.base full, or other weights")
         yield slice(start - first, stop - first), quantise(value)
 
 
