@@ -138,9 +138,8 @@ def inspect_cached(
     try:
         found = inspect(paths)
     except OSError as error:
-        raise RecipeError(
-            f"{error.filename} cannot be read ({error.strerror}): check that it exists and its permissions"
-        ) from error
+        cause = f"{error.filename} cannot be read ({error.strerror})"
+        raise RecipeError(f"{cause}: check that it exists and its permissions") from error
     if settled and worth_keeping(found):
         write_cache_json(note, found)
     return found

@@ -25,7 +25,7 @@ from trainer.contract import DrawnSamples
 from trainer.data.base import root_cause
 from trainer.data.cache import inspect_cached
 from trainer.data.fingerprint import ContentHasher
-from trainer.errors import RecipeError
+from trainer.errors import RecipeError, require
 from trainer.system.files import open_regular, read_regular
 
 FORMATS = ("JPEG", "PNG", "PPM", "BMP", "TIFF", "WEBP", "GIF")
@@ -107,10 +107,8 @@ class ImageTransform:
         is_image = isinstance(found, Tensor) and found.dtype == torch.uint8 and found.ndim == 3 and 0 not in found.shape
         what = f"{found.dtype} {tuple(found.shape)}" if isinstance(found, Tensor) else type(found).__name__
         if not is_image or len(found) != len(image):
-            raise RecipeError(
-                f"data.transform: {_name_of(transform)} returned {what} for an image torch.uint8 {tuple(image.shape)}: "
-                "return torch.uint8 (channels, height, width) with the same number of channels; scaling comes later"
-            )
+            cause = f"data.transform: {_name_of(transform)} returned {what} for an image {tuple(image.shape)}"
+            raise RecipeError(f"{cause}: return torch.uint8 (channels, height, width) with the same channels, unscaled")
         return found
 
     def _crop_and_flip(self, images: Tensor) -> Tensor:
@@ -257,11 +255,8 @@ def _refuse_bomb(image: Image.Image) -> None:
     width, height = image.size
     short, long = sorted(image.size)
     if width * height > MAX_IMAGE_PIXELS or long > MAX_IMAGE_SIDE or long > MAX_ASPECT_RATIO * max(1, short):
-        raise ValueError(
-            f"it has {width:,} x {height:,} pixels; the max is {MAX_IMAGE_PIXELS:,} in total, {MAX_IMAGE_SIDE:,} "
-            "per side, and "
-            f"a ratio of {MAX_ASPECT_RATIO} between the sides: make it smaller"
-        )
+        limits = f"{MAX_IMAGE_PIXELS:,} in total, {MAX_IMAGE_SIDE:,} per side, and a ratio of {MAX_ASPECT_RATIO}"
+        raise ValueError(f"it has {width:,} x {height:,} pixels; the max is {limits} of the sides: make it smaller")
 
 
 def check_images(paths: Sequence[str], max_bad: int, cache: Path) -> dict[str, CheckedFile]:
@@ -283,9 +278,8 @@ def check_images(paths: Sequence[str], max_bad: int, cache: Path) -> dict[str, C
     faults = [f"{path} ({found.fault})" for path, found in checked.items() if found.fault]
     shown = "; ".join(faults[:5]) + (f"; and {len(faults) - 5} more" if len(faults) > 5 else "")
     allowed = f" (data.max_bad_samples={max_bad})" if max_bad else ""
-    if len(faults) > max_bad:
-        unreadable = f"{len(faults)} of {len(paths)} images cannot be read{allowed}: {shown}"
-        raise RecipeError(f"{unreadable}. Replace or remove them")
+    unreadable = f"{len(faults)} of {len(paths)} images cannot be read{allowed}: {shown}"
+    require(len(faults) <= max_bad, f"{unreadable}. Replace or remove them")
     return checked
 
 

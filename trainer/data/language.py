@@ -103,9 +103,8 @@ class LanguageData(PaddedDataset):
         require(self.max_length > 1, "data.max_length=1 leaves nothing to predict: raise it")
         require_positive("data.shuffle_buffer", self.shuffle_buffer)
         self._separator = csv_format(self.encoding, self.separator)
-        if self.train_files is not None and self.name is not None:
-            both = f"data.train_files={self.train_files!r} and data.name={self.name!r}"
-            raise RecipeError(f"{both} exclude each other: give one")
+        both = f"data.train_files={self.train_files!r} and data.name={self.name!r} exclude each other: give one"
+        require(self.train_files is None or self.name is None, both)
         for key in ("val_files", "test_files") if self.name else ("val_split", "test_split", "config", "revision"):
             value, fits = getattr(self, key), "train_files" if self.name else "name"
             require(value is None, f"data.{key}={value!r} needs data.{fits}, which is not set: leave it out")
@@ -119,10 +118,8 @@ class LanguageData(PaddedDataset):
         if self.name is not None:
             require_dataset_name(self.name)
             return
-        if self.train_files is None:
-            raise RecipeError(
-                "data.train_files is missing: give a file, folder or pattern, or a dataset of the hub by data.name"
-            )
+        fix = "give a file, folder or pattern, or a dataset of the hub by data.name"
+        require(self.train_files is not None, f"data.train_files is missing: {fix}")
         for part in ("train", "val", "test"):
             self._paths(part)
 
@@ -276,10 +273,8 @@ class Conversations(LanguageData):
 
     def _prepare_stream(self, reader: Any, cache: Path) -> None:
         if "strftime_now" in reader.template:
-            raise RecipeError(
-                "data.chat_template: the template writes today's date (strftime_now), but a stream is tokenised again "
-                "in every epoch: give a template with a fixed date"
-            )
+            cause = "data.chat_template writes today's date (strftime_now), but a stream is tokenised again per epoch"
+            raise RecipeError(f"{cause}: give a template with a fixed date")
         super()._prepare_stream(reader, cache)
 
 

@@ -312,11 +312,10 @@ def _encoding_of(path: Path, declared: str | None) -> str:
             except UnicodeDecodeError as error:
                 line = lines + part.count(b"\n", 0, error.start)
                 beside = error.object[max(0, error.start - 12) : error.start + 12]
-                raise RecipeError(
-                    f"{path} line {line} is not {encoding} (byte 0x{error.object[error.start]:02x} in "
-                    f"{beside.decode('cp1252', 'replace')!r} as cp1252): if that looks right, use --data.encoding "
-                    "cp1252 (Excel's), otherwise give the file's encoding, or save it as UTF-8"
-                ) from None
+                around = f"byte 0x{error.object[error.start]:02x} in {beside.decode('cp1252', 'replace')!r} as cp1252"
+                fix = "--data.encoding cp1252 (Excel's), otherwise give the file's encoding, or save it as UTF-8"
+                cause = f"{path} line {line} is not {encoding} ({around})"
+                raise RecipeError(f"{cause}: if that looks right, use {fix}") from None
             lines += part.count(b"\n")
     return encoding
 
@@ -388,10 +387,9 @@ def open_hub_dataset(
         why = why_not or f"{type(error).__name__}: {' '.join(str(error).split())[:MAX_REASON_CHARS]}"
         if here:
             raise RecipeError(f"data.{key}={name!r} could not be loaded ({why}): check the folder, {advice}") from error
-        raise RecipeError(
-            f"data.{key}={name!r} is not a local folder and could not be loaded from https://huggingface.co/datasets/"
-            f"{name} ({why}): check the name and the network, {advice}; {of_hub()}"
-        ) from error
+        hub = f"https://huggingface.co/datasets/{name} ({why})"
+        cause = f"data.{key}={name!r} is not a local folder and could not be loaded from {hub}"
+        raise RecipeError(f"{cause}: check the name and the network, {advice}; {of_hub()}") from error
     if why_not:
         warn_offline_cache()
     counting = "the first is row 0, as on the hub"

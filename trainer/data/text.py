@@ -113,9 +113,8 @@ class _Tokenised(ClassWeightedDataset, Texts):
         found = self._find(cache)
         task, source = self._task, found["train"].source
         pair = self.pair_column
-        if pair is not None and task == "token":
-            wrong = f"data.pair_column={pair!r} is not for model.task=token, which has one label per word"
-            raise RecipeError(f"{wrong}: leave it out")
+        wrong = f"data.pair_column={pair!r} is not for model.task=token, which has one label per word: leave it out"
+        require(pair is None or task != "token", wrong)
         common: Any = partial(tokenize_table, tokenizer=tokenizer, max_length=self.max_length, cache=cache, task=task)
         read = partial(common, pair_column=pair)
         tables = {part: read(rows, *columns) for part, rows in found.items()}
@@ -217,11 +216,9 @@ class IMDb(_Tokenised):
             )
         if (root / "train.csv").is_file():
             return {part: open_table(root / f"{part}.csv", cache) for part in parts}
-        if not (root / "train" / "pos").is_dir():
-            raise RecipeError(
-                f"{key}: {root} contains neither train.csv nor train/pos: set it to a folder with train.csv and "
-                "test.csv, to an unpacked aclImdb folder, or to stanfordnlp/imdb"
-            )
+        fix = "set it to a folder with train.csv and test.csv, to an unpacked aclImdb folder, or to stanfordnlp/imdb"
+        found = (root / "train" / "pos").is_dir()
+        require(found, f"{key}: {root} contains neither train.csv nor train/pos: {fix}")
         return {part: open_class_folders(root, part, (("neg", 0), ("pos", 1)), cache) for part in parts}
 
     def _classes(self, source: str, labels: Sequence[str]) -> dict[str, int]:
@@ -403,9 +400,8 @@ class StreamedText(Texts):
             names = self.classes
             require(len(set(names)) == len(names), "data.classes contains a label twice: give each label once")
         self._set_classes(names)
-        if len(names) < 2:
-            only = f"data.train_files={self.train_files!r}: the only class is {self.class_names}"
-            raise RecipeError(f"{only}, but a classifier needs two or more: add rows of another class")
+        only = f"data.train_files={self.train_files!r}: the only class is {self.class_names}"
+        require(len(names) >= 2, f"{only}, but a classifier needs two or more: add rows of another class")
         if len(names) > MAX_LABELS:
             raise RecipeError(f"{key} has more than {MAX_LABELS:,} different labels: name the column of the classes")
         columns, numbers = (self.text_column, self.label_column), {name: number for number, name in enumerate(names)}
@@ -459,8 +455,6 @@ def shard_files(key: str, pattern: str) -> list[Path]:
     found = glob_files(key, pattern, ["*.parquet"])
     for name in found:
         if name.suffix != ".parquet":
-            raise RecipeError(
-                f"{key}: {name} is not a .parquet file, and rows of csv, jsonl and txt cannot be located without "
-                "reading all rows before them: convert it to Parquet first (docs/data.md shows how)"
-            )
+            cause = f"{key}: {name} is not a .parquet file, and rows of other files cannot be located alone"
+            raise RecipeError(f"{cause}: convert it to Parquet first (docs/data.md shows how)")
     return found

@@ -142,11 +142,8 @@ def encode(texts: Sequence[Any], tokenizer: Any, max_length: int) -> dict[str, l
     """
     found: dict[str, list[list[int]]] = {}
     cut = bool(texts) and isinstance(texts[0], list)
-    if cut and not tokenizer.is_fast:
-        raise RecipeError(
-            "model.task=token needs a fast tokenizer, which maps tokens to words, but that of model.tokenizer is slow: "
-            "choose another"
-        )
+    slow = "maps tokens to words, but that of model.tokenizer is slow: choose another"
+    require(not cut or tokenizer.is_fast, f"model.task=token needs a fast tokenizer, which {slow}")
     for chunk in text_batches(texts):
         read = list(map(list, zip(*chunk, strict=True))) if isinstance(chunk[0], tuple) else [chunk]
         encoded = run_tokenizer(tokenizer, *read, truncation=True, max_length=max_length, is_split_into_words=cut)
@@ -193,10 +190,8 @@ def require_text(text: Any, place: Callable[[], str], max_length: int, column: s
         raise RecipeError(f"{place()} has no text in {column!r}: add it or remove the row")
     most = max(MIN_CHARS_LIMIT, CHARACTERS_A_TOKEN * max_length)
     if len(text) > most:
-        raise RecipeError(
-            f"{place()} has {len(text):,} characters in {column!r}, and the max is {most:,} with "
-            f"data.max_length={max_length}: cut it, or remove the row"
-        )
+        cause = f"{place()} has {len(text):,} characters in {column!r}, and the max is {most:,}"
+        raise RecipeError(f"{cause} with data.max_length={max_length}: cut it, or remove the row")
 
 
 def require_label(label: Any, place: Callable[[], str], column: str) -> None:
@@ -314,8 +309,6 @@ def label_ids(
     places = pc.index_in(table.data.column("label_text"), value_set=pa.array(list(classes), pa.string()))
     if places.null_count:
         index = pc.index(places.is_null(), True).as_py()
-        raise RecipeError(
-            f"{rows.describe(index)}: {column} {table[index]['label_text']!r} is not one of {', '.join(classes)}, the "
-            "labels of the training data"
-        )
+        label = f"{rows.describe(index)}: {column} {table[index]['label_text']!r}"
+        raise RecipeError(f"{label} is not one of {', '.join(classes)}, the labels of the training data")
     return to_int64_array(np.array(list(classes.values()))[places.to_numpy()])

@@ -70,10 +70,8 @@ def patch_forward_to_return_loss(module: nn.Module, chunk: int | None) -> None:
     odd = [key for key in config if ("logit" in key or "head_mult" in key) and config[key] not in (None, False, 1.0)]
     named = f" (its configuration has {', '.join(f'{key}={config[key]}' for key in odd)})" if odd else ""
     if chunk and found is None:
-        raise RecipeError(
-            f"model.loss_chunk={chunk}: {kind.__name__} computes more than a linear head and a known scale or cap"
-            f"{named}: use 0, which holds the logits of all tokens, or null"
-        )
+        cause = f"{kind.__name__} computes more than a linear head and a known scale or cap{named}"
+        raise RecipeError(f"model.loss_chunk={chunk}: {cause}: use 0, which holds the logits of all tokens, or null")
     module.loss_chunk, module.logit_transform = chunk, found  # type: ignore[assignment]
     module.__class__ = _with_loss(kind)
 

@@ -59,10 +59,8 @@ class LoRA:
     def require_alone(self, train_last_blocks: int | None) -> None:
         """Check that adapters and ``train_last_blocks`` are not combined."""
         if self.rank and train_last_blocks is not None:
-            raise RecipeError(
-                f"model.lora.rank={self.rank} adapts all blocks, but model.train_last_blocks={train_last_blocks} "
-                "trains only the last blocks, as a whole: use one of the two"
-            )
+            cause = f"model.lora.rank={self.rank} adapts all blocks, but model.train_last_blocks={train_last_blocks}"
+            raise RecipeError(f"{cause} trains only the last blocks, as a whole: use one of the two")
 
 
 class SupportsLoRA(Streamable, Exportable, Plannable):

@@ -68,9 +68,8 @@ def packed_document_attention(
     pattern = AttentionPattern(causal, sliding_window, scaling, softcap, s_aux)
     if lengths is not None and cu_seq_lens is not None:
         if kwargs.get("position_bias") is not None:
-            raise RecipeError(
-                f"model.padding_free: {type(module).__name__} adds a bias to the attention scores: set it to false"
-            )
+            cause = f"model.padding_free: {type(module).__name__} adds a bias to the attention scores"
+            raise RecipeError(f"{cause}: set it to false")
         rows, keys, values = (part[0].transpose(0, 1) for part in (query, key, value))
         found = varlen_attention(rows, keys, values, lengths, cu_seq_lens, dropout, pattern)
         return found.unflatten(-1, (query.shape[1], -1))[None], None

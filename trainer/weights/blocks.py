@@ -53,11 +53,9 @@ def require_blocks(module: nn.Module, classes: Sequence[type], setting: str) -> 
     largest = sorted(by_class.items(), key=lambda item: -_size_of_all(item[1]))[:5]
     shown = ", ".join(f"{len(found)} × {name} ({_size_of_all(found):,} parameters)" for name, found in largest)
     named = f" (it contains no {', '.join(kind.__name__ for kind in classes)} from blocks)" if classes else ""
-    raise RecipeError(
-        f"{setting} works on repeated modules, but none were found in {type(module).__name__}{named}: name their "
-        "classes "
-        f"in `blocks` of the model's class. {'Candidates: ' if shown else 'It has no submodule with parameters'}{shown}"
-    )
+    found = "Candidates: " if shown else "It has no submodule with parameters"
+    cause = f"{setting} works on repeated modules, but none were found in {type(module).__name__}{named}"
+    raise RecipeError(f"{cause}: name their classes in `blocks` of the model's class. {found}{shown}")
 
 
 def disable_kv_cache(module: nn.Module) -> None:

@@ -320,9 +320,7 @@ def init_new_parameters(
             empty = torch.full(skeleton.get_parameter(name).shape, torch.nan)
             values[name] = nn.Parameter(empty, requires_grad=False)
             _register(skeleton, name, values[name])
-        torch.default_generator.manual_seed(
-            seed
-        )  # CPU only: torch.manual_seed would also seed GPUs, which fork_rng does not restore here
+        torch.default_generator.manual_seed(seed)  # torch.manual_seed would seed GPUs, which fork_rng does not restore
         if initialise is not None:
             initialise(skeleton)
             names = []
