@@ -207,13 +207,9 @@ class IMDb(_Tokenised):
         key, root, parts = f"data.root={self.root!r}", local_path(self.root), ("train", "test")
         if not root.is_dir():
             self.require_files()
-            splits, advice = (
-                {part: part for part in parts},
-                "or set data.root to a folder with train.csv and test.csv, or",
-            )
-            return open_hub_dataset(
-                "root", self.root, splits, f"{advice} to an unpacked aclImdb folder", self.cache_dir
-            )
+            splits = {part: part for part in parts}
+            advice = "or set data.root to a folder with train.csv and test.csv, or to an unpacked aclImdb folder"
+            return open_hub_dataset("root", self.root, splits, advice, self.cache_dir)
         if (root / "train.csv").is_file():
             return {part: open_table(root / f"{part}.csv", cache) for part in parts}
         fix = "set it to a folder with train.csv and test.csv, to an unpacked aclImdb folder, or to stanfordnlp/imdb"

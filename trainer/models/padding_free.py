@@ -201,11 +201,8 @@ def varlen_attention(
 def takes_flash(query: Tensor, value: Tensor, dropout: float, pattern: AttentionPattern = FULL) -> bool:
     """Return whether flash attention supports these packed texts, in one call for any number of texts."""
     size = query.shape[-1]
-    if (
-        query.device.type != "cuda"
-        or torch.version.hip is not None
-        or query.dtype not in (torch.float16, torch.bfloat16)
-    ):
+    is_half = query.dtype in (torch.float16, torch.bfloat16)
+    if query.device.type != "cuda" or torch.version.hip is not None or not is_half:
         return False
     if size % 8 or size > 256 or size != value.shape[-1] or pattern.softcap is not None or pattern.sinks is not None:
         return False
@@ -363,9 +360,8 @@ def eager_attention(
     if pattern.softcap is not None:
         scores = pattern.softcap * torch.tanh(scores / pattern.softcap)
     if mask is not None:
-        scores = scores.masked_fill(
-            ~mask, torch.finfo(scores.dtype).min
-        )  # not -inf, because padding may have no visible key
+        lowest = torch.finfo(scores.dtype).min  # not -inf, because padding may have no visible key
+        scores = scores.masked_fill(~mask, lowest)
     if pattern.sinks is not None:
         sinks = pattern.sinks.to(scores.dtype)[:, None, None].expand(*scores.shape[:3], 1)
         scores = torch.cat([scores, sinks], -1)
