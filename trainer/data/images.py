@@ -94,9 +94,8 @@ class Augmentation:
             if not is_number or not 0 <= alpha <= MAX_MIXUP_ALPHA:
                 raise RecipeError(f"data.{name}={alpha!r} must be a number from 0 to {MAX_MIXUP_ALPHA}; 0 is off")
         require_fraction("data.mix_probability", self.mix_probability)
-        if self.mix_probability != 1 and self.mixing() is None:
-            unused = f"data.mix_probability={self.mix_probability} has no effect without data.mixup or data.cutmix"
-            raise RecipeError(f"{unused}: set one, such as data.mixup 0.2")
+        unused = f"data.mix_probability={self.mix_probability} has no effect without data.mixup or data.cutmix: set one"
+        require(self.mix_probability == 1 or self.mixing() is not None, f"{unused}, such as data.mixup 0.2")
         if self.transform is not None and not callable(self.transform):
             wrong = f"data.transform={self.transform!r} is not a function"
             raise RecipeError(f"{wrong}: give one in a Python recipe, transform=my_function")

@@ -146,11 +146,9 @@ def _built(number: int, part: Any) -> tuple[Data, float]:
         names = [field.name for field in fields(kind) if field.init]
         for key in settings:
             require(key in names, f"{named}: {data} has no setting {key}: use one of {', '.join(names)}")
-        required = [
-            field.name for field in fields(kind) if field.init and field.default is field.default_factory is MISSING
-        ]
-        for key in required:
-            require(key in settings, f"{named}: {data} needs the setting {key}: add it")
+        for field in fields(kind):
+            if field.init and field.default is field.default_factory is MISSING:
+                require(field.name in settings, f"{named}: {data} needs the setting {field.name}: add it")
         draft = object.__new__(kind)  # without validation of the settings
         draft.__dict__ |= {field.name: field.default for field in fields(kind)} | settings
         require_types(f"{named}: {data}.", draft)

@@ -420,9 +420,8 @@ class StreamedText(Texts):
         shards = find_shards(shard_files(key, pattern), cache_folder(self.cache_dir), asked)
         for shard in shards:
             check_columns(shard.path, shard.columns, text_column=self.text_column, label_column=self.label_column)
-        require(
-            any(shard.groups for shard in shards), f"{key}: no rows in {format_list([shard.path for shard in shards])}"
-        )
+        paths = format_list([shard.path for shard in shards])
+        require(any(shard.groups for shard in shards), f"{key}: no rows in {paths}")
         return shards
 
 
@@ -437,9 +436,8 @@ def glob_files(key: str, pattern: str, kinds: Sequence[str]) -> list[Path]:
     require(pattern.count("**") <= 8, f"{key:.200}: the pattern contains ** more than 8 times: use it at most 8 times")
     if path.is_dir():
         names = {name for kind in kinds for name in glob(f"{escape(str(path))}/{kind}", recursive=True)}
-        if not names:
-            kinds_of = format_list([Path(kind).suffix for kind in kinds])
-            raise RecipeError(f"{key}: the folder {path} contains no {kinds_of} files: add some")
+        suffixes = format_list([Path(kind).suffix for kind in kinds])
+        require(len(names) > 0, f"{key}: the folder {path} contains no {suffixes} files: add some")
     else:
         names = {name for name in glob(str(path), recursive=True) if not Path(name).is_dir()}
         require(len(names) > 0, f"{key}: there is no such folder or file: give one by --{key.partition('=')[0]}")
