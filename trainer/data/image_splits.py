@@ -107,8 +107,8 @@ class ImageTransform:
         is_image = isinstance(found, Tensor) and found.dtype == torch.uint8 and found.ndim == 3 and 0 not in found.shape
         what = f"{found.dtype} {tuple(found.shape)}" if isinstance(found, Tensor) else type(found).__name__
         if not is_image or len(found) != len(image):
-            cause = f"data.transform: {_name_of(transform)} returned {what} for an image {tuple(image.shape)}"
-            raise RecipeError(f"{cause}: return torch.uint8 (channels, height, width) with the same channels, unscaled")
+            cause = f"{_name_of(transform)} returned {what} for an image torch.uint8 {tuple(image.shape)}"
+            raise RecipeError(f"data.transform: {cause}: return uint8 (channels, height, width), with its channels")
         return found
 
     def _crop_and_flip(self, images: Tensor) -> Tensor:
