@@ -139,9 +139,7 @@ def test_a_manifest_of_a_later_version_or_another_step_is_refused(originals, cop
     with pytest.raises(CorruptCheckpointError, match="has format 99, but this version reads at most format 1"):
         read_manifest(copy)
     other = shutil.copytree(originals[0], tmp_path / "step-00000011")
-    with pytest.raises(
-        CorruptCheckpointError, match="of step 10 is in step-00000011: files were swapped"
-    ):
+    with pytest.raises(CorruptCheckpointError, match="of step 10 is in step-00000011: files were swapped"):
         read_manifest(other)
 
 
