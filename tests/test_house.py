@@ -28,9 +28,9 @@ CORE = [
 """The files that a newcomer must know."""
 
 # Maximum numbers of lines. They only fall, except by an allowance that an issue names.
-MAX_CORE = 0  # CORE
-MAX_TRAINER = 0  # trainer/ without fakegpu
-MAX_FAKEGPU = 0  # trainer/fakegpu
+MAX_CORE = 5713  # CORE
+MAX_TRAINER = 34481  # trainer/ without fakegpu
+MAX_FAKEGPU = 3833  # trainer/fakegpu
 
 MAX_PHRASES = {"trainer": 0, "README.md": 0, "CONTRIBUTING.md": 0, "docs": 0}
 """Maximum numbers of phrases of the former private dialect, by place; see tests/helpers/prose.py. They only fall."""
