@@ -1,4 +1,4 @@
-"""How a wrong setting and a failed run are reported: one line that names the cause and the fix."""
+"""Errors of settings and of runs: one line that names the cause and the fix."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from importlib import import_module
 from types import UnionType
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
-EXIT_REQUEUE = 75  # exit code of a run that was asked to stop, and goes on when it is resumed (EX_TEMPFAIL)
+EXIT_REQUEUE = 75  # exit code of a run that was asked to stop and can be resumed (EX_TEMPFAIL)
 
 MAX_LISTED_ITEMS = 8
 MAX_COUNT = 10**15  # limit of every count: floats represent it exactly, and its products fit into about 64 bits
@@ -25,39 +25,40 @@ class RecipeError(ValueError):
 
 
 class MissingArgumentError(RecipeError):
-    """A command was not told what to do it with."""
+    """A command lacks its required argument."""
 
 
 class RunError(RuntimeError):
-    """A run that could not go on. The message says where it was and what to do."""
+    """A run that failed. The message names its position and the fix."""
 
 
 class RunStoppedError(RunError):
-    """A run that was asked to stop, and has saved a checkpoint to go on from; its exit code is ``EXIT_REQUEUE``."""
+    """A run that was asked to stop and saved a checkpoint to resume from. Its exit code is ``EXIT_REQUEUE``."""
 
 
 class EvaluationInterruptedError(RunError):
-    """An evaluation that was left, on all ranks alike, because one of them was asked to stop: nothing is saved yet."""
+    """An evaluation that all ranks ended because one of them was asked to stop. Nothing is saved yet."""
 
 
 def safe_message(error: BaseException) -> str:
-    """Its message; errors of anybody's own may have none that can be made."""
+    """Return ``str(error)``, or a placeholder if that raises."""
     try:
         return str(error)
     except Exception as fault:
-        return f"its text cannot be made ({type(fault).__name__})"
+        return f"its message cannot be created ({type(fault).__name__})"
 
 
 def format_list(indices: Sequence[int | str]) -> str:
-    """The first few of ``indices``, such as ``4, 17, 23, …``, or of names."""
+    """Return the first few of ``indices`` or names as text, such as ``4, 17, 23, …``."""
     shown = ", ".join(map(str, indices[:MAX_LISTED_ITEMS]))
     return f"{shown}, …" if len(indices) > MAX_LISTED_ITEMS else shown
 
 
 def suggest_name(word: str, known: Iterable[str], cutoff: float = 0.6, prefix: str = "") -> str:
-    """The end of a message: which of the ``known`` names ``word`` probably meant; empty if none is near. Case does not
-    matter; ``cutoff`` is the similarity, from 0 to 1, that two texts need."""
-    names = {name.lower(): name for name in reversed(list(known))}  # of several, the first
+    """Return "; did you mean NAME?" with the ``known`` name most similar to ``word``, or "" if none is similar.
+
+    Case is ignored; ``cutoff`` is the minimum similarity, from 0 to 1."""
+    names = {name.lower(): name for name in reversed(list(known))}  # the first of equal names wins
     close = get_close_matches(word.lower(), names, 1, cutoff)
     return f"; did you mean {prefix}{names[close[0]]}?" if close else ""
 
@@ -74,10 +75,11 @@ def require(condition: bool, message: str) -> None:
 
 
 def require_types(section: str, settings: Any) -> None:
-    """Refuse a dataclass with a field of the wrong type, for recipes written in Python. Fields are of plain types or
-    classes; messages put ``section``, such as ``"optim."``, before their names."""
+    """Reject a dataclass with a field of the wrong type, for recipes written in Python.
+
+    Fields have plain types or classes. Messages put ``section``, such as ``"optim."``, before their names."""
     for name, hint in _hints(settings.__class__).items():
-        if not _fits(value := getattr(settings, name), hint):  # words are found for what does not fit alone
+        if not _fits(value := getattr(settings, name), hint):  # the type is described only if it does not fit
             raise RecipeError(f"{section}{name}={value!r} must be {_in_words(hint)}")
 
 
@@ -91,7 +93,7 @@ def _fits(value: Any, hint: Any) -> bool:
     origin, inner = get_origin(hint), get_args(hint)
     if origin in (Union, UnionType):
         return any(_fits(value, member) for member in inner)
-    if origin is Literal:  # which of them is looked at elsewhere, with words of its own
+    if origin is Literal:  # the value itself is checked elsewhere, with a specific message
         return type(value) in map(type, inner)
     if origin is list:
         return isinstance(value, list | tuple) and all(_fits(one, inner[0]) for one in value)
@@ -116,19 +118,19 @@ def _in_words(hint: Any) -> str:
 
 
 def require_choice(key: str, value: Any, choices: Any) -> None:
-    """Refuse a ``value`` that is not one of the ``Literal`` type ``choices``; for recipes written in Python."""
+    """Reject a ``value`` that is not one of the ``Literal`` type ``choices``; for recipes written in Python."""
     require(value in get_args(choices), f"{key}={value!r} is not one of {', '.join(map(str, get_args(choices)))}")
 
 
 def require_positive(key: str, value: Any, max_value: int = MAX_COUNT) -> None:
-    """Refuse a ``value`` that is not an integer from 1 to ``max_value``, beyond which nothing real is counted."""
+    """Reject a ``value`` that is not an integer from 1 to ``max_value``."""
     whole = isinstance(value, int) and not isinstance(value, bool)
     require(whole and value >= 1, f"{key}={value!r} must be an integer of at least 1")
     require(value <= max_value, f"{key}={value!r} must be at most {max_value:,}")
 
 
 def require_package(key: str, package: str, extra: str) -> None:
-    """Refuse a setting whose package is not there: by its name, that of the package, and how to install it."""
+    """Reject a setting whose package is not installed. The message says how to install it."""
     try:
         import_module(package)
     except ImportError as error:

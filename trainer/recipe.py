@@ -1,4 +1,4 @@
-"""What a run is: typed, validated, printable dataclasses. Importing this module never imports torch."""
+"""The definition of a run: typed, validated dataclasses. Importing this module does not import torch."""
 
 from __future__ import annotations
 
@@ -30,12 +30,12 @@ Compile = Literal["none", "blocks", "model", "cuda_graphs"]
 MatmulPrecision = Literal["highest", "high", "medium"]
 ScaleLR = Literal["none", "linear", "sqrt"]
 LoggerName = Literal["csv", "tensorboard", "wandb", "mlflow"]
-_BY_CLASS = tuple(f"{figure}{mean}" for figure in ("f1", "precision", "recall") for mean in ("", "_macro", "_micro"))
+_BY_CLASS = tuple(f"{metric}{mean}" for metric in ("f1", "precision", "recall") for mean in ("", "_macro", "_micro"))
 _OTHERS = ("auroc", "average_precision", "mcc", "r2", "pearson", "spearman")
 _ACCURACIES = ("accuracy", "balanced_accuracy", "top5_accuracy", "subset_accuracy")
 HIGHER_IS_BETTER = (*_ACCURACIES, *_BY_CLASS, "f1_weighted", *_OTHERS)
 LOWER_IS_BETTER = ("loss", "perplexity", "bits_per_byte", "mae", "mse", "rmse")
-"""The figures of an evaluation by name: those that are better the higher, and those that are better the lower."""
+"""The metrics of an evaluation by name: first those where higher is better, then those where lower is better."""
 _CLASS_MEANS = (name for name in HIGHER_IS_BETTER if name.startswith(("f1_", "precision_", "recall_")))
 _MEANS = (*_CLASS_MEANS, "auroc", "average_precision")
 _SINGLE = ("accuracy", "balanced_accuracy", "top5_accuracy", "mcc", "f1", "precision", "recall", *_MEANS, "perplexity")
@@ -47,7 +47,7 @@ REPORTED = {
     "regression": REGRESSION_METRICS,
     "language": ("perplexity", "bits_per_byte"),
 }
-"""What the evaluations of each task may have, besides the loss."""
+"""The metrics that each task supports, in addition to the loss."""
 
 _hints: Any = cache(get_type_hints)
 T = TypeVar("T")
@@ -58,15 +58,15 @@ def within(interval: str, default: T, note: str = "") -> T:
     return field(default=default, metadata={"interval": interval, "note": note})
 
 
-MAX_WORKERS = 1024  # processes that a run may start on a machine
+MAX_WORKERS = 1024  # maximum number of processes of a run on one machine
 
 UNSUPPORTED_VALUES = {
     ("memory.strategy", "dp"): "torch.nn.DataParallel copies the model to every GPU in every forward, and torch itself "
     "advises against it; use ddp: the same gradient, faster",
-    ("memory.strategy", "async"): "asynchronous SGD adds gradients to newer weights than those they are of: not the "
-    "gradient of the batch, and never the same twice; use ddp, or fsdp",
+    ("memory.strategy", "async"): "asynchronous SGD adds gradients to newer weights than they were computed for: not "
+    "the gradient of the batch, and not repeatable; use ddp, or fsdp",
 }
-"""What others offer under a key, and why it is refused here: see docs/techniques.md."""
+"""Values that other trainers accept, and the reason why they are rejected here. See docs/techniques.md."""
 
 OPTIMIZERS = ("adamw", "adam", "sgd", "adafactor", "adagrad", "rmsprop", "lion")
 TORCH_OPTIM_PREFIX = "torch.optim."  # every class there is an optimizer, not custom code
@@ -76,53 +76,53 @@ GROUP_SETTINGS: dict[str, tuple[str, Callable[[float], bool]]] = {
     "weight_decay": ("a number of at least 0", lambda value: 0 <= value < math.inf),
     "frozen": ("true or false", lambda value: True),
 }
-"""Of ``optim.groups``: what each must be."""
+"""The settings of an entry of ``optim.groups``: a description and a check of each."""
 
 VALUE_ALIASES = {("memory.precision", "bf16"): "bf16-mixed", ("memory.precision", "fp16"): "16-mixed"}
-"""What everybody else calls a value of a key; as flags, in YAML and in Python it is the same."""
+"""Other names of values, accepted as flags, in YAML and in Python."""
 
 VALUE_SUGGESTIONS = {
     ("run.resume", word): meant
     for meant, words in (("auto", ("yes", "true")), ("none", ("no", "false", "null")))
     for word in words
 }
-"""Values that a key never has, and what who writes them means."""
+"""Wrong values of a key, and the value to suggest."""
 
-MAX_SECONDS = 10**9  # of any timeout: threads can count a little further
+MAX_SECONDS = 10**9  # maximum of any timeout, near the limit of threads
 
 
 @dataclass(frozen=True)
 class Optim:
-    """How the weights are updated. See docs/optimizers.md.
+    """The optimizer and its learning rate. See docs/optimizers.md.
 
     Args:
         name: the optimizer: adamw, adam, sgd, adafactor, adagrad or rmsprop (torch.optim's), lion (timm's), or any
             other by its full name, as in torch.optim.NAdam or my_package.Lion.
-        factory: in place of name, in Python only: a class, or a function of (groups, lr, **arguments) that makes a
+        factory: replaces name, in Python only: a class, or a function of (groups, lr, **arguments) that returns a
             torch.optim.Optimizer.
-        arguments: what an optimizer by its full name, or the factory, gets besides, such as {momentum_decay: 0.01}.
+        arguments: more arguments of an optimizer by its full name, or of the factory, such as {momentum_decay: 0.01}.
         lr: learning rate at the reference batch size.
         weight_decay: decay of matrices; biases and norm weights (tensors of fewer than 2 dimensions) never decay.
         momentum: momentum of sgd and rmsprop.
         nesterov: Nesterov's momentum, for sgd.
-        betas: the two decay rates of the moments of adamw, adam and lion; null is the optimizer's own default.
-        eps: what adamw, adam, adagrad and rmsprop add to the root that they divide by; null is their own default.
-        schedule: constant; cosine or linear, over all steps, to min_lr once the last step is taken; one_cycle, up to lr
-            and down again (torch's OneCycleLR, its momentum left alone); plateau, reduced when evaluations stop
-            improving; or range_test, growing from min_lr to lr to find out where training diverges.
-        min_lr: learning rate that the schedule ends at, or goes no lower than; 0 is one_cycle's own, lr / 250,000.
+        betas: the two decay rates of the moments of adamw, adam and lion; null is the default of the optimizer.
+        eps: term that adamw, adam, adagrad and rmsprop add to the denominator; null is their default.
+        schedule: constant; cosine or linear, which reach min_lr after the last step; one_cycle, up to lr and down again
+            (torch's OneCycleLR, without its momentum); plateau, reduced when evaluations stop improving; or
+            range_test, which rises from min_lr to lr to find where training diverges.
+        min_lr: final and minimum learning rate of the schedule; for one_cycle, 0 is its default, lr / 250,000.
         warmup_steps: steps over which the learning rate rises, linearly from 0 (one_cycle: by a cosine from lr / 25).
-        warmup_ratio: the same as a fraction of all steps, from 0 to 1; null is no fraction (one_cycle: 0.3).
-        plateau_patience: evaluations in a row without a lower validation loss that schedule plateau lets pass.
-        plateau_factor: what it multiplies the learning rate by at the next one, between 0 and 1.
-        layer_decay: factor on the learning rate from one block to the one below it, such as 0.75: 1 for the head, less
-            for every block down to the embeddings, which have the least; null is the same rate for all.
-        groups: parameters by patterns of their names, with what differs for them, such as {"*head*": {lr_scale: 10,
-            weight_decay: 0}, "*embed*": {frozen: true}}; of several patterns that fit, the last one wins.
-        ema: decay of an exponential moving average of the weights, such as 0.999, which is then what evaluations have
-            and what is saved as the model; 4 bytes a weight. null is none.
-        ema_warmup: let its decay rise from 0 in the first steps, as 1 - (1 + step)^(-2/3), for short runs.
-        clip_norm: largest global gradient norm; null for no clipping.
+        warmup_ratio: the same as a fraction of all steps, from 0 to 1; null is not set (one_cycle: 0.3).
+        plateau_patience: evaluations in a row without a lower validation loss that schedule plateau accepts.
+        plateau_factor: factor on the learning rate after the next such evaluation, between 0 and 1.
+        layer_decay: factor on the learning rate from each block to the block below it, such as 0.75: 1 for the head,
+            the minimum for the embeddings; null is the same rate for all.
+        groups: parameters by patterns of their names, with their settings, such as {"*head*": {lr_scale: 10,
+            weight_decay: 0}, "*embed*": {frozen: true}}; if several patterns match, the last one wins.
+        ema: decay of an exponential moving average of the weights, such as 0.999. Evaluations and the saved model then
+            use the average; it takes 4 bytes per weight. null is none.
+        ema_warmup: raise its decay from 0 in the first steps, as 1 - (1 + step)^(-2/3), for short runs.
+        clip_norm: maximum global gradient norm; null turns clipping off.
         scale_lr: scale lr with batch_size / reference_batch_size: none, linear or sqrt.
         reference_batch_size: the batch size that lr was chosen for; needed by scale_lr.
     """
@@ -250,49 +250,47 @@ class Optim:
 
 @dataclass(frozen=True)
 class Memory:
-    """The wishes about memory; what is decided from them is the plan. See docs/techniques.md for what each costs.
+    """Settings about memory, which the plan makes definite. See docs/techniques.md for the cost of each.
 
     Args:
-        budget: memory that torch may take on each device, such as 2GB, 1.5GiB or 90%. With a budget the planner decides
-            all knobs that lose nothing where they are left at their defaults: the fastest that fits. See
-            docs/planner.md.
-        micro_batch_size: samples that go through forward and backward at once; auto is the largest that the batch,
-            the ranks and accumulate ask for and that fits, found by trying the longest samples before training.
-        micro_batch_tokens: most tokens of a micro-batch of text, with any padding; micro_batch_size still bounds it.
+        budget: maximum memory of torch on each device, such as 2GB, 1.5GiB or 90%. The planner then decides all
+            lossless settings that have their defaults, and takes the fastest plan that fits. See docs/planner.md.
+        micro_batch_size: samples in one forward and backward pass; auto is the largest size for the batch, the ranks
+            and accumulate that fits, found by trying the longest samples before training.
+        micro_batch_tokens: maximum tokens of a micro-batch of text, with padding; micro_batch_size is a limit, too.
         precision: 32-true, 64-true, bf16-mixed (or bf16), 16-mixed (or fp16), bf16-true, 16-true, or auto: bf16-mixed
             on GPUs that support it (compute capability 8.0 or higher), 32-true on others and on a CPU.
-        matmul_precision: what products and convolutions of fp32 are computed in on a GPU: highest (fp32), high (inputs
-            rounded to the 10 bits of TF32) or medium (products, to the 7 of bfloat16); high and medium are lossy.
+        matmul_precision: arithmetic of fp32 products and convolutions on a GPU: highest (fp32), high (inputs rounded to
+            the 10 bits of TF32) or medium (inputs of products rounded to the 7 bits of bfloat16); high and medium are
+            lossy.
         strategy: auto, single, ddp or fsdp; auto is single on one rank and ddp on several.
-        tensor_parallel: ranks that share every block: each has a part of its attention heads and of its MLP's width,
-            and all see the same samples; ddp or fsdp is over the other ranks. 1 is off.
-        sequence_parallel: with tensor_parallel, split what blocks compute between those parts (norms, residuals,
-            dropout) as well: each rank has its share of the tokens, so keeps fewer activations.
+        tensor_parallel: number of ranks that share every block: each has a part of the attention heads and of the MLP's
+            width, and all have the same samples. ddp or fsdp is used over the other ranks. 1 is off.
+        sequence_parallel: with tensor_parallel, also split norms, residuals and dropout: each rank has its share of the
+            tokens, and keeps fewer activations.
         replicas: copies of the sharded model under fsdp (hybrid sharding): the ranks of each copy share its shards.
         reshard_after_forward: under fsdp, free a block's whole weights after its forward and gather them again for
             its backward; false keeps them: faster, more memory.
-        sync_every_micro_step: under fsdp, reduce gradients to shards after every micro-step instead of after the
-            last: no rank keeps whole gradients, for more communication; null is true where gradients must leave the
-            device (cpu_offload), and false otherwise.
-        activation_checkpointing: none, full (keep the inputs of blocks, compute the rest again in backward),
-            selective (keep the outputs of matrix products and attention, too), a fraction of the blocks, fully, or auto
-            (the planner decides).
+        sync_every_micro_step: under fsdp, reduce gradients to shards after every micro-step instead of after the last:
+            more communication, but no rank keeps whole gradients. null is true with cpu_offload, and false otherwise.
+        activation_checkpointing: none, full (keep only the inputs of blocks, and recompute the rest in backward),
+            selective (also keep the outputs of matrix products and attention), a fraction of the blocks to checkpoint
+            fully, or auto (the planner decides).
         activation_offload: move large saved activations to host memory until backward needs them; or auto.
         cpu_offload: none; optimizer (gradients, fp32 master weights and optimizer state live in host memory);
-            parameters (all weights, too; the device holds a block or two at a time, through fsdp); or auto.
+            parameters (also all weights: the device holds one or two blocks at a time, by fsdp); or auto.
         optimizer_state_bits: 32, 8 or 4 bits for the state of adam and adamw; 8 and 4 are lossy.
-        stochastic_rounding: round updates of bfloat16 weights up or down at random, so that small ones are not lost
-            on average; for adam and adamw with precision bf16-true.
-        optimizer_in_backward: update each weight as soon as its gradient is ready, and free the gradient; null (the
-            planner decides, and without it, no), true or false.
-        init: device creates weights on the device in their type; meta allocates nothing until the weights of
-            model.weights are streamed in, each rank reading its slices only.
-        compile: none, blocks, model or cuda_graphs: compile each block, or the whole model, with torch.compile; with
-            cuda_graphs each block, which a GPU then replays as one: for micro-batches so small that launching their
-            kernels takes longer than they do (no GPU has seen it yet).
-        correct_batchnorm: rescale BatchNorm's momentum to m' = 1 - (1 - m)^(1/k) for k micro-steps a step, because
-            running statistics move once a micro-step: uncorrected, they would forget k times faster than in the
-            whole-batch run.
+        stochastic_rounding: round updates of bfloat16 weights up or down at random, so that small updates are kept on
+            average; for adam and adamw with precision bf16-true.
+        optimizer_in_backward: update each weight as soon as its gradient is ready, and free the gradient; true, false,
+            or null (the planner decides; without planner, false).
+        init: device creates weights on the device in their type; meta allocates memory only when model.weights are
+            read, and each rank reads only its slices.
+        compile: none, blocks, model or cuda_graphs: compile each block, or the whole model, with torch.compile;
+            cuda_graphs compiles each block and replays it as one graph, for micro-batches so small that launching
+            kernels takes longer than the kernels (not yet run on a GPU).
+        correct_batchnorm: rescale BatchNorm's momentum to m' = 1 - (1 - m)^(1/k) for k micro-steps per step. Running
+            statistics change once per micro-step: without correction they would forget k times faster.
     """
 
     _: KW_ONLY
@@ -336,10 +334,10 @@ class Checkpoint:
     """When the state of training is saved, so that the run can be resumed. See docs/checkpoints.md.
 
     Args:
-        every: save every this many steps, or as often as 15min or 1h; null saves only when the run is asked to stop.
-        keep_last: how many of the newest checkpoints are kept.
-        keep_best: how many of those with the best evaluations are kept besides.
-        asynchronous: train on while a checkpoint is written; false waits until it is on disk.
+        every: steps between checkpoints, or a time such as 15min or 1h; null saves only when the run is asked to stop.
+        keep_last: number of newest checkpoints to keep.
+        keep_best: number of checkpoints with the best evaluations to keep in addition.
+        asynchronous: continue training while a checkpoint is written; false waits until it is on disk.
     """
 
     _: KW_ONLY
@@ -358,43 +356,42 @@ class Checkpoint:
 
 @dataclass(frozen=True)
 class Run:
-    """Where and how the run takes place.
+    """Devices, logging, evaluation and recovery of a run.
 
     Args:
         dir: the run directory; by default runs/RECIPE/DATE-TIME.
         devices: devices on this machine, an integer or auto (all GPUs, or one CPU process).
         accelerator: auto, cpu or cuda.
-        logger: where metrics go besides metrics.csv: any of csv, tensorboard, wandb, mlflow.
+        logger: loggers of metrics in addition to metrics.csv: any of csv, tensorboard, wandb, mlflow.
         project: the project of wandb, and the experiment of mlflow.
-        entity: the user or team of wandb; null is its own default.
-        tags: of the run in wandb and mlflow.
-        tracking_uri: where mlflow keeps runs: a server's URL or a folder; null is MLFLOW_TRACKING_URI, or mlflow.db in
+        entity: the user or team of wandb; null is the default of wandb.
+        tags: tags of the run in wandb and mlflow.
+        tracking_uri: where mlflow stores runs: a server's URL or a folder; null is MLFLOW_TRACKING_URI, or mlflow.db in
             the run directory.
-        metrics: figures of every evaluation besides the task's own, such as f1_macro, auroc, mcc, mae, r2 or
-            perplexity; see docs/evaluation.md for all. In Python also objects of your own, of trainer.Metric.
-        best: which weights model/ holds: those of the step with the best figure on the validation set (loss, accuracy
-            or any of metrics), or of the last step; null is the accuracy, or the loss where there is none, and the last
-            step without a validation set. A test set chooses only by its name, such as test_accuracy.
-        patience: end training after this many evaluations in a row without a better figure of run.best; null never.
-        progress: show a progress bar on a terminal and plain lines elsewhere; warnings, recoveries and what a run
-            resumes from are shown in any case.
+        metrics: metrics of every evaluation in addition to those of the task, such as f1_macro, auroc, mcc, mae, r2 or
+            perplexity; see docs/evaluation.md for all. In Python also custom ones, subclasses of trainer.Metric.
+        best: metric that chooses the weights in model/: loss, accuracy or any of metrics, on the validation set; or
+            last for the last step. null is the accuracy, or the loss if the task has none; without a validation set,
+            the last step. A test set is used only by its name, such as test_accuracy.
+        patience: end training after this many evaluations in a row without a better value of run.best; null never.
+        progress: show a progress bar on a terminal and plain lines elsewhere; warnings, recoveries and the source of a
+            resumed run are always shown.
         max_skipped_steps: stop after this many steps in a row with a non-finite loss or gradient; fp16 needs up to 16
             at its start to find the loss scale.
         snapshot: record every allocation on the GPU and write memory_snapshot.pickle to the run directory at the end,
-            also on out of memory; to be dropped on pytorch.org/memory_viz.
-        profile: record this many steps, after three to warm up, with torch's profiler: profile.txt says where the time
-            goes, and profile.json.gz is a trace for ui.perfetto.dev.
+            also when memory runs out; open it on pytorch.org/memory_viz.
+        profile: record this many steps, after three to warm up, with torch's profiler: profile.txt summarizes the time,
+            and profile.json.gz is a trace for ui.perfetto.dev.
         evaluate: evaluate after every epoch and at the end; false trains only, to measure memory and speed.
-        predict: predict the memory before training, in a process beside it, to compare with what is measured.
-        recover: after an out of memory, take the step again in micro-batches of half the size; false, or deterministic,
+        predict: predict the memory in a separate process, to compare it with the measured memory.
+        recover: when memory runs out, repeat the step with micro-batches of half the size; false, or deterministic,
             ends the run.
-        resume: none; auto, from the newest valid checkpoint in run.dir, or from the start where there is none yet; or
-            the path of a checkpoint, or of a run directory.
-        allow_change: what may differ from the run that is resumed: settings, such as optim.lr, or whole sections, such
-            as memory; data, tokenizer and base stand for what is in the dataset, the tokenizer and the files of weights
-            that adapters train beside.
-        hang_after: seconds that a step, an evaluation's micro-batch or a checkpoint may take before the run is ended
-            with the cause named.
+        resume: none; auto, from the newest valid checkpoint in run.dir, or from the start if there is none; or the path
+            of a checkpoint or of a run directory.
+        allow_change: settings (optim.lr) or sections (memory) that may differ from the resumed run; data, tokenizer and
+            base stand for the content of the dataset, of the tokenizer and of the frozen weights under adapters.
+        hang_after: maximum seconds of a step, of a micro-batch of an evaluation or of a checkpoint; then the run ends
+            and names the cause.
         deterministic: the same weights, bit for bit, on 1, 2, 4, ... ranks: slower, with more communication.
     """
 
@@ -467,7 +464,7 @@ class Run:
         return [*self.metrics, *([] if best in (None, "last", *names) else [str(best)])]
 
     def validate_metrics(self, task: str | None, num_classes: int | None) -> None:
-        """Refuse metrics that a model of ``task`` cannot have; ``None`` is a custom model without a ``task``."""
+        """Reject metrics that a model of ``task`` cannot have; ``None`` is a custom model without a ``task``."""
         task = task or ("single_label" if num_classes else None)
         offered = REPORTED.get(task or "", (*HIGHER_IS_BETTER, *LOWER_IS_BETTER))
         for name in (metric for metric in self.requested_metrics() if isinstance(metric, str)):
@@ -499,19 +496,21 @@ class Recipe:
     """Everything that defines a run.
 
     Args:
-        model: what is trained.
-        data: where the samples come from.
-        optim: how the weights are updated.
-        batch_size: samples per optimizer step over all ranks; null when accumulate and memory.micro_batch_size say it.
+        model: the model to train.
+        data: the dataset.
+        optim: the optimizer and its learning rate.
+        batch_size: samples per optimizer step over all ranks; null if accumulate and memory.micro_batch_size determine
+            it.
         accumulate: micro-batches per step and rank: an integer, or a schedule by epoch such as {0: 8, 4: 2}.
         epochs: passes over the training set.
         max_steps: stop after this many steps, if earlier than epochs.
-        seed: of the initial weights, the sample order, dropout and augmentation.
-        eval_every: evaluate every this many steps, besides at the end of every epoch.
-        memory: the wishes about memory.
+        seed: seed of initial weights, sample order, dropout and augmentation.
+        eval_every: steps between evaluations, in addition to the end of every epoch.
+        memory: settings about memory.
         checkpoint: when the state of training is saved.
-        run: where and how the run takes place.
-        listeners: objects of trainer.Listener, called as training goes on; in Python only. See docs/evaluation.md.
+
+        run: devices, logging, evaluation and recovery.
+        listeners: objects of trainer.Listener, called during training; in Python only. See docs/evaluation.md.
     """
 
     model: Model
@@ -584,7 +583,7 @@ def _check(section: str, settings: Any, positive: tuple[str, ...]) -> None:
         if get_origin(hint) is Literal:
             key, value = section + name, getattr(settings, name)
             if (key, value) in UNSUPPORTED_VALUES:
-                raise RecipeError(f"{key}={value} is refused: {UNSUPPORTED_VALUES[key, value]}")
+                raise RecipeError(f"{key}={value} is not supported: {UNSUPPORTED_VALUES[key, value]}")
             require_choice(key, value, hint)
     for name in positive:
         if getattr(settings, name) not in (None, "auto"):

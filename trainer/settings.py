@@ -57,12 +57,12 @@ FOREIGN_NAMES = {
     "model.weights": "pretrained checkpoint_path",
     "model.num_classes": "num_labels n_classes classes",
 }
-"""What transformers' Trainer, timm, Lightning and others call a setting."""
+"""The names of settings in transformers' Trainer, timm, Lightning and others."""
 _OURS = {word: key for key, words in FOREIGN_NAMES.items() for word in words.split()}
 
 
 class Setting(NamedTuple):
-    """One field of a recipe: its type, what it is now, and the dataclass that has the field."""
+    """A field of a recipe: its type, its value, and the dataclass that has the field."""
 
     hint: Any
     value: Any
@@ -70,10 +70,10 @@ class Setting(NamedTuple):
 
 
 def settings_of(node: Any, prefix: str = "") -> dict[str, Setting]:
-    """Every field of a dataclass that YAML can hold, by its dotted name: first its own, then those of its sections."""
+    """Return all fields of a dataclass that YAML can hold, by dotted name; fields of sections come last."""
     own: dict[str, Setting] = {}
     nested: dict[str, Setting] = {}
-    declared = inspect.get_annotations(type(node))  # by the class itself: they come before those it inherits
+    declared = inspect.get_annotations(type(node))  # fields of the class itself come before inherited ones
     for field in sorted(dataclasses.fields(node), key=lambda field: field.name not in declared):
         key, value = f"{prefix}{field.name}", getattr(node, field.name)
         if _is_section(value):
@@ -84,7 +84,7 @@ def settings_of(node: Any, prefix: str = "") -> dict[str, Setting]:
 
 
 def change(recipe: Recipe, *levels: Mapping[str, Any]) -> Recipe:
-    """A copy of ``recipe`` with the dotted changes of every level made, later levels winning, and checked anew."""
+    """Return a checked copy of ``recipe`` with the dotted changes of all levels; later levels win."""
     changes: dict[str, Any] = {}
     before = {key: setting.value for key, setting in settings_of(recipe).items()}
     for asked in levels:
@@ -94,7 +94,7 @@ def change(recipe: Recipe, *levels: Mapping[str, Any]) -> Recipe:
 
 
 def _of_other_data(recipe: Recipe, before: Mapping[str, Any], asked: Mapping[str, Any]) -> dict[str, Any]:
-    """Defaults for settings that were only set ``before`` and belong to other data: files for validation, say."""
+    """Return defaults for settings that were only set ``before`` and belong to other data, such as validation files."""
     data: Any = recipe.data
     left = [
         names for key, names in data.belonging.items() if asked.get(f"data.{key}") not in (None, before[f"data.{key}"])
@@ -104,14 +104,14 @@ def _of_other_data(recipe: Recipe, before: Mapping[str, Any], asked: Mapping[str
 
 
 def derive_batch(before: Mapping[str, Any], asked: Mapping[str, Any]) -> dict[str, Any]:
-    """``asked`` and what gives way to it, so that batch_size = micro_batch_size × accumulate × ranks can hold.
+    """Return ``asked`` and the settings that yield to it: batch_size = micro_batch_size × accumulate × ranks must hold.
 
-    Where all three would be fixed, one that is only set ``before`` (in the recipe file, or in YAML below a flag) is
-    left to be derived: ``accumulate`` if it is not asked for, then ``memory.micro_batch_size``, then ``batch_size``,
-    which comes first when ``accumulate`` is a schedule. Asked for all three, a contradiction is an error of the run.
+    If all three would be fixed, one that is only set ``before`` (in the recipe file, or in YAML below a flag) is
+    derived: ``accumulate`` if it is not in ``asked``, then ``memory.micro_batch_size``, then ``batch_size``, which
+    comes first if ``accumulate`` is a schedule. If ``asked`` has all three, the run reports a contradiction.
     """
     derived = {"accumulate": None, "memory.micro_batch_size": "auto", "batch_size": None}
-    if isinstance(asked.get("accumulate"), Mapping):  # a schedule is there to change the batch
+    if isinstance(asked.get("accumulate"), Mapping):  # a schedule changes the batch
         derived = {"batch_size": None, **derived}
     now = {**before, **asked}
     giving_way = [key for key in derived if key not in asked]
@@ -121,12 +121,11 @@ def derive_batch(before: Mapping[str, Any], asked: Mapping[str, Any]) -> dict[st
 
 
 def dump_recipe(recipe: Recipe, source: str | None) -> str:
-    """``recipe`` as YAML for ``trainer fit``: the name or path of its file first, then every field, secrets redacted,
-    and the classes of model and data, but for those that are in its file.
+    """Return ``recipe`` as YAML for ``trainer fit``: the name or path of its file, then all fields, without secrets.
 
-    Without a file (``None``) these classes say what it is a recipe of.
+    Classes of model and data that are not in that file are named. Without a file (``None``) both are.
     """
-    # Not with jsonargparse's dump, which writes the epochs of a schedule as strings: {'0': 8, '4': 2}.
+    # jsonargparse's dump would write the epochs of a schedule as strings: {'0': 8, '4': 2}.
     values = {key: redact_value(setting.value, key) for key, setting in settings_of(recipe).items()}
     tree = {"recipe": source, **_nest(values)}
     for part in ("model", "data"):
@@ -137,15 +136,14 @@ def dump_recipe(recipe: Recipe, source: str | None) -> str:
 
 
 def did_you_mean(name: str, names: Collection[str], dashes: str = "") -> str:
-    """The end of an error message: which of ``names`` was probably meant, in the same section or else in any; also by
-    what others call it."""
+    """Return "; did you mean NAME?" with a similar name, first from the same section, or ""."""
     section, dot, last = name.replace("-", "_").lower().rpartition(".")
     parts = [(full.rpartition(".")[2], full) for full in names]
     wanted = _OURS.get(last, "")
     if meant := [full for full in (wanted, wanted.rpartition(".")[2]) if full and full in names]:
         return f"; did you mean {dashes}{meant[0]}?"
     beside = {end: full for end, full in parts if full == section + dot + end}
-    everywhere = dict(reversed(parts))  # of several, the first
+    everywhere = dict(reversed(parts))  # the first of equal names wins
     exact = {last: everywhere[last]} if last in everywhere else {}
     for candidates, cutoff in ((exact, 1), (beside, 0.6), (everywhere, 0.75)):
         if close := get_close_matches(last, candidates, 1, cutoff):
@@ -154,7 +152,7 @@ def did_you_mean(name: str, names: Collection[str], dashes: str = "") -> str:
 
 
 class _Dumper(yaml.SafeDumper):
-    """A safe dumper that also knows what YAML has no word for: enums, paths, NumPy's strings and numbers."""
+    """A safe dumper that also writes enums, paths, and NumPy's strings and numbers."""
 
     def ignore_aliases(self, data: Any) -> bool:
         return True
@@ -166,14 +164,14 @@ class _Dumper(yaml.SafeDumper):
 for _kind in (str, Enum, PurePath):
     _Dumper.add_multi_representer(_kind, _Dumper.represent_text)
 _Dumper.add_multi_representer(float, lambda dumper, value: dumper.represent_float(float(value)))
-# Strings such as 1e-4 are numbers to jsonargparse, though not to PyYAML, which would leave them without quotes.
+# jsonargparse reads strings such as 1e-4 as numbers. PyYAML does not, and would write them without quotes.
 _number = re.compile(r"^[-+]?[\d.]+[eE][-+]?\d+$")
 _Dumper.add_implicit_resolver("tag:yaml.org,2002:float", _number, list("-+.0123456789"))
 
 
 def _is_plain(value: Any) -> bool:
     if value is None or type(value) in (bool, int, float, str):
-        return True  # as most are: to write them all takes a sixth of the time in which a run starts
+        return True  # the common case: writing all of them would take a sixth of the start of a run
     try:
         yaml.dump(value, Dumper=_Dumper)
     except yaml.representer.RepresenterError:
@@ -201,12 +199,12 @@ def _replace(node: Any, changes: Mapping[str, Any]) -> Any:
         return dataclasses.replace(node, **values)
     except RecipeError:
         raise
-    except ValueError as error:  # how a model or dataset of one's own refuses a value
+    except ValueError as error:  # raised by a custom model or dataset that rejects a value
         raise RecipeError(f"{type(node).__name__}: {error}") from error
 
 
 def class_spec(part: Any) -> str:
-    """What ``--model`` or ``--data`` calls the class of a model or dataset: its name, of one's own with the module."""
+    """Return the name of a class for ``--model`` or ``--data``; that of a custom class includes its module."""
     kind = type(part)
     return kind.__name__ if kind.__module__.startswith("trainer.") else f"{kind.__module__}.{kind.__qualname__}"
 
@@ -216,7 +214,7 @@ def _is_section(value: Any) -> bool:
 
 
 def _resolve(owner: type, annotation: Any) -> Any:
-    """The type of an ``annotation``, or ``Any`` if only type checkers import it, where ``get_type_hints`` fails."""
+    """Return the type of an ``annotation``, or ``Any`` if only type checkers import it."""
     if not isinstance(annotation, str):
         return annotation
     for base in owner.__mro__:  # the field may come from a base class in another module

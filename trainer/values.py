@@ -1,4 +1,4 @@
-"""The small frozen things that travel between the floors. Imports no torch."""
+"""Small frozen value types that packages exchange. Imports no torch."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ if TYPE_CHECKING:
 
     from torch import Tensor, nn
 
-IGNORED_LABEL = -100  # the label without weight: the convention of torch's cross entropy and of transformers
+IGNORED_LABEL = -100  # a label without weight, as in torch's cross entropy and in transformers
 
 Task = Literal["single_label", "multi_label", "regression", "token", "language"]
-"""What a model says of a sample: one class of several, any number of labels, numbers, a class of every token, or the
-next token of every token."""
+"""The prediction for a sample: one of several classes, any number of labels, numbers, a class per token, or the next
+token of every token."""
 
 TASK_METRICS: Mapping[str | None, tuple[str, ...]] = {
     "single_label": ("accuracy",),
@@ -27,21 +27,21 @@ TASK_METRICS: Mapping[str | None, tuple[str, ...]] = {
     "language": ("perplexity",),
     None: (),
 }
-"""The metrics of each task besides the loss, the main one first; an accuracy of 1 is 100 %."""
+"""The metrics of each task in addition to the loss, the main one first. An accuracy of 1 is 100 %."""
 
 
 @dataclass(frozen=True, slots=True)
 class Loss:
-    """A loss as a pair that can be added up exactly, however a batch is cut: never a mean.
+    """A loss as a pair (sum, weight), never a mean: it adds up exactly for any split of a batch.
 
     Args:
         total: sum of the loss over the micro-batch's weighted items (samples or tokens); a scalar tensor.
-        weight: how many items that sum runs over; must be what the model's ``weigh`` said for this micro-batch.
-            ``None`` means the number of ``targets`` that are not ``-100``, counted only when somebody asks.
-        name: which of the model's ``loss_names`` this is.
+        weight: the number of items in that sum; must equal the model's ``weigh`` for this micro-batch. ``None`` stands
+            for the number of ``targets`` that are not ``-100``, counted on demand.
+        name: one of the model's ``loss_names``.
         logits: detached predictions, shape ``(items, classes)``, for metrics during evaluation (optional).
-        targets: the class of each item, shape ``(items,)``; ``-100`` is ignored (optional). Of the tasks multi_label
-            and regression they have the shape of the logits.
+        targets: the class of each item, shape ``(items,)``; ``-100`` is ignored (optional). For multi_label and
+            regression, same shape as the logits.
     """
 
     total: Tensor
@@ -51,7 +51,7 @@ class Loss:
     targets: Tensor | None = None
 
     def counted(self) -> Tensor | float:
-        """The weight, or the number of targets where it was left at ``None``."""
+        """Return the weight, or the number of targets if it is ``None``."""
         if self.weight is not None:
             return self.weight
         if self.targets is None:
@@ -62,18 +62,18 @@ class Loss:
 class ImageInput(NamedTuple):
     """The images that a model was trained on."""
 
-    size: int | None  # height and width, in pixels; None where nobody says
-    mean: tuple[float, ...]  # of each channel, of pixels from 0 to 1; empty where nobody says
+    size: int | None  # height and width, in pixels; None if unknown
+    mean: tuple[float, ...]  # mean of each channel, for pixels from 0 to 1; empty if unknown
     std: tuple[float, ...]
 
 
 class MixupConfig(NamedTuple):
-    """How training samples are mixed with each other.
+    """Settings of mixup and CutMix.
 
     Args:
-        mixup: both parameters of the beta distribution of a sample's share, of mixup (Zhang et al. 2018); 0 is off.
-        cutmix: the same of CutMix (Yun et al. 2019). With both, a batch draws one of them.
-        probability: that a batch is mixed at all.
+        mixup: both parameters of the beta distribution of a sample's share in mixup (Zhang et al. 2018); 0 is off.
+        cutmix: the same for CutMix (Yun et al. 2019). With both, a batch draws one of them.
+        probability: probability that a batch is mixed.
     """
 
     mixup: float = 0.0
@@ -82,14 +82,14 @@ class MixupConfig(NamedTuple):
 
 
 class MixupDraw(NamedTuple):
-    """How the samples of a micro-batch are mixed with their partners, which are of the same batch.
+    """One draw of mixup or CutMix for a micro-batch. The partners of its samples come from the same batch.
 
     Args:
-        partners: the partner of each sample, by its place in the dataset.
-        seeds: of each partner's augmentation.
-        share: of a sample's own pixels and label, in 256ths: every floating-point type has these, and 1 - share.
-        centre: of the rectangle that CutMix takes of the partner, as shares of the image; ``None`` for mixup. Where it
-            is cut off by the border, ``lam`` grows.
+        partners: the partner of each sample, by its index in the dataset.
+        seeds: seed of each partner's augmentation.
+        lam: share of a sample's own pixels and label, in 256ths: all floating-point types represent it, and 1 - lam.
+        box_center: centre of the rectangle that CutMix takes from the partner, as shares of the image; ``None`` for
+            mixup. If the border cuts the rectangle off, ``lam`` grows.
     """
 
     partners: list[int]
@@ -99,36 +99,35 @@ class MixupDraw(NamedTuple):
 
 
 class Request(NamedTuple):
-    """One micro-batch to fetch: its samples, the seed of what is drawn for each if anything is, and how to mix them."""
+    """A micro-batch to load: its samples, optional seeds of their random draws, and how to mix them."""
 
     indices: list[int]
     seeds: list[int] | None = None
     mix: MixupDraw | None = None
 
 
-@dataclass(frozen=True, eq=False)  # by identity: it is a key of caches, and may have a million entries
+@dataclass(frozen=True, eq=False)  # compared by identity: a key of caches, with up to a million entries
 class ShuffleGroups:
-    """Samples that lie together, such as the row groups of files: fast to read one after the other, slow all over.
+    """Samples that are stored together, such as row groups of files: fast to read in order, slow in random order.
 
-    An epoch takes the groups in an order of its own. So many in a row that they hold ``shuffle_buffer`` samples make a
-    stretch, whose samples are shuffled with each other; stretch follows stretch.
+    Each epoch has its own order of the groups. Successive groups with together ``shuffle_buffer`` samples form a
+    shuffle block, and the samples of a block are shuffled.
 
     Args:
-        sizes: samples of every group; they follow one another.
-        mixed: samples of a stretch, at least, but for the last of an epoch.
+        sizes: number of samples of every group, in order.
+        shuffle_buffer: minimum number of samples of a block, except the last of an epoch.
     """
 
     sizes: Sequence[int]
     shuffle_buffer: int
 
 
-@dataclass(frozen=True, eq=False)  # by identity, as Groups
+@dataclass(frozen=True, eq=False)  # compared by identity, as ShuffleGroups
 class SampleWeights:
-    """How likely each sample is drawn, with replacement, for every place of an epoch, which has as many as there are
-    samples.
+    """Relative probabilities of drawing each sample, with replacement. An epoch draws as many samples as there are.
 
     Args:
-        relative: a number of at least 0 for every sample; their sum need not be 1.
+        weights: a number of at least 0 for every sample; the sum need not be 1.
     """
 
     weights: Sequence[float]
@@ -137,39 +136,39 @@ class SampleWeights:
 class BadSample(NamedTuple):
     """A sample that could not be loaded."""
 
-    position: int  # its place in its split
+    position: int  # its index in the split
     description: str  # its file or row
-    reason: str  # what is wrong with it
+    reason: str  # why it could not be loaded
 
 
 @dataclass(slots=True)
 class Packed:
-    """A micro-batch in both forms, both on the host."""
+    """A micro-batch before and after ``packed``, both on the host."""
 
     batch: Any  # collated
-    packed: Any  # what the model's ``packed`` made of it, for ``losses``
+    packed: Any  # the result of the model's ``packed``, for ``losses``
 
 
 class PartialBatch(NamedTuple):
-    """A micro-batch without some of the samples that were asked for."""
+    """A micro-batch without the requested samples that could not be loaded."""
 
-    batch: Any  # the others, collated or Packed; where none is left, a sample of the same split that nobody asked for
-    kept_indices: list[int]  # the samples in it that were asked for, by their place in the split
+    batch: Any  # the other samples, collated or Packed; if none is left, another sample of the split
+    kept_indices: list[int]  # the requested samples in it, by index in the split
     bad: list[BadSample]
 
 
 @dataclass(frozen=True, slots=True)
 class Outline:
-    """What a dataset holds, known without its files: enough to plan with samples that are made up.
+    """The shapes and sizes of a dataset without its files: enough to plan with synthetic samples.
 
     Args:
-        tensors: the dtype and the shape of each tensor of a sample, the longest that there is, such as
+        tensors: dtype and shape of each tensor of the longest sample, such as
             ``{"pixel_values": ("float32", (3, 32, 32)), "labels": ("int64", ())}``.
-        train: samples to train on.
-        val: samples of the validation set; 0 without one.
-        test: samples of the test set; 0 without one.
-        num_classes: of the labels; ``None`` where they are no classes.
-        length: tokens of a sample, of texts.
+        train: number of training samples.
+        val: number of validation samples.
+        test: number of test samples.
+        num_classes: number of classes of the labels; ``None`` if they are not classes.
+        length: tokens per sample, for texts.
     """
 
     tensors: Mapping[str, tuple[str, tuple[int, ...]]]
@@ -182,13 +181,13 @@ class Outline:
 
 @dataclass(frozen=True, slots=True)
 class Stored:
-    """Where the value of a parameter or buffer is kept.
+    """The location of the value of a parameter or buffer.
 
     Args:
         file: a safetensors file.
         key: the name of the tensor in it.
-        transform: from the whole tensor as stored to the whole value, where they differ; the tensor is then read whole
-            on every rank, else each rank reads its part.
+        transform: converts the stored tensor to the value, if they differ. Every rank then reads the whole tensor,
+            otherwise only its part.
     """
 
     file: Path
@@ -198,12 +197,12 @@ class Stored:
 
 @dataclass(frozen=True, slots=True)
 class Pretrained:
-    """Where the values of a module come from.
+    """The sources of all values of a module.
 
     Args:
-        stored: the file and key of each parameter and persistent buffer, by its name in the module. Of tied parameters
-            one name is enough. A buffer that is left out keeps the value that ``skeleton`` gave it.
-        new: names of the parameters that no file has, such as a head for other classes.
+        stored: the file and key of each parameter and persistent buffer, by its name in the module. One name is enough
+            for tied parameters. A buffer without an entry keeps its value from ``skeleton``.
+        new: names of the parameters that are in no file, such as a new head.
         initialise: draws the values of new parameters. It is called with a skeleton whose new parameters are real
             (float32, on the CPU) and whose others are on meta, with torch's generator seeded. The default calls
             ``reset_parameters()`` of each module that owns a new parameter.

@@ -128,5 +128,5 @@ def test_what_is_frozen_and_in_no_file_is_saved(weights, tmp_path):
 
 def test_what_is_in_nf4_cannot_be_thawed(weights, tmp_path):
     optim = Optim("adamw", groups={"*.codes": {"frozen": False}})
-    with pytest.raises(RecipeError, match=r"optim\.groups cannot train .*mlp\.0\.codes, which is stored in NF4"):
+    with pytest.raises(RecipeError, match=r"optim\.groups cannot train .*codes, stored in NF4"):
         fit(recipe(tmp_path / "run", model=adapted(weights), optim=optim))
