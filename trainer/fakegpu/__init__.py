@@ -17,7 +17,7 @@ from __future__ import annotations
 from importlib import import_module
 from typing import Any
 
-_LAZY = {"fake_gpu": "any_loop", "FakeGPU": "any_loop", "tracing": "tracer", "replay": "peaks", "step_cost": "cost"}
+_LAZY = {"fake_gpu": "user_loop", "FakeGPU": "user_loop", "tracing": "tracer", "replay": "peaks", "step_cost": "cost"}
 __all__ = list(_LAZY)
 
 
