@@ -75,7 +75,11 @@ class Model(OptionalAttributes):
 
     def build(self) -> nn.Module:
         """Create the module on the current default device, in the current default dtype."""
-        raise NotImplementedError(f"{type(self).__name__} must define build() -> nn.Module")
+        if not isinstance(self, Streamable) or not self.starts_on_meta():
+            raise NotImplementedError(f"{type(self).__name__} must define build() -> nn.Module")
+        from trainer.weights.streaming import build_streamed
+
+        return build_streamed(self)
 
     def losses(self, module: nn.Module, batch: Any) -> Iterator[Loss]:
         """Yield one :class:`Loss` per name in ``loss_names``. Each graph is freed before the next loss is requested."""
@@ -116,16 +120,8 @@ class Model(OptionalAttributes):
 class Streamable(Model):
     """A model that can start on meta (``memory.init=meta``) or keep frozen weights out of checkpoints.
 
-    To start on meta, define ``skeleton`` and ``pretrained``. The default ``build`` then uses both.
+    To start on meta, define ``skeleton`` and ``pretrained``. The default ``build`` then fills the skeleton.
     """
-
-    def build(self) -> nn.Module:
-        """Build the ``skeleton`` and fill it with the values that ``pretrained`` names."""
-        if not self.starts_on_meta():
-            return super().build()
-        from trainer.weights.streaming import build_streamed
-
-        return build_streamed(self)
 
     def skeleton(self) -> nn.Module:
         """Create the module as ``build`` does, in the current default dtype, but load no weights. Parameters go to meta
@@ -282,7 +278,7 @@ def _add_capabilities(cls: type[Model]) -> None:
 
 
 def _members(kind: type[Model]) -> set[str]:
-    return {name for name in vars(kind) if not name.startswith("_")} - {"build"}
+    return {name for name in vars(kind) if not name.startswith("_")}
 
 
 class Metric:

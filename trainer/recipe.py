@@ -212,8 +212,8 @@ class Optim:
             raise RecipeError(f"optim.arguments={self.arguments} are for an optimizer by its full name: {fix}")
         for name in ("params", "lr", "weight_decay"):
             if name in self.arguments:
-                fix = "leave it out" if name == "params" else f"set optim.{name} instead"
-                raise RecipeError(f"optim.arguments has {name}, which the trainer passes itself: {fix}")
+                what = "what is trained" if name == "params" else f"optim.{name}"
+                raise RecipeError(f"optim.arguments has {name}: that is {what}, so leave it out")
         for name in ("momentum", "nesterov", "betas", "eps"):
             if self.is_custom and getattr(self, name):
                 raise RecipeError(f"optim.{name} is for the built-in optimizers: put it into optim.arguments")

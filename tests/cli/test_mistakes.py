@@ -646,7 +646,7 @@ def test_runs_of_own_models_and_of_python_are_predicted_and_evaluated(made, caps
 
 
 def test_labels_that_are_called_otherwise_need_weigh():
-    with pytest.raises(RecipeError, match=r"micro-batches no tensor 'labels'.*define weigh\(batch\)"):
+    with pytest.raises(RecipeError, match=r"micro-batches have no tensor 'labels'.*define weigh\(batch\)"):
         MLP([8]).weigh({"pixel_values": None, "target": None})
 
 

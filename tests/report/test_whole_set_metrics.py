@@ -165,10 +165,10 @@ def fits(metrics, task, num_classes):
             "run.metrics=f1 needs 2 classes, and there are 3: use f1_macro",
         ),
         (lambda: Run(metrics=["f1-macro"]), "run.metrics='f1-macro' is not a known metric; did you mean f1_macro"),
-        (lambda: Run(best="val_acuracy"), "run.best='val_acuracy' is no figure .* did you mean accuracy"),
+        (lambda: Run(best="val_acuracy"), "run.best='val_acuracy' is not a known metric.* did you mean accuracy"),
         (lambda: Run(patience=2, best="last"), "run.patience=2 needs evaluations to compare: leave out run.best=last"),
         (lambda: Run(best="loss", evaluate=False), "run.best='loss' needs evaluations: leave out run.evaluate=false"),
-        (lambda: Run(metrics=[Metric()]), "run.metrics: Metric.name='' must be a word of its own"),
+        (lambda: Run(metrics=[Metric()]), "run.metrics: Metric.name='' must be a new identifier"),
         (lambda: Run(metrics=[3]), r"run.metrics=\[3\] must be a list, each a text or a Metric"),
     ],
 )

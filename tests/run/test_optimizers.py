@@ -457,7 +457,7 @@ OWN_BAD: list[tuple[dict[str, Any], dict[str, Any], str]] = [
     (
         {"name": "adamx"},
         {},
-        "optim.name='adamx' must be adamw|adam|sgd|adafactor|adagrad|rmsprop|lion, or a full name as torch.op",
+        "optim.name='adamx' must be adamw|adam|sgd|adafactor|adagrad|rmsprop|lion, or a full name such as torch.op",
     ),
     (
         {"name": "torch.optim.NAdm"},
@@ -486,7 +486,12 @@ OWN_BAD: list[tuple[dict[str, Any], dict[str, Any], str]] = [
     (
         {"name": "torch.optim.NAdam", "betas": [0.9, 0.9]},
         {},
-        "optim.betas is for the optimizers with names of their own",
+        "optim.betas is for the built-in optimizers",
+    ),
+    (
+        {"name": "torch.optim.NAdam", "arguments": {"lr": 1}},
+        {},
+        "optim.arguments has lr: that is optim.lr",
     ),
     ({"name": "torch.optim.NAdam", "arguments": {"lr": 1}}, {}, "optim.arguments has lr: that is optim.lr"),
     (
@@ -640,7 +645,7 @@ def test_a_plateau_of_two_ranks_resumes_bit_for_bit(ranks, tmp_path):
 def test_a_plateau_needs_a_validation_set(tmp_path):
     with pytest.raises(RecipeError, match=r"^optim\.schedule=plateau needs a validation set: .*data\.val_fraction"):
         train(tmp_path, optim=PLATEAU, run={"evaluate": True})
-    with pytest.raises(RecipeError, match=r"^optim\.schedule=plateau waits for evaluations, and run\.evaluate is fals"):
+    with pytest.raises(RecipeError, match=r"^optim\.schedule=plateau needs evaluations, and run\.evaluate is fals"):
         recipe(tmp_path, optim=PLATEAU)
 
 
@@ -671,11 +676,11 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"name": "sgd", "betas": [0.9, 0.99]}, "optim.betas=[0.9, 0.99] has no meaning for sgd"),
     ({"eps": 0.0}, "optim.eps=0.0 must be greater than 0"),
     ({"name": "lion", "eps": 1e-8}, "optim.eps=1e-08 has no meaning for lion"),
-    ({"nesterov": True}, "optim.nesterov=true is for optim.name sgd with optim.momentum"),
+    ({"nesterov": True}, "optim.nesterov=true needs optim.name sgd and optim.momentum"),
     ({"min_lr": 1.0, "schedule": "cosine"}, "optim.min_lr=1.0 must be between 0 and optim.lr=0.001"),
     ({"min_lr": 1e-5}, "optim.min_lr=1e-05 has no meaning for optim.schedule=constant"),
     ({"warmup_ratio": 1.0}, "optim.warmup_ratio=1.0 must be in [0, 1); it is a fraction of all steps"),
-    ({"warmup_ratio": 0.1, "warmup_steps": 5}, "optim.warmup_steps=5 and optim.warmup_ratio=0.1 say the same thing"),
+    ({"warmup_ratio": 0.1, "warmup_steps": 5}, "optim.warmup_steps=5 and optim.warmup_ratio=0.1 exclude each other"),
     ({"ema": 1.0}, "optim.ema=1.0 must be in [0, 1); null is no average"),
     ({"layer_decay": 0.0}, "optim.layer_decay=0.0 must be in (0, 1]"),
     ({"groups": {"*": {"lr": 2}}}, "optim.groups['*'] has no lr; did you mean lr_scale?"),

@@ -151,7 +151,7 @@ def _notes(recipe: Recipe, plan: Plan, module: nn.Module) -> list[str]:
 def _empty(recipe: Recipe, plan: Plan) -> nn.Module:
     model = without_weights(recipe.model)
     build = model.build
-    if isinstance(model, Streamable) and type(model).build is Streamable.build:  # the default reads the weights
+    if isinstance(model, Streamable) and type(model).build is Model.build:  # the default reads the weights
         build = model.skeleton
     with default_dtype(weights_dtype(plan.memory) or torch.float32):
         module = on_meta(build).train()
