@@ -139,7 +139,7 @@ def test_counts_of_tests_are_those_so_far(tmp_path, monkeypatch):
 
         def kill(self) -> None: ...
 
-    monkeypatch.setattr(gpu_faults, "Watched", Ended)
+    monkeypatch.setattr(gpu_faults, "ProcessSession", Ended)
     found = gpu_faults.run_tests(["tests/gpu"], 1.0, tmp_path / "tests.log")
     assert found["counts"] == {"passed": 1, "failed": 1, "skipped": 1}
     assert (found["status"], found["met"]) == ("late", False)

@@ -109,7 +109,9 @@ class ScaleSearch:
             for number, result in run_in_children([self._call(row) for row in waiting.values()]):
                 row = waiting[places[number]]
                 failed = isinstance(result, Exception)
-                answer = {"reason": str(result).splitlines()[0]} if failed else {"found": Prediction.from_child(result)}
+                answer = (
+                    {"reason": str(result).splitlines()[0]} if failed else {"prediction": Prediction.from_child(result)}
+                )
                 tried[places[number]].append(replace(row, **answer))
                 done += 1
                 total = max(done, sum(not one.reason for one in rows))

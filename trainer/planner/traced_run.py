@@ -129,7 +129,7 @@ def _few_pieces(tracer: Tracer) -> None:
         tracer.repeat = 1
         yield last
 
-    replace_attributes(nf4, in_pieces=first_and_last)
+    replace_attributes(nf4, iter_chunks=first_and_last)
 
 
 def _notes(recipe: Recipe, plan: Plan, module: nn.Module) -> list[str]:
