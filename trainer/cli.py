@@ -182,9 +182,7 @@ def _exit_code(error: BaseException) -> int:
     elif isinstance(error, OSError) and error.filename is not None:  # an invalid name, or a fault of the disk
         print_error(f"{error.filename}: {error.strerror}")
     elif library := _importing(error):
-        print_error(
-            f"cannot import {library}: {error}: reinstall it, or correct the environment variable that it reads"
-        )
+        print_error(f"cannot import {library}: {error}: reinstall it, or correct the variable that it reads")
     else:
         sys.excepthook = print_traceback
         raise error

@@ -25,10 +25,8 @@ PADDING_MULTIPLE = 8
 
 
 class OptionalAttributes:
-    """Base class with typed attributes that a subclass may define. An undefined one has the value in ``DEFAULTS``.
-
-    The defaults are not class attributes: a dataclass would use those as defaults of its fields with the same names.
-    """
+    """Base class with typed attributes that a subclass may define. An undefined one has the value in ``DEFAULTS``. The
+    defaults are not class attributes: a dataclass would use those as defaults of its fields with the same names."""
 
     DEFAULTS: ClassVar[Mapping[str, Any]] = {}
 
@@ -49,26 +47,21 @@ class Model(OptionalAttributes):
 
     loss_names: ClassVar[tuple[str, ...]] = ("loss",)
     """The names of the losses that ``losses`` yields for every micro-batch, in this order."""
-
     conditional: ClassVar[bool] = False
     """Whether some micro-batches leave some parameters without a gradient, for example by a branch that is not taken.
     DDP then reduces gradients after the last backward instead of during it: exact, but without overlap."""
-
     samples_interact: ClassVar[bool] = False
     """Whether the loss of a sample depends on other samples of its micro-batch (in-batch negatives, load balancing).
     The size of micro-batches then changes the gradient, which the plan reports. By default such losses are refused."""
-
     blocks: Sequence[type] = ()
     """Classes of the repeated modules (encoder layers): the unit of sharding, checkpointing and offload."""
 
-    task: Task | None
-    """What the model predicts; ``None`` if the model does not define it."""
+    task: Task | None  # what the model predicts
     num_classes: int | None
     class_names: list[str] | None
     image_size: int | None
     channels: int | None
-    weights: Any
-    """The pretrained weights that ``build`` reads; ``None`` for random weights."""
+    weights: Any  # the pretrained weights that ``build`` reads; ``None`` for random weights
     lora: Any
 
     DEFAULTS = dict.fromkeys(("task", "num_classes", "class_names", "image_size", "channels", "weights", "lora"))
@@ -86,21 +79,17 @@ class Model(OptionalAttributes):
         raise NotImplementedError(f"{type(self).__name__} must define losses(module, batch) -> Iterator[Loss]")
 
     def weigh(self, batch: Any) -> dict[str, float]:
-        """Return the weight of every loss of a micro-batch, from its copy on the host, before any forward.
-
-        The default counts the entries of ``batch["labels"]`` that are not ``-100``: samples for a classifier, tokens
-        for a tagger or a language model.
-        """
+        """Return the weight of every loss of a micro-batch, from its copy on the host, before any forward. The default
+        counts the ``batch["labels"]`` that are not -100: samples of a classifier, tokens of a language model."""
         if "mixed_labels" in batch and capability(self, DrawnInputs).mixes:
             return mixed_sample_weights(batch, self.weigh)
         try:
             labels = batch["labels"]
             entries = labels.numel()
         except (KeyError, TypeError, IndexError, AttributeError) as error:
-            raise RecipeError(
-                f"{type(self).__name__} has no weigh(), and its micro-batches have no tensor 'labels' to count: "
-                "define weigh(batch) and return a dict from each loss's name to the number of items in its sum"
-            ) from error
+            cause = f"{type(self).__name__} has no weigh(), and its micro-batches have no tensor 'labels' to count"
+            fix = "define weigh(batch) and return a dict from each loss's name to the number of items in its sum"
+            raise RecipeError(f"{cause}: {fix}") from error
         if entries <= 64:  # usually one per sample: a list is several times faster than tensor operations
             ignored = labels.flatten().tolist().count(IGNORED_LABEL)
         else:
@@ -118,14 +107,11 @@ class Model(OptionalAttributes):
 
 
 class Streamable(Model):
-    """A model that can start on meta (``memory.init=meta``) or keep frozen weights out of checkpoints.
-
-    To start on meta, define ``skeleton`` and ``pretrained``. The default ``build`` then fills the skeleton.
-    """
+    """A model that keeps frozen weights out of checkpoints, or that starts on meta (``memory.init=meta``): it then
+    defines ``skeleton`` and ``pretrained``, which the default ``build`` uses."""
 
     def skeleton(self) -> nn.Module:
-        """Create the module as ``build`` does, in the current default dtype, but load no weights. Parameters go to meta
-        as soon as they are created; buffers are real."""
+        """Create the module as ``build`` does, without loading weights. Parameters go to meta; buffers are real."""
         raise RecipeError(f"{type(self).__name__} cannot start on meta: define skeleton() and pretrained()")
 
     def pretrained(self) -> Pretrained:
@@ -169,8 +155,8 @@ class Exportable(Model):
         return dict(state)
 
     def save(self, module: nn.Module, folder: Path, state: Mapping[str, Tensor]) -> None:
-        """Write the trained model to an empty ``folder``. Required with ``own_format``. The weights of ``module`` may
-        be sharded; ``state`` holds all weights and persistent buffers by name, whole."""
+        """Write the trained model to an empty ``folder``. Required with ``own_format``. ``module`` may be sharded;
+        ``state`` holds all weights and persistent buffers by name, whole."""
         raise NotImplementedError(f"{type(self).__name__} has own_format and must define save(module, folder, state)")
 
     def saved_in(self, folder: Path) -> Model:
@@ -236,9 +222,8 @@ class Plannable(Model):
     def tensor_parallel_plan(self, module: nn.Module) -> Mapping[str, str]:
         """Return how ranks share the blocks of ``module`` (``memory.tensor_parallel``). Empty: not supported.
 
-        Keys are names of linear layers, in which ``*`` stands for the text between two dots. The value is ``colwise``
-        for layers that begin a part (queries, keys, values, the first of an MLP) and ``rowwise`` for the layer that
-        ends it. docs/your-own-model.md has an example.
+        Keys are names of linear layers, with ``*`` for the text between two dots. Values are ``colwise`` for layers
+        that begin a part (queries, keys, values) and ``rowwise`` for the layer that ends it: docs/your-own-model.md.
         """
         return {}
 
@@ -248,10 +233,7 @@ M = TypeVar("M", bound=Model)
 
 
 def capability(model: Model, kind: type[M]) -> M:
-    """Return ``model`` if it is a ``kind``, otherwise an instance of ``kind`` whose members have their defaults.
-
-    Ask it only for members whose default does not depend on the model.
-    """
+    """Return ``model`` if it is a ``kind``, otherwise a ``kind`` with defaults that do not depend on the model."""
     return model if isinstance(model, kind) else kind()
 
 
@@ -289,13 +271,9 @@ class Metric:
     higher_is_better: ClassVar[bool] = True
 
     def compute(self, predictions: Tensor, targets: Tensor) -> float:
-        """Return the value for a whole evaluation. Called once, on the first rank.
-
-        Args:
-            predictions: what the model yields as ``Loss.logits``, of all items over all ranks, in host memory and in no
-                particular order; float32 or float64, shape ``(items, ...)``.
-            targets: ``Loss.targets`` of the same items, shape ``(items, ...)``; items with target -100 are left out.
-        """
+        """Return the value for a whole evaluation. Called once, on the first rank. ``predictions`` are ``Loss.logits``
+        of all items over all ranks, in host memory and in any order, float32 or float64, shape ``(items, ...)``;
+        ``targets`` are their ``Loss.targets``, shape ``(items, ...)``, without items whose target is -100."""
         raise NotImplementedError(f"{type(self).__name__} must define compute(predictions, targets) -> float")
 
 
@@ -307,36 +285,22 @@ def mixed_sample_weights(batch: Mapping[str, Any], weigh: Callable[[Any], dict[s
 
 
 class Samples(OptionalAttributes):
-    """Base class of a split. A subclass defines ``__len__`` and ``__getitem__``; everything else is optional.
+    """Base class of a split. A subclass defines ``__len__`` and ``__getitem__``; everything else is optional. A list, a
+    torch ``Dataset`` or a ``datasets.Dataset`` is a split, too: :func:`as_samples` reads the same attributes."""
 
-    A list, a torch ``Dataset`` or a ``datasets.Dataset`` is a split, too: :func:`as_samples` reads the same attributes.
-    """
+    augmented: bool  # whether ``[i]`` draws random numbers, from torch, NumPy or ``random``, seeded per sample
+    lengths: Sequence[int] | None  # tokens of each sample, to split a batch by length
+    longest: Sequence[int]  # samples that are probably the longest, if ``lengths`` are unknown
+    labels: Sequence[Any] | None  # the label of every sample, in order
+    groups: ShuffleGroups | None  # neighbouring samples, if reading in random order is slow
+    bytes_per_token: float | None  # average bytes of text per predicted token, for the metric bits_per_byte
+    __getitems__: Callable[[Sequence[int]], Any] | None  # for several indices: a collated batch or a list
 
-    augmented: bool
-    """Whether ``[i]`` draws random numbers. torch, NumPy and ``random`` are then seeded per sample."""
-    lengths: Sequence[int] | None
-    """Tokens of each sample, to split a batch by length."""
-    longest: Sequence[int]
-    """Samples that are probably the longest, if ``lengths`` are unknown."""
-    labels: Sequence[Any] | None
-    """The label of every sample, in order."""
-    groups: ShuffleGroups | None
-    """Groups of neighbouring samples, if reading in random order is slow."""
-    bytes_per_token: float | None
-    """Average bytes of text per predicted token, for the metric bits_per_byte."""
-    __getitems__: Callable[[Sequence[int]], Any] | None
-    """Return a collated batch, or a list of samples, for several indices at once."""
-
-    samples: Sequence[Any] | None
-    """``(path, label)`` of every sample, if each is an image file (torchvision's convention)."""
-    digests: Sequence[bytes] | None
-    """A hash of the content of every sample, without its label. Used to find duplicates."""
-    images: Tensor | None
-    """All images, if they are in memory. Used to find duplicates."""
-    table: Any
-    """The ``datasets.Dataset`` with ``input_ids`` that the samples come from. Used to find duplicates."""
-    chosen: Sequence[int] | None
-    """The rows of ``table`` that are the samples."""
+    samples: Sequence[Any] | None  # ``(path, label)`` of every image file, as in torchvision
+    digests: Sequence[bytes] | None  # a hash of every sample without its label, to find duplicates
+    images: Tensor | None  # all images, if in memory, to find duplicates
+    table: Any  # the ``datasets.Dataset`` with ``input_ids`` of the samples, to find duplicates
+    chosen: Sequence[int] | None  # the rows of ``table`` that are the samples
 
     DEFAULTS: ClassVar[Mapping[str, Any]] = {
         "augmented": False,
@@ -361,10 +325,8 @@ class Samples(OptionalAttributes):
         return f"sample {index} of {type(self.original).__name__}"
 
     def fingerprint(self) -> str | None:
-        """Return a text that differs if the content differs: a run resumes only on the same data.
-
-        ``None`` (the default) stands for a hash of the size, the lengths and up to 64 samples.
-        """
+        """Return a text that differs if the content differs: a run resumes only on the same data. ``None`` stands for
+        a hash of the size, the lengths and up to 64 samples."""
         return None
 
     def files(self) -> Mapping[str, str]:
@@ -435,39 +397,29 @@ class Data(OptionalAttributes):
     with any of the attributes of :class:`Samples`.
     """
 
-    tasks: ClassVar[Sequence[Task]] = ()
-    """The tasks that the dataset has labels for; empty if unknown."""
+    tasks: ClassVar[Sequence[Task]] = ()  # the tasks that the dataset has labels for; empty if unknown
 
     train: Any = None
     val: Any = None
     test: Any = None
 
-    workers: int | None = 0
-    """Processes that load ahead; ``None`` is up to 4 per rank on a GPU. May be a field, and so a flag."""
-    worker_timeout: float = 300.0
-    """Seconds that a micro-batch may take a worker before the run ends. May be a field, and so a flag."""
-    max_bad_samples: int = 0
-    """Samples, over all splits and ranks, that may be left out because they cannot be loaded; they have no weight. May
-    be a field, and so a flag."""
+    # A dataset may define these three as fields, which makes them flags.
+    workers: int | None = 0  # processes that load ahead; ``None`` is up to 4 per rank on a GPU
+    worker_timeout: float = 300.0  # seconds that a worker may take for a micro-batch before the run ends
+    max_bad_samples: int = 0  # samples of all splits and ranks that may fail to load; they have no weight
 
     num_classes: int | None
     class_names: Sequence[str] | None
     image_size: int | None
     channels: int | None
-    max_length: int | None
-    """Maximum number of tokens of a sample."""
-    text_column: str | None
-    """The column of tables with the text, for ``trainer predict``."""
-    val_fraction: float | None
-    """The share of the training samples that is held out for validation; ``None`` without such a setting."""
-    answers: ClassVar[bool]
-    """Whether a model answers a text or a list of messages; otherwise it continues the text."""
-    belonging: ClassVar[Mapping[str, Sequence[str]]]
-    """By a setting, other settings that are reset if the setting changes, because they belong to its old value."""
-    load_image: Callable[[str], Tensor] | None
-    """Read an image file as an evaluation sees it, for ``trainer predict``."""
+    max_length: int | None  # maximum number of tokens of a sample
+    text_column: str | None  # the column of tables with the text, for ``trainer predict``
+    val_fraction: float | None  # the share of training samples held out for validation, if it is a setting
+    answers: ClassVar[bool]  # whether a model answers a text or messages; otherwise it continues the text
+    belonging: ClassVar[Mapping[str, Sequence[str]]]  # settings to reset when the key changes
+    load_image: Callable[[str], Tensor] | None  # read an image file for ``trainer predict``
     encode: Callable[[Sequence[Any], Any], Any] | None
-    """Convert texts, with a tokenizer, to a batch without labels, for ``trainer predict``."""
+    """Convert texts with a tokenizer to a batch without labels, for ``trainer predict``."""
 
     DEFAULTS: ClassVar[Mapping[str, Any]] = {
         "answers": False,
@@ -482,12 +434,8 @@ class Data(OptionalAttributes):
         """Refuse missing files. Called before torch is imported and before anything is downloaded."""
 
     def prepare(self, tokenizer: Any = None, model: Model | None = None) -> None:
-        """Find, download, check and tokenise. Called on every rank, on the first rank of a node first.
-
-        Args:
-            tokenizer: the tokenizer of the model; ``None`` for models without one.
-            model: the model of the recipe, for its ``task`` and ``image_input``. May be left out of the signature.
-        """
+        """Find, download, check and tokenise. Called on every rank, on the first rank of a node first. ``tokenizer``
+        may be ``None``. The signature may leave out ``model``, which is for its ``task`` and ``image_input``."""
         raise NotImplementedError(f"{type(self).__name__} must define prepare(tokenizer, model)")
 
     def use_model(self, model: Model) -> None:
@@ -495,18 +443,15 @@ class Data(OptionalAttributes):
         self._model = model
 
     def outline(self) -> Outline | None:
-        """Return what the dataset holds if its files are missing: ``trainer plan`` then creates fake samples. ``None``
-        if the files exist, or if nothing is known: they are then prepared as for a run."""
+        """Return what the dataset holds if its files are missing, for the fake samples of ``trainer plan``."""
         return None
 
     def mixing(self) -> MixupConfig | None:
-        """Return how the training samples of a batch are mixed: ``pixel_values`` (n, channels, H, W) and ``labels``;
-        ``None`` if they are not."""
+        """Return how a training batch is mixed: ``pixel_values`` (n, channels, H, W) and ``labels``."""
         return None
 
     def chances(self) -> Sequence[float] | None:
-        """Return the relative probability of each training sample, drawn with replacement, after ``prepare``; ``None``
-        if an epoch has each sample once."""
+        """Return the probability weight of each training sample, drawn with replacement; ``None``: each once."""
         return None
 
     def collate(self, samples: Sequence[Any]) -> Any:

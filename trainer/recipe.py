@@ -32,22 +32,12 @@ ScaleLR = Literal["none", "linear", "sqrt"]
 LoggerName = Literal["csv", "tensorboard", "wandb", "mlflow"]
 _BY_CLASS = tuple(f"{figure}{mean}" for figure in ("f1", "precision", "recall") for mean in ("", "_macro", "_micro"))
 _OTHERS = ("auroc", "average_precision", "mcc", "r2", "pearson", "spearman")
-HIGHER_IS_BETTER = (
-    "accuracy",
-    "balanced_accuracy",
-    "top5_accuracy",
-    "subset_accuracy",
-    *_BY_CLASS,
-    "f1_weighted",
-    *_OTHERS,
-)
+_ACCURACIES = ("accuracy", "balanced_accuracy", "top5_accuracy", "subset_accuracy")
+HIGHER_IS_BETTER = (*_ACCURACIES, *_BY_CLASS, "f1_weighted", *_OTHERS)
 LOWER_IS_BETTER = ("loss", "perplexity", "bits_per_byte", "mae", "mse", "rmse")
 """The figures of an evaluation by name: those that are better the higher, and those that are better the lower."""
-_MEANS = (
-    *(name for name in HIGHER_IS_BETTER if name.startswith(("f1_", "precision_", "recall_"))),
-    "auroc",
-    "average_precision",
-)
+_CLASS_MEANS = (name for name in HIGHER_IS_BETTER if name.startswith(("f1_", "precision_", "recall_")))
+_MEANS = (*_CLASS_MEANS, "auroc", "average_precision")
 _SINGLE = ("accuracy", "balanced_accuracy", "top5_accuracy", "mcc", "f1", "precision", "recall", *_MEANS, "perplexity")
 REGRESSION_METRICS = ("mae", "mse", "rmse", "r2", "pearson", "spearman")
 REPORTED = {
@@ -191,10 +181,8 @@ class Optim:
     @property
     def is_code(self) -> bool:
         """Whether ``name`` is in a module outside torch: importing it executes user code."""
-        return (
-            self.name not in OPTIMIZERS
-            and re.fullmatch(re.escape(TORCH_OPTIM_PREFIX) + r"[A-Za-z]\w*", self.name) is None
-        )
+        is_in_torch = re.fullmatch(re.escape(TORCH_OPTIM_PREFIX) + r"[A-Za-z]\w*", self.name)
+        return self.name not in OPTIMIZERS and is_in_torch is None
 
     def _check_name(self) -> None:
         is_path = "." in self.name and all(word.isidentifier() for word in self.name.split("."))
@@ -542,8 +530,7 @@ class Recipe:
 
     def __post_init__(self) -> None:
         if not isinstance(self.model, Model):
-            fix = "subclass it and define build() and losses()"
-            raise RecipeError(f"model={self.model!r} must be a trainer.Model: {fix}")
+            raise RecipeError(f"model={self.model!r} must be a trainer.Model: subclass it, define build() and losses()")
         if not isinstance(self.data, Data):
             raise RecipeError(f"data={self.data!r} must be a trainer.Data: subclass it and define prepare()")
         _check("", self, positive=("batch_size", "max_steps", "eval_every", "epochs"))
@@ -610,9 +597,8 @@ def _check(section: str, settings: Any, positive: tuple[str, ...]) -> None:
 
 def _is_within(value: float, interval: str) -> bool:
     low, high = map(float, interval[1:-1].split(","))
-    return (low < value or (interval[0] == "[" and value == low)) and (
-        value < high or (interval[-1] == "]" and value == high)
-    )
+    is_above = low < value or (interval[0] == "[" and value == low)
+    return is_above and (value < high or (interval[-1] == "]" and value == high))
 
 
 def _in_words(interval: str) -> str:

@@ -111,7 +111,7 @@ def test_a_missing_or_truncated_safetensors_file_is_named(tmp_path, kept):
     path.unlink()
     if kept is not None:
         path.write_bytes(content[:kept])
-    with pytest.raises(RecipeError, match=rf"model\.safetensors is {'not there' if kept is None else 'corrupt'}"):
+    with pytest.raises(RecipeError, match=rf"model\.safetensors {'does not exist' if kept is None else 'is corrupt'}"):
         load_model(TiedModel(), tmp_path)
 
 

@@ -242,5 +242,5 @@ def test_a_dataset_that_prepares_nonsense_is_named_before_training(tmp_path, cap
 def test_figures_that_cannot_be_drawn_do_not_end_a_run(tmp_path, capfd):
     lr = ["--optim.lr=1.7e308", "--optim.warmup_steps=0", "--optim.schedule=linear", "--max_steps=3"]
     assert run(["fit", *QUICK, *lr, "--run.dir", str(tmp_path / "run")]) == 0
-    assert "the figures of this run cannot be drawn" in capfd.readouterr().err
+    assert "metrics of this run cannot be plotted" in capfd.readouterr().err
     assert json.loads((tmp_path / "run" / "summary.json").read_text())["status"] == "finished"

@@ -261,4 +261,4 @@ def test_a_library_that_cannot_be_imported_is_named(tmp_path, monkeypatch, capsy
         import_module("brokenlib")
     assert cli._exit_code(caught.value) == 1
     line = "trainer: error: cannot import brokenlib: invalid literal for int() with base 10: 'abc': reinstall it, or "
-    assert capsys.readouterr().err == f"{line}correct the environment variable that it reads\n"
+    assert capsys.readouterr().err == f"{line}correct the variable that it reads\n"

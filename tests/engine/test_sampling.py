@@ -123,7 +123,7 @@ class Own(Data):
     ("chances", "message"),
     [
         ([1.0], r"Own\.chances\(\) returns 1 numbers for 4 training samples: return one per sample"),
-        ([1.0, -1.0, 1.0, 1.0], r"Own\.chances\(\) must be finite numbers of at least 0"),
+        ([1.0, -1.0, 1.0, 1.0], r"Own\.chances\(\) must return finite numbers of at least 0"),
         ([0.0] * 4, r"Own\.chances\(\) must return finite numbers of at least 0, and not only zeros"),
         ([1.0] * 4, r"Own reads groups of samples in sequence and cannot draw single ones"),
     ],

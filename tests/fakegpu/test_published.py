@@ -59,7 +59,7 @@ def test_the_first_flash_attention_takes_smaller_heads() -> None:
 @pytest.mark.parametrize("version", [(2, 3), (2, 1), (3, 0)])
 def test_kernels_of_versions_that_are_not_known_are_refused(version: tuple[int, int]) -> None:
     with pytest.raises(
-        RecipeError, match=rf"torch_version={version[0]}\.{version[1]}: kernels are known of torch 2\.4"
+        RecipeError, match=rf"torch_version={version[0]}\.{version[1]}: kernels are known for torch 2\.4"
     ):
         Target(gpu_named("a100-80gb"), version)
 

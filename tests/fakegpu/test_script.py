@@ -274,13 +274,13 @@ def test_lightning_with_a_torchvision_data_set_that_is_missing(written):
     [
         (["--script", "none.py"], "no such file"),
         (["--script", __file__, "--gpu", "rtx-1"], "rtx-1"),
-        (["--script", __file__, "--epochs", "3"], "come after --"),
+        (["--script", __file__, "--epochs", "3"], "put the arguments of the script after --"),
         (["--script", __file__, "--config", "a=b"], "no config.json"),
         (["--script", __file__, "--steps", "0"], "--steps"),
         (["--script", __file__, "--gpu", "cpu"], "not supported for scripts"),
         (["--script", __file__, "--gp", "rtx-4090"], "did you mean --gpu?"),
         (["--script", __file__, "--jso"], "did you mean --json?"),
-        (["--script", __file__, "more"], "come after --"),
+        (["--script", __file__, "more"], "put the arguments of the script after --"),
     ],
 )
 def test_flags_that_cannot_be_meant(words, told, capsys, tmp_path):

@@ -188,7 +188,7 @@ def test_who_may_leak_is_padded_or_refused_by_name(name: str) -> None:
 @pytest.mark.parametrize(
     ("config", "why"),
     [
-        ({"rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}}, "rope_type dynamic turns"),
+        ({"rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}}, "rope_type dynamic rotates"),
         ({"_attn_implementation": "flex_attention"}, "its attention is set to flex_attention"),
     ],
 )

@@ -49,5 +49,5 @@ def test_the_most_sums_that_are_kept_while_a_gradient_is_computed():
 def test_no_micro_batch_is_chosen_by_the_number_of_ranks():
     asked = own_recipe(Memory(micro_batch_size="auto"), run=Run(deterministic=True))
     assert micro_batch_sizes(asked, 2) == [None]
-    with pytest.raises(RecipeError, match="as a number"):
+    with pytest.raises(RecipeError, match="to a number"):
         decide_plan(asked, 2)

@@ -467,7 +467,7 @@ OWN_BAD: list[tuple[dict[str, Any], dict[str, Any], str]] = [
     (
         {"name": "torch.optim.LBFGS"},
         {},
-        "optim.name=torch.optim.LBFGS needs a closure for forward and backward",
+        "optim.name=torch.optim.LBFGS needs a closure, but the trainer runs forward and backward itself",
     ),
     (
         {"name": "torch.optim.SparseAdam"},
@@ -587,7 +587,7 @@ def test_groups_of_what_is_frozen_and_layers_of_what_has_none_are_refused(tmp_pa
         set_requires_grad(Flat(), make_model("mlp"), Optim(layer_decay=0.5))
     with pytest.raises(RecipeError, match=r"^optim\.layer_decay=1e-200 sets the learning rate of layer 0 of 3 to 0"):
         train(tmp_path / "low", optim=Optim(layer_decay=1e-200))
-    with pytest.raises(RecipeError, match=r"^every parameter is frozen, .*optim\.groups"):
+    with pytest.raises(RecipeError, match=r"^every parameter is frozen: .*optim\.groups"):
         train(tmp_path / "three", model=model, optim=Optim(groups={"*": {"frozen": True}}))
 
 

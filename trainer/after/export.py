@@ -28,13 +28,8 @@ from trainer.system.status_line import show_status
 from trainer.weights.files import read_weights
 from trainer.weights.streaming import default_dtype, skeleton_on_meta
 
-MAX_DIFFERENCE = 1e-3
-"""Maximum difference between outputs of the exported and the trained model, relative to the largest output.
-
-Kernels round differently."""
-
-MAX_MERGED_DIFFERENCE = 0.02
-"""The same, if the trained model was saved with its adapters merged into half-precision weights."""
+MAX_DIFFERENCE = 1e-3  # max difference from the trained model's outputs, relative to the largest: kernels round
+MAX_MERGED_DIFFERENCE = 0.02  # the same, if its adapters were merged into half-precision weights
 
 LENGTHS = ((3,), (12, 5), (7, 30, 2))
 """Batches of the check: words of each text, or one image each. No two batches have the same shape."""
@@ -59,10 +54,8 @@ def export(recipe: Recipe, run_dir: str | Path, to: str, output: str | None, rep
     if to == "hub":
         return _to_hub(verified_model_folder(run_dir), repo, public)
     target = Path(output) if output else Path(run_dir) / ("model.onnx" if to == "onnx" else to)
-    require(
-        not target.exists(),
-        f"--output={target} exists: remove it or give another {'file' if to == 'onnx' else 'folder'}",
-    )
+    kind = "file" if to == "onnx" else "folder"
+    require(not target.exists(), f"--output={target} exists: remove it or give another {kind}")
     if to == "onnx":
         for package in ("onnx", "onnxscript", "onnxruntime"):
             require_package("--to onnx", package, "onnx")
@@ -96,9 +89,8 @@ def _loaded(folder: Path, load: Callable[[], Any]) -> Any:
     except (RecipeError, RunError):
         raise
     except Exception as error:  # torch and transformers raise errors of any type
-        raise RecipeError(
-            f"{folder} cannot be loaded ({describe_error(error)}): was its config.json changed?"
-        ) from error
+        why = f"{folder} cannot be loaded ({describe_error(error)})"
+        raise RecipeError(f"{why}: was its config.json changed?") from error
 
 
 class _Outputs(nn.Module):
@@ -116,9 +108,8 @@ class _Outputs(nn.Module):
         else:
             labels = torch.zeros(first.shape[: 2 if task == "token" else 1], dtype=torch.long)
         logits = next(iter(model.losses(self.module, {**batch, "labels": labels}))).logits
-        require(
-            logits is not None, f"{type(model).__name__}.losses yields no logits to export: yield Loss(..., logits=...)"
-        )
+        name = type(model).__name__
+        require(logits is not None, f"{name}.losses yields no logits to export: yield Loss(..., logits=...)")
         return logits
 
     @torch.no_grad()
@@ -145,20 +136,14 @@ def _batches(reader: InputReader, target: Path, room: int | None) -> list[dict[s
     plain = [word for word in words if tokenizer.convert_tokens_to_ids(word) not in special]
     for lengths in LENGTHS:
         picked = [torch.randint(0, len(plain), (length,), generator=drawn).tolist() for length in lengths]
-        texts = [
-            tokenizer.convert_tokens_to_string([plain[at] for at in places]).strip() or plain[0] for places in picked
-        ]
-        batch = reader.batch(texts)
+        joined = [tokenizer.convert_tokens_to_string([plain[at] for at in places]).strip() for places in picked]
+        batch = reader.batch([text or plain[0] for text in joined])
         batches.append({name: tensor[:, :room] for name, tensor in batch.items() if name != "words"})
     return batches
 
 
 def _require_same(
-    outputs: _Outputs,
-    batches: Sequence[Mapping[str, Tensor]],
-    found: Sequence[Tensor],
-    what: Path,
-    allowed: float = MAX_DIFFERENCE,
+    outputs: _Outputs, batches: Sequence[Any], found: Sequence[Tensor], what: Path, allowed: float = MAX_DIFFERENCE
 ) -> float:
     """Return the largest difference of ``found`` from the trained model's outputs; a RunError if it is too large."""
     most = 0.0
@@ -182,23 +167,18 @@ def _to_onnx(outputs: _Outputs, batches: list[dict[str, Tensor]], folder: Path, 
     shapes = tuple({0: dynamic, 1: dynamic} if texts else {0: dynamic} for _ in largest)
     with staged_file(target) as part:
         try:
-            torch.onnx.export(
-                outputs,
-                tuple(largest.values()),
-                part,
-                input_names=list(largest),
-                output_names=["logits"],
-                dynamic_shapes=(shapes,),
-                external_data=False,
-                dynamo=True,
-                verbose=False,
-            )
+            how: dict[str, Any] = {
+                "input_names": list(largest),
+                "output_names": ["logits"],
+                "dynamic_shapes": (shapes,),
+            }
+            how |= {"external_data": False, "dynamo": True, "verbose": False}
+            torch.onnx.export(outputs, tuple(largest.values()), part, **how)
         except RecipeError:
             raise
         except Exception as error:  # torch's exporter raises errors of any type
-            raise RunError(
-                f"torch.onnx.export cannot export {type(outputs.model).__name__}: {describe_error(error)}"
-            ) from error
+            name = type(outputs.model).__name__
+            raise RunError(f"torch.onnx.export cannot export {name}: {describe_error(error)}") from error
         session = onnxruntime.InferenceSession(part, providers=["CPUExecutionProvider"])
         asked = {one.name for one in session.get_inputs()}  # the exporter drops unused inputs
         given = [{name: tensor.numpy() for name, tensor in batch.items() if name in asked} for batch in batches]
@@ -263,13 +243,9 @@ def _to_hub(folder: Path, repo: str | None, public: bool) -> str:
         commit = api.upload_folder(repo_id=repo, folder_path=folder, commit_message="trainer export")
         there = {one.path: one for one in api.get_paths_info(repo, names, revision=commit.oid)}
     except Exception as error:  # no network, no token, no permission: many exception types
-        why_not = offline_reason()
-        fix = (
-            offline_advice() if why_not else "log in with `hf auth login`, or set HF_TOKEN to a token with write access"
-        )
-        raise RecipeError(
-            f"--to hub: {repo} could not be written ({why_not or describe_error(error)}): {fix}"
-        ) from error
+        why = offline_reason()
+        fix = offline_advice() if why else "log in with `hf auth login`, or set HF_TOKEN to a token with write access"
+        raise RecipeError(f"--to hub: {repo} could not be written ({why or describe_error(error)}): {fix}") from error
     wrong = [name for name in names if not is_the_same(folder / name, there.get(name))]
     if wrong:
         raise RunError(f"{repo} on the hub differs from the uploaded files: {', '.join(wrong)}; upload again")

@@ -12,8 +12,7 @@ from trainer.errors import require
 from trainer.models.hub import max_positions
 from trainer.weights.blocks import kv_cache_restored
 
-DEFAULT_MAX_NEW_TOKENS = 128
-"""Default maximum of generated tokens per text."""
+DEFAULT_MAX_NEW_TOKENS = 128  # default maximum of generated tokens per text
 
 
 def require_free_positions(batch: Mapping[str, Tensor], module: nn.Module) -> None:
@@ -40,8 +39,8 @@ def generate_texts(
         module: a causal language model of transformers; its parameters define the device.
         tokenizer: the tokenizer of the texts.
         batch: ``input_ids`` and ``attention_mask``, (n, tokens), padded on the right.
-        places: positions of the texts among all inputs; the tokens sampled for a text depend on its position and seed.
-        most: maximum number of new tokens, limited by the model's positions.
+        seed_indices: positions of the texts among all inputs; a text's samples depend on its position and the seed.
+        max_new_tokens: maximum number of new tokens, limited by the model's positions.
         temperature: divides the scores before sampling; 0 takes the most probable token.
         top_p: sample from the most probable tokens that together have this probability; ``None``: from all.
         seed: seed of the sampling.
@@ -57,9 +56,8 @@ def generate_texts(
             rows = [row for row, one in enumerate(rooms) if one == room]
             part = {key: value[rows] for key, value in batch.items()}
             some = [seed_indices[row] for row in rows]
-            found |= zip(
-                rows, generate_texts(module, tokenizer, part, some, room, temperature, top_p, seed), strict=True
-            )
+            written = generate_texts(module, tokenizer, part, some, room, temperature, top_p, seed)
+            found |= zip(rows, written, strict=True)
         return [found[row] for row in range(len(rooms))]
     ids, mask = _padded_left(batch["input_ids"], batch["attention_mask"])
     ends = {*_listed(own.generation_config.eos_token_id), *_listed(tokenizer.eos_token_id)}
@@ -78,9 +76,8 @@ def generate_texts(
         draw.append(cast(Any, _Noise(seed_indices, seed)))
     with kv_cache_restored(module):
         texts = own.generate(ids.to(device), attention_mask=mask.to(device), logits_processor=draw)
-    return tokenizer.batch_decode(
-        texts[:, ids.shape[1] :], skip_special_tokens=True, clean_up_tokenization_spaces=False
-    )
+    new = texts[:, ids.shape[1] :]
+    return tokenizer.batch_decode(new, skip_special_tokens=True, clean_up_tokenization_spaces=False)
 
 
 class _Noise:

@@ -34,20 +34,12 @@ from trainer.system.status_line import show_status
 from trainer.system.text import escaped
 from trainer.values import IGNORED_LABEL, Task
 
-CUT_OFF = "_"
-"""Tag of a word beyond the maximum length of the model."""
-
-THRESHOLD = 0.5
-"""Minimum probability of a predicted label."""
-
-TABLES = (".csv", ".jsonl", ".parquet")
-"""Suffixes of tables, for input and output."""
-
-MAX_TEXT_BYTES = 32_000_000
-"""Maximum bytes of a text file."""
-
-MAX_WARNINGS = 5
-"""Maximum number of warnings about unreadable inputs; an output file lists all of them, with reasons."""
+CUT_OFF = "_"  # tag of a word beyond the maximum length of the model
+THRESHOLD = 0.5  # minimum probability of a predicted label
+TABLES = (".csv", ".jsonl", ".parquet")  # suffixes of tables, for input and output
+MAX_TEXT_BYTES = 32_000_000  # maximum bytes of a text file
+MAX_WARNINGS = 5  # maximum number of warnings about unreadable inputs; an output file lists all of them, with reasons
+ROWS_A_GROUP = 10_000  # rows per row group of a Parquet file
 
 
 def predict(
@@ -84,11 +76,7 @@ def predict(
 
 
 def verified_model_folder(run_dir: str | Path) -> Path:
-    """Return the folder of the trained model of ``run_dir``, after checking its hashes.
-
-    Raises:
-        CorruptCheckpointError: if a file has changed; it names the file.
-    """
+    """Return the folder of the trained model of ``run_dir``; a changed file is a CorruptCheckpointError."""
     recipe, model = Path(run_dir) / "recipe.yaml", Path(run_dir) / "model"
     if is_local_rank_zero():  # only one rank of a machine checks, before any collective
         found = verify_text_file(recipe) if recipe.exists() else None, verify_folder(model)
@@ -394,12 +382,11 @@ def _batch(make: Callable[[Sequence[Any]], Any], read: Sequence[tuple[Any, str]]
 
 BatchPrediction = tuple[list[int | None], list[float], list[float]]
 """``classes``, ``values`` and ``probabilities`` of an :class:`PredictionRow`."""
+BatchPredictions = list[BatchPrediction]
 
 
 @torch.no_grad()
-def _predict_batch(
-    model: Any, module: nn.Module, batch: dict[str, Any], asked: PredictOptions
-) -> list[BatchPrediction]:
+def _predict_batch(model: Any, module: nn.Module, batch: dict[str, Any], asked: PredictOptions) -> BatchPredictions:
     """Return the predictions for each sample; labels are dummies, because ``losses()`` needs some."""
     task, device = model.task or "single_label", next(chain(module.parameters(), module.buffers())).device
     words, count = batch.pop("words", None), len(next(iter(batch.values())))
@@ -416,8 +403,8 @@ def _predict_batch(
     if task == "token":
         return _of_words(logits.reshape(count, -1, logits.shape[-1]).softmax(-1), words)
     if logits.ndim != 2 or len(logits) != count:
-        wrong = f"logits of shape {tuple(logits.shape)} for {count} inputs"
-        raise RecipeError(f"{name}.losses yields {wrong}: yield ({count}, classes)")
+        shape = tuple(logits.shape)
+        raise RecipeError(f"{name}.losses yields logits of shape {shape} for {count} inputs: yield ({count}, classes)")
     if task == "regression":
         return [(list(range(len(row))), row, []) for row in logits.tolist()]
     shares = logits.sigmoid() if task == "multi_label" else logits.softmax(-1)
@@ -433,13 +420,11 @@ def _predict_batch(
 def _written(
     model: Any, module: nn.Module, batch: dict[str, Any], places: Sequence[int], asked: PredictOptions
 ) -> list[str]:
-    """Return the generated text for each text, given their positions among all inputs."""
     device = next(module.parameters()).device
     new, tokenizer = asked.max_new_tokens or DEFAULT_MAX_NEW_TOKENS, capability(model, Preparable).tokenizer_or_none()
+    how = (asked.temperature or 0.0, asked.top_p, asked.seed or 0)
     with asked.context(device):
-        return generate_texts(
-            module, tokenizer, batch, places, new, asked.temperature or 0.0, asked.top_p, asked.seed or 0
-        )
+        return generate_texts(module, tokenizer, batch, places, new, *how)
 
 
 def _of_words(shares: Tensor, words: Tensor) -> list[BatchPrediction]:
@@ -467,7 +452,7 @@ def run_predict_command(
     paths: Sequence[str],
     samples: Sequence[str],
 ) -> list[Any]:
-    """Predict on ``given`` texts or images and on ``paths``; print the answers, or write them to a file.
+    """Predict on ``samples`` (texts or images) and on ``paths``; print the answers, or write them to a file.
 
     Returns:
         For each input that could be read, by the task: its most probable class and probability; a list of such pairs,
@@ -479,8 +464,8 @@ def run_predict_command(
     module.to(options.resolve_device(), options.dtype).eval()
     names = list(model.class_names or [])
     classes = model.num_classes or len(names)
-    if classes and options.top_k > classes:
-        raise RecipeError(f"--top-k={options.top_k} is more than the {classes} classes of the model")
+    possible = not classes or options.top_k <= classes
+    require(possible, f"--top-k={options.top_k} is more than the {classes} classes of the model")
     task: Task = model.task or "single_label"
     found, bad, done, begun = list[Any](), list[str](), 0, time.monotonic()
 
@@ -621,9 +606,6 @@ def _parquet(path: Path, columns: Mapping[str, type]) -> Iterator[Callable[[Mapp
 
         yield write
         flush()
-
-
-ROWS_A_GROUP = 10_000
 
 
 def _printable(name: str) -> str:

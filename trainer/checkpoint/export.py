@@ -33,9 +33,8 @@ CONFIG = "config.json"
 def save_model(model: Model, module: nn.Module, folder: Path, state: Mapping[str, Tensor] | None = None) -> None:
     """Write the unwrapped ``module`` to ``folder`` so that :func:`load_model` restores it.
 
-    Writes the weights (``state``, whole; by default those of the module, which must not be sharded), the fields of
-    ``model`` or, for ``own_format``, the files that the model saves, and their hashes. Tied tensors are written once,
-    under the first of their names.
+    Writes the weights (whole ``state``; by default those of the module, not sharded), the fields of ``model`` or, for
+    ``own_format``, its own files, and their hashes. Tied tensors are written once, under the first of their names.
     """
     state = module.state_dict() if state is None else state
     try:
@@ -54,11 +53,7 @@ def save_model(model: Model, module: nn.Module, folder: Path, state: Mapping[str
 
 
 def load_model(model: Model, folder: Path) -> nn.Module:
-    """Build the module of ``model`` on the current default device and load its weights from ``folder``.
-
-    Raises:
-        RecipeError: if the weights are missing, corrupt or those of another model.
-    """
+    """Build the module of ``model`` on the current default device and load its checked weights from ``folder``."""
     if isinstance(model, Exportable):
         if model.own_format:
             return model.saved_in(folder).build()
@@ -71,10 +66,7 @@ def load_model(model: Model, folder: Path) -> nn.Module:
 
 
 def restore_open_fields(model: Model, folder: Path) -> Model:
-    """Return ``model`` with its open fields (``None``) filled as in the trained model in ``folder``.
-
-    A model with ``own_format`` takes everything that it reads from there.
-    """
+    """Return ``model`` with open fields (``None``) as in ``folder``; one with ``own_format`` takes all from there."""
     if isinstance(model, Exportable) and model.own_format:
         return model.saved_in(folder)
     saved = read_json_object(folder / CONFIG, MAX_JSON_BYTES).get("fields", {})
@@ -85,11 +77,7 @@ def restore_open_fields(model: Model, folder: Path) -> Model:
 
 
 def load_weights(module: nn.Module, path: Path) -> None:
-    """Copy the weights of the file ``path`` into ``module``; names and shapes must match exactly.
-
-    Raises:
-        RecipeError: if weights are missing, unexpected or of another shape; ``module`` is then unchanged.
-    """
+    """Copy the weights of ``path`` into ``module``; without the same names and shapes, raise and leave it unchanged."""
     found, expected = read_weights(path), module.state_dict()
     present = {_identity(expected[name]) for name in expected.keys() & found.keys()}
     faults = {

@@ -45,10 +45,7 @@ class CheckpointFolder:
             sync_to_disk(self.path.parent)
 
     def require_not_linked(self) -> None:
-        """Reject a link to the checkpoints of another run, which would be resumed from and deleted.
-
-        A link to another place, such as a larger disk, is fine: only names of checkpoints are changed there.
-        """
+        """Reject a link to another run's checkpoints, which would be resumed and deleted; other links are fine."""
         home = Path(os.path.realpath(self.path)).parent
         require(
             not self.path.is_symlink() or not (home / "recipe.yaml").exists(),
@@ -57,10 +54,7 @@ class CheckpointFolder:
         )
 
     def clean(self) -> list[str]:
-        """Remove incomplete checkpoints of a run that died, and restore those that it was about to replace.
-
-        Returns a message for each path that could not be removed.
-        """
+        """Remove incomplete checkpoints of a dead run, and restore replaced ones; return a message for each failure."""
         for path in self._hidden("old"):
             home = self.path / path.name.split(".")[1]
             if not os.path.lexists(home):
@@ -91,8 +85,7 @@ class CheckpointFolder:
     def rotate(self, keep_last: int, keep_best: int, score: Score) -> list[str]:
         """Delete all checkpoints except the newest and the best; return a message for each that cannot be removed.
 
-        Scores come from manifests. A checkpoint with an unreadable manifest is kept, for the user to inspect. The first
-        of equally good checkpoints counts as the best.
+        A checkpoint with an unreadable manifest is kept, for the user to inspect. Ties go to the first.
         """
         figures: dict[Path, Mapping[str, float] | None] = {}  # metrics by checkpoint, newest first
         for path in self.newest_first():
@@ -108,10 +101,7 @@ class CheckpointFolder:
         return left + self._remove_all(sorted(figures.keys() - kept), self.remove)
 
     def remove(self, path: Path) -> None:
-        """Delete a checkpoint, after renaming it, so that a half-deleted one is never used.
-
-        If the user has moved it elsewhere and left a link, only the link is deleted.
-        """
+        """Rename a checkpoint, then delete it, so no half-deleted one is used; of a link, delete only the link."""
         doomed = temporary_path(path, "gone")
         os.rename(path, doomed)
         remove(doomed)

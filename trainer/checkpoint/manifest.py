@@ -75,11 +75,7 @@ def read_errors_as_corrupt(path: Path, hint: str = "") -> Iterator[None]:
 
 
 def read_manifest(folder: Path) -> Manifest:
-    """Read the manifest of the checkpoint ``folder``, and check it and the sizes of all files.
-
-    Raises:
-        CorruptCheckpointError: if a file is missing, changed, or not part of the checkpoint.
-    """
+    """Read the manifest of the checkpoint ``folder``; raise CorruptCheckpointError if it or a file size is wrong."""
     path = folder / MANIFEST
     with read_errors_as_corrupt(path):
         try:
@@ -91,9 +87,7 @@ def read_manifest(folder: Path) -> Manifest:
             raise CorruptCheckpointError(f"{path} is corrupt: {error}") from error
         found = content.get("format") if isinstance(content, dict) else None
         if isinstance(found, int) and found > FORMAT:
-            raise UnknownFormatError(
-                f"{path} has format {found}, of a later version; this version reads format {FORMAT}"
-            )
+            raise UnknownFormatError(f"{path} has format {found}, but this version reads at most format {FORMAT}")
         what = f"{path} is corrupt: its content was not written by a run"
         try:
             manifest = Manifest(**{name: value for name, value in content.items() if name != "digest"})
@@ -105,9 +99,7 @@ def read_manifest(folder: Path) -> Manifest:
         if manifest.to_json().encode(errors="surrogatepass") != written:  # including whitespace
             raise CorruptCheckpointError(f"{path} is corrupt: its hash differs from the one in the file")
         if folder.absolute().name != folder_name(manifest.step):
-            raise CorruptCheckpointError(
-                f"{path} belongs to step {manifest.step}, but its folder is {folder.name}: files were swapped"
-            )
+            raise CorruptCheckpointError(f"{path} of step {manifest.step} is in {folder.name}: files were swapped")
         _require_sizes(folder, manifest)
     return manifest
 
@@ -222,13 +214,7 @@ def write_hashes(folder: Path) -> None:
 
 
 def verify_folder(folder: Path) -> str | None:
-    """Check every file that :func:`write_hashes` recorded; other files are ignored.
-
-    Returns the reason if nothing could be checked, otherwise ``None``.
-
-    Raises:
-        CorruptCheckpointError: if a file is missing or changed.
-    """
+    """Check all files that :func:`write_hashes` recorded; return why nothing could be checked, otherwise ``None``."""
     stated = folder / FILES
     if not stated.exists():
         return f"{folder} has no {FILES}: {UNCHECKED}"

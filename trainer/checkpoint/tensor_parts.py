@@ -90,11 +90,9 @@ def view_on_host(parts: Mapping[str, TensorPart]) -> dict[str, TensorPart]:
 def write_parts(
     path: Path, parts: Mapping[str, TensorPart], on_chunk: Callable[[], None] = lambda: None
 ) -> dict[str, Any]:
-    """Write ``parts`` (contiguous, in host memory) to the new safetensors file ``path`` and to the disk.
+    """Write ``parts`` (contiguous, in host memory) to the new safetensors file ``path``; return its bytes and SHA-256.
 
-    Returns:
-        ``{"bytes": size, "sha256": hash}``. The hash is computed from memory while the file is written, so that it
-        detects a disk that stores other bytes.
+    The hash is computed from memory, so that it detects a disk that stores other bytes.
     """
     header, digest = _header(parts), hashlib.sha256()
     with open(path, "xb") as file, ThreadPoolExecutor(1) as hasher:
@@ -130,10 +128,8 @@ def _chunks(header: bytes, parts: Mapping[str, TensorPart]) -> Iterator[memoryvi
 
 
 def index_parts(file: str, parts: Mapping[str, TensorPart]) -> dict[str, Any]:
-    """Return the JSON index of the parts in ``file``.
-
-    For each tensor name it has the whole shape, and for each part the file, offset and size, and its key in the file if
-    that is not the name.
+    """Return the JSON index of the parts in ``file``: for each tensor its whole shape, and for each part the file,
+    offset, size, and its key in the file if that is not the name.
     """
     described: dict[str, Any] = {}
     for name, part in parts.items():
@@ -157,10 +153,7 @@ class PartsReader:
             self.add_index(index)
 
     def add_index(self, index: Mapping[str, Any]) -> None:
-        """Add the index of one more rank, from :func:`index_parts`.
-
-        Raises ``ValueError``, ``TypeError``, ``LookupError`` or ``AttributeError`` if it is not such an index.
-        """
+        """Add the index of one more rank; an invalid one raises Value-, Type-, Lookup- or AttributeError."""
         for name, entry in index.items():
             shape = _counts(name, entry["shape"])
             if self.shapes.setdefault(name, shape) != shape:
@@ -181,11 +174,7 @@ class PartsReader:
 
     @torch.no_grad()
     def read_into(self, name: str, target: TensorPart) -> None:
-        """Fill the tensor of ``target``, a part of the tensor ``name``, in place.
-
-        Raises:
-            RecipeError: if the checkpoint has it in another shape or incompletely.
-        """
+        """Fill the tensor of ``target``, a part of the tensor ``name``, in place; reject a wrong shape or a gap."""
         if self.shapes.get(name) != target.shape:
             found = f"has shape {self.shapes[name]}" if name in self.shapes else "is missing"
             raise RecipeError(f"{self.folder}: {name} {found}, but the model needs shape {target.shape}")

@@ -37,9 +37,7 @@ class Snapshot:
 
     step: int
     parts: Mapping[str, TensorPart]  # tensors that this rank writes
-    rank_state: Mapping[
-        str, Any
-    ]  # other state of this rank, as JSON: numbers in the optimizer's state, random generators
+    rank_state: Mapping[str, Any]  # other state of this rank, as JSON: numbers of the optimizer, random generators
     shared_state: Mapping[str, Any]  # state that is the same on all ranks, as JSON; written by the first rank
     history: bytes  # metrics.csv so far, on the first rank only
     manifest: Callable[[Mapping[str, Any]], Manifest]  # creates the manifest from the files' sizes and hashes
@@ -66,11 +64,7 @@ class CheckpointWriter:
     warn: Callable[[str], None] = lambda problem: None  # called for problems that leave the checkpoint complete
 
     def write(self, snapshot: Snapshot) -> None:
-        """Write this rank's share and, on the first rank, complete the checkpoint.
-
-        Raises:
-            RunError: if the disk is full or not writable. Older checkpoints are then unchanged.
-        """
+        """Write this rank's share; the first rank completes the checkpoint. An error leaves older ones unchanged."""
         staging = self.folder.staging(snapshot.step, self.attempt)
         try:
             staging.mkdir(parents=True, exist_ok=True)

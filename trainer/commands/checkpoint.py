@@ -115,10 +115,7 @@ def _described(manifest: Manifest) -> str:
 
 
 def verify_checkpoints(paths: Sequence[Path], results: Mapping[Path, Callable[[Path], str | None]]) -> None:
-    """Check every file of the checkpoints and the ``results``, and print a line for each.
-
-    Raises:
-        CorruptCheckpointError: at the end, with the number of corrupt ones."""
+    """Check and print every checkpoint and each of the ``results``; raise CorruptCheckpointError at the end."""
     corrupt = damaged = 0
     for path in paths:
         problem = find_corruption(path)
@@ -136,9 +133,8 @@ def verify_checkpoints(paths: Sequence[Path], results: Mapping[Path, Callable[[P
     if corrupt:
         raise CorruptCheckpointError(f"{corrupt} of {len(paths)} checkpoint(s) are corrupt")
     if damaged:
-        raise CorruptCheckpointError(
-            f"{damaged} of {len(results)} results of the run have changed since they were written"
-        )
+        changed = f"{damaged} of {len(results)} results of the run"
+        raise CorruptCheckpointError(f"{changed} have changed since they were written")
 
 
 def export_checkpoint(paths: Sequence[Path], out: Path | None, *, trusted: bool = False) -> None:
@@ -170,9 +166,7 @@ def export_checkpoint(paths: Sequence[Path], out: Path | None, *, trusted: bool 
     module = load_whole_model(ValidCheckpoint(path, manifest), recipe.model)
     metrics, data = dict(manifest.figures or {}), {"class": type(recipe.data).__name__, "fingerprint": manifest.dataset}
     facts = {"status": f"checkpoint of step {manifest.step:,}", "plan": manifest.plan, "saved": manifest.created}
-    trained = TrainingFacts(
-        {**facts, **metrics}, {}, data, manifest.versions
-    )  # the split of the metrics is not recorded
+    trained = TrainingFacts({**facts, **metrics}, {}, data, manifest.versions)  # the metrics' split is not recorded
     with room_in(target.absolute().parent, "give another folder with --out"), staged_folder(target) as folder:
         save_model(recipe.model, module, folder)
         write_atomic(folder / "README.md", build_model_card(recipe, run_dir, trained))

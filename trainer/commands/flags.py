@@ -29,17 +29,12 @@ from trainer.system.files import read_regular
 SWITCHES = ("help", *RECIPE_FLAGS.switches)
 
 UNIONS = (Union, types.UnionType)
-MAX_YAML_BYTES = 1_000_000
-"""Size limit of a YAML file; about 100 kB are parsed per second."""
+MAX_YAML_BYTES = 1_000_000  # size limit of a YAML file; about 100 kB are parsed per second
 MAX_DEPTH, MAX_FOR_C = 100, 2_000  # levels; characters that may open one: at 40,000, PyYAML's C code crashes
-MAX_YAML_NODES = 100_000
-"""Limit of nodes in a YAML file, with aliases expanded: a few lines of aliases can expand to billions."""
+MAX_YAML_NODES = 100_000  # limit of nodes with aliases expanded: a few lines of aliases can expand to billions
 
-OF_A_SWEEP = {
-    word: flag
-    for flag, words in (("folds", "folds n_folds num_folds k_folds kfold n_splits cv"), ("trials", "trials n_trials"))
-    for word in words.split()
-}
+OF_A_SWEEP = dict.fromkeys(("folds", "n_folds", "num_folds", "k_folds", "kfold", "n_splits", "cv"), "folds")
+OF_A_SWEEP |= dict.fromkeys(("trials", "n_trials"), "trials")
 """Flags that users give to ``fit``, but that belong to ``sweep``."""
 
 Flags = list[tuple[str, str | None]]
@@ -85,14 +80,9 @@ class RecipeParser:
     def __init__(self, recipe: Recipe, usage: str | None = None, own: CommandFlags = NO_FLAGS) -> None:
         self.settings = settings_of(recipe)
         self.valued, self.switches = {**RECIPE_FLAGS.valued, **own.valued}, {**RECIPE_FLAGS.switches, **own.switches}
-        self.parser = ArgumentParser(
-            usage=usage,
-            formatter_class=_Formatter,
-            parser_mode="strict_yaml",
-            print_config=None,  # jsonargparse would print the given, not the resolved batch settings
-            exit_on_error=False,
-            allow_abbrev=False,
-        )
+        # Without print_config: jsonargparse would print the given, not the resolved batch settings.
+        own_settings: dict[str, Any] = {"print_config": None, "exit_on_error": False, "allow_abbrev": False}
+        self.parser = ArgumentParser(usage=usage, formatter_class=_Formatter, parser_mode="strict_yaml", **own_settings)
         for name, text in self.valued.items():
             shown: dict[str, Any] = {"metavar": name.upper(), "help": text, "dest": name}  # --batch-size, --batch_size
             self.parser.add_argument(f"--{name}", action="append", default=SUPPRESS, **shown)
@@ -170,8 +160,7 @@ class RecipeParser:
         return VALUE_ALIASES.get((key, str(value)), _as_list(self.settings[key].hint, value))
 
     def _find_owner(self, key: str) -> str:
-        """Who has a setting ``key`` that the recipe's model or data has not: a flag of another command, or other
-        classes of the package, of those the ones that read what the recipe's own does."""
+        """Format a hint about the owner of an unknown ``key``: another command, or classes of the same module."""
         section, _, name = key.rpartition(".")
         if (flag := OF_A_SWEEP.get(name.replace("-", "_"))) and flag not in self.valued:
             return f"; it is a flag of another command: trainer sweep RECIPE --{flag}"

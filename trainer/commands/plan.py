@@ -61,11 +61,9 @@ FLAGS = CommandFlags(VALUED, SWITCHES, description=ABOUT)
 
 
 def plan(argv: list[str]) -> None:
-    """Plan a recipe for one number of devices, or make a table of several; print and write the result.
-
-    If nothing fits, a ``RunError`` is raised after printing the table and writing the files."""
-    if "TORCHELASTIC_RUN_ID" in os.environ:
-        raise RecipeError("trainer plan needs no ranks: start it without a launcher, and give --devices")
+    """Plan a recipe for one or several numbers of devices; print and write it; a RunError at the end if none fits."""
+    launched = "TORCHELASTIC_RUN_ID" in os.environ
+    require(not launched, "trainer plan needs no ranks: start it without a launcher, and give --devices")
     if any(word.partition("=")[0] == "--script" for word in argv):
         from trainer.commands.plan_script import plan_script
 
@@ -130,7 +128,6 @@ def _planned(asked: ParsedCommand, own: dict[str, str]) -> tuple[dict[str, Any],
     with contextlib.closing(Progress(recipe.run.progress)) as progress:
         progress.start(0)
         show_status("predicting")
-        # The batch is the same in all plans, and is printed already.
         search.progress = lambda done, total, text: progress.count(done, total, text.partition(" × ")[2])
         report = search.run(lossy.lower() == "true", ("all", None) in flags)
     by, own_flags = recipe_to_train(reference, recipe)
@@ -160,10 +157,9 @@ def _clusters(recipe: Recipe, own: dict[str, str], several: bool) -> list[Cluste
     if own.get("gpu") not in (None, "cpu"):
         gpu_named(own["gpu"])
     interconnects(own.get("interconnect", DEFAULT_NETWORKS), host_as_device())  # rejects unknown names
-    devices, nodes = (
-        [parse_count(name, part.strip()) for part in own[name].split(",")] if name in own else None
-        for name in ("devices", "nodes")
-    )
+    given = {name: own[name].split(",") for name in ("devices", "nodes") if name in own}
+    numbers = {name: [parse_count(name, part.strip()) for part in parts] for name, parts in given.items()}
+    devices, nodes = numbers.get("devices"), numbers.get("nodes")
     per_node = parse_count("per-node", own["per-node"]) if "per-node" in own else None
     if nodes is None and per_node is None and not several:
         nodes = [1]
@@ -243,9 +239,7 @@ PAGE = Path(__file__).with_name("page.html")
 
 
 def write_page(path: Path, content: Mapping[str, Any], timeline: Mapping[str, Any] | None) -> None:
-    """Write ``plan.html``: the content of ``plan.json`` as a table with two sliders; it needs no network.
-
-    It shows the memory curve of ``timeline`` like ``plot_plan``, if given."""
+    """Write ``plan.html``: the content of ``plan.json`` with two sliders, and the curve of ``timeline``, if given."""
     from trainer.report import html_report
     from trainer.report.plots import CATEGORIES
 

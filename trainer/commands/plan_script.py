@@ -52,9 +52,8 @@ def plan_script(argv: Sequence[str]) -> None:
         print("\n".join([f"{USAGE}\n", *(wrapped(f"  --{name:<14} {text}", " " * 19) for name, text in rows)]))
         return
     require(not positionals, f"unexpected {' '.join(positionals)}: {own}")
-    script = _script(
-        {name: text or "" for name, text in flags}, [text or "" for name, text in flags if name == "config"], args
-    )
+    configs = [text or "" for name, text in flags if name == "config"]
+    script = _script({name: text or "" for name, text in flags}, configs, args)
     shown, date = redact_words(args), time.strftime("%Y-%m-%d %H:%M:%S %z")
     answer = scripts.plan_script(script)
     timeline, capacity, title = answer.pop("picture")

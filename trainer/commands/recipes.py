@@ -88,10 +88,9 @@ def source_of(reference: str, folder: Path | None = None) -> str:
     path = Path(os.path.abspath((folder or Path()) / reference))
     if path.suffix != ".py":
         known = f"packaged recipes: {', '.join(names)}; or the path of a .py or .yaml file"
-        resolved = Path(reference, "recipe.yaml")  # if it is a run directory
-        meant = (
-            f"; did you mean {resolved}?" if os.path.isfile(path / "recipe.yaml") else did_you_mean(reference, names)
-        )
+        meant = did_you_mean(reference, names)
+        if os.path.isfile(path / "recipe.yaml"):  # a run directory
+            meant = f"; did you mean {Path(reference, 'recipe.yaml')}?"
         raise RecipeError(f"unknown recipe {reference!r}{meant} ({known})")
     if not os.path.isfile(path):  # unlike Path.is_file, also for an invalid name
         raise RecipeError(f"recipe {reference!r}: no such file")
@@ -144,9 +143,8 @@ def import_recipe(path: Path) -> Recipe:
         del sys.modules[name]
         if isinstance(error, KeyboardInterrupt):
             raise
-        what = (
-            safe_message(error) if isinstance(error, RecipeError) else f"{type(error).__name__}: {safe_message(error)}"
-        )
+        what = "" if isinstance(error, RecipeError) else f"{type(error).__name__}: "
+        what += safe_message(error)
         what += _keyword_meant(error, module) if isinstance(error, TypeError) else ""
         lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == str(path)]
         if isinstance(error, SyntaxError) and error.filename == str(path):
@@ -160,7 +158,7 @@ def import_recipe(path: Path) -> Recipe:
 
 
 def _keyword_meant(error: TypeError, module: ModuleType) -> str:
-    """For an argument that a class of the recipe file does not have: which one was probably meant, or who has it."""
+    """Suggest the intended keyword, or the class that has it, if ``error`` reports an unknown keyword argument."""
     found = re.search(r"(\w+)\.__init__\(\) got an unexpected keyword argument '(\w+)'", str(error))
     kind = getattr(module, found[1], None) if found else None
     if found is None or not isinstance(kind, type) or not is_dataclass(kind):
@@ -177,8 +175,7 @@ def _path_of(source: str) -> Path:
 
 
 class ParsedCommand(NamedTuple):
-    """A parsed command line: the recipe with all YAML files and flags applied, its source, the word that named it or
-    its run directory, and all given flags."""
+    """The recipe with YAML files and flags applied, its source, the word that named it, and all given flags."""
 
     recipe: Recipe
     source: str | None
@@ -196,8 +193,7 @@ def parse_command(
 ) -> ParsedCommand | None:
     """Parse a command line of RECIPE or RUN_DIR (``expected``) and flags; ``None`` after printing help or the recipe.
 
-    ``named`` returns the recipe file for a RUN_DIR; ``make_recipe`` may build a recipe from the command's flags
-    instead."""
+    ``named`` returns the recipe file for a RUN_DIR; ``make_recipe`` may build a recipe from flags instead."""
     from trainer.commands.flags import split_argv
 
     positionals, flags = split_argv(argv, own)
@@ -228,14 +224,11 @@ def _own_page(command: str, what: str, own: CommandFlags) -> str:
     rows |= {f"--{name} {name.upper()}": text for name, text in RECIPE_FLAGS.valued.items()}
     rows |= {f"--{name}": text for name, text in RECIPE_FLAGS.switches.items()}
     width = max(map(len, rows))
-    return "\n".join(
-        [
-            f"usage: trainer {command} {what}{f' [{own.positional.upper()} ...]' if own.positional else ''} [flags]\n",
-            wrapped(own.description, "") + "\n",
-            *(wrapped(f"  {flag:<{width}}  {text}", " " * (width + 4)) for flag, text in rows.items()),
-            f"\nEach setting of the recipe is also a flag: trainer {command} {what} --help lists them.",
-        ]
-    )
+    words = f" [{own.positional.upper()} ...]" if own.positional else ""
+    lines = [f"usage: trainer {command} {what}{words} [flags]\n", wrapped(own.description, "") + "\n"]
+    lines += [wrapped(f"  {flag:<{width}}  {text}", " " * (width + 4)) for flag, text in rows.items()]
+    lines += [f"\nEach setting of the recipe is also a flag: trainer {command} {what} --help lists them."]
+    return "\n".join(lines)
 
 
 def resolve(

@@ -19,9 +19,8 @@ if TYPE_CHECKING:
 
 # Modules that import torch are imported inside the functions, so that --help is fast.
 
-EVALUATE_FLAGS = CommandFlags(
-    description="Evaluate the trained model of a run directory on its test set, or its validation set."
-)
+ABOUT_EVALUATE = "Evaluate the trained model of a run directory on its test set, or its validation set."
+EVALUATE_FLAGS = CommandFlags(description=ABOUT_EVALUATE)
 PREDICT_FLAGS = CommandFlags(
     {
         "path": "files, folders, patterns and tables (.csv, .jsonl, .parquet) to classify; --path may be omitted",
@@ -40,8 +39,7 @@ PREDICT_FLAGS = CommandFlags(
     {"probabilities": "report the probability of every class"},
     multi_valued=("path", "text", "image"),
     positional="path",
-    description="Classify files, folders, tables, texts or images with the model of a run directory, or continue "
-    "texts.",
+    description="Classify files, folders, tables, texts or images with the model of a run, or continue texts.",
 )
 FORMATS = ("onnx", "hf", "peft", "hub")
 EXPORT_FLAGS = CommandFlags(
@@ -77,12 +75,10 @@ def fit_script(recipe: Recipe) -> None:
 
     script = getattr(sys.modules["__main__"], "__file__", None)
     if script is None:
-        raise RecipeError(
-            "main(recipe) is for recipe files that are run as scripts: in a notebook, use fitted = fit(recipe)"
-        )
+        raise RecipeError("main(recipe) is for recipe files run as scripts: in a notebook, use fitted = fit(recipe)")
     positionals, flags = split_argv(sys.argv[1:])
-    if positionals:
-        raise RecipeError(f"unexpected {positionals[0]!r}: python {sys.argv[0]} takes flags only")
+    for word in positionals:
+        raise RecipeError(f"unexpected {word!r}: python {sys.argv[0]} takes flags only")
     source = source_of(script)
     if resolved := resolve(recipe, source, flags, usage=f"python {sys.argv[0]} [flags]"):
         resolved.data.require_files()
@@ -128,10 +124,8 @@ def export(argv: list[str]) -> None:
     if asked := parse_command("export", "RUN_DIR", argv, EXPORT_FLAGS, named=_recipe_of):
         given = {name: text for name, text in asked.flags if name in EXPORT_FLAGS.valued and text}
         to = given.get("to", "")
-        require(
-            to in FORMATS,
-            f"--to={to!r} must be one of {', '.join(FORMATS)}" if to else f"export needs --to {'|'.join(FORMATS)}",
-        )
+        require(bool(to), f"export needs --to {'|'.join(FORMATS)}")
+        require(to in FORMATS, f"--to={to!r} must be one of {', '.join(FORMATS)}")
         for name, of in (("output", ("onnx", "hf", "peft")), ("repo", ("hub",))):
             require(name not in given or to in of, f"--{name} is for --to {' and '.join(of)}, not for {to}")
         from trainer.after.export import export

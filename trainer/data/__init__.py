@@ -1,7 +1,4 @@
-"""Datasets: typed settings that become train, val and test splits. Importing this imports no torch.
-
-Unusable data raises a ``RecipeError`` that names the setting, file, row or sample.
-"""
+"""Datasets: typed settings that become train, val and test splits. Imports no torch. Bad data is a ``RecipeError``."""
 
 from trainer.data.images import CIFAR10, Digits, FashionMNIST, ImageFolder
 from trainer.data.language import Conversations, Documents

@@ -35,11 +35,10 @@ def cache_folder(cache_dir: str | None) -> Path:
 
 
 def get_or_build(root: Path, key: str, what: str, build: Callable[[Path], None]) -> Path:
-    """Return the folder that ``build`` fills for ``key``, from the cache if possible.
+    """Return the folder that ``build`` fills for ``key``, a hash of all its inputs, from the cache if possible.
 
-    One process builds while the others wait, also across machines if ``root`` is on a file system that locks files
-    between them. A complete folder is moved to its name atomically. A damaged one is rebuilt with a warning. The
-    ``key`` is a hash of everything that determines the content.
+    One process builds while the others wait, also across machines if the file system of ``root`` locks files between
+    them. A complete folder is moved to its name atomically. A damaged one is rebuilt with a warning.
     """
     place = root / key
     try:
@@ -123,15 +122,9 @@ def inspect_cached(
 ) -> list[Any]:
     """Return the results of ``inspect`` for the files, cached while their paths, inodes, sizes and change times stay.
 
-    Sizes and modification times are not enough: ``cp -p``, ``rsync -t`` and ``tar -x`` can restore them for other
-    content. They cannot set the inode's change time (ctime).
-
-    Args:
-        root: folder of the cache.
-        paths: the files.
-        look: returns a hash of the content, or another JSON value, for each file.
-        asked: further inputs that determine the results.
-        worth_keeping: whether the results may be cached.
+    ``cp -p``, ``rsync -t`` and ``tar -x`` can restore sizes and modification times for other content, but not the
+    inode's change time (ctime). ``inspect`` returns a JSON value, such as a hash, per file, and may use ``asked``.
+    ``worth_keeping`` returns whether the results may be cached.
     """
     seen, settled = [], False
     with suppress(OSError):  # look() reports the error
@@ -145,9 +138,8 @@ def inspect_cached(
     try:
         found = inspect(paths)
     except OSError as error:
-        raise RecipeError(
-            f"{error.filename} cannot be read ({error.strerror}): check that it exists and its permissions"
-        ) from error
+        cause = f"{error.filename} cannot be read ({error.strerror})"
+        raise RecipeError(f"{cause}: check that it exists and its permissions") from error
     if settled and worth_keeping(found):
         write_cache_json(note, found)
     return found

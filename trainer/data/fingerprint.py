@@ -82,8 +82,7 @@ def split_fingerprint(split: Any) -> str:
 def tokenizer_hash(tokenizer: Any) -> str | None:
     """Return the sha256, in hexadecimal, of everything that determines a tokenizer's output; ``None`` for none.
 
-    This covers vocabulary, merges, normaliser, special tokens, and the sides of padding and truncation. It excludes the
-    chat template and settings of single calls: whether padding or truncation is on, and to which length.
+    Excludes the chat template, and the padding and truncation of single calls with their lengths.
     """
     if tokenizer is None:
         return None
@@ -105,10 +104,7 @@ DEEPEST = 16  # max depth of nesting, because a sample may refer to itself
 
 
 class ContentHasher:
-    """A sha256 over values. Type, size and order matter, except the order of a mapping's keys.
-
-    Objects of other types are hashed by type name and attributes.
-    """
+    """A sha256 over values with type, size and order, except of keys. Objects hash by type name and attributes."""
 
     def __init__(self, *values: Any, depth: int = 0) -> None:
         self._hash = hashlib.sha256()

@@ -25,7 +25,7 @@ from trainer.contract import DrawnSamples
 from trainer.data.base import root_cause
 from trainer.data.cache import inspect_cached
 from trainer.data.fingerprint import ContentHasher
-from trainer.errors import RecipeError
+from trainer.errors import RecipeError, require
 from trainer.system.files import open_regular, read_regular
 
 FORMATS = ("JPEG", "PNG", "PPM", "BMP", "TIFF", "WEBP", "GIF")
@@ -107,17 +107,12 @@ class ImageTransform:
         is_image = isinstance(found, Tensor) and found.dtype == torch.uint8 and found.ndim == 3 and 0 not in found.shape
         what = f"{found.dtype} {tuple(found.shape)}" if isinstance(found, Tensor) else type(found).__name__
         if not is_image or len(found) != len(image):
-            raise RecipeError(
-                f"data.transform: {_name_of(transform)} returned {what} for an image torch.uint8 {tuple(image.shape)}: "
-                "return torch.uint8 (channels, height, width) with the same number of channels; scaling comes later"
-            )
+            cause = f"{_name_of(transform)} returned {what} for an image torch.uint8 {tuple(image.shape)}"
+            raise RecipeError(f"data.transform: {cause}: return uint8 (channels, height, width), with its channels")
         return found
 
     def _crop_and_flip(self, images: Tensor) -> Tensor:
-        """Apply v2.RandomCrop with a reflected border and v2.RandomHorizontalFlip, with the same draws.
-
-        Both only move pixels, so indexing is enough and faster.
-        """
+        """Apply v2.RandomCrop with a reflected border and v2.RandomHorizontalFlip, same draws, by faster indexing."""
         if self.augment == "flip":
             return images.flip(-1) if torch.rand(1) < 0.5 else images
         places, last = np.arange(self.size[0]), self.size[0] - 1
@@ -260,18 +255,14 @@ def _refuse_bomb(image: Image.Image) -> None:
     width, height = image.size
     short, long = sorted(image.size)
     if width * height > MAX_IMAGE_PIXELS or long > MAX_IMAGE_SIDE or long > MAX_ASPECT_RATIO * max(1, short):
-        raise ValueError(
-            f"it has {width:,} x {height:,} pixels; the max is {MAX_IMAGE_PIXELS:,} in total, {MAX_IMAGE_SIDE:,} "
-            "per side, and "
-            f"a ratio of {MAX_ASPECT_RATIO} between the sides: make it smaller"
-        )
+        limits = f"{MAX_IMAGE_PIXELS:,} in total, {MAX_IMAGE_SIDE:,} per side, and a ratio of {MAX_ASPECT_RATIO}"
+        raise ValueError(f"it has {width:,} x {height:,} pixels; the max is {limits} of the sides: make it smaller")
 
 
 def check_images(paths: Sequence[str], max_bad: int, cache: Path) -> dict[str, CheckedFile]:
     """Read and hash every file and check its structure with little decoding; reject more than ``max_bad`` bad files.
 
-    Only one rank per machine reads, and ``cache`` remembers valid files. Bad files are checked again, because the cause
-    may be the disk or the network.
+    One rank per machine reads. ``cache`` remembers only valid files, because a bad one may be a fault of the network.
     """
 
     def look(files: Sequence[Path]) -> list[CheckedFile]:
@@ -287,9 +278,8 @@ def check_images(paths: Sequence[str], max_bad: int, cache: Path) -> dict[str, C
     faults = [f"{path} ({found.fault})" for path, found in checked.items() if found.fault]
     shown = "; ".join(faults[:5]) + (f"; and {len(faults) - 5} more" if len(faults) > 5 else "")
     allowed = f" (data.max_bad_samples={max_bad})" if max_bad else ""
-    if len(faults) > max_bad:
-        unreadable = f"{len(faults)} of {len(paths)} images cannot be read{allowed}: {shown}"
-        raise RecipeError(f"{unreadable}. Replace or remove them")
+    unreadable = f"{len(faults)} of {len(paths)} images cannot be read{allowed}: {shown}"
+    require(len(faults) <= max_bad, f"{unreadable}. Replace or remove them")
     return checked
 
 
@@ -313,10 +303,7 @@ def _check(path: Path) -> CheckedFile:
 
 
 def read_digits() -> tuple[np.ndarray, np.ndarray]:
-    """Read scikit-learn's digits from its file, because importing it takes a second or more.
-
-    Returns pixels, float64 ``(1797, 8, 8)`` from 0 to 16, and classes, int64 ``(1797,)``.
-    """
+    """Read scikit-learn's digits, float64 ``(1797, 8, 8)`` from 0 to 16, and classes, without its slow import."""
     package = find_spec("sklearn")
     folders = package.submodule_search_locations if package is not None else None
     path = Path(next(iter(folders or ["sklearn"]))) / "datasets" / "data" / "digits.csv.gz"

@@ -94,9 +94,8 @@ class Augmentation:
             if not is_number or not 0 <= alpha <= MAX_MIXUP_ALPHA:
                 raise RecipeError(f"data.{name}={alpha!r} must be a number from 0 to {MAX_MIXUP_ALPHA}; 0 is off")
         require_fraction("data.mix_probability", self.mix_probability)
-        if self.mix_probability != 1 and self.mixing() is None:
-            unused = f"data.mix_probability={self.mix_probability} has no effect without data.mixup or data.cutmix"
-            raise RecipeError(f"{unused}: set one, such as data.mixup 0.2")
+        unused = f"data.mix_probability={self.mix_probability} has no effect without data.mixup or data.cutmix: set one"
+        require(self.mix_probability == 1 or self.mixing() is not None, f"{unused}, such as data.mixup 0.2")
         if self.transform is not None and not callable(self.transform):
             wrong = f"data.transform={self.transform!r} is not a function"
             raise RecipeError(f"{wrong}: give one in a Python recipe, transform=my_function")
@@ -282,9 +281,9 @@ class FashionMNIST(_Downloaded):
         for part in (train, test):  # files of an old torchvision are loaded without a check
             images, labels = part.data, part.targets
             fits = isinstance(images, Tensor) and isinstance(labels, Tensor) and images.dtype == uint8
-            if not fits or images.ndim != 3 or labels.shape != images.shape[:1]:
-                wrong = f"data.root: {folder.parent} contains no grey images with labels"
-                raise RecipeError(f"{wrong}: delete it to download it again")
+            fits = fits and images.ndim == 3 and labels.shape == images.shape[:1]
+            wrong = f"data.root: {folder.parent} contains no grey images with labels"
+            require(fits, f"{wrong}: delete it to download it again")
         return Source.classes, *((part.data[:, None], part.targets.long()) for part in (train, test))
 
 
@@ -380,34 +379,26 @@ class ImageFolder(_ImageDataset):
         folders = {part: root / part for part in ("train", "val", "test") if (root / part).is_dir()} or {"train": root}
         found = {part: _folders_in(folder) for part, folder in folders.items()}
         if len(found) == 1 and self.val_fraction == 0:
-            raise RecipeError(
-                f"{key} contains neither a test nor a val folder: add one, or hold out part of the training images "
-                "with --data.val_fraction 0.1"
-            )
+            cause = f"{key} contains neither a test nor a val folder"
+            raise RecipeError(f"{cause}: add one, or hold out part of the training images with --data.val_fraction 0.1")
         if "val" in found and self.val_fraction != 0:
-            raise RecipeError(
-                f"data.val_fraction={self.val_fraction} and the folder {root / 'val'} exclude each other: set it to 0"
-            )
+            both = f"data.val_fraction={self.val_fraction} and the folder {root / 'val'}"
+            raise RecipeError(f"{both} exclude each other: set it to 0")
         self._set_classes(found["train"])
         if self.num_classes <= 1:
-            raise RecipeError(
-                f"{key}: {folders['train']} has only the class folder {self.class_names[0]!r}, but a classifier needs "
-                "two or more: add a folder for each class"
-            )
+            cause = f"{key}: {folders['train']} has only the class folder {self.class_names[0]!r}"
+            raise RecipeError(f"{cause}, but a classifier needs two or more: add a folder for each class")
         index, samples = {name: number for number, name in enumerate(self.class_names)}, {}
         for part, folder in folders.items():
             differing = ", ".join(sorted(set(found[part]) ^ set(self.class_names)))
-            if differing:
-                differ = f"{key}: the classes of train and {part} differ in {differing}"
-                raise RecipeError(f"{differ}: every class needs a folder with images in both")
+            differ = f"{key}: the classes of train and {part} differ in {differing}"
+            require(not differing, f"{differ}: every class needs a folder with images in both")
             files = make_dataset(str(folder), index, IMG_EXTENSIONS, allow_empty=True)
             files = [file for file in files if "/." not in file[0].removeprefix(str(folder))]
             empty = sorted(index.keys() - {self.class_names[label] for _, label in files})
             if empty:
-                raise RecipeError(
-                    f"{key}: {folder / format_list(empty)} contains no images ({' '.join(IMG_EXTENSIONS)}): remove the "
-                    "folder, or add images"
-                )
+                cause = f"{key}: {folder / format_list(empty)} contains no images ({' '.join(IMG_EXTENSIONS)})"
+                raise RecipeError(f"{cause}: remove the folder, or add images")
             samples[part] = files
         return samples
 
@@ -453,6 +444,5 @@ def _require_room(path: Path) -> None:
     except (BadZipFile, ValueError, OSError):  # the reader reports it
         return
     free = available_bytes()
-    if size >= free:
-        needed = f"data.root: {path} needs {size / 1e9:.1f} GB, but this machine has {free / 1e9:.1f} GB free"
-        raise RecipeError(f"{needed}: use a folder of images")
+    needed = f"data.root: {path} needs {size / 1e9:.1f} GB, but this machine has {free / 1e9:.1f} GB free"
+    require(size < free, f"{needed}: use a folder of images")

@@ -9,7 +9,7 @@ from itertools import chain
 from math import isfinite
 from typing import TYPE_CHECKING, Any
 
-from trainer.errors import RecipeError
+from trainer.errors import RecipeError, require
 from trainer.values import IGNORED_LABEL, Task
 
 if TYPE_CHECKING:
@@ -64,10 +64,7 @@ def parse_tagged_words(
 
 
 class RowLabels:
-    """The labels of the rows of a ``table``, decoded from JSON on access.
-
-    A label is a tuple of floats with one per class or number, or a list with the class of each token.
-    """
+    """Row labels, decoded from JSON on access: a tuple of floats per class or number, or a list of token classes."""
 
     def __init__(self, table: Dataset, make: Callable[[Any], Any]) -> None:
         self.table, self.make = table, make
@@ -80,28 +77,21 @@ class RowLabels:
 
 
 def output_names(texts: Sequence[str], task: Task, source: str, column: str) -> list[str]:
-    """Return the names of the model's outputs for labels with these ``texts``.
-
-    They are the labels or tags, unsorted; for regression the name of the column, numbered if it has several numbers.
-    """
+    """Return the names of the outputs: labels or tags, unsorted; for regression the column, numbered if several."""
     found = list(map(json.loads, texts))
     if task != "regression":
         return list(dict.fromkeys(name for name in chain.from_iterable(found) if name is not None))
     counts = set(map(len, found))
     few, many = min(counts), max(counts)
-    if few != many:
-        differ = f"{source}: {column} has {few} numbers in one row and {many} in another"
-        raise RecipeError(f"{differ}: write the same number in all rows")
+    differ = f"{source}: {column} has {few} numbers in one row and {many} in another"
+    require(few == many, f"{differ}: write the same number in all rows")
     return [column] if many == 1 else [f"{column}_{number}" for number in range(1, many + 1)]
 
 
 def row_labels(
     table: Dataset, task: Task, classes: Mapping[str, int], texts: Sequence[str], unknown: Callable[[str, str], str]
 ) -> RowLabels:
-    """Return the labels of ``table``, whose distinct label texts are ``texts``.
-
-    ``unknown`` describes the place of a label text with an unknown class.
-    """
+    """Return the labels of ``table`` with the distinct ``texts``; ``unknown`` describes the place of an unknown one."""
     if task == "regression":
         for text in texts:
             found = len(json.loads(text))

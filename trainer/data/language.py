@@ -103,28 +103,23 @@ class LanguageData(PaddedDataset):
         require(self.max_length > 1, "data.max_length=1 leaves nothing to predict: raise it")
         require_positive("data.shuffle_buffer", self.shuffle_buffer)
         self._separator = csv_format(self.encoding, self.separator)
-        if self.train_files is not None and self.name is not None:
-            both = f"data.train_files={self.train_files!r} and data.name={self.name!r}"
-            raise RecipeError(f"{both} exclude each other: give one")
+        both = f"data.train_files={self.train_files!r} and data.name={self.name!r} exclude each other: give one"
+        require(self.train_files is None or self.name is None, both)
         for key in ("val_files", "test_files") if self.name else ("val_split", "test_split", "config", "revision"):
             value, fits = getattr(self, key), "train_files" if self.name else "name"
             require(value is None, f"data.{key}={value!r} needs data.{fits}, which is not set: leave it out")
         for key, off in (("name", None), ("val_fraction", 0)) if self.streamed else ():
             if getattr(self, key) != off:
-                raise RecipeError(
-                    f"data.{key}={getattr(self, key)!r} is not supported with data.streamed: give files for each part "
-                    "by data.train_files and data.val_files"
-                )
+                cause = f"data.{key}={getattr(self, key)!r} is not supported with data.streamed"
+                raise RecipeError(f"{cause}: give files for each part by data.train_files and data.val_files")
 
     def require_files(self) -> None:
         """Check that the folders and patterns match files."""
         if self.name is not None:
             require_dataset_name(self.name)
             return
-        if self.train_files is None:
-            raise RecipeError(
-                "data.train_files is missing: give a file, folder or pattern, or a dataset of the hub by data.name"
-            )
+        fix = "give a file, folder or pattern, or a dataset of the hub by data.name"
+        require(self.train_files is not None, f"data.train_files is missing: {fix}")
         for part in ("train", "val", "test"):
             self._paths(part)
 
@@ -217,11 +212,8 @@ class LanguageData(PaddedDataset):
             columns = [reader.columns(shard.path, shard.columns) for shard in shards]
             for shard, names in zip(shards, columns, strict=True):
                 if names != columns[0]:
-                    raise RecipeError(
-                        f"{shard.path} has {format_list(names)}, but {shards[0].path} has "
-                        f"{format_list(columns[0])}: a stream "
-                        "needs the same columns in all files"
-                    )
+                    cause = f"{shard.path} has {format_list(names)}, but {shards[0].path} has {format_list(columns[0])}"
+                    raise RecipeError(f"{cause}: a stream needs the same columns in all files")
             files = format_list([shard.path for shard in shards])
             require(any(shard.groups for shard in shards), f"data.{part}_files: no rows in {files}")
             # Evaluation reads from the first row to the last, so one row group at a time is enough.
@@ -281,10 +273,8 @@ class Conversations(LanguageData):
 
     def _prepare_stream(self, reader: Any, cache: Path) -> None:
         if "strftime_now" in reader.template:
-            raise RecipeError(
-                "data.chat_template: the template writes today's date (strftime_now), but a stream is tokenised again "
-                "in every epoch: give a template with a fixed date"
-            )
+            cause = "data.chat_template writes today's date (strftime_now), but a stream is tokenised again per epoch"
+            raise RecipeError(f"{cause}: give a template with a fixed date")
         super()._prepare_stream(reader, cache)
 
 
@@ -294,8 +284,7 @@ class Documents(LanguageData):
 
     Text files are .txt, .md, .rst, .py, or any matched by a pattern; tables are .jsonl, .parquet, .csv and .tsv. The
     tokenizer's end of text follows each document. A document of more than ``max_length`` tokens is split into pieces
-    that overlap by one token, so that every token except the first is predicted once. A stream uses only the first
-    piece.
+    that overlap by one token, so that each token except the first is predicted once. A stream uses only the first.
 
     Args:
         text_column: column of the text in tables.

@@ -124,10 +124,8 @@ class DocumentReader:
     def __init__(self, tokenizer: Any, max_length: int, column: str) -> None:
         self.tokenizer, self.max_length, self.column, self.end = tokenizer, max_length, column, tokenizer.eos_token_id
         if self.end is None:
-            raise RecipeError(
-                "the tokenizer of model.tokenizer has no end of text (eos_token), which must follow each document: "
-                "choose another"
-            )
+            cause = "the tokenizer of model.tokenizer has no end of text (eos_token), which must follow each document"
+            raise RecipeError(f"{cause}: choose another")
         self.begin = [one for one in tokenizer("")["input_ids"] if one != self.end]
         self.settings = ["documents", column, max_length]
 
@@ -160,8 +158,6 @@ class DocumentReader:
 
 
 class _RenderedChat(NamedTuple):
-    """A conversation rendered by the chat template."""
-
     text: str
     spans: list[tuple[int, int]]  # character spans to predict
 
@@ -210,28 +206,22 @@ class ChatReader:
             if given is not None:  # the token at which a served model must stop
                 self.tokenizer.eos_token = self.tokenizer.convert_ids_to_tokens(last[0])
             return
-        warn_once(
-            "the chat template does not end the assistant's turn with a trained token, so the model does not learn to "
-            "stop: give a data.chat_template that ends its text with {{ eos_token }}"
-        )
+        cause = "the chat template does not end the assistant's turn with a trained token, so the model does not learn"
+        warn_once(f"{cause} to stop: give a data.chat_template that ends its text with {{{{ eos_token }}}}")
 
     def columns(self, source: str, found: Sequence[str]) -> Sequence[str]:
         tools = [TOOLS] if TOOLS in found else []
         if tools and TOOLS not in self.template and source not in self.unwritten:
             self.unwritten.add(source)
-            warn_once(
-                f"{source} has a column {TOOLS}, which the chat template ignores: give another data.chat_template"
-            )
+            warn_once(f"{source} has a column {TOOLS}, which the chat template ignores: give another one")
         if self.column is not None:
             check_columns(source, found, messages_column=self.column)
             return [self.column, *tools]
         messages = next((name for name in ("messages", "conversations") if name in found), None)
         if messages is None and not {*self.pair} <= {*found}:
-            raise RecipeError(
-                f"{source} has no column messages or conversations, nor data.prompt_column={self.pair[0]!r} and "
-                f"data.completion_column={self.pair[1]!r}; it has {', '.join(map(repr, found))}: name its column, for "
-                "example by data.messages_column"
-            )
+            pair = f"data.prompt_column={self.pair[0]!r} and data.completion_column={self.pair[1]!r}"
+            cause = f"{source} has no column messages or conversations, nor {pair}; it has"
+            raise RecipeError(f"{cause} {', '.join(map(repr, found))}: name its column, as with data.messages_column")
         return [*(self.pair if messages is None else [messages]), *tools]
 
     def __call__(self, rows: Sequence[Mapping[str, Any]]) -> list[list[Sample] | str]:
@@ -254,10 +244,7 @@ class ChatReader:
     def _bounded(
         self, messages: list[dict[str, Any]], tools: list[Any] | None = None, prompt: bool = False
     ) -> _RenderedChat | str:
-        """Render a conversation with bounded time and memory, or return the reason why it is invalid.
-
-        With ``prompt`` the result ends where the answer begins.
-        """
+        """Render with bounded time and memory, or return what is wrong. With ``prompt``, stop before the answer."""
         size = sum(len(message.get("content") or "") for message in messages)
         if size > self.most:
             return f"has {size:,} characters, and the max is {self.most:,}: cut it"
@@ -301,22 +288,16 @@ class ChatReader:
             before, _ = self._render(messages[:number], tools, prompt=True)
             after, _ = self._render(messages[: number + 1], tools)
             if not (whole.startswith(after) and after.startswith(before)):
-                raise RecipeError(
-                    f"is rendered differently by the chat template up to message {number + 1} than as a whole, so the "
-                    "assistant's tokens cannot be determined: give a data.chat_template with {% generation %} around "
-                    "its text, like chatml, or set data.loss_on all"
-                )
+                cause = f"is rendered differently by the chat template up to message {number + 1} than as a whole"
+                fix = "give a data.chat_template with {% generation %} around answers, or set data.loss_on all"
+                raise RecipeError(f"{cause}: {fix}")
             words = after[len(before) :].rstrip()  # space after the end of a turn does not belong to it
             end = len(before) + len(words) if words.endswith(self.special_texts) else len(after)
             spans += [(len(before), end)] if len(before) < end else []
         return _RenderedChat(whole, spans)
 
     def _render(
-        self,
-        messages: list[dict[str, Any]],
-        tools: list[Any] | None = None,
-        prompt: bool = False,
-        marked: bool = False,
+        self, messages: list[dict[str, Any]], tools: list[Any] | None = None, prompt: bool = False, marked: bool = False
     ) -> tuple[str, list[tuple[int, int]]]:
         rendered: Any = render_jinja_template(
             conversations=[messages],
@@ -330,10 +311,7 @@ class ChatReader:
         return text, [*spans[0]] if marked else []
 
     def _sample(self, written: _RenderedChat, ids: Iterator[ndarray]) -> list[Sample] | str:
-        """Return the sample, with the tokens of the whole text if no token crosses the border of a span.
-
-        Otherwise the parts are tokenised separately, because in generation the prompt ends at such a border.
-        """
+        """Tokenise the whole text, or its parts if a token crosses the border of a span, as prompts end there."""
         whole, parts = next(ids), written.parts()
         pieces = [next(ids) for _ in parts]
         starts = {start for start, _ in written.spans}
@@ -384,19 +362,15 @@ def _template(tokenizer: Any, given: str | None) -> str:
         try:
             found = tokenizer.get_chat_template()
         except ValueError as error:
-            raise RecipeError(
-                "the tokenizer of model.tokenizer has no chat template: set data.chat_template to a .jinja file, its "
-                "text, or chatml if the tokenizer has the token <|im_end|>"
-            ) from error
+            fix = "set data.chat_template to a .jinja file, its text, or chatml if the tokenizer has <|im_end|>"
+            raise RecipeError(f"the tokenizer of model.tokenizer has no chat template: {fix}") from error
         require(isinstance(found, str), f"the chat template of model.tokenizer is {found!r:.40}, not a text: fix it")
         return found
     text, path = given, local_path(given)
     if given == "chatml":
         if "<|im_end|>" not in tokenizer.get_vocab():
-            raise RecipeError(
-                "data.chat_template=chatml needs the token <|im_end|>, which model.tokenizer lacks: give a "
-                "data.chat_template that ends the assistant's text with {{ eos_token }}"
-            )
+            cause = "data.chat_template=chatml needs the token <|im_end|>, which model.tokenizer lacks"
+            raise RecipeError(f"{cause}: give a template that ends the assistant's text with {{{{ eos_token }}}}")
         text = CHATML
     elif "{{" not in given and "{%" not in given:
         try:
@@ -458,10 +432,8 @@ def _message(given: Any, name: str) -> dict[str, Any]:
         found |= {"content": found.pop("value")} if "value" in found else {}
     role, content = found.get("role"), found.get("content")
     if role not in ROLES:
-        raise RecipeError(
-            f"has the role {role!r:.40} in {name}, which must be one of "
-            f"{', '.join(ROLES)}{suggest_name(str(role), ROLES)}"
-        )
+        known = f"{', '.join(ROLES)}{suggest_name(str(role), ROLES)}"
+        raise RecipeError(f"has the role {role!r:.40} in {name}, which must be one of {known}")
     if not isinstance(content, str) and not (content is None and "tool_calls" in found):
         raise RecipeError(f"has {content!r:.40} instead of a text in {name} for its content")
     return found
@@ -565,7 +537,6 @@ class Sequences(Samples):
         return self._with_labels(self.tokens[self.chosen[index]])
 
     def __getitems__(self, indices: Sequence[int]) -> dict[str, Tensor]:
-        """Return a whole batch."""
         return self.pad(self._with_labels(self.tokens[[self.chosen[index] for index in indices]]))
 
     def _with_labels(self, found: Mapping[str, Any]) -> dict[str, Any]:

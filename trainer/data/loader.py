@@ -161,10 +161,9 @@ class Loader:
         counted = batch if isinstance(batch, list) else _first_of(batch)
         found, asked = len(counted) if counted is not None else len(indices), len(indices)
         if found != asked and (counted is batch or not found or found % asked):
-            raise SampleError(
-                f"{type(self.split.original).__name__}.__getitems__ returned {found} instead of {asked} samples "
-                f"({self._describe(indices)}): it must return exactly the requested samples"
-            )
+            method = f"{type(self.split.original).__name__}.__getitems__"
+            cause = f"{method} returned {found} instead of {asked} samples ({self._describe(indices)})"
+            raise SampleError(f"{cause}: it must return exactly the requested samples")
 
     def _name_failures(self, indices: Sequence[int], function: Callable[[Any], Any], argument: Any) -> Any:
         """Call ``function(argument)``; a failure raises an error that names the samples at ``indices``."""
@@ -213,10 +212,8 @@ class Loader:
             if not (fault := self._fault(index, 0)):
                 return self._load(Request([index], [0]))
             failed.append(fault)
-        raise SampleError(
-            f"{len(failed)} samples in a row cannot be loaded (data.max_bad_samples={self.max_bad_samples}); "
-            f"the last is {failed[-1].description}: {failed[-1].reason}"
-        )
+        cause = f"{len(failed)} samples in a row cannot be loaded (data.max_bad_samples={self.max_bad_samples})"
+        raise SampleError(f"{cause}; the last is {failed[-1].description}: {failed[-1].reason}")
 
 
 def make_loader(recipe: Recipe, split: Any, workers: int = 0, pin_memory: bool = False) -> Loader:
@@ -257,10 +254,7 @@ SMALL = 64  # max number of labels for which a list is faster than tensor operat
 
 
 def out_of_range_labels(batch: Any, num_classes: int) -> list[tuple[int, int | None]]:
-    """Return the labels out of range, each with its row (``None`` for a tensor without rows); -100 is ignored.
-
-    ``batch["labels"]`` are integers ``(n, ...)`` in host memory.
-    """
+    """Return ``labels`` ``(n, ...)`` on the host that are out of range, except -100, with their rows, if any."""
     labels = batch.get("labels") if isinstance(batch, Mapping) else None
     if not isinstance(labels, Tensor) or labels.is_floating_point() or labels.dtype == torch.bool or labels.is_cuda:
         return []

@@ -92,16 +92,12 @@ class Mixture(Loading):
             if type(data).collate is not type(first).collate:
                 raise RecipeError(f"Mixture: {names} collate batches differently: mix datasets of one kind")
             if data.mixing() != first.mixing():
-                raise RecipeError(
-                    f"Mixture: {names} differ in data.mixup, data.cutmix or data.mix_probability, but share batches: "
-                    "make them the same"
-                )
+                cause = f"Mixture: {names} differ in data.mixup, data.cutmix or data.mix_probability, but share batches"
+                raise RecipeError(f"{cause}: make them the same")
         for number, data in enumerate(self.datasets, start=1):
-            if as_samples(data.train).groups is not None:
-                raise RecipeError(
-                    f"Mixture: part {number} ({type(data).__name__}) reads its samples group by group, so single "
-                    "samples cannot be drawn: use a dataset that is not streamed"
-                )
+            grouped = as_samples(data.train).groups is not None
+            cause = f"Mixture: part {number} ({type(data).__name__}) reads its samples group by group"
+            require(not grouped, f"{cause}, so single samples cannot be drawn: use a dataset that is not streamed")
         self.train = ConcatSplit([data.train for data in self.datasets], self.mixing())
         splits = [splits_of(data) for data in self.datasets]
         held = ([found[part] for found in splits if part in found] for part in ("val", "test"))
@@ -150,20 +146,17 @@ def _built(number: int, part: Any) -> tuple[Data, float]:
         names = [field.name for field in fields(kind) if field.init]
         for key in settings:
             require(key in names, f"{named}: {data} has no setting {key}: use one of {', '.join(names)}")
-        required = [
-            field.name for field in fields(kind) if field.init and field.default is field.default_factory is MISSING
-        ]
-        for key in required:
-            require(key in settings, f"{named}: {data} needs the setting {key}: add it")
+        for field in fields(kind):
+            if field.init and field.default is field.default_factory is MISSING:
+                require(field.name in settings, f"{named}: {data} needs the setting {field.name}: add it")
         draft = object.__new__(kind)  # without validation of the settings
         draft.__dict__ |= {field.name: field.default for field in fields(kind)} | settings
         require_types(f"{named}: {data}.", draft)
         data = kind(**settings)
     require(isinstance(data, Data) and len(given) in (1, 2), f"{named} is {part!r}: {GIVE}")
     is_number = isinstance(weight, int | float) and not isinstance(weight, bool) and 0 < weight <= sys.float_info.max
-    if not is_number:
-        wrong = f"{named} ({type(data).__name__}) has the weight {weight!r:.40}"
-        raise RecipeError(f"{wrong}: it must be a finite number greater than 0")
+    wrong = f"{named} ({type(data).__name__}) has the weight {weight!r:.40}"
+    require(is_number, f"{wrong}: it must be a finite number greater than 0")
     return cast(Data, data), float(weight)
 
 

@@ -22,10 +22,8 @@ def apply_mixup(batch: Any, row_indices: Sequence[int], partners: Sequence[int],
     pixels = batch.get("pixel_values") if isinstance(batch, Mapping) else None
     whole = isinstance(pixels, Tensor) and pixels.ndim == 4 and pixels.is_floating_point() and "labels" in batch
     if not whole or not all(isinstance(part, Tensor) and len(part) == len(batch["labels"]) for part in batch.values()):
-        raise RecipeError(
-            "data.mixup and data.cutmix need batches of tensors with one row per sample, pixel_values (n, channels, "
-            "height, width) and labels: set them to 0 for other data"
-        )
+        needed = "batches of tensors with one row per sample, pixel_values (n, channels, height, width) and labels"
+        raise RecipeError(f"data.mixup and data.cutmix need {needed}: set them to 0 for other data")
     taken = {key: value[list(row_indices)] for key, value in batch.items()}
     mixing, others, share = taken["pixel_values"], batch["pixel_values"][list(partners)], mix.lam
     if mix.box_center is None:

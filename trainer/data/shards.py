@@ -43,10 +43,7 @@ class Shard:
 
 
 def find_shards(paths: Sequence[Path], cache: Path, label_column: str | None = None) -> list[Shard]:
-    """Read the footers of Parquet files; cached in ``cache`` while the files do not change.
-
-    If ``label_column`` is given, all of it is read to find the distinct labels.
-    """
+    """Read the footers of Parquet files, cached in ``cache``, and the distinct labels of ``label_column``, if given."""
     total = sum(path.stat().st_size for path in paths)
 
     def look(path: Path) -> list[Any]:
@@ -86,10 +83,7 @@ def _unreadable(place: str, error: BaseException) -> RecipeError:
 
 
 class ShardReader:
-    """Reads ``columns`` of rows by their number over all shards.
-
-    Keeps decoded row groups with up to ``most_rows`` rows in total, plus the one read last.
-    """
+    """Reads ``columns`` by row number over all shards. Keeps row groups of up to ``most_rows`` rows, and the last."""
 
     def __init__(self, shards: Sequence[Shard], columns: Sequence[str], most_rows: int) -> None:
         self.shards, self.columns, self.most_rows, self.decoded = shards, columns, most_rows, 0
@@ -139,10 +133,8 @@ class ShardReader:
         except Exception as error:
             raise _unreadable(f"{path} row group {group} (the first is 0)", error) from error
         if len(table) != self.sizes[number]:
-            raise RecipeError(
-                f"{path} row group {group} has {len(table)} rows instead of {self.sizes[number]}: the file has changed "
-                "since the run began; restart the run"
-            )
+            cause = f"{path} row group {group} has {len(table)} rows instead of {self.sizes[number]}"
+            raise RecipeError(f"{cause}: the file has changed since the run began; restart the run")
         self.decoded += 1
         return table
 
@@ -215,7 +207,6 @@ class StreamedSplit(Samples):
         return {key: values[0] for key, values in self._encoded([index]).items()}
 
     def __getitems__(self, indices: Sequence[int]) -> dict[str, Tensor]:
-        """Return a whole batch."""
         return self.pad(self._encoded(indices))
 
     def _encoded(self, indices: Sequence[int]) -> Mapping[str, list[Any]]:

@@ -133,10 +133,7 @@ def _lines(path: Path) -> Iterator[dict[str, Any]]:
 
 
 def open_json_lines(path: Path, cache: Path, pick: Callable[[Sequence[str]], Sequence[str]]) -> RowSource:
-    """Return the rows of a .jsonl file whose cells may change type between rows. Each cell is stored as JSON.
-
-    Reads the columns that ``pick`` selects from all columns.
-    """
+    """Return the rows of a .jsonl file, each cell as JSON because types may change; ``pick`` selects columns."""
     (content,) = inspect_cached(cache, [path], checksums)
     return RowSource(
         f"lines {content}", partial(_read_lines, path, pick), str(path), *_KINDS[".jsonl"][1:], as_json=True
@@ -214,10 +211,7 @@ def _text_columns(metadata: pq.FileMetaData) -> list[str]:
 
 
 def open_parquet(path: Path | str, **options: Any) -> pq.ParquetFile:
-    """Open a file with dictionary-encoded texts, so that each distinct text is in memory once.
-
-    Extension types, such as Arrow's for JSON, would decode them and are disabled.
-    """
+    """Open a file with dictionary-encoded texts, each in memory once. Arrow's extension types would decode them."""
     metadata = pq.read_metadata(path)
     texts = _text_columns(metadata)
     return pq.ParquetFile(path, metadata=metadata, read_dictionary=texts, arrow_extensions_enabled=False, **options)
@@ -259,9 +253,8 @@ def read_group(path: Path | str, file: pq.ParquetFile, group: int, columns: Sequ
                         told = f"{path} row {row + at + 1} (the first is row 1): {name} has {counts[at]:,} {what}"
                         raise RecipeError(f"{told}, and the max is {most:,}: split or remove the row")
             row += len(chunk)
-        if decoded > MAX_DECODED_BYTES:
-            large = f"{path} row group {group}: {column} would be decoded to {decoded:,} bytes"
-            raise RecipeError(f"{large}: write smaller row groups")
+        large = f"{path} row group {group}: {column} would be decoded to {decoded:,} bytes"
+        require(decoded <= MAX_DECODED_BYTES, f"{large}: write smaller row groups")
     return table
 
 
@@ -318,11 +311,10 @@ def _encoding_of(path: Path, declared: str | None) -> str:
             except UnicodeDecodeError as error:
                 line = lines + part.count(b"\n", 0, error.start)
                 beside = error.object[max(0, error.start - 12) : error.start + 12]
-                raise RecipeError(
-                    f"{path} line {line} is not {encoding} (byte 0x{error.object[error.start]:02x} in "
-                    f"{beside.decode('cp1252', 'replace')!r} as cp1252): if that looks right, use --data.encoding "
-                    "cp1252 (Excel's), otherwise give the file's encoding, or save it as UTF-8"
-                ) from None
+                around = f"byte 0x{error.object[error.start]:02x} in {beside.decode('cp1252', 'replace')!r} as cp1252"
+                fix = "--data.encoding cp1252 (Excel's), otherwise give the file's encoding, or save it as UTF-8"
+                cause = f"{path} line {line} is not {encoding} ({around})"
+                raise RecipeError(f"{cause}: if that looks right, use {fix}") from None
             lines += part.count(b"\n")
     return encoding
 
@@ -377,10 +369,7 @@ def open_hub_dataset(
     config: str | None = None,
     revision: str | None = None,
 ) -> dict[str, RowSource]:
-    """Load ``splits``, by part, of a dataset of the Hugging Face hub, its cache, or a folder.
-
-    ``offline_advice`` names further settings to check in the error about ``data.key``, whose value is ``name``.
-    """
+    """Load ``splits``, by part, of a hub dataset, its cache or a folder; ``advice`` names further settings to check."""
     options: dict[str, Any] = {"split": list(splits.values()), "cache_dir": cache_dir, "revision": revision}
     here = Path(name).is_dir()
     why_not = None if here else offline_reason()
@@ -397,10 +386,9 @@ def open_hub_dataset(
         why = why_not or f"{type(error).__name__}: {' '.join(str(error).split())[:MAX_REASON_CHARS]}"
         if here:
             raise RecipeError(f"data.{key}={name!r} could not be loaded ({why}): check the folder, {advice}") from error
-        raise RecipeError(
-            f"data.{key}={name!r} is not a local folder and could not be loaded from https://huggingface.co/datasets/"
-            f"{name} ({why}): check the name and the network, {advice}; {of_hub()}"
-        ) from error
+        hub = f"https://huggingface.co/datasets/{name} ({why})"
+        cause = f"data.{key}={name!r} is not a local folder and could not be loaded from {hub}"
+        raise RecipeError(f"{cause}: check the name and the network, {advice}; {of_hub()}") from error
     if why_not:
         warn_offline_cache()
     counting = "the first is row 0, as on the hub"

@@ -81,8 +81,7 @@ class Texts(PaddedDataset):
     def encode(self, texts: Sequence[str], tokenizer: Any) -> dict[str, Tensor]:
         """Make a batch of texts without labels, tokenised, truncated and padded like the dataset's own texts.
 
-        For the task token, texts are split at spaces, and the batch also has ``words``: see
-        :func:`trainer.data.tokens.encode`.
+        For the task token, texts are split at spaces, and the batch has ``words``, as in trainer.data.tokens.encode.
         """
         from trainer.data.tokens import Padder, check_tokenizer, encode, require_text
 
@@ -114,9 +113,8 @@ class _Tokenised(ClassWeightedDataset, Texts):
         found = self._find(cache)
         task, source = self._task, found["train"].source
         pair = self.pair_column
-        if pair is not None and task == "token":
-            wrong = f"data.pair_column={pair!r} is not for model.task=token, which has one label per word"
-            raise RecipeError(f"{wrong}: leave it out")
+        wrong = f"data.pair_column={pair!r} is not for model.task=token, which has one label per word: leave it out"
+        require(pair is None or task != "token", wrong)
         common: Any = partial(tokenize_table, tokenizer=tokenizer, max_length=self.max_length, cache=cache, task=task)
         read = partial(common, pair_column=pair)
         tables = {part: read(rows, *columns) for part, rows in found.items()}
@@ -148,22 +146,15 @@ class _Tokenised(ClassWeightedDataset, Texts):
         raise NotImplementedError
 
     def _classes(self, source: str, labels: Sequence[str]) -> dict[str, int]:
-        """Return the class of every label text of the training data. Sets ``class_names`` and ``num_classes``.
-
-        By default the classes are the distinct labels, sorted, numbers by value.
-        """
+        """Set the classes: the distinct labels, sorted, numbers by value. Return the class of every label text."""
         column = f"{source}: data.label_column={self.label_column!r}"
         if self._task == "single_label" and _is_continuous(labels):
-            raise RecipeError(
-                f"{column} has {len(labels):,} different numbers such as {labels[0]}, which looks like regression: use "
-                "--model.task regression, or name the column of the classes"
-            )
+            cause = f"{column} has {len(labels):,} different numbers such as {labels[0]}, which looks like regression"
+            raise RecipeError(f"{cause}: use --model.task regression, or name the column of the classes")
         self._set_classes(sort_classes(labels))
         if self.num_classes <= 1 and self._task != "multi_label":
-            raise RecipeError(
-                f"{column} is {self.class_names[0]!r} in every row, but a classifier needs two classes or more: add "
-                "rows of another class, or name the column of the classes"
-            )
+            cause = f"{column} is {self.class_names[0]!r} in every row, but a classifier needs two classes or more"
+            raise RecipeError(f"{cause}: add rows of another class, or name the column of the classes")
         return {name: index for index, name in enumerate(self.class_names)}
 
 
@@ -216,20 +207,14 @@ class IMDb(_Tokenised):
         key, root, parts = f"data.root={self.root!r}", local_path(self.root), ("train", "test")
         if not root.is_dir():
             self.require_files()
-            splits, advice = (
-                {part: part for part in parts},
-                "or set data.root to a folder with train.csv and test.csv, or",
-            )
-            return open_hub_dataset(
-                "root", self.root, splits, f"{advice} to an unpacked aclImdb folder", self.cache_dir
-            )
+            splits = {part: part for part in parts}
+            advice = "or set data.root to a folder with train.csv and test.csv, or to an unpacked aclImdb folder"
+            return open_hub_dataset("root", self.root, splits, advice, self.cache_dir)
         if (root / "train.csv").is_file():
             return {part: open_table(root / f"{part}.csv", cache) for part in parts}
-        if not (root / "train" / "pos").is_dir():
-            raise RecipeError(
-                f"{key}: {root} contains neither train.csv nor train/pos: set it to a folder with train.csv and "
-                "test.csv, to an unpacked aclImdb folder, or to stanfordnlp/imdb"
-            )
+        fix = "set it to a folder with train.csv and test.csv, to an unpacked aclImdb folder, or to stanfordnlp/imdb"
+        found = (root / "train" / "pos").is_dir()
+        require(found, f"{key}: {root} contains neither train.csv nor train/pos: {fix}")
         return {part: open_class_folders(root, part, (("neg", 0), ("pos", 1)), cache) for part in parts}
 
     def _classes(self, source: str, labels: Sequence[str]) -> dict[str, int]:
@@ -366,12 +351,10 @@ def load_hub_rows(data: Any) -> dict[str, RowSource]:
 class StreamedText(Texts):
     """Texts with one label each in Parquet files of any number and size, tokenised when they are loaded.
 
-    Only Parquet is supported: its footers locate each row, so a run can resume at any step without reading from the
-    start.
+    Only Parquet is supported, because its footers locate each row: a run resumes without reading from the start.
 
     Args:
-        train_files: the training texts: a folder of .parquet files, or a pattern such as shards/train-*.parquet; sorted
-            by name.
+        train_files: a folder of .parquet files of training texts, or a pattern such as train-*.parquet; sorted by name.
         val_files: texts for validation (optional).
         test_files: texts for testing (optional).
         classes: the labels, as texts, in the order of their classes; by default those of the training files, sorted,
@@ -413,9 +396,8 @@ class StreamedText(Texts):
             names = self.classes
             require(len(set(names)) == len(names), "data.classes contains a label twice: give each label once")
         self._set_classes(names)
-        if len(names) < 2:
-            only = f"data.train_files={self.train_files!r}: the only class is {self.class_names}"
-            raise RecipeError(f"{only}, but a classifier needs two or more: add rows of another class")
+        only = f"data.train_files={self.train_files!r}: the only class is {self.class_names}"
+        require(len(names) >= 2, f"{only}, but a classifier needs two or more: add rows of another class")
         if len(names) > MAX_LABELS:
             raise RecipeError(f"{key} has more than {MAX_LABELS:,} different labels: name the column of the classes")
         columns, numbers = (self.text_column, self.label_column), {name: number for number, name in enumerate(names)}
@@ -438,19 +420,15 @@ class StreamedText(Texts):
         shards = find_shards(shard_files(key, pattern), cache_folder(self.cache_dir), asked)
         for shard in shards:
             check_columns(shard.path, shard.columns, text_column=self.text_column, label_column=self.label_column)
-        require(
-            any(shard.groups for shard in shards), f"{key}: no rows in {format_list([shard.path for shard in shards])}"
-        )
+        paths = format_list([shard.path for shard in shards])
+        require(any(shard.groups for shard in shards), f"{key}: no rows in {paths}")
         return shards
 
 
 def glob_files(key: str, pattern: str, kinds: Sequence[str]) -> list[Path]:
     """Return the files that match ``pattern``, sorted by name; for a folder those of ``kinds``.
 
-    Args:
-        key: the setting and its value, for messages.
-        pattern: a folder, or a file or pattern, in which ** matches any folders.
-        kinds: patterns of names within a folder.
+    ``pattern`` is a folder, a file, or a pattern in which ** matches any folders. ``key`` is the setting, for messages.
     """
     path = local_path(pattern)
     if "://" in pattern.removeprefix("file://"):
@@ -458,9 +436,8 @@ def glob_files(key: str, pattern: str, kinds: Sequence[str]) -> list[Path]:
     require(pattern.count("**") <= 8, f"{key:.200}: the pattern contains ** more than 8 times: use it at most 8 times")
     if path.is_dir():
         names = {name for kind in kinds for name in glob(f"{escape(str(path))}/{kind}", recursive=True)}
-        if not names:
-            kinds_of = format_list([Path(kind).suffix for kind in kinds])
-            raise RecipeError(f"{key}: the folder {path} contains no {kinds_of} files: add some")
+        suffixes = format_list([Path(kind).suffix for kind in kinds])
+        require(len(names) > 0, f"{key}: the folder {path} contains no {suffixes} files: add some")
     else:
         names = {name for name in glob(str(path), recursive=True) if not Path(name).is_dir()}
         require(len(names) > 0, f"{key}: there is no such folder or file: give one by --{key.partition('=')[0]}")
@@ -472,8 +449,6 @@ def shard_files(key: str, pattern: str) -> list[Path]:
     found = glob_files(key, pattern, ["*.parquet"])
     for name in found:
         if name.suffix != ".parquet":
-            raise RecipeError(
-                f"{key}: {name} is not a .parquet file, and rows of csv, jsonl and txt cannot be located without "
-                "reading all rows before them: convert it to Parquet first (docs/data.md shows how)"
-            )
+            cause = f"{key}: {name} is not a .parquet file, and rows of other files cannot be located alone"
+            raise RecipeError(f"{cause}: convert it to Parquet first (docs/data.md shows how)")
     return found

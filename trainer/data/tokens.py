@@ -70,10 +70,7 @@ class Padder:
 
 
 class Tokens(Samples):
-    """The ``chosen`` rows of a ``table`` that :func:`tokenize_table` made from ``rows``, with their labels ``of_rows``.
-
-    The table is memory-mapped, so that processes share its pages.
-    """
+    """The ``chosen`` rows of a memory-mapped ``table`` (:func:`tokenize_table`) of ``rows``, and labels ``of_rows``."""
 
     lengths: Sequence[int]
     chosen: Sequence[int]
@@ -101,7 +98,6 @@ class Tokens(Samples):
         return {**self._stored(row), "labels": self.of_rows[row]}
 
     def __getitems__(self, indices: Sequence[int]) -> dict[str, Tensor]:
-        """Return a whole batch."""
         rows = [self.chosen[index] for index in indices]
         return self.pad({**self._stored(rows), "labels": [self.of_rows[row] for row in rows]})
 
@@ -142,16 +138,12 @@ def check_tokenizer(tokenizer: Any, max_length: int) -> None:
 def encode(texts: Sequence[Any], tokenizer: Any, max_length: int) -> dict[str, list[list[int]]]:
     """Tokenise and truncate to ``input_ids``, and ``token_type_ids`` if the tokenizer has them, without padding.
 
-    For texts that are lists of words there is also ``words``: the word's index for its first token, -100 for others.
-    Tuples of two texts are encoded as pairs.
+    Lists of words also get ``words``: a word's index for its first token, otherwise -100. Tuples are pairs of texts.
     """
     found: dict[str, list[list[int]]] = {}
     cut = bool(texts) and isinstance(texts[0], list)
-    if cut and not tokenizer.is_fast:
-        raise RecipeError(
-            "model.task=token needs a fast tokenizer, which maps tokens to words, but that of model.tokenizer is slow: "
-            "choose another"
-        )
+    slow = "maps tokens to words, but that of model.tokenizer is slow: choose another"
+    require(not cut or tokenizer.is_fast, f"model.task=token needs a fast tokenizer, which {slow}")
     for chunk in text_batches(texts):
         read = list(map(list, zip(*chunk, strict=True))) if isinstance(chunk[0], tuple) else [chunk]
         encoded = run_tokenizer(tokenizer, *read, truncation=True, max_length=max_length, is_split_into_words=cut)
@@ -193,18 +185,13 @@ def text_batches(texts: Sequence[Any]) -> Iterator[list[Any]]:
 
 
 def require_text(text: Any, place: Callable[[], str], max_length: int, column: str) -> None:
-    """Reject a value that is missing, empty, or far longer than ``max_length`` keeps, naming its ``place``.
-
-    A tokenizer reads all of a text before truncating it, and needs more than 100 bytes per character.
-    """
+    """Reject a missing, empty or long text at ``place``: a tokenizer needs 100 bytes per character to truncate it."""
     if not isinstance(text, str) or not text.strip():
         raise RecipeError(f"{place()} has no text in {column!r}: add it or remove the row")
     most = max(MIN_CHARS_LIMIT, CHARACTERS_A_TOKEN * max_length)
     if len(text) > most:
-        raise RecipeError(
-            f"{place()} has {len(text):,} characters in {column!r}, and the max is {most:,} with "
-            f"data.max_length={max_length}: cut it, or remove the row"
-        )
+        cause = f"{place()} has {len(text):,} characters in {column!r}, and the max is {most:,}"
+        raise RecipeError(f"{cause} with data.max_length={max_length}: cut it, or remove the row")
 
 
 def require_label(label: Any, place: Callable[[], str], column: str) -> None:
@@ -230,8 +217,7 @@ def tokenize_table(
 ) -> datasets.Dataset:
     """Return the tokens of every row, with ``length`` and ``label_text``, using the cache on disk.
 
-    ``label_text`` is the label, or JSON of the task's labels: names, numbers, or one tag per token, which is null
-    except for the first token of a word.
+    ``label_text`` is the label, or JSON of the task's labels: names, numbers, or tags per token, null within words.
     """
     asked = ([] if task == "single_label" else [task]) + ([f"and {pair_column}"] if pair_column else [])
     columns = [text_column, label_column, *([pair_column] if pair_column else [])]
@@ -279,10 +265,7 @@ def build_table(
     cache: Path,
     **options: Any,
 ) -> datasets.Dataset:
-    """Return the table that ``encode_rows`` makes from the columns of ``rows`` selected by ``pick``.
-
-    It is cached on disk under ``key``.
-    """
+    """Return the table that ``encode_rows`` makes from the columns that ``pick`` selects, cached on disk by ``key``."""
 
     def build(folder: Path) -> None:
         with TemporaryDirectory(dir=folder) as scratch:
@@ -316,8 +299,7 @@ def label_texts(table: datasets.Dataset) -> list[str]:
 def label_ids(
     table: datasets.Dataset, rows: RowSource, column: str, classes: Mapping[str, int], task: Task = "single_label"
 ) -> array[int] | RowLabels:
-    """Return the label of every row of a table from :func:`tokenize_table`. Rejects labels that are not in
-    ``classes``."""
+    """Return the label of every row of a table of :func:`tokenize_table`; reject labels not in ``classes``."""
     if task != "single_label":
 
         def where(text: str, found: str) -> str:
@@ -327,8 +309,6 @@ def label_ids(
     places = pc.index_in(table.data.column("label_text"), value_set=pa.array(list(classes), pa.string()))
     if places.null_count:
         index = pc.index(places.is_null(), True).as_py()
-        raise RecipeError(
-            f"{rows.describe(index)}: {column} {table[index]['label_text']!r} is not one of {', '.join(classes)}, the "
-            "labels of the training data"
-        )
+        label = f"{rows.describe(index)}: {column} {table[index]['label_text']!r}"
+        raise RecipeError(f"{label} is not one of {', '.join(classes)}, the labels of the training data")
     return to_int64_array(np.array(list(classes.values()))[places.to_numpy()])

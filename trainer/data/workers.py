@@ -44,8 +44,7 @@ class WorkerError(RunError):
 def decide_workers(data: Data, accelerator: str, ranks: int) -> int:
     """Return ``data.workers`` or, if it is not set, a default for each of the ``ranks`` of this machine.
 
-    The default on a CPU is 0, because workers would take cores from the computation. Workers are processes, not
-    threads, because drawing a sample seeds the generators of its process.
+    On a CPU it is 0: workers would take cores. Workers are processes, because drawing seeds generators of a process.
     """
     if data.workers is not None:
         return data.workers
@@ -106,8 +105,7 @@ last request, before they are killed."""
 class _WorkerMonitor:
     """Iterates over the results of workers, and checks while waiting that they are alive.
 
-    It wraps torch's private ``_workers`` and ``_shutdown_workers``, the only access to exit codes. This buys messages
-    that name the samples that a dead worker was loading.
+    Torch's private ``_workers`` and ``_shutdown_workers`` are the only access to exit codes, which messages need.
     """
 
     def __init__(self, timeout: float) -> None:

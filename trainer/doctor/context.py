@@ -95,10 +95,8 @@ def _moments(optim: Optim) -> int:
 
 @dataclass(frozen=True)
 class Finding:
-    """The result of a check: ok, a possible problem (warning), a certain one (FAIL), or skipped.
-
-    ``check`` is what was checked, by default the name of the check. The text of a :class:`RecipeError` has its ``fix``.
-    """
+    """The result of a check: ok, a possible problem (warning), a certain one (FAIL), or skipped. ``check`` is what was
+    checked, by default the name of the check. The text of a :class:`RecipeError` has its ``fix``."""
 
     status: Status
     text: str

@@ -121,10 +121,8 @@ def duplicates(subject: CheckContext) -> Iterator[Finding]:
 
 
 def keys(split: Samples) -> dict[int, bytes]:
-    """Return a hash of each sample's content without its label, by position.
-
-    Covers the first ``COMPARED`` samples of files, arrays and texts, and ``LOOKED_AT`` samples of other splits.
-    """
+    """Return a hash of each sample's content without its label, by position. Covers the first ``COMPARED`` samples of
+    files, arrays and texts, and ``LOOKED_AT`` samples of other splits."""
     if split.digests is not None:
         return dict(enumerate(split.digests[:COMPARED]))
     if isinstance(split.images, Tensor):

@@ -24,9 +24,7 @@ class Cut:
     micro_batch_size: int  # max samples of a micro-batch
     accumulate: int  # micro-batches per step and rank in a full batch (a token budget may require more)
     micro_batch_tokens: int | None = None  # max tokens of a micro-batch, including padding
-    rank_independent: bool = (
-        False  # the same micro-batches on any number of ranks, plus empty ones if they do not divide
-    )
+    rank_independent: bool = False  # the same micro-batches on any number of ranks, plus empty ones if needed
 
     def halved(self, world_size: int) -> Cut | None:
         """Return the same batches in micro-batches of half the size, or ``None`` if these hold one sample already."""
@@ -67,19 +65,13 @@ def decide_cut(
 
 
 def data_parallel_rank(memory: Memory, rank: int, world_size: int) -> tuple[int, int]:
-    """Return which share of a batch ``rank`` takes, and the number of shares.
-
-    Ranks that are tensor parallel with each other are neighbours and take the same share.
-    """
+    """Return which share of a batch ``rank`` and its tensor-parallel neighbours take, and the number of shares."""
     copies = memory.tensor_parallel
     return rank // copies, max(1, world_size // copies)  # too few ranks are rejected elsewhere
 
 
 def cut_at(recipe: Recipe, world_size: int, epoch: int) -> Cut:
-    """Return the cut of ``epoch`` on ``world_size`` ranks.
-
-    In a schedule of ``accumulate`` such as ``{0: 8, 4: 2}``, a value holds from its epoch up to the next one named.
-    """
+    """Return the cut of ``epoch``: a schedule ``{0: 8, 4: 2}`` of ``accumulate`` means 8, and 2 from epoch 4 on."""
     memory, accumulate = recipe.memory, recipe.accumulate
     _, world_size = data_parallel_rank(memory, 0, world_size)
     if isinstance(accumulate, Mapping):
@@ -99,10 +91,9 @@ def cut_batch(
 ) -> list[list[int]]:
     """Cut a batch into a multiple of ``world_size`` micro-batches; rank r takes every ``world_size``-th, from r on.
 
-    Their sizes differ by at most one sample, so all ranks have the same peak. A micro-batch is empty only if there are
-    fewer samples than micro-batches. With ``lengths``, samples of similar length share a micro-batch, the longest
-    first: the peak comes first, and all ranks pad by similar amounts. With ``packs`` there is no padding. Lengths are
-    then mixed so that all micro-batches have about the same number of tokens: the peak is lower, and no rank waits.
+    Their sizes differ by at most one sample, so all ranks have the same peak. They are empty only if there are too few
+    samples. With ``lengths``, samples of similar length share a micro-batch, the longest first: the peak comes first,
+    and ranks pad by similar amounts. ``packs`` have no padding, so lengths are mixed to equal numbers of tokens.
     """
     if cut.rank_independent:
         pieces = cut_batch(indices, replace(cut, rank_independent=False), 1, lengths, packs)
@@ -127,10 +118,7 @@ def _equal_bounds(size: int, micro_batch_size: int, world_size: int) -> list[tup
 
 
 def _dealt(by_length: Sequence[int], count: int, max_samples: int, lengths: Sequence[int]) -> list[list[int]]:
-    """Put each sample, the longest first, into the micro-batch with the fewest tokens that has room (Graham 1969).
-
-    There are ``count`` micro-batches of at most ``max_samples`` samples.
-    """
+    """Put each sample, the longest first, into the micro-batch with the fewest tokens that has room (Graham 1969)."""
     pieces: list[list[int]] = [[] for _ in range(count)]
     waiting = [(0, number) for number in range(count)]
     for index in by_length:
@@ -146,8 +134,7 @@ def _packs(
 ) -> list[list[int]]:
     """Make as few packs of at most ``budget`` tokens and ``max_samples`` samples as best-fit decreasing finds.
 
-    Their number is rounded up to a multiple of ``world_size``. They are filled evenly if all samples then fit;
-    otherwise the fullest packs are halved.
+    Their number is rounded up to a multiple of ``world_size``: filled evenly if all fit, else the fullest are halved.
     """
     packs = _best_fit(by_length, budget, most, lengths)
     count = len(packs) + -len(packs) % world_size
@@ -155,9 +142,7 @@ def _packs(
     if all(tokens_of(pack, lengths, True) <= budget for pack in even if len(pack) > 1):
         packs = even
     while len(packs) < count:
-        fullest = max(
-            range(len(packs)), key=lambda place: (len(packs[place]) > 1, tokens_of(packs[place], lengths, True))
-        )
+        fullest = max(range(len(packs)), key=lambda i: (len(packs[i]) > 1, tokens_of(packs[i], lengths, True)))
         packs += _dealt(packs.pop(fullest), 2, most, lengths)
     packs.sort(key=lambda pack: -tokens_of(pack, lengths, True))
     # The ranks compute the packs of one micro-step at the same time; these have similar sizes. Give the fullest of

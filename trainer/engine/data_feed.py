@@ -58,8 +58,7 @@ def make_windows(
 ) -> Windows:
     """Return this rank's share of the training batches of a prepared recipe.
 
-    ``reduce`` sums over the shares, and counts ranks that have the same share once. Without a ``quarantine``, bad
-    samples are left out on this rank only.
+    ``reduce`` sums over the shares. Without a ``quarantine``, bad samples are left out on this rank only.
     """
     train, drawn = as_samples(recipe.data.train), capability(recipe.model, DrawnInputs)
     lengths = train.lengths

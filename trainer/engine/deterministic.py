@@ -71,16 +71,14 @@ class TreeSync(GradientSync):
 
     @torch.no_grad()
     def _add(self) -> None:
-        """Move the gradients of a micro-step from the parameters to the tree."""
         reached = [p for p in self.parameters if p.grad is not None]
         if not self.reached:
             self.reached = reached
             self._prepare()
         if list(map(id, reached)) != list(map(id, self.reached)):
             raise RunError(
-                "run.deterministic=true: a micro-batch produced gradients for different parameters than the first one, "
-                "but all ranks must sum the same ones: use run.deterministic false, or a model that uses all "
-                "parameters in every batch"
+                "run.deterministic=true: a micro-batch produced gradients for different parameters than the first one: "
+                "use run.deterministic false, or a model that uses all parameters in every batch"
             )
         self.sums.add(self._take() if any(self.present) else None)
         for parameter in reached:
@@ -90,11 +88,9 @@ class TreeSync(GradientSync):
         """Called after the first micro-step, when the parameters with gradients are known."""
 
     def _take(self) -> list[Tensor]:
-        """Return this rank's part of the gradients of a micro-step, summed over the ranks."""
         return [p.grad for p in self.reached if p.grad is not None]
 
     def _give(self, node: list[Tensor]) -> None:
-        """Assign ``node``, the sum of all results of :meth:`_take`, to the gradients."""
         for parameter, gradient in zip(self.reached, node, strict=True):
             parameter.grad = gradient
 
@@ -214,9 +210,8 @@ def tree_sum(leaves: Sequence[Node]) -> Node:
 def tree_reduce_scatter(parts: Tensor, present: Sequence[bool], group: Any = None) -> Tensor:
     """Sum over the ranks of ``group``, each one leaf of the tree; return this rank's part, of shape ``(n,)``.
 
-    Args:
-        parts: the concatenated parts of this rank's leaf, of shape ``(ranks * n,)``.
-        present: for each rank, whether it has a leaf; the parts of other ranks are ignored. At least one has.
+    ``parts`` are the concatenated parts of this rank's leaf, of shape ``(ranks * n,)``. Only ranks that are ``present``
+    have a leaf; at least one has.
     """
     received = torch.empty_like(parts)
     torch.distributed.all_to_all_single(received, parts, group=group)
@@ -227,10 +222,7 @@ def tree_reduce_scatter(parts: Tensor, present: Sequence[bool], group: Any = Non
 
 
 class PartialSums:
-    """Adds a sequence of nodes of equal height in place, keeping as few sums as possible.
-
-    It works like a binary counter: after n nodes it keeps one sum per binary one of n, at most log2(n) + 1.
-    """
+    """Adds a sequence of nodes of equal height in place, keeping one sum per binary one of their number."""
 
     def __init__(self) -> None:
         self.sums: list[tuple[int, Node]] = []  # (height, node), with decreasing heights
@@ -253,11 +245,9 @@ class PartialSums:
         self.sums.clear()
 
 
-# A norm that depends neither on the order of its elements nor on their distribution over ranks.
-#
-# A sum of squares in floating point rounds after every addition, so its bits depend on the order. Here every square is
-# first converted to integers, relative to the largest element, and integers are added exactly. The idea is from Demmel
-# and Nguyen, "Parallel Reproducible Summation" (2015), with two bins.
+# A norm that depends neither on the order of its elements nor on their distribution over ranks. Sums of floats do,
+# because each addition rounds. So squares become integers, relative to the largest element, which are added exactly
+# (after Demmel and Nguyen, "Parallel Reproducible Summation", 2015, with two bins).
 
 # Log2 of the number of elements converted at once; on a CPU, their copies in float64 then stay in the cache.
 CHUNK_BITS = {"cpu": 16, "cuda": 22}
@@ -270,10 +260,8 @@ def reproducible_norm(parts: Sequence[Tensor], elements: int, device: torch.devi
     """Return the 2-norm of all elements as a float64 scalar, infinite if any element is not finite.
 
     Squares are rounded 2 b bits below the square of the largest element. With N elements, the relative error is at most
-    N 2^(-2 b). b is 36 on a CPU and 30 on a GPU (from 2^26 and 2^32 elements on, 62 - log2 N). So the error is at most
-    1e-15 for a million elements on a CPU, and 1e-9 for a billion on a GPU.
-
-    ``parts`` are this rank's tensors on ``device``. With ``reduce`` the other ranks hold the rest of ``elements``.
+    N 2^(-2 b). b is 36 on a CPU and 30 on a GPU (62 - log2 N from 2^26 and 2^32 elements on): at most 1e-15 for a
+    million elements on a CPU, and 1e-9 for a billion on a GPU. With ``reduce`` other ranks hold other ``elements``.
     """
     parts = [part for part in parts if part.numel()]
     largest = torch.zeros((), dtype=torch.float64, device=device)

@@ -20,8 +20,7 @@ if TYPE_CHECKING:
 class Forward:
     """Computes the losses of a ``model`` with a ``module`` that ``fabric.setup_module`` returned.
 
-    Uses the strategy's wrapper, but not Fabric's own: applying the precision here takes less time (see
-    benchmarks/overhead.py).
+    Applying the precision here takes less time than in Fabric's own wrapper (benchmarks/overhead.py).
     """
 
     check: LossCheck | None = None  # checks the losses of the first steps
@@ -42,12 +41,7 @@ class Forward:
         return batch if self.device.type == "cpu" else self.fabric.to_device(batch)
 
     def losses(self, batch: Any, packed: Any = None) -> Iterator[Loss]:
-        """Yield the model's losses; compute them in the precision's context, and yield them outside it.
-
-        Args:
-            batch: collated, on the host.
-            packed: the result of the model's ``packed`` for it, if a loader has computed that already.
-        """
+        """Yield the losses of ``batch``, computed in the precision's context; a loader may have ``packed`` it."""
         packed = self.pack(batch) if packed is None else packed
         return self._in_context(batch, packed) if self.has_context else self._of_model(batch, packed)
 

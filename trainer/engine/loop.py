@@ -47,8 +47,7 @@ def epoch_at(windows: Windows, epochs: int) -> Callable[[int], int]:
 def evaluate(forward: Forward, micro_batches: Iterable[MicroBatch], metrics: Any) -> Any:
     """Run the model over ``micro_batches`` without gradients and return ``metrics.compute()``.
 
-    Every rank must supply the same number of micro-batches; empty ones are not counted. ``metrics`` is any object with
-    ``update(loss)``, ``compute()`` and ``reset()``.
+    Every rank must supply the same number of micro-batches; empty ones are not counted.
     """
     metrics.reset()
     training = forward.module.training
@@ -109,11 +108,7 @@ class Engine:
     def fit(
         self, epochs: int, max_steps: int | None = None, eval_every: int | None = None, max_skipped: int = 20
     ) -> Counters:
-        """Train for ``epochs`` or ``max_steps``, whichever ends first; ``last_result`` is then the last evaluation.
-
-        Raises:
-            NonFiniteError: after ``max_skipped`` skipped steps in a row.
-        """
+        """Train for ``epochs`` or ``max_steps``, whichever ends first; ``last_result`` is then the last evaluation."""
         counters = self.counters
         total = count_steps(self.windows, epochs, max_steps)
         self.stepper.module.train()
@@ -150,8 +145,7 @@ class Engine:
     def _recovered(self, error: Exception) -> bool:
         """Count the step before the one that ``error`` ended; return whether that one can be retried.
 
-        If collectives were aborted, the step before may also have failed. No weight has moved then, and the step is not
-        counted.
+        If collectives were aborted, the step before may also have failed: no weight has moved, and it is not counted.
         """
         try:
             self.settle()

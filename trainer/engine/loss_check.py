@@ -109,10 +109,9 @@ class LossCheck:
     def check_additive(self, forward: Forward, window: Window, ranks: int, generator: torch.Generator) -> None:
         """Require that the loss of a few samples is the sum of the losses of their two halves. A mean is not.
 
-        The samples differ in a column in which no compared samples differed before. Forwards run in eval mode, without
-        gradients, the same number on every rank. Three kinds are not compared: losses that are random or use statistics
-        of the batch, micro-batches with a tensor that does not have one row per sample, and micro-batches whose parts
-        the model cannot process.
+        The samples differ in a column that was not compared yet. All ranks run the same number of forwards, in eval
+        mode and without gradients. Not compared are losses that are random or use statistics of the batch,
+        micro-batches with a tensor without one row per sample, and micro-batches whose parts the model cannot process.
         """
         if self.is_done:
             return
@@ -133,8 +132,7 @@ class LossCheck:
     def _choose(self, batch: Any, count: int) -> list[list[Any]]:
         """Return the samples with the smallest and largest values of each column that was not compared yet.
 
-        Each entry has four batches: the samples, their two halves, and the samples in reverse order. A single sample is
-        used twice.
+        Each entry has four batches: the samples (a single one twice), their two halves, and the samples reversed.
         """
         try:
             columns = dict(enumerate(numbers_of(batch, count) if count > 1 else ())) | {PLACE: range(count)}
@@ -159,8 +157,7 @@ class LossCheck:
     def _compare(self, forward: Forward, state: ModelState, found: Any, spare: Any, ranks: int) -> None:
         """Compare an entry of :meth:`_choose`, or run as many forwards of ``spare`` as the other ranks run.
 
-        Forwards may write to buffers: some count samples or initialise buffers from the first samples, and some compute
-        with what they have just written. A difference counts only if it occurs both with and without these writes.
+        Some forwards write to buffers and compute with them: a difference counts only with and without writes.
         """
         if found:
             self._require_counts(*map(self.model.weigh, found[0][:3]))
@@ -190,8 +187,7 @@ class LossCheck:
             if not math.isclose(weight, left[name] + right[name], rel_tol=1e-5):
                 raise RecipeError(
                     f"{self.kind}: weigh() returns {weight:g} for loss {name!r} of some samples, but {left[name]:g} + "
-                    f"{right[name]:g} for their two halves: it must count the items (samples or tokens) that losses() "
-                    "sums over"
+                    f"{right[name]:g} for their two halves: it must count the items that losses() sums over"
                 )
 
     def _totals(self, forward: Forward, state: ModelState, batch: Any) -> dict[str, Tensor]:

@@ -1,7 +1,4 @@
-"""Divide each loss by its weight in the batch, and sum the losses of a step.
-
-The watchdog recognises this file by its path.
-"""
+"""Divide each loss by its weight, and sum the losses of a step. The watchdog recognises this file by its path."""
 
 from __future__ import annotations
 
@@ -18,7 +15,6 @@ class LossTotals:
     """Sums the losses of one window on the device."""
 
     def __init__(self, window: Window, world_size: int, copies: int = 1) -> None:
-        """Share the batch among ``world_size`` groups of ``copies`` tensor-parallel ranks."""
         self.weights, self.world_size, self.factor, self.copies = window.weights, world_size, world_size, copies
         self.everybody = world_size * copies
         self.parts: dict[str, list[Tensor]] = {name: [] for name in window.weights}
@@ -27,8 +23,7 @@ class LossTotals:
     def scale(self, loss: Loss, is_empty: bool) -> Tensor:
         """Return the initial gradient of backward: ranks / weight of the batch, or 0 for an empty micro-batch.
 
-        The factor of ranks undoes the mean that DDP takes. The gradient equals that of loss × scale, but needs three
-        operations less.
+        The factor of ranks undoes DDP's mean. Scaling the loss instead would take three more operations.
         """
         if loss.name not in self.scales:
             weight = self.weights[loss.name] or 1.0
@@ -54,7 +49,6 @@ class LossTotals:
         return self._over_ranks(norm, torch.stack(sums))
 
     def _over_ranks(self, norm: Tensor, numbers: Tensor) -> Tensor:
-        """Sum ``numbers`` (float64) over the ranks, and put ``norm`` before them."""
         if self.everybody > 1:
             numbers = torch.cat([numbers, numbers.new_ones(1)])
             torch.distributed.all_reduce(numbers)
@@ -63,7 +57,7 @@ class LossTotals:
     def must_skip(self, gathered: Tensor) -> Tensor:
         """Return ``found_inf`` for torch's fused optimizers: 1 if ``gathered`` is not finite or lacks a rank, else 0.
 
-        The scalar stays on the device. DTensor takes a tensor without dimensions as equal on all ranks.
+        DTensor takes a tensor without dimensions as equal on all ranks.
         """
         is_fine = gathered.isfinite().all()
         if self.everybody > 1:
@@ -86,15 +80,13 @@ class LossTotals:
         return norm, {name: sum(islice(left, count)) / (weight or 1.0) for (name, weight), count in sums}
 
     def _counts(self) -> list[int]:
-        """Count the numbers of each loss in the gathered vector."""
         return [1 if self.everybody > 1 else len(parts) for parts in self.parts.values()]
 
 
 class DeterministicLossTotals(LossTotals):
     """Adds the losses of all ranks in the order of the micro-batches: the same bits on any number of ranks.
 
-    Gradients are summed over the ranks, not averaged, so backward starts from 1 / weight. Multiplying by the number of
-    ranks and dividing again would be inexact for denormal numbers.
+    Gradients are summed, so backward starts from 1 / weight: ranks / ranks would be inexact for denormal numbers.
     """
 
     def __init__(self, window: Window, world_size: int, copies: int = 1) -> None:

@@ -27,10 +27,7 @@ def rehearse(stepper: Stepper, window: Window) -> None:
 
 
 def init_optimizer_state(optimizer: Optimizer) -> None:
-    """Let the optimizer create its state as in its first step, with its choice of dtypes and devices.
-
-    This takes a step with learning rate 0 and zero gradients, which moves no weight.
-    """
+    """Let the optimizer create its state in a step with learning rate 0 and zero gradients, which moves no weight."""
     rates = [group["lr"] for group in optimizer.param_groups]
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     try:

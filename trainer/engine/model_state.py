@@ -27,10 +27,9 @@ UNDECLARED = ("running_mean", "running_var")  # written by batch_norm, but not d
 class ModelState(TorchDispatchMode):
     """The state of ``module``, ``model`` and random generators before a trial.
 
-    It covers the attributes of the model, the module and its submodules, and the content of those that are lists,
-    dicts, sets, tensors or random generators. It does not cover hooks, attributes of other objects or global variables.
-    While this mode is active, a tensor is copied before an operation writes to it. With ``frozen``, the write is undone
-    at once.
+    It covers attributes of the model, the module and its submodules, and the content of lists, dicts, sets, tensors and
+    random generators; not hooks, other objects or global variables. While this mode is active, a tensor is copied
+    before an operation writes to it. With ``frozen``, the write is undone at once.
     """
 
     supports_higher_order_operators = True
@@ -69,10 +68,7 @@ class ModelState(TorchDispatchMode):
         return result
 
     def _written(self, func: Any, args: Any, kwargs: dict[str, Any]) -> list[UntypedStorage]:
-        """Return the storages that ``func`` will write to and that belong to this state or to a parameter.
-
-        Parameters are checked by type, because FSDP creates new ones.
-        """
+        """Return the storages of this state or of parameters (by type: FSDP makes new ones) that ``func`` writes to."""
         schema = getattr(func, "_schema", None)  # higher-order operators have none
         normalises = schema is not None and "batch_norm" in schema.name
         if schema is None or not (schema.is_mutable or normalises):

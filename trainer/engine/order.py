@@ -82,8 +82,7 @@ def draw_mix(
 ) -> tuple[list[int], float, tuple[float, float] | None]:
     """Draw how the ``size`` samples of a batch are mixed, with one share and one centre for all, like timm.
 
-    Return the position in the batch of the partner of each sample, the share that a sample keeps, and for CutMix the
-    centre of the box (see ``Mix``).
+    Return each sample's partner in the batch, the share that it keeps, and for CutMix the centre of the box (``Mix``).
     """
     drawn = derive_seed(seed, epoch, step, size, MIX)
     generator = np.random.RandomState([drawn & 0xFFFFFFFF, drawn >> 32])  # equal numbers in all versions of NumPy
@@ -124,8 +123,8 @@ def _starts(groups: ShuffleGroups) -> list[int]:
 def _shuffle_block(seed: int, epoch: int, groups: ShuffleGroups, number: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the order of a stretch, and its samples group by group: int64, one entry per sample.
 
-    The k-th of the n shuffled samples of a group gets a random position between k / n and (k + 1) / n of the stretch.
-    So every batch has samples of every group in proportion to its size.
+    The k-th of n shuffled samples of a group gets a random position between k / n and (k + 1) / n of the stretch, so
+    every batch has samples of every group in proportion to its size.
     """
     (order, firsts, _), starts = _shuffle_blocks(seed, epoch, groups), _starts(groups)
     own = order[firsts[number] : firsts[number + 1] if number + 1 < len(firsts) else None]

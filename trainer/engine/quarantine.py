@@ -30,8 +30,7 @@ class BadSampleAt(NamedTuple):
 class Quarantine:
     """The bad samples of all splits, equal on every rank at every step.
 
-    Each rank detects bad samples itself. The ranks share them at a point that all of them reach: the sum of the weights
-    of a batch, or the end of an evaluation. After that, no rank requests them.
+    Ranks share what they detect with the weights of a batch, or at the end of an evaluation. No rank requests it again.
     """
 
     def __init__(

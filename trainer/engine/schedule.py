@@ -19,10 +19,7 @@ ONE_CYCLE = {"start": 1 / 25, "rising": 0.3, "end": 1 / 25e4}
 
 
 def decay(optim: Optim, step: int, total_steps: int) -> float:
-    """Return the learning-rate factor of the ``step``-th optimizer step (from 0); later steps have the last factor.
-
-    The factor of schedule plateau comes from :class:`ReduceOnPlateau`.
-    """
+    """Return the learning-rate factor of the ``step``-th optimizer step (from 0); plateau: :class:`ReduceOnPlateau`."""
     floor, ratio = optim.min_lr / optim.lr, optim.warmup_ratio
     if optim.schedule == "range_test":  # Smith 2015: rates grow by a constant factor
         return floor ** (1 - min(1.0, step / max(1, total_steps - 1)))
@@ -82,13 +79,9 @@ def lr_factor(
 ) -> Callable[[int], float]:
     """Return the function of ``LambdaLR``: decay, warm-up and batch size scaling over the ``total_steps`` of a run.
 
-    The scaling is linear (Goyal et al. 2017) or by the square root (Krizhevsky 2014).
-
-    Args:
-        batch_size_at: from a step (from 0, including skipped ones) to its batch size.
-        skipped_steps: returns the number of skipped steps so far. A schedule does not advance on them. Its rest is
-            spread over the remaining steps, so that it still ends with the last step.
-        plateau: for schedule plateau only.
+    The scaling is linear (Goyal et al. 2017) or by the square root (Krizhevsky 2014), with ``batch_size_at`` each step
+    (from 0, including skipped ones). A schedule does not advance on ``skipped_steps``: its rest is spread over the
+    remaining steps, so that it still ends with the last step. ``plateau`` is for schedule plateau only.
     """
 
     def factor(step: int) -> float:
@@ -102,10 +95,7 @@ def lr_factor(
 
 
 class CheckpointableLambdaLR(LambdaLR):
-    """``LambdaLR`` whose state is JSON: the position and the rates, without the function.
-
-    ``plateau`` is the part that the function reads its factor from, if any.
-    """
+    """``LambdaLR`` whose state is JSON, without the function, which reads its factor from ``plateau``, if any."""
 
     def __init__(
         self, optimizer: Optimizer, factor: Callable[[int], float], plateau: ReduceOnPlateau | None = None
@@ -147,7 +137,6 @@ class CheckpointableLambdaLR(LambdaLR):
                 group["lr"] = float(rate)
 
     def _computed(self, step: int) -> list[float]:
-        """Compute the rates of ``step``, given the steps skipped so far."""
         return [float(base) * factor(step) for base, factor in zip(self.base_lrs, self.lr_lambdas, strict=True)]
 
 

@@ -101,9 +101,8 @@ class Stepper(Forward):
     def can_read_late(self) -> bool:
         """Return whether the next forward may start before the host knows the norm and the losses of a step.
 
-        This requires that the device itself skips a step that is not finite, or that no step can be skipped. The fused
-        Adam and AdamW of torch skip on the device. Its fused SGD would leave the momentum uninitialised if the first
-        step is skipped. A loss scale and the statistics of BatchNorm are updated by the host, which must know first.
+        The device must skip a step that is not finite (as fused Adam and AdamW do), or no step can be skipped. Fused
+        SGD would leave the momentum uninitialised after a skipped first step. The host updates scale and BatchNorm.
         """
         is_fused = type(self.optimizer) in (Adam, AdamW) and all(g["fused"] for g in self.optimizer.param_groups)
         is_here = all(p.device.type == self.device.type for p in self.parameters)
@@ -137,10 +136,7 @@ class Stepper(Forward):
         return self.settle()
 
     def launch(self, window: Window, then: Callable[[StepResult], None] = lambda result: None) -> None:
-        """Start a step and pass its result to ``then`` later.
-
-        This happens in the first forward of the next step, while the device is busy, or in :meth:`settle`.
-        """
+        """Start a step, and pass its result to ``then`` in the first forward of the next step, or in :meth:`settle`."""
         self.phases.begin_step()
         totals = self.accumulate(window)
         self.phases.enter("step")
@@ -224,10 +220,7 @@ class Stepper(Forward):
         return norm.to(self.device)  # offloaded gradients are in host memory
 
     def update(self, norm: Tensor, totals: LossTotals, window: Window) -> StepResult | Callable[[], StepResult]:
-        """Update the weights or skip; all ranks decide the same, from the norm and the losses of the whole batch.
-
-        Return the result, or a function that waits for it.
-        """
+        """Update the weights or skip, equally on all ranks; return the result, or a function that waits for it."""
         first = self.optimizer.param_groups[0]
         lr = float(first["lr"]) / first.get("lr_scale", 1.0)  # with torchao, lr is a tensor on the CPU
         gathered = totals.gather(norm)

@@ -22,12 +22,8 @@ BUCKET = 25 * 2**20  # bytes of gradients per collective; DDP's default
 class GradientSync:
     """The base class; synchronises nothing, for a single process."""
 
-    updates_in_backward = (
-        False  # whether weights are updated before the norm is known, so that a step cannot be skipped
-    )
-    overlaps_update = (
-        False  # whether gradients are reduced during backward, after a first step has shown this is possible
-    )
+    updates_in_backward = False  # whether weights are updated before the norm is known, so no step can be skipped
+    overlaps_update = False  # whether gradients are reduced during backward, after a first step allowed this
     deterministic = False  # whether gradients and losses are summed, not averaged, in the order of the micro-batches
 
     def __init__(self, parameters: Sequence[Tensor], model: Model | None = None) -> None:
@@ -79,9 +75,8 @@ class GradientSync:
 class ReplicatedSync(GradientSync):
     """DDP: reduces gradients after the last backward, which is exact even if a loss does not reach all parameters.
 
-    DDP itself reduces a bucket once per backward, when all its parameters have a gradient. With several losses per
-    micro-batch, or one that does not reach all parameters, some gradients would stay local to a rank. So DDP's buckets
-    are used only if gradients ``may_overlap`` and the first step reached every parameter on every rank.
+    DDP itself reduces a bucket once per backward, so with several losses, or unused parameters, some gradients would
+    stay local. Its buckets are used only if gradients ``may_overlap`` and step 1 reached every parameter on all ranks.
     """
 
     def __init__(self, module: DistributedDataParallel, parameters: Sequence[Tensor], model: Model) -> None:
@@ -117,9 +112,9 @@ class ReplicatedSync(GradientSync):
 
 
 class ShardedSync(GradientSync):
-    """FSDP: reduces each block's gradients to shards during backward; ``replicas`` ranks hold each shard.
+    """FSDP: reduces each block's gradients to shards in the last micro-step or in ``every_micro_step``.
 
-    This happens in the last micro-step, or in ``every_micro_step``; no rank then keeps whole gradients.
+    ``replicas`` ranks hold each shard.
     """
 
     def __init__(
@@ -149,7 +144,7 @@ def gradient_rank_counts(reached: Sequence[bool], device: torch.device) -> list[
 def add_missing(parameters: Sequence[Tensor], *facts: bool) -> list[int]:
     """Give zero gradients to parameters that only other ranks have reached.
 
-    Return the number of ranks that reached each parameter, followed by the number on which each of ``facts`` is true.
+    Return how many ranks reached each parameter, and on how many each of ``facts`` is true.
     """
     counts = gradient_rank_counts([*(p.grad is not None for p in parameters), *facts], parameters[0].device)
     for parameter, count in zip(parameters, counts, strict=False):
@@ -165,10 +160,9 @@ def buckets(tensors: Sequence[Tensor]) -> list[list[int]]:
 
 
 def begin_mean(tensors: Sequence[Tensor], group: torch.distributed.ProcessGroup | None = None) -> Callable[[], None]:
-    """Start to replace every tensor by its mean over the ranks of ``group`` (default: all), in place.
+    """Start to replace every tensor by its mean over ``group``, in place; return a function that waits for it.
 
     There is one collective per bucket. All ranks must pass tensors of the same shapes and dtypes in the same order.
-    Return a function that waits for the result.
     """
     works: list[Any] = []
     for first, *others in buckets(tensors):
@@ -191,18 +185,14 @@ def begin_mean(tensors: Sequence[Tensor], group: torch.distributed.ProcessGroup 
 
 @torch.no_grad()
 def norm_over_ranks(local: Tensor, replicas: int = 1, group: torch.distributed.ProcessGroup | None = None) -> Tensor:
-    """Return the global norm from the ``local`` norm of this rank's shards, each held by ``replicas`` ranks.
-
-    ``group`` (default: all ranks) must be able to reduce tensors on the device of ``local``.
-    """
+    """Return the norm over ``group`` from the ``local`` norm of this rank's shards, each held by ``replicas`` ranks."""
     square = local.double().square()
     torch.distributed.all_reduce(square, group=group)
     return (square / replicas).sqrt().to(local.dtype)
 
 
 def total_norm(gradients: list[Tensor], same_layout: bool) -> Tensor:
-    """Return the norm of all gradients, at half the cost of ``get_total_norm`` if device and dtype are
-    ``same_layout``."""
+    """Return the norm of all gradients, at half the cost of ``get_total_norm`` if they have the ``same_layout``."""
     # torch 2.11 has no norm for sparse tensors. The norm of the coalesced values is the same.
     gradients = [g.coalesce().values() if g.is_sparse else g for g in gradients]
     if not same_layout or not gradients:

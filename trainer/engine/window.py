@@ -24,9 +24,7 @@ from trainer.values import (
     ShuffleGroups,
 )
 
-MAX_SEARCHED_SAMPLES = (
-    2**18
-)  # max samples over which the fullest packed micro-batch is searched; above, a bound is used
+MAX_SEARCHED_SAMPLES = 2**18  # max samples searched for the fullest packed micro-batch; above, a bound is used
 MAX_HALVINGS = 64  # max halvings of a micro-batch, which never has 2 ** 64 samples
 
 Fetch = Callable[[Iterator[Request]], Iterator[Any]]
@@ -56,9 +54,7 @@ class Window:
     weights: dict[str, float]  # from each loss to its weight in the whole batch, over all ranks
     samples: int  # size of the whole batch over all ranks, without bad samples
     epoch: int = 0
-    nonempty: Sequence[
-        bool
-    ] = ()  # with ``Cut.rank_independent``: for each micro-batch of all ranks, whether it has samples
+    nonempty: Sequence[bool] = ()  # with ``Cut.rank_independent``: for all micro-batches, whether they have samples
     tokens: int = 0  # tokens of these samples without padding; 0 if lengths are unknown
 
     def __iter__(self) -> Iterator[MicroBatch]:
@@ -97,7 +93,6 @@ class Windows:
         self.halvings = self.current_epoch = 0
 
     def _cut(self, epoch: int) -> Cut:
-        """Return the cut of ``epoch``, halved ``halvings`` times or down to one sample."""
         cut = self.cut_at(epoch)
         for _ in range(self.halvings):
             cut = cut.halved(self.world_size) or cut
@@ -124,13 +119,8 @@ class Windows:
         self.quarantine.load_state_dict(state["quarantine"])
 
     def longest(self, epochs: int) -> Window:
-        """Return a window of the largest micro-batch that can occur, for a trial of the peak.
-
-        The micro-batch occurs twice if a step may have several, because gradients of the first are then in memory.
-        """
-        self.current_epoch = max(
-            self.epoch_ranges(epochs), key=lambda span: self.cut(span.start).micro_batch_size
-        ).start
+        """Return a window of the largest possible micro-batch, twice if steps can have two, for a trial of the peak."""
+        self.current_epoch = max(self.epoch_ranges(epochs), key=lambda s: self.cut(s.start).micro_batch_size).start
         cut, lengths = self.cut(self.current_epoch), self.lengths
         if self.packs and lengths is not None and epochs * self.size <= MAX_SEARCHED_SAMPLES:
             every = ((epoch, step) for epoch in range(epochs) for step in range(self.steps(epoch)))
@@ -232,10 +222,7 @@ class Windows:
         return own
 
     def _request(self, epoch: int, indices: list[int], step: int = 0, places: Sequence[int] = ()) -> Request:
-        """Return a request for samples that are not mixed; with mixing on, each is mixed with itself.
-
-        The seed of a sample that may occur twice in an epoch also depends on its position in the batch.
-        """
+        """Return a request for samples mixed with themselves; the seeds of repeated samples depend on the position."""
         seeds = None
         if self.augmented and self.sample_weights is not None and places:
             parts = zip(places, indices, strict=True)
@@ -252,7 +239,6 @@ class Windows:
         return [max(others, key=lambda i: -self.lengths[i] if self.lengths else 0)]
 
     def _samples(self, epoch: int, step: int) -> tuple[int, int]:
-        """Count the samples of a batch over all ranks, without known bad ones, and their tokens."""
         batch_size, lengths = self.cut(epoch).batch_size, self.lengths
         if not len(self.quarantine) and lengths is None:
             return min(batch_size, self.size - step * batch_size), 0
@@ -291,10 +277,7 @@ class Windows:
 def make_micro_batch(
     loaded: Any, indices: Sequence[int], seed: int, is_last: bool, is_empty: bool
 ) -> tuple[MicroBatch, list[BadSample]]:
-    """Return the micro-batch that was loaded for ``indices``, and its bad samples.
-
-    It is empty if none could be loaded. A bad sample that an empty one borrowed is reported by its own rank.
-    """
+    """Return the micro-batch loaded for ``indices``, empty if none could be loaded, and its own bad samples."""
     found = loaded.batch if isinstance(loaded, PartialBatch) else loaded
     batch, packed = (found.batch, found.packed) if isinstance(found, Packed) else (found, None)
     if not isinstance(loaded, PartialBatch):

@@ -137,16 +137,14 @@ class DriverOutOfMemory(Exception):
 class CachingAllocator:
     """The allocator of one device: best fit among the free blocks of a stream, otherwise memory from the driver.
 
-    ``capacity`` is the driver's memory in bytes, unlimited by default. In torch,
-    ``torch.cuda.set_per_process_memory_fraction`` has the same effect.
+    ``capacity`` limits the memory in bytes, like ``torch.cuda.set_per_process_memory_fraction``; default: unlimited.
 
     A free block is split if the rest is large enough, and merged with its free neighbours when it is freed. Segments
     return to the driver only if it has no memory left, or by :meth:`release_cached`. An expandable segment maps whole
     pages at the lowest address where the request fits, so gaps of released pages are filled first.
 
     Attributes:
-        allocated: bytes of the blocks in use, as ``torch.cuda.memory_allocated`` counts: including rounding and
-            unsplit rests.
+        allocated: bytes of the blocks in use as in ``torch.cuda.memory_allocated``, with rounding and unsplit rests.
         requested: bytes requested by the program.
         reserved: bytes obtained from the driver, in use or free.
         retries: number of times that the cache was released because the driver had no memory (num_alloc_retries).
@@ -160,8 +158,7 @@ class CachingAllocator:
         self._next_address = 2**40
 
     def malloc(self, requested: int, stream: int = 0) -> Block:
-        """Return a block for ``requested`` bytes on ``stream``; raise :class:`DriverOutOfMemory` if memory is
-        exhausted."""
+        """Return a block for ``requested`` bytes on ``stream``; may raise :class:`DriverOutOfMemory`."""
         if requested <= 0:
             raise ValueError(f"a block of {requested} bytes cannot be allocated")
         size = self.settings.rounded(requested)

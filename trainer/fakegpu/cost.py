@@ -2,9 +2,7 @@
 
 An operation takes the longer of its arithmetic and its memory traffic (the roofline model: Williams, Waterman and
 Patterson, 2009) plus a part of the shorter, because a product computes nothing while it reads its first and writes its
-last tiles. The time of copies and collectives depends on their link.
-
-No constant in this file was fitted to a training step. For the errors of predicted steps see docs/planner.md.
+last tiles. No constant in this file was fitted to a training step. Errors of predicted steps: docs/planner.md.
 """
 
 from __future__ import annotations
@@ -35,24 +33,21 @@ EXPOSED, KERNEL = 0.5, 4e-6
 # A100 in half precision: layers of BERT-large and GPT-2 medium match values of 3.3 and 2.1
 # (github.com/mli/transformers-benchmarks). Predictions for a V100, an A6000 and a 3090 Ti are within 8 % regardless.
 ELEMENTS = 2.6
-# Speed of attention kernels relative to products: FlashAttention-2 reaches 50 to 73 % of an A100's peak, of which
-# products reach 83 % (Dao, 2023); cuDNN's attention reaches about 55 % of an H100's peak (Shah et al., 2024).
+# Speed of attention kernels relative to products: FlashAttention-2 reaches 50 to 73 % of an A100's peak, products 83 %
+# (Dao, 2023); cuDNN's attention reaches about 55 % of an H100's peak (Shah et al., 2024).
 ATTENTION = 0.72
 # CPU seconds per operation. The CPU runs ahead of the GPU, so a phase takes the longer of both. Not measured.
 # ``LAUNCH``: an operation in eager mode, with autograd and Python. Assumed; usual: 5 to 25 µs; ``a * 1.2`` alone
 # took 2.7, 4.3 and 7.3 µs on three machines (github.com/mli/transformers-benchmarks, issue 4). ``view``: an operation
 # without a kernel, 1.0 to 1.9 µs on a CPU. ``chunk`` of the optimizer offload, without its copies: assumed; 40 to
-# 60 µs with them, from reading ``TransferStream.gradient_to_host``. ``fused``: merged by the compiler with the previous
-# kernel.
+# 60 µs with them (``TransferStream.gradient_to_host``). ``fused``: merged by the compiler with the previous kernel.
 LAUNCH, NO_KERNEL = 8e-6, {"view": 1.5e-6, "chunk": 25e-6, "fused": 0.0}
 COPY = 10e-6  # seconds to start a copy over the bus; assumed, typical are 5 to 20 µs
 # Bytes/s of one rank's optimizer on the host. Assumed: Adam on a billion weights takes 1.39 s in plain torch and 0.22 s
 # in DeepSpeed's kernel on two large sockets (ZeRO-Offload, Ren et al., 2021, table 4), which is 20 to 127 GB/s.
 HOST_MEMORY = 40e9
 GLOO_BANDWIDTH = 1e9  # bytes/s of gloo in host memory; measured: 0.2 s for 188 MB on 2 ranks of one machine
-ERROR = 0.2
-"""Root mean square error of the logarithm of predicted step times, over the published steps of docs/planner.md,
-"Times". No constant in this file was fitted to them."""
+ERROR = 0.2  # RMS error of the logarithm of predicted step times, over the published steps of docs/planner.md, "Times"
 ESTIMATES = f"estimates, ± {100 * ERROR:.0f} % (root mean square): to rank plans on a card, less so to rank cards"
 TAKES_WEIGHTS = "split_with_sizes_copy"  # FSDP2's first operation on gathered weights: it waits for their all-gather
 Seconds = Callable[[Operation], tuple[str, float]]  # link and seconds of a collective

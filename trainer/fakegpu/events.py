@@ -11,10 +11,9 @@ Kind = Literal["compute", "to_device", "to_host", "collective"]
 HOST_STREAM, HOST_THREAD = -1, -2  # stream numbers of host computation and of a concurrent host thread
 EMPTY_CACHE = -1  # event id of torch.cuda.empty_cache, which has no block
 INNER_BYTES: dict[Any, Callable[[Any, tuple[Any, ...], tuple[int, int] | None], tuple[int, ...]]] = {}
-"""Registry for custom attention operations: a function that returns the sizes in bytes of temporary allocations.
+"""Functions that return the bytes of each temporary allocation of a custom attention operation.
 
-It is called with the operation, its arguments and the GPU's compute capability (``None`` on a CPU).
-"""
+Their arguments: the operation, its arguments and the GPU's compute capability (``None`` on a CPU)."""
 
 
 class Event(NamedTuple):

@@ -15,13 +15,12 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from trainer.fakegpu.torch_patches import patch
 
 MIB = 2**20
-FIRST_BUCKET, BUCKET = 1 * MIB, 25 * MIB  # after which DDP closes its first bucket of gradients, and every other
-BROADCAST_BUFFER = 250 * MIB  # of weights that DDP packs together when it gives every rank those of the first
+FIRST_BUCKET, BUCKET = 1 * MIB, 25 * MIB  # sizes at which DDP closes its first bucket of gradients, and later ones
+BROADCAST_BUFFER = 250 * MIB  # size at which DDP closes a buffer of weights that rank 0 sends to all ranks
 
 
 def fake_ranks(ranks: int, nodes: int = 1) -> None:
-    """Make this process the first of ``ranks``, as torchrun would start them on ``nodes``; the others are mute, and
-    taken to do what this one does: sums over the ranks are of equal parts."""
+    """Make this process the first of ``ranks`` on ``nodes``. The simulated other ranks contribute what it does."""
     sizes = {"WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks // nodes, "GROUP_WORLD_SIZE": nodes}
     own = dict.fromkeys(("RANK", "LOCAL_RANK", "GROUP_RANK", "MASTER_PORT"), 0)
     os.environ.update({name: str(number) for name, number in (sizes | own).items()})
@@ -35,8 +34,7 @@ _FORGOTTEN: list[Any] = []
 
 
 def forget_process_group() -> None:
-    """Give up the process group of this process's parent, if any, without ending it: its threads did not survive the
-    fork, and destroying it would wait for them."""
+    """Forget the parent's process group, if any. Destroying it would wait for threads that the fork does not have."""
     if not torch.distributed.is_initialized():
         return
     world = distributed_c10d._world
@@ -49,9 +47,9 @@ def forget_process_group() -> None:
 class TracedDDP(DistributedDataParallel):
     """DistributedDataParallel as far as memory is concerned: its broadcast, its buckets, and when they are filled.
 
-    Source: torch/csrc/distributed/c10d/reducer.cpp with ``gradient_as_bucket_view``. A gradient is made by autograd,
-    copied to its place in a bucket, and from then on is a view of it. After the first reduced backward the buckets are
-    made anew, in the order in which the gradients came.
+    Source: torch/csrc/distributed/c10d/reducer.cpp with ``gradient_as_bucket_view``. A new gradient is copied to its
+    place in a bucket and becomes a view of it. After the first reduced backward, the buckets are created again, in the
+    order in which the gradients arrived.
     """
 
     def __init__(self, module: nn.Module, *args: Any, **options: Any) -> None:
@@ -79,11 +77,11 @@ class TracedDDP(DistributedDataParallel):
         return self.module(*inputs, **kwargs)
 
     def _check_reducer_finalized(self) -> None:
-        """Nothing: every parameter that arrives is reduced at once."""
+        """No-op: a gradient is reduced as soon as it arrives."""
 
     @torch.no_grad()
     def _broadcast(self, tensors: list[Tensor]) -> None:
-        """The first rank's weights, packed into buffers of which two are under way at a time."""
+        """Broadcast the first rank's weights in buffers, at most two of them at the same time."""
         in_flight: list[Tensor] = []
         for group in _grouped([tensor.detach() for tensor in tensors], BROADCAST_BUFFER, BROADCAST_BUFFER):
             in_flight.append(torch.cat([tensor.reshape(-1) for tensor in group]))
@@ -118,7 +116,7 @@ class TracedDDP(DistributedDataParallel):
 
 
 def _grouped(tensors: list[Any], first: int, others: int) -> Iterator[list[Any]]:
-    """``tensors`` in order, each type by itself, in groups that are closed as soon as they reach the limit."""
+    """Yield ``tensors`` in order, in groups of one type that are closed when they reach the limit in bytes."""
     open_groups: dict[torch.dtype, list[Any]] = {}
     limits: dict[torch.dtype, int] = {}
     for tensor in tensors:

@@ -59,18 +59,15 @@ class GPU:
         Source: ``parseChosenWorkspaceSize`` in torch's ``CublasHandlePool.cpp``: 32 MiB on Hopper and Blackwell,
         including GeForce (8.1 MiB there before 2026), 128 MiB on the MI300X.
         """
-        if wished := re.findall(r":(\d+):(\d+)", os.environ.get("CUBLAS_WORKSPACE_CONFIG", "")):
-            return sum(int(kib) * 1024 * int(count) for kib, count in wished)
+        if asked := re.findall(r":(\d+):(\d+)", os.environ.get("CUBLAS_WORKSPACE_CONFIG", "")):
+            return sum(int(kib) * 1024 * int(count) for kib, count in asked)
         if self.capability == AMD_MI300:
             return 128 * MIB
         return 32 * MIB if self.capability[0] in (9, 10, 11, 12) else 2 * 4096 * 1024 + 8 * 16 * 1024
 
     @property
     def cuda_context_bytes(self) -> int:
-        """Bytes of CUDA's context and loaded kernels, outside torch's allocator; more with more multiprocessors.
-
-        A margin, rounded up. Kernels of cuBLAS and cuDNN need additional memory when they are used.
-        """
+        """Bytes of CUDA's context and kernels, without those of cuBLAS and cuDNN: a margin, rounded up."""
         if self.name == "cpu":
             return 0
         return {7: 400, 8: 500}.get(self.capability[0], 700) * 10**6
@@ -203,12 +200,10 @@ def _card(
     return GPU(name, title, capability, size, moves, flops, products, reached, within, reported, note=note)
 
 
-def _geforce(
-    title: str, capability: tuple[int, int], memory: float, bandwidth: float, tflops: float, bus: float
-) -> GPU:
+def _geforce(title: str, capability: tuple[int, int], memory: float, speed: float, tflops: float, bus: float) -> GPU:
     """Build a GeForce GPU: half precision with fp32 sums has twice the fp32 rate (half the data sheet)."""
     name, reported = title.lower().replace(" ", "-"), "NVIDIA GeForce " + re.sub(r" \d+GB$", "", title)
-    return _card(name, title, reported, capability, memory, bandwidth, (tflops / 64, tflops, tflops, 2 * tflops), bus)
+    return _card(name, title, reported, capability, memory, speed, (tflops / 64, tflops, tflops, 2 * tflops), bus)
 
 
 # Memory is torch's value on Linux: the minimum in published out-of-memory messages. It varies by about 1 % with driver

@@ -79,9 +79,7 @@ def to_device(tensor: Tensor, device: Any, dtype: torch.dtype, *options: Any) ->
 
 
 # Attention on the target GPU: choice of the kernel and its temporary memory.
-#
 # ``scaled_dot_product_attention`` would choose for a real GPU, so the choice is repeated here for the simulated one.
-#
 # Source: aten/src/ATen/native/transformers/cuda/sdp_utils.cpp and the host code of the kernels in that folder.
 
 Kernel = Literal["flash", "efficient", "cudnn", "math"]
@@ -104,13 +102,8 @@ class AttentionRules:
         sizes = query.size(-1), key.size(-1), value.size(-1)
         if cuda.cudnn_sdp_enabled() and half and self._cudnn(sizes[0], sizes[2], mask):
             return "cudnn"
-        if (
-            cuda.flash_sdp_enabled()
-            and half
-            and mask is None
-            and (same_heads or grouped)
-            and self.fits_flash(sizes, grouped)
-        ):
+        flash = cuda.flash_sdp_enabled() and half and mask is None and (same_heads or grouped)
+        if flash and self.fits_flash(sizes, grouped):
             return "flash"
         efficient = cuda.mem_efficient_sdp_enabled() and same_heads and self._efficient(query.dtype, half, sizes)
         return "efficient" if efficient else "math"
@@ -207,10 +200,7 @@ def _as_bias(mask: Tensor, query: Tensor, key: Tensor) -> Tensor:
 
 
 def counted_args(name: str, args: tuple) -> tuple:
-    """Return the arguments for torch's FLOP formula of an attention kernel: shapes instead of tensors.
-
-    Keys and values get as many heads as queries, which costs the same and which torch 2.11 requires.
-    """
+    """Return arguments for torch's FLOP formula of attention: shapes, all with the queries' heads (torch 2.11 asks)."""
     if not name.startswith("_scaled_dot_product"):
         return args
     first = 1 if name.endswith("_backward") else 0  # backward starts with the gradient

@@ -22,7 +22,7 @@ aten = torch.ops.aten
 
 GPU_DEVICE = torch.device("cuda", 0)
 MAX_KNOWN_ELEMENTS = 2**22  # max elements of integer and boolean tensors whose values are computed
-MAX_KNOWN_FLOATS = 2**16  # the same for floating-point tensors: rates, scales, additive masks, hardly any weights
+MAX_KNOWN_FLOATS = 2**16  # the same for floating-point tensors: rates, scales, additive masks, few weights
 UNINITIALISED = {aten.empty.memory_format, aten.empty_like.default, aten.empty_permuted.default}
 UNINITIALISED |= {aten.empty_strided.default, aten.new_empty.default, aten.new_empty_strided.default}
 """Operations whose results are uninitialised and therefore unknown."""
@@ -41,13 +41,11 @@ class FakeGPUMode(FakeTensorMode):
     """A fake tensor mode that knows the values of masks, positions and lengths.
 
     A model with ``if mask.all()`` must take the same branch as on a GPU. So integer, boolean and small floating-point
-    tensors carry values that follow from real tensors, constants and random numbers. Unknown values are guessed, and
-    guesses are counted.
+    tensors carry values that follow from real tensors, constants and random numbers. Guesses of others are counted.
 
     Args:
-        ranks: number of ranks. All ranks are assumed to hold the same values as this one. Reading an unknown
-            floating-point value (a loss, a norm) returns this number, the sum of ones over the ranks. All values are
-            assumed to be finite.
+        ranks: number of ranks, which are assumed to hold the same, finite values. Reading an unknown floating-point
+            value (a loss, a norm) returns this number, the sum of ones over the ranks.
     """
 
     supports_higher_order_operators = True
@@ -266,10 +264,9 @@ def _is_pinned(func: Any, args: Any, kwargs: dict[str, Any]) -> bool:
 
 
 def _on_a_device(func: Any, kwargs: dict[str, Any]) -> dict[str, Any]:
-    """Replace the device meta, which C++ sees for simulated tensors, by the GPU; drop ``pin_memory``.
+    """Replace the device meta, which C++ sees for simulated tensors, by the GPU; drop ``pin_memory``, which needs one.
 
-    Pinned memory needs a real GPU. A scalar that C++ creates for ``torch.where`` stays on the host, where it can be
-    combined with tensors of both devices.
+    A scalar that C++ creates for ``torch.where`` stays on the host: it can be combined with tensors of both devices.
     """
     device = kwargs.get("device")
     if device is not None and torch.device(device).type == "meta":
@@ -279,7 +276,6 @@ def _on_a_device(func: Any, kwargs: dict[str, Any]) -> dict[str, Any]:
 
 # CUDA's autocast for simulated tensors. Torch's casts check a tensor's device, which is ``meta`` in C++. So they are
 # replaced, with the same lists of operations and the same cache of cast weights, which ends with the autocast context.
-#
 # Source of the lists: aten/src/ATen/autocast_mode.h. The dispatcher's registrations show whether they are complete.
 
 CASTS = {  # operations cast to the lower type, to fp32, with a result in fp32, and to the widest type of the inputs
@@ -361,15 +357,8 @@ def _with_float32_result(args: tuple, kwargs: dict[str, Any], names: list[str]) 
 
 def _cast(value: Tensor, dtype: torch.dtype) -> Tensor:
     """Cast ``value`` to ``dtype``; an fp32 weight's copy is cached until the autocast context ends."""
-    kept = (
-        value.dtype == torch.float32
-        and value.requires_grad
-        and value.is_leaf
-        and value._base is None
-        and dtype == torch.get_autocast_dtype("cuda")
-        and torch.is_autocast_cache_enabled()
-    )
-    if not kept:
+    is_weight = value.dtype == torch.float32 and value.requires_grad and value.is_leaf and value._base is None
+    if not (is_weight and dtype == torch.get_autocast_dtype("cuda") and torch.is_autocast_cache_enabled()):
         return value.to(dtype)
     if id(value) not in cast_weights:
         cast_weights[id(value)] = (value, value.to(dtype))

@@ -19,15 +19,12 @@ BASE = 14e-6  # fixed seconds of a collective: ``baseLat`` of NCCL's LL128 proto
 NVLINK_HOP, PCIE_HOP, RDMA_HOP = 1.9e-6, 2.5e-6, 4e-6
 # Over TCP: 8 bytes took 38 to 46 µs between two nodes (github.com/NVIDIA/nccl-tests/issues/82), including ``BASE``.
 TCP_HOP = 20e-6
-# Fraction that NCCL reaches with TCP: "no more than 60 % of wire speed" at 32 Gbit/s, 4 to 6 of 12.5 GB/s at
-# 100 (github.com/NVIDIA/nccl/issues/209, /450). RDMA reaches ``LINK_EFFICIENCY``: 600 of 800 Gbit/s over RoCE (issue
-# 495).
+# Fraction that NCCL reaches with TCP: "no more than 60 % of wire speed" at 32 Gbit/s, 4 to 6 of 12.5 GB/s at 100
+# (github.com/NVIDIA/nccl/issues/209, /450). RDMA reaches ``LINK_EFFICIENCY``: 600 of 800 Gbit/s over RoCE (/495).
 TCP = 0.6
 TREE = 0.9  # bandwidth of a tree relative to a ring
-DEFAULT_NETWORKS, DEFAULT_NETWORK = (
-    "25gbe,100gbe,8x-ib-hdr",
-    "ib-hdr",
-)  # interconnects compared by default, and that of a single plan
+DEFAULT_NETWORKS = "25gbe,100gbe,8x-ib-hdr"  # interconnects that are compared by default
+DEFAULT_NETWORK = "ib-hdr"  # default interconnect of a single plan
 
 
 @dataclass(frozen=True)
@@ -96,11 +93,8 @@ class Interconnect:
         rounds = 2 if op == "all_reduce" else 1
         hops, between = rounds * (group.ranks - 1), rounds * (group.nodes - 1)
         rate = self.rate(group)
-        ring = (
-            (hops - between) * self.intra_node.latency
-            + between * self.inter_node.latency
-            + sent(op, size, group) / rate
-        )
+        latency = (hops - between) * self.intra_node.latency + between * self.inter_node.latency
+        ring = latency + sent(op, size, group) / rate
         if op != "all_reduce":
             return BASE + ring
         levels = group.ranks // group.nodes - 1
@@ -125,10 +119,7 @@ def sent(op: str, size: int, group: RankGroup) -> float:
 
 
 def interconnects(text: str, gpu: GPU) -> list[Interconnect]:
-    """Parse ``--interconnect``: names separated by commas, each ``BETWEEN`` or ``WITHIN+BETWEEN``.
-
-    Without ``WITHIN``, it is the link of the GPU's data sheet. An unknown or repeated name is a ``RecipeError``.
-    """
+    """Parse ``--interconnect``: comma-separated ``BETWEEN`` or ``WITHIN+BETWEEN``, by default the GPU's own link."""
     names = [name.strip().lower() for name in text.split(",")]
     require(len(set(names)) == len(names), f"--interconnect={text} contains a name twice: give each once")
     return [_interconnect(name, gpu) for name in names]
@@ -149,9 +140,8 @@ def _interconnect(name: str, gpu: GPU) -> Interconnect:
 
 def _unknown(name: str, part: str, near: list[str], where: str, known: Iterable[str]) -> RecipeError:
     error = f"--interconnect={name}: {part!r} is not a known link {where}{suggest_name(part, near) or '.'}"
-    return RecipeError(
-        f"{error} Known: {', '.join(known)}, as in 100gbe, 8x-ib-hdr (eight adapters in a node) or pcie-4+25gbe"
-    )
+    forms = "as in 100gbe, 8x-ib-hdr (eight adapters in a node) or pcie-4+25gbe"
+    return RecipeError(f"{error} Known: {', '.join(known)}, {forms}")
 
 
 def intra_node_link(gpu: GPU) -> Link:

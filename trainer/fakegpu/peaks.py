@@ -42,7 +42,7 @@ def peaks_to_json(
 
 @dataclass(frozen=True)
 class Timeline:
-    """Some 2000 moments at most, for a stacked plot; those of both peaks are among them."""
+    """Points for a stacked plot: about 2000 at most, including both peaks."""
 
     events: list[int]  # index of the event that each point is just after
     allocated: dict[Category, list[int]]  # bytes at each point; the categories add up to what is allocated
@@ -59,10 +59,8 @@ class Replay:
     allocated_at: int | None  # index of the event at the allocated peak; ``None`` if nothing was allocated
     allocated_phase: str | None  # its phase
     phases: dict[str, PhasePeak]  # peaks within each phase, in the order in which they first came
-    live_by_source: dict[
-        tuple[Category, str, str], int
-    ]  # at the allocated peak, by (category, op, phase); the largest first
-    blocks: list[Event]  # that asked for what is in use at the allocated peak, one for each block
+    live_by_source: dict[tuple[Category, str, str], int]  # at this peak, by (category, op, phase); largest first
+    blocks: list[Event]  # allocations of the blocks in use at the allocated peak
     reserved_then: int  # reserved at the allocated peak
     timeline: Timeline
 
@@ -81,7 +79,7 @@ class Replay:
 
 
 class _Moment(NamedTuple):
-    """Bytes after an event: of its block, negative if it was freed; allocated; and reserved."""
+    """Bytes after an event. ``size`` is its block's, negative for a free."""
 
     size: int
     allocated: int
@@ -89,28 +87,15 @@ class _Moment(NamedTuple):
 
 
 def replay(run: Trace | Sequence[Event], settings: AllocatorSettings | None = None) -> Replay:
-    """Replay the allocations of a trace or of a list of events, whose blocks then all count as temporaries.
-
-    Raises:
-        ValueError: a block is allocated twice, or freed while not in use.
-    """
+    """Replay a trace, or a list of events, whose blocks are all temporaries; a ValueError for an impossible event."""
     events, categories = (run.events, run.categories) if isinstance(run, Trace) else (run, {})
     allocator = CachingAllocator(settings)
     history = _history(allocator, events)
     at = max(range(len(history)), key=lambda index: history[index].allocated, default=None)
     timeline, alive, blocks = _second_pass(events, categories, history, at)
-    return Replay(
-        allocator.peak_allocated,
-        allocator.peak_reserved,
-        allocator.peak_requested,
-        at,
-        None if at is None else events[at].phase,
-        _phases(events, history),
-        alive,
-        blocks,
-        0 if at is None else history[at].reserved,
-        timeline,
-    )
+    peaks = allocator.peak_allocated, allocator.peak_reserved, allocator.peak_requested
+    phase, reserved = (None, 0) if at is None else (events[at].phase, history[at].reserved)
+    return Replay(*peaks, at, phase, _phases(events, history), alive, blocks, reserved, timeline)
 
 
 def timeline_of(memory: Replay, trace: Trace) -> dict[str, Any]:
@@ -164,10 +149,8 @@ def _phases(events: Sequence[Event], history: Sequence[_Moment]) -> dict[str, Ph
         indices = list(group)
         moments = history[max(indices[0] - 1, 0) : indices[-1] + 1]
         before = peaks.get(phase, PhasePeak(0, 0))
-        peaks[phase] = PhasePeak(
-            max(before.allocated, *(one.allocated for one in moments)),
-            max(before.reserved, *(one.reserved for one in moments)),
-        )
+        allocated = max(before.allocated, *(one.allocated for one in moments))
+        peaks[phase] = PhasePeak(allocated, max(before.reserved, *(one.reserved for one in moments)))
     return peaks
 
 
@@ -198,7 +181,7 @@ def _second_pass(
 
 
 def _points(history: Sequence[_Moment]) -> list[int]:
-    """Indices of events: those with the most allocated and the most reserved in each bucket, and the last."""
+    """Return the indices of the events with the most allocated and reserved in each bucket, and the last index."""
     count = len(history)
     if count <= 2 * BUCKETS:
         return list(range(count))

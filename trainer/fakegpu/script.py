@@ -1,7 +1,6 @@
-"""``trainer plan --script``: a training script, as it is, on a simulated GPU, for a few optimizer steps.
+"""``trainer plan --script``: run an unchanged training script on a simulated GPU for a few optimizer steps.
 
-It runs in a process of its own, which ends without any cleaning up when the last of the steps has been taken: what the
-script would write after that is not written.
+The script runs in a separate process, which exits right after the last of these steps, without cleanup.
 """
 
 from __future__ import annotations
@@ -29,8 +28,8 @@ from trainer.system.processes import ProcessSession, python_command
 
 START = "from trainer.fakegpu.script import child_main; child_main()"
 LOG = "script.log"
-GRACE = 90.0  # seconds until torch and the planner are imported, and until the result is drawn
-# What a launcher has set: one process is planned, which must not wait for others.
+GRACE = 90.0  # additional seconds for imports and for the result
+# Environment variables of launchers. They are removed because the planned process must not wait for other ranks.
 LAUNCHED = re.compile(
     r"(LOCAL_|GROUP_|ROLE_|NODE_)?(RANK|WORLD_SIZE)|MASTER_(ADDR|PORT)|(TORCHELASTIC|OMPI_COMM_WORLD|PMIX?)_.*"
     r"|SLURM_(PROCID|LOCALID|NODEID|NPROCS|NTASKS.*|TASKS_PER_NODE|NNODES|STEP_.*)"
@@ -44,11 +43,11 @@ class Script:
     path: str
     args: Sequence[str]
     out: str  # folder for what the script prints
-    gpu: str | None = None  # by default that of this machine
+    gpu: str | None = None  # name of the card; by default this machine's
     budget: str | None = None
-    steps: int = 3  # of one optimizer, after which it is stopped
-    seconds: int = 600  # that it may take
-    configs: Mapping[str, str] = field(default_factory=dict)  # these three are as for ``MissingFilePatches``
+    steps: int = 3  # number of steps of one optimizer after which the script is stopped
+    seconds: int = 600  # time limit
+    configs: Mapping[str, str] = field(default_factory=dict)  # this and the next two: see ``MissingFilePatches``
     columns: str = ""
     rows: int = 1000
 
@@ -59,8 +58,10 @@ class Script:
 
 
 def plan_script(script: Script) -> dict[str, Any]:
-    """What the script takes: ``FakeGPU.to_json()`` and ``picture``, ``text`` for a person and ``outlined``, what
-    was missing. A ``RecipeError`` if it fails, takes no step or too long, or wants what is not here."""
+    """Return ``FakeGPU.to_json()`` with ``picture``, readable ``text`` and ``outlined``: the files that were missing.
+
+    Raises a ``RecipeError`` if the script fails, takes no step, takes too long or needs a missing file.
+    """
     ours, theirs = Pipe(duplex=False)
     environment = {name: text for name, text in os.environ.items() if not LAUNCHED.fullmatch(name)}
     with script.log.open("wb") as log, TemporaryFile() as stopped:
@@ -70,7 +71,7 @@ def plan_script(script: Script) -> dict[str, Any]:
         process = ProcessSession(words, environment, stdout=log, stderr=subprocess.STDOUT, pass_fds=files)
         theirs.close()
         answer, code = _answer(process, ours, script.seconds + GRACE)
-        stopped.seek(0)  # it holds a traceback if the time was over, and nothing otherwise
+        stopped.seek(0)  # contains a traceback after a timeout only
         dump = stopped.read()
         log.write(dump)
     if "gpu" in answer:
@@ -84,7 +85,7 @@ def _answer(watched: ProcessSession, ours: Connection, seconds: float) -> tuple[
     try:
         if ours.poll(seconds):
             answer = json.loads(ours.recv_bytes())
-    except (EOFError, OSError):  # it has ended without an answer
+    except (EOFError, OSError):  # the process ended without an answer
         watched.process.wait()
     finally:
         code = watched.process.poll()
@@ -132,7 +133,7 @@ def _trace(script: Script, end: Callable[[Callable[[], Any]], None], stopped: in
     columns, taken = columns_of(script.columns), dict[int, int]()
     if (card := gpu_named(script.gpu) if script.gpu else gpu_here()) is None:
         raise RecipeError(f"no GPU found: choose one with --gpu: {', '.join(sorted(GPUS))}")
-    os.environ["CUDA_VISIBLE_DEVICES"] = ""  # nothing may use the real one from here on
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""  # from here on, the real GPU must not be used
     with fake_gpu(card) as gpu:
         gpu.capacity, cut = budget_bytes(script.budget, card, 1), reduced_budget_note(script.budget, card, 1)
 
@@ -173,7 +174,7 @@ def _trace(script: Script, end: Callable[[Callable[[], Any]], None], stopped: in
 
 
 def _described(path: str, error: BaseException) -> str:
-    """The last line of the traceback, and the line of the script, or of a file next to it, that led there."""
+    """Return the last line of the traceback, and the innermost line of the script or of a file next to it."""
     if isinstance(error, SystemExit):
         return f"{path} has ended itself with {error.code!r}"
     frames = traceback.extract_tb(error.__traceback__)

@@ -1,7 +1,7 @@
-"""What a script asks of hubs, data sets and disks, answered by outlines where the thing itself is missing.
+"""Outlines that replace missing models, tokenizers and data sets of a script.
 
-An outline has shapes, lengths and classes, and no content: enough to plan with. Weights are not read even if they are
-there. All of it changes the libraries for the rest of the process: for the child of :mod:`trainer.fakegpu.script` only.
+An outline has shapes, lengths and classes, but no content. Weights are never read, even if they exist. Libraries stay
+changed until the process ends, so only the child of :mod:`trainer.fakegpu.script` uses this module.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ IMAGES |= {f"CIFAR{classes}": (32, 3, classes, 50_000, 10_000) for classes in (1
 TOKENIZER_FILES = ("tokenizer.*", "vocab*", "merges*", "*spiece.model", "*.tiktoken")
 SPECIAL = {f"{name}_token": f"{name}_token" for name in ("pad", "unk", "bos", "eos", "cls", "sep", "mask")}
 CHAT = "{% for message in messages %}{{ message['role'] + ': ' + message['content'] + '\n' }}{% endfor %}"
-LETTERS = 4  # of English in a token of a vocabulary of 30 to 100 thousand, roughly
+LETTERS = 4  # approximate characters per token of English, for vocabularies of 30,000 to 100,000 tokens
 COLUMN = re.compile(r"([^:]+):(str|chat|int|float|image)(?::(\d{1,6}))?")
 KINDS = "NAME:KIND, where KIND is str:CHARACTERS, chat:CHARACTERS, int:CLASSES, float or image:SIDE"
 UNREAD = "weights are not read: models have the shapes that their configuration says"
 KERNELS = "Triton's kernels are not in the time of a step; what they fill is counted"
-SILENT = {  # by module: functions that do nothing here, and what to say of it
+SILENT = {  # by module: functions that become no-ops, and the note for each call
     "safetensors.torch": ("save_file save_model", ""),
     "lightning.fabric.utilities.cloud_io": ("_atomic_save", ""),
     "lightning_fabric.utilities.cloud_io": ("_atomic_save", ""),
@@ -48,11 +48,11 @@ SILENT = {  # by module: functions that do nothing here, and what to say of it
 
 
 class MissingConfig(RecipeError, OSError):
-    """A model of the hub of which nothing is known."""
+    """Raised when the configuration of a hub model is missing."""
 
 
-class NoOpObject(float):  # a number, so that what a metric computes can be compared, printed and written
-    """Takes every call and does nothing: a writer of logs, a metric, the weights in a file that is not read."""
+class NoOpObject(float):  # a number, so that a metric's result can be compared, formatted and saved
+    """Stands in for a log writer, a metric or a file's weights: accepts every call and does nothing."""
 
     __getattr__ = __call__ = __getitem__ = __enter__ = lambda self, *args, **options: self
     __setitem__ = __exit__ = lambda self, *args: None
@@ -61,10 +61,9 @@ class NoOpObject(float):  # a number, so that what a metric computes can be comp
 
 
 class MissingFilePatches(MetaPathFinder):
-    """Changes torch now, and other libraries right after the script has imported them; ``notes`` says what was missing.
+    """Patches torch now, and other libraries when the script imports them; ``notes`` lists what was missing.
 
-    ``configs`` are folders by the name that the script asks the hub for, ``columns`` those of missing data sets, as
-    :func:`columns_of` reads them, and ``rows`` how many they have.
+    ``configs`` maps hub names to folders. Missing data sets get ``columns`` (see :func:`columns_of`) and ``rows``.
     """
 
     def __init__(self, configs: Mapping[str, str], columns: Mapping[str, tuple[str, int]], rows: int) -> None:
@@ -86,7 +85,7 @@ class MissingFilePatches(MetaPathFinder):
         sys.meta_path.insert(0, self)
 
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> Any:
-        """The spec that the other finders have, with the change behind it."""
+        """Return the spec of the other finders, whose loader then also patches the module."""
         if name not in (*self.patches, *SILENT):
             return None
         sys.meta_path.remove(self)
@@ -110,7 +109,7 @@ class MissingFilePatches(MetaPathFinder):
             self._disable(getattr(module, owner) if owner else module, attribute, said)
 
     def note(self, line: str) -> NoOpObject:
-        """Say it once."""
+        """Add a note unless it is empty or exists."""
         self.notes += [line] if line and line not in self.notes else []
         return NoOpObject()
 
@@ -123,7 +122,7 @@ class MissingFilePatches(MetaPathFinder):
     def _with_fallback(
         self, owner: Any, name: str, outline: Callable[..., Any], errors: Any = (OSError, ValueError)
     ) -> None:
-        """Where ``owner.name`` fails with one of ``errors``, call ``outline`` with the error and its arguments."""
+        """Call ``outline`` with the error and the arguments if ``owner.name`` raises one of ``errors``."""
         before = inspect.getattr_static(owner, name)
         original = getattr(before, "__func__", before)
 
@@ -140,7 +139,7 @@ class MissingFilePatches(MetaPathFinder):
         setattr(owner, name, classmethod(function) if isinstance(before, classmethod) else function)
 
     def _torch(self) -> None:
-        """Weights have shapes, wherever they come from, and are not saved; what is read as an array is real."""
+        """Patch torch so that weights are neither loaded nor saved, and arrays have real values."""
         load = nn.Module.load_state_dict
 
         def load_state_dict(module: nn.Module, state: Any, *args: Any, **options: Any) -> Any:
@@ -149,12 +148,12 @@ class MissingFilePatches(MetaPathFinder):
         def forward(parallel: Any, *args: Any, **options: Any) -> Any:  # on one device, without its streams
             return parallel.module(*args, **options)
 
-        def tolist(tensor: Any) -> Any:  # torch's reads one element after the other
+        def tolist(tensor: Any) -> Any:  # torch's reads each element separately
             return tensor.numpy().tolist()
 
         for owner, function in ((nn.Module, load_state_dict), (nn.DataParallel, forward), (FakeTensor, tolist)):
             setattr(owner, function.__name__, function)
-        for name in ("numpy", "__deepcopy__"):  # of real tensors
+        for name in ("numpy", "__deepcopy__"):  # for real tensors
             setattr(torch.Tensor, name, run_inside(_disable_current_modes, getattr(torch.Tensor, name)))
         self._disable(torch, "save")
         self._disable(torch.hub, "load_state_dict_from_url", UNREAD)
@@ -165,8 +164,8 @@ class MissingFilePatches(MetaPathFinder):
         if "config.json" not in filenames:
             raise error
         raise MissingConfig(
-            f"the script wants config.json of {str(path_or_repo_id)!r}, which is neither here nor to be had from the "
-            f"hub: a folder with that file, without weights, is enough: --config {path_or_repo_id}=FOLDER"
+            f"config.json of {str(path_or_repo_id)!r} is neither here nor available from the hub: "
+            f"give a folder with that file, weights are not needed: --config {path_or_repo_id}=FOLDER"
         )
 
     def _models(self, module: Any) -> None:
@@ -178,12 +177,10 @@ class MissingFilePatches(MetaPathFinder):
             if not isinstance(config, module.PreTrainedConfig):
                 path = self.configs.get(str(config or name), config or name)
                 config, options = cls.config_class.from_pretrained(path, return_unused_kwargs=True, **options)
-            require(
-                not getattr(config, "quantization_config", None),
-                f"{name} has quantised weights (quantization_config in its config.json), which cannot be planned yet: "
-                f"say --config {name}=FOLDER with a config.json without it",
-            )
-            own = {"attn_implementation", *inspect.signature(cls.__init__).parameters}  # others are about loading
+            fix = f"give a config.json without quantization_config: --config {name}=FOLDER"
+            plain = not getattr(config, "quantization_config", None)
+            require(plain, f"{name} has quantised weights, which cannot be planned yet: {fix}")
+            own = {"attn_implementation", *inspect.signature(cls.__init__).parameters}  # others control loading
             kept = {key: value for key, value in options.items() if key in own}
             dtype = config.dtype or torch.float32 if dtype in ("auto", None) else dtype
             model = cls._from_config(config, dtype=dtype, **kept).eval()
@@ -237,12 +234,12 @@ class MissingFilePatches(MetaPathFinder):
     # data
 
     def _dataset(self, error: Exception, path: str, *args: Any, split: Any = None, **options: Any) -> Any:
-        absent = isinstance(error, OSError) or "Couldn't find cache" in str(error)  # others are about what is there
+        absent = isinstance(error, OSError) or "Couldn't find cache" in str(error)  # other errors need a file to exist
         if not absent or options.get("data_files") or options.get("data_dir") or Path(path).exists():
             raise error
         flags = "--columns text:str:1000,label:int:2 --rows 1000"
-        missing = f"the data set {path!r} is neither here nor to be had from the hub"
-        require(bool(self.columns), f"{missing}: say what its columns are, for an outline: {flags} ({error})")
+        missing = f"the data set {path!r} is neither here nor available from the hub"
+        require(bool(self.columns), f"{missing}: give its columns, for an outline: {flags} ({error})")
         import datasets
 
         made = {name: _column(kind, number, self.rows) for name, (kind, number) in self.columns.items()}
@@ -279,7 +276,7 @@ def _why(error: Exception | None) -> str:
 
 
 def columns_of(text: str) -> dict[str, tuple[str, int]]:
-    """``text:str:500,label:int`` as ``{"text": ("str", 500), "label": ("int", 0)}``."""
+    """Parse ``--columns``: ``text:str:500,label:int`` becomes ``{"text": ("str", 500), "label": ("int", 0)}``."""
     found = {}
     for part in filter(None, text.split(",")):
         if (match := COLUMN.fullmatch(part)) is None:

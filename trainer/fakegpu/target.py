@@ -22,11 +22,11 @@ Workspaces = Literal["kept, and one a call", "kept", "one a call"]
 """Whether matrix products allocate a workspace once for each thread and stream, and keep it, or at each call. Before
 torch 2.9, products with a bias had an additional one. Source: aten/src/ATen/cuda/CublasHandlePool.cpp."""
 
-# The version after which torch prefers its attention; wheels for CUDA 12.9 and before have older ones.
+# cuDNN's version after which torch prefers its attention; wheels for CUDA up to 12.9 have older ones.
 FAST_CUDNN = 91500
-OLDEST, NEWEST = (2, 11), (2, 15)  # versions of torch whose insides this was written for and tested with
-# The oldest whose kernels can be asked for: of published peaks of torch 2.4 to 2.6 seven were compared, the worst 0.4 %
-# off. What differs before (flash attention 1, the softmax of 1.10) was adapted to the figures that it is compared with.
+OLDEST, NEWEST = (2, 11), (2, 15)  # range of tested versions of torch
+# The oldest version that a plan may name. Errors are at most 0.4 % for seven published peaks of torch 2.4 to 2.6. Rules
+# for older versions (flash attention 1, the softmax of 1.10) were fitted to the peaks that they are compared with.
 OLDEST_KERNELS = (2, 4)
 
 
@@ -42,7 +42,7 @@ class Target:
     def __post_init__(self) -> None:
         named = (*self.torch_version, *OLDEST_KERNELS, *NEWEST)
         known = OLDEST_KERNELS <= self.version <= max(NEWEST, installed_version())
-        require(known, "torch_version={}.{}: kernels are known of torch {}.{} to {}.{}".format(*named))
+        require(known, "torch_version={}.{}: kernels are known for torch {}.{} to {}.{}".format(*named))
 
     @classmethod
     def here(cls, gpu: GPU, joined_by: str = DEFAULT_NETWORK) -> Target:
@@ -69,7 +69,7 @@ class Target:
     @property
     def attention(self) -> AttentionRules:
         """The rules for attention kernels. A CPU build of torch has no cuDNN, so a fast one is assumed."""
-        asked = self.version >= (2, 10) and self.gpu.capability in WITH_CUDNN  # others than these it may refuse
+        asked = self.version >= (2, 10) and self.gpu.capability in WITH_CUDNN  # cuDNN may reject other GPUs
         return AttentionRules(self.gpu.capability, asked and (torch.backends.cudnn.version() or 10**6) > FAST_CUDNN)
 
     @property
@@ -96,15 +96,15 @@ def gpu_here() -> GPU | None:
         return gpu_of(query_gpus()[torch.cuda.current_device()])
     found: list[dict[str, Any]] = []
     with suppress(RunError):
-        found = run_in_child(query_gpus, sees_gpu=True)  # faster than a new one
-    if not found and torch.cuda.is_available():  # this process has begun with CUDA in a way that it does not tell
+        found = run_in_child(query_gpus, sees_gpu=True)  # a fork is faster than a new interpreter
+    if not found and torch.cuda.is_available():  # this process uses CUDA although is_initialized() is False
         with suppress(RunError):
             found = query_gpus_in_child()
     return gpu_of(found[0]) if found else None
 
 
 def budget_bytes(text: str | None, gpu: GPU, ranks: int) -> int:
-    """Bytes that torch's allocator may take: the budget, if there is one, but no more than the GPU has left for it."""
+    """Return the bytes that torch's allocator may take: the budget, if any, but at most the GPU's usable memory."""
     usable = usable_memory(gpu, ranks)
     return usable if text is None else int(min(parse_budget(text, gpu.memory), usable))
 

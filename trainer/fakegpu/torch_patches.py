@@ -1,8 +1,7 @@
 """Patches that make torch's Python code see a simulated CUDA device.
 
 Python sees tensors on ``cuda:0``. C++ sees them on meta, so autograd works on any build of torch without a GPU, driver
-or memory. Code that chooses by device (autocast, attention, dropout, optimizers, FSDP2) gets the answers of the target
-GPU. All patches apply within :func:`patched_torch`.
+or memory. Code that chooses by device gets the answers of the target GPU. Patches apply within :func:`patched_torch`.
 """
 
 from __future__ import annotations
@@ -80,8 +79,7 @@ def patch(owner: Any, **attributes: Any) -> None:
 def patched_torch(target: Target, ranks: int = 1) -> Iterator[list[str]]:
     """Simulate ``target`` (a card or the CPU) as this process's device, with ``ranks`` such devices on the machine.
 
-    Yields warnings. All changes to torch are undone at the end. Raises a ``RunError`` if this process already uses a
-    real or simulated GPU.
+    Yields warnings and undoes all changes at the end. A process that already uses any GPU is a ``RunError``.
     """
     global _library
     if _library is not None:
@@ -110,24 +108,21 @@ def _install(library: torch.library.Library, target: Target, ranks: int) -> list
     patch_fsdp()
     with warnings.catch_warnings():  # torch warns about replaced kernels
         warnings.simplefilter("ignore")
-        patch(torch, clear_autocast_cache=torch.clear_autocast_cache)  # which the next line replaces
+        patch(torch, clear_autocast_cache=torch.clear_autocast_cache)  # so that its replacement below is undone
         uncast = install_autocast(library, is_on_gpu)
         install_kernels(library, target.attention)
     if OLDEST <= installed_version() <= NEWEST:
         return []
-    what = f"; autocast also casts {', '.join(uncast)}, which are left alone here" if uncast else ""
-    return [
-        f"torch {torch.__version__} is not among the versions that predictions were tested with "
-        f"({OLDEST[0]}.{OLDEST[1]} to {NEWEST[0]}.{NEWEST[1]}): attention kernels, casts and the buffers of FSDP may "
-        f"differ, and with them the predicted memory{what}"
-    ]
+    what = f"; autocast also casts {', '.join(uncast)}, which is not simulated" if uncast else ""
+    tested = f"{OLDEST[0]}.{OLDEST[1]} to {NEWEST[0]}.{NEWEST[1]}"
+    differ = "attention kernels, casts and FSDP's buffers may differ, and with them the predicted memory"
+    return [f"predictions were tested with torch {tested}, not {torch.__version__}: {differ}{what}"]
 
 
 def _apply(module: nn.Module, change: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
-    """``Module._apply``, which would exchange the insides of tensors; fake ones do not allow that.
+    """Replace ``Module._apply``, which would swap the contents of tensors; fake tensors do not allow that.
 
-    Children come first, parameters stay the same objects unless they leave meta, and each old tensor is freed before
-    the next is moved.
+    Parameters stay the same objects unless they leave meta. Each old tensor is freed before the next one is moved.
     """
     if recurse:
         for child in module.children():
@@ -148,8 +143,7 @@ def _apply(module: nn.Module, change: Callable[[Tensor], Tensor], recurse: bool 
 
 
 def patch_modules() -> None:
-    """Modules move their parameters, and compile nothing; recurrent ones leave theirs in place. A tensor with replaced
-    data is on the new device for Python, too; fake memory has addresses, as code compares where tensors are."""
+    """Let modules move fake parameters and compile nothing; let tensors have addresses, and the device of new data."""
     data: Any = torch._C.TensorBase.data
     address: Any = torch.UntypedStorage.data_ptr
 
@@ -166,10 +160,10 @@ def patch_modules() -> None:
     def of_tensor(tensor: Tensor) -> int:
         return tensor.untyped_storage()._cdata + tensor.storage_offset() * tensor.element_size()
 
-    def written(tensor: Tensor, spec: str) -> str:  # f"{loss:.3f}", which torch allows no subclass
+    def written(tensor: Tensor, spec: str) -> str:  # f"{loss:.3f}"; torch rejects subclasses here
         return format(tensor.item(), spec) if spec and not tensor.dim() else str(tensor)
 
-    def deepcopy(tensor: Any, memo: dict[int, Any]) -> Any:  # torch's would copy memory that is not there
+    def deepcopy(tensor: Any, memo: dict[int, Any]) -> Any:  # torch's would copy memory that does not exist
         if not tensor.is_leaf or id(tensor) in memo:
             return memo.get(id(tensor)) if tensor.is_leaf else by_storage(tensor, memo)
         with torch.no_grad():
@@ -178,25 +172,25 @@ def patch_modules() -> None:
         twin.grad = None if tensor.grad is None else deepcopy(tensor.grad, memo)
         return twin
 
-    def pickled(tensor: Any, protocol: Any) -> Any:  # without data: a checkpoint is written and read at no cost
+    def pickled(tensor: Any, protocol: Any) -> Any:  # without data, so checkpoints cost nothing
         return _unpickled, (tensor.shape, tensor.stride(), tensor.dtype, tensor.device, tensor.requires_grad)
 
     def numpy(tensor: Any, *, force: bool = False) -> Any:
         with no_dispatch():
             return tensor.fake_mode.read(tensor).numpy()
 
-    def tensor_of(data: Any, **options: Any) -> Tensor:  # torch's reads the numbers in a list below any dispatch
+    def tensor_of(data: Any, **options: Any) -> Tensor:  # torch's reads the numbers of a list without dispatch
         listed = isinstance(data, list) and any(isinstance(item, FakeTensor) for item in data)
         return make([item.tolist() for item in data] if listed else data, **options)
 
     by_storage, make = torch.Tensor.__deepcopy__, torch.tensor
     _undo_stack.enter_context(torch.serialization.safe_globals([_unpickled]))
-    _device_constructors()  # kept by torch, with the functions that are replaced below
+    _device_constructors()  # torch caches the functions that are replaced below
     patch(FakeTensor, __deepcopy__=deepcopy, __reduce_ex__=pickled, numpy=numpy)
     patch(torch.Tensor, share_memory_=lambda tensor: tensor)
     patch(torch, tensor=tensor_of)
     patch(nn.Module, _apply=_apply, compile=lambda module, *args, **options: None)
-    patch(nn.RNNBase, flatten_parameters=lambda module: None)  # they take as much memory in one block
+    patch(nn.RNNBase, flatten_parameters=lambda module: None)  # one block would need the same memory
     patch(FakeTensor, data=property(data.__get__, set_data), data_ptr=of_tensor, __format__=written)
     patch(torch.UntypedStorage, data_ptr=of_storage)
 
@@ -206,7 +200,7 @@ def _unpickled(shape: Any, stride: Any, dtype: torch.dtype, device: torch.device
 
 
 def patch_tensors() -> None:
-    """Fake tensors are on the device that Python names; C++ is told that they are on meta, with the keys of theirs."""
+    """Put fake tensors on Python's device, but on meta for C++, with the dispatch keys of Python's device."""
     make = torch._C.TensorBase._make_subclass
 
     def make_subclass(cls: Any, data: Any, requires_grad: bool = False, **options: Any) -> Any:
@@ -240,7 +234,7 @@ def patch_tensors() -> None:
 
 
 def _to(move: Callable[..., Any], moved: int = 1) -> Callable[..., Any]:
-    """``Tensor.to``: ``"cuda"``, ``0`` and a tensor's device are the GPU, without a driver; ``moved`` come first."""
+    """Wrap ``Tensor.to``: ``"cuda"``, ``0`` or a tensor's device at position ``moved`` is the GPU, without a driver."""
 
     def placed(where: Any) -> tuple[Any, ...]:
         if isinstance(where, Tensor):
@@ -259,17 +253,11 @@ def _to(move: Callable[..., Any], moved: int = 1) -> Callable[..., Any]:
 
 
 def patch_cuda(target: Target, ranks: int) -> None:
-    """Make ``torch.cuda`` answer for the target; this machine has ``ranks`` of them."""
+    """Make ``torch.cuda`` answer for a machine with ``ranks`` GPUs like the target."""
     gpu, major = target.gpu, target.gpu.capability[0]
-    properties = SimpleNamespace(  # the few that libraries ask for before they choose
-        L2_cache_size=L2_CACHE.get(gpu.capability, 0),  # at 0 timm's lion takes all weights at once: the most
-        name=gpu.title,
-        total_memory=gpu.memory,
-        major=major,
-        minor=gpu.capability[1],
-        multi_processor_count=100,  # about what large cards have; memory does not depend on it
-        warp_size=32,
-    )
+    known = {"name": gpu.title, "total_memory": gpu.memory, "major": major, "minor": gpu.capability[1], "warp_size": 32}
+    known["L2_cache_size"] = L2_CACHE.get(gpu.capability, 0)  # at 0, timm's lion updates all weights at once: the most
+    properties = SimpleNamespace(**known, multi_processor_count=100)  # typical of large cards; no effect on memory
     says: dict[str, Any] = dict.fromkeys(NOTHING.split())
     says |= dict.fromkeys(("is_available", "is_initialized", "can_device_access_peer"), True)
     says |= dict.fromkeys(("current_device", "_exchange_device", "_maybe_exchange_device", "utilization"), 0)
@@ -287,8 +275,7 @@ def patch_cuda(target: Target, ranks: int) -> None:
 
 
 def patch_updates() -> None:
-    """Gradients are scaled and never overflow; optimizers take the fused paths that they have for CUDA. Updates that
-    they compile work in place, without intermediate tensors; models are traced as they are."""
+    """Let optimizers use their fused CUDA paths, GradScaler never overflow, and compiled updates work in place."""
 
     def compiled(function: Any = None, **options: Any) -> Any:
         if function is None:  # as a decorator with options
@@ -296,16 +283,16 @@ def patch_updates() -> None:
         return (lambda *args: None) if getattr(function, "__module__", "").startswith("torchao.") else function
 
     def step(scaler: Any, optimizer: Any, found: Any, *args: Any, **options: Any) -> Any:
-        return optimizer.step(*args, **options)  # the flag that it would read has no value
+        return optimizer.step(*args, **options)  # the overflow flag has no value
 
     by_device = _foreach_utils._group_tensors_by_device_and_dtype
 
-    def group(*args: Any, **options: Any) -> Any:  # by a device that C++ names
+    def group(*args: Any, **options: Any) -> Any:  # C++ groups by its own device, meta
         found = by_device(*args, **options)
         return {(GPU_DEVICE if device.type == "meta" else device, dtype): v for (device, dtype), v in found.items()}
 
     patch(torch, compile=compiled)
-    patch(torch.backends.mha, get_fastpath_enabled=lambda: False)  # nested tensors, which cannot be traced
+    patch(torch.backends.mha, get_fastpath_enabled=lambda: False)  # its nested tensors cannot be traced
     patch(DataLoader, __iter__=_real_batches)
     batches: Any = _SingleProcessDataLoaderIter
     patch(batches, __next__=run_inside(_disable_current_modes, batches.__next__))
@@ -331,15 +318,14 @@ def _real_batches(loader: DataLoader) -> Any:
 
 
 def patch_libraries(launch: Callable[..., None]) -> None:
-    """Let transformers leave out masks that mask nothing, as in a real run, and ``launch`` stand in for launches of
-    Triton. Call it when the model is built: before, neither need be imported."""
+    """Let transformers omit empty masks, as in a real run, and ``launch`` replace Triton's launches, if imported."""
     utils, jit = (sys.modules.get(name) for name in ("transformers.utils.import_utils", "triton.runtime.jit"))
     patch(utils, is_fake_tensor=lambda tensor: False)
     patch(getattr(jit, "JITFunction", None), run=lambda *args, **options: launch(*args, **options))
 
 
 def patch_fsdp() -> None:
-    """FSDP2 takes parameters that C++ believes to be on meta, and cuts off one shard: 512 fake ones take long."""
+    """Let FSDP2 accept parameters on meta, and cut off only the first shard: 512 fake shards would be slow."""
 
     def first_shard(tensor: Tensor, ranks: int, dim: int) -> list[Tensor]:
         return [tensor.narrow(dim, 0, -(-tensor.size(dim) // ranks))]
@@ -350,7 +336,7 @@ def patch_fsdp() -> None:
 
 
 def patch_ranks() -> None:
-    """Which ranks belong together is computed for real; the shapes that DTensor tries out take no memory."""
+    """Compute device meshes with real tensors; the tensors of DTensor's shape propagation are not traced."""
     patch(device_mesh, init_device_mesh=run_inside(_disable_current_modes, device_mesh.init_device_mesh))
     names = ("_propagate_tensor_meta_non_cached", "propagate_op_sharding_non_cached", "_propagate_tensor_meta")
     for name in (*names, "propagate_tensor_meta", "propagate"):
@@ -398,7 +384,7 @@ class OnStream:
 
 
 class FakeStream(OnStream):
-    """Stands in for ``torch.cuda.Stream``. The allocator keeps free memory apart for each stream; 0 computes."""
+    """Stands in for ``torch.cuda.Stream``. Number 0 is the compute stream; free memory is separate per stream."""
 
     made: ClassVar[int] = 0
     current: ClassVar[FakeStream]
@@ -425,7 +411,7 @@ FakeStream.default = FakeStream.current = FakeStream()
 
 
 class FakeGenerator(torch.Generator):
-    """Stands in for ``torch.Generator``, on a GPU, too: its numbers are those of the host."""
+    """Stands in for ``torch.Generator``; on the simulated GPU, too, it draws the host's numbers."""
 
     device: Any = None
 

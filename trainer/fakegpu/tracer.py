@@ -23,10 +23,8 @@ from trainer.fakegpu.target import Target
 from trainer.fakegpu.torch_patches import FakeStream, is_paused, patch, patched_torch
 
 MATRIX_PRODUCTS = ("mm", "addmm", "bmm", "baddbmm", "_addmm_activation")
-CONVOLUTIONS = {"convolution": 1, "convolution_backward": 2}  # by where their weight is; 7 after it are the groups
-MIN_TENSOR_CORE_CHANNELS = (
-    8  # min channels per group for tensor cores in a convolution: one row of a half precision tile
-)
+CONVOLUTIONS = {"convolution": 1, "convolution_backward": 2}  # index of the weight; the groups are 7 after it
+MIN_TENSOR_CORE_CHANNELS = 8  # min channels per group for tensor cores: one row of a half precision tile
 LT_WORKSPACE = 1 << 20  # bytes for a product with a bias, by cuBLASLt (CUBLASLT_WORKSPACE_SIZE's default)
 MIN_HOST_WORK_BYTES = 2**16  # host operations on fewer bytes are ignored
 _ALL_GATHERS = ("_allgather_base_", "allgather_", "allgather_into_tensor_coalesced_", "all_gather_into_tensor")
@@ -37,7 +35,7 @@ COLLECTIVES = {
     **dict.fromkeys(_SCATTERS, "reduce_scatter"),
     "broadcast_": "broadcast",
 }
-"""Operations of c10d and its functional twin, by what they are."""
+"""The kind of collective of each operation of c10d and of functional collectives."""
 
 
 class Storage:
@@ -65,7 +63,7 @@ class Tracer(TorchDispatchMode):
         self.target, self.mode, self.trace, self.phase = target, mode, mode.trace, "init"
         self.storages: dict[int, Storage] = {}
         self.records_work = False
-        self.repeat = 1  # what is done now is done so often, though it is traced once
+        self.repeat = 1  # number of times that an operation traced once is executed
         self.host = HOST_STREAM
         self._ids = self._host_bytes = 0
         self._workspaces: set[tuple[bool, int]] = set()
@@ -75,7 +73,7 @@ class Tracer(TorchDispatchMode):
         if phase != self.phase or not self.trace.marks:
             self.trace.marks.append((len(self.trace.events), phase))
         self.phase = phase
-        if phase == "backward":  # what forward has left behind is kept for it
+        if phase == "backward":  # memory of forward that is still in use is kept for backward
             for storage in self.storages.values():
                 if storage.on_device and storage.bytes and storage.phase == "forward":
                     self.trace.categories.setdefault(storage.id, "activations")
@@ -90,10 +88,10 @@ class Tracer(TorchDispatchMode):
             self.host = HOST_STREAM
 
     def join(self) -> None:
-        """The host has waited for its thread."""
+        """No-op: called when the host has waited for its thread."""
 
     def categorise(self, tensors: Iterable[Any], category: Category) -> None:
-        """Say what the memory of ``tensors`` is for; what has a category keeps it."""
+        """Set the category of the memory of ``tensors``, unless it has one."""
         for tensor in tensors:
             for part in constituent_tensors(tensor):
                 if id(part.untyped_storage()) not in self.storages:
@@ -103,7 +101,7 @@ class Tracer(TorchDispatchMode):
                     self.trace.categories.setdefault(storage.id, category)
 
     def watch(self, tensor: Any, op: str) -> None:
-        """Notice the storage of ``tensor`` if it is new, or has another size than before."""
+        """Record the storage of ``tensor`` if it is new or its size has changed."""
         if not isinstance(tensor, FakeTensor):
             return
         if tensor.layout is torch.sparse_coo:
@@ -141,7 +139,7 @@ class Tracer(TorchDispatchMode):
                 self.trace.events.append(Event(storage.id, 0, "", self.phase))
             if size:
                 storage.id, storage.phase = self._allocate(size, op), self.phase
-                if op == "resize_":  # FSDP gives gathered weights their memory again and again
+                if op == "resize_":  # FSDP repeatedly frees and allocates gathered weights
                     category = category or "params"
                 if category is not None:
                     self.trace.categories[storage.id] = category
@@ -168,7 +166,7 @@ class Tracer(TorchDispatchMode):
         return registered(func, args, self.target.gpu.capability if on_gpu else None)
 
     def _workspace(self, op: str) -> None:
-        """cuBLAS takes memory for a matrix product: at each call, or once for each thread and stream."""
+        """Record cuBLAS's workspace for a matrix product: at each call, or once for each thread and stream."""
         if self.target.device.type == "cpu":
             return
         size = self.target.gpu.cublas_workspace
@@ -184,7 +182,7 @@ class Tracer(TorchDispatchMode):
             self.allocate_workspace((LT_WORKSPACE,), op)
 
     def is_on_device(self, tensor: Any) -> bool:
-        """Whether a tensor takes memory of the device that is planned for."""
+        """Return whether a tensor is on the target device."""
         return isinstance(tensor, FakeTensor) and tensor.fake_device.type == self.target.device.type
 
     def __enter__(self) -> Tracer:
@@ -207,7 +205,7 @@ class Tracer(TorchDispatchMode):
             return NotImplemented  # let DTensor become operations on its shards first
         name = func._overloadpacket.__name__ if isinstance(func, torch._ops.OpOverload) else str(func)
         out = func(*args, **kwargs)
-        # Nearly all return one tensor, and taking a tree apart costs as much as all the rest.
+        # Nearly all operations return one tensor, and tree_leaves is slow.
         results = [out] if isinstance(out, Tensor) else [leaf for leaf in tree_leaves(out) if isinstance(leaf, Tensor)]
         for tensor in results:
             self.watch(tensor, name)
@@ -222,7 +220,7 @@ class Tracer(TorchDispatchMode):
         return out
 
     def launch(self, kernel: Any, *args: Any, grid: Any, warmup: bool, **options: Any) -> None:
-        """Note a Triton kernel that a library launches; what it writes is allocated already."""
+        """Record a Triton kernel that a library launches; its outputs are allocated already."""
         tensors = [one for one in (*args, *options.values()) if isinstance(one, FakeTensor)]
         self.trace.add_note(f"Triton kernels of {kernel.__module__.partition('.')[0]} compute parts of the model")
         if self.records_work:
@@ -231,16 +229,15 @@ class Tracer(TorchDispatchMode):
     def _note_work(self, func: Any, name: str, args: Any, kwargs: Any, out: Any, results: list[Tensor]) -> None:
         tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
         if func.namespace in ("c10d", "_c10d_functional"):
-            group = group_among(tree_leaves((args, kwargs)))
-            # The functional ones are those of DTensor: of tensor parallelism, in the middle of a forward or backward.
-            self._note_collective(name, tensors, (*group, func.namespace == "_c10d_functional"))
+            blocking = func.namespace == "_c10d_functional"  # DTensor's, within the layers of tensor parallelism
+            self._note_collective(name, tensors, (*group_among(tree_leaves((args, kwargs))), blocking))
             return
         if getattr(func, "is_view", False) or name == "_unsafe_view":  # a view except for autograd
             if any(map(self.is_on_device, tensors)):
                 self.record_operation("view", "compute", 0, 0, "")
             return
         if not any(self.is_on_device(tensor) for tensor in (*tensors, *results)):
-            if (moved := _bytes(tensors)) >= MIN_HOST_WORK_BYTES:  # what an offloaded optimizer does
+            if (moved := _bytes(tensors)) >= MIN_HOST_WORK_BYTES:  # such as an offloaded optimizer
                 dtype = str(tensors[0].dtype).removeprefix("torch.")
                 self.trace.work.append(Operation(name, "compute", self.phase, self.host, 0, moved, dtype))
             return
@@ -271,9 +268,9 @@ class Tracer(TorchDispatchMode):
     def record_operation(
         self, op: str, kind: Kind, flops: int, moved: int, dtype: str, stream: Any = None, *group: Any
     ) -> None:
-        """Remember one operation for the time of the step: on the current stream if none is given."""
+        """Record one operation for the time of the step, by default on the current stream."""
         number = FakeStream.current.number if stream is None else stream
-        again = self.phase == "backward" and torch.is_grad_enabled()  # as it is in no gradient's own formula
+        again = self.phase == "backward" and torch.is_grad_enabled()  # gradient formulas run without it
         work = Operation(op, kind, self.phase, number, flops, moved, dtype, *group)._replace(is_recompute=again)
         self.trace.work.extend([work] * self.repeat)
 
@@ -310,16 +307,13 @@ def flops_of(func: Any, name: str, args: tuple, kwargs: dict[str, Any], out: Any
 
 
 def compute_unit(name: str, args: tuple, dtype: str) -> str:
-    """Return the units for a product of ``dtype``: tf32 instead of fp32 if torch may use them.
-
-    Convolutions with few channels per group cannot use tensor cores (ATen's DepthwiseConv2d.cu).
-    """
+    """Return the units for a product of ``dtype``: tf32 instead of fp32 if torch may use them."""
     backends: Any = torch.backends
     setting = backends.cuda.matmul if name in MATRIX_PRODUCTS else None
     if name in CONVOLUTIONS:
         first = CONVOLUTIONS[name]
         if args[first + 7] > 1 and args[first].shape[1] < MIN_TENSOR_CORE_CHANNELS:
-            return "float32"
+            return "float32"  # ATen's DepthwiseConv2d.cu
         setting = backends.cudnn.conv
     return "tfloat32" if setting and dtype == "float32" and setting.fp32_precision == "tf32" else dtype
 

@@ -122,9 +122,8 @@ class UserLoopTracer(Tracer):
         for module in (torch.cuda, torch.cuda.memory):
             patch(module, memory_stats=self._stats, mem_get_info=self._free, empty_cache=self._empty_cache)
             patch(module, reset_peak_memory_stats=self._reset_peaks)
-        hooks = register_optimizer_step_pre_hook(self._begin_step), register_optimizer_step_post_hook(self._end_step)
-        for hook in hooks:
-            _undo_stack.callback(hook.remove)
+        _undo_stack.callback(register_optimizer_step_pre_hook(self._begin_step).remove)
+        _undo_stack.callback(register_optimizer_step_post_hook(self._end_step).remove)
         return super().__enter__()
 
     def enter(self, phase: str) -> None:
@@ -320,11 +319,7 @@ class FakeGPU:
         }
 
     def plot(self, path: str | Path) -> None:
-        """Write a PNG with memory by category over allocations and frees, and the phases.
-
-        Raises:
-            RunError: no tensor was on the GPU.
-        """
+        """Write a PNG with memory by category over allocations and frees; a RunError if no tensor was on the GPU."""
         if not self.allocated:
             raise RunError(f"{path} cannot be drawn: {self.notes[-1]}")
         if draw is None:

@@ -41,12 +41,8 @@ def can_recover(recipe: Recipe, plan: Plan) -> bool:
 
 
 def disable_nccl_error_handling() -> None:
-    """Make torch ignore NCCL errors; call it before the process group is created.
-
-    When one rank leaves, the others' connections break, and torch would end their processes before they are called.
-    Torchrun sets the variable to 1 for all ranks, so its value does not show what the user wants. The watchdog ends a
-    rank that hangs.
-    """
+    """Make torch ignore NCCL errors; call it before the process group is created. Otherwise torch ends the other ranks
+    when one leaves. Torchrun sets the variable to 1 for all ranks, so it does not show what the user wants."""
     os.environ["TORCH_NCCL_ASYNC_ERROR_HANDLING"] = "0"
 
 

@@ -86,11 +86,8 @@ PADDING = (0,) * SAMPLES
 
 
 class SharedStatus:
-    """Writes every place of this rank to shared memory; 0.5 µs each.
-
-    A heartbeat in the store may be 1 s old, which is too late to name the step and the samples of a rank that crashed.
-    The memory is an anonymous file: it disappears when no process has it open.
-    """
+    """Writes every place of this rank to shared memory; 0.5 µs each. A heartbeat, up to 1 s old, cannot name the step
+    of a crash. The memory is an anonymous file, which disappears when no process has it open."""
 
     def __init__(self, monitor: MemoryMonitor) -> None:
         self.monitor = monitor

@@ -20,10 +20,8 @@ from trainer.system.error_reports import print_error
 
 
 def stop_signals() -> list[int]:
-    """Return the signals sent by a scheduler, the user, Slurm's ``--signal`` and a closed terminal.
-
-    SIGHUP is left out if it is ignored, as under ``nohup``.
-    """
+    """Return the signals sent by a scheduler, the user, Slurm's ``--signal`` and a closed terminal. SIGHUP is left out
+    if it is ignored, as under ``nohup``."""
     hangup = [] if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN else [signal.SIGHUP]
     return [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, *hangup]
 
@@ -34,20 +32,15 @@ def is_hangup(number: int) -> bool:
 
 
 def write_stderr(text: str) -> None:
-    """Write a line to standard error from within a signal handler; the terminal may be gone.
-
-    ``print`` is not reentrant: the signal may have interrupted one.
-    """
+    """Write a line to standard error from within a signal handler; the terminal may be gone. ``print`` is not
+    reentrant: the signal may have interrupted one."""
     with suppress(OSError, ValueError):  # ValueError: stderr is closed
         os.write(sys.__stderr__.fileno() if sys.__stderr__ else 2, f"{text}\n".encode())
 
 
 def requeue_before_training() -> None:
-    """Make a task of a Slurm job that is asked to stop before training end with ``EXIT_REQUEUE``.
-
-    Otherwise a preemption or a time limit during imports and data preparation would fail the job. :class:`StopSignals`
-    takes over when training begins.
-    """
+    """Make a task of a Slurm job that is asked to stop before training end with ``EXIT_REQUEUE``, so that a preemption
+    does not fail the job. :class:`StopSignals` takes over when training begins."""
     if "SLURM_JOB_ID" in os.environ and threading.current_thread() is threading.main_thread():
         for number in (signal.SIGTERM, signal.SIGUSR1):
             signal.signal(number, _leave)
@@ -122,12 +115,8 @@ _watches: list[StartupWatch] = []
 
 
 class StartupWatch:
-    """Ends this rank when a rank that it started ends before the run's watchdog has begun.
-
-    The watchdog needs the ranks' store, which exists only once all of them have imported torch and met. Fabric's
-    observer would kill this process without a message, within 5 s after a rank in its list ``started`` failed, so this
-    class empties that list.
-    """
+    """Ends this rank when a rank that it started ends before the run's watchdog has begun, which needs the ranks'
+    store. Empties Fabric's list ``started``, because its observer would kill this process without a message."""
 
     def __init__(self, started: list[subprocess.Popen]) -> None:
         self.started, self.ranks = started, list[subprocess.Popen]()
@@ -155,7 +144,6 @@ class StartupWatch:
                 os._exit(1)
 
     def _describe_exit(self) -> tuple[str, str]:
-        """Describe a rank that was killed and one that failed; each is empty if there is none."""
         while self.started:
             self.ranks.append(self.started.pop(0))
             _children.append(self.ranks[-1])

@@ -49,10 +49,8 @@ class PeerError(RunError):
 
 
 class Watchdog:
-    """Watches this rank's main thread through its ``monitor`` and, if there are several ranks, the next rank.
-
-    A phase may take ``hang_after`` seconds.
-    """
+    """Watches this rank's main thread through its ``monitor`` and, if there are several ranks, the next rank. A phase
+    may take ``hang_after`` seconds."""
 
     def __init__(self, monitor: MemoryMonitor, rank: int, world_size: int, hang_after: float) -> None:
         self.monitor, self.rank, self.hang_after = monitor, rank, hang_after
@@ -75,11 +73,9 @@ class Watchdog:
         return RankStatus.from_monitor(self.rank, self.monitor)
 
     def root_error(self, error: BaseException) -> BaseException:
-        """Return the exception to raise for ``error`` of the main thread: itself, or the failure of another rank.
-
-        An error of this rank is printed and published to the others; without other ranks, the caller prints it. Later
-        errors, for example while results are written to a full disk, do not replace the first.
-        """
+        """Return the exception to raise for ``error`` of the main thread: itself, or the failure of another rank. An
+        error of this rank is printed and published to others, if there are any. Later errors do not replace the
+        first."""
         if self._ending:
             return self._cause or error
         self._ending = True  # from here on, the thread no longer ends the process because of other ranks
@@ -198,7 +194,6 @@ class Watchdog:
         return "waits for other ranks" if any(part in innermost for part in COLLECTIVE_PATHS) else None
 
     def _wait_for_main(self, seconds: float) -> None:
-        """Give the main thread time to end by itself; heartbeats continue."""
         until = time.monotonic() + seconds
         while time.monotonic() < until and not (self._ending or self._wake.wait(POLL_INTERVAL / 4)):
             if self.peers is not None:
@@ -218,7 +213,6 @@ class Watchdog:
         self._leave()
 
     def _leave(self) -> None:
-        """End this process and the suspended one that it found."""
         if self.peers is not None:
             self.peers.kill_stopped()
         sys.stdout.flush()

@@ -175,10 +175,8 @@ class AccumulatingOptimizer(Optimizer):
         if overflow is None:
             return
         if self._shards.stale:
-            raise RuntimeError(
-                "FSDP sums scaled gradients until it reduces them, and the scale may change: with a GradScaler, reduce "
-                "in every backward (set_requires_gradient_sync(True))"
-            )
+            fix = "with a GradScaler, reduce in every backward (set_requires_gradient_sync(True))"
+            raise RuntimeError(f"FSDP sums scaled gradients until it reduces them, and the scale may change: {fix}")
         self._overflows.append(overflow)
         for parameter in self._parameters():
             gradient, parameter.grad = parameter.grad, None
@@ -230,11 +228,11 @@ class AccumulatingOptimizer(Optimizer):
         row = [len(parameters), sum(p.numel() for p in parameters), norm]
         counts, sizes, norms = zip(*self._gather(row, parameters[0].device, ranks), strict=True)
         if len({*counts}) > 1 or len({*sizes}) > 1 or max(norms) - min(norms) > SAME_NORM * max(norms):
-            raise RuntimeError(
-                f"the {ranks} ranks have different weights: wrap the model in DistributedDataParallel, which copies "
-                "those of rank 0, or pass group= with the ranks of this model (torch.distributed.new_subgroups(1)[0] "
-                "if each rank trains a separate model)"
+            fix = (
+                "wrap the model in DistributedDataParallel, which copies those of rank 0, or pass group= with its ranks"
             )
+            own = "torch.distributed.new_subgroups(1)[0] if each rank trains a separate model"
+            raise RuntimeError(f"the {ranks} ranks have different weights: {fix} ({own})")
         self._is_one_model = True
 
     def _finish_gradients(
@@ -281,10 +279,8 @@ class _LeftoverGradient:
         if self.handle is not None:
             self.handle.remove()
         if self.parameter.grad is not before or self.version not in (None, before._version):
-            raise RuntimeError(
-                "the accumulated gradients were cleared or changed between step() and backward(): call "
-                "optimizer.zero_grad(), which keeps them within a window, instead of model.zero_grad()"
-            )
+            fix = "call optimizer.zero_grad(), which keeps them within a window, instead of model.zero_grad()"
+            raise RuntimeError(f"accumulated gradients were cleared or changed between step() and backward(): {fix}")
 
 
 class _FSDPReduction:
@@ -314,22 +310,17 @@ def _require_agreement(columns: Sequence[Sequence[float]], updates: bool) -> Non
     flushing, kinds, _, _, overflows, stale = columns[:6]
     flushes, ranks = int(sum(flushing)), len(flushing)
     if 0 < flushes < ranks:
-        raise RuntimeError(
-            f"{flushes} of {ranks} ranks call flush() while the others complete a window: give every rank the same "
-            "number of micro-batches, with step(weight=0) for missing ones"
-        )
+        fix = "give every rank the same number of micro-batches, with step(weight=0) for missing ones"
+        raise RuntimeError(f"{flushes} of {ranks} ranks call flush() while the others complete a window: {fix}")
     if len({*kinds} - {0}) > 1:
         raise RuntimeError("weight= was passed on some ranks only: pass it on every rank, or on none")
     if any(stale):
-        raise RuntimeError(
-            "FSDP has not reduced the gradients of this window: call set_requires_gradient_sync(True) on the module "
-            "before the last backward of every window, including flushed ones"
-        )
+        fix = "call set_requires_gradient_sync(True) on the module before the last backward of every window"
+        raise RuntimeError(f"FSDP has not reduced the gradients of this window: {fix}, including flushed ones")
     if updates and len({*overflows}) > 1:
-        raise RuntimeError(
-            "the GradScalers of the ranks have different scales, because only some ranks saw an overflow: use "
-            "torch.distributed.fsdp.sharded_grad_scaler.ShardedGradScaler, and unscale_(optimizer) before step"
-        )
+        scaler = "torch.distributed.fsdp.sharded_grad_scaler.ShardedGradScaler"
+        why = "the GradScalers of the ranks have different scales, because only some ranks saw an overflow"
+        raise RuntimeError(f"{why}: use {scaler}, and unscale_(optimizer) before step")
 
 
 @torch.no_grad()

@@ -22,17 +22,14 @@ from trainer.system.text import escaped
 
 STEPS = 100
 LOWEST, HIGHEST = 1e-7, 10.0
-HALF = 4
-"""Losses on each side in the moving average: an average of only earlier losses would lag behind."""
-DIVERGED = 4.0
-"""Training has diverged if the average loss exceeds its minimum by this factor, as in fastai and Lightning."""
+HALF = 4  # losses on each side in the moving average: an average of only earlier losses would lag behind
+DIVERGED = 4.0  # factor between average loss and its minimum at which training has diverged, as in fastai and Lightning
 
 
 def find_lr(recipe: Recipe, reference: str, flags: Sequence[tuple[str, str | None]], wanted: str | None) -> None:
     """Run the range test of Smith (2015): ``STEPS`` steps whose learning rate grows by a constant factor.
 
-    It suggests the rate at which the smoothed loss falls fastest. ``flags`` are those of the command line, already
-    applied to ``recipe``; ``wanted`` is the folder that ``--out`` names.
+    It suggests the rate at which the smoothed loss falls fastest. ``recipe`` has the ``flags``; ``wanted``: ``--out``.
     """
     own = {"optim.schedule": "range_test", "optim.min_lr": LOWEST, "optim.lr": HIGHEST, "optim.warmup_steps": 0}
     own |= {"optim.warmup_ratio": "null", "optim.scale_lr": "none", "max_steps": STEPS}

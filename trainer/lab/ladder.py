@@ -15,7 +15,7 @@ from typing import Any
 
 from trainer.commands import CommandFlags
 from trainer.commands.recipes import create_output_folder, parse_command, parse_count
-from trainer.errors import RecipeError
+from trainer.errors import RecipeError, require
 from trainer.lab.measured_run import CPU, MALLOC_TRIM_ENV, Trial, probe_machine, run_trial
 from trainer.memory.knobs import KNOBS, Knob, KnobValue
 from trainer.recipe import Memory, Recipe
@@ -35,14 +35,9 @@ FLAGS = {
 }
 ABOUT = "Measure the memory techniques on a recipe, one by one and stacked: memory, speed, and change of the loss."
 VARIED = {f"memory.{name}": value for name, value in vars(Memory()).items() if name in {knob.name for knob in KNOBS}}
-DETERMINISTIC_SETTINGS = {
-    "model.dropout": 0.0,
-    "model.attention_dropout": 0.0,
-    "optim.schedule": "constant",
-    "optim.warmup_steps": 0,
-}
-"""Set unless given as flags: another cut draws another dropout, and a tiny learning rate in the first step would make
-any technique look lossless."""
+# Set unless given as flags: another cut draws another dropout, and a tiny first learning rate would hide any loss.
+DETERMINISTIC_SETTINGS: dict[str, Any] = {"model.dropout": 0.0, "model.attention_dropout": 0.0}
+DETERMINISTIC_SETTINGS |= {"optim.schedule": "constant", "optim.warmup_steps": 0}
 ON_HOST = "nothing to gain: the host is the device"  # for techniques that move memory to the host
 OWN = {"run.dir": "--out", "max_steps": "--steps"}
 ANY = {"accelerator": "cuda", "devices": 2}  # a machine on which every rung applies
@@ -72,8 +67,8 @@ def ladder(argv: list[str]) -> None:
         return
     recipe, _, reference, flags = asked
     own, passed = _split(flags)
-    if "TORCHELASTIC_RUN_ID" in os.environ:
-        raise RecipeError("trainer ladder starts its own processes: start it without a launcher")
+    launched = "TORCHELASTIC_RUN_ID" in os.environ
+    require(not launched, "trainer ladder starts its own processes: start it without a launcher")
     steps, minutes = parse_count("steps", own.get("steps", "5")), parse_count("minutes", own.get("minutes", "30"))
     base = baseline(recipe)
     choose(build_steps(recipe, base, ANY), own.get("rungs"))
@@ -113,10 +108,8 @@ def build_steps(recipe: Recipe, base: Mapping[str, Any], machine: Mapping[str, A
     """Return the rungs that apply to the recipe on this machine: the baseline, one by one, then stacked."""
     share, ranks, cuda = base["memory.micro_batch_size"], base["run.devices"], machine["accelerator"] == "cuda"
     sizes = [size for power in range(1, 6) if (size := -(-share // 4**power)) < -(-share // 4 ** (power - 1))]
-    found = [
-        LadderStep("baseline"),
-        *(LadderStep(f"micro-batch-{size}", {"memory.micro_batch_size": size}) for size in sizes),
-    ]
+    found = [LadderStep("baseline")]
+    found += [LadderStep(f"micro-batch-{size}", {"memory.micro_batch_size": size}) for size in sizes]
     found += [
         _rung(knob, turn, cuda)
         for knob, turn in STEP_CANDIDATES
@@ -153,8 +146,8 @@ def choose(rungs: Sequence[LadderStep], wanted: str | None) -> list[LadderStep]:
     names = [name.strip() for name in wanted.split(",") if name.strip()]
     known = [rung.name for rung in rungs]
     for name in names:
-        if name not in known:
-            raise RecipeError(f"--rungs: no rung {name!r} here{did_you_mean(name, known)} (rungs: {', '.join(known)})")
+        hint = f"{did_you_mean(name, known)} (rungs: {', '.join(known)})"
+        require(name in known, f"--rungs: no rung {name!r} here{hint}")
     return [rung for rung in rungs if rung.name in ("baseline", *names)]
 
 
@@ -162,20 +155,12 @@ class LadderTable:
     """The printed table, ``ladder.json`` and ``ladder.png``."""
 
     def __init__(
-        self,
-        out: Path,
-        reference: str,
-        machine: Mapping[str, Any],
-        settings: Mapping[str, Any],
-        rungs: Sequence[LadderStep],
+        self, out: Path, reference: str, machine: Mapping[str, Any], settings: Any, rungs: Sequence[LadderStep]
     ) -> None:
         self.out, self.reference, self.settings, self.rungs = out, reference, settings, rungs
         self.cuda = machine["accelerator"] == "cuda"
-        self.environment = {
-            **({} if self.cuda else MALLOC_TRIM_ENV),
-            **{key: os.environ[key] for key in (*MALLOC_TRIM_ENV, "OMP_NUM_THREADS") if key in os.environ},
-        }
-        """Environment variables that the measurements depend on; values set by the user take precedence."""
+        given = {key: os.environ[key] for key in (*MALLOC_TRIM_ENV, "OMP_NUM_THREADS") if key in os.environ}
+        self.environment = ({} if self.cuda else MALLOC_TRIM_ENV) | given  # variables that change the measurements
         self.machine = {**machine, "cores": cores(), "system": f"{platform.system()} {platform.machine()}"}
         self.rows: list[tuple[LadderStep, Trial, float | None]] = []
         self._date = time.strftime("%Y-%m-%d %H:%M:%S %z")
@@ -229,12 +214,8 @@ class LadderTable:
         print(f"files: {escaped(self.out)}: ladder.json, ladder.png and a folder and a log per rung{missing}")
 
     def _write(self) -> None:
-        rows = [
-            {"name": rung.name, "note": rung.note, "loss_difference": difference} | trial.to_json()
-            for rung, trial, difference in self.rows
-        ]
-        complete = len(self.rows) == len(self.rungs)
-        content = {"recipe": self.reference, "date": self._date, "complete": complete}
+        rows = [{"name": rung.name, "note": rung.note, "loss_difference": d} | t.to_json() for rung, t, d in self.rows]
+        content = {"recipe": self.reference, "date": self._date, "complete": len(self.rows) == len(self.rungs)}
         content |= {"settings": {**self.settings, "rungs": [rung.name for rung in self.rungs]}, "machine": self.machine}
         content |= {"environment": self.environment, "versions": self._versions, "rungs": rows}
         write_atomic(self.out / "ladder.json", json.dumps(content, indent=1, ensure_ascii=False) + "\n")
@@ -269,9 +250,7 @@ def _split(flags: Sequence[tuple[str, str | None]]) -> tuple[dict[str, str], lis
 
 
 def _as_flags(wanted: Mapping[str, Any], before: Mapping[str, Any]) -> list[str]:
-    """Return the flags that change the settings ``before`` to ``wanted``, without settings that the recipe lacks.
-
-    Those of the cut are always given: a default could be adjusted to fit the others."""
+    """Return the flags that change ``before`` to ``wanted``. The cut is always given, as its defaults may adjust."""
     cut = ("batch_size", "accumulate", "memory.micro_batch_size")
     changed = {key: value for key, value in wanted.items() if key in cut or (key in before and before[key] != value)}
     return [f"--{key}={as_text(value)}" for key, value in changed.items()]

@@ -33,12 +33,8 @@ Show a table of the runs in and below each DIR (default: runs), the newest last.
 --json             print all columns and settings as a JSON list
 --compare          show the settings and metrics in which two runs differ
 """
-MAX_JSON_BYTES = 4_000_000
-"""Size limit of a run's JSON files, and of the part that is read from the end of its metrics.csv."""
-
-MAX_VALUE_CHARS = 60
-"""Maximum characters of a setting in --compare."""
-
+MAX_JSON_BYTES = 4_000_000  # size limit of a run's JSON files, and of the part read from the end of its metrics.csv
+MAX_VALUE_CHARS = 60  # maximum characters of a setting in --compare
 SHOWN = ("run", "status", "step", "figure", "val_loss", "memory_gb", "seconds", "date")
 WORDS = ("run", "status", "figure", "date")
 
@@ -48,9 +44,8 @@ def runs(argv: Sequence[str]) -> None:
     from trainer.commands import CommandFlags
     from trainer.commands.flags import split_argv
 
-    known = CommandFlags(
-        {"where": "", "filter": "", "sort": "", "compare": ""}, {"json": ""}, multi_valued=("compare",)
-    )
+    valued = dict.fromkeys(("where", "filter", "sort", "compare"), "")
+    known = CommandFlags(valued, {"json": ""}, multi_valued=("compare",))
     folders, flags = split_argv(argv, known)
     if ("help", None) in flags:
         print(USAGE, end="")
@@ -261,18 +256,17 @@ def table(rows: Sequence[Mapping[str, Any]]) -> str:
     return "\n".join([align_columns(heads, cells, WORDS), *map(escaped, broken)])
 
 
+def _shortened(text: str) -> str:
+    return text if len(text) <= MAX_VALUE_CHARS else f"{text[:MAX_VALUE_CHARS]}…"
+
+
 def diff_runs(first: Mapping[str, Any], second: Mapping[str, Any]) -> str:
     """Format a line per setting, then per metric, in which two runs differ."""
     heads, cells = ["", escaped(first["run"]), escaped(second["run"])], []
     for key in dict.fromkeys([*first["settings"], *second["settings"]]):
         both = [as_text(row["settings"][key]) if key in row["settings"] else "-" for row in (first, second)]
         if both[0] != both[1]:
-            cells.append(
-                [
-                    escaped(text if len(text) <= MAX_VALUE_CHARS else f"{text[:MAX_VALUE_CHARS]}…")
-                    for text in (key, *both)
-                ]
-            )
+            cells.append([escaped(_shortened(text)) for text in (key, *both)])
     for key in dict.fromkeys([*first, *second]):
         both = [_cell(key, row.get(key)) or "-" for row in (first, second)]
         if both[0] != both[1] and key not in ("run", "settings", "figure", "faults"):

@@ -36,6 +36,7 @@ MALLOC_TRIM_ENV = {"MALLOC_MMAP_THRESHOLD_": "131072", "MALLOC_TRIM_THRESHOLD_":
 CPU = {"accelerator": "cpu", "devices": 1, "device": "CPU", "device_memory_gb": None}
 POLL_INTERVAL = 1.0
 GRACE_SECONDS = 10.0  # time for an interrupted run to write its summary
+Watch = Callable[[], str | None]  # returns the status with which to end the run, or ``None``
 
 
 @dataclass(frozen=True)
@@ -84,7 +85,6 @@ class Trial:
 
 
 def _strip_paths(word: str) -> str:
-    """Return a word of a command with paths relative to the working directory."""
     if word == sys.executable:
         return "python"
     if word.startswith("--run.dir="):
@@ -108,7 +108,7 @@ def run_trial(
     seconds: float | None = None,
     entry: Sequence[str] | None = None,
     environment: Mapping[str, str] | None = None,
-    watch: Callable[[], str | None] = lambda: None,
+    watch: Watch = lambda: None,
     keep_model: bool = False,
 ) -> Trial:
     """Train in a fresh process, and read its measurements.
@@ -119,8 +119,8 @@ def run_trial(
         seconds: wall time after which the run is ended as too slow.
         entry: a script to start instead of the package, with its arguments.
         environment: additional environment variables.
-        watch: called every second; returns the status with which to end the run, or ``None``.
-        keeps_model: keep the trained model in ``run_dir`` instead of removing it.
+        watch: called every second.
+        keep_model: keep the trained model in ``run_dir`` instead of removing it.
     """
     words = ["fit", *arguments, f"--run.dir={run_dir}"]
     command = trainer_command(*words) if entry is None else [sys.executable, *entry, *words]
@@ -151,15 +151,9 @@ def _opened(log: Path) -> TextIO:
 
 
 def _run(
-    command: list[str],
-    output: TextIO,
-    seconds: float | None,
-    environment: Mapping[str, str],
-    watch: Callable[[], str | None],
+    command: list[str], output: TextIO, seconds: float | None, environment: Mapping[str, str], watch: Watch
 ) -> int | str | None:
-    """Return the exit code of ``command``, ``None`` if it took too long, or the status from ``watch``.
-
-    None of its processes is left running."""
+    """Run ``command``, then end all its processes; return its exit code, ``None`` after ``seconds``, or a status."""
     watched = ProcessSession(command, environment, stdout=output, stderr=output)
     until = math.inf if seconds is None else time.monotonic() + seconds
     try:

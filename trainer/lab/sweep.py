@@ -52,10 +52,8 @@ NUMBER, TEXT = (int, float, type(None)), (str, type(None))
 FOUND: dict[str, Any] = {"score": NUMBER, "figure": TEXT, "value": NUMBER, "step": NUMBER}
 ROW = {"number": int, "settings": dict, "status": str, "reason": TEXT, "scores": list, "seconds": NUMBER, **FOUND}
 """The fields of a trial in ``sweep.json``; those of ``FOUND``, the results of its evaluations, are all null or none."""
-NOT_COMPARED = (
-    "a sweep compares trials on a validation set, and the data has none: hold out a part of the training set, as in "
-    "--data.val_fraction 0.1, or give --run.best test_loss"
-)
+NO_VAL = "a sweep compares trials on a validation set, and the data has none"
+NOT_COMPARED = f"{NO_VAL}: hold one out with --data.val_fraction 0.1, or give --run.best test_loss"
 
 
 def sweep(argv: list[str]) -> None:
@@ -77,11 +75,10 @@ def sweep(argv: list[str]) -> None:
         require(all(name != given for given, _ in flags), f"--{name} is set by the sweep: use --out")
     words = [reference, *as_words(passed)]
     chosen = recipe.run.best_metric()
-    if not recipe.run.evaluate or chosen == "last":
-        raise RecipeError("a sweep compares trials by run.best: leave out run.best=last and run.evaluate=false")
-    if bool(over) == ("folds" in own):
-        ways = "--over KEY=LOW..HIGH (or KEY=A,B,C), once or more, or --folds 5, or --find-lr"
-        raise RecipeError(f"sweep needs something to vary: give {ways}")
+    compares = recipe.run.evaluate and chosen != "last"
+    require(compares, "a sweep compares trials by run.best: leave out run.best=last and run.evaluate=false")
+    ways = "--over KEY=LOW..HIGH (or KEY=A,B,C), once or more, or --folds 5, or --find-lr"
+    require(bool(over) != ("folds" in own), f"sweep needs something to vary: give {ways}")
     if "folds" in own:
         trials = parse_count("folds", own["folds"])
         chooser: TrialSource = CrossValidation(recipe, trials)
@@ -186,8 +183,8 @@ class CrossValidation(TrialSource):
 class OptunaSearch(TrialSource):
     """Optuna's Tree-structured Parzen Estimator; trials below the median of the others are ended early.
 
-    Each trial has its own study and seed. The draws of a single study would depend on the order in which trials end and
-    on earlier draws in the process, so a resumed sweep would try other settings.
+    Each trial has its own study and seed. The draws of one study would depend on the order in which trials end, so a
+    resumed sweep would try other settings.
     """
 
     def __init__(self, space: Mapping[str, Any], seed: int) -> None:
@@ -262,8 +259,8 @@ class Sweep:
     def run(self, trials: int, slots: Sequence[Mapping[str, str]]) -> None:
         """Run the remaining trials in the order of their numbers, one per slot.
 
-        A trial waits for the trials that are at least ``lag`` before it, and uses only their results. So its settings
-        do not depend on which of the parallel trials ends first, and a slot rarely waits for another one.
+        A trial waits for the trials at least ``lag`` before it and uses only their results. So its settings do not
+        depend on which parallel trial ends first, and slots rarely wait.
         """
         done = [row["number"] for row in self.rows if row["status"] != "running"]
         if self.rows:

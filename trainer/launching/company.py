@@ -25,10 +25,8 @@ _kept: list[Company] = []
 
 
 class Company:
-    """Watches the first rank (or, on the first rank, all others) until the ranks have ``met``.
-
-    Each rank listens on an abstract socket, which the kernel closes when the process ends for any reason.
-    """
+    """Watches the first rank (or, on the first rank, all others) until the ranks have ``met``. Each rank listens on an
+    abstract socket, which the kernel closes when the process ends for any reason."""
 
     def __init__(self, rank: int, size: int, launch: str) -> None:
         self.met, self.others = threading.Event(), range(1, size) if rank == 0 else range(1)

@@ -34,12 +34,8 @@ RENDEZVOUS_TIMEOUT = 45.0
 
 
 def loopback_store(at: int | socket.socket = 0, seconds: float = RENDEZVOUS_TIMEOUT) -> TCPStore:
-    """Host a store on 127.0.0.1.
-
-    Args:
-        at: the port (0 for a free one), or a socket that listens already. A port that is in use raises an OSError.
-        seconds: timeout of requests; a DistError if this machine cannot reach itself.
-    """
+    """Host a store on 127.0.0.1, at a port (0: a free one) or a listening socket; ``seconds`` is the timeout of
+    requests. Raise OSError if the port is in use, and DistError if this machine cannot reach itself."""
     listener = socket.create_server((ADDRESS, at)) if isinstance(at, int) else at
     return TCPStore(
         ADDRESS,
@@ -63,19 +59,9 @@ def bind_to_loopback(environment: MutableMapping[str, str] = os.environ) -> None
 def join_local_store(
     world: World, seconds: float, environment: MutableMapping[str, str] = os.environ
 ) -> TCPStore | None:
-    """Host the store of the ranks of one machine, or connect to it, and write its address to the environment.
-
-    If Fabric starts the ranks, this happens before they start. Other ranks wait for each other here: ``seconds`` for
-    the last one if a launcher ends all ranks when one dies, otherwise at most :data:`RENDEZVOUS_TIMEOUT`.
-
-    Returns:
-        The store, which must be kept until the process group uses it. ``None`` if the launcher hosts it, or if the
-        first rank does and started this one.
-
-    Raises:
-        RunError: names the missing ranks, or the store that cannot be reached.
-        RecipeError: if the port is in use.
-    """
+    """Host the store of this machine's ranks, or connect to it, and write its address to the environment. Keep the
+    returned store until the process group uses it; ``None`` if the launcher or the first rank hosts it. Wait at most
+    ``seconds`` for the last rank if a launcher ends all ranks when one dies, otherwise :data:`RENDEZVOUS_TIMEOUT`."""
     bind_to_loopback(environment)
     if environment.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
         return None
@@ -118,17 +104,8 @@ def _hosted(port: int, environment: MutableMapping[str, str]) -> TCPStore:
 
 
 def exchange_with_peers(store: Store, rank: int, size: int, seconds: float, own: dict[str, Any]) -> list[Any]:
-    """Wait for all ranks and return what each published, in rank order.
-
-    The content is untrusted; it is ``None`` for content that no rank can have written.
-
-    Args:
-        store: the store of all ranks.
-        rank: this rank.
-        size: number of ranks.
-        seconds: how long to wait for the last rank; a RunError names those that are missing.
-        own: what this rank publishes.
-    """
+    """Wait for all ranks and return what each published, in rank order. The content is untrusted: ``None`` if no rank
+    can have written it. Raise RunError naming the ranks that are missing after ``seconds``."""
     meeting = PrefixStore("meeting", store)
     meeting.set(str(rank), json.dumps(own))
     until = time.monotonic() + seconds

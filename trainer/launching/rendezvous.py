@@ -28,18 +28,9 @@ MAX_NAME_CHARS = 100  # characters of a name that a rank publishes
 
 
 def rendezvous(seconds: float, environment: MutableMapping[str, str] = os.environ) -> TCPStore | None:
-    """Wait for the other ranks of a torchrun over several machines, and compare their versions.
-
-    Sets ``GLOO_SOCKET_IFNAME`` in the environment if this machine's name would lead gloo to an address that no other
-    machine can reach.
-
-    Returns:
-        The ranks' store, which must be kept until the process group uses it; ``None`` on a single machine.
-
-    Raises:
-        RunError: names the missing ranks, or the store that cannot be reached.
-        RecipeError: if versions differ, or no address of this machine can be found.
-    """
+    """Wait for the other ranks of a torchrun over several machines, and compare their versions. Keep the returned store
+    until the process group uses it; ``None`` on a single machine. Set ``GLOO_SOCKET_IFNAME`` if this machine's name
+    would lead gloo to an address that no other machine can reach."""
     if "TORCHELASTIC_RUN_ID" not in environment or read_int_variable("GROUP_WORLD_SIZE", environment=environment) == 1:
         return None
     if "MASTER_ADDR" not in environment:

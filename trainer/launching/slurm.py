@@ -71,15 +71,10 @@ def started_by_srun(environment: Mapping[str, str]) -> bool:
 def devices_per_node(task: SlurmTask, gpus: int | None) -> int:
     """Return the number of ranks per node; reject unequal nodes, scattered ranks, or fewer ``gpus`` than ranks."""
     counts = sorted(set(task.tasks_per_node))
-    require(
-        len(counts) == 1,
-        f"Slurm put {', '.join(map(str, task.tasks_per_node))} tasks on the nodes {task.nodes}: use the same number on "
-        "each, with --nodes and --ntasks-per-node",
-    )
-    require(
-        task.rank == task.node_rank * counts[0] + task.local_rank,
-        "Slurm distributed the tasks cyclically: use --distribution=block, which gives each node consecutive ranks",
-    )
+    cause = f"Slurm put {', '.join(map(str, task.tasks_per_node))} tasks on the nodes {task.nodes}"
+    require(len(counts) == 1, f"{cause}: use the same number on each, with --nodes and --ntasks-per-node")
+    in_blocks = task.rank == task.node_rank * counts[0] + task.local_rank
+    require(in_blocks, "Slurm distributed the tasks cyclically: use --distribution=block for consecutive ranks")
     require(
         gpus is None or gpus >= counts[0],
         f"Slurm started {counts[0]} tasks on this node, and this one sees {gpus} GPU(s): give the node as many with "
@@ -92,8 +87,5 @@ def require_srun(environment: Mapping[str, str]) -> None:
     """Reject a single process in a job of several tasks: it would train alone while other devices are idle."""
     if "SLURM_JOB_ID" in environment and "SLURM_STEP_ID" not in environment:
         tasks = read_int_variable("SLURM_NTASKS", 1, environment)
-        require(
-            tasks <= 1,
-            f"this job of Slurm has {tasks} tasks, but srun did not start this process: put srun before the command, "
-            "or set --run.devices to use this node only",
-        )
+        cause = f"this job of Slurm has {tasks} tasks, but srun did not start this process"
+        require(tasks <= 1, f"{cause}: put srun before the command, or set --run.devices to use this node only")

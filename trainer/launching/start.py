@@ -35,18 +35,9 @@ Watch = Callable[[list[Popen[bytes]]], None]
 def launch(
     plan: Plan, world: World, watch: Watch = lambda started: None, seconds: float = RENDEZVOUS_TIMEOUT
 ) -> Fabric:
-    """Start Fabric with the strategy and precision of ``plan``, and the other ranks if no launcher started them.
-
-    Args:
-        plan: provides strategy, replicas and precision.
-        world: the detected world.
-        watch: is called before Fabric starts processes.
-        seconds: how long to wait for the last rank of this machine, if a launcher ends all ranks when one dies.
-
-    Raises:
-        RecipeError: if the number of ranks differs from the request, which could mean N independent single runs.
-        RunError: if the ranks of this machine do not meet.
-    """
+    """Start Fabric with the strategy and precision of ``plan``, and the other ranks if no launcher started them. Call
+    ``watch`` before. Wait at most ``seconds`` for this machine's ranks. Raise RecipeError if the number of ranks
+    differs from the request, which could mean N independent single runs."""
     if "TORCHELASTIC_RUN_ID" in os.environ:  # reject invalid values before Fabric reads them
         for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE"):
             read_int_variable(name)
@@ -79,10 +70,8 @@ def launch(
 
 
 def _end_with_launcher() -> None:
-    """Make this process end when torchrun or Fabric, which started it, ends: killed, they would leave it running.
-
-    The supervisor may already have ended, and with it the first rank, before this rank was bound to it.
-    """
+    """Make this process end when torchrun or Fabric, which started it, ends: killed, they would leave it running. The
+    supervisor may already have ended, and with it the first rank, before this rank was bound to it."""
     by_torchrun = "TORCHELASTIC_RUN_ID" in os.environ
     if by_torchrun or (os.environ.get("LOCAL_RANK", "0") != "0" and not started_by_srun(os.environ)):
         end_with_parent()
@@ -109,11 +98,8 @@ def describe_launch(world: World, plan: Plan, say: Callable[[str], None]) -> Wor
 
 
 def host_threads(world: World, plan: Plan, environment: Mapping[str, str] = os.environ) -> int | None:
-    """Return the number of threads with which a rank updates offloaded weights; ``None`` keeps torch's number.
-
-    Only for GPU ranks of torchrun, which sets ``OMP_NUM_THREADS=1``: the rank's share of the cores, less one core that
-    launches kernels.
-    """
+    """Return the number of threads with which a rank updates offloaded weights: its share of the cores, less one.
+    ``None`` keeps torch's number, except for GPU ranks of torchrun, which sets ``OMP_NUM_THREADS=1``."""
     by_torchrun = "TORCHELASTIC_RUN_ID" in environment and environment.get("OMP_NUM_THREADS") == "1"
     if not (by_torchrun and world.devices > 1 and world.accelerator == "cuda" and plan.memory.cpu_offload != "none"):
         return None
@@ -121,10 +107,8 @@ def host_threads(world: World, plan: Plan, environment: Mapping[str, str] = os.e
 
 
 def local_rank_zero_first(fabric: Fabric, action: Callable[[], Any]) -> None:
-    """Run ``action`` on the first rank of every node, then on the others; its error is raised on all ranks.
-
-    With only a barrier in between, the others would wait for a failed rank until the process group's timeout.
-    """
+    """Run ``action`` on the first rank of every node, then on the others; its error is raised on all ranks. With only a
+    barrier in between, the others would wait for a failed rank until the process group's timeout."""
     error: BaseException | None = None
     if fabric.local_rank == 0:
         try:

@@ -8,7 +8,7 @@ from collections.abc import Mapping, MutableMapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from trainer.errors import require
+from trainer.errors import RecipeError, require
 from trainer.launching.slurm import devices_per_node, require_srun, slurm_task
 from trainer.recipe import Recipe
 from trainer.system.environment import read_int_variable
@@ -66,14 +66,8 @@ class World:
 
 
 def resolve_world(recipe: Recipe, environment: MutableMapping[str, str] = os.environ) -> tuple[Recipe, World]:
-    """Return the recipe with the options of ``fabric run``, and the detected world with a device for each rank.
-
-    The variables of ``fabric run``, which starts the ranks with torchrun, are removed: while they are set, Fabric
-    rejects every argument that sets the same option, including a strategy object.
-
-    Raises:
-        RecipeError: if launcher and recipe contradict each other, or a rank has no device.
-    """
+    """Return the recipe with the options of ``fabric run``, and the detected world. Remove the variables of ``fabric
+    run``, because Fabric then rejects every argument that sets the same option, including a strategy object."""
     if read_int_variable("LT_CLI_USED", 0, environment):
         del environment["LT_CLI_USED"]
         recipe, world = _of_fabric_run(recipe, environment)
@@ -105,18 +99,13 @@ def _of_fabric_run(recipe: Recipe, environment: MutableMapping[str, str]) -> tup
     own = {"run": dataclasses.replace(recipe.run, **run), "memory": dataclasses.replace(recipe.memory, **memory)}
     recipe = recipe.replace(**own)
     world = detect_world(recipe, environment)
-    require(
-        world.launcher == "torchrun",
-        "LT_CLI_USED=1 in the environment means that fabric run started this process, but the variables of torchrun, "
-        "which it uses, are missing: unset LT_CLI_USED",
-    )
+    require(world.launcher == "torchrun", "LT_CLI_USED=1 (fabric run) without torchrun's variables: unset LT_CLI_USED")
     for name, found in (("devices", world.devices), ("num_nodes", world.nodes)):
         wanted = asked[name] or ""  # or a list of devices, or auto
-        require(
-            not wanted.isdigit() or int(wanted) == found,
-            f"LT_{name.upper()}={wanted} asks for another world than fabric run has started, with {name}={found}: "
-            f"unset LT_{name.upper()}, or use fabric run --{name.replace('_', '-')} {wanted}",
-        )
+        if wanted.isdigit() and int(wanted) != found:
+            key = f"LT_{name.upper()}"
+            cause = f"{key}={wanted} asks for another world than fabric run has started, with {name}={found}"
+            raise RecipeError(f"{cause}: unset {key}, or use fabric run --{name.replace('_', '-')} {wanted}")
     return recipe, dataclasses.replace(world, launcher="fabric run")
 
 
@@ -129,27 +118,18 @@ def detect_world(recipe: Recipe, environment: Mapping[str, str] = os.environ) ->
         _refuse_options_of_accelerate(recipe, environment)
     if "TORCHELASTIC_RUN_ID" in environment:
         name = "accelerate launch (torchrun)" if accelerated else "torchrun"
-        devices, nodes = (
-            read_int_variable(f"{level}_WORLD_SIZE", environment=environment) for level in ("LOCAL", "GROUP")
-        )
+        devices = read_int_variable("LOCAL_WORLD_SIZE", environment=environment)
+        nodes = read_int_variable("GROUP_WORLD_SIZE", environment=environment)
         world = World(name, accelerator, devices, nodes)
-        size = read_int_variable(
-            "WORLD_SIZE", world.world_size, environment
-        )  # world.size assumes the same number on every node
-        require(
-            size == world.world_size,
-            f"torchrun started {size} ranks on {nodes} node(s), {devices} of them on this one: start the same number "
-            "on every node, with the same --nproc-per-node",
-        )
+        size = read_int_variable("WORLD_SIZE", world.world_size, environment)
+        cause = f"torchrun started {size} ranks on {nodes} node(s), {devices} of them on this one"
+        require(size == world.world_size, f"{cause}: use the same --nproc-per-node on every node")
     elif all(name in environment for name in RAY_WORKER):
-        workers, devices = (
-            read_int_variable(name, environment=environment) for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE")
-        )
-        require(
-            devices > 0 and workers % devices == 0,
-            f"Ray has put {devices} of {workers} workers on this node, and other numbers on others: choose --workers "
-            "and --cpus-per-worker so that every node has the same number",
-        )
+        workers = read_int_variable("WORLD_SIZE", environment=environment)
+        devices = read_int_variable("LOCAL_WORLD_SIZE", environment=environment)
+        cause = f"Ray has put {devices} of {workers} workers on this node, and other numbers on others"
+        fix = "choose --workers and --cpus-per-worker so that every node has the same number"
+        require(devices > 0 and workers % devices == 0, f"{cause}: {fix}")
         world = World("ray", accelerator, devices, workers // devices)
     elif (task := slurm_task(environment)) is not None:
         gpus = _devices_here(accelerator) if accelerator == "cuda" else None
@@ -160,11 +140,9 @@ def detect_world(recipe: Recipe, environment: Mapping[str, str] = os.environ) ->
         devices = _devices_here(accelerator) if wanted == "auto" else wanted
         world = World("accelerate launch" if accelerated else "python", accelerator, devices)
         _refuse_unknown_launcher(world, environment)
-    require(
-        wanted in ("auto", world.devices),
-        f"run.devices={wanted} contradicts the launcher: {world.launcher} started {world.devices} process(es) on this "
-        f"node; leave out run.devices, or start {wanted}",
-    )
+    started = f"{world.launcher} started {world.devices} process(es) on this node"
+    cause = f"run.devices={wanted} contradicts the launcher: {started}"
+    require(wanted in ("auto", world.devices), f"{cause}; leave out run.devices, or start {wanted}")
     return dataclasses.replace(world, fallback=fallback)
 
 
@@ -174,11 +152,9 @@ def _refuse_unknown_launcher(world: World, environment: Mapping[str, str]) -> No
         started = read_int_variable(name, 1, environment)
         # Fabric sets WORLD_SIZE to run.devices in the processes that it starts.
         joined = name == "WORLD_SIZE" and "LOCAL_RANK" in environment and started == world.world_size
-        require(
-            started == 1 or joined,
-            f"{name}={started} in the environment means that a launcher started {started} processes, but it is neither "
-            "torchrun nor Slurm: start the run with torchrun, fabric run, srun or --run.devices, or unset the variable",
-        )
+        cause = f"{name}={started} in the environment is from a launcher that is neither torchrun nor Slurm"
+        fix = "start the run with torchrun, fabric run, srun or --run.devices, or unset the variable"
+        require(started == 1 or joined, f"{cause}: {fix}")
     # For several processes on CPUs, accelerate launch starts only one, and sets MASTER_ADDR but not their number.
     require(
         world.launcher != "accelerate launch" or world.world_size > 1 or "MASTER_ADDR" not in environment,
@@ -197,11 +173,9 @@ def _refuse_options_of_accelerate(recipe: Recipe, environment: Mapping[str, str]
         f"use --memory.precision {precision}, and --mixed_precision no",
     )
     for option in ("FSDP", "DEEPSPEED", "MEGATRON_LM"):
-        require(
-            environment.get(f"ACCELERATE_USE_{option}", "false").lower() not in ("true", "1"),
-            f"accelerate launch --use_{option.lower()} is not for this trainer: leave it out, and use "
-            "--memory.strategy fsdp",
-        )
+        asked = environment.get(f"ACCELERATE_USE_{option}", "false").lower() in ("true", "1")
+        cause = f"accelerate launch --use_{option.lower()} is not for this trainer"
+        require(not asked, f"{cause}: leave it out, and use --memory.strategy fsdp")
 
 
 def _accelerator(recipe: Recipe, environment: Mapping[str, str]) -> tuple[str, str | None]:
@@ -209,10 +183,8 @@ def _accelerator(recipe: Recipe, environment: Mapping[str, str]) -> tuple[str, s
     import torch
 
     if recipe.run.accelerator != "auto":
-        require(
-            recipe.run.accelerator != "cuda" or torch.cuda.is_available(),
-            "run.accelerator=cuda, but no NVIDIA GPU found: use run.accelerator cpu or auto",
-        )
+        usable = recipe.run.accelerator != "cuda" or torch.cuda.is_available()
+        require(usable, "run.accelerator=cuda, but no NVIDIA GPU found: use run.accelerator cpu or auto")
         return recipe.run.accelerator, None
     if environment.get("ACCELERATE_USE_CPU", "false").lower() in ("true", "1"):
         return "cpu", "set by accelerate launch"

@@ -1,9 +1,8 @@
 """``memory.activation_checkpointing``: keep fewer activations of a block, and recompute the rest in backward.
 
-Uses the non-reentrant ``torch.utils.checkpoint``. It restores the state of the random generators before it recomputes a
-block, so dropout draws the same masks. The running statistics of BatchNorm change in the first pass only. The cache of
-a decoder, which both passes would append to, is switched off or rejected. Only the ``forward`` of a block is replaced,
-so no parameter is renamed, and FSDP, whose hooks surround ``forward``, has the weights ready for the second pass.
+Uses the non-reentrant ``torch.utils.checkpoint``, which restores the random generators, so dropout draws the same
+masks. BatchNorm statistics change in the first pass only. A decoder's cache, which both passes would append to, is
+switched off or rejected. Only ``forward`` is replaced, so no parameter is renamed, and FSDP's hooks surround it.
 """
 
 from __future__ import annotations
@@ -55,8 +54,7 @@ def checkpoint_blocks(module: nn.Module, blocks: Sequence[nn.Module], mode: str 
 def keep_expensive(_: Any, operation: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
     """Decide for ``selective`` whether to keep the output of an operation.
 
-    Attention with dropout is recomputed. If it were kept, it would draw no random numbers in the second pass, and later
-    dropout in the block would draw different masks than in the first pass.
+    Attention with dropout is recomputed: if kept, later dropout would draw different masks in the second pass.
     """
     kept = operation in KEPT and not _dropout(operation, args, kwargs)
     keep = kept or operation.name() in KEPT_BY_NAME

@@ -92,7 +92,6 @@ class ActivationOffloader:
         self.in_flight: deque[tuple[Tensor, OffloadedTensor]] = deque()
 
     def pack(self, tensor: Tensor) -> Tensor | OffloadedTensor | AutocastWeight:
-        """Called by autograd for each tensor that an operation saves."""
         large = tensor.numel() * tensor.element_size() >= self.least_bytes
         if tensor.device.type != self.device.type or not large or _is_expanded(tensor) or self.keep_on_device(tensor):
             return tensor
@@ -108,7 +107,6 @@ class ActivationOffloader:
         return self.items[-1]
 
     def unpack(self, packed: Tensor | OffloadedTensor | AutocastWeight) -> Tensor:
-        """Called by autograd when backward needs the tensor."""
         if isinstance(packed, Tensor):
             return packed
         if isinstance(packed, AutocastWeight):
@@ -146,14 +144,12 @@ class ActivationOffloader:
         self._release(IN_FLIGHT)
 
     def _release(self, most: int) -> None:
-        """Release all except the newest ``most`` tensors on the device: their memory is reused once they arrive."""
         while len(self.in_flight) > most:
             _, saved = self.in_flight.popleft()
             if saved.arrived is not None:
                 torch.cuda.current_stream(self.device).wait_event(saved.arrived)
 
     def _prefetch(self, saved: OffloadedTensor) -> Tensor:
-        """Start the copy of a tensor to the device, if not started yet, into memory of the computing stream."""
         if saved.on_device is None and self.stream is None:
             saved.on_device = saved.host.clone()
         elif saved.on_device is None and self.stream is not None:

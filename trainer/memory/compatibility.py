@@ -27,10 +27,7 @@ CONDITIONAL = "which is conditional (some micro-batches leave parameters without
 
 
 def require_compatible(recipe: Recipe, world_size: int, cuts: Sequence[Cut]) -> None:
-    """Reject settings that contradict each other, with key, reason and fix.
-
-    ``cuts`` has the cut of every phase of an accumulation schedule.
-    """
+    """Reject settings that contradict each other; ``cuts`` has the cut of every phase of an accumulation schedule."""
     if recipe.optim.is_custom:
         from trainer.memory.custom_optimizer import custom_optimizer_conflicts
 
@@ -228,10 +225,7 @@ def _require_local_norms(module: nn.Module, plan: Plan) -> None:
 
 
 def require_first_order(output: Any, setting: str, remedy: str) -> None:
-    """Make a second-order backward (``create_graph=True``) through the ``output`` of a module an error on all ranks.
-
-    To come before a technique's own hooks on ``output``, call this before they are registered.
-    """
+    """Reject a second-order backward through ``output`` on all ranks; call this before other hooks are registered."""
     import torch
     from torch.utils._pytree import tree_leaves
 

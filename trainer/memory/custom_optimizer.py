@@ -26,11 +26,7 @@ _trials: dict[tuple[Any, ...], _OptimizerTraits] = {}  # a process decides sever
 
 
 def build_custom_optimizer(groups: Any, optim: Optim) -> Optimizer:
-    """Build the optimizer that ``optim.name`` or ``optim.factory`` specifies, over ``groups``.
-
-    Raises:
-        RecipeError: if the class does not exist, rejects its arguments, or ignores a weight decay.
-    """
+    """Build the optimizer that ``optim.name`` or ``optim.factory`` specifies, over ``groups``, or reject it."""
     make, called = _maker(optim), describe_custom_optimizer(optim)
     try:
         made = make(groups, lr=optim.lr, **optim.arguments)
@@ -72,9 +68,7 @@ def _maker(optim: Optim) -> Callable[..., Any]:
     if _is_optimizer(kind):
         closure = inspect.signature(kind.step).parameters.get("closure")
         if closure is not None and closure.default is inspect.Parameter.empty:
-            raise RecipeError(
-                f"{given} needs a closure for forward and backward, which the trainer runs before the update: use adamw"
-            )
+            raise RecipeError(f"{given} needs a closure, but the trainer runs forward and backward itself: use adamw")
     return kind
 
 
@@ -93,10 +87,7 @@ class _OptimizerTraits:
 
 
 def probe_optimizer(optim: Optim) -> _OptimizerTraits:
-    """Run the optimizer on two small matrices, once per process, and return what it was found to do.
-
-    The trial leaves torch's random generator as it was.
-    """
+    """Return how the optimizer acts on two small matrices: once per process, without effect on the random generator."""
     key = optim.name, optim.factory, optim.lr, repr(sorted(optim.arguments.items(), key=str))
     try:
         if key not in _trials:
@@ -122,9 +113,7 @@ def _trial(optim: Optim) -> _OptimizerTraits:
         _take(optimizer, whole, slopes[:-1])
         again = [weight.detach().clone().requires_grad_() for weight in whole]
         resumed = build_custom_optimizer(_group(again, optim), optim)
-        resumed.state.update(
-            {new: copy.deepcopy(optimizer.state.get(old, {})) for old, new in zip(whole, again, strict=True)}
-        )
+        resumed.state.update({b: copy.deepcopy(optimizer.state.get(a, {})) for a, b in zip(whole, again, strict=True)})
         for one, parameters in ((optimizer, whole), (resumed, again)):
             torch.default_generator.manual_seed(0)
             _take(one, parameters, slopes[-1:])

@@ -1,11 +1,9 @@
 """Speculative updates: offloaded weights are updated during the last backward, and restored if that was wrong.
 
-The gradient of a parameter is complete long before the norm of all gradients is known. A host thread updates the
-parameter at once, as if nothing were clipped or skipped, and keeps a copy of the old values. The norm then shows
-whether the update was right. If not, every bit is restored and the step continues normally. The result has the same
-bits either way. (Speculation, then validation: SuperOffload, Lian et al., 2025, arXiv 2509.21271. Its rollback
-recomputes the old values, which rounds; here they are copied. ZeRO-Offload's delayed update changes the result, so it
-is not used.)
+A host thread updates each parameter as soon as its gradient is complete, as if nothing were clipped or skipped, and
+keeps a copy of the old values. When the norm of all gradients shows that the update was wrong, every bit is restored.
+The result has the same bits either way. (Speculation, then validation: SuperOffload, Lian et al., 2025, arXiv
+2509.21271, whose rollback recomputes the old values, which rounds. ZeRO-Offload's delayed update changes the result.)
 """
 
 from __future__ import annotations
@@ -27,17 +25,14 @@ CHUNK_ELEMENTS = 2**18  # min elements per update: with fewer, Python would take
 
 
 class EagerOptimizerUpdate:
-    """Updates parameters of ``optimizer`` before its step, in a separate thread.
+    """Updates parameters of ``optimizer``, whose weights are in host memory, before its step in a separate thread.
 
     The update of a parameter must not read other parameters; this holds for every ``optim.name``. Updates ahead start
-    with the second step, when all other memory is allocated, and use at most this rank's share of half of the host's
-    free memory. After a step that was clipped or skipped they pause until a step that was neither, so a run that clips
-    in every step pays for one wrong update.
+    with the second step, when all other memory is allocated, and use at most this rank's share (of ``world_size``) of
+    half of the host's free memory. After a clipped or skipped step they pause until a step that was neither.
 
     Args:
-        optimizer: an optimizer of weights in host memory.
         scaler: scaler of fp16 gradients, which arrive scaled.
-        world_size: number of ranks, which may share the host.
         pays: whether to update ahead at all. If the host itself computes, no core is idle.
     """
 
@@ -85,10 +80,9 @@ class EagerOptimizerUpdate:
         return ended
 
     def commit_or_undo(self, norm: Tensor, largest: float | None) -> bool:
-        """Return whether the updates stand, because gradients with this ``norm`` are neither clipped nor skipped.
+        """Return whether the updates stand, because ``norm`` does not lead to a skip or to clipping to ``largest``.
 
-        If they stand, the gradients of updated parameters are removed, so that the optimizer skips them. Otherwise all
-        updates are undone. ``largest`` is the norm to clip to.
+        Otherwise all updates are undone. Gradients of updates that stand are removed, so that the optimizer skips them.
         """
         self.was_right = self.needs_no_clipping(norm, largest)
         if not self.was_right:

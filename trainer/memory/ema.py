@@ -18,12 +18,8 @@ class WeightEMA:
     """The averages of the ``trained`` weights, in fp32 or wider, on the same device: of this rank's shards if sharded.
 
     They start as copies of the weights and are updated after each optimizer step (Polyak and Juditsky 1992), as in
-    ``torch.optim.swa_utils``. Buffers are not averaged.
-
-    Args:
-        trained: the tensors that the optimizer updates; masters in host memory if offloaded.
-        optim: the settings, with the decay.
-        sent: called after weights were exchanged with averages, to copy masters to the device.
+    ``torch.optim.swa_utils``. Buffers are not averaged. ``trained`` has the tensors that the optimizer updates: masters
+    in host memory if offloaded. ``sent`` is called after an exchange with the averages, to copy masters to the device.
     """
 
     def __init__(self, trained: Sequence[Tensor], optim: Optim, sent: Callable[[], None]) -> None:

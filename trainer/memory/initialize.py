@@ -21,8 +21,7 @@ HOST = torch.device("cpu")
 def build_module(fabric: Fabric, model: Model, seed: int, plan: Plan) -> nn.Module:
     """Build the module with its weights in their final place: the rank's device, host memory, or meta.
 
-    Weights are created on the host in the dtype of the precision, so a ``seed`` gives the same weights on every rank
-    and device.
+    They are created on the host in the dtype of the precision, so a ``seed`` gives the same weights on every rank.
     """
     dtype = weights_dtype(plan.memory)
     if plan.memory.init == "meta":
@@ -40,10 +39,7 @@ def build_module(fabric: Fabric, model: Model, seed: int, plan: Plan) -> nn.Modu
 
 
 def build_on_host(fabric: Fabric, plan: Plan, build: Callable[[], nn.Module]) -> nn.Module:
-    """Call ``build`` in host memory and move its module to :func:`weights_device`, one tensor at a time.
-
-    The host holds one copy meanwhile; ``memory.init=meta`` avoids it.
-    """
+    """Call ``build`` in host memory, and move its module to :func:`weights_device` one tensor at a time."""
     with default_dtype(weights_dtype(plan.memory) or torch.float32), HOST:
         module = build()
     return module.to(weights_device(fabric, plan))
@@ -62,11 +58,7 @@ def _streamable(model: Model) -> Streamable:
 
 
 def build_on_meta(model: Model, seed: int, dtype: torch.dtype | None = None) -> nn.Module:
-    """Build the module of ``model`` with parameters on meta and real buffers on the CPU.
-
-    The model must define ``skeleton``. ``dtype`` applies to all floating-point tensors. The module may be sharded
-    before :func:`materialise`.
-    """
+    """Build the ``skeleton`` of ``model`` in ``dtype``, with parameters on meta and real buffers on the CPU."""
     torch.manual_seed(seed)
     with default_dtype(dtype):
         return skeleton_on_meta(_streamable(model)).train()
@@ -77,8 +69,8 @@ def materialise(
 ) -> None:
     """Allocate the parameters of ``module`` on ``device`` and fill them from the files that ``model`` names, in place.
 
-    Parameters may be plain tensors or DTensors (after ``fully_shard``). Each rank allocates and reads only its slices,
-    one tensor at a time. Create the optimizer afterwards, because the parameters are new objects.
+    Each rank allocates and reads only its slices (of DTensors after ``fully_shard``), one tensor at a time. Create the
+    optimizer afterwards, because the parameters are new objects.
 
     Args:
         module: the result of :func:`build_on_meta`.
@@ -86,9 +78,6 @@ def materialise(
         device: device of the parameters: the CPU if they are offloaded.
         dtype: as for :func:`build_on_meta`; ``None`` keeps the skeleton's dtypes.
         seed: seed for parameters that are in no file; they get the values that ``model.build`` draws with it.
-
-    Raises:
-        RecipeError: if the files lack a weight or have it in another shape, or if a parameter is still on meta.
     """
     allocate(module, device, dtype)
     load_into(module, _streamable(model), seed)

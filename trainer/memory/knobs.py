@@ -48,9 +48,7 @@ class Knob:
     description: str = ""  # description in a plan that uses it; ``{}`` is its value
     candidates: tuple[KnobValue, ...] = ()  # values to try by themselves, the cheapest first
     planned: bool = False  # whether the planner decides it if the recipe leaves it open
-    monotonic: bool = (
-        True  # whether each of ``values`` computes or moves more than the one before: it can only be slower
-    )
+    monotonic: bool = True  # whether each of ``values`` costs more work than the one before: it can only be slower
     lossy: bool = False  # whether it changes the result: the planner uses it only if the recipe allows it
     to_host: bool = False  # whether it moves memory to the host: no gain if the host is the device
     needs_ranks: bool = False  # whether it has no effect on one rank
@@ -215,9 +213,7 @@ KNOBS = (  # in the order in which to try them
     ),
     Knob("optimizer_state_bits", (32, 8, 4), "{}-bit optimizer state", BITS, column="{}-bit", **LOSSY_STATE),
     Knob("stochastic_rounding", (False, True), "stochastic rounding", optimizers=ADAM, splits=False),
-    Knob(
-        "precision", HALF_TRUE, candidates=IN_HALF, lossy=True, column="{}", evaluated=True
-    ),  # casts the weights as well
+    Knob("precision", HALF_TRUE, candidates=IN_HALF, lossy=True, column="{}", evaluated=True),  # casts weights as well
     # Saves time, not memory.
     Knob("matmul_precision", TF32, "{} matmul precision", IN_TF32, lossy=True, column="{} matmuls", evaluated=True),
     Knob("init", ("device", "meta"), "{} init"),

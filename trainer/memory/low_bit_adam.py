@@ -26,9 +26,8 @@ KINDS = {  # torchao has no 32-bit Adam: its AdamW is configured as one
 def lean_adam(groups: Any, optim: Optim, memory: Memory, device: torch.device, **arguments: Any) -> Optimizer:
     """Build torchao's optimizer for ``memory.optimizer_state_bits`` and ``memory.stochastic_rounding``.
 
-    32-bit state in fact has the dtype of the weights, as in torch. Tensors with fewer than 4096 values, or with a
-    number of values that blocks of 256 (8 bits) or 128 (4 bits) do not divide, keep such state as well. The learning
-    rate of a group is a CPU tensor that schedulers change in place.
+    32-bit state has the dtype of the weights, as in torch. So has the state of tensors with fewer than 4096 values, or
+    whose size blocks of 256 (8 bits) or 128 (4 bits) do not divide. The learning rate of a group is a CPU tensor.
     """
     kind = _class(KINDS[optim.name][memory.optimizer_state_bits], can_compile(device))
     optimizer = kind(groups, lr=optim.lr, **arguments, bf16_stochastic_round=memory.stochastic_rounding)
@@ -49,7 +48,6 @@ def can_compile(device: torch.device) -> bool:
 
 @lru_cache
 def _class(kind: type[Optimizer], compiled: bool) -> Any:
-    """Return ``kind`` with an optionally compiled update, and with the same random rounding on all ranks."""
     update = torch.compile(single_param_adam, fullgraph=True, dynamic=False) if compiled else single_param_adam
 
     class LeanAdam(kind):  # type: ignore[misc, valid-type]

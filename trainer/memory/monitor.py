@@ -1,7 +1,4 @@
-"""Measured memory by phase: device peaks from the allocator, host peaks from the operating system.
-
-GB is 1e9 bytes. No function here waits for the device.
-"""
+"""Measured memory by phase, in GB of 1e9 bytes, from the allocator and the operating system, without device syncs."""
 
 from __future__ import annotations
 
@@ -51,14 +48,8 @@ class Peaks(NamedTuple):
 class MemoryMonitor(PhaseHooks):
     """Measures memory peaks by phase. The first phase is init; memory at its start is called idle.
 
-    The current phase is always recorded. Memory is read in the first steps, and then as often as ``share_of_time``
-    allows: on a GPU usually in every step, for a tiny model on a CPU once in many steps. Peaks between two reads still
-    count for the whole run.
-
-    Args:
-        device: the device of this rank.
-        share_of_time: max share of the run's time for reading memory.
-        host: reader of host memory.
+    The current phase is always recorded. Memory is read in the first steps, and then as often as ``share_of_time``, the
+    max share of the run's time, allows. Peaks between two reads still count for the whole run.
     """
 
     def __init__(
@@ -101,10 +92,7 @@ class MemoryMonitor(PhaseHooks):
         self.set_activity(phase, self.samples)
 
     def set_activity(self, activity: str | None, samples: Sequence[int] = ()) -> None:
-        """Record that this rank starts an activity.
-
-        Watchers use it to see that the rank makes progress or, if it does not, where it stopped.
-        """
+        """Record that this rank starts an activity; watchers see progress or, without it, where the rank stopped."""
         self.activity, self.samples = activity, samples
         self.moves += 1
         if self.on_move is not None:
@@ -174,7 +162,6 @@ class MemoryMonitor(PhaseHooks):
         self._append_history(level / GB)
 
     def _append_history(self, gigabytes: float) -> None:
-        """Add to the history. In a long run it keeps only every second, fourth, eighth ... value."""
         if self._levels % self._every == 0:
             self.history.append((self.step, gigabytes))
         self._levels += 1
@@ -189,8 +176,7 @@ class MemoryMonitor(PhaseHooks):
     def report(self, all_ranks: bool) -> dict[str, Any]:
         """Return the memory section of ``summary.json``, in GB.
 
-        With ``all_ranks`` the values are the max over ranks. This is a collective, so a rank that failed alone must not
-        use it.
+        ``all_ranks`` takes the max over ranks: a collective, which a rank that failed alone must not use.
         """
         if self._looking and self.phase is not None:  # the phase in which the run failed
             self._record_peaks()
@@ -215,12 +201,9 @@ class MemoryMonitor(PhaseHooks):
 
 
 class LeakCheck:
-    """Compares memory at the ends of steps and warns once if it keeps growing.
+    """Compares memory of a ``kind`` at the ends of steps and warns once if it keeps growing.
 
-    Args:
-        kind: kind of memory, for the message.
-        least_bytes: growth since the first values up to which it is not a leak.
-        least_share: the same, as a share of the first level.
+    Growth of up to ``least_bytes``, or up to ``least_share`` of the first level, is not a leak.
     """
 
     def __init__(self, kind: str, least_bytes: float, least_share: float = 0.0) -> None:
@@ -273,10 +256,7 @@ def snapshot_path(run_dir: Path, rank: int, world_size: int) -> Path:
 
 @contextmanager
 def record_memory_history(target: Path) -> Iterator[None]:
-    """Record allocations in this context and write ``target`` at its end, also after an error.
-
-    The file is a pickle. The trainer never reads it.
-    """
+    """Record allocations in this context, and write them as a pickle to ``target`` at its end, also after an error."""
     torch.cuda.memory._record_memory_history(max_entries=MAX_EVENTS, stacks="python")
     try:
         yield

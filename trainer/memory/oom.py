@@ -58,8 +58,7 @@ def describe_oom(
     Args:
         error: the error on ``rank``.
         phase: init, forward, backward, step or evaluation; ``None`` between phases.
-        lengths: number of tokens of each sample in the micro-batch, for texts.
-        shapes: shapes of the micro-batch's tensors; used without ``lengths``.
+        lengths: number of tokens of each sample in the micro-batch, for texts; else its ``shapes`` are used.
         recipe: the recipe of ``plan``; without it no knob is named.
         on_gpu: whether the device is a GPU. On the CPU, offloading to host memory saves nothing.
     """
@@ -82,8 +81,7 @@ def describe_oom(
 def next_knobs(plan: Plan, recipe: Recipe, phase: str | None = None, on_gpu: bool = True) -> list[str]:
     """Return flags that may help, each by itself: the cheapest first, lossy ones last and marked.
 
-    Flags are left out if they are set already, do not help in ``phase`` (``None``: any phase), or cannot be combined
-    with the rest of ``recipe``.
+    Leaves out flags that are set, do not help in ``phase`` (``None``: any), or conflict with the rest of ``recipe``.
     """
     found: dict[bool, list[str]] = {False: [], True: []}
     for remedy in _candidates(plan, recipe):

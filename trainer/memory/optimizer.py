@@ -34,24 +34,14 @@ def build_optimizer(
     device: torch.device,
     fused: bool = True,
 ) -> Optimizer:
-    """Build the optimizer over ``parameters``, those that train.
+    """Build the optimizer over ``parameters``: those that train, sharded already, or their masters in host memory.
 
-    Args:
-        parameters: the final tensors, on ``device``: weights (sharded already) or their masters in host memory.
-            A mapping gives the update rule of each. Otherwise the shape decides whether a parameter decays.
-        optim: the optimizer, its learning rate and decay.
-        memory: bits of the optimizer state, rounding, and updates during the backward.
-        fused: use torch's fused kernels if available. They support no complex parameters and no sparse gradients. On a
-            CPU they round the last elements of a tensor differently, so an update depends on the position in its shard.
-
-    Raises:
-        RecipeError: if no parameter trains, or the optimizer's package is not installed.
+    A mapping gives the update rule of each. Otherwise the shape decides whether a parameter decays. ``fused`` uses
+    torch's fused kernels if available, which support no complex parameters and no sparse gradients. On a CPU they round
+    the last elements of a tensor differently, so an update depends on the position in its shard.
     """
     if not parameters:
-        raise RecipeError(
-            "every parameter is frozen, so nothing would be trained: raise model.train_last_blocks, or change "
-            "optim.groups"
-        )
+        raise RecipeError("every parameter is frozen: raise model.train_last_blocks, or change optim.groups")
     rules = parameters if isinstance(parameters, Mapping) else {p: update_rule_for(p, optim) for p in parameters}
     groups = to_param_groups(rules, optim.lr)
     fused = fused and _has_fused_kernel(optim.kind, device, list(rules))
@@ -100,11 +90,9 @@ def _has_fused_kernel(name: str, device: torch.device, parameters: Sequence[Tens
 class OptimizerInBackward(Optimizer):
     """Splits ``optimizer`` so that backward updates one parameter at a time and frees its gradient.
 
-    ``step`` does nothing, because the last backward has made all updates. Groups and state are shared with
-    ``optimizer``, so schedulers and checkpoints see no difference. The result is the same if every backward is a step
-    and nothing needs all gradients at once (no accumulation, no clipping, no skipped steps).
-
-    The update of a parameter must not read other parameters. Do not use ``optimizer`` afterwards.
+    ``step`` does nothing. Groups and state are shared with ``optimizer``, so schedulers and checkpoints see no
+    difference. The result is the same if every backward is a step and nothing needs all gradients at once (no
+    accumulation, clipping or skipped steps). The update of a parameter must not read others. Drop ``optimizer`` then.
     """
 
     def __init__(self, optimizer: Optimizer) -> None:

@@ -1,13 +1,11 @@
 """``memory.cpu_offload``: gradients, fp32 master weights and optimizer state live in host memory.
 
-With ``optimizer``, only the weights that forward and backward use stay on the device. Each gradient is copied to an
-fp32 accumulator in host memory on a separate stream as soon as it is ready, and is freed. The optimizer updates the
-master weights on the host (for AdamW with torch's fused CPU kernel), and the result is copied back. Some updates run
-during the last backward already: see ``eager_update.py``.
+With ``optimizer``, only the weights for forward and backward stay on the device. Each gradient is copied to an fp32
+accumulator on a separate stream as soon as it is ready, and is freed. The optimizer updates the master weights on the
+host, and the result is copied back. Some updates run during the last backward already: see ``eager_update.py``.
 
-In ``bf16-mixed`` and ``16-mixed``, the weights that autocast would cast before every use (those of linear layers,
-convolutions and attention) are stored on the device in half precision. They have the bits that autocast would compute
-from the fp32 weights, in half the memory. All other weights stay in fp32.
+In ``bf16-mixed`` and ``16-mixed``, the weights that autocast would cast before every use (linear layers, convolutions,
+attention) are on the device in half precision, with the bits that autocast would compute. All others stay in fp32.
 
 With ``parameters``, FSDP streams the weights, and gradients accumulate in host memory in the same way, without waits.
 FSDP alone copies each gradient into pageable memory and waits for it, from the second micro-step on.
@@ -105,15 +103,8 @@ def _kept_in_half(module: nn.Module, precision: Precision) -> set[nn.Parameter]:
 class HostGradientSync(GradientSync):
     """Accumulates gradients in host memory, and reduces them over ranks there.
 
-    Args:
-        masters: the masters of the trained parameters, from ``make_host_master_weights``. They get their gradients
-        after the last
-            backward of a window.
-        device: the device that computes.
-        optimizer: the optimizer of the masters; after each of its steps the new weights are copied to the device.
-        world_size: number of ranks.
-        replicas: number of ranks that hold each shard, with FSDP.
-        scaler: the scaler of fp16 gradients.
+    ``masters`` come from ``make_host_master_weights`` and get their gradients after the last backward of a window.
+    After each step of ``optimizer``, the new weights are copied to ``device``. ``replicas`` ranks hold a shard.
     """
 
     def __init__(
@@ -174,7 +165,6 @@ class HostGradientSync(GradientSync):
         return None
 
     def _master_and_gradient(self, parameter: nn.Parameter) -> tuple[Tensor, Tensor]:
-        """Return the tensor that the optimizer updates for ``parameter``, and its gradient."""
         return self.masters[parameter], self.accumulators[parameter]
 
     def _gradient(self, parameter: nn.Parameter) -> Tensor:
@@ -258,8 +248,8 @@ class HostGradientSync(GradientSync):
 def in_pieces(like: Mapping[nn.Parameter, Tensor], pinned: bool) -> Iterator[tuple[Tensor, dict[nn.Parameter, Tensor]]]:
     """Allocate host memory for a tensor like each of ``like``: yield flat pieces, each with the tensors cut from it.
 
-    Torch rounds pinned memory up to a power of two. Each piece is filled with the largest remaining tensors (first-fit
-    decreasing). Its size is the power of two with the smallest unused share, in whole percent.
+    Torch rounds pinned memory up to a power of two: pieces are powers of two with the smallest unused share, filled
+    with the largest remaining tensors (first-fit decreasing).
     """
     sizes = {p: like[p].numel() for p in sorted(like, key=lambda p: -like[p].numel())}
 
@@ -284,7 +274,7 @@ def in_pieces(like: Mapping[nn.Parameter, Tensor], pinned: bool) -> Iterator[tup
 
 
 class StreamedGradientSync(HostGradientSync):
-    """Takes the gradients of each FSDP part of ``module``, with shards in host memory, as soon as they are reduced.
+    """Takes gradients of each FSDP part of ``module``, with shards in host memory, as soon as they are reduced.
 
     All ``parameters`` have the same dtype, and gradients are accumulated in it, as FSDP does.
     """
@@ -362,11 +352,9 @@ class StreamedGradientSync(HostGradientSync):
 class TransferStream:
     """Moves tensors between a GPU and pinned host memory in chunks, concurrently with the computation.
 
-    One chunk comes from the host while the sum of another chunk goes there, because the bus is full duplex. A chunk is
-    an eighth of a tensor of ``max_norm`` elements, within bounds.
-
-    If ``told`` is true, the stream that allocates gradients calls ``wait_on_current_stream`` before it allocates the
-    next one, so that each can be freed at once. Otherwise the computing stream waits for the oldest copies.
+    One chunk comes from the host while the sum of another goes there (full duplex). ``max_norm`` is the size of the
+    largest tensor. If ``told``, the stream that allocates gradients calls ``wait_on_current_stream`` before the next
+    one, so that each can be freed at once. Otherwise the computing stream waits for the oldest copies.
     """
 
     def __init__(self, device: torch.device, dtype: torch.dtype, told: bool = False, largest: int = 0) -> None:
@@ -382,10 +370,9 @@ class TransferStream:
         """Cuts a transfer into chunks. The planner replaces it, to trace a single chunk."""
 
     def gradient_to_host(self, gradient: Tensor, home: Tensor, adds: bool, held: bool = False) -> torch.cuda.Event:
-        """Copy ``gradient`` to ``accumulator``, or add it there; return at once, with an event for the end.
+        """Copy ``gradient`` to ``home``, or add it there on the device; return at once, with an event for the end.
 
-        With ``held``, ``gradient`` is not freed before the event, even if the carrier is ``told``. The device computes
-        the sum, so no host core is used.
+        With ``held``, ``gradient`` is not freed before the event, even if the carrier is ``told``.
         """
         current = torch.cuda.current_stream(self.device)
         self.going.wait_stream(current)
@@ -434,10 +421,7 @@ class TransferStream:
 
 
 class ReduceAfterOffload(ReduceScatter):
-    """FSDP's reduce-scatter, with an output that reuses the memory of gradients that were copied to the host.
-
-    Only FSDP's stream waits for these copies, not the host or the computation.
-    """
+    """FSDP's reduce-scatter into memory of gradients that left for the host; only FSDP's stream waits for them."""
 
     def __init__(self, carrier: TransferStream) -> None:
         self.carrier, self.computing = carrier, torch.cuda.current_stream(carrier.device)
@@ -462,8 +446,7 @@ def reduce_after_offload(module: nn.Module, sync: HostGradientSync) -> None:
 
 
 def chunk_size(largest: int) -> int:
-    """Return the elements of a chunk if the largest tensor has ``max_norm``; a multiple of 8, for vectorised
-    kernels."""
+    """Return the elements of a chunk if the largest tensor has ``max_norm``: a multiple of 8, for vectorised code."""
     return max(CHUNK, min(largest // 64 * 8, MAX_CHUNK))
 
 

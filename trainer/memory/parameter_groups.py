@@ -26,11 +26,7 @@ class UpdateRule:
 
 
 def set_requires_grad(module: nn.Module, model: Model, optim: Optim) -> None:
-    """Freeze or unfreeze the parameters of ``module``, as built by ``model``, that ``optim.groups`` names.
-
-    Raises:
-        RecipeError: if a pattern matches no parameter, or only frozen ones, or layer decay is set without layers.
-    """
+    """Freeze or unfreeze the parameters of ``module``, as built by ``model``, that ``optim.groups`` names."""
     if optim.layer_decay is not None:
         require_blocks(module, model.blocks, f"optim.layer_decay={optim.layer_decay}")
     named = dict(module.named_parameters())
@@ -52,8 +48,8 @@ def set_requires_grad(module: nn.Module, model: Model, optim: Optim) -> None:
 def layer_depths(module: nn.Module, classes: Sequence[type] = ()) -> dict[str, int]:
     """Return the layer number of each parameter by name, for layer decay.
 
-    It is 0 before the first block (embeddings), then the number of the parameter's block or of the block before it,
-    from 1 on. After the last block (head and norms before it) it is one more than the number of blocks.
+    It is 0 before the first block, then that of the parameter's block or of the block before it, from 1 on. Head and
+    norms after the last block have one more than the number of blocks.
     """
     blocks = find_blocks(module, classes)
     number = {p: at for at, block in reversed([*enumerate(blocks, 1)]) for p in block.parameters()}
@@ -69,9 +65,9 @@ def update_rule_for(
 ) -> UpdateRule:
     """Return the update rule of a parameter.
 
-    Matrices decay. Biases and norm weights do not, because decay would pull scales to 0 (as in transformers and
-    nanoGPT). The learning rate of a layer is that of the layer above it times ``optim.layer_decay`` (Clark et al. 2020,
-    ELECTRA; counted as in BEiT), and times the scale in ``optim.groups``.
+    Matrices decay; biases and norm weights do not (as in transformers and nanoGPT). The learning rate of a layer is
+    that of the layer above it times ``optim.layer_decay`` (Clark et al. 2020, ELECTRA; as in BEiT), times its
+    ``optim.groups`` scale.
     """
     settings = dict(_settings(name, optim))
     depth = max(layers.values(), default=0) if layers else 0

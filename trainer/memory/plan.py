@@ -65,15 +65,9 @@ def with_precision(recipe: Recipe, capability: tuple[int, int]) -> Recipe:
 
 
 def decide_plan(recipe: Recipe, world_size: int) -> Plan:
-    """Decide all settings that the recipe leaves open.
-
-    Raises:
-        RecipeError: if settings cannot be combined.
-    """
+    """Decide all settings that the recipe leaves open, and reject settings that cannot be combined."""
     for name in undecided_knobs(recipe.memory):
-        raise RecipeError(
-            f"memory.{name}=auto must be resolved by the planner, which did not run: use trainer fit or trainer plan"
-        )
+        raise RecipeError(f"memory.{name}=auto needs the planner, which did not run: use trainer fit or trainer plan")
     require(recipe.memory.precision != "auto", "memory.precision=auto must be resolved first: call with_precision")
     epochs = sorted(recipe.accumulate) if isinstance(recipe.accumulate, dict) else [0]
     cuts = [cut_at(recipe, world_size, epoch) for epoch in epochs]  # every phase of a schedule is checked

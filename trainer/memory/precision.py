@@ -26,8 +26,7 @@ def weights_dtype(memory: Memory) -> torch.dtype | None:
 def precision_plugin(memory: Memory, device_type: str) -> FabricPrecision:
     """Build the Fabric plugin for ``memory.precision`` on a ``"cpu"`` or ``"cuda"`` device.
 
-    Fabric is not given the string, because it silently turns ``16-mixed`` into ``bf16-mixed`` on a CPU. Under FSDP the
-    ``MixedPrecisionPolicy`` casts instead of autocast.
+    Fabric itself silently turns ``16-mixed`` into ``bf16-mixed`` on a CPU. FSDP's policy casts instead of autocast.
     """
     precision, sharded = memory.precision, memory.strategy == "fsdp"
     if precision == "16-mixed":
@@ -53,8 +52,8 @@ class ScaledPrecision(MixedPrecision):
 class HostGradScaler(GradScaler):
     """A scaler with the loss scale in host memory, where offloaded gradients are.
 
-    A scale on the GPU would be copied to them without synchronization: ``_MultiDeviceReplicator`` copies to pinned
-    memory with ``non_blocking``. Gradients could then be divided by stale memory, and the overflow flag be overwritten.
+    ``_MultiDeviceReplicator`` would copy a scale on the GPU with ``non_blocking``, without synchronization: gradients
+    could be divided by stale memory, and the overflow flag be overwritten.
     """
 
     def _lazy_init_scale_growth_tracker(self, dev: torch.device) -> None:
@@ -69,9 +68,8 @@ class HostShardedGradScaler(HostGradScaler, ShardedGradScaler):
 def matmul_precision(precision: MatmulPrecision) -> Iterator[None]:
     """Compute fp32 products, convolutions and recurrent layers with the precision ``precision`` in this context.
 
-    Torch uses TF32 in cuDNN by default, but not in cuBLAS. Here one setting controls both. On exit, all flags are
-    restored, whether they were set by torch's older flags or by its newer ones (``fp32_precision``). Both are set,
-    because torch raises an error where code reads an older flag that contradicts the newer ones.
+    Torch uses TF32 in cuDNN by default, but not in cuBLAS; here one setting controls both. Older and newer flags
+    (``fp32_precision``) are both set, because torch rejects flags that contradict each other, and restored on exit.
     """
     backends: Any = torch.backends
     products, on_cpu = backends.cuda.matmul, backends.mkldnn.matmul

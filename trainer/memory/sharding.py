@@ -1,9 +1,9 @@
 """``memory.strategy``: how the ranks hold the weights.
 
-Sharding is FSDP2 (``fully_shard``) on Fabric's ``ModelParallelStrategy``, which launches the process groups. Faults of
-that strategy are fixed here or in the engine. It leaves gradient sync off after ``no_backward_sync(enabled=False)``
-(the engine sets it before every backward). It implements bf16-mixed as autocast with fp32 all-gathers (here a
-``MixedPrecisionPolicy``), loses real buffers of a module on meta, and sizes its mesh by the number of nodes.
+Sharding is FSDP2 (``fully_shard``) on Fabric's ``ModelParallelStrategy``, which launches the process groups. Its faults
+are fixed here or in the engine. It leaves gradient sync off after ``no_backward_sync(enabled=False)``, implements
+bf16-mixed as autocast with fp32 all-gathers (here a ``MixedPrecisionPolicy``), loses real buffers of a module on meta,
+and sizes its mesh by the number of nodes.
 """
 
 from __future__ import annotations
@@ -54,8 +54,7 @@ def fabric_strategy(plan: Plan, accelerator: str) -> Strategy:
 class DDPStreamStrategy(DDPStrategy):
     """DDP, constructed on the computing stream.
 
-    Lightning constructs it on a side stream that nothing waits for. Its broadcast of the initial weights could then
-    overwrite restored weights.
+    Lightning uses a side stream that nothing waits for, so the first broadcast could overwrite restored weights.
     """
 
     def setup_module(self, module: nn.Module) -> nn.parallel.DistributedDataParallel:
@@ -94,8 +93,7 @@ def shard(
 ) -> str | None:
     """Shard ``module`` over ``mesh`` in place: each block is gathered separately, the rest of the model together.
 
-    The weights are whole, on any device or on meta. The ranks compute on ``device``. Returns a warning if blocks are
-    gathered with the rest, because they share weights with the rest or with each other.
+    The weights are whole, on any device or on meta. Returns a warning if blocks that share weights join the rest.
     """
     memory, half = plan.memory, plan.memory.precision in AMP_DTYPES
     streamed = memory.cpu_offload == "parameters"

@@ -93,21 +93,10 @@ def apply_stack(
 ) -> PreparedModel:
     """Apply ``plan`` to ``module``: split, checkpoint and compile, offload activations, shard, offload weights.
 
-    The order matters. Layers are split over ranks before checkpointing, so that a recomputed block repeats its sums
-    over ranks. Blocks are checkpointed before sharding, so that FSDP gathers a block once for recomputation and
-    backward. Compilation comes before offloading, so that the compiler does not trace the offloading hooks. Weights on
-    the meta device are streamed in last, when every rank knows its shards.
-
-    Args:
-        fabric: a launched Fabric.
-        model: the model that built ``module``.
-        module: the result of ``build_module``, or a restored module.
-        plan: the memory settings, all decided.
-        seed: seed for weights that are in no file, with ``memory.init`` meta.
-        stream: function that allocates and fills weights on the meta device.
-
-    Raises:
-        RecipeError: if a technique needs blocks and none are found, or does not support a parameter.
+    The order matters. Layers are split before checkpointing, so that a recomputed block repeats its sums over ranks.
+    Blocks are checkpointed before sharding, so that FSDP gathers a block once for recomputation and backward.
+    Compilation comes before offloading, so that the offloading hooks are not traced. Weights on meta are streamed in
+    last by ``stream``, when every rank knows its shards; weights that are in no file are drawn with ``seed``.
     """
     memory, layers = plan.memory, layer_depths(module, model.blocks)
     splits, sharded = memory.tensor_parallel > 1, plan.strategy == "fsdp"
@@ -172,9 +161,7 @@ def build_optimizer_and_sync(
     """Build the optimizer, and the object that combines its gradients over ranks."""
     memory, scaler = plan.memory, getattr(fabric.strategy.precision, "scaler", None)
     if optim.ema is not None:
-        stack.averages = WeightEMA(
-            [trained for *_, trained in stack.trainable_parameters()], optim, stack.copy_masters_to_device
-        )
+        stack.averages = WeightEMA([t for *_, t in stack.trainable_parameters()], optim, stack.copy_masters_to_device)
     if stack.mesh is not None and stack.masters is not None:
         require_sparse_support(stack.module, optim)
         optimizer = build_optimizer(stack.update_rules(optim), optim, memory, fabric.device)
@@ -211,9 +198,8 @@ def build_optimizer_and_sync(
 def full_state_dict(stack: PreparedModel) -> dict[str, Tensor]:
     """Return every weight and persistent buffer by name, for saving; in full precision if masters exist.
 
-    All ranks must call it. Under FSDP, tensors are gathered one at a time: the first rank gets them in host memory, the
-    other ranks get an empty dict. All names of a tied weight map to the same tensor, so that it is saved once. With
-    ``optim.ema``, the averages are returned instead of the weights.
+    All ranks must call it. Under FSDP, the first rank gets the tensors in host memory, one at a time, the others an
+    empty dict. All names of a tied weight map to one tensor. With ``optim.ema``, the averages replace the weights.
     """
     averages = stack.averages
     if any(isinstance(p, DTensor) for p in stack.module.parameters()):
@@ -222,9 +208,7 @@ def full_state_dict(stack: PreparedModel) -> dict[str, Tensor]:
         with averages.swapped_in() if averages is not None else nullcontext():
             # A single rank already holds everything, on the host if offloaded. Gathering would copy it through the
             # device.
-            whole = (
-                {name: local_shard(value).cpu() for name, value in stack.module.state_dict().items()} if alone else None
-            )
+            whole = {name: local_shard(v).cpu() for name, v in stack.module.state_dict().items()} if alone else None
             gathered: dict[str, Any] = whole or get_model_state_dict(stack.module, options=options)
             if averages is not None:  # tensors that were not gathered still share memory with the model
                 gathered = {name: value.clone() for name, value in gathered.items()}
@@ -245,10 +229,7 @@ def full_state_dict(stack: PreparedModel) -> dict[str, Tensor]:
 
 
 def _alone(part: Tensor) -> Tensor:
-    """Return a contiguous host tensor as one that fills its storage, without a copy.
-
-    Functions that save tensors copy every tensor that is a part of a larger storage.
-    """
+    """Return a host tensor as one that fills its storage, without a copy: saving copies parts of larger storages."""
     if not part.numel():
         return part
     return torch.from_numpy(part.reshape(-1).view(torch.uint8).numpy()).view(part.dtype).view(part.shape)
@@ -257,8 +238,7 @@ def _alone(part: Tensor) -> Tensor:
 def keep_gradients(module: nn.Module) -> None:
     """Accumulate the gradients of ``module`` in separate memory that is allocated once.
 
-    Autograd keeps the first gradient of a step without a copy. A CUDA graph writes that gradient to the graph's memory
-    pool, which the next replay overwrites: torch then raises an error, or adds to wrong values.
+    Autograd would keep the first gradient in a CUDA graph's memory pool, which the next replay overwrites.
     """
     kept: dict[int, Tensor] = {}  # by id: a hook that referred to its parameter would keep both alive
 
@@ -276,10 +256,9 @@ def keep_gradients(module: nn.Module) -> None:
 def _compile(parts: Sequence[nn.Module], graphs: bool = False) -> None:
     """Compile ``parts`` in place at their first forward, without renaming parameters.
 
-    Blocks with the same code share one compiled graph, so 24 blocks compile as fast as one. A second sequence length or
-    number of samples triggers one compilation for all sizes. With ``graphs``, only code that is compiled for a single
-    shape becomes a CUDA graph, because each shape would need its own graph. Dropout draws the same masks as in eager
-    mode.
+    Blocks with the same code share one compiled graph. A second sequence length or number of samples triggers one
+    compilation for all sizes. With ``graphs``, only code for a single shape becomes a CUDA graph, because each shape
+    would need its own. Dropout draws the same masks as in eager mode.
     """
     import torch._inductor.config as inductor
 

@@ -55,9 +55,6 @@ def split_over_ranks(module: nn.Module, model: Model, mesh: DeviceMesh, by_token
 
     ``by_tokens`` also splits the rest of the blocks by tokens. Weights are whole, on any device or on meta, and the
     same on every rank. Weights keep their names, except in ``nn.MultiheadAttention``: see :class:`SplitAttention`.
-
-    Raises:
-        RecipeError: if there is no plan, the number of ranks does not divide a layer, or blocks cannot share tokens.
     """
     plan, region, key = (
         capability(model, Plannable).tensor_parallel_plan(module),
@@ -155,7 +152,6 @@ def _holder(module: nn.Module, name: str, blocks: Sequence[str]) -> str:
 def _split(
     layer: nn.Module, style: str, name: str, region: _TensorParallelRegion, key: str, tokens: int | None
 ) -> None:
-    """Split a layer; ``tokens`` is the dimension along which its sums are scattered over ranks, or ``None``."""
     if style in ("replicated_with_grad_allreduce", "sequence_parallel"):
         if style != "sequence_parallel" or tokens is not None:
             layer._sees_part = True  # type: ignore[assignment]
@@ -233,10 +229,7 @@ class _TensorParallelRegion(TorchFunctionMode):
         self.partly: list[nn.Module] = []  # modules with weights on every rank that see only this rank's heads
 
     def wrap_forward(self, parent: nn.Module, is_shared: bool, goes_on: bool) -> Callable[..., Any]:
-        """Wrap ``parent.forward``.
-
-        If it ``is_shared``, it gets this rank's tokens; its output stays split if the next block ``goes_on`` with it.
-        """
+        """Wrap ``parent.forward``: with this rank's tokens if ``is_shared``, with split output if it ``goes_on``."""
         forward, kind = parent.forward, type(parent).__name__
 
         @wraps(forward)
@@ -330,10 +323,9 @@ class _TensorParallelRegion(TorchFunctionMode):
         return func(*args, **kwargs)
 
     def dropout(self, input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:
-        """Apply dropout with this rank's part of the mask of the whole tensor.
+        """Apply dropout with this rank's part of the mask of the whole tensor, drawn in its memory order.
 
-        Attention weights (n, heads, queries, keys) are split along heads, shared tokens along tokens, everything else
-        along the last dimension. The mask is drawn in the memory order of the whole tensor.
+        Attention weights (n, heads, queries, keys) are split by heads, shared tokens by tokens, others by the last.
         """
         if not training or not p:
             return input
@@ -386,13 +378,11 @@ def is_tensor_parallel(parameter: Tensor) -> bool:
 class TensorParallelSync(GradientSync):
     """Combines gradients over ranks with tensor parallelism.
 
-    The gradient of a split weight covers this rank's part. Gradients go to ``trained``: plain tensors in the memory of
-    this rank's part of each parameter, because no optimizer supports DTensors of several meshes in one step.
-
-    Over ranks with other samples (``mesh[DATA]``), FSDP reduces, or else this class. Weights that are not split have
-    the same gradient on all ranks of a group, up to the noise of kernels that add in any order. It is averaged, because
-    the ranks would drift apart otherwise. Buckets are reduced in a fixed order. If they ``may_overlap``, and the last
-    backward of the first step computed every gradient once on all ranks, this happens during the last backward;
+    Gradients of split weights go to ``trained``: plain tensors in the memory of this rank's part of each parameter,
+    because no optimizer supports DTensors of several meshes in one step. Over ranks with other samples
+    (``mesh[DATA]``), FSDP reduces, or else this class. Weights that are not split have the same gradient in a group up
+    to the noise of kernels; it is averaged, because the ranks would drift apart. Buckets are reduced in a fixed order:
+    during the last backward if they ``may_overlap`` and every rank computed every gradient once in the first step,
     otherwise after it.
     """
 

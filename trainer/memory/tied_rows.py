@@ -1,9 +1,8 @@
 """The gradient of an embedding tied to the head: copied to host memory in rows, never whole on a device.
 
-Autograd keeps the gradient of the head, as large as its weight, until the gradient of the embedding is ready, and then
-adds the two. The chunked loss computes the gradient of the head in rows anyway, so each chunk of rows can be copied at
-once. The gradient of the embedding is nonzero only in the rows of its tokens. Both are summed in fp32; autograd would
-sum in the dtype of the weights.
+Autograd would keep the head's gradient, as large as its weight, until that of the embedding is ready. The chunked loss
+computes it in rows, so each chunk can be copied at once. The embedding's gradient is nonzero only in the rows of its
+tokens. Both are summed in fp32; autograd would sum in the dtype of the weights.
 """
 
 from __future__ import annotations
@@ -21,8 +20,7 @@ from trainer.memory.optimizer_offload import HostGradientSync, StreamedGradientS
 def offload_tied_gradient_by_rows(module: nn.Module, sync: HostGradientSync) -> None:
     """Let ``sync`` take the gradient of a tied embedding of ``module`` in rows, if its loss is computed in chunks.
 
-    Does nothing for shards of several ranks, whose gradient FSDP sums whole, and for sums in half precision, which
-    would round after each row.
+    No-op for shards of several ranks, which FSDP sums whole, and for half-precision sums, which round after each row.
     """
     whole = (sync.sharded and sync.world_size > 1) or sync.pieces[0].itemsize == 2
     if getattr(module, "logit_transform", None) is None or whole:

@@ -9,13 +9,4 @@ from trainer.models.mlp import MLP
 from trainer.models.text import TextClassifier
 from trainer.models.vision import VisionTransformer
 
-__all__ = [
-    "MLP",
-    "BigBird",
-    "CausalLM",
-    "ImageClassifier",
-    "LoRA",
-    "Objective",
-    "TextClassifier",
-    "VisionTransformer",
-]
+__all__ = ["MLP", "BigBird", "CausalLM", "ImageClassifier", "LoRA", "Objective", "TextClassifier", "VisionTransformer"]

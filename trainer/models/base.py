@@ -58,15 +58,12 @@ class Objective:
         valid = weights in (None, "balanced")
         if not valid and not isinstance(weights, str):
             valid = all(0 <= weight < math.inf for weight in weights or ()) and any(weights or ())
-        if not valid:
-            raise RecipeError(
-                f"model.loss.class_weights={weights!r} must be balanced, or a list of numbers of at least 0, not all 0"
-            )
+        allowed = "must be balanced, or a list of numbers of at least 0, not all 0"
+        require(valid, f"model.loss.class_weights={weights!r} {allowed}")
         require(0 <= smoothing < 1, f"model.loss.label_smoothing={smoothing} must be at least 0 and less than 1")
         require(0 <= gamma < math.inf, f"model.loss.focal_gamma={gamma} must be at least 0; the paper uses 2")
-        if gamma and smoothing:
-            given = f"model.loss.focal_gamma={gamma} and model.loss.label_smoothing={smoothing}"
-            raise RecipeError(f"{given} exclude each other: set one to 0")
+        given = f"model.loss.focal_gamma={gamma} and model.loss.label_smoothing={smoothing}"
+        require(not gamma or not smoothing, f"{given} exclude each other: set one to 0")
         require(0 < self.huber_delta < math.inf, f"model.loss.huber_delta={self.huber_delta} must be greater than 0")
 
     def require_fit(self, task: Task) -> None:
@@ -104,16 +101,11 @@ class SupervisedModel(Preparable):
             return self
         if weights == "balanced":
             labels = as_samples(data.train).labels
-            if labels is None:
-                raise RecipeError(
-                    f"model.loss.class_weights=balanced needs the training labels, and {type(data).__name__}'s train "
-                    "has no attribute labels: add it, or give the weights as a list"
-                )
+            cause = f"model.loss.class_weights=balanced needs the training labels, and {type(data).__name__}'s train"
+            require(labels is not None, f"{cause} has no attribute labels: add it, or give the weights as a list")
             weights = balanced_weights(self.task, cast(Any, labels), self.num_classes or 0, self.class_names)
-        if len(weights) != self.num_classes:
-            raise RecipeError(
-                f"model.loss.class_weights has {len(weights)} weights for {self.num_classes} classes: give one for each"
-            )
+        given = f"model.loss.class_weights has {len(weights)} weights for {self.num_classes} classes"
+        require(len(weights) == self.num_classes, f"{given}: give one for each")
         return replace(cast(Any, self), loss=replace(self.loss, class_weights=list(weights)))
 
     def weigh(self, batch: Any) -> dict[str, float]:
@@ -130,10 +122,7 @@ class SupervisedModel(Preparable):
         return dict.fromkeys(self.loss_names, float(self._sum_class_weights(labels)))
 
     def loss_of_batch(self, logits: Tensor, batch: Mapping[str, Any]) -> Loss:
-        """Return ``loss_of`` the micro-batch; for mixed samples (mixup, CutMix), of both labels, by their shares.
-
-        This holds for weighted classes, smoothed labels, multiple labels and regression.
-        """
+        """Return ``loss_of`` the micro-batch; for mixed samples (mixup, CutMix), any loss of both labels, by shares."""
         own = self.loss_of(logits, batch["labels"])
         if "mixed_labels" not in batch:
             return own
@@ -202,17 +191,13 @@ class SupervisedModel(Preparable):
         found = f"labels of shape {tuple(labels.shape)} and type {str(labels.dtype).removeprefix('torch.')}"
         if self.task in ("single_label", "token"):
             if not whole or tuple(labels.shape) != wanted[:-1]:
-                raise RecipeError(
-                    f"model.task={self.task} needs classes, int64 {wanted[:-1]}, but got {found}: for numbers use "
-                    "--model.task regression, for several labels per sample multi_label"
-                )
+                fix = "for numbers use --model.task regression, for several labels per sample multi_label"
+                raise RecipeError(f"model.task={self.task} needs classes, int64 {wanted[:-1]}, but got {found}: {fix}")
         else:
             numbers = "a number for each output" if self.task == "regression" else "0 or 1 for each label"
             if tuple(labels.shape) != wanted:
-                raise RecipeError(
-                    f"model.task={self.task} needs {numbers}, {wanted}, but got {found}: for one class per sample use "
-                    "--model.task single_label"
-                )
+                cause = f"model.task={self.task} needs {numbers}, {wanted}, but got {found}"
+                raise RecipeError(f"{cause}: for one class per sample use --model.task single_label")
 
     def _sum_class_weights(self, labels: Tensor) -> Tensor:
         """Sum the class weights of ``labels``, in float64."""
@@ -252,20 +237,13 @@ def balanced_weights(task: Task, labels: Sequence[Any], classes: int, names: Seq
         counts, samples = np.bincount(flat, minlength=classes).astype(np.float64), len(flat)
     empty = [names[number] if names else str(number) for number, count in enumerate(counts) if not count]
     if empty:
-        raise RecipeError(
-            f"model.loss.class_weights=balanced: no training sample has the {CLASSES_OF[task]} {', '.join(empty[:1])}: "
-            "give the weights as a list"
-        )
+        cause = f"no training sample has the {CLASSES_OF[task]} {', '.join(empty[:1])}"
+        raise RecipeError(f"model.loss.class_weights=balanced: {cause}: give the weights as a list")
     return ((samples - counts) / counts if task == "multi_label" else samples / (classes * counts)).tolist()
 
 
 def classification_loss(logits: Tensor, labels: Tensor) -> Loss:
-    """Return the cross entropy summed over the items whose label is not -100, computed in at least fp32.
-
-    Args:
-        logits: shape ``(items, classes)``.
-        labels: int64, shape ``(items,)``.
-    """
+    """Sum the cross entropy: ``logits`` (items, classes), int64 ``labels`` (items,) except -100, in fp32 or wider."""
     import torch
 
     if logits.dtype in (torch.float16, torch.bfloat16):
@@ -275,11 +253,7 @@ def classification_loss(logits: Tensor, labels: Tensor) -> Loss:
 
 
 def train_last_blocks(module: nn.Module, count: int, classes: Sequence[type] = ()) -> None:
-    """Freeze every parameter that is registered before the last ``count`` blocks. The head after them trains.
-
-    Raises:
-        RecipeError: if the model has fewer blocks.
-    """
+    """Freeze every parameter registered before the last ``count`` blocks. Fewer blocks raise ``RecipeError``."""
     blocks = find_blocks(module, classes)
     if not 0 <= count <= len(blocks):
         raise RecipeError(f"model.train_last_blocks={count} must be between 0 and the number of blocks, {len(blocks)}")
@@ -300,7 +274,6 @@ def parameters_after_blocks(module: nn.Module, blocks: Sequence[nn.Module]) -> l
 def require_filled(model: str, **fields: object) -> None:
     """Check that fields that the dataset fills are set and are valid sizes."""
     for name, value in fields.items():
-        if value is None:
-            known = "is not set and cannot be derived from the dataset"
-            raise RecipeError(f"model.{name} of {model} {known}: give --model.{name}")
+        known = "is not set and cannot be derived from the dataset"
+        require(value is not None, f"model.{name} of {model} {known}: give --model.{name}")
         require_positive(f"model.{name}", value, MAX_FEATURES)

@@ -39,7 +39,6 @@ class BigBird(TextClassifier):
         require_choice("model.attention", self.attention, Attention)
 
     def _finalize_module(self, module: nn.Module) -> nn.Module:
-        """Install our attention, and freeze the pooler, which gets no gradient."""
         from trainer.models.block_sparse import replace_attention
 
         module = super()._finalize_module(module)
@@ -56,10 +55,8 @@ class BigBird(TextClassifier):
     def tensor_parallel_plan(self, module: nn.Module) -> Mapping[str, str]:
         """Return BERT's plan; full attention only, because block_sparse draws its random blocks head by head."""
         if self.attention != "full":
-            raise RecipeError(
-                f"memory.tensor_parallel cannot split the heads of model.attention={self.attention}: use "
-                "model.attention full, or memory.strategy fsdp"
-            )
+            cause = f"memory.tensor_parallel cannot split the heads of model.attention={self.attention}"
+            raise RecipeError(f"{cause}: use model.attention full, or memory.strategy fsdp")
         return super().tensor_parallel_plan(module)
 
     def _configuration(self) -> Any:

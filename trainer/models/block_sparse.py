@@ -243,10 +243,7 @@ def _flops_backward(grad: Any, *args: Any, **_: Any) -> int:
 
 
 def workspace_bytes(op: Any, args: tuple[Any, ...], capability: tuple[int, int] | None) -> tuple[int, ...]:
-    """Return the sizes in bytes of the temporaries of ``op``, one of the two above, at its peak for ``args``.
-
-    On a GPU of this ``capability``, FlexAttention may replace it and needs one number per query in backward.
-    """
+    """Return the peak bytes of temporaries of ``op`` for ``args``; FlexAttention may replace it on a ``capability``."""
     backward = op is torch.ops.trainer.block_sparse_attention_backward.default
     query, _, _, _, counts, width = args[backward : 6 + backward]
     batch, heads, tokens, size = query.shape
@@ -294,8 +291,8 @@ def _has_flex(query: Tensor, capability: tuple[int, int] | None) -> bool:
 def flex_works(device: torch.device, dtype: torch.dtype, size: int, block: int) -> bool:
     """Return whether FlexAttention runs for heads of ``size``, forward and backward; warn if not.
 
-    Its backward needs more shared memory than some GPUs have (pytorch/pytorch issues 133254, 180278 and 198224). The
-    amount depends on dtype, head size and tile, so a sequence of two tiles is tried, once.
+    Backward needs more shared memory than some GPUs have (pytorch/pytorch issues 133254, 180278 and 198224). The amount
+    depends on dtype, head size and tile, so a sequence of two tiles is tried, once.
     """
     tokens = 2 * _tile(block)
     counts = torch.ones(1, tokens // block, tokens // block, dtype=torch.int64, device=device)
@@ -370,8 +367,7 @@ class SelfAttention(BigBirdSelfAttention):
 class Encoder(BigBirdModel):
     """``BigBirdModel`` without the pooler, which never switches permanently to full attention.
 
-    ``config.attention_type`` applies to batches that are long enough for the pattern. A short batch uses full
-    attention; this does not affect later batches.
+    ``config.attention_type`` applies to batches long enough for the pattern. A short batch does not affect later ones.
     """
 
     def forward(self, input_ids: Any = None, attention_mask: Any = None, **inputs: Any) -> Any:
@@ -401,10 +397,7 @@ class Encoder(BigBirdModel):
 
 
 def replace_attention(module: Any) -> None:
-    """Replace the attention of a transformers ``BigBirdModel`` classifier; parameters and their names stay.
-
-    Swapping ``__class__`` keeps parameters, names, hooks and the user's loading code, which a rebuilt module would not.
-    """
+    """Replace the attention of a ``BigBirdModel`` classifier by swapping ``__class__``: parameters and names stay."""
     for part in module.modules():
         if type(part) in (BigBirdModel, BigBirdSelfAttention):
             part.__class__ = Encoder if isinstance(part, BigBirdModel) else SelfAttention

@@ -13,8 +13,7 @@ TURNS = ("<|im_start|>", "<|im_end|>")  # for chat templates, such as ChatML
 def byte_tokenizer() -> Any:
     """Build a fast tokenizer of 260 tokens: the bytes 0 to 255 of UTF-8, end of text, padding, start and end of a turn.
 
-    It is saved like any other tokenizer, in files that ``AutoTokenizer`` reads. transformers' ``ByT5Tokenizer`` also
-    works on bytes, but loops over them in Python.
+    It is saved in files that ``AutoTokenizer`` reads. transformers' ``ByT5Tokenizer`` loops over bytes in Python.
     """
     from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast

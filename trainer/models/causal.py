@@ -72,10 +72,8 @@ class CausalLM(TextModel):
 
             why = unsupported_reason(self.unloaded()._configuration())  # a plan may use a packaged configuration
             if why is not None and self.padding_free is not None:
-                raise RecipeError(
-                    f"model.padding_free=true is not supported for model.name={self.name!r}, because {why}: leave it "
-                    "at null, which pads"
-                )
+                cause = f"model.padding_free=true is not supported for model.name={self.name!r}, because {why}"
+                raise RecipeError(f"{cause}: leave it at null, which pads")
             own = ("build", "skeleton", "losses")
             plain = all(getattr(type(self), name) is getattr(CausalLM, name) for name in own)
             self._can_pack = why is None and (plain or self.padding_free is True)
@@ -86,10 +84,7 @@ class CausalLM(TextModel):
         return super().weigh({"labels": batch["labels"][:, 1:]} if "labels" in batch else batch)
 
     def packed(self, batch: Any) -> Any:
-        """Pack the micro-batch into one row if supported, and add ``places``, the positions that predict a token.
-
-        The positions are computed on the host, so that no GPU sync is needed.
-        """
+        """Pack into one row if supported, and add ``places`` that predict a token, on the host, without a GPU sync."""
         if not isinstance(batch, Mapping) or "labels" not in batch:
             return batch
         from trainer.models.chunked_loss import target_positions
@@ -108,25 +103,16 @@ class CausalLM(TextModel):
         yield Loss(module(**batch), targets=batch["labels"][:, 1:])
 
     def save(self, module: nn.Module, folder: Path, state: Mapping[str, Tensor]) -> None:
-        """Write a folder that ``AutoModelForCausalLM`` and serving engines load, and verify its weights.
-
-        Raises:
-            RunError: if different values would be loaded than were saved.
-        """
+        """Write a folder that ``AutoModelForCausalLM`` and serving engines load. Wrong weights raise ``RunError``."""
         self._complete_generation(cast(Any, module))
         super().save(module, folder, state)
         wrong = self._misread(folder, self.merged_state(module, state))
         if wrong is not None:
-            raise RunError(
-                f"{folder} does not match the trained weights: {wrong} would be loaded with different values: check "
-                "the disk, and write the folder again with trainer checkpoint export"
-            )
+            cause = f"{folder} does not match the trained weights: {wrong} would be loaded with different values"
+            raise RunError(f"{cause}: check the disk, and write the folder again with trainer checkpoint export")
 
     def _misread(self, folder: Path, merged: Mapping[str, Tensor]) -> str | None:
-        """Return the name of the first tensor in ``folder`` that would be loaded with values other than ``merged``.
-
-        Tensors are read one at a time, except if transformers computes weights from several tensors of the file.
-        """
+        """Return the first tensor that ``folder`` would load unlike ``merged``, reading single ones if possible."""
         import torch
         from transformers.conversion_mapping import get_model_conversion_mapping
         from transformers.core_model_loading import WeightConverter
@@ -168,17 +154,13 @@ class CausalLM(TextModel):
         module = super()._finalize_module(module)
         ahead = _sees_ahead(module.config)
         if ahead is not None:
-            raise RecipeError(
-                f"model.name={self.name!r} sees the tokens that it must predict ({ahead}): use a decoder, or change "
-                "that setting with model.config"
-            )
+            cause = f"model.name={self.name!r} sees the tokens that it must predict ({ahead})"
+            raise RecipeError(f"{cause}: use a decoder, or change that setting with model.config")
         tokenizer = self.tokenizer_or_none()
         words = module.get_input_embeddings().weight.shape[0]  # type: ignore[operator]
         if tokenizer is not None and len(tokenizer) > words:
-            raise RecipeError(
-                f"model.tokenizer has {len(tokenizer)} tokens, but model.name={self.name!r} supports {words}: use the "
-                "tokenizer of this model"
-            )
+            cause = f"model.tokenizer has {len(tokenizer)} tokens, but model.name={self.name!r} supports {words}"
+            raise RecipeError(f"{cause}: use the tokenizer of this model")
         # Before transformers 5.21, its ``sdpa`` silently ignored the cap on Gemma 2's attention scores.
         if self.packs() or getattr(module.config, "attn_logit_softcapping", None) is not None:
             from trainer.models.packed_attention import NAME, register_packed_attention
@@ -190,10 +172,7 @@ class CausalLM(TextModel):
         return module
 
     def _complete_generation(self, module: Any) -> None:
-        """Set ``generation_config`` to that of the weights, plus this tokenizer's end token.
-
-        A chat template may have changed the end token; without it a served model would not stop.
-        """
+        """Set ``generation_config`` to that of the weights plus this end token, at which served models stop."""
         from transformers import GenerationConfig
 
         published = None if self.weights is None else self._folder(self.weights) / "generation_config.json"

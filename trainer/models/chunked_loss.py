@@ -62,10 +62,7 @@ def patch_forward_to_return_loss(module: nn.Module, chunk: int | None) -> None:
     Args:
         module: may be on meta.
         chunk: number of tokens whose logits are held at once; 0 holds all. ``None``: see :func:`default_chunk`, or all
-            if the logits do not come from a linear layer and a :class:`LogitTransform`.
-
-    Raises:
-        RecipeError: if a chunk is set and the logits are computed in another way.
+            if the logits do not come from a linear layer and a :class:`LogitTransform`; for those a number is rejected.
     """
     kind: Any = type(module)
     found = detect_logit_transform(module) if chunk != 0 else None
@@ -73,10 +70,8 @@ def patch_forward_to_return_loss(module: nn.Module, chunk: int | None) -> None:
     odd = [key for key in config if ("logit" in key or "head_mult" in key) and config[key] not in (None, False, 1.0)]
     named = f" (its configuration has {', '.join(f'{key}={config[key]}' for key in odd)})" if odd else ""
     if chunk and found is None:
-        raise RecipeError(
-            f"model.loss_chunk={chunk}: {kind.__name__} computes more than a linear head and a known scale or cap"
-            f"{named}: use 0, which holds the logits of all tokens, or null"
-        )
+        cause = f"{kind.__name__} computes more than a linear head and a known scale or cap{named}"
+        raise RecipeError(f"model.loss_chunk={chunk}: {cause}: use 0, which holds the logits of all tokens, or null")
     module.loss_chunk, module.logit_transform = chunk, found  # type: ignore[assignment]
     module.__class__ = _with_loss(kind)
 
@@ -109,12 +104,7 @@ def target_positions(labels: Tensor) -> Tensor:
 
 
 def token_loss(logits: Tensor, labels: Tensor) -> Tensor:
-    """Return the summed cross entropy of all next tokens, a scalar in at least fp32.
-
-    Args:
-        logits: shape ``(n, length, words)``.
-        labels: int64, shape ``(n, length)``: position t predicts label t + 1, -100 is ignored.
-    """
+    """Sum the next-token loss in at least fp32: ``logits`` (n, length, words), int64 ``labels`` (n, length) or -100."""
     following = pad(labels[:, 1:], (0, 1), value=IGNORED_LABEL).flatten()
     logits = logits.float() if logits.dtype in (torch.float16, torch.bfloat16) else logits
     return cross_entropy(logits.flatten(0, 1), following, ignore_index=IGNORED_LABEL, reduction="sum")
@@ -152,10 +142,7 @@ def chunked_loss(
 
 
 def default_chunk(words: int, dtype: torch.dtype, fused: bool) -> int:
-    """Return the number of tokens whose logits are held at once: ``LOGITS`` logits, or ``FUSED`` bytes of products.
-
-    These give each product enough tokens to be compute-bound and fill the rows of tensor cores.
-    """
+    """Return the tokens held at once: ``LOGITS`` logits or ``FUSED`` bytes, so that products are compute-bound."""
     tokens = max(1, FUSED // (words * dtype.itemsize) if fused else LOGITS // words)
     return tokens - tokens % 128 if fused and tokens > 128 else tokens
 
@@ -272,8 +259,7 @@ class _HiddenStates:
 
 
 def detect_logit_transform(module: nn.Module) -> LogitTransform | None:
-    """Return the :class:`LogitTransform` from the head's products to ``module``'s logits; ``None`` if it has another
-    form.
+    """Return the :class:`LogitTransform` from the head's products to ``module``'s logits; ``None`` for another form.
 
     Calls the module's own forward with a body and a head that return known values. This works for any architecture
     without a table of models, and detects everything that the code does to the logits.

@@ -44,8 +44,7 @@ def add_drop_path(blocks: Sequence[Any], rate: float) -> None:
 def draw_paths(module: nn.Module, seeds: Tensor) -> None:
     """Draw which branches each :class:`DropPath` drops for the samples with these ``seeds``, int64 ``(n,)``.
 
-    A draw depends only on the sample's seed and the position in the module. It is kept until the next call, so that a
-    block that is recomputed in backward drops the same branches.
+    A draw depends only on seed and position in the module. It stays until the next call, for recomputation in backward.
     """
     parts = [part for part in module.modules() if isinstance(part, DropPath)]
     numbers = torch.arange(len(parts), dtype=torch.float64, device=seeds.device).div(2).floor()[:, None]

@@ -73,8 +73,7 @@ def is_local(source: str) -> bool:
 def from_hub(key: str, source: str, load: Any, *args: Any, **kwargs: Any) -> Any:
     """Call a ``load`` function of transformers with the remaining arguments.
 
-    Any failure except out of memory becomes a one-line error that names the setting ``model.key``. ``source``, its
-    value, is a hub id, a folder or the ``file://`` URL of a folder.
+    Any failure except out of memory is an error about ``model.key``. ``source`` is a hub id, folder or file URL.
     """
     from safetensors import SafetensorError
 
@@ -90,9 +89,8 @@ def from_hub(key: str, source: str, load: Any, *args: Any, **kwargs: Any) -> Any
         with room_in(Path(HF_HUB_CACHE), "set HF_HOME to a folder on another disk"):
             found = load(*args, **kwargs)
     except Exception as error:  # transformers rarely validates a file before using it
-        if isinstance(error, RunError | RecipeError) or (
-            isinstance(error, MemoryError | RuntimeError) and "memory" in str(error)
-        ):
+        is_out_of_memory = isinstance(error, MemoryError | RuntimeError) and "memory" in str(error)
+        if isinstance(error, RunError | RecipeError) or is_out_of_memory:
             raise  # not caused by the files
         reason = next(iter(str(error).strip().splitlines()), "")
         if not isinstance(error, OSError | ValueError | SafetensorError):
@@ -123,10 +121,9 @@ def _require_files(folder: Path) -> None:
                 require_regular(path.stat(), path)
             except OSError as error:
                 raise RecipeError(f"{path} cannot be read: {error.strerror}") from error
-            if path.suffix in (".json", ".txt") and path.stat().st_size > MAX_CONFIG_BYTES:
-                raise RecipeError(
-                    f"{path} is larger than {MAX_CONFIG_BYTES / 1e6:g} MB, the max for settings or vocabularies"
-                )
+            too_large = path.suffix in (".json", ".txt") and path.stat().st_size > MAX_CONFIG_BYTES
+            most = f"{MAX_CONFIG_BYTES / 1e6:g} MB, the max for settings or vocabularies"
+            require(not too_large, f"{path} is larger than {most}")
 
 
 def max_positions(config: Mapping[str, Any]) -> int | None:
@@ -174,21 +171,14 @@ def reject_remote_code(name: str, config: Any) -> None:
     wished = [getattr(config, key, None) for key in ("_attn_implementation", "_experts_implementation")]
     kernels = [text for text in map(str, wished) if "/" in text]
     asks = f"model.name={name!r}: its configuration asks for"
-    require(
-        not kernels,
-        f"{asks} the kernel {', '.join(kernels)}, which is code from the hub and is never executed: remove "
-        "attn_implementation from its config.json",
-    )
-    require(
-        getattr(config, "quantization_config", None) is None,
-        f"{asks} quantised weights, which cannot be trained and may need code from the hub: use a model without "
-        "quantization_config in its config.json",
-    )
-    require(
-        "checkpoint_path" not in (getattr(config, "model_args", None) or {}),
-        f"{asks} timm's checkpoint_path, a file that may be a pickle: remove it from model_args, and give a folder of "
-        "weights with model.weights",
-    )
+    kernel = f"the kernel {', '.join(kernels)}, which is code from the hub and is never executed"
+    require(not kernels, f"{asks} {kernel}: remove attn_implementation from its config.json")
+    quantised = f"{asks} quantised weights, which cannot be trained and may need code from the hub"
+    fix = "use a model without quantization_config in its config.json"
+    require(getattr(config, "quantization_config", None) is None, f"{quantised}: {fix}")
+    checkpoint = f"{asks} timm's checkpoint_path, a file that may be a pickle"
+    fix = "remove it from model_args, and give a folder of weights with model.weights"
+    require("checkpoint_path" not in (getattr(config, "model_args", None) or {}), f"{checkpoint}: {fix}")
 
 
 class HubModel(SupportsLoRA, Preparable):
@@ -239,12 +229,9 @@ class HubModel(SupportsLoRA, Preparable):
         import transformers
 
         self._require_complete()
-        require(
-            not Path(
-                local_folder(weights), "adapter_config.json"
-            ).exists(),  # transformers would load the base that it names
-            f"model.weights={weights} is or contains a PEFT adapter: merge it into its model and save the result",
-        )
+        adapter = Path(local_folder(weights), "adapter_config.json")  # transformers would load the base that it names
+        cause = f"model.weights={weights} is or contains a PEFT adapter"
+        require(not adapter.exists(), f"{cause}: merge it into its model and save the result")
         module, found = self._load(
             "weights",
             weights,
@@ -272,7 +259,6 @@ class HubModel(SupportsLoRA, Preparable):
         """Check that all settings that the dataset fills are set."""
 
     def _from_configuration(self, auto: str) -> nn.Module:
-        """Build the module of transformers' class ``auto`` with random weights."""
         import torch
         import transformers
 
@@ -330,10 +316,8 @@ class HubModel(SupportsLoRA, Preparable):
         end = next((at for at, parameter in enumerate(parameters, 1) if parameter is last), len(names))
         lost = sorted(set(new) & set(names[: end if self.head_is_new else None]))
         if lost:
-            raise RecipeError(
-                f"model.weights={self.weights!r} do not fit this {cast(Any, module).config.model_type}: "
-                f"{format_names(lost)} are missing or have another shape"
-            )
+            cause = f"model.weights={self.weights!r} do not fit this {cast(Any, module).config.model_type}"
+            raise RecipeError(f"{cause}: {format_names(lost)} are missing or have another shape")
 
     def save(self, module: nn.Module, folder: Path, state: Mapping[str, Tensor]) -> None:
         """Write a folder that ``from_pretrained`` loads. Its subfolder ``adapter`` holds trained adapters for peft."""
@@ -438,10 +422,7 @@ def _initialise(skeleton: Any) -> None:
 
 
 def _renaming(skeleton: Any, own: Mapping[str, Any]) -> Callable[[str], str]:
-    """Return a function from keys of a file to names in ``own``, as transformers maps them.
-
-    It adds or removes the base model's prefix, and updates the names of old files.
-    """
+    """Return a function from keys of a file to names in ``own``: prefixes and old names, as transformers maps them."""
     from transformers.conversion_mapping import get_model_conversion_mapping
     from transformers.core_model_loading import WeightConverter, rename_source_key
 
@@ -454,10 +435,8 @@ def _renaming(skeleton: Any, own: Mapping[str, Any]) -> Callable[[str], str]:
         if name not in own and key in own:
             return key
         if converter is not None and name in own:
-            raise RecipeError(
-                f"{key} cannot be streamed: transformers computes {name} from several tensors of the file; use "
-                "memory.init device and model.lora.base full"
-            )
+            cause = f"{key} cannot be streamed: transformers computes {name} from several tensors of the file"
+            raise RecipeError(f"{cause}; use memory.init device and model.lora.base full")
         return name
 
     return name_of

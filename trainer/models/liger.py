@@ -34,10 +34,7 @@ ARCHITECTURES = {kind: tuple(parts.split()) for parts, kinds in PARTS.items() fo
 
 
 def use_kernels(module: Any, wish: str) -> None:
-    """Install the kernels of ``model.kernels`` in ``module``; raise ``RecipeError`` if liger is set but unsupported.
-
-    Swapping ``__class__`` keeps parameters, names and hooks of the modules of transformers.
-    """
+    """Install the kernels of ``model.kernels`` by swapping ``__class__``; reject liger if it is not supported."""
     parts, has_gpu = ARCHITECTURES.get(module.config.model_type, ()), torch.cuda.is_available()  # or a simulated GPU
     if wish == "liger":
         require_package("model.kernels=liger", "liger_kernel", "kernels")

@@ -1,7 +1,4 @@
-"""Low-rank adapters (Hu et al. 2021), by peft, on frozen weights that may be in NF4 (QLoRA, Dettmers et al. 2023).
-
-Importing this loads neither torch nor peft.
-"""
+"""Low-rank adapters (Hu et al. 2021) by peft, also on NF4 weights (QLoRA, Dettmers et al. 2023). Imports no torch."""
 
 from __future__ import annotations
 
@@ -62,10 +59,8 @@ class LoRA:
     def require_alone(self, train_last_blocks: int | None) -> None:
         """Check that adapters and ``train_last_blocks`` are not combined."""
         if self.rank and train_last_blocks is not None:
-            raise RecipeError(
-                f"model.lora.rank={self.rank} adapts all blocks, but model.train_last_blocks={train_last_blocks} "
-                "trains only the last blocks, as a whole: use one of the two"
-            )
+            cause = f"model.lora.rank={self.rank} adapts all blocks, but model.train_last_blocks={train_last_blocks}"
+            raise RecipeError(f"{cause} trains only the last blocks, as a whole: use one of the two")
 
 
 class SupportsLoRA(Streamable, Exportable, Plannable):
@@ -91,10 +86,7 @@ class SupportsLoRA(Streamable, Exportable, Plannable):
         return module
 
     def map_to_adapted(self, found: Pretrained, skeleton: nn.Module) -> Pretrained:
-        """Rename ``found`` to the names of the module with adapters, and add the adapters as new parameters.
-
-        ``skeleton``, on meta and without adapters, gets them in place.
-        """
+        """Rename ``found`` for the adapted module and add new adapters; ``skeleton``, on meta, gets them in place."""
         import torch
 
         if not self.lora.rank:
@@ -121,10 +113,7 @@ class SupportsLoRA(Streamable, Exportable, Plannable):
         return {name for name, parameter in frozen.items() if parameter not in head}
 
     def draw_new(self, module: nn.Module, initialise: Callable[[nn.Module], object], new: Collection[str] = ()) -> None:
-        """Draw the adapters and ``new`` parameters of ``module`` again, exactly as when weights are streamed.
-
-        The result then does not depend on the way of loading.
-        """
+        """Draw the adapters and ``new`` parameters of ``module`` again, exactly as when weights are streamed."""
         import torch
 
         from trainer.weights.streaming import init_new_parameters, skeleton_on_meta
@@ -142,11 +131,7 @@ class SupportsLoRA(Streamable, Exportable, Plannable):
 
 
 def add_adapters(
-    module: nn.Module,
-    lora: LoRA,
-    blocks: Sequence[type] = (),
-    defaults: Sequence[str] | None = None,
-    head: bool = True,
+    module: nn.Module, lora: LoRA, blocks: Sequence[type] = (), defaults: Sequence[str] | None = None, head: bool = True
 ) -> None:
     """Add adapters to linear layers of the blocks of ``module``, in place, and freeze the rest except the head.
 
@@ -170,10 +155,8 @@ def add_adapters(
     for name, layer in outside:
         tied = any(getattr(part, "weight", None) is layer.weight and part is not layer for part in module.modules())
         if id(layer) in adapted and tied:
-            raise RecipeError(
-                f"model.lora.targets: {name} shares its weight with the embedding, and a merged weight would differ: "
-                "leave it out"
-            )
+            cause = f"model.lora.targets: {name} shares its weight with the embedding, and a merged weight would differ"
+            raise RecipeError(f"{cause}: leave it out")
     names = [name for name, layer in module.named_modules() if id(layer) in adapted]
     transposed = all(isinstance(layer, Conv1D) for layer in adapted.values())
     trained = [parameter for parameter in parameters_after_blocks(module, found) if parameter.requires_grad and head]
@@ -237,8 +220,7 @@ def reset_adapters(module: nn.Module) -> None:
 def merged_state(module: nn.Module, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Merge every adapter into its weight, under the names of a module without adapters.
 
-    NF4 weights are dequantised to the dtype of the others. ``module`` comes from ``add_adapters`` and may be sharded;
-    ``state`` holds its full tensors and is not modified.
+    NF4 weights get the dtype of the others. ``module`` may be sharded. Its full tensors, ``state``, are not modified.
     """
     import torch
 
@@ -260,11 +242,10 @@ def merged_state(module: nn.Module, state: Mapping[str, Tensor]) -> dict[str, Te
 
 
 def save_adapters(module: nn.Module, state: Mapping[str, Tensor], folder: Path, **facts: Any) -> None:
-    """Write the trained adapters and head layers in peft's format.
+    """Write the trained adapters and head layers as peft's ``adapter_config.json`` and ``adapter_model.safetensors``.
 
-    The files are ``adapter_config.json`` and ``adapter_model.safetensors``. If other parameters of adapted layers
-    trained too, nothing is written, because peft cannot store them. ``state`` is as for :func:`merged_state`;
-    ``facts`` are further settings of peft's configuration.
+    Nothing is written if other parameters of adapted layers trained, which peft cannot store. ``state`` is as for
+    :func:`merged_state`; ``facts`` are further settings of peft's configuration.
     """
     from safetensors.torch import save_file
 

@@ -60,10 +60,7 @@ def _errors(products, sums, targets, gradient, start, words, scale, cap, BLOCK: 
 
 @operator("trainer::token_losses", mutates_args=())
 def token_losses(products: Tensor, targets: Tensor, scale: float, cap: float | None) -> tuple[Tensor, Tensor]:
-    """Return the log-sum-exps and the losses in fp32, ``(tokens, 1)`` each.
-
-    ``products`` are contiguous, in fp32, fp16 or bf16.
-    """
+    """Return log-sum-exps and losses, fp32 ``(tokens, 1)``, of contiguous ``products`` in fp32, fp16 or bf16."""
     sums, losses = _empty(products)
     tokens, words = products.shape
     wrap_triton(_losses)[(tokens,)](products, targets, sums, losses, scale, cap, words, BLOCK, **LAUNCH)
@@ -80,10 +77,7 @@ def _empty(products: Tensor, *_: object) -> tuple[Tensor, Tensor]:
 def token_errors_(
     products: Tensor, sums: Tensor, targets: Tensor, gradient: Tensor, start: int, scale: float, cap: float | None
 ) -> None:
-    """Overwrite ``products`` with their gradient. They belong to the words from ``start`` on.
-
-    ``gradient`` is the gradient of the summed loss, in fp32.
-    """
+    """Overwrite ``products`` of words from ``start`` on with their gradient, given that of the summed loss in fp32."""
     (tokens, words), given = products.shape, (products, sums, targets, gradient, start)
     wrap_triton(_errors)[(tokens, -(-words // BLOCK))](*given, words, scale, cap, BLOCK, **LAUNCH)
 

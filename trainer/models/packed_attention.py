@@ -62,16 +62,14 @@ def packed_document_attention(
 ) -> tuple[Tensor, None]:
     """Compute attention for transformers' layers, from ``(n, heads, tokens, size)`` to ``(n, tokens, heads, size)``.
 
-    With ``lengths`` and ``cu_seq_lens``, each document of a row attends to itself. Otherwise this is ``sdpa``, extended
-    by capped scores (``softcap``) and sinks (``s_aux``), which transformers' version lacks.
+    With ``lengths`` and ``cu_seq_lens`` each document sees itself; otherwise ``sdpa`` plus ``softcap`` and ``s_aux``.
     """
     causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
     pattern = AttentionPattern(causal, sliding_window, scaling, softcap, s_aux)
     if lengths is not None and cu_seq_lens is not None:
         if kwargs.get("position_bias") is not None:
-            raise RecipeError(
-                f"model.padding_free: {type(module).__name__} adds a bias to the attention scores: set it to false"
-            )
+            cause = f"model.padding_free: {type(module).__name__} adds a bias to the attention scores"
+            raise RecipeError(f"{cause}: set it to false")
         rows, keys, values = (part[0].transpose(0, 1) for part in (query, key, value))
         found = varlen_attention(rows, keys, values, lengths, cu_seq_lens, dropout, pattern)
         return found.unflatten(-1, (query.shape[1], -1))[None], None

@@ -39,10 +39,7 @@ class SequenceLengths:
         self._padding: tuple[Tensor, Tensor] | None = None
 
     def padding(self, ends: Tensor) -> tuple[Tensor, Tensor]:
-        """Return each token's position among texts padded to the longest, and the key mask. Computed once.
-
-        Shapes: int64 ``(tokens,)`` and bool ``(texts, 1, 1, longest)``.
-        """
+        """Return positions in padded texts, int64 ``(tokens,)``, and the bool key mask ``(texts, 1, 1, longest)``."""
         if self._padding is None:
             begins, counts, texts = ends[:-1].long(), ends.diff(), len(self.tokens)
             moves = torch.arange(texts, device=ends.device) * self.longest - begins
@@ -108,10 +105,7 @@ def pack(batch: Mapping[str, Any], padding_idx: int | None) -> dict[str, Any] | 
 
 
 def unpad(module: nn.Module) -> None:
-    """Make the blocks of ``module`` accept packed micro-batches.
-
-    Swapping ``__class__`` keeps parameters, names, hooks and the surrounding model of transformers.
-    """
+    """Make the blocks of ``module`` accept packed micro-batches by swapping ``__class__``, which keeps names."""
     blocks = [part for part in module.modules() if type(part) in BLOCK_FORWARDS]
     for block in blocks:
         block.__class__ = _unpadded(type(block))  # type: ignore[arg-type]
@@ -207,11 +201,8 @@ def varlen_attention(
 def takes_flash(query: Tensor, value: Tensor, dropout: float, pattern: AttentionPattern = FULL) -> bool:
     """Return whether flash attention supports these packed texts, in one call for any number of texts."""
     size = query.shape[-1]
-    if (
-        query.device.type != "cuda"
-        or torch.version.hip is not None
-        or query.dtype not in (torch.float16, torch.bfloat16)
-    ):
+    is_half = query.dtype in (torch.float16, torch.bfloat16)
+    if query.device.type != "cuda" or torch.version.hip is not None or not is_half:
         return False
     if size % 8 or size > 256 or size != value.shape[-1] or pattern.softcap is not None or pattern.sinks is not None:
         return False
@@ -232,9 +223,8 @@ def _flash(
 ) -> Tensor:
     """Compute flash attention over packed texts.
 
-    This calls the operator below torch's ``varlen_attn``, which has no dropout. On some GPUs ``varlen_attn`` also
-    prefers cuDNN, which builds a plan in about 40 ms for every new number of tokens (pytorch/pytorch pull request
-    191576).
+    This calls the operator below torch's ``varlen_attn``, which has no dropout and on some GPUs prefers cuDNN: it takes
+    about 40 ms for every new number of tokens (pytorch/pytorch pull request 191576).
     """
     first = len(query) == len(ends) - 1
     starts = torch.arange(len(ends), dtype=ends.dtype, device=ends.device) if first else ends
@@ -309,8 +299,7 @@ def _padded(
 ) -> Tensor:
     """Compute attention in one call over the texts, each padded to the longest.
 
-    Used with dropout on GPUs that have no flash attention for these tensors. A call per length would launch some 60
-    operations each.
+    Used with dropout on GPUs without flash attention, where a call per length would launch some 60 operations each.
     """
     texts, longest = len(lengths.tokens), lengths.longest
     places, mask = lengths.padding(ends)
@@ -371,9 +360,8 @@ def eager_attention(
     if pattern.softcap is not None:
         scores = pattern.softcap * torch.tanh(scores / pattern.softcap)
     if mask is not None:
-        scores = scores.masked_fill(
-            ~mask, torch.finfo(scores.dtype).min
-        )  # not -inf, because padding may have no visible key
+        lowest = torch.finfo(scores.dtype).min  # not -inf, because padding may have no visible key
+        scores = scores.masked_fill(~mask, lowest)
     if pattern.sinks is not None:
         sinks = pattern.sinks.to(scores.dtype)[:, None, None].expand(*scores.shape[:3], 1)
         scores = torch.cat([scores, sinks], -1)
@@ -426,8 +414,7 @@ class _DroppedAttention(torch.autograd.Function):
 def draw_dropout_mask(weights: Tensor, shape: torch.Size, dropped: int) -> Tensor:
     """Draw a keep mask of ``shape``, (texts, heads, queries, keys), on the device of ``weights``.
 
-    The drop rate is ``dropped`` / 2^16. Modes that override torch's functions also override this one: with
-    ``memory.tensor_parallel`` the mask is drawn for all heads.
+    The drop rate is ``dropped`` / 2^16. Modes can override this: ``memory.tensor_parallel`` draws it for all heads.
     """
     if has_torch_function_unary(weights):
         return handle_torch_function(draw_dropout_mask, (weights,), weights, shape, dropped)

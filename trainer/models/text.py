@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Literal, cast
 
 from trainer.contract import Packable
-from trainer.errors import RecipeError, require_choice
+from trainer.errors import RecipeError, require, require_choice
 from trainer.models.base import Objective
 from trainer.models.byte_tokenizer import BYTES, byte_tokenizer
 from trainer.models.hub import HubClassifier, HubModel, is_local, is_model_type, max_positions
@@ -65,17 +65,13 @@ class TextModel(HubModel, Packable):
         """Return the tokenizer, which is loaded once."""
         if self._cached_tokenizer is None and self.tokenizer != NO_TOKENIZER:
             source = self.tokenizer or self.weights or self.name
-            if not is_local(source) and is_model_type(source):
-                raise RecipeError(
-                    f"model.tokenizer is missing, and model.name={source} is a model type without a tokenizer: give one"
-                )
+            missing = f"model.tokenizer is missing, and model.name={source} is a model type without a tokenizer"
+            require(is_local(source) or not is_model_type(source), f"{missing}: give one")
             self._cached_tokenizer = self._load_tokenizer(source)
             # For a folder with only a configuration, transformers creates a tokenizer to which every word is unknown.
             words = len(self._cached_tokenizer) - len(self._cached_tokenizer.all_special_tokens)
-            if words <= 0:
-                raise RecipeError(
-                    f"model.tokenizer={source!r} has no vocabulary: give a folder or hub id with a tokenizer"
-                )
+            fix = "give a folder or hub id with a tokenizer"
+            require(words > 0, f"model.tokenizer={source!r} has no vocabulary: {fix}")
         return self._cached_tokenizer
 
     def _load_tokenizer(self, source: str, **options: Any) -> Any:
@@ -96,10 +92,8 @@ class TextModel(HubModel, Packable):
         model = self if self.tokenizer else replace(cast(Any, self), tokenizer=NO_TOKENIZER)
         most = max_positions(model.unloaded()._configuration().to_dict())  # a plan reads no weights
         if most and outline.length and outline.length > most:
-            raise RecipeError(
-                f"data.max_length={outline.length} is more than the max of {most} tokens of model.name={self.name!r}: "
-                "lower it"
-            )
+            limit = f"the max of {most} tokens of model.name={self.name!r}"
+            raise RecipeError(f"data.max_length={outline.length} is more than {limit}: lower it")
         return model
 
     def tensor_parallel_plan(self, module: nn.Module) -> Mapping[str, str]:
@@ -158,10 +152,8 @@ class TextClassifier(TextModel, HubClassifier):
         super().__post_init__()
         require_choice("model.task", self.task, TextTask)
         if self.padding_free and self.task == "token":
-            raise RecipeError(
-                "model.padding_free=true computes the last block for the first token only, but model.task=token reads "
-                "all tokens: leave it at null"
-            )
+            cause = "model.padding_free=true computes the last block for the first token only, but model.task=token"
+            raise RecipeError(f"{cause} reads all tokens: leave it at null")
         self._can_pack: bool | None = None  # not determined yet
 
     @property
@@ -190,11 +182,10 @@ class TextClassifier(TextModel, HubClassifier):
             self._padding_idx = config.pad_token_id if config.model_type.endswith("roberta") else None
             self._asks = config.model_type == "modernbert"
             if not self._can_pack and self.padding_free is not None:
-                raise RecipeError(
-                    f"model.padding_free=true is for encoders ({', '.join(PACKED)}; BigBird with model.attention full) "
-                    "whose head reads the first token, with sdpa attention and padding on the right, unlike "
-                    f"model.name={self.name!r}: leave it at null"
-                )
+                encoders = f"{', '.join(PACKED)}; BigBird with model.attention full"
+                cause = f"model.padding_free=true is for encoders ({encoders}) whose head reads the first token, with"
+                unlike = f"sdpa attention and padding on the right, unlike model.name={self.name!r}"
+                raise RecipeError(f"{cause} {unlike}: leave it at null")
         return self._can_pack
 
     def _has_known_blocks(self, config: Any) -> bool:

@@ -95,10 +95,8 @@ class VisionTransformer(SupervisedModel, SupportsLoRA, DrawnInputs):
             if (self.width or 0) % (self.heads or 1):
                 raise RecipeError(f"model.width={self.width} must be a multiple of model.heads={self.heads}")
             if self.layers == 1 and self.drop_path:
-                raise RecipeError(
-                    f"model.drop_path={self.drop_path} has no effect with model.layers=1, because the first block's "
-                    "rate is 0: set it to 0"
-                )
+                cause = f"model.drop_path={self.drop_path} has no effect with model.layers=1, because the first block's"
+                raise RecipeError(f"{cause} rate is 0: set it to 0")
         elif given:
             fixed = f"model.{given[0]} cannot be set for model.name={self.name}, which determines it"
             raise RecipeError(f"{fixed}: use model.name custom")
@@ -148,10 +146,8 @@ class VisionTransformer(SupervisedModel, SupportsLoRA, DrawnInputs):
         size = self.image_size or 0
         nearest = max(1, round(size / patch_size)) * patch_size
         if size % patch_size != 0:
-            raise RecipeError(
-                f"image_size={size} is not a multiple of the patch size {patch_size} of {self.name}: use "
-                f"--data.image_size {nearest}"
-            )
+            cause = f"image_size={size} is not a multiple of the patch size {patch_size} of {self.name}"
+            raise RecipeError(f"{cause}: use --data.image_size {nearest}")
         if self.name == "custom":
             shape: Any = {"num_layers": self.layers, "num_heads": self.heads, "hidden_dim": self.width}
             module = models.VisionTransformer(patch_size=patch_size, mlp_dim=self.mlp_width or 0, **shape, **options)
@@ -182,10 +178,8 @@ class VisionTransformer(SupervisedModel, SupportsLoRA, DrawnInputs):
         require(self.weights is not None, "there is nothing to stream: model.weights is null")
         file = self._weights_file()
         if file.suffix != ".safetensors":
-            raise RecipeError(
-                f"model.weights={self.weights} is a pickle, which cannot be read in slices: convert it with "
-                "safetensors.torch.save_file, or use memory.init device"
-            )
+            cause = f"model.weights={self.weights} is a pickle, which cannot be read in slices"
+            raise RecipeError(f"{cause}: convert it with safetensors.torch.save_file, or use memory.init device")
         skeleton: Any = on_meta(self.skeleton)
         shapes, found = _shapes(skeleton.state_dict()), stored_in(file)
         stored = {key: place for key, (place, _) in found.items()}
@@ -226,10 +220,8 @@ class VisionTransformer(SupervisedModel, SupportsLoRA, DrawnInputs):
         require(sized, f"model.weights={weights} is a torchvision name: set model.name to a torchvision size")
         known = models.get_model_weights(self.name)
         if weights not in known.__members__:
-            raise RecipeError(
-                f"model.weights={weights!r} is neither a file nor a name of torchvision's weights for {self.name}: "
-                f"use one of {', '.join(known.__members__)}"
-            )
+            cause = f"model.weights={weights!r} is neither a file nor a name of torchvision's weights for {self.name}"
+            raise RecipeError(f"{cause}: use one of {', '.join(known.__members__)}")
         url = known[weights].url
         file = Path(torch.hub.get_dir(), "checkpoints", url.rsplit("/", 1)[1])  # torchvision looks there as well
         if not file.exists():

@@ -93,11 +93,7 @@ def hub_recipe(
 
     The optimizer is that of ``distilbert_imdb``. No code from the hub runs, and no weights are read. Defaults: the
     ``task`` from the configuration's ``architectures``, the maximum ``tokens`` of the model but at most
-    ``MAX_TOKENS``, a ``batch`` of 8, precision ``auto``. ``lora`` is the rank of adapters, 0 for none; ``revision``
-    is a revision on the hub.
-
-    Raises:
-        RecipeError: if the configuration is missing, cannot be used, or does not support the task or the tokens.
+    ``MAX_TOKENS``, a ``batch`` of 8, precision ``auto``. ``lora`` is the rank of adapters, 0 for none.
     """
     require(task is None or task in TASKS, f"--task={task!r} must be one of {', '.join(TASKS)}")
     require((batch or 1) <= SAMPLES, f"--batch={batch} is more than the {SAMPLES:,} samples of a plan: lower it")
@@ -112,13 +108,8 @@ def hub_recipe(
         size = getattr(config.get_text_config(), name, None)
         require(not isinstance(size, int) or size > 0, f"{said}: its {CONFIG} has {name} {size}: give at least 1")
     outline = _shape(said, chosen, tokens, config.to_dict() | {"num_labels": config.num_labels}, notes)
-    return Recipe(
-        model=model,
-        data=SyntheticData(outline, notes=notes),
-        optim=Optim("adamw", lr=5e-5, schedule="linear", clip_norm=1.0),
-        batch_size=batch or BATCH,
-        memory=Memory(precision="auto"),
-    )
+    data, optim = SyntheticData(outline, notes=notes), Optim("adamw", lr=5e-5, schedule="linear", clip_norm=1.0)
+    return Recipe(model=model, data=data, optim=optim, batch_size=batch or BATCH, memory=Memory(precision="auto"))
 
 
 def _read(reference: str, name: str, revision: str | None) -> tuple[dict[str, Any], Path]:
@@ -132,11 +123,9 @@ def _read(reference: str, name: str, revision: str | None) -> tuple[dict[str, An
             folder = shipped or Path(hf_hub_download(name, CONFIG, revision=revision)).parent
         except Exception as error:  # network error; gated, private or unknown model
             why = why_not or next(iter(str(error).strip().splitlines()), type(error).__name__)
-            raise RecipeError(
-                f"{reference}: no such folder, and its {CONFIG} could not be downloaded from the hub ({why}): save "
-                "that "
-                f"file in a folder and plan {PREFIX}./FOLDER; a gated model needs HF_TOKEN; {offline_advice()}"
-            ) from error
+            fix = f"save that file in a folder and plan {PREFIX}./FOLDER; a gated model needs HF_TOKEN"
+            fault = f"{reference}: no such folder, and its {CONFIG} could not be downloaded from the hub ({why})"
+            raise RecipeError(f"{fault}: {fix}; {offline_advice()}") from error
     try:
         config = parse_json_object(read_regular(folder / CONFIG, MAX_CONFIG_BYTES), MAX_CONFIG_BYTES) or {}
     except OSError as error:
@@ -191,13 +180,13 @@ def _shape(said: str, task: str, tokens: int | None, config: Mapping[str, Any], 
         notes += [f"its {CONFIG} has no image_size: planned with {size}"] if given is None else []
         sides = list(size) if isinstance(size, list | tuple) else [size, size]
         if len(sides) != 2 or not all(isinstance(side, int) and 0 < side <= MAX_IMAGE_SIZE for side in sides):
-            fix = "give one number of pixels, or height and width"
-            raise RecipeError(f"{said}: its {CONFIG} has image_size {size!r}: {fix}")
+            why = f"its {CONFIG} has image_size {size!r}"
+            raise RecipeError(f"{said}: {why}: give one number of pixels, or height and width")
         height, width = sides
         channels = config.get("num_channels") or 3
         if not isinstance(channels, int) or not 0 < channels <= MAX_CHANNELS:
-            fix = f"give a number from 1 to {MAX_CHANNELS:,}"
-            raise RecipeError(f"{said}: its {CONFIG} has num_channels {channels!r}: {fix}")
+            why = f"its {CONFIG} has num_channels {channels!r}"
+            raise RecipeError(f"{said}: {why}: give a number from 1 to {MAX_CHANNELS:,}")
         pixels = ("float32", (channels, height, width))
         return Outline({"pixel_values": pixels, "labels": ("int64", ())}, SAMPLES, num_classes=classes)
     if task == "causal-lm" and config.get("is_encoder_decoder"):
@@ -218,9 +207,9 @@ def _shape(said: str, task: str, tokens: int | None, config: Mapping[str, Any], 
 def recipe_to_train(reference: str, recipe: Recipe) -> tuple[str, dict[str, str]]:
     """Return the recipe and flags that train ``reference``: a packaged recipe for ``hf:MODEL``, or "" if none can."""
     model: Any = recipe.model
-    if not isinstance(model, FromConfig):
+    if not reference.startswith(PREFIX):
         return reference, {}
-    if model.head != "sequence-classification":
+    if not isinstance(model, FromConfig) or model.head != "sequence-classification":
         return "", {}
     name = reference.removeprefix(PREFIX)
     folder = Path(local_folder(name)).expanduser()

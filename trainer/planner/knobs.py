@@ -31,8 +31,7 @@ def free_knobs(memory: Memory) -> list[str]:
 def combinations(recipe: Recipe, ranks: int, on_gpu: bool = True, nodes: int = 1) -> list[Settings]:
     """Return one dict of settings per combination of the free knobs; the first uses no technique.
 
-    On one CPU, sharding and offloading change nothing. With several ``nodes``, each may hold its own replica of a
-    sharded model."""
+    On one CPU, sharding and offloading change nothing. Each of several ``nodes`` may hold a sharded replica."""
     free = free_knobs(recipe.memory)
     knobs = [knob for knob in LOSSLESS_PLANNED if knob.name in free and (ranks > 1 or not knob.needs_ranks)]
     values = {knob.name: knob.values if on_gpu or not knob.to_host else knob.values[:1] for knob in knobs}
@@ -107,9 +106,7 @@ def update_settings(settings: Mapping[str, Any]) -> Settings:
 
 
 def micro_batch_sizes(recipe: Recipe, ranks: int) -> list[int | None]:
-    """Return the micro-batch sizes to consider, in samples, largest first; ``[None]`` if the recipe sets it.
-
-    There is one size for each number of micro-steps that makes a difference."""
+    """Return the different micro-batch sizes in samples, largest first; ``[None]`` if the recipe sets it."""
     given = recipe.memory.micro_batch_size != "auto" or recipe.accumulate is not None
     if given or recipe.batch_size is None or recipe.run.deterministic:  # deterministic: independent of the ranks
         return [None]
@@ -118,9 +115,7 @@ def micro_batch_sizes(recipe: Recipe, ranks: int) -> list[int | None]:
 
 
 def lossy_steps(recipe: Recipe, faster: bool = False) -> list[Settings]:
-    """Return the lossy settings that the recipe does not use yet: one by one, then all together.
-
-    ``faster`` adds those that save only time, on a GPU."""
+    """Return the unused lossy settings, one by one, then together; ``faster`` adds those that only save time."""
     options: list[Settings] = []
     alone: list[Settings] = []
     for knob in LOSSY:
@@ -146,9 +141,8 @@ def changed_settings(recipe: Recipe, settings: Mapping[str, Any]) -> Settings:
 
 def non_default_settings(settings: Mapping[str, Any]) -> Settings:
     """Return the settings that differ from their defaults."""
-    return {
-        key: value for key, value in settings.items() if UNSET_VALUES.get(key.removeprefix("memory."), ...) != value
-    }
+    default = {f"memory.{name}": value for name, value in UNSET_VALUES.items()}
+    return {key: value for key, value in settings.items() if default.get(key, ...) != value}
 
 
 def without_size(settings: Mapping[str, Any]) -> Settings:

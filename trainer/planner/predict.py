@@ -25,17 +25,11 @@ from trainer.planner.synthetic_data import SyntheticData
 from trainer.planner.traced_run import draw_samples, trace_run
 from trainer.recipe import Memory, Recipe
 
-CPU_BUFFERS = 40_000_000
-"""Bytes of buffers and threads of CPU kernels outside any tensor: 30 to 55 MB in 20 plans of a ViT with 25 million
-weights, see benchmarks/planner_cpu.py."""
+CPU_BUFFERS = 40_000_000  # bytes of CPU kernels outside tensors: 30 to 55 MB for a ViT, see benchmarks/planner_cpu.py
 MIN_GAIN = 0.1  # share of a step's time that a setting must save to be suggested
 FASTER = {"precision bf16-mixed": "bfloat16", "matmul_precision high": "tfloat32", "compile blocks": None}
 """Settings of ``memory`` that may be faster, with the units that then compute fp32 products."""
-PER_SAMPLE_CATEGORIES: tuple[Category, ...] = (
-    "activations",
-    "temporaries",
-    "batch",
-)  # categories that grow with the micro-batch
+PER_SAMPLE_CATEGORIES: tuple[Category, ...] = ("activations", "temporaries", "batch")  # grow with the micro-batch
 
 
 @dataclass(frozen=True)
@@ -58,9 +52,8 @@ class Prediction:
     notes: list[str] = field(default_factory=list)  # one line each
     attention: list[str] = field(default_factory=list)  # the GPU kernels that compute it, each with its purpose
     seconds: float = 0.0  # duration of the prediction
-    # Time of forward and backward at the peak rates of the data sheet, without recomputation: seconds of this rank per
-    # token of a batch (over all ranks), or per sample if lengths are unknown.
-    peak_seconds: float = 0.0
+    # Seconds of this rank's forward and backward at the data sheet's peak, without recomputation, per token of a batch
+    peak_seconds: float = 0.0  # over all ranks; per sample if lengths are unknown
     fragmentation: int = 0  # bytes reserved but not in use at the allocated peak
     # How often torch must release its cache to stay within the capacity; ``None`` if it cannot stay within it
     retries: int | None = None
@@ -155,10 +148,9 @@ def predict_in_process(
     interconnects: Sequence[Interconnect] = (),
     capacity: int | None = None,
 ) -> dict[str, Any]:
-    """Return the fields of a :class:`Prediction`, in JSON types.
+    """Return the fields of a :class:`Prediction`, in JSON types. Call it in a child process: it changes torch.
 
-    Call it in a child process: it changes torch for its whole process. Only the first rank of the process group is
-    traced. ``recipe`` must be :func:`prepare_recipe`. ``interconnects`` are the interconnects to compare, by default
+    Only the first rank is traced. ``recipe`` is from :func:`prepare_recipe`. ``interconnects`` are compared, by default
     that of ``target``. ``retries`` are counted for a ``capacity`` in bytes.
     """
     began = time.perf_counter()

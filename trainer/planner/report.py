@@ -246,9 +246,7 @@ def _retried(one: Candidate) -> str:
 
 
 def explain_choice(candidates: Sequence[Candidate], combinations: tuple[int, int]) -> list[str]:
-    """Explain the chosen plan, the first candidate: what was tried, and the next faster plan that does not fit.
-
-    ``combinations`` are the numbers of possible and of rejected combinations of knobs."""
+    """Explain the first candidate and the next faster plan; ``combinations`` counts possible and rejected ones."""
     chosen = candidates[0]
     lines = _tried(candidates, combinations)
     time = chosen.step_ms or 0.0
@@ -276,11 +274,8 @@ def explain_no_fit(
         return [f"no combination of knobs works for this recipe: {reasons[0] if reasons else 'none is valid'}{more}"]
     smallest = candidates[0]
     assert smallest.reserved is not None
-    lines = [
-        *_tried(candidates, combinations),
-        f"no plan fits in {format_bytes(budget)}: the smallest needs {format_bytes(smallest.reserved)} "
-        f"({smallest.plan}): {smallest.reason}",
-    ]
+    least = f"the smallest needs {format_bytes(smallest.reserved)} ({smallest.plan}): {smallest.reason}"
+    lines = [*_tried(candidates, combinations), f"no plan fits in {format_bytes(budget)}: {least}"]
     for one in lossy:
         assert one.reserved is not None
         flags = " ".join(f"--{key} {as_text(value)}" for key, value in non_default_settings(one.flags).items())

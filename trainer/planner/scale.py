@@ -93,10 +93,8 @@ class ScaleSearch:
     def __post_init__(self) -> None:
         self.recipe = with_precision(self.recipe, self.target.gpu.capability)
         for name in undecided_knobs(self.recipe.memory):
-            raise RecipeError(
-                f"memory.{name}=auto is decided for one number of devices: plan one first (trainer plan ... --devices "
-                f"{self.sizes[-1].devices}) and use the value that it chooses"
-            )
+            fix = f"use the value that trainer plan ... --devices {self.sizes[-1].devices} chooses"
+            raise RecipeError(f"memory.{name}=auto is decided for one number of devices: {fix}")
 
     def run(self) -> ScaleReport:
         """Simulate all rows, in rounds, until each has its micro-batch size."""
@@ -108,11 +106,11 @@ class ScaleSearch:
             places = list(waiting)
             for number, result in run_in_children([self._call(row) for row in waiting.values()]):
                 row = waiting[places[number]]
-                failed = isinstance(result, Exception)
-                answer = (
-                    {"reason": str(result).splitlines()[0]} if failed else {"prediction": Prediction.from_child(result)}
-                )
-                tried[places[number]].append(replace(row, **answer))
+                if isinstance(result, Exception):
+                    row = replace(row, reason=str(result).splitlines()[0])
+                else:
+                    row = replace(row, prediction=Prediction.from_child(result))
+                tried[places[number]].append(row)
                 done += 1
                 total = max(done, sum(not one.reason for one in rows))
                 self.progress(done, total, f"{row.strategy} on {row.cluster.devices}")
@@ -126,9 +124,8 @@ class ScaleSearch:
     def _call(self, row: ScaleRow) -> Callable[[], Any]:
         assert row.plan is not None
         recipe, capacity = apply_settings(self.recipe, row.settings), int(row.budget / (1 + BUDGET_MARGIN))
-        return partial(
-            predict_in_process, recipe, row.plan, self.target, row.cluster.nodes, False, self.networks, capacity
-        )
+        how = (self.target, row.cluster.nodes, False, self.networks, capacity)
+        return partial(predict_in_process, recipe, row.plan, *how)
 
     def _rows(self, size: Cluster) -> list[ScaleRow]:
         """Return a row per strategy, not simulated yet; those that cannot work have a reason."""
@@ -152,9 +149,8 @@ class ScaleSearch:
         return rows
 
     def _planned(self, row: ScaleRow, settings: Settings) -> ScaleRow:
-        return replace(
-            row, settings=settings, plan=decide_plan(apply_settings(self.recipe, settings), row.cluster.devices)
-        )
+        plan = decide_plan(apply_settings(self.recipe, settings), row.cluster.devices)
+        return replace(row, settings=settings, plan=plan)
 
     def _next(self, row: ScaleRow, tried: Sequence[ScaleRow], alone: Sequence[ScaleRow]) -> ScaleRow | None:
         """Return the next row to simulate, after ``tried`` and the rows of one device (``alone``); ``None`` if done."""
@@ -224,19 +220,14 @@ def heading(report: ScaleReport) -> list[tuple[str, str]]:
     """Return the heading of the table, as labels and texts."""
     gpu, rows = report.target.gpu, report.rows
     one, last = rows[0], rows[-1]
-    own = (
-        f"{gpu.title} of {format_bytes(gpu.memory)}; {format_bytes(last.budget)} for torch, "
-        f"{100 * BUDGET_MARGIN:g} % kept free"
-    )
+    own = f"{gpu.title} of {format_bytes(gpu.memory)}; {format_bytes(last.budget)} for torch"
+    own += f", {100 * BUDGET_MARGIN:g} % kept free"
     beside = format_bytes(non_allocator_bytes(gpu, last.cluster.devices))
     differ = " on one device" if len({row.samples for row in rows}) > 1 else ""
     return [
         ("batch", f"{one.samples:,} samples per step{differ}, {report.recipe.memory.precision}"),
         ("devices", f"{own}; {beside} outside on {last.cluster.devices} devices"),
-        *(
-            (network.name, f"{network.describe_inter_node}; within {network.describe_intra_node}")
-            for network in report.networks
-        ),
+        *((net.name, f"{net.describe_inter_node}; within {net.describe_intra_node}") for net in report.networks),
     ]
 
 

@@ -132,9 +132,7 @@ class PlanFamily:
     stronger: list[PlanFamily] = field(default_factory=list)  # arms in which every knob saves at least as much memory
     same_state: list[PlanFamily] = field(default_factory=list)  # arms with the same weights and optimizer state
     same_settings: list[PlanFamily] = field(default_factory=list)  # arms whose traces are used to estimate this arm
-    bracketing: list[list[PlanFamily]] = field(
-        default_factory=list
-    )  # for a checkpointed fraction: arms with none and with full
+    bracketing: list[list[PlanFamily]] = field(default_factory=list)  # for a fraction: arms with none and with full
 
 
 class Estimate(NamedTuple):
@@ -147,8 +145,7 @@ class Estimate(NamedTuple):
 
 
 class Search:
-    """A search for a recipe from :func:`trainer.planner.predict.prepare_recipe`; other arguments as for
-    :func:`plan`."""
+    """A search for a recipe from :func:`~trainer.planner.predict.prepare_recipe`; arguments as for :func:`plan`."""
 
     def __init__(
         self,
@@ -176,24 +173,20 @@ class Search:
         model = recipe.model
         self.notes = dict.fromkeys(data_notes(recipe.data))
         if recipe.memory.tensor_parallel > 1:
-            self.notes[
-                f"not tried, because not verified with memory.tensor_parallel: {', '.join(UNTESTED_WITH_TP)}"
-            ] = None
+            untested = ", ".join(UNTESTED_WITH_TP)
+            self.notes[f"not tried, because not verified with memory.tensor_parallel: {untested}"] = None
         self.notes |= {CUT_MATTERS.format(type(model).__name__): None} if model.samples_interact else {}
 
     def heading(self, size: WeightCounts) -> str:
         """Format what is planned, for a model of ``size``."""
         recipe, gpu, nodes = self.recipe, self.target.gpu, self.nodes
         where = f" on {nodes} machines" if nodes > 1 else ""
-        samples, free = (
-            cut_at(recipe, self.devices, 0).batch_size,
-            f"{100 * BUDGET_MARGIN:g} % is kept free as a margin",
-        )
+        samples, margin = cut_at(recipe, self.devices, 0).batch_size, f"{100 * BUDGET_MARGIN:g} %"
         rows = [
             ("model", f"{type(recipe.model).__name__}: {size}"),
             ("batch", f"{samples:,} samples per step, {recipe.memory.precision}"),
             ("devices", f"{self.devices} × {gpu.title} of {format_bytes(gpu.memory)}{where}"),
-            ("budget", f"{format_bytes(self.budget)} on each device for torch; {free}"),
+            ("budget", f"{format_bytes(self.budget)} on each device for torch; {margin} is kept free as a margin"),
         ]
         if self.devices > 1:
             network = self.target.network
@@ -201,10 +194,9 @@ class Search:
             rows.append(("network", f"{across}within a node {network.describe_intra_node}"))
         rows.append(("times", ESTIMATES))
         if gpu.cuda_context_bytes:
+            context = f"in addition, about {format_bytes(gpu.cuda_context_bytes)} for the CUDA context"
             nccl = f" and {format_bytes(nccl_bytes(self.devices))} for NCCL" if self.devices > 1 else ""
-            rows.append(
-                ("outside", f"in addition, about {format_bytes(gpu.cuda_context_bytes)} for the CUDA context{nccl}")
-            )
+            rows.append(("outside", context + nccl))
         if gpu.note:
             rows.append(("note", gpu.note))
         return "\n".join(wrapped(f"{label:<8} {text}", " " * 9) for label, text in rows)
@@ -223,12 +215,8 @@ class Search:
         self._link_families()
         if everything:
             self._trace(self._next())  # alone: if it cannot be traced, no plan can
-            both = (
-                (arm, size)
-                for arm in self._whole
-                if not arm.failed
-                for size in {arm.micro_batch_sizes[0], arm.micro_batch_sizes[-1]}
-            )
+            ends = {arm: {arm.micro_batch_sizes[0], arm.micro_batch_sizes[-1]} for arm in self._whole if not arm.failed}
+            both = [(arm, size) for arm, sizes in ends.items() for size in sizes]
             self._trace([(arm, size) for arm, size in both if (size or 0) not in arm.traced])
         while wanted := self._next():
             self._trace(wanted)
@@ -303,19 +291,16 @@ class Search:
                 arm.bracketing = [by_settings.get(end, []) for end in ends]
 
     def _padding(self, sizes: Sequence[int | None]) -> dict[int, float]:
-        """Return the padded tokens of a batch by micro-batch size, relative to the maximum.
+        """Return the padded tokens of a batch by micro-batch size, relative to the maximum; 1 without varying lengths.
 
-        Small micro-batches of texts of similar length pad less, and so may be faster. All values are 1 if samples have
-        no lengths or equal lengths."""
+        Small micro-batches of texts of similar length pad less, and so may be faster."""
         lengths: Any = as_samples(self.recipe.data.train).lengths
         tokens: dict[int, int] = {}
         for size in sizes if lengths is not None and len({*lengths}) > 1 else ():
             cut = cut_at(knobs.apply_settings(self.recipe, with_size({}, size)), self.devices, 0)
             batch = batch_indices(self.recipe.seed, 0, 0, len(lengths), cut.batch_size)
-            packs, shares = (
-                capability(self.recipe.model, Packable).packs(),
-                data_parallel_rank(self.recipe.memory, 0, self.devices)[1],
-            )
+            packs = capability(self.recipe.model, Packable).packs()
+            shares = data_parallel_rank(self.recipe.memory, 0, self.devices)[1]
             pieces = cut_batch(batch, cut, shares, lengths, packs)
             tokens[size or 0] = sum(tokens_of(one, lengths, packs) for one in pieces)
         return {size or 0: tokens[size or 0] / max(tokens.values()) if tokens else 1.0 for size in sizes}
@@ -348,9 +333,8 @@ class Search:
                 live.append((self._at_least_ms(arm, guess), knobs.num_changed_levels(arm.settings), arm, guess))
 
         def waits(arm: PlanFamily, guess: int | None) -> bool:
-            return any(
-                one in arm.dominated_by and (size or 0) >= (guess or 0) for _, _, one, size in live if one is not arm
-            )
+            others = [(one, size) for _, _, one, size in live if one is not arm]
+            return any(one in arm.dominated_by and (size or 0) >= (guess or 0) for one, size in others)
 
         first = sorted((one for one in live if not waits(*one[2:])), key=lambda one: one[:2])
         return [(arm, guess) for _, _, arm, guess in first[:MAX_PARALLEL_TRACES]]
@@ -358,14 +342,8 @@ class Search:
     def _between_ends(self, fastest: float) -> list[tuple[PlanFamily, int | None]]:
         """Do the same for fractions of checkpointing, after tracing the arms with none and full."""
         fractions = [arm for arm in self.arms if arm.bracketing]
-        unknown = [
-            one
-            for arm in fractions
-            if self._left(arm, fastest)
-            for end in arm.bracketing
-            for one in end[:1]
-            if not any(alike.traced for alike in end) and not one.failed
-        ]
+        ends = [end for arm in fractions if self._left(arm, fastest) for end in arm.bracketing]
+        unknown = [end[0] for end in ends if end and not any(one.traced for one in end) and not end[0].failed]
         if unknown:
             return [(unknown[0], unknown[0].micro_batch_sizes[0])]
         between = [arm for arm in fractions if all(any(one.traced for one in end) for end in arm.bracketing)]
@@ -411,8 +389,7 @@ class Search:
         return max(slower, default=0.0)
 
     def _needs(self, arm: PlanFamily, size: int | None) -> float:
-        """Return a lower bound in bytes for the plan of ``arm`` with this micro-batch."""
-        # Lower bounds from plans with the same weights and optimizer state.
+        """Return a lower bound in bytes for a plan of ``arm``, from plans with the same weights and optimizer state."""
         fixed: tuple[Category, ...] = ("optimizer",) if arm.sharded else ("params", "optimizer")
         kept = [(other, one.prediction) for other in arm.same_state for one in other.traced.values() if one.prediction]
         floors = [float(sum(one.categories.get(name, 0) for name in fixed)) for _, one in kept]
@@ -451,9 +428,8 @@ class Search:
             return None
         (first, small), (last, large) = ends[0], ends[-1]
         # Assume that growing memory is proportional to the micro-batch, and at least that of a smaller micro-batch.
-        growing = large.allocated - sum(
-            size for name, size in large.categories.items() if name not in PER_SAMPLE_CATEGORIES
-        )
+        constant = sum(size for name, size in large.categories.items() if name not in PER_SAMPLE_CATEGORIES)
+        growing = large.allocated - constant
         grown = growing * (samples / last - 1) if last else 0.0
         allocated, reserved = large.allocated + min(0.0, grown), large.reserved + grown
         each = [(one.cost.step_ms - one.cost.update_ms) / self._micro_steps(count) for count, one in ends]
@@ -489,9 +465,7 @@ class Search:
                 continue
             if not isinstance(found, ChildError):
                 self._rule_out(arm, str(found))
-            elif len(arm.micro_batch_sizes) > 1 and (
-                arm.traced or not arm.partly_untraceable
-            ):  # one more size is tried
+            elif len(arm.micro_batch_sizes) > 1 and (arm.traced or not arm.partly_untraceable):  # try one more size
                 arm.micro_batch_sizes.remove(size)
                 arm.partly_untraceable = True
             else:
@@ -509,10 +483,8 @@ class Search:
         found: list[Any] = [self._job(one) for one in settings]
         jobs = [(at, job) for at, job in enumerate(found) if isinstance(job, tuple)]
         self.total = self.done + len(jobs)
-        calls = [
-            partial(predict_in_process, recipe, plan, self.target, self.nodes, timeline=True, capacity=self.limit)
-            for _, (recipe, plan) in jobs
-        ]
+        fixed: dict[str, Any] = {"target": self.target, "nodes": self.nodes, "timeline": True, "capacity": self.limit}
+        calls = [partial(predict_in_process, recipe, plan, **fixed) for _, (recipe, plan) in jobs]
         for number, result in run_in_children(calls):
             at, (_, plan) = jobs[number]
             self.done += 1

@@ -1,7 +1,7 @@
 """Trace a few real steps of the engine on a simulated GPU.
 
-The code of a run is used throughout: launch, build, wrap, rehearse, steps, evaluation, gathering the weights to save.
-Only the weights are not read, and nothing is computed.
+The code of a run is used throughout, from launch to gathering the weights to save. But no weights are read, and
+nothing is computed.
 """
 
 from __future__ import annotations
@@ -56,9 +56,7 @@ from trainer.weights.streaming import allocate, default_dtype, on_meta
 class TracedSamples:
     """The input of the traced steps, on the host."""
 
-    # The first batch of the run, reduced to micro-steps that differ: the first and the last and, if samples are sorted
-    # by length, one in the middle.
-    first: Window
+    first: Window  # the first batch, reduced to its first and last micro-step, and a middle one if lengths vary
     longest: Window  # a batch of the longest micro-batches that can occur
     evaluation: list[MicroBatch]  # the longest micro-batches of an evaluation; empty without one
     skipped: int  # number of micro-steps left out of the first batch
@@ -90,13 +88,7 @@ def _evaluated(recipe: Recipe, plan: Plan) -> list[MicroBatch]:
     return list(evaluation_micro_batches("val", [piece], make_loader(recipe, dataset), Quarantine(limit=None)))
 
 
-def trace_run(
-    recipe: Recipe,
-    plan: Plan,
-    samples: TracedSamples,
-    target: Target,
-    nodes: int = 1,
-) -> Trace:
+def trace_run(recipe: Recipe, plan: Plan, samples: TracedSamples, target: Target, nodes: int = 1) -> Trace:
     """Trace a run of a prepared recipe with ``plan`` on ``target``, on the first of its ranks, over ``nodes``.
 
     This changes torch for the rest of the process: see :func:`trainer.fakegpu.torch_patches.install`.
@@ -137,10 +129,8 @@ def _notes(recipe: Recipe, plan: Plan, module: nn.Module) -> list[str]:
     if recipe.optim.ema is not None:
         notes.append("optim.ema: the averages (4 bytes per trained weight) count as optimizer state")
     if plan.memory.compile != "none":
-        notes.append(
-            f"memory.compile={plan.memory.compile} is predicted without compiling: fused kernels keep fewer "
-            "intermediate tensors, so this is an upper bound, except for the compiler's own buffers"
-        )
+        bound = "fused kernels keep fewer tensors, so this is an upper bound, except for the compiler's own buffers"
+        notes.append(f"memory.compile={plan.memory.compile} is predicted without compiling: {bound}")
     if plan.memory.compile == "cuda_graphs":
         notes.append("memory.compile=cuda_graphs: not tested on a GPU yet; memory kept by its graphs is not predicted")
     if any(isinstance(part, nn.RNNBase) for part in module.modules()):
@@ -167,9 +157,8 @@ class _Run(PhaseHooks):
         """Build, rehearse, step, evaluate and gather the weights."""
         self.tracer.enter("init")
         self.stack = stack = self._build(module)
-        self.optimizer, sync = build_optimizer_and_sync(
-            self.fabric, self.recipe.model, stack, self.recipe.optim, self.plan
-        )
+        own = (self.fabric, self.recipe.model, stack, self.recipe.optim, self.plan)
+        self.optimizer, sync = build_optimizer_and_sync(*own)
         if isinstance(sync, TreeSync):  # keep the sums of the micro-steps that are left out
             traced = len(samples.first)
             sync.sums = LatePartialSums(max_partial_sums(traced + samples.skipped) - max_partial_sums(traced))

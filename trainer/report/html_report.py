@@ -29,10 +29,9 @@ PICTURES = {
 
 
 def write_page(path: Path, template: Path, **values: Any) -> None:
-    """Render the Jinja ``template`` with ``values`` to the page ``path``.
+    """Render the Jinja ``template`` with ``values``, escaped and without secrets and control characters, to ``path``.
 
-    Values are escaped, and secrets and control characters in them are removed. The filter ``lines`` keeps line breaks,
-    and ``style`` is the common style sheet.
+    The filter ``lines`` keeps line breaks, and ``style`` is the common style sheet.
     """
     jinja = Environment(autoescape=True, finalize=_as_html, undefined=StrictUndefined)
     jinja.trim_blocks = jinja.lstrip_blocks = jinja.keep_trailing_newline = True
@@ -56,8 +55,7 @@ def write_report(
 ) -> None:
     """Write ``report.html``: the settings of a run, its results, and the command to repeat it, in one file.
 
-    Pictures, mistakes and settings come from ``run_dir``; missing ones are left out. ``facts`` are labels and texts,
-    with the status and the main metric first. ``plan`` describes the cut of the batch and the memory techniques.
+    Pictures, mistakes and settings come from ``run_dir``, if any. ``facts`` start with the status and the main metric.
     """
     (_, status), *rest = facts
     stored = run_dir / "recipe.yaml"

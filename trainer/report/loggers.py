@@ -74,8 +74,7 @@ def close_loggers(loggers: Sequence[Logger], status: str) -> None:
 class CSVMetrics(Logger):
     """A Fabric logger that appends rows to one CSV file, within seconds after they were logged.
 
-    Fabric's ``CSVLogger`` is not used, because it deletes an existing file, so that a resumed run loses its history. It
-    also rewrites the whole file in place for each new key, so that a crash can lose everything.
+    Fabric's ``CSVLogger`` deletes the history of a resumed run, and rewrites the whole file in place for each new key.
     """
 
     def __init__(
@@ -121,7 +120,6 @@ class CSVMetrics(Logger):
 
     @rank_zero_only
     def save(self) -> None:
-        """Write the rows that are not on disk yet."""
         if not self._rows:
             return
         text = io.StringIO()

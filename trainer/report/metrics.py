@@ -29,9 +29,7 @@ class EvaluationResult:
     accuracy: float | None  # share of correct predictions, 0 to 1; None for a model that does not classify
     samples: int | None  # number of classified items; None without num_classes
     confusion: np.ndarray | None  # counts, shape (classes, classes): row = target, column = prediction; or None
-    custom_metrics: dict[str, float] = field(
-        default_factory=dict
-    )  # other metrics of the task, and those of run.metrics
+    custom_metrics: dict[str, float] = field(default_factory=dict)  # other metrics, and those of run.metrics
     mistakes: Sequence[Mistake] | None = None  # the most confident ones; None if samples do not have one class each
 
     def figures(self) -> dict[str, float]:
@@ -49,12 +47,11 @@ class EvaluationResult:
 class EvaluationMetrics:
     """Counts the losses and predictions of an evaluation without waiting for the device.
 
-    Metrics of torchmetrics wait for the device (``nonzero``, ``bincount``), and its R2Score subtracts large sums of
-    squares.
+    Metrics of torchmetrics wait (``nonzero``, ``bincount``), and its R2Score subtracts large sums of squares.
 
     Args:
         num_classes: number of classes, labels or outputs, by task; ``None`` for models without logits to compare.
-        loss_names: names of the losses. Ranks without samples need them for tensors of the same shape.
+        loss_names: names of the losses, so that ranks without samples have tensors of the same shape.
         task: the task, which defines the meaning of the logits.
         wanted: metrics in addition to those of the task. ``names`` lists those that can be computed from counts.
     """
@@ -81,8 +78,8 @@ class EvaluationMetrics:
     def update(self, loss: Loss) -> None:
         """Add one loss of one micro-batch; a zero-weight loss adds 0.
 
-        Logits have shape ``(..., classes)``. Targets have shape ``(...)``, or that of the logits for labels or numbers.
-        At most one of several losses should have logits, because all logits are counted.
+        Logits have shape ``(..., classes)``, targets ``(...)``, or that of the logits for labels or numbers. All logits
+        are counted, so at most one of several losses should have them.
         """
         if loss.name not in self.loss_names:
             raise ValueError(f"loss {loss.name!r} is not one of the model's loss_names {self.loss_names}")

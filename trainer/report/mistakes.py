@@ -49,10 +49,7 @@ class TopMistakes:
     """Collects the most confident mistakes over all ranks, without waiting for the device.
 
     Uses losses with logits of shape ``(samples, classes)`` and targets ``(samples,)``, in the order of the samples.
-
-    Args:
-        wanted: whether samples have one class each; otherwise nothing is kept.
-        device: device of the logits.
+    Keeps nothing unless ``wanted``, which requires samples with one class each.
     """
 
     def __init__(self, wanted: bool = True, device: torch.device | str = "cpu") -> None:
@@ -106,13 +103,8 @@ def write_mistakes(
 ) -> None:
     """Write ``confusion.csv``, ``confusion.png``, and ``errors.csv`` with the files or rows of the mistakes.
 
-    Args:
-        folder: target directory.
-        confusion: counts, shape (classes, classes): row = target, column = prediction.
-        mistakes: mistakes on ``split``.
-        names: names of the classes.
-        split: val or test.
-        describe: function that returns the file or row of a sample of the split.
+    ``confusion`` has counts of shape (classes, classes): row = target, column = prediction. ``describe`` returns the
+    file or row of a sample of ``split``.
     """
     names = [escaped(name) for name in names]
     chosen = _most_confused(confusion, MAX_CLASSES_LISTED)

@@ -20,11 +20,7 @@ NO_FENCE = "`" * 3
 class TrainingFacts:
     """The facts about the training for a model card.
 
-    Args:
-        facts: rows of the first table, such as the plan, steps and metrics.
-        metrics: metrics by split, as in ``summary.json``.
-        data: class, sizes and fingerprint of the data, as in ``summary.json``.
-        versions: versions of the libraries; ``None`` if not installed.
+    ``facts`` are the rows of the first table. ``metrics`` and ``data`` are as in ``summary.json``.
     """
 
     facts: Mapping[str, Any]
@@ -53,15 +49,10 @@ def build_model_card(recipe: Recipe, run_dir: Path, trained: TrainingFacts) -> s
 def model_card(
     name: str, trained: TrainingFacts, recipe: str, pipeline: str | None, library: str | None, base: str | None
 ) -> str:
-    """Build a model card: a YAML header and Markdown.
+    """Build a model card: a YAML header and Markdown, with ``recipe`` as YAML.
 
-    Args:
-        name: name of the run.
-        trained: facts about the training.
-        recipe: the recipe as YAML.
-        pipeline: name of the task on the hub, such as text-classification.
-        library: the library that loads the model, such as transformers; ``None`` if only this package does.
-        base: the model on the hub that was fine-tuned, if any.
+    ``pipeline`` is the task on the hub, ``library`` loads the model (``None``: only this package does), and ``base`` is
+    the model on the hub that was fine-tuned, if any.
     """
     from huggingface_hub import EvalResult, ModelCardData
 

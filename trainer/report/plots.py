@@ -26,10 +26,7 @@ Curve = tuple[np.ndarray, np.ndarray]
 
 
 def plot_curves(metrics_csv: Path, target: Path, best: int | None = None) -> None:
-    """Draw the curves of ``metrics_csv`` as a PNG, 1200 pixels wide; missing columns are left out.
-
-    ``best`` marks the step whose weights are kept.
-    """
+    """Draw ``metrics_csv`` as a PNG, 1200 pixels wide; ``best`` marks the step whose weights are kept."""
     curves = _read(metrics_csv)
     names = [name for name in dict.fromkeys(_evaluated(curves)) if name != "loss"]
     rows = len(names) // 2 + 1
@@ -59,11 +56,9 @@ def plot_curves(metrics_csv: Path, target: Path, best: int | None = None) -> Non
 
 
 def plot_memory(memory: Mapping[str, Any], history: Sequence[tuple[int, float]], target: Path) -> None:
-    """Draw peaks by phase, and memory over steps, as a PNG of 1200 × 500 pixels.
+    """Draw peaks by phase, and memory over steps (``history``, in GB), as a PNG of 1200 × 500 pixels.
 
-    Args:
-        memory: as in ``summary.json``; on a GPU allocated and reserved memory are drawn, otherwise resident memory.
-        history: steps, and memory at their ends in GB: allocated on a GPU, otherwise resident.
+    ``memory`` is that of ``summary.json``: allocated and reserved on a GPU, otherwise resident.
     """
     figure = _new_figure(target.absolute().parent.name, height=5, margins=(0.12, 0.85, 0.2))
     peaks, levels = figure.subplots(1, 2)
@@ -233,10 +228,8 @@ def plot_ladder(
 ) -> None:
     """Draw the memory of each rung as bars, as a PNG 1200 pixels wide.
 
-    Args:
-        rungs: label, peak memory in GB of each kind (``None`` if unknown), and status of each rung. A label that starts
-            with a plus belongs to a stacked rung. One with a note in brackets costs more than memory, such as accuracy.
-        kinds: kinds of memory, such as allocated and reserved: the first is drawn solid, in front of the second.
+    ``rungs`` have a label, the peak in GB of each kind (``None``: unknown), and the status. A label with a leading plus
+    is a stacked rung. One with a note in brackets costs more than memory. The first of ``kinds`` is drawn in front.
     """
     figure = _new_figure(title, height=1.6 + 0.36 * len(rungs))
     axes = figure.add_subplot()
@@ -278,11 +271,9 @@ LETTER = 0.0078  # width of a letter of a phase's label, as a share of the width
 
 
 def plot_plan(timeline: Mapping[str, Any], budget: float, title: str, target: Path) -> None:
-    """Draw memory over allocations and frees, as a PNG of 1200 × 650 pixels.
+    """Draw memory over allocations and frees, with the ``budget`` in bytes, as a PNG of 1200 × 650 pixels.
 
-    Args:
-        timeline: ``{"allocated": {category: [bytes at each point]}, "reserved": [bytes], "marks": [[point, phase]]}``.
-        budget: bytes.
+    ``timeline``: ``{"allocated": {category: [bytes at each point]}, "reserved": [bytes], "marks": [[point, phase]]}``.
     """
     figure = _new_figure("\n".join(line for part in title.splitlines() for line in wrap(part, LETTERS)), height=6.5)
     grid = figure.add_gridspec(2, 1, height_ratios=[1, 18], hspace=0.0)
@@ -330,7 +321,6 @@ def _draw_budget(axes: Axes, budget: float, peak: float) -> None:
 
 
 def _draw_predicted_phases(strip: Axes, axes: Axes, marks: list[list[Any]], points: int) -> None:
-    """Draw the phases as a coloured strip on top, with names if they fit, and thin lines at the borders."""
     ends = [point for point, _ in marks[1:]] + [points - 1]
     for (start, phase), end in zip(marks, ends, strict=True):
         colour = PHASES.get(phase, GREY)

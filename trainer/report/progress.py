@@ -28,8 +28,7 @@ BETWEEN = " · "
 class ProgressBar(tqdm):
     """A progress bar that omits metrics, the least important first, instead of cutting them off.
 
-    ``fields`` are shown in order. If there is no room for them and a bar of ten cells, those in ``drop_order`` are
-    omitted, in that order. Then the bar shrinks, to one cell at least, for the remaining ones.
+    If ``fields`` and ten cells do not fit, it omits those in ``drop_order``, then shrinks to one cell at least.
     """
 
     fields: Mapping[str, str] = MappingProxyType({})
@@ -59,11 +58,9 @@ def warn(text: str) -> None:
 
 
 class Progress:
-    """Shows the progress of work on the first rank.
+    """Shows the progress of work on the first rank, as a bar if ``stream`` is a terminal of known width, else as lines.
 
-    Args:
-        enabled: ``False`` hides bars, steps, evaluations and descriptions of the run, but no notices and warnings.
-        stream: standard error by default. A bar is shown if it is a terminal of known width, otherwise lines.
+    ``enabled=False`` hides bars, steps, evaluations and descriptions of the run, but no notices and warnings.
     """
 
     def __init__(
@@ -90,12 +87,9 @@ class Progress:
     def step(
         self, step: int, *, loss: float, lr: float, speed: Speed, memory: str, epoch: int, skipped: int = 0
     ) -> None:
-        """Show that ``step`` steps are done since the start of training.
+        """Show that ``step`` steps are done since the start of training, ``skipped`` of them skipped as non-finite.
 
-        Args:
-            loss: mean loss of this step's batch, or of the steps since the last call.
-            memory: value, unit and kind, such as ``"0.52 GB host peak"``.
-            skipped: number of steps skipped so far because of a non-finite loss or gradient.
+        ``loss`` is the mean since the last call; ``memory`` has value, unit and kind, such as ``"0.52 GB host peak"``.
         """
         if not self._shown:
             return

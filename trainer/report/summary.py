@@ -90,11 +90,7 @@ class Summary:
 
 
 def read_summary(path: Path) -> Summary:
-    """Read a summary that ``to_json`` wrote to ``path``.
-
-    Raises:
-        RecipeError: if the file does not exist, or is not a summary.
-    """
+    """Read a summary that ``to_json`` wrote to ``path``; reject a file that is missing or not a summary."""
     found = read_json_object(path, MAX_SUMMARY_BYTES)
     if isinstance(schedule := found.get("accumulate"), dict):  # by epoch; JSON keys are strings
         found["accumulate"] = {int(epoch): count for epoch, count in schedule.items() if epoch.isdecimal()}
@@ -137,10 +133,7 @@ def summary_rows(summary: Summary) -> list[tuple[str, str]]:
 
 
 def summary_text(summary: Summary, run_dir: Path, writes: bool = False) -> str:
-    """Return the text that is printed at the end of a run.
-
-    It ends with the location of the files and, for a model that ``writes`` text, the command to show it.
-    """
+    """Return the text for the end of a run, with its files and, for a model that ``writes``, a command to show it."""
     files = ", ".join(sorted(file.name for file in run_dir.iterdir() if file.name[0] != "."))
     rows = [*summary_rows(summary), ("files", f"{run_dir}: {files}")]
     if writes and summary.status == "finished":
@@ -172,9 +165,7 @@ def _predicted(memory: Mapping[str, Any]) -> list[tuple[str, str]]:
     text = format_bytes(predicted * GB) + (" reserved" if memory.get("reserved_gb") else " of the host on top of idle")
     if error is not None:
         far = predicted - predicted / (1 + error)
-        share = (
-            f" ({abs(100 * error):.1f} %)" if abs(far) >= MIN_PEAK_DIFFERENCE else ""
-        )  # not meaningful for small peaks
+        share = f" ({abs(100 * error):.1f} %)" if abs(far) >= MIN_PEAK_DIFFERENCE else ""  # meaningless for small peaks
         text += f", {format_bytes(abs(far) * GB)}{share} {'more' if far > 0 else 'less'} than measured"
     return [("predicted", text)]
 

@@ -36,7 +36,6 @@ class WholeSetMetrics:
         gather: collective: this rank's rows (or ``None``) to the rows of all ranks, at least on the first rank.
         decide: calls a function on the first rank, and returns its result or raises its error on all ranks.
         bytes_per_token: bytes of text per predicted token; ``None`` if unknown.
-        split: name of the evaluated set, for warnings.
     """
 
     def __init__(
@@ -50,9 +49,7 @@ class WholeSetMetrics:
         split: str = "evaluation",
     ) -> None:
         self.task = task or ("single_label" if num_classes else None)
-        always = (
-            TASK_METRICS["language"] if task == "language" else ()
-        )  # computed from the loss only: logits are not kept
+        always = TASK_METRICS["language"] if task == "language" else ()  # from the loss only: logits are not kept
         names = [*always, *(metric for metric in wanted if isinstance(metric, str))]
         self.of_loss = {"loss", "perplexity", "bits_per_byte"}.intersection(names)
         self.names = [name for name in dict.fromkeys(names) if name not in self.of_loss]
@@ -161,8 +158,7 @@ def _named(what: str, compute: Callable[[], Any]) -> float:
 def _columns(task: str, logits: Tensor, targets: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
     """Yield for each class (of two only the second) its true samples, and scores that rank samples by probability p.
 
-    The scores are log(p / (1 - p)), because a softmax is 1 from a difference of 37 on, so that confident predictions
-    would be ties.
+    The scores are log(p / (1 - p)), because a softmax is 1 from a difference of 37 on: confident samples would be ties.
     """
     if task == "multi_label":
         for scores, labels in zip(logits.T, targets.T, strict=True):

@@ -14,9 +14,7 @@ KERNELS = re.compile(r"ScaledDotProduct(\w+?)Attention(?:ForCpu)?Backward|SafeSo
 
 def record_attention_kernels(module: nn.Module) -> list[str]:
     """Return a list that the first forward with gradients fills: the attention and Liger kernels of its backward.
-
-    Compiled kernels are not visible.
-    """
+    Compiled kernels are not visible."""
     found: list[str] = []
 
     def look(_: nn.Module, __: Any, output: Any) -> None:

@@ -14,16 +14,8 @@ from trainer.report.whole_set_metrics import is_higher_better
 
 
 class BestTracker(Listener):
-    """The best evaluation so far. All ranks receive the same metrics, so they agree.
-
-    Args:
-        recipe: contains ``run.best`` and ``run.patience``.
-        split: the split that is evaluated during training, val or test.
-
-    Raises:
-        RecipeError: if the metric belongs to a split that is not evaluated. A test set selects only if ``run.best``
-            names it.
-    """
+    """The best evaluation of ``split`` so far. All ranks receive the same metrics, so they agree. Raise RecipeError if
+    ``run.best`` belongs to a split that is not evaluated; a test set selects only if ``run.best`` names it."""
 
     def __init__(self, recipe: Recipe, split: str) -> None:
         run = recipe.run
@@ -53,20 +45,16 @@ class BestTracker(Listener):
             return
         figures = result.metrics()
         score = self.score_of(figures)
-        require(
-            self.name in figures, f"run.best={self.name} is not a metric of this model: use one of {', '.join(figures)}"
-        )
+        fix = f"use one of {', '.join(figures)}"
+        require(self.name in figures, f"run.best={self.name} is not a metric of this model: {fix}")
         self.since, self.last = self.since + 1, figures[str(self.name)]
         if score > self.score:
             self.score, self.step, self.since, self.result = score, counters.step, 0, result
 
     def score_of(self, figures: Mapping[str, float]) -> float:
-        """Return the score of an evaluation, higher is better; minus infinity if it or the loss is not finite.
-
-        NaN logits would otherwise still have an accuracy, that of class 0. If the recipe names no metric, accuracy is
-        used, as in timm: the loss of an overconfident classifier rises while it still learns, so the minimum loss can
-        occur after very little training.
-        """
+        """Return the score of an evaluation, higher is better; minus infinity if it or the loss is not finite, because
+        NaN logits still have an accuracy. The default is accuracy, as in timm: the loss of an overconfident classifier
+        rises while it still learns."""
         name = self.name or ("accuracy" if "accuracy" in figures else "loss")
         if self.is_chosen:
             self.name = name

@@ -28,11 +28,8 @@ POLL_INTERVAL = 1.0
 
 
 class Checkpointer:
-    """Saves checkpoints that are due, and ends training on request. The engine calls it at every step boundary.
-
-    A checkpoint holds the engine's state, ``state`` and, from the first rank, ``metrics.csv``, which ``history``
-    returns.
-    """
+    """Saves checkpoints that are due, and ends training on request. The engine calls it at every step boundary. A
+    checkpoint holds the engine's state, ``state`` and, from the first rank, ``metrics.csv``."""
 
     def __init__(
         self, session: Session, resumption: ResumeState, state: RunState, history: Callable[[], bytes]
@@ -63,12 +60,8 @@ class Checkpointer:
         return float(self.session.asked_to_stop() is not None), float(is_time), float(has_failed)
 
     def __call__(self, engine: Engine) -> None:
-        """Save what is due, before a step.
-
-        Raises:
-            Stopped: on all ranks, if one of them was asked to stop; everything is saved first.
-            RunError: on all ranks, if a checkpoint could not be written.
-        """
+        """Save what is due, before a step. Stopped on all ranks, if one of them was asked to stop; everything is saved
+        first. RunError: on all ranks, if a checkpoint could not be written."""
         stop, is_time, has_failed = self.session.agreement.agreed
         if has_failed:
             self._wait()
@@ -123,7 +116,6 @@ class Checkpointer:
 
     @contextmanager
     def _announced(self) -> Iterator[None]:
-        """Tell the watchdog that this rank makes progress."""
         self.session.monitor.set_activity("checkpoint")
         yield
         self.session.monitor.set_activity(None)
@@ -147,11 +139,8 @@ class Checkpointer:
         return figures if math.isfinite(self.best.score_of(figures)) else None
 
     def save(self, engine: Engine) -> None:
-        """Copy the state to host memory and write it, in the background if ``checkpoint.asynchronous`` is set.
-
-        Raises:
-            RunError: on all ranks, if the disk has not enough space.
-        """
+        """Copy the state to host memory and write it, in the background if ``checkpoint.asynchronous`` is set. RunError
+        on all ranks, if the disk has not enough space."""
         engine.settle()
         self._wait()  # one copy in host memory at a time
         with self._announced():
@@ -184,11 +173,8 @@ class Checkpointer:
         )
 
     def _manifest(self, engine: Engine) -> Callable[[Mapping[str, Any]], Manifest]:
-        """Return a function from the written files to the manifest.
-
-        Everything else is read now, the data only on the rank that writes the manifest. Reading samples during training
-        would seed the random generators that dropout draws from.
-        """
+        """Return a function from the written files to the manifest. Everything else is read now, because reading
+        samples during training would seed the random generators that dropout draws from."""
         session = self.session
         facts = {name: getattr(engine.counters, name) for name in ("step", "epoch", "step_in_epoch")}
         facts |= {"seed": session.recipe.seed, "world_size": session.fabric.world_size, "plan": session.plan.describe()}

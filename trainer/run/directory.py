@@ -49,11 +49,8 @@ from trainer.weights.nf4 import count_weights
 
 
 def create_run_dir(recipe: Recipe, fabric: Fabric, source: str | None) -> Recipe:
-    """Create the run directory and return the recipe with its path, the same on every rank. A collective.
-
-    Raises:
-        RecipeError: on all ranks, if the directory holds a run that is not resumed, or cannot be created or written to.
-    """
+    """Create the run directory and return the recipe with its path, the same on every rank. A collective. RecipeError
+    on all ranks, if the directory holds a run that is not resumed, or cannot be created or written to."""
     wanted, resume = recipe.run.dir, recipe.run.resume
     if resume == "auto" and wanted is None:
         raise RecipeError("run.resume=auto needs run.dir, the directory of the run to resume")
@@ -109,10 +106,8 @@ def status_file(session: Session) -> Iterator[None]:
 
 
 def write_status(session: Session, status: str, new_attempt: bool = False) -> None:
-    """Write ``status.json`` on the first rank: the current plan and ``running``, or the status of ``summary.json``.
-
-    It shows what a run that was killed was doing. ``new_attempt`` counts a new attempt.
-    """
+    """Write ``status.json`` on the first rank: the current plan and ``running``, or the status of ``summary.json``. It
+    shows what a run that was killed was doing. ``new_attempt`` counts a new attempt."""
     if not session.is_first:
         return
     path, first = session.run_dir / "status.json", session.plan.initial_cut
@@ -128,10 +123,8 @@ def write_status(session: Session, status: str, new_attempt: bool = False) -> No
 
 
 def write_recipe(session: Session, source: str | None) -> None:
-    """Write ``recipe.yaml``, with which the run can be repeated and evaluated from any folder.
-
-    It has absolute paths, and no run directory, because a repetition is another run.
-    """
+    """Write ``recipe.yaml``, with which the run can be repeated and evaluated from any folder. It has absolute paths,
+    and no run directory, because a repetition is another run."""
     recipe = session.recipe
     run = dataclasses.replace(recipe.run, dir=None, resume="none", allow_change=[])
     text = dump_recipe(with_absolute_paths(recipe.replace(run=run)), source)
@@ -287,13 +280,9 @@ POLL_INTERVAL = 0.2
 
 
 def require_shared_filesystem(fabric: Fabric, run_dir: Path) -> None:
-    """Check that all machines share ``run_dir``. A collective.
-
-    The first rank writes a file; one rank of every other machine looks for it and answers with another file.
-
-    Raises:
-        RecipeError: on all ranks; names the machines that see another directory or cannot write to it.
-    """
+    """Check that all machines share ``run_dir``. A collective. The first rank writes a file, which one rank of every
+    other machine answers with another. Raise RecipeError on all ranks if a machine sees another directory or cannot
+    write to it."""
     on_other_machine = fabric.local_rank == 0 and fabric.global_rank != 0
     if not any(all_gather_json(fabric, on_other_machine)):
         return
@@ -312,7 +301,6 @@ def require_shared_filesystem(fabric: Fabric, run_dir: Path) -> None:
 
 
 def _leave(run_dir: Path) -> str:
-    """Create the file and return its name."""
     token = PREFIX + secrets.token_hex(8)
     problem = _touch(run_dir / token)
     require(problem is None, f"run.dir={run_dir} cannot be written to ({problem}): choose another directory")
@@ -320,7 +308,6 @@ def _leave(run_dir: Path) -> str:
 
 
 def _answer(run_dir: Path, token: str) -> str | None:
-    """Look for the file and create another one next to it; return the problem, if any."""
     here, until = socket.gethostname(), time.monotonic() + PROBE_TIMEOUT
     while not _is_seen(run_dir, token):
         if time.monotonic() > until:

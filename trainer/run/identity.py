@@ -25,10 +25,8 @@ from trainer.system.status_line import show_status
 
 
 class RunIdentity:
-    """The id of the run (``run`` if it is resumed), the id of this start, and its recipe, data and tokenizer.
-
-    Created by all ranks at the same time.
-    """
+    """The id of the run (``run`` if it is resumed), the id of this start, and its recipe, data and tokenizer. Created
+    by all ranks at the same time."""
 
     def __init__(self, session: Session, run: str | None = None) -> None:
         drawn = broadcast_json(session.fabric, [secrets.token_hex(8), secrets.token_hex(4)])
@@ -77,11 +75,8 @@ def require_same_base(path: Path, manifest: Manifest, model: Model) -> None:
 
 
 def flat_settings(recipe: Recipe) -> dict[str, Any]:
-    """Return every setting as JSON values by its dotted name, and the class names of model and data.
-
-    Paths are absolute, so that a recipe's file and ``recipe.yaml`` agree. Secrets are redacted, because the signature
-    of a URL may change.
-    """
+    """Return every setting as JSON values by its dotted name, and the class names of model and data. Paths are
+    absolute, so that all forms of a recipe agree. Secrets are redacted, because the signature of a URL may change."""
     recipe = with_absolute_paths(recipe)
     settings: dict[str, Any] = {}
     for part, chosen in (("model", recipe.model), ("data", recipe.data)):
@@ -128,11 +123,8 @@ PLANNED = tuple(f"memory.{knob.name}" for knob in KNOBS if knob.planned)
 
 
 def require_same_run(path: Path, manifest: Manifest, now: RunIdentity, allowed: list[str]) -> list[str]:
-    """Compare the checkpoint ``path``, which is resumed, with the current run; return one line per difference.
-
-    Raises:
-        RecipeError: for a difference that changes the training, unless its name or section is ``allowed``.
-    """
+    """Compare the checkpoint ``path``, which is resumed, with the current run; return one line per difference. Raise
+    RecipeError for one that changes the training, unless its name or section is ``allowed``."""
     known = sorted({*now.recipe, *map(_section, now.recipe), "data", "tokenizer", "base"})
     for key in allowed:
         require(key in known, f"run.allow_change={key!r} is not a setting{did_you_mean(key, known)}")

@@ -183,10 +183,8 @@ def wrap_custom_listeners(listeners: Sequence[Any]) -> list[Listener]:
 
 
 def report_bad_samples(quarantine: Quarantine, new: list[BadSampleAt], run_dir: str | None) -> None:
-    """Warn of each ``new`` bad sample, and write all to ``quarantine.json`` in ``run_dir``, if it is given.
-
-    The file has the split, index, file or row and error of each sample.
-    """
+    """Warn of each ``new`` bad sample, and write all to ``quarantine.json`` in ``run_dir``, if it is given. The file
+    has the split, index, file or row and error of each sample."""
     for finding in new:
         warn(f"left out: {finding.describe()}")
     if run_dir is not None:

@@ -38,16 +38,9 @@ def needs_subprocess(recipe: Recipe) -> bool:
 
 
 def fit_in_subprocess(recipe: Recipe) -> Path:
-    """Train ``recipe`` in separate processes that end with this one, and print their output here.
-
-    Returns:
-        The run directory.
-
-    Raises:
-        RecipeError: also for a recipe that cannot be sent to other processes, such as one with a class of ``__main__``.
-        RunError: with the last error of those processes.
-        Stopped: if they were asked to stop, for example by an interrupt of this process; everything is saved.
-    """
+    """Train ``recipe`` in separate processes that end with this one, print their output here, and return the run
+    directory. Raise their last error, RunStoppedError if they were asked to stop, or RecipeError if the recipe cannot
+    be sent to them."""
     _require_yaml_serializable(recipe)
     run_dir = Path(recipe.run.dir or default_folder(None)).absolute()
     recipe = recipe.replace(run=dataclasses.replace(recipe.run, dir=str(run_dir)))
@@ -98,6 +91,4 @@ def _require_yaml_serializable(recipe: Recipe) -> None:
         for field in dataclasses.fields(section):
             key, value = f"{prefix}{field.name}", getattr(section, field.name, None)
             if field.init and value and key not in sent and not dataclasses.is_dataclass(value):
-                raise RecipeError(
-                    f"{setting}: {key} is not a plain value and cannot be sent to the processes of other ranks: {ALONE}"
-                )
+                raise RecipeError(f"{setting}: {key} is not a plain value: it cannot be sent to other ranks: {ALONE}")

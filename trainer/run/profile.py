@@ -46,11 +46,8 @@ def require_profilable(steps: int | None, run_steps: int) -> None:
 
 
 class Profile(PhaseHooks, Listener):
-    """Records ``steps`` steps after the first :data:`WARMUP_STEPS` of this process, and writes trace and table.
-
-    Forwards all events to the run's memory monitor. If the run ends during the recording, the recorded steps are
-    written.
-    """
+    """Records ``steps`` steps after the first :data:`WARMUP_STEPS`, and writes trace and table, also if the run ends
+    early. Forwards all events to the run's memory monitor."""
 
     def __init__(self, session: Session, steps: int, stopwatch: ThroughputMeter) -> None:
         self.monitor, self.stopwatch, fabric = session.monitor, stopwatch, session.fabric
@@ -112,7 +109,6 @@ class Profile(PhaseHooks, Listener):
         self.stopwatch.leave_out(time.perf_counter() - began)
 
     def _described(self, events: list[Any], averages: list[Any]) -> tuple[str, str]:
-        """Return a line with the main shares of the time, and the full tables with the longest operations."""
         on_host = [event for event in events if event.device_type == DeviceType.CPU]
         steps = [event.time_range for event in on_host if event.name.startswith(STEP)]
         count, total = len(steps), sum(step.elapsed_us() for step in steps)

@@ -100,7 +100,6 @@ class OOMRecovery:
         session.agreement.connect(make_host_sum(session.fabric))
 
     def _free_model(self) -> None:
-        """Free the device memory of the old model before a new one is built."""
         empty, parameter = torch.nn.Module(), torch.nn.Parameter(torch.zeros(()))
         self.tensors.stack.replace_with(PreparedModel(empty, empty))
         self.stepper.scheduler = None

@@ -45,13 +45,8 @@ FOLDER = "checkpoints"
 
 
 class ResumeState:
-    """The checkpoint from which a run resumes, if any, and the folder of this run's checkpoints.
-
-    Created by all ranks together.
-
-    Raises:
-        RecipeError: if no checkpoint is valid, or the chosen one belongs to another recipe, dataset or tokenizer.
-    """
+    """The checkpoint from which a run resumes, if any, and the folder of its checkpoints. All ranks create it together.
+    Raise RecipeError if no checkpoint is valid, or the chosen one belongs to another recipe, dataset or tokenizer."""
 
     def __init__(self, session: Session, progress: Progress) -> None:
         say, fabric = progress.notice, session.fabric
@@ -113,10 +108,8 @@ class ResumeState:
         return problem
 
     def _set_aside(self, chosen: Path, corrupt: set[str], say: Callable[[str], None]) -> None:
-        """Rename this run's checkpoints newer than ``chosen``, so that none counts as the newest again.
-
-        ``corrupt`` holds the names of those that are corrupt.
-        """
+        """Rename this run's checkpoints newer than ``chosen``, so that none counts as the newest again. ``corrupt``
+        holds the names of those that are corrupt."""
         if os.path.realpath(chosen.absolute().parent) != os.path.realpath(self.folder.path):
             return
         for path in self.folder.newest_first():
@@ -129,9 +122,8 @@ class ResumeState:
         """Reject a finished run without checkpoints: training again would overwrite its results."""
         run_dir = self.session.run_dir
         if read_json_object(run_dir / "summary.json", MAX_JSON_BYTES).get("status") == "finished":
-            raise RecipeError(
-                f"run.dir={run_dir} holds a finished run without a checkpoint to resume from: choose another directory"
-            )
+            cause = f"run.dir={run_dir} holds a finished run without a checkpoint to resume from"
+            raise RecipeError(f"{cause}: choose another directory")
 
     def restore_tensors(self, tensors: TensorState) -> None:
         """Restore model and optimizer and, on the first rank, ``metrics.csv``.
@@ -156,11 +148,8 @@ class ResumeState:
                 shutil.copytree(source / name, folder, dirs_exist_ok=True)
 
     def restore_best(self, best: int, tensors: TensorState) -> str | None:
-        """Load the model weights of the checkpoint of the step ``best``, after training. A collective.
-
-        Returns:
-            ``None``, or the reason why the checkpoint cannot be used; nothing is changed then.
-        """
+        """Load the model weights of the checkpoint of the step ``best``, after training. A collective. Return ``None``,
+        or the reason why the checkpoint cannot be used; nothing is changed then."""
         path = self.folder.path / folder_name(best)
         problem = self._find_problem(path)
         if problem is None:
@@ -245,10 +234,7 @@ class ValidCheckpoint:
 
 def restore_tensors(found: ValidCheckpoint, tensors: TensorState) -> None:
     """Fill the model and the optimizer from the checkpoint. Every rank reads what it holds, from any saved shards.
-
-    Raises:
-        RecipeError: names the tensors that are missing, have another shape, or are not needed.
-    """
+    Raise RecipeError for tensors that are missing, have another shape, or are not needed."""
     reader, values = found.open()
     tensors.make_state({*reader.shapes, *values})
     parts, numbers, averages = tensors.parts(reader.shapes), tensors.scalars(), tensors.stack.averages
@@ -322,13 +308,9 @@ def load_whole_model(found: ValidCheckpoint, model: Model) -> nn.Module:
 
 
 def require_same_structure(found: Any, expected: Any, where: str = "it") -> None:
-    """Check that parsed JSON has the types that this run would write: a matching hash does not prove who wrote it.
-
-    The first item of a list in ``expected`` is the template for all items; ``None`` accepts anything.
-
-    Raises:
-        ValueError: names the first entry that does not match.
-    """
+    """Check that parsed JSON has the types that this run would write: a matching hash does not prove who wrote it. The
+    first item of a list in ``expected`` is the template for all; ``None`` accepts anything. Raise ValueError for the
+    first mismatch."""
     if expected is None or (isinstance(expected, Mapping) and found is None):  # only one of the two runs has this part
         return
     if isinstance(expected, Mapping):

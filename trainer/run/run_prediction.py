@@ -60,10 +60,8 @@ def decided(recipe: Recipe, world: World) -> tuple[Recipe, World]:
 
 
 def resolve_plan(recipe: Recipe, world: World, say: Callable[[str], None]) -> tuple[Recipe, Prediction | None]:
-    """Let the planner decide the open knobs of the recipe, the same on all ranks of a machine.
-
-    Return the recipe, and its prediction if this process made it. RecipeError if no plan fits the budget.
-    """
+    """Let the planner decide the open knobs of the recipe, the same on all ranks of a machine. Return the recipe, and
+    its prediction if this process made it. RecipeError if no plan fits the budget."""
     if not wants_plan(recipe):
         return recipe, None
     found: list[Candidate] = []
@@ -108,10 +106,8 @@ def _shared_decision(recipe: Recipe, world: World, decide: Callable[[], dict[str
 
 
 def _shared_plan_file() -> Path:
-    """Return a file that the processes of one launch share, in a folder that only this user can access.
-
-    No store is used: it is opened after the plan, which decides if there is one, and the planner forks before that.
-    """
+    """Return a file that the processes of one launch share, in a folder that only this user can access. No store is
+    used: it is opened after the plan, which decides if there is one, and the planner forks before that."""
     folder = Path(tempfile.gettempdir()) / f"trainer-{os.getuid()}"
     with suppress(FileExistsError):
         folder.mkdir(0o700)
@@ -150,7 +146,6 @@ def remove_plan_file(world: World) -> None:
 
 
 def _awaited(place: Path) -> dict[str, Any]:
-    """Wait for the decision of the first rank, or for its error."""
     until = time.monotonic() + MAX_SECONDS
     while time.monotonic() < until:
         answer = read_json_object(place, MAX_BYTES)

@@ -43,11 +43,8 @@ T = TypeVar("T")
 
 
 class Session:
-    """A recipe whose processes are launched and whose data is prepared, with the watchdog of this rank.
-
-    All ranks create it together, after the imports and before the model. Only two things change later: the cut of the
-    plan, by :meth:`set_cut`, and the watchdog and signal handlers, by :meth:`watched`.
-    """
+    """A recipe whose processes are launched and whose data is prepared, with the watchdog of this rank. All ranks
+    create it together, before the model. Later, only :meth:`set_cut` and :meth:`watched` change it."""
 
     def __init__(
         self, recipe: Recipe, plan: Plan, fabric: Fabric, world: World, forecast: RunPrediction | None = None
@@ -170,9 +167,7 @@ def make_evaluation(session: Session, forward: Forward, split: str) -> Callable[
             micro.is_empty |= rank % memory.tensor_parallel > 0  # another rank counts these samples
             # Check per micro-batch: an evaluation may take longer than a scheduler waits after its signal.
             if any(session.agreement.total([float(session.asked_to_stop() is not None)])):
-                raise EvaluationInterruptedError(
-                    f"the evaluation of {split} was not completed: a rank was asked to stop"
-                )
+                raise EvaluationInterruptedError(f"the evaluation of {split} ended early: a rank was asked to stop")
             monitor.batch, mistakes.samples = micro.batch, micro.indices
             yield micro
 
@@ -316,10 +311,8 @@ def all_gather_json(fabric: Fabric, value: Any) -> list[Any]:
 
 
 def gather_rows(fabric: Fabric, rows: Tensor | None) -> Tensor | None:
-    """Concatenate the rows of all ranks in host memory, in the order of the ranks. A collective.
-
-    A rank may have none. The result is ``None`` on all ranks except the first, and if no rank has rows.
-    """
+    """Concatenate the rows of all ranks in host memory, in the order of the ranks. A collective. A rank may have none.
+    The result is ``None`` on all ranks except the first, and if no rank has rows."""
     if fabric.world_size == 1:
         return rows
     pieces = []

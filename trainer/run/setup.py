@@ -39,10 +39,8 @@ LAUNCH_SKEW_TIMEOUT = 60.0  # min wait for ranks on machines that start later
 
 @contextmanager
 def training_session(recipe: Recipe, source: str | None = None) -> Iterator[Session]:
-    """Decide open settings, launch the processes, prepare model and data, and create the run directory.
-
-    ``source`` is the packaged name or the path of the recipe file, if there is one.
-    """
+    """Decide open settings, launch the processes, prepare model and data, and create the run directory. ``source`` is
+    the packaged name or the path of the recipe file, if there is one."""
     require_loggers(recipe.run.logger)
     recipe.data.require_files()
     show_status("looking for devices")

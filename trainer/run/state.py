@@ -93,10 +93,8 @@ class TensorState:
         self.stack.copy_masters_to_device()
 
     def _named(self) -> Iterator[tuple[str, Any, nn.Parameter | None]]:
-        """Yield every tensor and number, not copied, with its name and the parameter that defines its sharding.
-
-        Names are ``weights/NAME``, ``ema/NAME``, ``buffers/NAME`` and ``optimizer/NAME/KEY``.
-        """
+        """Yield every tensor and number, not copied, with its name and the parameter that defines its sharding. Names
+        are ``weights/NAME``, ``ema/NAME``, ``buffers/NAME`` and ``optimizer/NAME/KEY``."""
         masters = self.stack.masters or {}
         for name, parameter in self.stack.module.named_parameters():
             yield f"weights/{name}", masters.get(parameter, parameter), parameter
@@ -182,11 +180,8 @@ def seed_random_state(seed: int, rank: int) -> None:
 
 
 class RNGState(Listener):
-    """The generators of the CPU and of ``device`` as they were after a step, before the next batch was loaded.
-
-    When a step is saved, the next batch is already loaded, which may have drawn numbers. A resumed run loads the batch
-    again and must draw the same numbers.
-    """
+    """The generators of the CPU and of ``device`` after a step, before the next batch was loaded. Loading may draw
+    numbers, and a resumed run loads that batch again."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device

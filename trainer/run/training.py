@@ -141,10 +141,8 @@ def set_schedule(recipe: Recipe, windows: Windows, stepper: Stepper) -> None:
 
 
 class Training:
-    """Wires the parts of one run together, trains, evaluates, and writes the results however the run ends.
-
-    ``source`` is the packaged name or the path of the recipe file, if there is one.
-    """
+    """Wires the parts of one run together, trains, evaluates, and writes the results however the run ends. ``source``
+    is the packaged name or the path of the recipe file, if there is one."""
 
     def __init__(self, session: Session, source: str | None, progress: Progress, resumption: ResumeState) -> None:
         self.session, self.progress, self.resumption = session, progress, resumption

@@ -35,11 +35,8 @@ CUT = ("batch_size", "accumulate", "memory.micro_batch_size")  # settings that d
 
 
 class FitCommand(NamedTuple):
-    """A ``trainer fit`` command that resumes automatically.
-
-    ``flags`` are the user's flags, without those of the other fields. ``cut`` is (batch size, micro-batch size) if the
-    supervisor has reduced the micro-batches.
-    """
+    """A ``trainer fit`` command that resumes automatically. ``flags`` are the user's flags, without those of the other
+    fields. ``cut`` is (batch size, micro-batch size) if the supervisor has reduced the micro-batches."""
 
     recipe: str
     flags: tuple[str, ...]
@@ -166,11 +163,8 @@ VMSTAT, CGROUPS, CGROUP_ROOT = Path("/proc/vmstat"), Path("/proc/self/cgroup"), 
 
 
 def count_oom_kills() -> int:
-    """Return the number of processes that the kernel's out-of-memory killer has killed.
-
-    It counts this cgroup or, if unknown, this machine; 0 if both are unknown. Only a difference between two calls is
-    meaningful.
-    """
+    """Return the number of processes that the kernel's out-of-memory killer has killed. It counts this cgroup or, if
+    unknown, this machine; 0 if both are unknown. Only a difference between two calls is meaningful."""
     counters = [VMSTAT]
     with suppress(OSError, StopIteration):
         line = next(line for line in CGROUPS.read_text().splitlines() if line.startswith("0::"))
@@ -194,10 +188,8 @@ def attempts(run_dir: Path) -> int:
 
 
 def known_cut(run_dir: Path, before: int) -> tuple[int, int] | None:
-    """Return (batch size, micro-batch size) of the attempt that followed ``before`` others.
-
-    ``None`` if the batch size changes per epoch, or if the attempt ended before the sizes were decided.
-    """
+    """Return (batch size, micro-batch size) of the attempt that followed ``before`` others. ``None`` if the batch size
+    changes per epoch, or if the attempt ended before the sizes were decided."""
     cut = read_json_object(run_dir / STATUS, MAX_JSON_BYTES).get("cut")
     if attempts(run_dir) == before or not isinstance(cut, dict):
         return None

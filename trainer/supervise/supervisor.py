@@ -230,7 +230,6 @@ class Supervisor:
         return decision
 
     def _sleep(self, seconds: float) -> None:
-        """Wait until the time is over or a stop signal arrives."""
         until = time.monotonic() + seconds
         while time.monotonic() < until and not self.asked:
             time.sleep(looks.POLL_INTERVAL)
@@ -248,11 +247,8 @@ class Decision(NamedTuple):
 
 @dataclass
 class RestartPolicy:
-    """Allows at most ``max_restarts`` restarts and fewer than ``max_crashes`` crashes in a row.
-
-    Both counters are reset when a checkpoint after the step ``last_step`` (-1: none) exists. The wait before a restart
-    is ``first_wait`` seconds, doubled for each further one, at most one minute.
-    """
+    """Allows at most ``max_restarts`` restarts and fewer than ``max_crashes`` crashes in a row; a checkpoint after
+    ``last_step`` (-1: none) resets both. The wait, ``first_wait`` seconds, doubles each time, up to one minute."""
 
     max_restarts: int
     max_crashes: int
@@ -272,11 +268,8 @@ class RestartPolicy:
         return Decision(None, why)
 
     def after_out_of_memory(self, step: int, smaller: int | None) -> Decision:
-        """Decide after out of memory; the next attempt uses micro-batches of ``smaller`` samples.
-
-        Earlier crashes do not count, because the next attempt differs. ``smaller`` is ``None`` if the cut is unknown
-        and 0 if micro-batches had one sample.
-        """
+        """Decide after out of memory; the next attempt, with micro-batches of ``smaller`` samples, resets earlier
+        crashes. ``smaller`` is ``None`` if the cut is unknown and 0 if micro-batches had one sample."""
         if smaller == 0:
             why = "out of memory with micro-batches of one sample: see docs/faults.md for other ways to save memory"
             return Decision(None, why)

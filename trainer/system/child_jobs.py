@@ -150,8 +150,7 @@ class Bounded:
 
 
 def run_in_child(job: Job, sees_gpu: bool = False, seconds: float | None = None) -> Any:
-    """Run ``job`` in a :class:`ChildJob` and return its result; raise its error, or a TimeoutError after
-    ``seconds``."""
+    """Run ``job`` in a :class:`ChildJob`; return its result, raise its error, or a TimeoutError after ``seconds``."""
     child = ChildJob(job, sees_gpu)
     if not child.wait(seconds):
         child.kill()
@@ -167,9 +166,8 @@ def run_in_children(
 ) -> Iterator[tuple[int, Any]]:
     """Run each job in a child process, started in order; yield (index, result) of each job when it ends.
 
-    A result may be the ``RecipeError`` or :class:`ChildError` that ended the job. By default, one process per core, at
-    most 8, runs at a time. For ``sees_gpu`` see :class:`ChildJob`.
-    """
+    A result may be the ``RecipeError`` or :class:`ChildError` that ended the job. By default, a process per core runs
+    at a time, at most 8."""
     max_workers = max_workers or min(cores(), 8)
     waiting = list(enumerate(jobs))
     running: dict[Any, tuple[int, ChildJob]] = {}

@@ -22,17 +22,13 @@ def read_int_variable(name: str, default: int | None = None, environment: Mappin
     if text is None:
         if default is not None:
             return default
-        raise RecipeError(
-            f"{name} is not set, but other environment variables indicate that a launcher started this process: use "
-            "that launcher, or unset those variables"
-        )
+        others = "other environment variables indicate that a launcher started this process"
+        raise RecipeError(f"{name} is not set, but {others}: use that launcher, or unset those variables")
     largest = MAX_VALUES.get(name, 2**32 - 1)  # Slurm uses 2**32 - 1 for steps without a number
     if not (text.isascii() and text.isdecimal() and len(text) < 20 and int(text) <= largest):
         shown = repr(text if len(text) < 40 else f"{text[:40]}…")
-        raise RecipeError(
-            f"{name}={shown} in the environment must be an integer from 0 to {largest}: unset it, or start the run "
-            "with the launcher that sets it"
-        )
+        fix = "unset it, or start the run with the launcher that sets it"
+        raise RecipeError(f"{name}={shown} in the environment must be an integer from 0 to {largest}: {fix}")
     return int(text)
 
 

@@ -24,8 +24,7 @@ from trainer.errors import RecipeError, RunError
 from trainer.system.processes import boot_id
 from trainer.system.text import escaped
 
-CHUNK = 16 * 2**20
-"""Bytes that are read at once for hashing."""
+CHUNK = 16 * 2**20  # bytes that are read at once for hashing
 
 KINDS = {
     stat.S_IFIFO: "a named pipe",
@@ -37,10 +36,9 @@ KINDS = {
 
 
 def open_regular(path: str | Path, limit: int | None = None) -> BinaryIO:
-    """Open a regular file of at most ``limit`` bytes for reading; follow symlinks.
+    """Open a regular file of at most ``limit`` bytes for reading; follow symlinks. A larger file raises EFBIG.
 
-    A named pipe would block and a device could be read forever, so these raise an OSError with EINVAL. A larger file
-    raises EFBIG.
+    Others raise an OSError with EINVAL: a named pipe would block, and a device could be read forever.
     """
     descriptor, found = _opened(path, os.O_RDONLY)
     try:
@@ -79,9 +77,8 @@ def parse_json_object(content: bytes, limit: int) -> dict[str, Any] | None:
 def open_writable(path: str | Path, flags: int) -> int:
     """Open or create a file that this program writes in place, and return its descriptor.
 
-    A symlink (ELOOP) or a second hard link (EMLINK) is rejected, because it could lead to any file of the user.
-    Anything but a regular file raises EINVAL. ``flags`` of open(2) must not contain O_TRUNC, which would empty the file
-    before it is checked.
+    A symlink (ELOOP) or a second hard link (EMLINK) is rejected, because it could lead to any file of the user. So is
+    anything but a regular file (EINVAL). ``flags`` must not contain O_TRUNC, which would act before these checks.
     """
     try:
         descriptor, found = _opened(path, flags | os.O_NOFOLLOW)
@@ -263,10 +260,7 @@ def _part(target: Path, make: Callable[[Path], object]) -> Iterator[Path]:
 
 
 def scratch_folder(beside: Path) -> AbstractContextManager[Path]:
-    """Create an empty hidden folder next to ``beside`` that only this user can read; remove it at the end.
-
-    After a kill, the next writer of ``beside`` removes it.
-    """
+    """Create an empty, private, hidden folder next to ``beside``; remove it at the end or, after a kill, later."""
     return _part(beside, partial(Path.mkdir, mode=0o700))
 
 
@@ -287,8 +281,7 @@ def staged_file(path: Path, sync_folder: bool = True) -> Iterator[Path]:
 def write_atomic(path: Path, content: str | bytes, sync_folder: bool = True) -> None:
     """Write ``content`` (text as UTF-8) to ``path`` so that a reader sees the whole old or the whole new file.
 
-    A missing folder is created. Without ``sync_folder``, the content is on disk when this returns, but the file's name
-    may not be.
+    A missing folder is created. Without ``sync_folder``, the content is on disk on return, but the name may not be.
     """
     with staged_file(path, sync_folder) as part:
         part.write_bytes(content.encode() if isinstance(content, str) else content)
@@ -298,11 +291,9 @@ def write_atomic(path: Path, content: str | bytes, sync_folder: bool = True) -> 
 def staged_folder(target: Path) -> Iterator[Path]:
     """Create an empty folder next to ``target`` to fill; it replaces ``target`` on success and is removed on an error.
 
-    A symlink at ``target`` is replaced; its target stays unchanged.
-
-    A folder cannot be replaced in one move. An old ``target`` is first renamed to ``.NAME.*.old`` and deleted after
-    the new one has its name. If the machine crashes between the two moves, the next writer of ``target`` moves the
-    old one back, so a complete folder always exists.
+    A symlink at ``target`` is replaced; its target stays unchanged. A folder cannot be replaced in one move, so an old
+    ``target`` is renamed to ``.NAME.*.old`` and deleted after the new one has its name. After a crash between the two
+    moves, the next writer of ``target`` moves the old one back, so a complete folder always exists.
     """
     with _part(target, Path.mkdir) as part:
         mode = part.stat().st_mode & 0o666

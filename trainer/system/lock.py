@@ -18,8 +18,7 @@ from trainer.system.processes import ProcessId, boot_id
 NAME = ".run.lock"
 MAX_LOCK_BYTES = 4096
 
-NO_ID = "none"
-"""torchrun's default ID for a rendezvous without ``--rdzv-id``; it identifies no run."""
+NO_ID = "none"  # torchrun's default ID for a rendezvous without ``--rdzv-id``; it identifies no run
 
 _held: set[Path] = set()
 """Locks of this process. The kernel would let a process lock a file twice and unlock it when one is closed."""
@@ -38,20 +37,15 @@ class RunLock:
         self._descriptor: int | None = None
 
     def acquire(self) -> str | None:
-        """Take the lock. If its last owner died, return a message about that.
-
-        Raises:
-            RecipeError: another run holds the lock, or the file cannot be locked.
-        """
+        """Take the lock, or raise a RecipeError; if its last owner died, return a message about that."""
         if self.path in _held:
             raise self._in_use(f"another run of this process (pid {os.getpid()})")
         try:
             descriptor = self._locked()
         except OSError as error:
-            raise RecipeError(
-                f"run.dir={self.path.parent} cannot be locked ({self.path.name}: {error.strerror}): choose a directory "
-                "that you own, on a disk that supports file locks"
-            ) from error
+            why = f"run.dir={self.path.parent} cannot be locked ({self.path.name}: {error.strerror})"
+            fix = "choose a directory that you own, on a disk that supports file locks"
+            raise RecipeError(f"{why}: {fix}") from error
         before = _read(descriptor)
         if before is not None and _may_live(before):
             os.close(descriptor)

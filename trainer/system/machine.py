@@ -50,10 +50,7 @@ ASK = "import json; from trainer.system.machine import query_gpus; print(json.du
 
 
 def gpu_possible() -> bool:
-    """Return a quick guess of whether torch may find a GPU.
-
-    False if NVIDIA's library (NVML) counts none, or if NVML, NVIDIA's driver library and AMD's device are all missing.
-    """
+    """Guess quickly whether torch may find a GPU: NVML counts one, or NVIDIA's driver or AMD's device exists."""
     if Path("/dev/kfd").exists():
         return True
     with suppress(OSError):
@@ -82,15 +79,10 @@ def query_gpus(free: bool = False) -> list[dict[str, Any]]:
 
 
 def query_gpus_in_child(free: bool = False, seconds: float | None = None) -> list[dict[str, Any]]:
-    """Return :func:`query_gpus` from a new process, so that this one does not initialize CUDA.
-
-    Raises:
-        RunError: torch fails to start there or needs more than ``seconds``.
-    """
+    """Return :func:`query_gpus` from a new process, without CUDA in this one; a RunError if torch fails there."""
+    command = python_command(ASK.format(free))
     try:
-        done = subprocess.run(
-            python_command(ASK.format(free)), capture_output=True, text=True, check=False, timeout=seconds
-        )
+        done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=seconds)
     except subprocess.TimeoutExpired as error:
         raise RunError(f"torch has not listed the GPUs within {seconds:g} s") from error
     if done.returncode != 0:

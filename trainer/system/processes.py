@@ -51,8 +51,7 @@ _told: list[int] = []
 def trainer_command(*words: str) -> list[str]:
     """Return the command that runs ``trainer`` with these arguments in a new process.
 
-    ``python -m trainer`` would search the working directory first and could import, for example, a random.py that
-    lies there. Python has a flag against that only since version 3.11.
+    ``python -m trainer`` could import, for example, a random.py in the working directory. Only Python 3.11 has a flag.
     """
     return [sys.executable, str(MAIN), *words]
 
@@ -63,10 +62,7 @@ def python_command(code: str) -> list[str]:
 
 
 def end_with_parent(starter: int | None = None) -> None:
-    """Ask the kernel to kill this process when its parent ends for any reason (Linux).
-
-    If the process ``starter`` has already ended, this process exits at once.
-    """
+    """Ask the kernel to kill this process when its parent ends (Linux); exit now if ``starter`` has ended already."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
         if starter is not None and _is_gone(starter):
@@ -122,16 +118,12 @@ def _leave(code: int, message: str) -> None:
 
 
 class ProcessSession:
-    """A command in a new session, so that all its processes can be killed together.
-
-    On Linux, the kernel kills it when this process ends. ``streams`` are arguments of Popen.
-    """
+    """A command in a new session, which can be killed as a whole. On Linux, it is killed when this process ends."""
 
     def __init__(self, command: Sequence[str], environment: Mapping[str, str], **streams: Any) -> None:
         bound = partial(end_with_parent, os.getpid())
-        self.process = subprocess.Popen(
-            command, stdin=subprocess.DEVNULL, env=environment, start_new_session=True, preexec_fn=bound, **streams
-        )
+        how: dict[str, Any] = {"start_new_session": True, "preexec_fn": bound, **streams}
+        self.process = subprocess.Popen(command, stdin=subprocess.DEVNULL, env=environment, **how)
         self._gone = False
 
     def kill(self) -> None:

@@ -11,9 +11,7 @@ from typing import Any
 from trainer.errors import RecipeError
 
 REDACTED = "<redacted>"
-_MIN_SECRET_CHARS = (
-    8  # minimum length of a variable's value to be redacted in texts; "1" or "test" would match too often
-)
+_MIN_SECRET_CHARS = 8  # shorter values of variables, such as "1" or "test", would match too often in texts
 
 _NAME = re.compile(  # secret settings and variables, but not pad_token or sort_key
     r"token|(?:.*_)?(?:password|passwd|passphrase|secret|credentials?|apikey"
@@ -35,9 +33,7 @@ _TOKENS = re.compile(
 _USER = re.compile(r"(?<![\w+.-])(?P<scheme>[\w+.-]+)://(?P<user>[^/\s?#'\"]+)@")
 _QUERY = re.compile(r"(?P<start>[?&;])(?P<name>[\w.%-]+)=(?P<value>[^&;\s'\"#<>]+)")
 _BEARER = re.compile(r"(?P<start>\b(?:Bearer|Basic) )[A-Za-z0-9+/=._~-]{8,}")
-_QUOTED = re.compile(
-    r"""(?<![\w.-])(?P<name>[\w.-]+)(?P<is>["']?\s*[=:]\s*)(?P<quote>["'])(?P<value>[^"'\n]+)(?P=quote)"""
-)
+_QUOTED = re.compile(r"""(?<![\w.-])(?P<name>[\w.-]+)(?P<is>["']?\s*[=:]\s*)(?P<quote>["'])[^"'\n]+(?P=quote)""")
 
 
 def redact(text: str) -> str:

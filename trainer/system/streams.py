@@ -19,10 +19,9 @@ READER_GONE = (errno.EPIPE, errno.ECONNRESET, errno.ESHUTDOWN, errno.ENOTCONN, e
 
 
 class SafeFile(io.FileIO):
-    """Writes to a descriptor and drops output that cannot be written.
+    """Writes to a descriptor and drops output that cannot be written, for example while the disk is full.
 
-    The first error is kept in ``lost``, unless the reader is gone. After a full disk, later output is written again.
-    """
+    The first error is kept in ``lost``, unless the reader is gone."""
 
     lost: OSError | None = None
 

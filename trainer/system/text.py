@@ -49,9 +49,8 @@ def align_columns(names: Sequence[str], rows: Sequence[Sequence[str]], left_alig
 
     def line(cells: Sequence[str]) -> str:
         placed = zip(names, cells, widths, strict=True)
-        return gap.join(
-            f"{cell:{'<' if name in left_aligned else '>'}{width}}" for name, cell, width in placed
-        ).rstrip()
+        padded = (f"{cell:{'<' if name in left_aligned else '>'}{width}}" for name, cell, width in placed)
+        return gap.join(padded).rstrip()
 
     return "\n".join([line(names), gap.join("-" * width for width in widths), *map(line, rows)])
 

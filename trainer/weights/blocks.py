@@ -43,8 +43,7 @@ def describe_blocks(blocks: Sequence[nn.Module]) -> str:
 
 
 def require_blocks(module: nn.Module, classes: Sequence[type], setting: str) -> list[nn.Module]:
-    """Return the repeated modules. If there are none, raise ``RecipeError`` with the setting ``setting`` and the
-    fix."""
+    """Return the repeated modules; if there are none, raise ``RecipeError`` with ``setting`` and the fix."""
     if blocks := find_blocks(module, classes):
         return blocks
     by_class: dict[str, list[nn.Module]] = {}
@@ -54,18 +53,15 @@ def require_blocks(module: nn.Module, classes: Sequence[type], setting: str) -> 
     largest = sorted(by_class.items(), key=lambda item: -_size_of_all(item[1]))[:5]
     shown = ", ".join(f"{len(found)} × {name} ({_size_of_all(found):,} parameters)" for name, found in largest)
     named = f" (it contains no {', '.join(kind.__name__ for kind in classes)} from blocks)" if classes else ""
-    raise RecipeError(
-        f"{setting} works on repeated modules, but none were found in {type(module).__name__}{named}: name their "
-        "classes "
-        f"in `blocks` of the model's class. {'Candidates: ' if shown else 'It has no submodule with parameters'}{shown}"
-    )
+    found = "Candidates: " if shown else "It has no submodule with parameters"
+    cause = f"{setting} works on repeated modules, but none were found in {type(module).__name__}{named}"
+    raise RecipeError(f"{cause}: name their classes in `blocks` of the model's class. {found}{shown}")
 
 
 def disable_kv_cache(module: nn.Module) -> None:
     """Disable the KV cache of ``module``, which only generation needs.
 
-    This sets ``config.use_cache`` of a transformers decoder, true by default. With the cache, a checkpointed block
-    would append to it a second time. Models are saved with their original setting: see :func:`kv_cache_restored`.
+    A checkpointed block would append to the cache twice. :func:`kv_cache_restored` restores the original setting.
     """
     configs: dict[int, Any] = {id(part.config): part.config for part in module.modules() if hasattr(part, "config")}
     on = [config for config in configs.values() if getattr(config, "use_cache", False) is True]

@@ -19,8 +19,7 @@ PICKLED = (".pth", ".pt", ".bin")
 def read_weights(path: Path) -> dict[str, Tensor]:
     """Read a weight file to the CPU, memory-mapped.
 
-    Supports ``.safetensors``, and the pickles ``.pth``, ``.pt`` and ``.bin``, from which ``weights_only`` executes
-    nothing. Raises ``RecipeError`` if the file is missing, corrupt, or contains no named tensors.
+    Reads ``.safetensors``; ``.pth``, ``.pt`` and ``.bin`` with ``weights_only``. A bad file raises ``RecipeError``.
     """
     require(path.is_file(), f"{path} does not exist: give the path of a weight file")
     if path.suffix == ".safetensors":
@@ -34,10 +33,8 @@ def read_weights(path: Path) -> dict[str, Tensor]:
         content = torch.load(path, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(path))
     except Exception as error:  # a broken pickle can raise any exception
         reason = (str(error) or repr(error)).splitlines()[0]
-        raise RecipeError(
-            f"{path} cannot be read safely, because it is corrupt or contains more than tensors ({reason}): save only "
-            "the state dict, preferably with safetensors"
-        ) from error
+        cause = f"{path} cannot be read safely, because it is corrupt or contains more than tensors ({reason})"
+        raise RecipeError(f"{cause}: save only the state dict, preferably with safetensors") from error
     if not isinstance(content, Mapping):
         raise RecipeError(f"{path} contains a {type(content).__name__}, not a state dict: save tensors by name")
     others = [f"{name} ({type(item).__name__})" for name, item in content.items() if not isinstance(item, Tensor)]

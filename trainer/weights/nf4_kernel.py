@@ -55,7 +55,6 @@ def _fp32(place):
 
 @jit
 def _weight(codes, table, out, count, ROW: tl.constexpr, BLOCKS: tl.constexpr, BLOCK: tl.constexpr):  # type: ignore[name-defined]
-    """Dequantise one row of codes."""
     row = tl.program_id(0).to(tl.int64)
     base = codes + row * ROW
     scales = base + BLOCKS * (BLOCK // 2)
@@ -73,8 +72,7 @@ def _weight(codes, table, out, count, ROW: tl.constexpr, BLOCKS: tl.constexpr, B
 def nf4_weight(codes: Tensor, table: Tensor | None, block: int, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
     """Return the weight encoded by contiguous ``codes``, in fp32, fp16 or bf16.
 
-    ``table`` holds the values of the two codes in each byte, in fp32; fake codes need none. ``block`` weights share a
-    scale.
+    ``table`` holds the two values of each byte, in fp32; fake codes need none. ``block`` weights share a scale.
     """
     (rows, size), out = codes.shape, _empty(codes, table, block, shape, dtype)
     blocks = (size - 8) // (block // 2 + 1)  # per row; it ends with two fp32 numbers

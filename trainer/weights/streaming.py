@@ -65,8 +65,7 @@ class WeightFiles(ExitStack):
 def stored_in(path: str | Path) -> dict[str, tuple[Stored, tuple[int, ...]]]:
     """Return place and shape of every tensor in ``path`` by name. Only headers are read.
 
-    ``path`` is a safetensors file, an index of shards (``*.safetensors.index.json``), or a folder with one of the two,
-    called ``model``. Raises ``RecipeError`` naming a file that is missing, corrupt or not safetensors.
+    ``path`` is a safetensors file, an index of shards, or a folder with one of them. A bad file raises ``RecipeError``.
     """
     path = Path(path)
     if path.is_dir():
@@ -193,8 +192,7 @@ def allocate(module: nn.Module, device: torch.device, dtype: torch.dtype | None 
 
 
 def move_to_meta(module: nn.Module) -> dict[str, Tensor]:
-    """Move the parameters of ``module`` to meta, and return their values by name, once each, for
-    :func:`restore_from_meta`."""
+    """Move the parameters to meta and return their values by name, once each, for :func:`restore_from_meta`."""
     groups, buffers = tied_names(module), {id(buffer) for buffer in module.buffers()}
     values = {names[0]: module.get_parameter(names[0]).detach() for names in groups}
     module._apply(lambda tensor: tensor if id(tensor) in buffers else torch.empty_like(tensor, device="meta"))
@@ -234,11 +232,7 @@ def local_slice(tensor: Tensor) -> LocalSlice:
 
 @torch.no_grad()
 def load_into(module: nn.Module, model: Streamable, seed: int) -> None:
-    """Fill ``module``, an allocated skeleton of ``model``, sharded or not. ``seed`` draws new parameters.
-
-    Raises:
-        RecipeError: naming a tensor that is missing, has another shape, or is still on meta.
-    """
+    """Fill ``module``, an allocated skeleton of ``model``, sharded or not; ``seed`` draws new parameters."""
     pretrained = model.pretrained()
     groups, buffers, parts = tied_names(module), dict(module.named_buffers()), find_packed_slices(module)
     built = [[parts[name].name if name in parts else name for name in names] for names in groups]
@@ -308,10 +302,8 @@ def _codes(files: WeightFiles, stored: Stored, name: str, layer: NF4Linear, part
         read = torch.cat([value for _, value in _pieces(files, stored, name, layer.shape, wanted)]).flatten()
         value = read[begin - lines.start * width : end - lines.start * width].to(part.local.device, torch.float32)
         if not value.isfinite().all():
-            raise RecipeError(
-                f"{stored.key} in {stored.file} has values that are not finite, which NF4 cannot encode: use "
-                "model.lora.base full, or other weights"
-            )
+            cause = f"{stored.key} in {stored.file} has values that are not finite, which NF4 cannot encode"
+            raise RecipeError(f"{cause}: use model.lora.base full, or other weights")
         yield slice(start - first, stop - first), quantise(value)
 
 
@@ -320,10 +312,7 @@ def init_new_parameters(
 ) -> dict[str, Tensor]:
     """Draw initial values of the parameters ``names``: float32 on the CPU, independent of device, dtype and sharding.
 
-    They become real in the ``skeleton``, which is on meta. ``initialise`` is as in :class:`~trainer.values.Pretrained`.
-
-    Raises:
-        RecipeError: naming a parameter that ``initialise`` does not set.
+    They become real in the ``skeleton``, which is on meta. ``initialise``, as in ``Pretrained``, must set all of them.
     """
     values = {}
     with torch.random.fork_rng(devices=[]), torch.device("cpu"), default_dtype(torch.float32), torch.no_grad():
@@ -331,9 +320,7 @@ def init_new_parameters(
             empty = torch.full(skeleton.get_parameter(name).shape, torch.nan)
             values[name] = nn.Parameter(empty, requires_grad=False)
             _register(skeleton, name, values[name])
-        torch.default_generator.manual_seed(
-            seed
-        )  # CPU only: torch.manual_seed would also seed GPUs, which fork_rng does not restore here
+        torch.default_generator.manual_seed(seed)  # torch.manual_seed would seed GPUs, which fork_rng does not restore
         if initialise is not None:
             initialise(skeleton)
             names = []
