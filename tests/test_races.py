@@ -27,9 +27,10 @@ Allowed = dict[tuple[str, str, str], tuple[float, str]]
 SYNCS: Allowed = {
     ("forward", "trainer/engine/loss_totals.py", "read"): (1, "step"),  # losses and norm of the step before
     ("step", "trainer/engine/loss_totals.py", "read"): (1, "run"),  # those of the last step
-    ("forward", "trainer/engine/loss_check.py", "see"): (4, "run"),  # weights of losses, compared in the first step
+    # weights of losses, compared in the first step
+    ("forward", "trainer/engine/loss_check.py", "check_loss"): (4, "run"),
     ("backward", "trainer/memory/optimizer_offload.py", "wait"): (1, "step"),  # all gradients are in host memory
-    ("backward", "trainer/engine/sync.py", "ranks_that_reached"): (2, "step"),  # of DDP, in the first step
+    ("backward", "trainer/engine/sync.py", "gradient_rank_counts"): (2, "step"),  # of DDP, in the first step
 }
 """Where the host may wait for the device in a step: phase, file and function; how often a run, a step, a micro-step."""
 
@@ -61,9 +62,9 @@ SYNCS_OF_OLD_FSDP: Allowed = {
 
 SUPERFLUOUS = {
     # Copies on the stream that computes, or on the one other, are right, but not beside each other.
-    ("with stream", "trainer/memory/activation_offload.py", "_send"): 1,
-    ("with stream", "trainer/memory/activation_offload.py", "_fetch"): 1,
-    ("with stream", "trainer/memory/optimizer_offload.py", "carry"): 1,
+    ("with stream", "trainer/memory/activation_offload.py", "_copy_to_host"): 1,
+    ("with stream", "trainer/memory/activation_offload.py", "_prefetch"): 1,
+    ("with stream", "trainer/memory/optimizer_offload.py", "gradient_to_host"): 1,
     # From torch 2.15 on: backward ends on the stream of the computation, which waits for FSDP's.
     ("record_stream", "trainer/memory/optimizer.py", "_record_norm"): 1,
 }

@@ -66,7 +66,7 @@ def replaced(owner: Any, **values: Any) -> Iterator[None]:
 def trained(case: Case, **methods: Any) -> tuple[list[Tensor], list[bool], list[bool]]:
     """All that ten steps leave on this rank; in which of them something was updated ahead, and in which that stood."""
     small = replaced(optimizer_offload, PIECE=3000, MAX_PIECE=4096, BUCKET=1000, CHUNK=500)
-    with replaced(EagerOptimizerUpdate, **methods), replaced(eager_update, AT_ONCE=1), small:
+    with replaced(EagerOptimizerUpdate, **methods), replaced(eager_update, CHUNK_ELEMENTS=1), small:
         _, stepper, windows, stack = set_up(case, decide_plan(case.recipe, case.world_size))
         ahead, made, stood, seen = stepper.sync.ahead, [], [], []
         ahead.pays = True  # although the host computes
@@ -103,7 +103,7 @@ def same(ours: list[Tensor], plain: list[Tensor]) -> bool:
 
 def compared(case: Case) -> tuple[bool, bool, list[bool], list[bool]]:
     """Whether updates ahead, as they come and all that can be made, leave what steps without any leave."""
-    plain, none, right = trained(case, open=never)
+    plain, none, right = trained(case, begin_last_backward=never)
     assert not any(none)
     hasty, _, _ = trained(case)
     ours, made, stood = trained(case, stop=patient)
@@ -209,7 +209,7 @@ def looped(is_on: bool) -> list[Tensor]:
     optimizer = torch.optim.AdamW(parameters, lr=0.1)
     sync = optimizer_offload.StreamedGradientSync(module, parameters, torch.device("cpu"), optimizer, 2)
     sync.ahead.pays, sync.ahead.submit = is_on, sync.ahead.update
-    with replaced(eager_update, AT_ONCE=1):
+    with replaced(eager_update, CHUNK_ELEMENTS=1):
         for _ in range(3):
             sync.begin(None)
             loss = module(torch.linspace(-1, 1, 32).view(4, 8).requires_grad_()).square().sum()

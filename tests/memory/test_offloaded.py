@@ -259,7 +259,7 @@ def test_gradients_of_streamed_weights_are_those_of_fsdp(precision, world_size, 
     case = Case("vit", memory, world_size, **sgd)
     found = [on_both_ways(case)] if world_size == 1 else ranks(2).run(on_both_ways, case)
     for ways, same in found:
-        assert ways == {"StreamedGradients", "ShardedSync"}
+        assert ways == {"StreamedGradientSync", "ShardedSync"}
         assert all(same)
 
 

@@ -48,7 +48,7 @@ def _forget_tensors(module: Any) -> Met:
 
 def weights_come_beside() -> Met:
     """New weights are copied to the device on a stream that nobody waits for."""
-    return _on_another_stream(optimizer_offload.HostGradientSync, "send_back")
+    return _on_another_stream(optimizer_offload.HostGradientSync, "copy_to_device")
 
 
 def built_beside() -> Met:

@@ -30,7 +30,7 @@ class Listener:
         """Called after every optimizer step; ``result`` has its loss, gradient norm and learning rate."""
 
     def on_evaluation(self, counters: Counters, result: Any) -> None:
-        """Called after an evaluation; ``result.figures()`` has its metrics by name, equal on all ranks."""
+        """Called after an evaluation; ``result.metrics()`` has its metrics by name, equal on all ranks."""
 
     def on_fit_end(self, counters: Counters) -> None:
         """Called after the last step."""

@@ -307,7 +307,7 @@ class _TensorParallelRegion(TorchFunctionMode):
             name = getattr(func, "__name__", "")
             if self.is_split and func is functional.scaled_dot_product_attention:
                 return self.attention(*args, **kwargs)
-            if self.is_split and name == "draw_kept":  # from models/padding_free.py, not imported here
+            if self.is_split and name == "draw_dropout_mask":  # from models/padding_free.py, not imported here
                 weights, (texts, heads, *rest), dropped = args
                 whole = func(weights, torch.Size([texts, heads * self.ranks, *rest]), dropped)
                 return whole.narrow(1, self.rank * heads, heads)
