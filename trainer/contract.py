@@ -233,7 +233,8 @@ M = TypeVar("M", bound=Model)
 
 
 def capability(model: Model, kind: type[M]) -> M:
-    """Return ``model`` if it is a ``kind``, otherwise a ``kind`` with defaults that do not depend on the model."""
+    """Return ``model`` if it is a ``kind``, otherwise a default ``kind``. Ask it only for members whose default does
+    not depend on the model."""
     return model if isinstance(model, kind) else kind()
 
 
@@ -416,7 +417,7 @@ class Data(OptionalAttributes):
     text_column: str | None  # the column of tables with the text, for ``trainer predict``
     val_fraction: float | None  # the share of training samples held out for validation, if it is a setting
     answers: ClassVar[bool]  # whether a model answers a text or messages; otherwise it continues the text
-    belonging: ClassVar[Mapping[str, Sequence[str]]]  # settings to reset when the key changes
+    belonging: ClassVar[Mapping[str, Sequence[str]]]  # by a setting, those to reset with it
     load_image: Callable[[str], Tensor] | None  # read an image file for ``trainer predict``
     encode: Callable[[Sequence[Any], Any], Any] | None
     """Convert texts with a tokenizer to a batch without labels, for ``trainer predict``."""
@@ -435,7 +436,7 @@ class Data(OptionalAttributes):
 
     def prepare(self, tokenizer: Any = None, model: Model | None = None) -> None:
         """Find, download, check and tokenise. Called on every rank, on the first rank of a node first. ``tokenizer``
-        may be ``None``. The signature may leave out ``model``, which is for its ``task`` and ``image_input``."""
+        is the model's, if it has one. The signature may leave out ``model``, given for ``task`` and ``image_input``."""
         raise NotImplementedError(f"{type(self).__name__} must define prepare(tokenizer, model)")
 
     def use_model(self, model: Model) -> None:
@@ -443,11 +444,12 @@ class Data(OptionalAttributes):
         self._model = model
 
     def outline(self) -> Outline | None:
-        """Return what the dataset holds if its files are missing, for the fake samples of ``trainer plan``."""
+        """Return what the dataset holds if its files are missing: ``trainer plan`` then creates fake samples. ``None``
+        if the files exist or nothing is known: they are then prepared as for a run."""
         return None
 
     def mixing(self) -> MixupConfig | None:
-        """Return how a training batch is mixed: ``pixel_values`` (n, channels, H, W) and ``labels``."""
+        """Return how a training batch, ``pixel_values`` (n, channels, H, W) and ``labels``, is mixed, if it is."""
         return None
 
     def chances(self) -> Sequence[float] | None:

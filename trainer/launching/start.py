@@ -98,8 +98,8 @@ def describe_launch(world: World, plan: Plan, say: Callable[[str], None]) -> Wor
 
 
 def host_threads(world: World, plan: Plan, environment: Mapping[str, str] = os.environ) -> int | None:
-    """Return the number of threads with which a rank updates offloaded weights: its share of the cores, less one.
-    ``None`` keeps torch's number, except for GPU ranks of torchrun, which sets ``OMP_NUM_THREADS=1``."""
+    """Return the number of threads with which a rank updates offloaded weights; ``None`` keeps torch's number. Only GPU
+    ranks of torchrun, which sets ``OMP_NUM_THREADS=1``, get one: their share of the cores, less one for kernels."""
     by_torchrun = "TORCHELASTIC_RUN_ID" in environment and environment.get("OMP_NUM_THREADS") == "1"
     if not (by_torchrun and world.devices > 1 and world.accelerator == "cuda" and plan.memory.cpu_offload != "none"):
         return None
