@@ -57,7 +57,7 @@ from transformers import (
     LlamaForCausalLM,
 )
 
-from trainer.contract import Data, Model
+from trainer.contract import Data, Model, Packable, capability
 from trainer.data.loader import Loader
 from trainer.engine.cut import cut_at
 from trainer.engine.loop import Engine
@@ -405,7 +405,7 @@ def ours(case: Case, module: nn.Module, strategy: Strategy = "auto") -> None:
         world_size=fabric.world_size,
         reduce=_sum_over_ranks,
         lengths=[len(sample["input_ids"]) for sample in recipe.data.train],
-        packs=recipe.model.packs(),
+        packs=capability(recipe.model, Packable).packs(),
     )
     Engine(stepper, windows).fit(epochs=1)
     module.load_state_dict(full_state_dict(stack) or module.state_dict())  # under FSDP the first rank has it

@@ -21,6 +21,7 @@ import torch
 from common import Record, resolve, table
 from torch.nn.functional import cross_entropy
 
+from trainer.contract import without_weights
 from trainer.engine.data_feed import fill_from_data
 from trainer.engine.order import batch_indices
 
@@ -46,7 +47,7 @@ def timms(size: int, ranks: int, steps: int) -> list[float]:
     recipe = resolve(["vit_digits", "--model.dropout", "0"])
     recipe.data.prepare()
     torch.manual_seed(0)
-    module = fill_from_data(recipe.model.unloaded(), recipe.data).build().double()
+    module = fill_from_data(without_weights(recipe.model), recipe.data).build().double()
     mixes = [Mixup(*ALPHAS, label_smoothing=0.0, num_classes=10) for _ in range(ranks)]
     optimizer = torch.optim.AdamW(module.parameters(), lr=1e-4)
     losses, train = [], recipe.data.train

@@ -79,7 +79,7 @@ def test_what_is_no_file_is_refused_at_once(tmp_path, folder, kind):
 
 def test_settings_of_megabytes_are_refused_before_they_are_parsed(tmp_path):
     (tmp_path / "settings.yaml").write_text("a: " + "x" * (1 << 20))
-    with pytest.raises(RecipeError, match=r"settings\.yaml cannot be read: it is larger than the 1 MB"):
+    with pytest.raises(RecipeError, match=r"settings\.yaml cannot be read: it is larger than the limit of 1 MB"):
         load_yaml_file(tmp_path / "settings.yaml")
 
 

@@ -109,12 +109,12 @@ def test_the_doctor_looks_at_samples_and_finds_those_that_are_there_twice(data, 
     subject = CheckContext(planned(own), "own", World("python", "cpu", 1), True)
     said = [f"{one.status} {one.text}" for check in (samples, duplicates, vocabulary) for one in check(subject)]
     assert not [line for line in said if line.startswith("FAIL")], said
-    assert any(f"{folder}/3.txt is {folder}/3.txt" in line for line in said)
+    assert any(f"{folder}/3.txt equals {folder}/3.txt" in line for line in said)
 
 
 def test_a_plan_is_made_of_an_outline_where_the_data_is_not_here():
     own = Recipe(model=model(), data=Conversations(name="nobody/has-this", max_length=32), batch_size=4)
     made = planned(own, outlines=True)
-    assert "planned with 10,000 samples of 32 tokens" in made.data.notes[0]
+    assert "planned with 10,000 synthetic samples of 32 tokens" in made.data.notes[0]
     batch = made.data.train.__getitems__([0, 1])
     assert own.model.weigh(batch) == {"loss": 2.0 * 31}

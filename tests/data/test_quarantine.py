@@ -191,8 +191,8 @@ def test_a_micro_batch_that_lost_all_its_samples_borrows_one(workers):
     loader = Loader(Split(bad=BAD), collate, workers=workers, max_bad_samples=3)
     whole, part, none = loader([Request([1, 2]), Request([2, 3]), Request([3, 4])])
     assert not isinstance(whole, PartialBatch)
-    assert (part.kept, part.bad) == ([2], [BadSample(3, "file 3", "OSError: broken pipe")])
-    assert (none.kept, [sample.position for sample in none.bad]) == ([], [3, 4])
+    assert (part.kept_indices, part.bad) == ([2], [BadSample(3, "file 3", "OSError: broken pipe")])
+    assert (none.kept_indices, [sample.position for sample in none.bad]) == ([], [3, 4])
     assert torch.equal(none.batch["pixel_values"][0], Split()[5]["pixel_values"])
 
 
@@ -303,7 +303,7 @@ def test_labels_that_no_class_has_are_named(kind, labels, message):
     with pytest.raises(SampleError, match=message):
         list(loader(requests))
     (batch,) = Loader(split, collate, num_classes=5, max_bad_samples=1)(requests)
-    assert len(batch.kept) == 2
+    assert len(batch.kept_indices) == 2
     assert "label" in batch.bad[0].reason
 
 

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from helpers.problems import Problem as Samples
 from helpers.problems import collate, host_sum, make_model, make_samples
 from helpers.rounding import EPS
-from trainer.contract import Data, Model
+from trainer.contract import Data, Model, Packable, capability
 from trainer.engine.cut import cut_at, cut_batch, data_parallel_rank
 from trainer.engine.order import batch_indices, derive_seed
 from trainer.engine.step import Stepper
@@ -120,7 +120,10 @@ def plain_run(case: Case) -> dict[str, Any]:
             if not piece:
                 continue
             torch.manual_seed(derive_seed(0, epoch, step, number))
-            batch = case.model.packed(collate([samples[index] for index in piece]))  # dropout is drawn for its tokens
+            collated = collate([samples[index] for index in piece])
+            batch = capability(case.model, Packable).packed(collated)  # dropout is drawn for its tokens
+                collate([samples[index] for index in piece])
+            )  # dropout is drawn for its tokens
             loss = plain_loss(module, batch, precision) / len(indices)
             loss.backward()
             total += loss.item()

@@ -310,7 +310,11 @@ class Forgetful(TiedModel):
 @pytest.mark.parametrize(
     ("model", "changes", "message"),
     [
-        (lambda f: TiedModel(f, classes=6, new=()), {}, r"head\.weight in .* is \(2, 10\), but .* is \(6, 10\)"),
+        (
+            lambda f: TiedModel(f, classes=6, new=()),
+            {},
+            r"head\.weight in .* has shape \(2, 10\), but .* has \(6, 10\)",
+        ),
         (lambda f: TiedModel(f, new=("head.weight",)), {"x": torch.ones(1)}, r"names x, which the module does not"),
         (lambda f: TiedModel(f), {"output.weight": torch.ones(10, 4)}, r"embedding\.weight and output\.weight are one"),
         (lambda f: MetaBuffer(f), {}, r"late are still on meta"),
