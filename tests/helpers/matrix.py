@@ -122,8 +122,6 @@ def plain_run(case: Case) -> dict[str, Any]:
             torch.manual_seed(derive_seed(0, epoch, step, number))
             collated = collate([samples[index] for index in piece])
             batch = capability(case.model, Packable).packed(collated)  # dropout is drawn for its tokens
-                collate([samples[index] for index in piece])
-            )  # dropout is drawn for its tokens
             loss = plain_loss(module, batch, precision) / len(indices)
             loss.backward()
             total += loss.item()

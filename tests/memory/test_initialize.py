@@ -313,7 +313,7 @@ class Forgetful(TiedModel):
         (
             lambda f: TiedModel(f, classes=6, new=()),
             {},
-            r"head\.weight in .* has shape \(2, 10\), but .* has \(6, 10\)",
+            r"head\.weight in .* has shape \(2, 10\), but .*\(6, 10\)",
         ),
         (lambda f: TiedModel(f, new=("head.weight",)), {"x": torch.ones(1)}, r"names x, which the module does not"),
         (lambda f: TiedModel(f), {"output.weight": torch.ones(10, 4)}, r"embedding\.weight and output\.weight are one"),
