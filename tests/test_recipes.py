@@ -71,7 +71,7 @@ def test_a_packaged_recipe_trains_evaluates_and_predicts(name, sample_data, tmp_
     more.mkdir()
     assert run(["fit", name, "--max_steps", "2", "--run.dir", str(run_dir), *flags(name, sample_data, more)]) == 0
     said = capsys.readouterr().err
-    assert name != "distilbert_imdb" or "padding: none, the model computes on the tokens that are there" in said
+    assert name != "distilbert_imdb" or "padding: none, the model computes on real tokens only" in said
     summary = json.loads((run_dir / "summary.json").read_text())
     assert (summary["status"], summary["steps"]) == ("finished", 2)
     recipe, source = load_recipe(str(run_dir / "recipe.yaml"))

@@ -183,5 +183,5 @@ def test_gradients_are_synchronised_on_the_last_micro_step_only(sync_always, ran
 def test_a_branch_that_is_not_declared_stops_the_run_before_a_wrong_update(ranks):
     # The first step takes the branch on both ranks, the third does not; DDP would notice a step too late.
     problem = Problem("undeclared", 24, 8, 4, steps=12)
-    with pytest.raises(AssertionError, match="set `conditional = True` in the model's class"):
+    with pytest.raises(AssertionError, match="set `conditional = True` in the model class"):
         ranks(2).run(engine_run, problem, 2)

@@ -130,7 +130,7 @@ def test_a_rank_that_is_missing_skips_the_step():
     assert totals.must_skip(whole) == 0
     assert totals.must_skip(whole - torch.tensor([0, 0, 1.0])) == 1
     assert totals.must_skip(whole * torch.tensor([math.nan, 1, 1])) == 1
-    with pytest.raises(RuntimeError, match="did not all come"):
+    with pytest.raises(RuntimeError, match="not all ranks reached the end of the step"):
         totals.read(whole - torch.tensor([0, 0, 1.0]))
 
 

@@ -144,5 +144,5 @@ def test_what_cannot_be_is_refused():
     with pytest.raises(RecipeError, match=r"model\.drop_path=0\.1 has no effect with model\.layers=1"):
         VisionTransformer("custom", layers=1, drop_path=0.1, **shape)
     loader = Loader([(torch.ones(2), 1)], Data().collate, seeded=True)
-    with pytest.raises(RecipeError, match=r"the model draws by batch\['seeds'\], which a list cannot take"):
+    with pytest.raises(RecipeError, match=r"the model draws by batch\['seeds'\], but the batch is a list"):
         list(loader([Request([0], [1])]))

@@ -10,8 +10,8 @@ from helpers.prepared import prepared
 from PIL import Image
 from transformers import AutoModelForImageClassification
 
-from trainer import Recipe
 from trainer.checkpoint.export import load_model, save_model
+from trainer.contract import prepare_data
 from trainer.data import ImageFolder
 from trainer.errors import RecipeError
 from trainer.models import ImageClassifier
@@ -94,8 +94,7 @@ def test_size_and_normalisation_that_the_data_leaves_open_are_the_models(tmp_pat
     data = ImageFolder(str(tmp_path / "photos"), cache_dir=str(tmp_path / "cache"))
     plain = dataclasses.replace(data, image_size=16, normalize="imagenet")
     for one in (data, plain):
-        Recipe(model=model, data=one, batch_size=2)
-        prepared(one)
+        prepare_data(one, model, None)
     assert (data.image_size, plain.image_size) == (32, 16)
     pixels = data.train[0]["pixel_values"]
     torch.testing.assert_close(pixels[:, 0, 0], torch.tensor([(1 - 0.5) / 0.2, -0.4 / 0.2, -0.3 / 0.1]))

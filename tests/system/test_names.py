@@ -154,7 +154,7 @@ def progress(folder):
 
 
 def a_supervised_run(folder):
-    announce(SimpleNamespace(run_dir=NAME, words=list))
+    announce(SimpleNamespace(run_dir=NAME, argv=list))
     journal = Journal(folder / NAME, [])  # there is no such folder
     journal.close("failed")
 
