@@ -228,7 +228,7 @@ recipe = load_recipe("vit_digits")[0].replace(data=Own())
         ("self.test = []", 2, "the test set is empty: leave Own.test at None"),
         ("self.class_names = ['one']", 2, "Own has 1 class_names for num_classes=10"),
         ("raise KeyError('mine')", 1, "preparing model and data: KeyError: 'mine'"),
-        ("raise type('Odd', (Exception,), {'__str__': lambda self: 1 / 0})", 1, "Odd: its text cannot be made"),
+        ("raise type('Odd', (Exception,), {'__str__': lambda self: 1 / 0})", 1, "Odd: its message cannot be created"),
     ],
 )
 def test_a_dataset_that_prepares_nonsense_is_named_before_training(tmp_path, capfd, line, code, message):
