@@ -99,7 +99,8 @@ def model_of(name: str, starts_on_meta: bool = False) -> Model:
     if name in FAMILIES:
         return language_model(name)
     model = make_model(name)
-    return replace(model, weights=weights_of(name)) if starts_on_meta and hasattr(model, "weights") else model  # type: ignore[type-var]
+    has_weights = "weights" in {one.name for one in fields(model)}  # type: ignore[arg-type]
+    return replace(model, weights=weights_of(name)) if starts_on_meta and has_weights else model  # type: ignore[type-var]
 
 
 @lru_cache
