@@ -16,6 +16,7 @@ from datetime import datetime, timezone
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from trainer.contract import as_samples
 from trainer.report.summary import versions
 from trainer.system.machine import cores
 
@@ -119,7 +120,7 @@ class Picked:
 
     def __init__(self, split: Any, indices: Sequence[int]) -> None:
         self.split, self.indices = split, list(indices)
-        if hasattr(split, "lengths"):
+        if as_samples(split).lengths is not None:
             self.lengths = [int(split.lengths[index]) for index in self.indices]
 
     def __len__(self) -> int:

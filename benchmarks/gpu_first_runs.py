@@ -54,10 +54,11 @@ def theirs(recipe: Recipe) -> None:
     from contenders import Job, transformers_trainer
     from torch.optim import AdamW
 
+    from trainer.contract import Preparable, capability, prepare_data
     from trainer.engine.data_feed import fill_from_data
 
-    data, text = recipe.data, hasattr(recipe.model, "tokenizer_or_none")
-    data.prepare(recipe.model.tokenizer_or_none() if text else None)  # type: ignore[attr-defined]
+    data = recipe.data
+    prepare_data(data, recipe.model, capability(recipe.model, Preparable).tokenizer_or_none())
     recipe = recipe.replace(model=fill_from_data(recipe.model, data))
     on_gpu, micro = torch.cuda.is_available(), recipe.memory.micro_batch_size
     assert isinstance(micro, int)

@@ -55,7 +55,7 @@ def usual(split: Any, augment: str) -> Callable[[Request], Any]:
     transform = v2.Compose([v2.Resize(SIZE, antialias=True), v2.CenterCrop(SIZE), *drawn, *scaled])
 
     def sample(index: int) -> dict[str, Any]:
-        if hasattr(split, "samples"):
+        if split.samples is not None:
             path, label = split.samples[index]
             with Image.open(path) as image:
                 return {"pixel_values": transform(F.pil_to_tensor(image.convert("RGB"))), "labels": label}
