@@ -84,7 +84,7 @@ def full_disk(trial: Trial) -> None:
         disk.no_more_files()
     trial.outcome.what = f"no {'bytes' if bytes_are_missing else 'inodes'} left from step {step} on"
     trial.ended(run, limit=2 * EVERY * 0.2 + 15)
-    trial.names(run, r"no space for the checkpoint of step \d+: .* bytes are missing|No space left on device")
+    trial.names(run, r"no space for the checkpoint of step \d+: .* lacks [\d,]+ bytes|No space left on device")
     disk.make_room()
     trial.finish()
 

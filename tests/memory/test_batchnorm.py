@@ -132,5 +132,5 @@ def test_batchnorm_over_ranks_is_refused_at_the_start_where_there_is_a_group(str
 
 @pytest.mark.parametrize("strategy", ["dp", "async"])
 def test_strategies_with_other_gradients_are_refused_by_name(strategy):
-    with pytest.raises(RecipeError, match=rf"^memory\.strategy={strategy} is refused: [^\n]*use ddp"):
+    with pytest.raises(RecipeError, match=rf"^memory\.strategy={strategy} is not supported: [^\n]*use ddp"):
         Memory(strategy=strategy)
