@@ -69,7 +69,7 @@ def models(data: Path, folder: Path) -> dict[str, list[str]]:
         ],
         "lm_bytes": [*lm, "--model.config", sizes],
         "language model in NF4": [
-            *(*lm, "--model.name", f"{folder}/lm", "--model.config", "null", "--model.weights", f"{folder}/lm"),
+            *(*lm, "--model.name", f"{folder}/lm", "--model.config", "{}", "--model.weights", f"{folder}/lm"),
             *("--model.lora.rank", "4", "--model.lora.base", "nf4"),
         ],
     }
@@ -123,8 +123,8 @@ def compare(
                 kept[name] = train(before, first, [*flags, *more])
             wanted = kept[name]
             found = train(now, folder / "now" / name, [*flags, *more])
-            row = {"case": name, "same": found == wanted, "losses": len(wanted.get("curve", ())), "resumed": None}
-            row |= {"error": found["error"]} if "error" in found else {}  # the same for both: a rejected combination
+            row = {"case": name, "same": found == wanted and "error" not in found, "losses": len(wanted.get("curve", ())), "resumed": None}
+            row |= {"error": found["error"]} if "error" in found else {}
             checkpoints = sorted(first.glob(f"checkpoints/*{HALF}"))
             if checkpoints:
                 resume = ["--run.resume", str(checkpoints[0])]
