@@ -123,7 +123,8 @@ def compare(
                 kept[name] = train(before, first, [*flags, *more])
             wanted = kept[name]
             found = train(now, folder / "now" / name, [*flags, *more])
-            row = {"case": name, "same": found == wanted and "error" not in found, "losses": len(wanted.get("curve", ())), "resumed": None}
+            same = found == wanted and "error" not in found
+            row = {"case": name, "same": same, "losses": len(wanted.get("curve", ())), "resumed": None}
             row |= {"error": found["error"]} if "error" in found else {}
             checkpoints = sorted(first.glob(f"checkpoints/*{HALF}"))
             if checkpoints:
