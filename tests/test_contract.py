@@ -26,6 +26,7 @@ from trainer.contract import (
 from trainer.data import Digits, Mixture
 from trainer.data.fingerprint import split_fingerprint
 from trainer.engine.data_feed import make_windows
+from trainer.errors import RecipeError
 from trainer.models import MLP, VisionTransformer
 
 
@@ -237,3 +238,8 @@ def test_every_dataset_of_a_mixture_knows_the_model():
     prepare_data(mixture, model, None)
     assert all(data._model is model for data in mixture.datasets)
     assert mixture.train.labels == mixture.datasets[0].train.labels.tolist() * 2
+
+
+def test_a_batch_that_is_a_tensor_has_no_labels_to_weigh():
+    with pytest.raises(RecipeError, match=r"has no weigh\(\), and its micro-batches have no tensor 'labels'"):
+        Plain().weigh(torch.ones(3))

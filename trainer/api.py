@@ -68,7 +68,7 @@ class FinishedRun:
     @property
     def metrics(self) -> dict[str, dict[str, float | None]]:
         """The final metrics by split: ``{"test": {"accuracy": 0 to 1, "loss": ...}}``."""
-        return {split: dict(figures) for split, figures in self.summary.metrics.items()}
+        return {split: dict(metrics) for split, metrics in self.summary.metrics.items()}
 
     @cached_property
     def model(self) -> nn.Module:

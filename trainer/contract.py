@@ -81,7 +81,7 @@ class Model(OptionalAttributes):
     def weigh(self, batch: Any) -> dict[str, float]:
         """Return the weight of every loss of a micro-batch, from its copy on the host, before any forward. The default
         counts the ``batch["labels"]`` that are not -100: samples of a classifier, tokens of a language model."""
-        if "mixed_labels" in batch and capability(self, DrawnInputs).mixes:
+        if isinstance(self, DrawnInputs) and self.mixes and "mixed_labels" in batch:
             return mixed_sample_weights(batch, self.weigh)
         try:
             labels = batch["labels"]

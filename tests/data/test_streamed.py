@@ -76,7 +76,7 @@ def test_few_row_groups_are_in_memory_and_a_shuffled_epoch_decodes_each_once(rea
         assert sum(map(len, reader._tables.values())) <= 2 * 30 + 3 * 16
     assert seen == Counter(range(120))
     assert reader.decoded == 9
-    reader = ShardReader(reader.shards, ["label"], most_rows=20)
+    reader = ShardReader(reader.shards, ["label"], max_rows=20)
     for index in (0, 16, 32, 40, 0):
         assert reader.row(index) == (CLASSES[index % len(CLASSES)],)
     assert reader.decoded == 5

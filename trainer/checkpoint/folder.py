@@ -87,18 +87,18 @@ class CheckpointFolder:
 
         A checkpoint with an unreadable manifest is kept, for the user to inspect. Ties go to the first.
         """
-        figures: dict[Path, Mapping[str, float] | None] = {}  # metrics by checkpoint, newest first
+        metrics: dict[Path, Mapping[str, float] | None] = {}  # metrics by checkpoint, newest first
         for path in self.newest_first():
             with suppress(CorruptCheckpointError):
-                figures[path] = read_manifest(path).figures
-        rated = {path: found for path, found in figures.items() if found}
-        newest = list(figures)[:keep_last]
+                metrics[path] = read_manifest(path).figures
+        rated = {path: found for path, found in metrics.items() if found}
+        newest = list(metrics)[:keep_last]
         best = sorted(rated, key=lambda path: (-score(rated[path]), path.name))
         kept = {*newest, *best[:keep_best]}
         if keep_best:  # a run that resumes from one of the newest needs the best checkpoint up to that step
             kept |= {next((path for path in best if path.name <= at.name), at) for at in newest}
         left = self._remove_all(self._hidden("gone"), remove)  # the disk may have recovered
-        return left + self._remove_all(sorted(figures.keys() - kept), self.remove)
+        return left + self._remove_all(sorted(metrics.keys() - kept), self.remove)
 
     def remove(self, path: Path) -> None:
         """Rename a checkpoint, then delete it, so no half-deleted one is used; of a link, delete only the link."""

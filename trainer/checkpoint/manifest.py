@@ -117,7 +117,7 @@ def _is_count(value: Any) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 2**63
 
 
-def _is_figure(value: Any) -> bool:
+def _is_metric_value(value: Any) -> bool:
     return (isinstance(value, float) and math.isfinite(value)) or _is_count(value)
 
 
@@ -143,7 +143,7 @@ FIELDS: Mapping[str, Callable[[Any], bool]] = {
     "recipe": lambda value: isinstance(value, dict),
     "tokenizer": _or_none(_is_text),
     "versions": _maps_to(_or_none(_is_text)),
-    "figures": _or_none(_maps_to(_is_figure)),
+    "figures": _or_none(_maps_to(_is_metric_value)),
     "files": lambda value: _maps_to(_is_entry)(value) and all(Path(name).name == name for name in value),
     "format": lambda value: value == FORMAT and _is_count(value),
     "data_files": _maps_to(_is_text),

@@ -71,7 +71,7 @@ class ImageTransform:
         more = {name: value for name, value in more.items() if value}
         self.settings = (self.size, list(mean), list(std), augment, *([more] if more else []))
         self.augmented = augment != "none" or bool(more.keys() - {"mirror"})
-        self.mean, self.std = (torch.tensor(figures)[:, None, None] for figures in (mean, std))
+        self.mean, self.std = (torch.tensor(values)[:, None, None] for values in (mean, std))
         self.crop = None
         if random_resized_crop is not None:
             self.crop = v2.RandomResizedCrop(self.size, (random_resized_crop, 1.0), antialias=True)

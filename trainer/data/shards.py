@@ -83,10 +83,10 @@ def _unreadable(place: str, error: BaseException) -> RecipeError:
 
 
 class ShardReader:
-    """Reads ``columns`` by row number over all shards. Keeps row groups of up to ``most_rows`` rows, and the last."""
+    """Reads ``columns`` by row number over all shards. Keeps row groups of up to ``max_rows`` rows, and the last."""
 
-    def __init__(self, shards: Sequence[Shard], columns: Sequence[str], most_rows: int) -> None:
-        self.shards, self.columns, self.most_rows, self.decoded = shards, columns, most_rows, 0
+    def __init__(self, shards: Sequence[Shard], columns: Sequence[str], max_rows: int) -> None:
+        self.shards, self.columns, self.max_rows, self.decoded = shards, columns, max_rows, 0
         self._tables: OrderedDict[int, pa.Table] = OrderedDict()
         self._files: OrderedDict[str, pq.ParquetFile] = OrderedDict()
         self.places = [(shard, group) for shard, found in enumerate(shards) for group, _ in found.groups]
@@ -118,7 +118,7 @@ class ShardReader:
         if number not in self._tables:
             self._tables[number] = table = self._decode(number)
             rows = sum(map(len, self._tables.values()))
-            while rows > self.most_rows + len(table):
+            while rows > self.max_rows + len(table):
                 rows -= len(self._tables.popitem(last=False)[1])
         self._tables.move_to_end(number)
         return self._tables[number]

@@ -121,7 +121,7 @@ def cost_of(trace: Trace, target: Target, cluster: Cluster, network: Interconnec
 
 def step_cost(trace: Trace, gpu: GPU, seconds: Seconds) -> StepCost:
     """Return the time of the last step of ``trace``; micro-steps that were not traced count as the middle one."""
-    return StepCost(*(1e3 * figure for figure in extrapolate_step(trace, lambda work: _figures(work, gpu, seconds))))
+    return StepCost(*(1e3 * time for time in extrapolate_step(trace, lambda work: _times(work, gpu, seconds))))
 
 
 def peak_seconds(trace: Trace, gpu: GPU) -> float:
@@ -144,7 +144,7 @@ def extrapolate_step(trace: Trace, measure: Callable[[Sequence[Operation]], list
     return [a + more * (b - a) for a, b in zip(once, twice, strict=True)]
 
 
-def _figures(work: Sequence[Operation], gpu: GPU, seconds: Seconds) -> list[float]:
+def _times(work: Sequence[Operation], gpu: GPU, seconds: Seconds) -> list[float]:
     """Return the fields of :class:`StepCost` in seconds."""
     clocks = ResourceClocks(gpu, seconds)
     step = alone = clocks.run(work)

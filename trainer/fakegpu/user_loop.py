@@ -241,8 +241,8 @@ class UserLoopTracer(Tracer):
         self._metered = len(events)
         allocated, reserved = (meter.allocated, meter.peak_allocated), (meter.reserved, meter.peak_reserved)
         found: dict[str, int] = defaultdict(int, num_ooms=0, num_alloc_retries=0)
-        for kind, figures in {"allocated": allocated, "active": allocated, "reserved": reserved}.items():
-            found[f"{kind}_bytes.all.current"], found[f"{kind}_bytes.all.peak"] = figures
+        for kind, values in {"allocated": allocated, "active": allocated, "reserved": reserved}.items():
+            found[f"{kind}_bytes.all.current"], found[f"{kind}_bytes.all.peak"] = values
         return found
 
     def _reset_peaks(self, device: Any = None) -> None:
@@ -283,14 +283,14 @@ class FakeGPU:
         tracer = self._tracer
         seen = len(tracer.trace.events), tracer.steps, len(tracer.trace.notes)
         if self._found[0] != seen:
-            self._found = seen, self._figures()
+            self._found = seen, self._statistics()
         found = self._found[1]
         if name in ("fits", "retries"):  # these depend on the capacity
             retries = retries_within(tracer.trace, self.capacity, tracer.settings, found["memory"])
             return retries if name == "retries" else retries is not None
         return found[name]
 
-    def _figures(self) -> dict[str, Any]:
+    def _statistics(self) -> dict[str, Any]:
         tracer = self._tracer
         tracer.mark_batches()
         target, trace, step_ms = tracer.target, tracer.trace, None

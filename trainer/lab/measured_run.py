@@ -137,7 +137,7 @@ def run_trial(
     status, reason = _outcome(code, text, seconds)
     plan = next((line.removeprefix("plan: ") for line in text.splitlines() if line.startswith("plan: ")), None)
     repeated = [sys.executable, *(entry or ("-m", "trainer")), *words]
-    return Trial(status, reason and redact(reason), repeated, wall, plan, **_figures(run_dir))
+    return Trial(status, reason and redact(reason), repeated, wall, plan, **_measurements(run_dir))
 
 
 def _opened(log: Path) -> TextIO:
@@ -190,18 +190,18 @@ def _outcome(code: int | str | None, text: str, seconds: float | None) -> tuple[
     return "failed", reason or f"exit code {code}"
 
 
-def _figures(run_dir: Path) -> dict[str, Any]:
-    figures: dict[str, Any] = {}
+def _measurements(run_dir: Path) -> dict[str, Any]:
+    found: dict[str, Any] = {}
     if (run_dir / "summary.json").is_file():
         summary = json.loads((run_dir / "summary.json").read_text())
-        figures = {"memory": summary["memory"], "steps": summary["steps"]}
+        found = {"memory": summary["memory"], "steps": summary["steps"]}
     if (run_dir / "metrics.csv").is_file():
         with open(run_dir / "metrics.csv", newline="") as file:
             rows = [row for row in csv.DictReader(file) if row.get("loss")]
-        figures["losses"] = [float(row["loss"]) for row in rows]
-        size = summary["batch_size"] if figures.get("memory") else 0
+        found["losses"] = [float(row["loss"]) for row in rows]
+        size = summary["batch_size"] if found.get("memory") else 0
         so_far = [float(row["samples_per_second"]) for row in rows]  # averages since the start, one per step
         if so_far and all(so_far) and size:
             first, last = size / so_far[0], size * len(so_far) / so_far[-1]
-            figures["samples_per_second"] = size * (len(so_far) - 1) / (last - first) if last > first else so_far[-1]
-    return figures
+            found["samples_per_second"] = size * (len(so_far) - 1) / (last - first) if last > first else so_far[-1]
+    return found

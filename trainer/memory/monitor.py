@@ -192,8 +192,7 @@ class MemoryMonitor(PhaseHooks):
             **dict(zip((*kinds, "host_peak_gb"), run, strict=True)),
             "host_idle_gb": idle,
             "phases": {
-                p: dict(zip((*kinds, "host_gb"), figures, strict=True))
-                for p, figures in zip(PHASES, phases, strict=True)
+                p: dict(zip((*kinds, "host_gb"), values, strict=True)) for p, values in zip(PHASES, phases, strict=True)
             },
             "host_phase_peaks": self.host.peaks,
             "ranks_measured": torch.distributed.get_world_size() if joined else 1,

@@ -22,7 +22,7 @@ STYLE, REPORT = FOLDER / "style.css", FOLDER / "report.html"
 MAX_ERRORS = 50  # max mistakes on the page; errors.csv has more
 
 PICTURES = {
-    "curves.png": "Loss, figures of the evaluations, and learning rate over steps",
+    "curves.png": "Loss, metrics of the evaluations, and learning rate over steps",
     "confusion.png": "What each class is taken for",
     "memory.png": "Memory by phase and over steps",
 }

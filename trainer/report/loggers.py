@@ -81,11 +81,11 @@ class CSVMetrics(Logger):
         self,
         path: Path,
         extra_columns: Sequence[str] = (),
-        figures: Sequence[str] = ("accuracy",),
+        metrics: Sequence[str] = ("accuracy",),
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.path = path
-        self.of_evaluations = tuple(f"{split}_{name}" for split in ("val", "test") for name in ("loss", *figures))
+        self.of_evaluations = tuple(f"{split}_{name}" for split in ("val", "test") for name in ("loss", *metrics))
         self.columns = (*TRAINING_COLUMNS, *self.of_evaluations, *extra_columns)
         self._clock, self._last_write = clock, clock()
         self._rows: list[dict[str, Any]] = []

@@ -67,8 +67,8 @@ def model_card(
             metric_type=metric,
             metric_value=float(value),
         )
-        for split, figures in trained.metrics.items()
-        for metric, value in figures.items()
+        for split, metrics in trained.metrics.items()
+        for metric, value in metrics.items()
         if value is not None and math.isfinite(value)
     ]
     header = ModelCardData(

@@ -155,12 +155,12 @@ def _mark(axes: Axes, best: int | None) -> None:
 
 def _draw_phases(axes: Axes, memory: Mapping[str, Any], kinds: Mapping[str, str]) -> None:
     first, *_ = kinds
-    phases = {name: figures for name, figures in memory.get("phases", {}).items() if figures[first] is not None}
+    phases = {name: values for name, values in memory.get("phases", {}).items() if values[first] is not None}
     width = 0.8 / len(kinds)
     for number, ((key, label), colour) in enumerate(zip(kinds.items(), (BLUE, ORANGE), strict=False)):
         at = np.arange(len(phases)) + (number - (len(kinds) - 1) / 2) * width
-        bars = axes.bar(at, [figures[key] for figures in phases.values()], width, color=colour, label=label)
-        axes.bar_label(bars, [format_bytes(figures[key] * GB) for figures in phases.values()], fontsize=10)
+        bars = axes.bar(at, [values[key] for values in phases.values()], width, color=colour, label=label)
+        axes.bar_label(bars, [format_bytes(values[key] * GB) for values in phases.values()], fontsize=10)
     axes.set_xticks(range(len(phases)), list(phases))
 
 

@@ -93,14 +93,14 @@ class Progress:
         """
         if not self._shown:
             return
-        figures = {"epoch": f"epoch {epoch}", "loss": f"loss {loss:.4f}", "lr": f"lr {lr:.1e}"}
+        parts = {"epoch": f"epoch {epoch}", "loss": f"loss {loss:.4f}", "lr": f"lr {lr:.1e}"}
         speeds = {f"speed {place}": text for place, text in enumerate(speed.describe())}
-        figures |= speeds | {"memory": f"memory {memory}"}
-        figures |= {"trouble": f"{skipped} skipped step{'s' if skipped > 1 else ''}"} if skipped else {}
+        parts |= speeds | {"memory": f"memory {memory}"}
+        parts |= {"trouble": f"{skipped} skipped step{'s' if skipped > 1 else ''}"} if skipped else {}
         self._count(
             step,
             f"step {step}/{self._total_steps}{self._left(step)}",
-            figures,
+            parts,
             ["memory", "lr", *reversed(speeds), "epoch"],
         )
 
@@ -113,13 +113,13 @@ class Progress:
         if self._bar is not None:
             self._bar.refresh()
 
-    def _count(self, done: int, counted: str, figures: Mapping[str, str], leave_out: Sequence[str] = ()) -> None:
+    def _count(self, done: int, counted: str, parts: Mapping[str, str], leave_out: Sequence[str] = ()) -> None:
         status_line.clear_status()
         if self._bar is not None:
-            self._bar.fields, self._bar.drop_order = figures, leave_out
+            self._bar.fields, self._bar.drop_order = parts, leave_out
             self._bar.update(done - self._bar.n)
         elif self._shown:
-            self._line(done, BETWEEN.join([counted, *figures.values()]))
+            self._line(done, BETWEEN.join([counted, *parts.values()]))
 
     def _left(self, step: int) -> str:
         seconds, taken, others = self._clock() - self._began, step - self._first_step, self._total_steps - step
@@ -128,8 +128,8 @@ class Progress:
 
     def evaluation(self, step: int, split: str, result: dict[str, float]) -> None:
         """Show the metrics of an evaluation of ``split`` (val, test) after ``step``, above the bar."""
-        figures = [f"{name} {_format_metric(name, value)}" for name, value in result.items()]
-        self.message(" · ".join([f"{split} after step {step}", *figures]))
+        parts = [f"{name} {_format_metric(name, value)}" for name, value in result.items()]
+        self.message(" · ".join([f"{split} after step {step}", *parts]))
 
     def message(self, text: str) -> None:
         """Show a line above the bar; also before ``start`` and after ``close``."""

@@ -116,11 +116,11 @@ def summary_rows(summary: Summary) -> list[tuple[str, str]]:
     """Return labels and values with units; the status and the metrics of the last evaluation come first."""
     skipped = f", {summary.skipped_steps:,} skipped" if summary.skipped_steps else ""
     ranks = f"{summary.world_size} rank{'s' * (summary.world_size > 1)}"
-    figures = [(split, *figure) for split, of_split in summary.metrics.items() for figure in of_split.items()]
+    values = [(split, *metric) for split, of_split in summary.metrics.items() for metric in of_split.items()]
     speed = Speed(*(getattr(summary, name) for name in Speed._fields))
     return [
         ("status", summary.status),
-        *((f"{split} {name}", _metric(name, value)) for split, name, value in figures),
+        *((f"{split} {name}", _metric(name, value)) for split, name, value in values),
         *([("model/", _kept(summary))] if summary.status == "finished" else []),
         ("steps", f"{summary.steps:,}{skipped}"),
         ("batch", f"{summary.batch_size:,} samples per step on {ranks}"),
@@ -173,7 +173,7 @@ def _predicted(memory: Mapping[str, Any]) -> list[tuple[str, str]]:
 def _by_phase(memory: Mapping[str, Any]) -> list[tuple[str, str]]:
     rows = []
     for kind in ("allocated", "reserved") if memory.get("reserved_gb") else ("host",):
-        found = [(name, figures[f"{kind}_gb"]) for name, figures in memory.get("phases", {}).items()]
+        found = [(name, values[f"{kind}_gb"]) for name, values in memory.get("phases", {}).items()]
         known = [f"{name} {format_bytes(value * GB)}" for name, value in found if value is not None]
         if known:
             rows.append(("by phase", f"{', '.join(known)} {kind}"))

@@ -43,23 +43,23 @@ class BestTracker(Listener):
         """Compare with the best so far; a value that is not finite is never better."""
         if not self.is_chosen:
             return
-        figures = result.metrics()
-        score = self.score_of(figures)
-        fix = f"use one of {', '.join(figures)}"
-        require(self.name in figures, f"run.best={self.name} is not a metric of this model: {fix}")
-        self.since, self.last = self.since + 1, figures[str(self.name)]
+        metrics = result.metrics()
+        score = self.score_of(metrics)
+        fix = f"use one of {', '.join(metrics)}"
+        require(self.name in metrics, f"run.best={self.name} is not a metric of this model: {fix}")
+        self.since, self.last = self.since + 1, metrics[str(self.name)]
         if score > self.score:
             self.score, self.step, self.since, self.result = score, counters.step, 0, result
 
-    def score_of(self, figures: Mapping[str, float]) -> float:
+    def score_of(self, metrics: Mapping[str, float]) -> float:
         """Return the score of an evaluation, higher is better; minus infinity if it or the loss is not finite, because
         NaN logits still have an accuracy. The default is accuracy, as in timm: the loss of an overconfident classifier
         rises while it still learns."""
-        name = self.name or ("accuracy" if "accuracy" in figures else "loss")
+        name = self.name or ("accuracy" if "accuracy" in metrics else "loss")
         if self.is_chosen:
             self.name = name
-        value = figures.get(name, math.nan)
-        if not math.isfinite(value) or not math.isfinite(figures.get("loss", math.nan)):
+        value = metrics.get(name, math.nan)
+        if not math.isfinite(value) or not math.isfinite(metrics.get("loss", math.nan)):
             return -math.inf
         return value if is_higher_better(name, self.own) else -value
 

@@ -135,8 +135,8 @@ class Checkpointer:
         """The model's finite metrics; ``None`` if it was not evaluated at this step, or its score is not finite."""
         if engine.last_result is None or engine.counters.evaluated_at != engine.steps:
             return None
-        figures = {name: value for name, value in engine.last_result.metrics().items() if math.isfinite(value)}
-        return figures if math.isfinite(self.best.score_of(figures)) else None
+        metrics = {name: value for name, value in engine.last_result.metrics().items() if math.isfinite(value)}
+        return metrics if math.isfinite(self.best.score_of(metrics)) else None
 
     def save(self, engine: Engine) -> None:
         """Copy the state to host memory and write it, in the background if ``checkpoint.asynchronous`` is set. RunError

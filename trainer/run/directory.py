@@ -166,9 +166,9 @@ def open_loggers(session: Session, resumed_at: int, run: str) -> list[Any]:
     config = {name: redact(str(part)) if dataclasses.is_dataclass(part) else part for name, part in parts.items()}
     task = recipe.model.task or "single_label"
     has_metrics = task == "language" or recipe.model.num_classes is not None
-    asked = [figure if isinstance(figure, str) else figure.name for figure in recipe.run.requested_metrics()]
-    figures = [name for name in dict.fromkeys((*TASK_METRICS[task if has_metrics else None], *asked)) if name != "loss"]
-    return make_loggers(recipe.run.logger, session.run_dir, config, extra, figures, resumed_at, recipe.run, run)
+    asked = [metric if isinstance(metric, str) else metric.name for metric in recipe.run.requested_metrics()]
+    metrics = [name for name in dict.fromkeys((*TASK_METRICS[task if has_metrics else None], *asked)) if name != "loss"]
+    return make_loggers(recipe.run.logger, session.run_dir, config, extra, metrics, resumed_at, recipe.run, run)
 
 
 def write_results(
@@ -210,8 +210,8 @@ def write_evaluation(folder: Path, result: EvaluationResult, data: Any) -> None:
 def report_text(result: EvaluationResult, data: Any) -> str:
     """Return the classification report, or the losses and metrics if the model does not classify."""
     if result.confusion is None:
-        figures = {**result.losses, **result.custom_metrics}
-        return "\n".join(f"{escaped(name)} {value:.6f}" for name, value in figures.items())
+        metrics = {**result.losses, **result.custom_metrics}
+        return "\n".join(f"{escaped(name)} {value:.6f}" for name, value in metrics.items())
     names = data.class_names
     return classification_report(result.confusion, None if names is None else [escaped(name) for name in names])
 

@@ -123,7 +123,7 @@ class LoggingListener(Listener):
 
     def on_step(self, counters: Counters, result: StepResult) -> None:
         speed = self.stopwatch.speed._asdict()
-        figures = {
+        metrics = {
             "epoch": counters.epoch,
             "loss": result.loss,
             "lr": result.lr,
@@ -131,12 +131,12 @@ class LoggingListener(Listener):
             **{name: round(value, 4) for name, value in speed.items() if value is not None},
         }
         if len(result.losses) > 1:
-            figures |= {f"loss_{name}": value for name, value in result.losses.items()}
-        self.log(figures, counters.step)
+            metrics |= {f"loss_{name}": value for name, value in result.losses.items()}
+        self.log(metrics, counters.step)
 
     def on_evaluation(self, counters: Counters, result: Any) -> None:
-        figures = {f"{self.split}_{name}": value for name, value in result.metrics().items()}
-        self.log({"epoch": counters.epoch, **figures}, counters.step)
+        metrics = {f"{self.split}_{name}": value for name, value in result.metrics().items()}
+        self.log({"epoch": counters.epoch, **metrics}, counters.step)
 
     def on_fit_end(self, counters: Counters) -> None:
         for logger in self.loggers:

@@ -253,8 +253,8 @@ class Training:
         if session.forecast is not None:
             memory |= session.forecast.compare(memory)
         final_split = "val" if recipe.data.test is None else "test"
-        figures = result.metrics() if result else {}
-        figures |= {"loss": figures.pop("loss")} if figures else {}  # loss last: users look for other metrics first
+        metrics = result.metrics() if result else {}
+        metrics |= {"loss": metrics.pop("loss")} if metrics else {}  # loss last: users look for other metrics first
         return Summary(
             status=status,
             steps=counters.step,
@@ -267,7 +267,7 @@ class Training:
             batch_size=min(cut.batch_size, parts.windows.size),
             micro_batch_size=cut.micro_batch_size,
             accumulate=recipe.accumulate if isinstance(recipe.accumulate, dict) else cut.accumulate,
-            metrics={final_split: figures} if result else {},
+            metrics={final_split: metrics} if result else {},
             best=self.best_weights_info,
             memory=memory,
             **parts.stopwatch.speed._asdict(),
@@ -317,8 +317,8 @@ class Training:
             result = on_test()
             if split == "val":
                 step = self.best_weights_info["step"] if self.best_weights_info else engine.counters.step
-                figures = {f"test_{name}": value for name, value in result.metrics().items()}
-                self.logging.log(figures, step)
+                metrics = {f"test_{name}": value for name, value in result.metrics().items()}
+                self.logging.log(metrics, step)
             return result
         if engine.last_result is None and engine.evaluation is not None:  # evaluated before the run was resumed
             return engine.evaluation()
