@@ -225,7 +225,7 @@ def test_the_text_holds_every_figure_with_its_unit_and_the_files(tmp_path):
     text = summary_text(broken, tmp_path)
     assert "unknown" in text
     assert "1.50 GB allocated, 2.00 GB reserved, 3.00 GB host peak" in text
-    assert "2.20 GB reserved, 200 MB (10.0 %) more than measured" in text
+    assert "2.20 GB reserved, measured 2.00 GB (+10.0 %)" in text
     assert "by phase" not in text
 
 

@@ -40,7 +40,7 @@ def plot_curves(metrics_csv: Path, target: Path, best: int | None = None) -> Non
         loss.plot(steps, _smooth(values), color=BLUE, linewidth=2, label="training, smoothed")
     _draw_evaluations(loss, curves, "loss", "{:.4f}")
     _mark(loss, best)
-    _finish(loss, "Loss", "mean loss per weighted item")
+    _finish(loss, "Loss", "loss per sample or token")
     for place, name in enumerate(names, start=1):
         share = name.endswith("accuracy")
         label, axes = name.replace("_", " "), figure.add_subplot(grid[place // 2, place % 2], sharex=loss)
@@ -216,7 +216,7 @@ def plot_lr_range_test(
     axes.set_xscale("log")
     start, least = smoothed[0], min(smoothed)
     axes.set_ylim(least - 0.3 * (start - least), start + 0.7 * (start - least))  # a diverging loss is off the picture
-    _finish(axes, "Loss while the learning rate grows", "mean loss per weighted item", x_label="learning rate")
+    _finish(axes, "Loss while the learning rate grows", "loss per sample or token", x_label="learning rate")
     _save(figure, target)
 
 

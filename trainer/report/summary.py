@@ -162,11 +162,11 @@ def _predicted(memory: Mapping[str, Any]) -> list[tuple[str, str]]:
     predicted, error = memory.get("predicted_reserved_gb"), memory.get("prediction_error")
     if predicted is None:
         return []
-    text = format_bytes(predicted * GB) + (" reserved" if memory.get("reserved_gb") else " of the host on top of idle")
+    text = format_bytes(predicted * GB) + (" reserved" if memory.get("reserved_gb") else " of host memory for training")
     if error is not None:
-        far = predicted - predicted / (1 + error)
-        share = f" ({abs(100 * error):.1f} %)" if abs(far) >= MIN_PEAK_DIFFERENCE else ""  # meaningless for small peaks
-        text += f", {format_bytes(abs(far) * GB)}{share} {'more' if far > 0 else 'less'} than measured"
+        measured = predicted / (1 + error)
+        is_large = abs(predicted - measured) >= MIN_PEAK_DIFFERENCE  # a share is meaningless for small peaks
+        text += f", measured {format_bytes(measured * GB)}" + (f" ({100 * error:+.1f} %)" if is_large else "")
     return [("predicted", text)]
 
 

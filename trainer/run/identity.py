@@ -64,8 +64,10 @@ class RunIdentity:
 
 def base_hashes(model: Model) -> dict[str, str]:
     """Return the sha256 of every file of ``model`` that checkpoints leave out, by file name."""
-    show_status("hashing the frozen weights")
-    return {path.name: hash_file(path) for path in capability(model, Streamable).base_files()}
+    files = capability(model, Streamable).base_files()
+    if files:
+        show_status("hashing the frozen weights")
+    return {path.name: hash_file(path) for path in files}
 
 
 def require_same_base(path: Path, manifest: Manifest, model: Model) -> None:

@@ -185,7 +185,7 @@ class RunPrediction:
         if found is None:
             late = "the prediction takes longer than usual and is shown at the end"
             return [f"predicted peak: unknown: {self.failure or late}"]
-        kind = " of host memory on top of the idle process" if self.device.name == "cpu" else " reserved"
+        kind = " of host memory for training" if self.device.name == "cpu" else " reserved"
         verdict = "DOES NOT FIT" if found.retries is None else "fits"
         near = " (barely)" if verdict == "fits" and found.reserved * (1 + BUDGET_MARGIN) > self.limit else ""
         near = f" (after {found.retries} retries of torch's allocator)" if found.retries else near
