@@ -214,7 +214,7 @@ def write_hashes(folder: Path) -> None:
 
 
 def verify_folder(folder: Path) -> str | None:
-    """Check all files that :func:`write_hashes` recorded; return why nothing could be checked, otherwise ``None``."""
+    """Raise ``RecipeError`` if a recorded file changed. Return why nothing was checked, or ``None``."""
     stated = folder / FILES
     if not stated.exists():
         return f"{folder} has no {FILES}: {UNCHECKED}"

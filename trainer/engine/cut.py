@@ -130,20 +130,20 @@ def _dealt(by_length: Sequence[int], count: int, max_samples: int, lengths: Sequ
 
 
 def _packs(
-    by_length: Sequence[int], budget: int, most: int, world_size: int, lengths: Sequence[int]
+    by_length: Sequence[int], budget: int, max_samples: int, world_size: int, lengths: Sequence[int]
 ) -> list[list[int]]:
     """Make as few packs of at most ``budget`` tokens and ``max_samples`` samples as best-fit decreasing finds.
 
     Their number is rounded up to a multiple of ``world_size``: filled evenly if all fit, else the fullest are halved.
     """
-    packs = _best_fit(by_length, budget, most, lengths)
+    packs = _best_fit(by_length, budget, max_samples, lengths)
     count = len(packs) + -len(packs) % world_size
-    even = _dealt(by_length, count, most, lengths)
+    even = _dealt(by_length, count, max_samples, lengths)
     if all(tokens_of(pack, lengths, True) <= budget for pack in even if len(pack) > 1):
         packs = even
     while len(packs) < count:
         fullest = max(range(len(packs)), key=lambda i: (len(packs[i]) > 1, tokens_of(packs[i], lengths, True)))
-        packs += _dealt(packs.pop(fullest), 2, most, lengths)
+        packs += _dealt(packs.pop(fullest), 2, max_samples, lengths)
     packs.sort(key=lambda pack: -tokens_of(pack, lengths, True))
     # The ranks compute the packs of one micro-step at the same time; these have similar sizes. Give the fullest of
     # them to the rank that has had the fewest tokens so far.
@@ -156,7 +156,7 @@ def _packs(
     return dealt
 
 
-def _best_fit(by_length: Sequence[int], budget: int, most: int, lengths: Sequence[int]) -> list[list[int]]:
+def _best_fit(by_length: Sequence[int], budget: int, max_samples: int, lengths: Sequence[int]) -> list[list[int]]:
     """Pack by best-fit decreasing (Johnson 1974); a sample longer than ``budget`` gets its own pack."""
     packs: list[list[int]] = []
     with_room: dict[int, list[int]] = {}  # from a number of tokens to the packs with room for exactly that many
@@ -173,7 +173,7 @@ def _best_fit(by_length: Sequence[int], budget: int, most: int, lengths: Sequenc
                 del with_room[room], rooms[place]
         packs[number].append(index)
         left = room - lengths[index]
-        if left > 0 and len(packs[number]) < most:
+        if left > 0 and len(packs[number]) < max_samples:
             if left not in with_room:
                 insort(rooms, left)
             with_room.setdefault(left, []).append(number)

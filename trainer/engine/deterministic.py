@@ -261,7 +261,7 @@ def reproducible_norm(parts: Sequence[Tensor], elements: int, device: torch.devi
 
     Squares are rounded 2 b bits below the square of the largest element. With N elements, the relative error is at most
     N 2^(-2 b). b is 36 on a CPU and 30 on a GPU (62 - log2 N from 2^26 and 2^32 elements on): at most 1e-15 for a
-    million elements on a CPU, and 1e-9 for a billion on a GPU. With ``reduce`` other ranks hold other ``elements``.
+    million elements on a CPU, and 1e-9 for a billion on a GPU. With ``reduce``, each rank has a part of them.
     """
     parts = [part for part in parts if part.numel()]
     largest = torch.zeros((), dtype=torch.float64, device=device)

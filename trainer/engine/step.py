@@ -106,9 +106,8 @@ class Stepper(Forward):
         """
         is_fused = type(self.optimizer) in (Adam, AdamW) and all(g["fused"] for g in self.optimizer.param_groups)
         is_here = all(p.device.type == self.device.type for p in self.parameters)
-        return (
-            (is_fused or self.sync.updates_in_backward) and is_here and self.scaler is None and self.batchnorm is None
-        )
+        skips = is_fused or self.sync.updates_in_backward
+        return skips and is_here and self.scaler is None and self.batchnorm is None
 
     @property
     def scaler(self) -> Any:

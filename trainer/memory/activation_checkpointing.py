@@ -2,7 +2,7 @@
 
 Uses the non-reentrant ``torch.utils.checkpoint``, which restores the random generators, so dropout draws the same
 masks. BatchNorm statistics change in the first pass only. A decoder's cache, which both passes would append to, is
-switched off or rejected. Only ``forward`` is replaced, so no parameter is renamed, and FSDP's hooks surround it.
+switched off or rejected. Only ``forward`` is replaced: parameters keep their names, and FSDP's hooks run around it.
 """
 
 from __future__ import annotations

@@ -90,9 +90,9 @@ def _has_fused_kernel(name: str, device: torch.device, parameters: Sequence[Tens
 class OptimizerInBackward(Optimizer):
     """Splits ``optimizer`` so that backward updates one parameter at a time and frees its gradient.
 
-    ``step`` does nothing. Groups and state are shared with ``optimizer``, so schedulers and checkpoints see no
-    difference. The result is the same if every backward is a step and nothing needs all gradients at once (no
-    accumulation, clipping or skipped steps). The update of a parameter must not read others. Drop ``optimizer`` then.
+    ``step`` does nothing. Groups and state are shared with ``optimizer``, which must not be used afterwards. The result
+    is the same if every backward is a step, nothing needs all gradients at once (no accumulation, clipping or skipped
+    steps), and the update of a parameter reads no other parameter.
     """
 
     def __init__(self, optimizer: Optimizer) -> None:

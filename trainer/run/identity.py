@@ -64,8 +64,7 @@ class RunIdentity:
 
 def base_hashes(model: Model) -> dict[str, str]:
     """Return the sha256 of every file of ``model`` that checkpoints leave out, by file name."""
-    files = capability(model, Streamable).base_files()
-    if files:
+    if files := capability(model, Streamable).base_files():
         show_status("hashing the frozen weights")
     return {path.name: hash_file(path) for path in files}
 
