@@ -196,8 +196,8 @@ KNOBS = (  # in the order in which to try them
         planned=True,
         noop_values=(False,),
         column="in backward",
-        note="memory.optimizer_in_backward: the run ends at a step that is not finite, and it cannot recover from running "
-        "out of memory: --memory.optimizer_in_backward false avoids both",
+        note="memory.optimizer_in_backward: the run ends at a step that is not finite, and it cannot recover from "
+        "running out of memory: --memory.optimizer_in_backward false avoids both",
         null=False,
         splits=False,
         one_by_one=True,
