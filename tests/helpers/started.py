@@ -115,7 +115,7 @@ def own_recipe(folder: Path, settings: str = "") -> Path:
 
 def listening_addresses(pids: Sequence[int]) -> list[str]:
     """Addresses and ports, as /proc writes them, at which processes wait for connections."""
-    sockets = {link for pid in pids for link in _links(Path(f"/proc/{pid}/fd"))}
+    sockets = {link for pid in pids for link in open_links(pid)}
     lines = [line.split() for table in ("tcp", "tcp6") for line in Path(f"/proc/net/{table}").read_text().splitlines()]
     return [fields[1] for fields in lines if fields[3] == LISTENING and f"socket:[{fields[9]}]" in sockets]
 
@@ -128,9 +128,10 @@ def _cpu_seconds(pid: int) -> float:
     return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
-def _links(folder: Path) -> list[str]:
+def open_links(pid: int) -> list[str]:
+    """What the open file descriptors of a process point to, without those that close meanwhile."""
     found = []
-    for path in folder.iterdir():
+    for path in Path(f"/proc/{pid}/fd").iterdir():
         with suppress(OSError):  # closed meanwhile
             found.append(os.readlink(path))
     return found

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 from helpers import LONG
 from helpers.ranks import free_port
-from helpers.started import FOREIGN
+from helpers.started import FOREIGN, open_links
 
 from trainer.launching import company
 
@@ -129,7 +129,7 @@ def test_what_another_user_or_nobody_listens_on_is_no_rank(start, monkeypatch):
 
 def connections(pid: int) -> int:
     """Connections to the abstract sockets of a process that it has not accepted."""
-    links = {os.readlink(path) for path in Path(f"/proc/{pid}/fd").iterdir()}
+    links = set(open_links(pid))
     rows = [line.split() for line in Path("/proc/net/unix").read_text().splitlines()[1:]]
     names = {
         row[7] for row in rows if len(row) > 7 and f"socket:[{row[6]}]" in links and row[7].startswith("@trainer-")

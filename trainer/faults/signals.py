@@ -65,8 +65,8 @@ class StopSignals:
     def __init__(self, first: bool = True, expected: Callable[[], bool] = lambda: False) -> None:
         self.first, self.expected = first, expected
         self.received: str | None = None
-        # True once everything is saved and all ranks are leaving. A SIGTERM is then the launcher's reaction to the
-        # first rank that left; it must not keep rank 0 from writing its results.
+        # True once everything is saved, or another rank has failed, and all ranks are leaving. A SIGTERM is then the
+        # launcher's reaction to the first rank that left. It must not keep this one from writing results or its reason.
         self.leaving = False
         self._pid = os.getpid()
         self._before: dict[int, Any] = {}

@@ -26,7 +26,7 @@ from trainer.engine.quarantine import BadSampleAt, Quarantine
 from trainer.engine.window import MicroBatch, Windows
 from trainer.errors import EvaluationInterruptedError, RecipeError, RunError, RunStoppedError
 from trainer.faults.signals import StopSignals, end_startup_watch
-from trainer.faults.watchdog import Watchdog
+from trainer.faults.watchdog import PeerError, Watchdog
 from trainer.launching.world import World
 from trainer.memory.monitor import MemoryMonitor
 from trainer.memory.oom import OutOfMemoryError, describe_oom, is_out_of_memory, sample_lengths, shapes_of
@@ -110,10 +110,10 @@ class Session:
         try:
             yield
         except BaseException as error:
-            if isinstance(error, RunStoppedError) and self.signals is not None:
-                self.signals.leaving = True
             raw = not isinstance(error, RunError) and is_out_of_memory(error)  # a RunError may only quote one
             explained = watchdog.root_error(self._out_of_memory(error) if raw else error)
+            if self.signals is not None and isinstance(explained, RunStoppedError | PeerError):
+                self.signals.leaving = True
             if explained is error:
                 raise
             raise explained from error
