@@ -19,6 +19,8 @@ from helpers.ranks import PICTURES, RankPool
 from helpers.samples import make_samples
 from hypothesis import HealthCheck, settings
 
+pytest_plugins = ["helpers.golden"]
+
 signal.signal(signal.SIGHUP, signal.SIG_DFL)  # under nohup the runs that are started would inherit that it is ignored
 
 settings.register_profile(
