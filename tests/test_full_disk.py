@@ -1,4 +1,4 @@
-"""A disk that is full or fails: one line with the folder or file, and what stays or the setting of another folder."""
+"""A full disk is an error of the environment: one line with the folder and the setting that chooses another one."""
 
 from __future__ import annotations
 
@@ -30,8 +30,6 @@ from trainer.system.files import errno_of, room_in
 
 FULL = os.strerror(errno.ENOSPC)
 ROWS = "review,label\na wonderful film,1\na dreadful film,0\n"
-SMALL = ["vit_digits", "--model.layers=1", "--model.width=8", "--model.mlp_width=8", "--data.test_fraction=0.97"]
-SMALL += ["--checkpoint.every=1", "--run.evaluate=false"]
 
 
 @pytest.fixture
@@ -124,46 +122,10 @@ def test_the_end_of_a_run_names_the_checkpoint_that_stays(tmp_path, monkeypatch,
         raise SafetensorError("Error while serializing: I/O error: No space left on device (os error 28)")
 
     monkeypatch.setattr(saving, "save_file", full)
-    assert run(["fit", *SMALL, "--max_steps=1", f"--run.dir={tmp_path / 'run'}"]) == 1
+    small = ["--model.layers=1", "--model.width=8", "--model.mlp_width=8", "--data.test_fraction=0.97"]
+    small += ["--checkpoint.every=1", "--run.evaluate=false", "--max_steps=1", f"--run.dir={tmp_path / 'run'}"]
+    assert run(["fit", "vit_digits", *small]) == 1
     (said,) = [line for line in capsys.readouterr().err.splitlines() if "error" in line]
     kept = tmp_path / "run" / "checkpoints" / "step-00000001"
     assert re.search(rf"model\.safetensors: .*{FULL}.*; older checkpoints stay, the newest is {kept}\. ", said)
     assert f"--run.dir {tmp_path / 'run'} --run.resume auto" in said
-
-
-@pytest.fixture(scope="module")
-def finished(tmp_path_factory):
-    run_dir = tmp_path_factory.mktemp("runs") / "run"
-    assert run(["fit", *SMALL, "--max_steps=1", f"--run.dir={run_dir}"]) == 0
-    return run_dir
-
-
-FSYNCS = ["recipe.yaml", "/run", "curves.png", "model.safetensors", "summary.json", ".run.lock"]
-CALLS = [("mkdir", "/checkpoints"), ("open", "/run/metrics.csv"), *(("fsync", ending) for ending in FSYNCS)]
-
-
-@pytest.mark.parametrize(("call", "ending"), CALLS)
-def test_a_failing_disk_is_named_and_what_stays(finished, tmp_path, monkeypatch, call, ending, capsys):
-    """Every fsync (or open, or mkdir) of a path with this ending fails."""
-    original, number = getattr(os, call), errno.EIO if call == "fsync" else errno.EDQUOT
-
-    def broken(target, *args, **kwargs):
-        path = os.readlink(f"/proc/self/fd/{target}") if isinstance(target, int) else str(target)
-        if path.endswith(ending) or f"/.{ending}." in path:
-            raise OSError(number, os.strerror(number), *([] if call == "fsync" else [path]))
-        return original(target, *args, **kwargs)
-
-    run_dir, is_new = tmp_path / "run", ending == "/checkpoints"
-    if not is_new:
-        shutil.copytree(finished, run_dir)
-    more = [] if is_new else ["--run.resume=auto", '--run.allow_change=["max_steps"]']
-    monkeypatch.setattr(os, call, broken)
-    assert run(["fit", *SMALL, "--max_steps=2", f"--run.dir={run_dir}", *more]) == 1
-    said = capsys.readouterr().err
-    assert "Traceback" not in said
-    (error,) = [line for line in said.splitlines() if "error" in line]
-    assert error.startswith("trainer: error: ")
-    assert os.strerror(number) in error
-    assert f"{run_dir}" in error
-    assert ("no checkpoint was saved before" if is_new else "lder checkpoints stay") in error
-    assert is_new or (run_dir / "checkpoints" / "step-00000001" / "manifest.json").is_file()

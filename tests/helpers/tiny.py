@@ -66,23 +66,11 @@ class Normalised(OneHead):
 
 
 def recipe_of(name: str, memory: Memory | None = None, optim: Optim | None = None, **settings: Any) -> Recipe:
-    """A recipe of the tiny model ``name``, prepared.
-
-    Args:
-        name: one of ``MODELS``.
-        memory: the wishes.
-        optim: AdamW by default.
-        settings: others of the recipe.
-    """
-    memory, optim = memory or Memory(), optim or Optim("adamw")
-    recipe = Recipe(
-        model=model_of(name, memory.init == "meta"),
-        data=InMemory(samples=samples_of(name)),
-        optim=optim,
-        memory=memory,
-        **{"batch_size": 12, "epochs": 2, **settings},
-    )
-    return prepare_recipe(recipe)
+    """A recipe of the tiny model ``name``, prepared; its optimizer is AdamW by default."""
+    memory = memory or Memory()
+    parts = {"model": model_of(name, memory.init == "meta"), "data": InMemory(samples=samples_of(name))}
+    parts |= {"optim": optim or Optim("adamw"), "memory": memory, "batch_size": 12, "epochs": 2}
+    return prepare_recipe(Recipe(**parts | settings))
 
 
 def model_of(name: str, starts_on_meta: bool = False) -> Model:

@@ -56,12 +56,11 @@ def pods():
     """Every pod of the manifests by its name: its spec, and the container that trains."""
     job = of_kind("TrainJob")["spec"]
     patch = job["runtimePatches"][0]["trainingRuntimeSpec"]["template"]["spec"]["replicatedJobs"][0]
-    spec = patch["template"]["spec"]["template"]["spec"]
-    found = {"TrainJob": (spec, spec["containers"][0] | job["trainer"])}
+    specs = {"TrainJob": patch["template"]["spec"]["template"]["spec"]}
     for name, replica in of_kind("PyTorchJob")["spec"]["pytorchReplicaSpecs"].items():
-        spec = replica["template"]["spec"]
-        found[name] = (spec, spec["containers"][0])
-    return found
+        specs[name] = replica["template"]["spec"]
+    own = {"TrainJob": job["trainer"]}
+    return {name: (spec, spec["containers"][0] | own.get(name, {})) for name, spec in specs.items()}
 
 
 @pytest.mark.parametrize(("name", "document"), DOCUMENTS, ids=IDS)
@@ -148,14 +147,14 @@ class Pods:
     def text(self):
         return "\n".join(output.read_text() for output in self.outputs)
 
-    def wait_for(self, text, seconds=LONG):
-        until = time.monotonic() + seconds
+    def wait_for(self, text):
+        until = time.monotonic() + LONG
         while text not in self.text:
             assert time.monotonic() < until, self.text
             time.sleep(0.1)
 
-    def wait(self, seconds=LONG):
-        return [process.wait(seconds) for process in self.processes]
+    def wait(self):
+        return [process.wait(LONG) for process in self.processes]
 
 
 @pytest.mark.slow
