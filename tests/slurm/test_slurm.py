@@ -73,7 +73,7 @@ class Job:
 
     def wait_for_restart(self) -> None:
         """Until it is in the queue again, and has left its nodes; it need not wait two minutes there, as is usual."""
-        self._wait(lambda: self.cluster.restarts(self.number) == 1)
+        self._wait(lambda: self.cluster.fields(self.number)["Restarts"] == "1")
         self._wait(self.cluster.idle)
         time.sleep(2)  # a node takes a job that begins in the second in which it was ended for the ended one
         self.cluster.command("scontrol", "update", f"JobId={self.number}", "StartTime=now")
@@ -201,8 +201,7 @@ def test_a_killed_task_ends_the_job_with_its_name_and_a_second_run_is_refused(su
     assert second.returncode == 2
     assert f"run.dir={run_dir} is in use by the run of pid {pids[0]} on n1" in second.stderr
     os.kill(pids[1], signal.SIGKILL)
-    cluster.wait_until(lambda: cluster.state(job.number) == "FAILED", LONG)
-    assert (cluster.exit_code(job.number), cluster.restarts(job.number)) == ("137:0", 0)
+    cluster.wait_until(lambda: cluster.ended(job.number) == ("FAILED", "137:0", "0"), LONG)
     assert "srun: error: n2: task 1: Killed" in job.text
     assert f"rank 0 on n1: trainer: error: rank 1 (pid {pids[1]} on n2) was killed or crashed" in job.text
     assert not [pid for pid in pids if Path(f"/proc/{pid}").exists()]
@@ -223,8 +222,7 @@ time.sleep(60)
 
 def test_a_rank_that_fails_before_training_is_not_taken_for_one_that_was_asked_to_stop(submit, cluster):
     job = submit(*TWO_NODES, recipe=NOT_ON_THE_SECOND)  # the first is sent SIGTERM then, and leaves with 75
-    cluster.wait_until(lambda: cluster.state(job.number) == "FAILED", LONG)
-    assert (cluster.exit_code(job.number), cluster.restarts(job.number)) == ("75:0", 0)
+    cluster.wait_until(lambda: cluster.ended(job.number) == ("FAILED", "75:0", "0"), LONG)
     assert "srun: error: n2: task 1: Exited with exit code 2" in job.text
     assert "srun: error: n1: task 0: Exited with exit code 75" in job.text
 
@@ -246,6 +244,7 @@ def test_a_cancelled_job_saves_and_is_not_put_back(submit, cluster, tmp_path):
     cluster.command("scancel", job.number)
     cluster.wait_until(lambda: cluster.state(job.number) == "CANCELLED" and not cluster.running(job.number), LONG)
     time.sleep(1)
-    assert (cluster.state(job.number), cluster.restarts(job.number)) == ("CANCELLED", 0)
+    state, _, restarts = cluster.ended(job.number)
+    assert (state, restarts) == ("CANCELLED", "0")
     assert json.loads((job.run_dir / "summary.json").read_text())["status"] == "stopped"
     assert list((job.run_dir / "checkpoints").glob("step-*"))
