@@ -34,16 +34,16 @@ from trainer.system.child_jobs import run_in_child
 ROOT = Path(__file__).parents[1]
 
 
-def python_blocks(path):
-    return re.findall(r"```python\n(.*?)```", (ROOT / path).read_text(), re.DOTALL)
+def blocks(path, language="python"):
+    return re.findall(rf"```{language}\n(.*?)```", (ROOT / path).read_text(), re.DOTALL)
 
 
 def test_the_recipe_in_the_readme_is_the_packaged_one():
-    assert python_blocks("README.md")[0] == (ROOT / "recipes" / "vit_digits.py").read_text()
+    assert blocks("README.md")[0] == (ROOT / "recipes" / "vit_digits.py").read_text()
 
 
 def test_a_model_of_ones_own_runs_as_written(tmp_path):
-    (tmp_path / "spirals.py").write_text(python_blocks("docs/your-own-model.md")[0])
+    (tmp_path / "spirals.py").write_text(blocks("docs/your-own-model.md")[0])
     done = python("spirals.py", "--run.dir", "out", "--model.width", "32", "--data.size", "450", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     assert "status" in done.stdout
@@ -52,7 +52,7 @@ def test_a_model_of_ones_own_runs_as_written(tmp_path):
 
 
 def test_the_pretrained_model_of_ones_own_starts_as_written(tmp_path, monkeypatch):
-    (tmp_path / "own_network.py").write_text("\n".join(python_blocks("docs/your-own-model.md")))
+    (tmp_path / "own_network.py").write_text("\n".join(blocks("docs/your-own-model.md")))
     monkeypatch.syspath_prepend(tmp_path)
     own = importlib.import_module("own_network")
     source = own.Network(width=8, num_classes=3).build()
@@ -74,7 +74,7 @@ def test_the_loop_of_ones_own_runs_as_written():
     names = {"torch": torch, "model": model, "loader": loader, "cross_entropy": cross_entropy}
     inner = {}
     names["scheduler"] = type("Scheduler", (), {"step": lambda self: inner.update(steps=inner.get("steps", 0) + 1)})()
-    exec(python_blocks("docs/techniques.md")[0], names)
+    exec(blocks("docs/techniques.md")[0], names)
     assert inner == {"steps": 1}  # 12 micro-batches: a window of 8, and the flushed rest
     assert not torch.equal(model.weight, before)
 
@@ -87,8 +87,7 @@ def test_the_recipes_for_own_data_run_as_shown(tmp_path, monkeypatch):
     for part, label, number in itertools.product(("train", "test"), ("cat", "dog"), range(2)):
         (tmp_path / "photos" / part / label).mkdir(parents=True, exist_ok=True)
         Image.new("RGB", (20, 16), (40 * number, 90, 9)).save(tmp_path / "photos" / part / label / f"{number}.png")
-    block = re.findall(r"```console\n(.*?)```", (ROOT / "docs/data.md").read_text(), re.DOTALL)[0]
-    lines = [shlex.split(line)[1:] for line in block.splitlines()]
+    lines = [shlex.split(line)[1:] for line in blocks("docs/data.md", "console")[0].splitlines()]
     assert [line[:2] for line in lines] == [["fit", "text_files"], ["fit", "image_folder"]]
     bert, vit = make_model("distilbert"), {"num_hidden_layers": 1, "hidden_size": 8, "num_attention_heads": 2}
     vit |= {"image_size": 16, "patch_size": 8, "intermediate_size": 8}
@@ -111,7 +110,7 @@ def test_shards_are_written_as_shown(tmp_path, monkeypatch):
         lines = "".join(json.dumps(row) + "\n" for row in rows[2000 * part : 2000 * (part + 1)])
         (tmp_path / f"reviews-{part}.jsonl").write_text(lines)
     (tmp_path / "shards" / "train").mkdir(parents=True)
-    exec(python_blocks("docs/data.md")[0], {})
+    exec(blocks("docs/data.md")[0], {})
     files = sorted((tmp_path / "shards" / "train").iterdir())
     assert [path.name for path in files] == [f"part-{number}.parquet" for number in range(8)]
     assert [row for path in files for row in pq.read_table(path).to_pylist()] == rows
@@ -119,8 +118,8 @@ def test_shards_are_written_as_shown(tmp_path, monkeypatch):
 
 
 def test_the_loop_on_a_fake_gpu_prints_what_the_readme_says(tmp_path):
-    blocks = r"```python\n(from torch|import torch.*?)```\n```text\n(.*?)```"
-    code, printed = re.findall(blocks, (ROOT / "README.md").read_text(), re.S)[0]
+    both = r"```python\n(from torch|import torch.*?)```\n```text\n(.*?)```"
+    code, printed = re.findall(both, (ROOT / "README.md").read_text(), re.S)[0]
     (tmp_path / "loop.py").write_text(code)
     done = python("loop.py", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
@@ -134,8 +133,7 @@ def test_the_loop_on_a_fake_gpu_prints_what_the_readme_says(tmp_path):
 
 @pytest.mark.parametrize("page", ["README.md", "docs/language-models.md"])
 def test_runs_that_a_page_shows_are_taken(page, capsys):
-    blocks = re.findall(r"```bash\n(.*?)```", (ROOT / page).read_text(), re.DOTALL)
-    lines = [line for block in blocks for line in block.splitlines() if line.startswith("trainer fit ")]
+    lines = [line for block in blocks(page, "bash") for line in block.splitlines() if line.startswith("trainer fit ")]
     assert len(lines) >= 6
     for line in lines:
         assert run([*shlex.split(line, comments=True)[1:], "--print_config"]) == 0, (line, capsys.readouterr().err)
