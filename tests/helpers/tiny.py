@@ -9,11 +9,11 @@ from pathlib import Path
 from tempfile import mkdtemp
 from typing import Any
 
-from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from helpers.combinations import Trained, tower_file
 from helpers.language import FAMILIES, language_model, language_samples
+from helpers.pretrained import save_weights
 from helpers.problems import CLASSES, OneHead, Problem, collate, make_model, make_samples
 from trainer.contract import Data, Model
 from trainer.fakegpu.events import Trace
@@ -94,13 +94,8 @@ def model_of(name: str, starts_on_meta: bool = False) -> Model:
 @lru_cache
 def weights_of(name: str) -> str:
     """A file or folder with weights of the tiny model."""
-    model, folder = make_model(name), Path(mkdtemp(prefix=f"{name}-"))
-    module = model.build()
-    if name == "vit":
-        save_file(module.state_dict(), folder / "weights.safetensors")
-        return str(folder / "weights.safetensors")
-    model.save(module, folder, module.state_dict())
-    return str(folder)
+    model = make_model(name)
+    return save_weights(model, model.build(), Path(mkdtemp(prefix=f"{name}-")))
 
 
 def samples_of(name: str) -> list[dict[str, Tensor]]:
