@@ -17,10 +17,11 @@ import numpy as np
 CLASSES = ("airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck")
 GOOD = ("wonderful", "moving", "clever", "great", "charming", "good")
 BAD = ("dreadful", "dull", "lazy", "bad", "tedious", "noisy")
-PLAIN = (
+_PLAIN = (
     "the a film story of and in it is was with an actor scene music end camera plot script never always very not this "
     "that who but for on as she he they we you i one two dog dogs fine new answer world hello null buy now so"
-).split()
+)
+PLAIN = _PLAIN.split()
 BERT_WORDS = 30_522
 """The size of the vocabulary of bert-base-uncased, on which some expected sizes depend."""
 BERT_SPECIAL = {"[PAD]": 0, "[UNK]": 100, "[CLS]": 101, "[SEP]": 102, "[MASK]": 103}
