@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 from collections import defaultdict
 from collections.abc import Iterable
+from functools import cache
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
@@ -36,6 +37,11 @@ MAX_PHRASES = {"trainer": 0, "README.md": 0, "CONTRIBUTING.md": 0, "docs": 30}
 """Maximum numbers of phrases of the former private dialect, by place; see tests/helpers/prose.py. They only fall."""
 
 
+@cache
+def parsed(path: Path) -> ast.Module:
+    return ast.parse(path.read_text())
+
+
 def package(path: Path) -> str:
     return path.relative_to(ROOT / "trainer").parts[0]
 
@@ -53,9 +59,7 @@ def test_the_limits_on_lines_hold():
 
 @pytest.mark.parametrize("place", MAX_PHRASES)
 def test_prose_is_plain_english(place):
-    found = [
-        f"{path.relative_to(ROOT)}:{line}: {text}" for path in files(ROOT / place) for line, _, text in matches(path)
-    ]
+    found = [f"{path.relative_to(ROOT)}:{line}: {text}" for path in files(ROOT / place) for line, text in matches(path)]
     assert len(found) <= MAX_PHRASES[place], "\n".join(found)
 
 
@@ -69,7 +73,7 @@ def test_the_code_map_of_the_readme_is_complete():
 def test_no_two_public_classes_have_one_name():
     where = defaultdict(list)
     for module, path in FILES.items():
-        for node in ast.parse(path.read_text()).body:
+        for node in parsed(path).body:
             if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
                 where[node.name].append(module)
     assert {name: modules for name, modules in where.items() if len(modules) > 1} == {}
@@ -78,7 +82,7 @@ def test_no_two_public_classes_have_one_name():
 def imports(module: str, path: Path) -> set[str]:
     """Modules of the package that ``path`` imports, at its top or within a function; not those for types alone."""
     found = set()
-    nodes: list[ast.AST] = [ast.parse(path.read_text())]
+    nodes: list[ast.AST] = [parsed(path)]
     while nodes:
         node = nodes.pop()
         if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING":
@@ -116,7 +120,7 @@ def test_attributes_of_data_splits_and_models_are_not_looked_up_by_name():
     found = [
         f"{module}:{node.lineno}"
         for module, path in FILES.items()
-        for node in ast.walk(ast.parse(path.read_text()))
+        for node in ast.walk(parsed(path))
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in ("getattr", "hasattr")
         if last_name(node.args[0]) in INTERFACES
     ]

@@ -32,14 +32,10 @@ def unwrap(*modules: Any) -> None:
 
 
 def compiled(kernel: Any, architecture: int, types: dict[str, str], constants: dict[str, Any], fuses: bool) -> Any:
-    """``kernel`` for ``architecture``, with aligned tensors, and sizes divisible by 16, as models have them.
+    """``kernel`` for an architecture (ten times the compute capability), compiled ahead of time.
 
-    Args:
-        kernel: a function under ``triton.jit``.
-        architecture: ten times the compute capability.
-        types: of the arguments, such as ``*bf16`` or ``i32``.
-        constants: the other arguments.
-        fuses: whether a product and a sum may become one instruction.
+    Tensors are aligned, and sizes divisible by 16, as models have them. ``types`` are those of the arguments, such as
+    ``*bf16`` or ``i32``; the others are ``constants``. ``fuses`` allows one instruction for a product and a sum.
     """
     import triton
     from triton.backends.compiler import GPUTarget

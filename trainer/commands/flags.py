@@ -9,7 +9,7 @@ from argparse import SUPPRESS, Action, ArgumentError
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from enum import Enum
-from functools import partial
+from functools import cache, partial
 from pathlib import Path, PurePath
 from re import findall, fullmatch, search
 from typing import Any, Literal, Union, get_args, get_origin
@@ -96,7 +96,7 @@ class RecipeParser:
                 title = f"{section}: {setting.owner.__name__}" if section else "recipe"
                 more = {"description": _others(section)} if section in SWAPPABLE_SECTIONS else {}
                 groups[section] = self.parser.add_argument_group(title, **more)
-            shown = {"metavar": _describe(setting.hint), "help": _documentation(setting.owner, name) or None}
+            shown = {"metavar": _describe(setting.hint), "help": _documentation(setting.owner).get(name) or None}
             kind = _checked_as(setting.hint)
             groups[section].add_argument(f"--{key}", default=setting.value, type=kind, **shown)
 
@@ -300,13 +300,11 @@ class _Formatter(DefaultHelpFormatter):
         return " ".join([", ".join(action.option_strings), *([str(action.metavar)] if action.metavar else [])])
 
 
-def _documentation(owner: type, name: str) -> str:
-    """Return the description of the field ``name`` from the docstring of the class or its base classes."""
-    for cls in owner.__mro__:
-        for parameter in parse_docstring(cls.__doc__ or "").params:
-            if parameter.arg_name == name:
-                return " ".join((parameter.description or "").split())
-    return ""
+@cache
+def _documentation(owner: type) -> dict[str, str]:
+    """Return the descriptions of fields by name, from the docstrings of a class and its base classes."""
+    fields = [field for cls in reversed(owner.__mro__) for field in parse_docstring(cls.__doc__ or "").params]
+    return {field.arg_name: " ".join((field.description or "").split()) for field in fields}
 
 
 def _flatten(tree: Mapping[Any, Any], sections: set[str], prefix: str = "") -> Iterable[tuple[str, Any]]:
