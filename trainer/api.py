@@ -14,7 +14,7 @@ from trainer.system.imports import quick_imports
 with quick_imports():
     from torch import nn
 
-    from trainer.after.predict import predict, verified_model_folder
+    from trainer.after.predict import Predictor, verified_model_folder
     from trainer.checkpoint.export import load_model, restore_open_fields
     from trainer.engine.deterministic import deterministic_algorithms
     from trainer.engine.forward import Forward
@@ -76,11 +76,20 @@ class FinishedRun:
         folder = verified_model_folder(self.dir)
         return load_model(restore_open_fields(self.recipe.model, folder), folder).eval()
 
+    @cached_property
+    def _predictor(self) -> Predictor:
+        return Predictor(self.recipe, self.dir)
+
     def predict(
-        self, texts: Sequence[str] = (), images: Sequence[str] = (), paths: Sequence[str] = (), **how: Any
+        self,
+        texts: Sequence[str] | str = (),
+        images: Sequence[str] | str = (),
+        paths: Sequence[str] | str = (),
+        **how: Any,
     ) -> list[Any]:
-        """Call :func:`trainer.predict` on this run; return the answers without printing them."""
-        return predict(self.recipe, self.dir, texts, images, paths, **{"quiet": True, **how})
+        """Call :func:`trainer.predict` on this run; return the answers without printing them. The weights stay loaded
+        for the next call."""
+        return self._predictor.predict(texts, images, paths, **{"quiet": True, **how})
 
     def evaluate(self) -> EvaluationResult:
         """Call :func:`trainer.evaluate` on this run."""
@@ -107,6 +116,7 @@ def fit(recipe: Recipe, source: str | None = None) -> FinishedRun:
         OutOfMemoryError: if the device or the host has too little memory.
         Stopped: if the run was asked to stop; everything is saved then.
     """
+    _require_recipe(recipe)
     if needs_subprocess(recipe):
         return FinishedRun(recipe, fit_in_subprocess(recipe))
     with training_session(recipe, source) as session, session.watched(), ExitStack() as closing:
@@ -125,6 +135,17 @@ def fit(recipe: Recipe, source: str | None = None) -> FinishedRun:
         closing.enter_context(status_file(session))
         summary = Training(session, source, progress, resumption).run()
         return FinishedRun(session.recipe, session.run_dir, summary)
+
+
+def _require_recipe(given: object) -> None:
+    if isinstance(given, str | Path):
+        raise RecipeError(
+            f"fit takes a Recipe, not {str(given)!r}: load a packaged recipe or a recipe file with "
+            f"recipe, _ = trainer.load_recipe({str(given)!r})"
+        )
+    if not isinstance(given, Recipe):
+        kind = type(given).__name__
+        raise RecipeError(f"fit takes a Recipe, not {kind}: give fit(Recipe(model=..., data=..., batch_size=...))")
 
 
 def evaluate(recipe: Recipe, run_dir: str | Path) -> EvaluationResult:
