@@ -15,13 +15,15 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from trainer.commands import NO_FLAGS, RECIPE_FLAGS, TRUST_RECIPE, CommandFlags
 from trainer.commands.classes import SWAPPABLE_SECTIONS, require_settings, split_classes, with_classes
+from trainer.commands.own_data import TABLES, infer, is_own_data
 from trainer.contract import Data, Model
 from trainer.errors import MissingArgumentError, RecipeError, require, safe_message
 from trainer.recipe import Checkpoint, Memory, Optim, Recipe, Run
 from trainer.settings import CLASS, change, did_you_mean, dump_recipe, settings_of
+from trainer.system.environment import is_first_process
 from trainer.system.files import default_folder, make_folder
 from trainer.system.redact import refuse_redacted
-from trainer.system.text import wrapped
+from trainer.system.text import escaped, wrapped
 
 if TYPE_CHECKING:
     from trainer.commands.flags import Flags, RecipeParser
@@ -91,6 +93,10 @@ def source_of(reference: str, folder: Path | None = None) -> str:
         meant = did_you_mean(reference, names)
         if os.path.isfile(path / "recipe.yaml"):  # a run directory
             meant = f"; did you mean {Path(reference, 'recipe.yaml')}?"
+        elif os.path.isfile(path / "config.json"):
+            meant = f": it is a model; use --model.name {reference} of a recipe, or trainer plan hf:{reference}"
+        if path.suffix in TABLES:
+            raise RecipeError(f"data {reference!r}: no such file")
         raise RecipeError(f"unknown recipe {reference!r}{meant} ({known})")
     if not os.path.isfile(path):  # unlike Path.is_file, also for an invalid name
         raise RecipeError(f"recipe {reference!r}: no such file")
@@ -209,12 +215,24 @@ def parse_command(
         name, equals, value = others[0].partition("=")
         meant = f"; did you mean --{name} {value}?" if equals and name.replace(".", "").isidentifier() else ""
         raise RecipeError(f"unexpected {others[0]!r}: {command} takes one {expected}, then flags{meant}")
+    if expected == "RECIPE" and is_own_data(reference):
+        reference, inferred = _infer(command, reference, flags)
+        flags = [*inferred, *flags]
     if (recipe := make_recipe(reference, flags)) is not None:
         source: str | None = reference
     else:
         recipe, source = load_recipe(named(reference), trusted=(TRUST_RECIPE, None) in flags)
     resolved = resolve(recipe, source, flags, f"trainer {command} {reference} [flags]", own)
     return None if resolved is None else ParsedCommand(resolved, source, reference, flags)
+
+
+def _infer(command: str, reference: str, flags: Flags) -> tuple[str, Flags]:
+    """Return the recipe and the flags for the user's data in ``reference``, and print the equivalent command."""
+    found = infer(reference, {name: text for name, text in flags if text is not None}, command)
+    if is_first_process():
+        print(escaped(f"{reference}: {found.data}"))
+        print(escaped(f"same as: {found.command(command)}"), flush=True)
+    return found.recipe, list(found.flags.items())
 
 
 def _own_page(command: str, what: str, own: CommandFlags) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -18,6 +19,8 @@ from trainer.values import Outline, Task
 if TYPE_CHECKING:
     from numpy import ndarray
     from numpy.random import RandomState
+
+SEPARATORS = (",", ";", "\t", "|")  # of the cells of a csv file
 
 
 @dataclass(kw_only=True)
@@ -134,6 +137,11 @@ def require_fraction(key: str, value: Any, off: str = "0") -> None:
 def local_path(text: str) -> Path:
     """Convert a path, possibly with ``~``, or a ``file://`` URL to a ``Path``."""
     return Path(url2pathname(urlparse(text).path)) if text.startswith("file://") else Path(text).expanduser()
+
+
+def separator_of(header: str) -> str:
+    """Return the common separator that splits the ``header`` into the most columns; a comma if none does."""
+    return max(SEPARATORS, key=lambda sign: len(next(csv.reader([header], delimiter=sign), [])))
 
 
 def root_cause(error: BaseException) -> str:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import codecs
-import csv
 import io
 import json
 import logging
@@ -23,7 +22,7 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 from datasets.utils.extract import Extractor
 
-from trainer.data.base import root_cause
+from trainer.data.base import root_cause, separator_of
 from trainer.data.cache import cache_folder, checksums, hash_of, inspect_cached
 from trainer.errors import RecipeError, RunError, require, suggest_name
 from trainer.system.files import open_regular, read_regular, room_in
@@ -38,7 +37,6 @@ _KINDS = {
 }
 """By suffix: the reader of ``datasets``, the number of the first row, and how rows are counted."""
 
-SEPARATORS = (",", ";", "\t", "|")
 MAX_REASON_CHARS = 400  # max characters of a library's message
 NO_ROWS = "add some, or give another file"
 
@@ -282,7 +280,7 @@ def _csv_options(path: Path, written: CsvFormat) -> dict[str, Any]:
     with open_regular(path) as file:
         header = io.TextIOWrapper(file, encoding).readline(MAX_LINE_BYTES + 1)
     _require_short("the header", header.encode())
-    common = {"sep": written.separator or _separator_of(header), "encoding": encoding}
+    common = {"sep": written.separator or separator_of(header), "encoding": encoding}
     asked: Any = {**common, "dtype": str, "keep_default_na": False}
     given = pandas.read_csv(path, nrows=1, header=None, **asked).iloc[0].tolist()
     named = [name for name in given[:MAX_COLUMNS] if isinstance(name, str) and name]
@@ -317,11 +315,6 @@ def _encoding_of(path: Path, declared: str | None) -> str:
                 raise RecipeError(f"{cause}: if that looks right, use {fix}") from None
             lines += part.count(b"\n")
     return encoding
-
-
-def _separator_of(header: str) -> str:
-    """Return the common separator that splits the ``header`` into the most columns; a comma if none does."""
-    return max(SEPARATORS, key=lambda sign: len(next(csv.reader([header], delimiter=sign), [])))
 
 
 def open_class_folders(root: Path, part: str, classes: Sequence[tuple[str, int]], cache: Path) -> RowSource:
