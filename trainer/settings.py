@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
+import os
 import re
 import sys
 from collections.abc import Collection, Mapping
 from difflib import get_close_matches
 from enum import Enum
-from pathlib import PurePath
+from pathlib import Path, PurePath
 from typing import Any, NamedTuple
 
 import yaml
@@ -89,7 +90,7 @@ def change(recipe: Recipe, *levels: Mapping[str, Any]) -> Recipe:
     before = {key: setting.value for key, setting in settings_of(recipe).items()}
     for asked in levels:
         now = {**before, **changes}
-        changes |= derive_batch(now, asked) | _of_other_data(recipe, now, asked)
+        changes |= derive_batch(now, asked) | _of_other_data(recipe, now, asked) | _of_other_model(now, asked)
     return _replace(recipe, _nest(changes))
 
 
@@ -101,6 +102,22 @@ def _of_other_data(recipe: Recipe, before: Mapping[str, Any], asked: Mapping[str
     ]
     defaults = {field.name: field.default for field in dataclasses.fields(data)} if left else {}
     return {f"data.{one}": defaults[one] for names in left for one in names if f"data.{one}" not in asked}
+
+
+def _of_other_model(before: Mapping[str, Any], asked: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the settings that follow ``model.name``: a folder or a hub id also has the weights and the tokenizer."""
+    name = asked.get("model.name")
+    if not isinstance(name, str) or name == before.get("model.name"):
+        return {}
+    folder = Path(name.removeprefix("file://"))
+    if os.path.isdir(folder):  # unlike Path.is_dir, also for an invalid name
+        has_weights = any(folder.glob("*.safetensors")) or any(folder.glob("*.bin"))
+        has_tokenizer = any(folder.glob("tokenizer*")) or any(folder.glob("vocab*"))
+    else:
+        has_weights = has_tokenizer = "/" in name and before.get("model.weights") is not None
+    follows = {"model.weights": name, "model.revision": None} if has_weights else {}
+    follows |= {"model.tokenizer": None} if has_tokenizer else {}  # null takes that of the weights
+    return {key: value for key, value in follows.items() if key in before and key not in asked}
 
 
 def derive_batch(before: Mapping[str, Any], asked: Mapping[str, Any]) -> dict[str, Any]:

@@ -277,11 +277,28 @@ def resolve(
     by_flags = parser.read_flags([(name, text) for name, text in flags if not _names_class(name)], in_yaml)
     require_settings(recipe, needed, in_yaml, by_flags)
     resolved = change(recipe, in_yaml, by_flags)
+    asked = {**in_yaml, **by_flags}
+    if "model.name" in asked and "data.max_length" not in asked:
+        resolved = _fit_max_length(resolved)
     refuse_redacted({key: setting.value for key, setting in settings_of(resolved).items()})
     if ("print_config", None) in flags:
         print(dump_recipe(resolved, source), end="")
         return None
     return resolved
+
+
+def _fit_max_length(recipe: Recipe) -> Recipe:
+    """Lower ``data.max_length``, which the recipe chose for another model, to the maximum of this one."""
+    from trainer.models.hub import max_tokens
+
+    settings = settings_of(recipe)
+    length, name = (settings[key].value if key in settings else None for key in ("data.max_length", "model.name"))
+    limit = max_tokens(str(name)) if isinstance(length, int) else None
+    if length is None or limit is None or length <= limit:
+        return recipe
+    if is_first_process():
+        print(escaped(f"data.max_length is {limit} instead of {length}: {name} supports no more tokens"), flush=True)
+    return change(recipe, {"data.max_length": limit})
 
 
 def _names_class(flag: str) -> bool:

@@ -14,7 +14,7 @@ from trainer.contract import Preparable
 from trainer.errors import RecipeError, RunError, require, suggest_name
 from trainer.models.base import MAX_LAYERS, SupervisedModel, require_filled, train_last_blocks
 from trainer.models.lora import LORA_KEY, LoRA, SupportsLoRA, reset_adapters, save_adapters
-from trainer.system.files import require_regular, room_in
+from trainer.system.files import read_json_object, require_regular, room_in
 from trainer.system.hub import offline_advice, offline_reason, warn_offline_cache
 from trainer.values import Pretrained
 from trainer.weights.blocks import disable_kv_cache, find_blocks
@@ -133,6 +133,16 @@ def max_positions(config: Mapping[str, Any]) -> int | None:
     if any(name in kind for name in FROM_PADDING):  # their positions start after the padding token's id
         found -= 1 + (config.get("pad_token_id") or 0)
     return found if found > 0 and "t5" not in kind else None  # T5 has the entry, but only relative positions
+
+
+def max_tokens(source: str) -> int | None:
+    """Return the max number of tokens of the model and the tokenizer in a local folder, or of a published model;
+    ``None`` if it is unknown before a download, or unlimited."""
+    folder = bundled_config_folder(source) or Path(local_folder(source))
+    config = read_json_object(folder / "config.json", MAX_CONFIG_BYTES)
+    tokenizer = read_json_object(folder / "tokenizer_config.json", MAX_CONFIG_BYTES)
+    limits = [max_positions(config), tokenizer.get("model_max_length")]
+    return min((limit for limit in limits if isinstance(limit, int) and limit > 0), default=None)
 
 
 COUNT = re.compile(r"(?!.*(per_layer|_size$|_dim|channels)).*(layer|depth|blocks|block_sizes|experts|stages)")
