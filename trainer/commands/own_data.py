@@ -14,14 +14,13 @@ from itertools import islice
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from trainer.data.base import separator_of
+from trainer.data.base import format_counts, separator_of
 from trainer.errors import RecipeError, format_list, require
 from trainer.system.files import open_regular
 
 MAX_ROWS = 1_000  # rows that are read
 MAX_LINE_BYTES = 1_000_000  # of a line of them
 MAX_CLASSES = 50  # distinct values of a column that can be the label without being called so
-SHOWN_CLASSES = 5
 HELD_OUT = "0.1"  # share of the rows for validation if there is no file for it
 
 TABLES = (".csv", ".tsv", ".jsonl", ".parquet")
@@ -88,7 +87,7 @@ def _of_folder(path: Path, given: Mapping[str, str], command: str) -> Inferred:
         counts = {entry.name: sum(file.suffix.lower() in IMAGES for file in _files(entry)) for entry in classes}
         whole = folder == path or not any((path / part).is_dir() for part in ("val", "test"))
         flags = {"data.root": str(path)} | ({"data.val_fraction": HELD_OUT} if whole else {})
-        return Inferred("image_folder", flags, f"images of {_classes(counts)}")
+        return Inferred("image_folder", flags, f"images of {format_counts(counts)}")
     if texts and not images:
         return _documents(path, f"documents in {texts:,} file{'s' * (texts > 1)}{' or more' * (texts >= MAX_ROWS)}")
     tables = sorted(file.name for file in path.iterdir() if file.suffix.lower() in TABLES)
@@ -147,7 +146,7 @@ def _of_texts(
     task = given.get("model.task") or _task(values)
     flags |= {"model.task": task} if task != "single_label" else {}
     counts = Counter(str(value) for value in values)
-    about = _classes(counts) if task == "single_label" else f"task {task}"
+    about = format_counts(counts) if task == "single_label" else f"task {task}"
     data = f"{_count(rows)}; text in column {text!r}, label in column {label!r}: {about}"
     return Inferred("text_files", flags | _held_out(parts, rows), data)
 
@@ -220,12 +219,6 @@ def _held_out(parts: Mapping[str, Path], rows: Rows) -> dict[str, str]:
 
 def _count(rows: Rows) -> str:
     return f"{len(rows):,} rows" if len(rows) < MAX_ROWS else f"more than {MAX_ROWS - 1:,} rows"
-
-
-def _classes(counts: Mapping[str, int]) -> str:
-    ordered = sorted(counts.items(), key=lambda item: -item[1])
-    more = f" and {len(counts) - SHOWN_CLASSES:,} more" if len(counts) > SHOWN_CLASSES else ""
-    return f"{len(counts):,} classes ({', '.join(f'{name} {n:,}' for name, n in ordered[:SHOWN_CLASSES])}{more})"
 
 
 def read_rows(path: Path, separator: str | None = None) -> Rows:

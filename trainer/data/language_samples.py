@@ -9,7 +9,7 @@ from bisect import bisect_right
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import accumulate, chain, pairwise
 from pathlib import Path
-from re import search, sub
+from re import search
 from typing import Any, NamedTuple, Protocol
 
 import datasets
@@ -24,7 +24,7 @@ from trainer.contract import Samples
 from trainer.data.base import hold_out, local_path, root_cause
 from trainer.data.cache import hash_of
 from trainer.data.fingerprint import ContentHasher, add_rows, sample_row_blocks
-from trainer.data.tables import RowSource, check_columns
+from trainer.data.tables import RowSource, brief_places, check_columns
 from trainer.data.tokens import (
     CHARACTERS_A_TOKEN,
     MIN_CHARS_LIMIT,
@@ -620,14 +620,14 @@ class TruncationReport:
 
     def _report_split(self, part: str, every: Sequences, chosen: ndarray, what: str) -> None:
         if chosen.any():
-            found = _brief([every.describe(index) for index in np.flatnonzero(chosen)[:SHOWN].tolist()])
+            found = brief_places([every.describe(index) for index in np.flatnonzero(chosen)[:SHOWN].tolist()])
             names = ", ".join(found) + (", …" if chosen.sum() > SHOWN else "")
             warn_once(f"{part}: {int(chosen.sum()):,} of {len(every):,} {self.called}s {what} ({names})")
 
     def check(self, max_bad: int) -> None:
         """Warn about the samples that are skipped, or reject them if they are more than ``max_bad``."""
         count = len(self.bad)
-        shown = "; ".join(_brief(self.bad[:SHOWN])) + (f"; and {count - SHOWN:,} more" if count > SHOWN else "")
+        shown = "; ".join(brief_places(self.bad[:SHOWN])) + (f"; and {count - SHOWN:,} more" if count > SHOWN else "")
         said = f"{self._format_count(count)} cannot be learned from"
         fix = f", raise data.max_length={self.max_length}" if any(why.endswith(CUT) for why in self.bad) else ""
         fix += f", or skip them with --data.max_bad_samples {count}" if self.learned else ""
@@ -635,8 +635,3 @@ class TruncationReport:
             raise RecipeError(f"{said}, more than data.max_bad_samples={max_bad}: {shown}. Fix or remove them{fix}")
         if self.bad:
             warn_once(f"{said} and are skipped: {shown}")
-
-
-def _brief(places: Sequence[str]) -> list[str]:
-    """Shorten descriptions of rows: only the first states how rows are counted."""
-    return [*places[:1], *(sub(r" \(the (first|header) is row[^)]*\)", "", place) for place in places[1:])]

@@ -6,7 +6,9 @@ import codecs
 import io
 import json
 import logging
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from glob import escape, glob
@@ -67,6 +69,11 @@ class RowSource:
         return f"{self.source} row {index + self.first_row} ({self.row_numbering})"
 
 
+def brief_places(places: Sequence[str]) -> list[str]:
+    """Shorten descriptions of rows: only the first states how rows are counted."""
+    return [*places[:1], *(re.sub(r" \(the (first|header) is row[^)]*\)", "", place) for place in places[1:])]
+
+
 def check_columns(source: str, found: Sequence[str], **wanted: str) -> None:
     """Check that the columns exist; ``text_column="text"`` maps the setting to its column."""
     for key, name in wanted.items():
@@ -102,7 +109,8 @@ def _read_file(path: Path, kind: str, written: CsvFormat, cache_dir: str) -> dat
     try:
         _refuse_bombs(path, kind)
         options = {"cache_dir": cache_dir} | (_csv_options(path, written) if _KINDS[kind][0] == "csv" else {})
-        table = datasets.load_dataset(_KINDS[kind][0], data_files=str(path), split="train", **options)
+        with no_progress_bar():
+            table = datasets.load_dataset(_KINDS[kind][0], data_files=str(path), split="train", **options)
     except RecipeError:
         raise
     except Exception as error:  # the readers of the formats raise different exceptions
@@ -110,6 +118,18 @@ def _read_file(path: Path, kind: str, written: CsvFormat, cache_dir: str) -> dat
         raise RecipeError(f"{path} cannot be read as {kind[1:]} ({root_cause(error)}): fix the file") from error
     require(len(table) > 0, f"{path} has no rows: {NO_ROWS}")
     return table
+
+
+@contextmanager
+def no_progress_bar() -> Iterator[None]:
+    """Hide the progress bars of datasets while a file is read, which takes a moment."""
+    enabled = not datasets.are_progress_bars_disabled()
+    datasets.disable_progress_bars()
+    try:
+        yield
+    finally:
+        if enabled:
+            datasets.enable_progress_bars()
 
 
 def _lines(path: Path) -> Iterator[dict[str, Any]]:
@@ -145,7 +165,8 @@ def _read_lines(path: Path, pick: Callable[[Sequence[str]], Sequence[str]], cach
         )  # a tuple, because from_generator splits lists
         told: Any = {"path": path, "columns": columns}
         features = datasets.Features({name: datasets.Value("large_string") for name in columns})
-        return datasets.Dataset.from_generator(_read_cells, features, cache_dir=cache_dir, gen_kwargs=told)
+        with no_progress_bar():
+            return datasets.Dataset.from_generator(_read_cells, features, cache_dir=cache_dir, gen_kwargs=told)
     except RecipeError:
         raise
     except Exception as error:  # datasets wraps what the generator raises
