@@ -238,8 +238,9 @@ class Conversations(LanguageData):
     """Conversations with an assistant, from .jsonl, .parquet, .csv or .tsv files or the hub.
 
     A row has messages, a list of ``{"role": ..., "content": ...}`` (or ShareGPT's ``from`` and ``value``; in csv as
-    JSON), or a prompt and a completion, which are texts or such lists. The tokenizer's chat template formats them. It
-    also gets the column ``tools``, if present: JSON schemas of functions that the model may call.
+    JSON), or a prompt and a completion, which are texts or such lists, or Alpaca's ``instruction``, ``input`` and
+    ``output``. The tokenizer's chat template formats them. It also gets the column ``tools``, if present: JSON schemas
+    of functions that the model may call.
 
     Args:
         messages_column: column of the messages; null uses messages or conversations.

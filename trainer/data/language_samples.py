@@ -57,6 +57,7 @@ EMPTY, CUT = "is empty", "has no text of the assistant within data.max_length"
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
 TOOLS = "tools"
+ALPACA = ("instruction", "input", "output")  # columns of a prompt, its optional context, and the answer
 SHAREGPT = {"human": "user", "gpt": "assistant", "function_response": "tool"}
 
 CHATML = (
@@ -218,6 +219,8 @@ class ChatReader:
             check_columns(source, found, messages_column=self.column)
             return [self.column, *tools]
         messages = next((name for name in ("messages", "conversations") if name in found), None)
+        if messages is None and not {*self.pair} <= {*found} and {*ALPACA[::2]} <= {*found}:
+            return [*(name for name in ALPACA if name in found), *tools]
         if messages is None and not {*self.pair} <= {*found}:
             pair = f"data.prompt_column={self.pair[0]!r} and data.completion_column={self.pair[1]!r}"
             cause = f"{source} has no column messages or conversations, nor {pair}; it has"
@@ -233,9 +236,18 @@ class ChatReader:
         ids = ids_of(texts, self.tokenizer)
         return [one if isinstance(one, str) else self._sample(one, ids) for one in written]
 
+    def _message_cells(self, cells: Mapping[str, Any]) -> list[Any]:
+        """Return the cell of the messages, or those of prompt and completion. Alpaca's context follows its prompt."""
+        if self.column is not None or not {*ALPACA[::2]} <= cells.keys() or {*self.pair} <= cells.keys():
+            return [cell for name, cell in cells.items() if name != TOOLS]
+        prompt, context, answer = (cells.get(name) for name in ALPACA)
+        if isinstance(prompt, str) and isinstance(context, str) and context.strip():
+            prompt = f"{prompt}\n\n{context}"
+        return [prompt, answer]
+
     def _written(self, cells: Mapping[str, Any]) -> _RenderedChat | str:
         try:
-            messages = messages_of([cell for name, cell in cells.items() if name != TOOLS])
+            messages = messages_of(self._message_cells(cells))
             tools = _tools(cells.get(TOOLS))
         except RecipeError as error:
             return str(error)
