@@ -43,7 +43,7 @@ FOREIGN_NAMES = {
     "checkpoint.keep_last": "save_total_limit keep_checkpoints",
     "run.dir": "output_dir out_dir save_dir default_root_dir output outdir",
     "run.devices": "gpus num_gpus nproc_per_node num_processes world_size ngpus",
-    "run.accelerator": "device",
+    "run.accelerator": "device gpu",
     "run.logger": "report_to log_with loggers",
     "run.project": "wandb_project experiment_name mlflow_experiment_name",
     "run.entity": "wandb_entity team",
@@ -54,11 +54,31 @@ FOREIGN_NAMES = {
     "data.workers": "num_workers dataloader_num_workers",
     "data.max_length": "max_seq_length max_seq_len seq_len sequence_length max_len",
     "data.val_fraction": "validation_split val_split val_size",
-    "model.name": "model_name_or_path model_name pretrained_model_name_or_path",
+    "model.name": "model_name_or_path model_name pretrained_model_name_or_path name_or_path base_model",
     "model.weights": "pretrained checkpoint_path",
     "model.num_classes": "num_labels n_classes classes",
+    "model.lora.rank": "lora_r r lora_rank",
+    "model.lora.alpha": "lora_alpha",
+    "model.lora.dropout": "lora_dropout",
+    "model.lora.targets": "target_modules lora_target_modules lora_target",
 }
 """The names of settings in transformers' Trainer, timm, Lightning and others."""
+
+FOREIGN_SWITCHES = {
+    "fp16": "memory.precision 16-mixed",
+    "bf16": "memory.precision bf16-mixed",
+    "gradient_checkpointing": "memory.activation_checkpointing full",
+    "load_in_4bit": "model.lora.base nf4 --model.lora.rank 16",
+    "torch_compile": "memory.compile blocks",
+}
+"""Flags of other trainers that often stand without a value, and what to give instead."""
+
+
+def foreign_switch(flag: str) -> str | None:
+    """Return what to give instead of a switch of other trainers, or ``None``."""
+    return FOREIGN_SWITCHES.get(flag.rpartition(".")[2].replace("-", "_").lower())
+
+
 _OURS = {word: key for key, words in FOREIGN_NAMES.items() for word in words.split()}
 
 

@@ -206,6 +206,8 @@ def parse_command(
     if not positionals and own.description and ("help", None) in flags:
         print(_own_page(command, expected, own))
         return None
+    if not positionals and expected == "RECIPE":
+        positionals = [text for name, text in flags if name == "config" and text][:1]  # the YAML file names its recipe
     if not positionals:
         known = f" (packaged recipes: {', '.join(packaged_recipes())})" if expected == "RECIPE" else ""
         raise MissingArgumentError(f"{command} needs a {expected}{known}: see trainer --help")
@@ -213,7 +215,8 @@ def parse_command(
     flags += [(own.positional, word) for word in others if own.positional]
     if others and not own.positional:
         name, equals, value = others[0].partition("=")
-        meant = f"; did you mean --{name} {value}?" if equals and name.replace(".", "").isidentifier() else ""
+        value = value if equals else next(iter(others[1:]), "")
+        meant = f"; did you mean --{name} {value}?" if value and name.replace(".", "").isidentifier() else ""
         raise RecipeError(f"unexpected {others[0]!r}: {command} takes one {expected}, then flags{meant}")
     if expected == "RECIPE" and is_own_data(reference):
         reference, inferred = _infer(command, reference, flags)

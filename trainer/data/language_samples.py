@@ -200,7 +200,7 @@ class ChatReader:
         """Render a short conversation to find how the template ends a turn of the assistant."""
         probe = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
         (found,) = self([{"messages": probe}])
-        if isinstance(found, str) or self.loss_on == "all":
+        if isinstance(found, str) or self.loss_on == "all" or found[0].num_truncated:
             return
         last = found[0].labels[found[0].labels != IGNORED_LABEL][-1:].tolist()
         if last and last[0] in self.special:

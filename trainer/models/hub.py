@@ -101,7 +101,10 @@ def from_hub(key: str, source: str, load: Any, *args: Any, **kwargs: Any) -> Any
         fix = "Give a local folder as save_pretrained writes it, or a hub id"
         if why_not and isinstance(error, OSError):
             reason = f"it is neither a local folder nor in the hub's cache, and {why_not}."
-            kinds = {"name": ", or a model type such as distilbert", "tokenizer": ", or bytes, which needs no files"}
+            kinds = {
+                "name": ", or a model type such as distilbert or vit",
+                "tokenizer": ", or bytes, which needs no files",
+            }
             kind = kinds.get(key, "")
             fix = f"Give a local folder as save_pretrained writes it{kind}; {offline_advice()}"
         if "trust_remote_code" in str(error):
