@@ -91,9 +91,9 @@ class FinishedRun:
         for the next call."""
         return self._predictor.predict(texts, images, paths, **{"quiet": True, **how})
 
-    def evaluate(self) -> EvaluationResult:
+    def evaluate(self, path: str | Path | None = None) -> EvaluationResult:
         """Call :func:`trainer.evaluate` on this run."""
-        return evaluate(self.recipe, self.dir)
+        return evaluate(self.recipe, self.dir, path)
 
 
 def fit(recipe: Recipe, source: str | None = None) -> FinishedRun:
@@ -148,13 +148,21 @@ def _require_recipe(given: object) -> None:
         raise RecipeError(f"fit takes a Recipe, not {kind}: give fit(Recipe(model=..., data=..., batch_size=...))")
 
 
-def evaluate(recipe: Recipe, run_dir: str | Path) -> EvaluationResult:
-    """Evaluate the model of ``run_dir`` on the test (or else validation) set of ``recipe``, and print the report."""
+def evaluate(recipe: Recipe, run_dir: str | Path, path: str | Path | None = None) -> EvaluationResult:
+    """Evaluate the model of ``run_dir``, and print the report.
+
+    Args:
+        recipe: the recipe of the run.
+        run_dir: the run directory.
+        path: a file with texts and labels, or for a language model with texts; by default the test set of ``recipe``,
+            or else its validation set. The training file is not read if there is a test file.
+    """
     folder = verified_model_folder(run_dir)
     if needs_subprocess(recipe):  # the result is the same on any number of ranks
         alone = {"run": replace(recipe.run, devices=1), "memory": replace(recipe.memory, replicas=1)}
         recipe = recipe.replace(**alone)
-    with evaluation_session(recipe, folder) as session, matmul_precision(recipe.memory.matmul_precision):
+    other = None if path is None else str(path)
+    with evaluation_session(recipe, folder, other) as session, matmul_precision(recipe.memory.matmul_precision):
         show_status("loading the model")
         forward = _restore(session, folder)
         run = make_evaluation(session, forward, "test") or make_evaluation(session, forward, "val")

@@ -17,7 +17,7 @@ from helpers.pretrained import text
 from PIL import Image
 from torch import nn
 
-from trainer import Data, FinishedRun, Loss, Model, Recipe, RecipeError, predict
+from trainer import Data, FinishedRun, Loss, Model, Recipe, RecipeError, evaluate, predict
 from trainer.after import predict as prediction
 from trainer.checkpoint.export import save_model
 from trainer.data import ImageFolder, TextFiles
@@ -173,6 +173,21 @@ def test_texts_of_tables_and_files_are_those_of_the_command_line(texts, tmp_path
         predict(recipe, run_dir, paths=[str(table)], column="reviev")
     with pytest.raises(RecipeError, match=r"--image needs an image model: TextFiles has no load_image.*--text"):
         predict(recipe, run_dir, images=["a.png"])
+
+
+def test_an_evaluation_reads_the_model_and_one_file(texts, tmp_path):
+    recipe, run_dir = texts  # its training file does not exist
+    table = tmp_path / "other.csv"
+    rows = [(f"w{number} w{number + 1}", NAMES[number % 3]) for number in range(9)]  # two classes are absent
+    table.write_text("review,label\n" + "".join(f"{text},{label}\n" for text, label in rows))
+    answers = FinishedRun(recipe, run_dir).predict([text for text, _ in rows])
+    right = [found == label for (found, _), (_, label) in zip(answers, rows, strict=True)]
+    assert evaluate(recipe, run_dir, table).metrics()["accuracy"] == pytest.approx(sum(right) / len(rows))
+    table.write_text(table.read_text() + "w1,fox\n")
+    with pytest.raises(RecipeError, match=r"other\.csv row 11 .*: label 'fox' is not one of ant, bee, cat, dog, elk"):
+        evaluate(recipe, run_dir, table)
+    with pytest.raises(RecipeError, match=r"train_file='absent\.csv': there is no file"):
+        evaluate(recipe, run_dir)
 
 
 def test_a_string_is_one_text_and_top_k_returns_pairs(texts, images):

@@ -8,12 +8,12 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
-from trainer.contract import Model
+from trainer.contract import Data, Model
 from trainer.data.base import local_path
 from trainer.data.text import (
     PaddedDataset,
@@ -122,6 +122,13 @@ class LanguageData(PaddedDataset):
         require(self.train_files is not None, f"data.train_files is missing: {fix}")
         for part in ("train", "val", "test"):
             self._paths(part)
+
+    def for_evaluation(self, model: Model | None = None, path: str | None = None) -> Data:
+        """Return a dataset of the test files alone."""
+        files = path or self.test_files
+        if files is None or self.name is not None:
+            return self if path is None else super().for_evaluation(model, path)
+        return replace(self, train_files=files, val_files=None, test_files=files, val_fraction=0.0, val_fold=None)
 
     def _paths(self, part: str) -> list[Path]:
         pattern = getattr(self, f"{part}_files")

@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from glob import escape, glob
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
-from trainer.contract import Model
+from trainer.contract import Data, Model
 from trainer.data.base import BuiltinDataset, ClassWeightedDataset, format_counts, hold_out, local_path
 from trainer.errors import RecipeError, format_list, require, require_choice, require_positive
 from trainer.system.environment import is_local_rank_zero
@@ -113,6 +113,8 @@ class _Tokenised(ClassWeightedDataset, Texts):
 
     missing: Literal["error", "drop"] = "error"
 
+    _known_classes: ClassVar[Sequence[str] | None] = None  # those of a trained model, if the training file is not read
+
     def __post_init__(self) -> None:
         super().__post_init__()
         require_choice("data.missing", self.missing, Literal["error", "drop"])
@@ -148,6 +150,9 @@ class _Tokenised(ClassWeightedDataset, Texts):
         if task == "regression":
             self._set_classes(output_names(texts, task, source, self.label_column))
             classes = {name: number for number, name in enumerate(self.class_names)}
+        elif self._known_classes is not None:
+            self._set_classes(self._known_classes)
+            classes = {name: number for number, name in enumerate(self._known_classes)}
         else:
             known = texts if task == "single_label" else output_names(texts, task, source, self.label_column)
             require(len(known) > 0, f"{source}: no row has a label in data.label_column={self.label_column!r}")
@@ -173,7 +178,7 @@ class _Tokenised(ClassWeightedDataset, Texts):
         self.val = split("train", of_train(held)) if held else parts.get("val")
         if is_local_rank_zero():
             for part, one in (("train", self.train), ("val", self.val), ("test", self.test)):
-                if one is not None:
+                if one is not None and (part == "test" or self._known_classes is None):
                     print(escaped(f"data: {part}: {self._summary(one)}"), flush=True)
 
     def _summary(self, split: Tokens) -> str:
@@ -305,6 +310,17 @@ class TextFiles(_Tokenised):
             key = f"data.{part}_file={getattr(self, f'{part}_file')!r}"
             require(not path.is_dir(), f"{key}: {path} is a folder: give a file in it by --data.{part}_file FILE")
             require(path.is_file(), f"{key}: there is no file {path}: give one by --data.{part}_file FILE")
+
+    def for_evaluation(self, model: Model | None = None, path: str | None = None) -> Data:
+        """Return a dataset of the test file alone: the trained model knows the classes."""
+        file = path or self.test_file
+        known = model.class_names if model is not None else ()
+        if file is None or known is None or (model is not None and model.task == "regression"):
+            return self if path is None else replace(self, test_file=path)
+        # The test file also stands for the training file, from which nothing is learned.
+        found = replace(self, train_file=file, val_file=None, test_file=file, val_fraction=0.0, val_fold=None)
+        found._known_classes = list(known)  # type: ignore[misc]
+        return found
 
     def _paths(self) -> dict[str, Path]:
         files = {"train": self.train_file, "val": self.val_file, "test": self.test_file}

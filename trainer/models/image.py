@@ -120,8 +120,8 @@ class ImageClassifier(HubClassifier, DrawnInputs):
         seen = {key: list(getattr(known, key)) for key in ("input_size", "mean", "std")} if known else {}
         size = self.image_size
         resized = known and known.fixed_input_size and size is not None and size != known.input_size[-1]
-        sized = {"model_args": {"img_size": size}} if resized else {}
-        return {"architecture": name, "pretrained_cfg": seen, **sized}
+        arguments = {"model_args": {"img_size": size}} if resized else {}
+        return {"architecture": name, "pretrained_cfg": seen, **arguments}
 
     def _configuration(self) -> Any:
         config = super()._configuration()
