@@ -35,9 +35,9 @@ export  write the model of a checkpoint like a finished run: for trainer evaluat
         other readers of safetensors. FOLDER is RUN_DIR/model by default. If the recipe is a .py file, it is executed,
         which needs --trust-recipe
 
-DIR is a run directory or one checkpoint, such as RUN_DIR/checkpoints/step-00000100. Of a run directory, export takes
-the weights that a finished run has in model/: those of the best evaluation, or the newest without one. --last takes the
-newest valid checkpoint; --best fails if no evaluation has chosen one.
+DIR is a run directory or one checkpoint, such as RUN_DIR/checkpoints/step-00000100. For a run directory, export
+takes the weights that a finished run has in model/: the best evaluation's, or the newest without an evaluation. --last
+takes the newest valid checkpoint; --best fails if no evaluation has chosen one.
 """
 ACTIONS = ("list", "verify", "export")
 CHOICES = ("best", "last")

@@ -18,8 +18,8 @@ from trainer.data.base import format_counts, separator_of
 from trainer.errors import RecipeError, format_list, require
 from trainer.system.files import open_regular
 
-MAX_ROWS = 1_000  # rows that are read
-MAX_LINE_BYTES = 1_000_000  # of a line of them
+MAX_ROWS = 1_000
+MAX_LINE_BYTES = 1_000_000
 MAX_CLASSES = 50  # distinct values of a column that can be the label without being called so
 HELD_OUT = "0.1"  # share of the rows for validation if there is no file for it
 
@@ -27,7 +27,7 @@ TABLES = (".csv", ".tsv", ".jsonl", ".parquet")
 DOCUMENTS = (".txt", ".md", ".rst", ".py")
 IMAGES = (".jpg", ".jpeg", ".png", ".ppm", ".bmp", ".pgm", ".tif", ".tiff", ".webp")  # as torchvision
 PARTS = {"val": ("val", "valid", "validation", "dev"), "test": ("test", "eval")}
-"""Names of the files for validation and test beside a train file."""
+"""Names of the files for validation and test in the folder of a train file."""
 
 TEXT_NAMES = ("text", "review", "sentence", "content", "comment", "message", "body", "document", "tweet", "utterance")
 LABEL_NAMES = ("label", "labels", "class", "category", "target", "sentiment", "intent", "topic", "stars", "rating")
@@ -169,7 +169,7 @@ def _text_columns(rows: Rows, columns: Sequence[str]) -> list[str]:
         return named
     lengths = {name: _mean_words(rows, name) for name in columns}
     longest = max(lengths.values(), default=0.0)
-    # A column with less than half as many words is a title or a name beside the text.
+    # A column with less than half as many words is a title or a name.
     return [name for name, words in lengths.items() if words > 1.2 and words > longest / 2]
 
 
@@ -203,7 +203,7 @@ def _task(values: Sequence[Any]) -> str:
 
 
 def _other_parts(path: Path) -> dict[str, Path]:
-    """Return the file of each part: ``path`` for training and, if it is called train, the files beside it."""
+    """Return the file of each part: ``path`` for training and, if it is called train, the files in its folder."""
     found = {"train": path}
     if path.stem.casefold() == "train":
         for part, names in PARTS.items():

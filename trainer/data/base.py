@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from numpy import ndarray
     from numpy.random import RandomState
 
-SEPARATORS = (",", ";", "\t", "|")  # of the cells of a csv file
+SEPARATORS = (",", ";", "\t", "|")  # between the cells of csv files
 MAX_SHOWN_CLASSES = 5
 
 
