@@ -443,6 +443,17 @@ class Data(OptionalAttributes):
         """Remember the model that the samples are for. Called before ``outline``, ``prepare`` and predictions."""
         self._model = model
 
+    def for_evaluation(self, model: Model | None = None, path: str | None = None) -> Data:
+        """Return the dataset that evaluates a trained ``model``, without the training files if possible.
+
+        Args:
+            model: the trained model; ``None`` before it is loaded, when only the files are checked.
+            path: a file to evaluate instead of the test set.
+        """
+        if path is not None:
+            raise RecipeError(f"{type(self).__name__} cannot evaluate the file {path!r}: set its test set by flags")
+        return self
+
     def outline(self) -> Outline | None:
         """Return what the dataset holds if its files are missing: ``trainer plan`` then creates fake samples. ``None``
         if the files exist or nothing is known: they are then prepared as for a run."""

@@ -186,6 +186,7 @@ def test_rows_of_every_form_and_file_make_the_same_samples(chats, tmp_path):
         "sharegpt": {"conversations": turned},
         "prompt": {"completion": answer, "prompt": prompt},
         "both": {"prompt": chat[:1], "completion": chat[1:]},
+        "alpaca": {"instruction": prompt, "input": "", "output": answer},
     }
     for name, row in forms.items():
         asked = {"messages_column": "turns"} if name == "messages" else {}
@@ -202,6 +203,11 @@ def test_rows_of_every_form_and_file_make_the_same_samples(chats, tmp_path):
                     path, index=False
                 )
             assert samples(chats(str(path), tokenizer, **asked).train) == expected, path
+    said = (
+        {"prompt": f"{prompt}\n\nmore", "completion": answer},
+        {"instruction": prompt, "input": "more", "output": answer},
+    )
+    assert samples(chats(said[:1], tokenizer).train) == samples(chats(said[1:], tokenizer).train)
     hub = tmp_path / "hub"
     hub.mkdir()
     for split in ("train", "validation"):

@@ -1,6 +1,7 @@
 """Text datasets on real reviews: padding, caching, classes, and every refusal names its row."""
 
 import csv
+import json
 from pathlib import Path
 
 import pandas
@@ -10,6 +11,7 @@ from helpers.prepared import prepared, refused
 
 from trainer.data import IMDb, TextFiles
 from trainer.errors import RecipeError
+from trainer.models import TextClassifier
 
 TWO_ROWS = [["text", "label"], ["good", "0"], ["bad", "1"]]
 
@@ -97,14 +99,50 @@ def test_string_labels_become_sorted_classes_in_every_format(tmp_path, tokenizer
         assert data.train.describe(1).startswith(f"{file} row {row} (the ")
 
 
+@pytest.mark.parametrize("row", [["  ", "1"], ["", "1"], ["fine", ""]])
+def test_rows_without_text_or_label_are_named_as_a_spreadsheet_counts_or_left_out(tmp_path, tokenizer, row, capsys):
+    rows = [["a review\nof two lines", "0"], ["bad", "1"], row, *[["good", "0"], ["bad", "1"]] * 4]
+    path = write_csv(tmp_path / "train.csv", [["text", "label"], *rows])
+    refused(
+        rf"1 of 11 rows have no text or no label: {path} row 4 \(.*: add them, or .*--data.missing drop",
+        files(path),
+        tokenizer,
+    )
+    dropped = files(path, missing="drop", val_fraction=0.2)
+    dropped.prepare(tokenizer)
+    assert "leaving out rows: 1 of 11 rows have no text" in capsys.readouterr().out
+    without = files(write_csv(tmp_path / "without.csv", [["text", "label"], *rows[:2], *rows[3:]]), val_fraction=0.2)
+    without.prepare(tokenizer)
+    for part in ("train", "val"):
+        left, whole = getattr(dropped, part), getattr(without, part)
+        assert left.labels == whole.labels
+        assert [left[n]["input_ids"] for n in range(len(left))] == [whole[n]["input_ids"] for n in range(len(whole))]
+    places = [dropped.train.describe(n).split(" row ")[1].split()[0] for n in range(len(dropped.train))]
+    assert "4" not in places  # and the rows after it keep their numbers
+
+
+def test_hundreds_of_gaps_are_counted_and_five_are_named(tmp_path, tokenizer):
+    path = write_csv(tmp_path / "train.csv", [["text", "label"], *[["", "0"]] * 300, ["good", "0"], ["bad", "1"]])
+    refused(rf"300 of 302 rows .*row 2 \(.*, {path} row 6 and 295 more: add", files(path), tokenizer)
+
+
+def test_a_column_of_ids_is_no_label(tmp_path, tokenizer):
+    path = write_csv(tmp_path / "train.csv", [["text", "label"], *[["good", str(n)] for n in range(30)]])
+    refused("data.label_column='label' has another value in each of 30 rows, like an id", files(path), tokenizer)
+
+
 @pytest.mark.parametrize(
-    ("row", "message"),
-    [(["  ", "1"], "row 4 .*has no text"), (["", "1"], "row 4 .*has no text"), (["fine", ""], "row 4 .*has no label")],
+    ("task", "labels"), [("regression", ["1.5", ""]), ("multi_label", [None, "a|b"]), ("token", ["A B", None])]
 )
-def test_a_row_without_text_or_label_is_named_as_a_spreadsheet_counts(tmp_path, tokenizer, row, message):
-    two_lines = ["a review\nof two lines", "0"]
-    path = write_csv(tmp_path / "train.csv", [["text", "label"], two_lines, ["bad", "1"], row, ["good", "0"]])
-    refused(f"{path} {message}", files(path), tokenizer)
+def test_rows_without_labels_are_left_out_for_every_task(task, labels, tmp_path, tokenizer):
+    path = tmp_path / "train.jsonl"
+    path.write_text("".join(json.dumps({"text": "two words", "label": label}) + "\n" for label in [*labels, *labels]))
+    data = files(path, missing="drop")
+    data.prepare(tokenizer, TextClassifier(task=task))
+    assert [data.train.describe(n).split(" row ")[1].split()[0] for n in range(2)] == (
+        ["1", "3"] if labels[1] in (None, "") else ["2", "4"]
+    )
+    assert len(data.train.labels) == 2
 
 
 def test_a_missing_column_and_an_unknown_label_in_the_test_file_are_named(tmp_path, tokenizer):

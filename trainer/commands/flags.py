@@ -22,7 +22,7 @@ from trainer.commands import NO_FLAGS, RECIPE_FLAGS, CommandFlags
 from trainer.commands.classes import SWAPPABLE_SECTIONS, known_classes
 from trainer.errors import RecipeError, require, suggest_name
 from trainer.recipe import UNSUPPORTED_VALUES, VALUE_ALIASES, VALUE_SUGGESTIONS, Recipe
-from trainer.settings import did_you_mean, settings_of
+from trainer.settings import did_you_mean, foreign_switch, settings_of
 from trainer.system.error_reports import describe_error
 from trainer.system.files import read_regular
 
@@ -54,6 +54,8 @@ def split_argv(argv: Sequence[str], own: CommandFlags = NO_FLAGS) -> tuple[list[
             positionals.append(name + equals + text)
         elif not name.startswith("--"):
             raise RecipeError(f"unknown flag {name}: flags start with two dashes")
+        elif (meant := foreign_switch(name[2:])) is not None:
+            raise RecipeError(f"unknown flag {name}: use --{meant}")
         elif equals:
             flags.append((name[2:], text))
         else:
@@ -104,7 +106,8 @@ class RecipeParser:
         """Return the changes of a YAML file."""
         flat: dict[str, Any] = {}
         sections = {key[:at] for key in self.settings for at, letter in enumerate(key) if letter == "."}
-        for key, value in _flatten(nested, sections):
+        for given_key, value in _flatten(nested, sections):
+            key = self._canonical(given_key)
             if key not in self.settings:
                 meant = self._find_owner(key) or did_you_mean(key, [*self.settings, *sections])
                 raise SettingError(key, f"unknown key {key}{meant}")
@@ -120,7 +123,8 @@ class RecipeParser:
         given: dict[str, Any] = {}
         entries: dict[str, dict[str, str]] = {}
         argv, start = [], Namespace()
-        for name, text in flags:
+        for given_name, text in flags:
+            name = self._canonical(given_name)
             key, entry = self._key_of(name, text)
             if text is None:
                 argv.append(f"--{name}")
@@ -140,6 +144,12 @@ class RecipeParser:
             tree = {key: {**(value if isinstance(value, dict) else {}), **named}}
             changes |= self._convert(partial(self.parser.parse_object, tree, defaults=False), tree)
         return changes
+
+    def _canonical(self, name: str) -> str:
+        """Return the setting for ``name``: ``data.train_file`` and ``data.train_files`` mean the same."""
+        other = f"{name}s" if name.endswith("_file") else name.removesuffix("s")
+        is_file = name.startswith("data.") and name.removesuffix("s").endswith("_file")
+        return other if is_file and name not in self.settings and other in self.settings else name
 
     def _key_of(self, name: str, text: str | None) -> tuple[str, str]:
         """Return the setting of the flag ``name``, and the entry for one of a dict, such as ``model.config.dim``."""
