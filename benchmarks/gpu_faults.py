@@ -19,9 +19,9 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from common import RESULTS, Record, table, workplace
+from common import RESULTS, Record, environment_here, table, workplace
 from gpu_rows import FEW_GAPS, TINY, memory
-from planner_runs import environment_here, probe_gpu
+from planner_runs import probe_gpu
 
 from trainer.lab.measured_run import Trial, run_trial
 from trainer.system.processes import ProcessSession

@@ -30,12 +30,12 @@ from pathlib import Path
 from threading import Lock
 from typing import Any
 
-from common import RESULTS, Record, table, workplace
+from common import RESULTS, Record, environment_here, table, workplace
 from gpu import Benchmark
 from gpu_faults import run_tests
 from gpu_judge import NOT_RUN, Measured, figure, judge, read_found
 from gpu_rows import LLAMA_8B, PARTS, QLORA, TINY, VOCABULARY, Row, memory
-from planner_runs import environment_here, probe_gpu
+from planner_runs import probe_gpu
 
 from trainer.lab.measured_run import run_trial
 
