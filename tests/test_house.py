@@ -32,6 +32,7 @@ CORE = [
 MAX_CORE = 5715  # CORE
 MAX_TRAINER = 34485  # trainer/ without fakegpu
 MAX_FAKEGPU = 3833  # trainer/fakegpu
+MAX_BENCHMARKS = 12893  # benchmarks/
 
 MAX_PHRASES = {"trainer": 0, "README.md": 0, "CONTRIBUTING.md": 0, "docs": 30}
 """Maximum numbers of phrases of the former private dialect, by place; see tests/helpers/prose.py. They only fall."""
@@ -54,6 +55,7 @@ def test_the_limits_on_lines_hold():
     simulator = [path for path in FILES.values() if package(path) == "fakegpu"]
     assert count_lines(ROOT / "trainer" / name for name in CORE) <= MAX_CORE
     assert count_lines(simulator) <= MAX_FAKEGPU
+    assert count_lines((ROOT / "benchmarks").rglob("*.py")) <= MAX_BENCHMARKS
     assert count_lines(FILES.values()) - count_lines(simulator) <= MAX_TRAINER
 
 

@@ -29,7 +29,6 @@ ALLOWED = {
     ("trainer/errors.py", "importlib.import_module"): "a package that the calling code names",
     ("benchmarks/chaos/command.py", "importlib.import_module"): "what the ranks need, listed in that file",
     ("benchmarks/checkpoint.py", "torch.distributed.checkpoint.save"): "measured beside ours",
-    ("benchmarks/kills.py", "importlib.import_module"): "what the ranks need, listed in benchmarks/chaos/command.py",
     ("benchmarks/hostile.py", "importlib.import_module"): "what the cases need, listed in that file",
     ("benchmarks/checkpoint.py", "torch.distributed.checkpoint.load"): "reads what this benchmark has just written",
     ("trainer/commands/recipes.py", "exec_module"): "a recipe is a Python file, and running it is what is asked for",
