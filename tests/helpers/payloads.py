@@ -25,6 +25,31 @@ class Trap:
         return os.mkdir, (self.marker,)
 
 
+def at(file: str, write: Callable[[Path, Path], object]) -> Callable[[Path, Path], None]:
+    """A function that writes ``file`` of a folder."""
+
+    def make(folder: Path, marker: Path) -> None:
+        (folder / file).parent.mkdir(parents=True, exist_ok=True)
+        write(folder / file, marker)
+
+    return make
+
+
+def content(value: bytes | str) -> Callable[[Path, Path], object]:
+    """A function that writes ``value`` to a path."""
+    return lambda path, marker: path.write_bytes(value.encode() if isinstance(value, str) else value)
+
+
+def pickled(path: Path, marker: Path) -> None:
+    """Write a pickle."""
+    path.write_bytes(pickle.dumps(Trap(marker)))
+
+
+def python(path: Path, marker: Path) -> None:
+    """Write a module of Python."""
+    path.write_text(code(marker))
+
+
 def code(marker: Path) -> str:
     """Python that makes ``marker`` when it is imported, and defines what a configuration may ask for."""
     return f"import os\nos.mkdir({str(marker)!r})\nclass Evil:\n    pass\n"
@@ -141,3 +166,13 @@ def edit_json(path: Path, **changes: Any) -> None:
 
 
 DEEP_JSON = '{"a":' * 100_000 + "1" + "}" * 100_000
+
+POSTSCRIPT = b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 8 8\n%%EndComments\n(x) print showpage\n%%EOF\n"
+
+CHECKPOINT_STATES: list[tuple[str, Any]] = [
+    *(("counters", [1]), ("counters.step", "1"), ("counters.step", 7), ("counters.epoch", None)),
+    *(("skipped_steps", 1.5), ("scheduler.steps", "1"), ("scheduler.rates", 0.1), ("scheduler.rates", ["x"])),
+    *(("scheduler.rates", []), ("overlapped", "no"), ("halvings", 10**12), ("quarantine", [])),
+    *(("quarantine.samples", [{"position": "x"}]), ("stopwatch.seconds", None), ("stopwatch", {})),
+]
+"""Entries of a checkpoint's state.json, and values that no run writes."""
