@@ -73,16 +73,15 @@ def resume(run_dir: Path) -> int:
     return run(["fit", *SMALL, *more, f"--run.dir={run_dir}"])
 
 
+def results_of(run_dir: Path) -> list[Path]:
+    unseen = [run_dir / name for name in UNSEEN]
+    return files_of(run_dir) + files_of(run_dir, "model", "tensorboard") + unseen
+
+
 GROUPS = {
-    "results": (
-        lambda run_dir: [
-            *files_of(run_dir),
-            *files_of(run_dir, "model", "tensorboard"),
-            *(run_dir / name for name in UNSEEN),
-        ]
-    ),
-    "checkpoints": (lambda run_dir: files_of(run_dir, "checkpoints")),
-    "locks": (lambda run_dir: [run_dir / name for name in LOCKS]),
+    "results": results_of,
+    "checkpoints": lambda run_dir: files_of(run_dir, "checkpoints"),
+    "locks": lambda run_dir: [run_dir / name for name in LOCKS],
 }
 
 

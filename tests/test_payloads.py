@@ -4,8 +4,6 @@ A case is a function that makes files in the working directory, a command line t
 error must contain. ``HERE`` is the working directory; a payload that is executed makes the folder ``executed`` in it.
 """
 
-import hashlib
-import json
 import pickle
 import shutil
 from collections.abc import Callable
@@ -29,7 +27,6 @@ from PIL import Image
 from safetensors.torch import save_file
 from torchvision.datasets import CIFAR10
 
-from trainer.checkpoint.manifest import Manifest
 from trainer.cli import run
 
 Make = Callable[[Path, Path], object]
@@ -172,8 +169,11 @@ DATA = "fit vit_cifar10 --model.weights null --data.download false --data.root"
 
 def npz(**arrays) -> Make:
     """A CIFAR-10 file; a function makes its array with the marker."""
-    made = lambda marker: {name: value(marker) if callable(value) else value for name, value in arrays.items()}  # noqa: E731
-    return at("cifar.npz", lambda path, marker: payloads.write_npz(path, **made(marker)))
+
+    def write(path, marker):
+        payloads.write_npz(path, **{name: one(marker) if callable(one) else one for name, one in arrays.items()})
+
+    return at("cifar.npz", write)
 
 
 PARTS = ("images", "labels", "split", "class_names")
@@ -277,8 +277,8 @@ add("image", {file: partial(images, write, file) for file, write in IMAGES.items
 # Checkpoints
 
 TENSORS = "rank-00000.safetensors"
-RESUME = f"fit {SMALL} --max_steps=2 --checkpoint.every=1 --checkpoint.asynchronous=false --run.dir=again --run.resume="
-RESUME += "HERE/step-00000001"
+RESUME = f"fit {SMALL} --max_steps=2 --checkpoint.every=1 --checkpoint.asynchronous=false --run.dir=again"
+RESUME += " --run.resume=HERE/step-00000001"
 
 
 @lru_cache
@@ -290,24 +290,14 @@ def saved_checkpoint() -> Path:
 
 
 def forged(file: str, write: Make, folder: Path, marker: Path) -> None:
-    """Replace a file of a checkpoint, and make its manifest fit: hashes find accidents, not intentions."""
+    """Replace a file of a checkpoint, and make its manifest fit."""
     copy = shutil.copytree(saved_checkpoint(), folder / "step-00000001", dirs_exist_ok=True)
     write(copy / file, marker)
-    written = (copy / file).read_bytes()
-    stated = json.loads((copy / "manifest.json").read_text())
-    stated["files"][file] = {"bytes": len(written), "sha256": hashlib.sha256(written).hexdigest()}
-    del stated["digest"]
-    (copy / "manifest.json").write_text(Manifest(**stated).to_json())
+    payloads.fit_manifest(copy, file)
 
 
-def other_state(way: str, value: object, path: Path, marker: Path) -> None:
-    """Put ``value`` in the place of another in a file of JSON."""
-    state = inner = json.loads(path.read_text())
-    *sections, last = way.split(".")
-    for section in sections:
-        inner = inner[section]
-    inner[last] = value
-    path.write_text(json.dumps(state))
+def entry(way: str, value: object) -> Make:
+    return lambda path, marker: payloads.set_entry(path, way.split("."), value)
 
 
 NO_STATES = {text: content(text) for text in ("[1]", "{}", '{"tensors": 1, "values": 2}')}
@@ -316,7 +306,7 @@ LIES = {f"lying: {name}": content(lie) for name, lie in payloads.LYING.items()}
 for file, contents in {"state.json": NO_STATES, "rank-00000.json": NO_STATES, TENSORS: NO_STATES | LIES}.items():
     rows = {name: partial(forged, file, write) for name, write in contents.items()}
     add(f"checkpoint's {file}", rows, RESUME, file, codes=(1, 2))
-STATES = {f"{way}={value}": partial(other_state, way, value) for way, value in payloads.CHECKPOINT_STATES}
+STATES = {f"{way}={value}": entry(way, value) for way, value in payloads.CHECKPOINT_STATES}
 rows = {name: partial(forged, "state.json", write) for name, write in STATES.items()}
 add("checkpoint's state", rows, RESUME, "state.json holds content that no run wrote", codes=(1,))
 history = {"no text": partial(forged, "metrics.csv", content(b"step,loss\n1,\xff\n"))}

@@ -71,9 +71,8 @@ def test_samples_depend_on_their_seeds_and_on_no_cut_and_no_worker(workers):
     def load(size, workers=0):
         pieces = [range(start, min(start + size, 10)) for start in range(0, 10, size)]
         requests = [Request([7 * k for k in piece], [99 * k for k in piece]) for piece in pieces]
-        return torch.cat(
-            [batch["pixel_values"] for batch in Loader(data.train, data.collate, workers=workers)(requests)]
-        )
+        loader = Loader(data.train, data.collate, workers=workers)
+        return torch.cat([batch["pixel_values"] for batch in loader(requests)])
 
     whole = load(10)
     assert torch.equal(whole, load(3, workers))
@@ -93,9 +92,8 @@ def test_what_a_sample_is_changes_the_fingerprint_and_defaults_do_not():
 
 def test_an_own_transform_that_gives_no_image_is_refused_by_name_and_one_that_fails_names_its_sample():
     data = prepared(Digits(transform=scaled))
-    with pytest.raises(
-        RecipeError, match=r"data\.transform: scaled returned torch\.float32 \(1, 8, 8\) for an image torch"
-    ):
+    said = r"data\.transform: scaled returned torch\.float32 \(1, 8, 8\) for an image torch"
+    with pytest.raises(RecipeError, match=said):
         list(Loader(data.train, data.collate)([Request([0], [1])]))
     data = prepared(Digits(transform=lambda image: image[5]))
     with pytest.raises(SampleError, match=r"scikit-learn digits image \d+ .* could not be loaded: IndexError"):
@@ -111,10 +109,7 @@ def test_an_own_transform_that_gives_no_image_is_refused_by_name_and_one_that_fa
         ({"random_resized_crop": 0}, r"data\.random_resized_crop=0 would be an empty image"),
         ({"erasing": -0.1}, r"data\.erasing=-0\.1 must be a number from 0 to 1; 0 is off"),
         ({"color_jitter": "0.4"}, r"data\.color_jitter='0\.4' must be a number"),
-        (
-            {"transform": "my.function"},
-            r"data\.transform='my\.function' is not a function: give one in a Python recipe",
-        ),
+        ({"transform": "my.function"}, r"transform='my\.function' is not a function: give one in a Python recipe"),
     ],
 )
 def test_settings_that_cannot_work_are_refused(settings, message):

@@ -10,7 +10,6 @@ from helpers.rounding import ROUNDING
 
 from trainer import Memory, Recipe, Run
 from trainer.api import fit
-from trainer.cli import run
 from trainer.contract import Data
 from trainer.data import ImageFolder
 from trainer.data.loader import Loader, SampleError, make_loader
@@ -270,9 +269,8 @@ def test_a_run_with_more_than_it_may_leave_out_does_not_start(own):
 def test_a_prediction_and_the_rehearsal_leave_them_out_without_counting(own):
     recipe = own(2)
     recipe.data.prepare()
-    windows = make_windows(
-        recipe, make_loader(recipe, recipe.data.train), world_size=3, reduce=lambda values: values * 1
-    )
+    loader = make_loader(recipe, recipe.data.train)
+    windows = make_windows(recipe, loader, world_size=3, reduce=lambda values: values * 1)
     met = {index for window in windows.epoch(0) for micro in window for index in micro.indices}
     assert met
     assert 2 not in met
@@ -319,25 +317,12 @@ def test_labels_of_tokens_are_looked_at_too():
         load(labels)
 
 
-def test_a_run_with_a_wrong_label_ends_with_one_line(tmp_path, capsys):
-    path = tmp_path / "wrong.py"
-    path.write_text(
-        "import torch\n"
-        "from dataclasses import dataclass\n"
-        "from trainer import Data, Memory, Recipe, Run\n"
-        "from trainer.models import MLP\n"
-        "@dataclass\n"
-        "class Own(Data):\n"
-        "    num_classes, channels, image_size = 2, 1, 4\n"
-        "    def prepare(self, tokenizer=None):\n"
-        "        self.train = [{'pixel_values': torch.ones(1, 4, 4), 'labels': i % 3} for i in range(9)]\n"
-        "recipe = Recipe(model=MLP([4]), data=Own(), batch_size=9, memory=Memory(micro_batch_size=3),\n"
-        "                run=Run(progress=False, predict=False))\n"
-    )
-    assert run(["fit", str(path), "--run.dir", str(tmp_path / "run")]) == 2
-    (line,) = [line for line in capsys.readouterr().err.splitlines() if "error" in line]
-    assert line.startswith("trainer: error: sample ")
-    assert "has the label 2, but valid labels are 0 to 1 (2 classes)" in line
+def test_a_run_with_a_wrong_label_ends_with_its_name(tmp_path):
+    samples = [{"pixel_values": torch.ones(3, 4, 4), "labels": torch.tensor(i % 6)} for i in range(9)]
+    run = Run(dir=str(tmp_path / "run"), progress=False, predict=False)
+    recipe = recipe_of(samples, 0, micro=3, batch=9).replace(run=run)
+    with pytest.raises(SampleError, match=r"^sample 5 .*has the label 5, but valid labels are 0 to 4 \(5 classes\)"):
+        fit(recipe)
 
 
 def test_micro_batches_of_an_evaluation_are_as_many_on_every_rank():

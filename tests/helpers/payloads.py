@@ -1,5 +1,6 @@
 """Files that execute code when they are loaded carelessly: they make a folder, whose absence shows that none ran."""
 
+import hashlib
 import io
 import json
 import os
@@ -7,12 +8,14 @@ import pickle
 import struct
 import tarfile
 import zipfile
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+
+from trainer.checkpoint.manifest import MANIFEST, Manifest
 
 
 class Trap:
@@ -163,6 +166,24 @@ def edit_json(path: Path, **changes: Any) -> None:
     """Set entries of a JSON file."""
     content = json.loads(path.read_text()) if path.exists() else {}
     path.write_text(json.dumps(content | changes))
+
+
+def set_entry(path: Path, way: Sequence[Any], value: Any) -> None:
+    """Put ``value`` in the place of another in a JSON file; ``way`` leads to it."""
+    content = inner = json.loads(path.read_text())
+    for key in way[:-1]:
+        inner = inner[key]
+    inner[way[-1]] = value
+    path.write_text(json.dumps(content))
+
+
+def fit_manifest(checkpoint: Path, file: str) -> None:
+    """Make the manifest fit a changed file, as anybody can: hashes find accidents, not intentions."""
+    written = (checkpoint / file).read_bytes()
+    stated = json.loads((checkpoint / MANIFEST).read_text())
+    stated["files"][file] = {"bytes": len(written), "sha256": hashlib.sha256(written).hexdigest()}
+    del stated["digest"]
+    (checkpoint / MANIFEST).write_text(Manifest(**stated).to_json())
 
 
 DEEP_JSON = '{"a":' * 100_000 + "1" + "}" * 100_000

@@ -8,10 +8,13 @@ from dataclasses import replace
 import pytest
 import torch
 from helpers.language import FAMILIES, WORDS, language_model
+from helpers.matrix import perturbed
 from safetensors import safe_open
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, PreTrainedTokenizerFast
 
 from trainer.checkpoint.export import load_model, save_model
+from trainer.errors import RunError
+from trainer.models import CausalLM
 
 END, OTHER_END = 5, 7
 
@@ -28,25 +31,51 @@ def tokenizer(tmp_path_factory):
     return str(folder)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-def test_transformers_loads_the_same_model_and_the_file_has_a_tied_head_once(tmp_path, tokenizer, family):
+EXPERTS = CausalLM("mixtral", config={**FAMILIES["llama"][1], "num_local_experts": 3}, tokenizer="none")
+DECODER = {"num_hidden_layers": 1, "hidden_size": 16, "num_attention_heads": 2, "intermediate_size": 16}
+DECODER |= {"is_decoder": True, "vocab_size": WORDS}
+OTHERS = {
+    "mixtral": EXPERTS,
+    "roberta": CausalLM("roberta", config=DECODER, tokenizer="none"),
+}  # whose bias is tied, too
+
+
+@pytest.mark.parametrize("family", [*FAMILIES, *OTHERS])
+def test_transformers_loads_the_trained_model_and_a_tied_head_is_saved_once(tmp_path, tokenizer, family, monkeypatch):
+    """Read again after writing: one that would be loaded with other values is refused."""
     torch.manual_seed(0)
-    model = language_model(family, tokenizer=tokenizer)
-    module = model.build().eval()
-    torch.nn.init.normal_(module.get_output_embeddings().weight)
-    save_model(model, module, tmp_path)
+    model = OTHERS.get(family) or language_model(family, tokenizer=tokenizer)
+    module = perturbed(model.build().eval(), 0.1)
+    good, bad = tmp_path / "good", tmp_path / "bad"
+    save_model(model, module, good)
+    loaded = AutoModelForCausalLM.from_pretrained(good)
+    assert json.loads((good / "config.json").read_text())["architectures"] == [type(loaded).__name__]
+    assert type(loaded).__name__ == type(module).__name__
+    for name, value in module.state_dict().items():
+        assert torch.equal(loaded.state_dict()[name], value), name
     ids = torch.randint(0, WORDS, (2, 9), generator=torch.Generator().manual_seed(1))
     with torch.no_grad():
-        wanted = load_model(model, tmp_path).eval()(ids).logits
-        found = AutoModelForCausalLM.from_pretrained(tmp_path).eval()(ids).logits
-        assert torch.allclose(found, module(ids).logits, rtol=1e-4, atol=1e-5)
-        assert torch.allclose(wanted, module(ids).logits, rtol=1e-6, atol=1e-6)
-    with safe_open(tmp_path / "model.safetensors", "pt") as file:
-        heads = sorted(name for name in file.keys() if file.get_slice(name).get_shape()[0] == WORDS)  # noqa: SIM118
+        wanted = module(ids).logits
+        assert torch.allclose(loaded.eval()(ids).logits, wanted, rtol=1e-4, atol=1e-5)
+        assert torch.allclose(load_model(model, good).eval()(ids).logits, wanted, rtol=1e-6, atol=1e-6)
+    with safe_open(good / "model.safetensors", "pt") as file:
+        shapes = {name: file.get_slice(name).get_shape() for name in file.keys()}  # noqa: SIM118
+    heads = [name for name, shape in shapes.items() if len(shape) == 2 and shape[0] == WORDS]
     assert len(heads) == (1 if module.config.tie_word_embeddings else 2)
-    assert AutoTokenizer.from_pretrained(tmp_path).eos_token_id == END
-    assert GenerationConfig.from_pretrained(tmp_path).eos_token_id == END
-    assert json.loads((tmp_path / "config.json").read_text())["eos_token_id"] == END
+    if family in FAMILIES:
+        assert AutoTokenizer.from_pretrained(good).eos_token_id == END
+        assert GenerationConfig.from_pretrained(good).eos_token_id == END
+        assert json.loads((good / "config.json").read_text())["eos_token_id"] == END
+    write = module.save_pretrained
+
+    def damaged(folder, state_dict):
+        last = list(state_dict)[-2]
+        write(folder, state_dict=state_dict | {last: state_dict[last] * (1 + 2**-20)})
+
+    monkeypatch.setattr(module, "save_pretrained", damaged)
+    said = r"bad does not match the trained weights: \S+ would be loaded with different values"
+    with pytest.raises(RunError, match=said):
+        save_model(model, module, bad)
 
 
 def test_master_weights_are_loaded_in_the_type_that_they_were_saved_in(tmp_path, tokenizer):

@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 import torch
+from helpers.kernels import Dispatches
 from helpers.rounding import ROUNDING
 from torch import Tensor
 from torch._dynamo.testing import CompileCounter
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from trainer.fakegpu.gpus import gpu_named
 from trainer.fakegpu.target import Target
@@ -20,6 +20,7 @@ from trainer.models import padding_free
 from trainer.models.padding_free import FULL, AttentionPattern, SequenceLengths, varlen_attention
 from trainer.system.child_jobs import run_in_child
 
+FLASH = ["_flash_attention_forward.default", "_flash_attention_backward.default"]
 LENGTHS = [9, 4, 4, 7, 1]
 PATTERNS = {
     "full": FULL,
@@ -29,33 +30,17 @@ PATTERNS = {
 }
 
 
-class Operations(TorchDispatchMode):
-    """Notes the names of the operations that are dispatched."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.names: list[str] = []
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.names.append(func._overloadpacket.__name__)
-        return func(*args, **(kwargs or {}))
-
-
-def operations(
-    gpu: str, dtype: torch.dtype, texts: int, dropout: float, pattern: AttentionPattern = FULL
-) -> tuple[list[str], list[str]]:
+def operations(gpu: str, dtype: torch.dtype, texts: int, dropout: float, pattern: AttentionPattern = FULL) -> Any:
     """The kernels that a plan names, and the operations of one attention, forward and backward, on a simulated GPU."""
-    return tuple(run_in_child(partial(_operations, gpu, dtype, texts, dropout, pattern)))
+    return run_in_child(partial(_operations, gpu, dtype, texts, dropout, pattern))
 
 
-def _operations(
-    gpu: str, dtype: torch.dtype, texts: int, dropout: float, pattern: AttentionPattern
-) -> tuple[Any, list[str]]:
+def _operations(gpu: str, dtype: torch.dtype, texts: int, dropout: float, pattern: AttentionPattern) -> Any:
     with tracing(Target(gpu_named(gpu))) as tracer:
         tokens = [100 + number for number in range(texts)]
         ends = torch.tensor([0, *tokens]).cumsum(0).to(torch.int32).cuda()
         parts = [torch.randn(sum(tokens), 12, 64, device="cuda", dtype=dtype, requires_grad=True) for _ in range(3)]
-        with Operations() as noted:
+        with Dispatches() as noted:
             varlen_attention(*parts, SequenceLengths(tokens), ends, dropout, pattern).sum().backward()
         return list(tracer.trace.attention), noted.names
 
@@ -64,8 +49,7 @@ def _operations(
 @pytest.mark.parametrize("name", ["full", "causal", "causal window"])
 def test_half_precision_on_an_h200_is_flash_attention_and_never_cudnn(name, dropout):
     kernels, names = operations("h200", torch.bfloat16, 8, dropout, PATTERNS[name])
-    attention = [name for name in names if "attention" in name]
-    assert attention == ["_flash_attention_forward", "_flash_attention_backward"]
+    assert [one for one in names if "attention" in one] == FLASH
     assert kernels == ["flash over packed texts (bfloat16, heads of 64)"]
 
 
@@ -74,7 +58,7 @@ ROTATED = (torch.float32, torch.float32, torch.bfloat16)
 
 
 def _rotated() -> tuple[list[str], list[str]]:
-    with tracing(Target(gpu_named("h200"))), torch.autocast("cuda", torch.bfloat16), Operations() as noted:
+    with tracing(Target(gpu_named("h200"))), torch.autocast("cuda", torch.bfloat16), Dispatches() as noted:
         ends = torch.tensor([0, 9, 13], dtype=torch.int32).cuda()
         parts = [torch.randn(13, 2, 64, device="cuda", dtype=dtype, requires_grad=True) for dtype in ROTATED]
         found = varlen_attention(*parts, SequenceLengths([9, 4]), ends, 0.0, PATTERNS["causal"])
@@ -84,7 +68,7 @@ def _rotated() -> tuple[list[str], list[str]]:
 
 def test_autocast_lowers_rotated_queries_and_keys_for_flash_attention():
     names, dtypes = run_in_child(_rotated)
-    assert [one for one in names if "attention" in one] == ["_flash_attention_forward", "_flash_attention_backward"]
+    assert [one for one in names if "attention" in one] == FLASH
     assert dtypes == [str(torch.bfloat16), *map(str, ROTATED)]
 
 
