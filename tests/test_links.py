@@ -1,4 +1,4 @@
-"""Run directories of somebody else, with links in the places of files: nothing that they lead to is changed."""
+"""Links in place of the files of a run directory: no file that they point to is changed."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def finished(tmp_path_factory):
 
 @pytest.fixture
 def victims(tmp_path):
-    """A function that puts a link to a file of somebody else in the place of ``path``; all are checked at the end."""
+    """A function that replaces ``path`` by a link to another person's file; all such files are checked at the end."""
     folder = tmp_path / "victims"
     folder.mkdir()
     made: list[Path] = []

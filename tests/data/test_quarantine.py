@@ -10,6 +10,7 @@ from helpers.rounding import ROUNDING
 
 from trainer import Memory, Recipe, Run
 from trainer.api import fit
+from trainer.cli import _exit_code
 from trainer.contract import Data
 from trainer.data import ImageFolder
 from trainer.data.loader import Loader, SampleError, make_loader
@@ -321,8 +322,10 @@ def test_a_run_with_a_wrong_label_ends_with_its_name(tmp_path):
     samples = [{"pixel_values": torch.ones(3, 4, 4), "labels": torch.tensor(i % 6)} for i in range(9)]
     run = Run(dir=str(tmp_path / "run"), progress=False, predict=False)
     recipe = recipe_of(samples, 0, micro=3, batch=9).replace(run=run)
-    with pytest.raises(SampleError, match=r"^sample 5 .*has the label 5, but valid labels are 0 to 4 \(5 classes\)"):
+    said = r"^sample 5 .*has the label 5, but valid labels are 0 to 4 \(5 classes\)"
+    with pytest.raises(SampleError, match=said) as caught:
         fit(recipe)
+    assert _exit_code(caught.value) == 2
 
 
 def test_micro_batches_of_an_evaluation_are_as_many_on_every_rank():

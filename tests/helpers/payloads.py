@@ -1,4 +1,4 @@
-"""Files that execute code when they are loaded carelessly: they make a folder, whose absence shows that none ran."""
+"""Files that execute code when loaded carelessly: the code makes a folder, so its absence shows that none ran."""
 
 import hashlib
 import io
@@ -64,7 +64,7 @@ def _opcodes(marker: Path) -> bytes:
 
 
 def _zip_of(path: Path, content: bytes) -> None:
-    """What torch.save writes, with a pickle of one's own in it."""
+    """Write a file in the format of torch.save, with ``content`` as its pickle."""
     with zipfile.ZipFile(path, "w") as file:
         file.writestr("archive/data.pkl", content)
         file.writestr("archive/version", "3\n")
@@ -83,7 +83,7 @@ PICKLES: dict[str, Callable[[Path, Path], object]] = {
 
 
 def _safetensors(header: bytes, data: bytes = b"", length: int | None = None) -> bytes:
-    """A safetensors file with a ``header`` of one's own; ``length`` is what it says that the header has."""
+    """A safetensors file with any ``header``; ``length`` is the length that it states for the header."""
     return struct.pack("<Q", len(header) if length is None else length) + header + data
 
 
@@ -104,7 +104,7 @@ LYING: dict[str, bytes] = {
     "a pickle": pickle.dumps({"a": 1}),
     "empty": b"",
 }
-"""Safetensors files that are not what they say."""
+"""Damaged or forged safetensors files."""
 
 
 def yaml_tags(marker: Path) -> dict[str, str]:
@@ -178,7 +178,7 @@ def set_entry(path: Path, way: Sequence[Any], value: Any) -> None:
 
 
 def fit_manifest(checkpoint: Path, file: str) -> None:
-    """Make the manifest fit a changed file, as anybody can: hashes find accidents, not intentions."""
+    """Make the manifest fit a changed file: hashes find accidents, not intentions."""
     written = (checkpoint / file).read_bytes()
     stated = json.loads((checkpoint / MANIFEST).read_text())
     stated["files"][file] = {"bytes": len(written), "sha256": hashlib.sha256(written).hexdigest()}

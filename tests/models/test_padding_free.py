@@ -81,7 +81,8 @@ def test_steps_are_those_of_whole_padded_batches(name: str, world_size: int, ran
     problem = Problem(name, size=19, batch_size=8, micro_batch_size=8, micro_batch_tokens=70, clip_norm=0.5)
     runs = [engine_run(problem)] if world_size == 1 else ranks(world_size).run(engine_run, problem, world_size)
     for run in runs:
-        assert max(errors(run, plain_run(problem)).values()) < 100 * ROUNDING
+        found = errors(run, plain_run(problem))
+        assert max(found["change"], found["losses"]) <= ROUNDING
 
 
 @pytest.mark.parametrize("name", [*ENCODERS, "modernbert", "gpt2"])

@@ -1,4 +1,4 @@
-"""Files that somebody else may have put there, what a killed writer leaves, and texts that steer terminals."""
+"""Files of other persons, leftovers of killed writers, and texts with control characters."""
 
 from __future__ import annotations
 
