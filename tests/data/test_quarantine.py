@@ -66,6 +66,9 @@ class Own(Data):
         self.train = self.test = split
         self.max_bad_samples = limit
 
+    def prepare(self, tokenizer=None):
+        """There is nothing to prepare."""
+
     def collate(self, samples):
         return collate(samples)
 

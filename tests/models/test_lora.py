@@ -139,7 +139,7 @@ def test_a_sharded_model_is_merged_from_its_whole_state(ranks):
     assert max(ranks(2).run(_merged_from_shards, "bigbird")) < 100 * ROUNDING
 
 
-@pytest.mark.parametrize(("base", "targets"), [("none", TRANSPOSED), ("nf4", TRANSPOSED), ("nf4", None)], ids=str)
+@pytest.mark.parametrize(("base", "targets"), [("full", TRANSPOSED), ("nf4", TRANSPOSED), ("nf4", None)], ids=str)
 def test_transposed_layers_are_merged_transposed_as_what_their_codes_stand_for(base, targets, tmp_path):
     config = {"n_layer": 2, "n_embd": 16, "n_head": 2, "n_positions": 64}
     model = TextClassifier("gpt2", tokenizer=tokenizer_folder(), config=config, num_classes=5, dropout=0.0)

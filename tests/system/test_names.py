@@ -67,6 +67,11 @@ def a_manifest(folder):
     assert run(["checkpoint", "list", str(folder)]) == 0
 
 
+PRINTED = {
+    "a finding": lambda: print(ok(NAME, check="samples").line(), warning("fine", NAME, "samples").line(), sep="\n"),
+    "a bad sample": lambda: report_bad_samples(Quarantine(9), [BadSampleAt("train", BadSample(3, NAME, NAME))], None),
+    "what another rank tells": lambda: report(PeerError(EndReason(NAME).text)),
+}
 COMMANDS = {
     "a checkpoint": (["checkpoint", "verify", f"FOLDER/{NAME}"], 1),
     "a flag": (["fit", "vit_digits", f"--{NAME}", "1"], 2),
@@ -114,19 +119,6 @@ def classes_of_a_prediction(folder):
     predict(recipe, folder, images=[str(image)])
 
 
-def a_finding(folder):
-    print(ok(NAME, check="samples").line())
-    print(warning("fine", NAME, "samples").line())
-
-
-def a_bad_sample(folder):
-    report_bad_samples(Quarantine(9), [BadSampleAt("train", BadSample(3, NAME, NAME))], None)
-
-
-def what_another_rank_tells(folder):
-    report(PeerError(EndReason(NAME).text))
-
-
 def a_message_of_an_error(folder):
     for error in (ValueError(NAME), RuntimeError(f"Connection closed by peer {NAME}")):
         set_location(error, f"rank 0, step 3, loading, {NAME}")
@@ -152,8 +144,8 @@ def a_supervised_run(folder):
 
 
 PLACES = (
-    *(a_manifest, an_image, classes_of_a_report, classes_of_a_prediction, a_finding, a_bad_sample),
-    *(what_another_rank_tells, a_message_of_an_error, a_reason_to_stop, progress, a_supervised_run),
+    *(a_manifest, an_image, classes_of_a_report, classes_of_a_prediction, a_message_of_an_error),
+    *(a_reason_to_stop, progress, a_supervised_run),
 )
 
 
@@ -162,6 +154,7 @@ PLACES = (
     [
         *(pytest.param(place, id=place.__name__) for place in PLACES),
         *(pytest.param(partial(a_command, name), id=name) for name in COMMANDS),
+        *(pytest.param(lambda folder, put=put: put(), id=name) for name, put in PRINTED.items()),
     ],
 )
 def test_a_name_from_outside_is_one_line_that_steers_nothing(place, tmp_path, capsysbinary, monkeypatch):
