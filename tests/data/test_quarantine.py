@@ -10,7 +10,7 @@ from helpers.rounding import ROUNDING
 
 from trainer import Memory, Recipe, Run
 from trainer.api import fit
-from trainer.cli import _exit_code
+from trainer.cli import run
 from trainer.contract import Data
 from trainer.data import ImageFolder
 from trainer.data.loader import Loader, SampleError, make_loader
@@ -65,9 +65,6 @@ class Own(Data):
     def __init__(self, split, limit):
         self.train = self.test = split
         self.max_bad_samples = limit
-
-    def prepare(self, tokenizer=None):
-        """There is nothing to prepare."""
 
     def collate(self, samples):
         return collate(samples)
@@ -321,14 +318,25 @@ def test_labels_of_tokens_are_looked_at_too():
         load(labels)
 
 
-def test_a_run_with_a_wrong_label_ends_with_its_name(tmp_path):
-    samples = [{"pixel_values": torch.ones(3, 4, 4), "labels": torch.tensor(i % 6)} for i in range(9)]
-    run = Run(dir=str(tmp_path / "run"), progress=False, predict=False)
-    recipe = recipe_of(samples, 0, micro=3, batch=9).replace(run=run)
-    said = r"^sample 5 .*has the label 5, but valid labels are 0 to 4 \(5 classes\)"
-    with pytest.raises(SampleError, match=said) as caught:
-        fit(recipe)
-    assert _exit_code(caught.value) == 2
+def test_a_run_with_a_wrong_label_ends_with_one_line(tmp_path, capsys):
+    path = tmp_path / "wrong.py"
+    path.write_text(
+        "import torch\n"
+        "from dataclasses import dataclass\n"
+        "from trainer import Data, Memory, Recipe, Run\n"
+        "from trainer.models import MLP\n"
+        "@dataclass\n"
+        "class Own(Data):\n"
+        "    num_classes, channels, image_size = 2, 1, 4\n"
+        "    def prepare(self, tokenizer=None):\n"
+        "        self.train = [{'pixel_values': torch.ones(1, 4, 4), 'labels': i % 3} for i in range(9)]\n"
+        "recipe = Recipe(model=MLP([4]), data=Own(), batch_size=9, memory=Memory(micro_batch_size=3),\n"
+        "                run=Run(progress=False, predict=False))\n"
+    )
+    assert run(["fit", str(path), "--run.dir", str(tmp_path / "run")]) == 2
+    (line,) = [line for line in capsys.readouterr().err.splitlines() if "error" in line]
+    assert line.startswith("trainer: error: sample ")
+    assert "has the label 2, but valid labels are 0 to 1 (2 classes)" in line
 
 
 def test_micro_batches_of_an_evaluation_are_as_many_on_every_rank():
