@@ -184,7 +184,7 @@ def test_only_two_functions_start_python():
     assert [path.name for path in scripts if re.search(r"^[^#]*-m trainer", path.read_text(), re.MULTILINE)] == []
 
 
-# ---------------------------------------------------------------------------------- files of somebody else
+# Files of another person
 
 SMALL = ["--model.layers=1", "--model.width=8", "--model.mlp_width=8", "--max_steps=1", "--run.evaluate=false"]
 SHADOWS = ("trainer", "random", "torch", "yaml", "json", "typing", "ctypes", "socket", "sitecustomize", "recipe")
@@ -228,7 +228,7 @@ def finished(tmp_path_factory):
 
 @pytest.fixture
 def foreign(finished, tmp_path, monkeypatch):
-    """A run directory of somebody else's in the working directory, both full of Python; and what that makes."""
+    """A run directory of another person in the working directory, both full of Python files; and their marker."""
     marker = tmp_path / "executed"
     run_dir = shutil.copytree(finished, tmp_path / "run")
     folders = [tmp_path, run_dir, run_dir / "model", run_dir / "checkpoints"]

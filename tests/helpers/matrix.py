@@ -69,13 +69,13 @@ class Case:
         return perturbed(module)
 
 
-def perturbed(module: nn.Module) -> nn.Module:
-    """torchvision's head starts at zero, which would hide errors behind it."""
+def perturbed(module: nn.Module, scale: float = 0.05) -> nn.Module:
+    """Add noise to all parameters: torchvision's head starts at zero, which would hide errors behind it."""
     generator = torch.Generator().manual_seed(1)
     with torch.no_grad():
         for parameter in module.parameters():
             noise = torch.randn(parameter.shape, generator=generator, dtype=torch.float64)
-            parameter.add_(noise.to(parameter.dtype) * 0.05)
+            parameter.add_(noise.to(parameter.dtype) * scale)
     return module
 
 
