@@ -16,6 +16,7 @@ from trainer.data import ImageFolder
 from trainer.data.loader import Loader, SampleError, make_loader
 from trainer.engine.data_feed import evaluation_micro_batches, make_windows
 from trainer.engine.forward import Forward
+from trainer.engine.memory_rehearsal import longest_window
 from trainer.engine.order import batch_indices
 from trainer.engine.quarantine import Quarantine, gather_texts
 from trainer.engine.step import Stepper
@@ -279,7 +280,7 @@ def test_a_prediction_and_the_rehearsal_leave_them_out_without_counting(own):
     assert len(windows.quarantine) == 0
     recipe = recipe_of(Split(bad=BAD), 1, micro=6)
     windows = make_windows(recipe, make_loader(recipe, recipe.data.train), quarantine=Quarantine(1))
-    assert windows.longest(1).weights == {"loss": 3.0}  # of the samples 0 to 5
+    assert longest_window(windows, 1).weights == {"loss": 3.0}  # of the samples 0 to 5
     assert len(windows.quarantine) == 0
 
 

@@ -59,7 +59,8 @@ def engine_of(values, model=None, *, fetch=None, precision="32-true", world_size
     module = model.build()
     optimizer = torch.optim.SGD(module.parameters(), lr=0.1, momentum=0.9)
     scheduler = CheckpointableLambdaLR(optimizer, lambda step: 1 / (1 + step))
-    stepper = Stepper(fabric, model, fabric.setup_module(module), optimizer, scheduler)
+    stepper = Stepper(fabric, model, fabric.setup_module(module), optimizer)
+    stepper.scheduler = scheduler
     windows = Windows(
         size=len(values),
         cut_at=lambda epoch: Cut(batch_size, micro, batch_size // micro),

@@ -12,7 +12,8 @@ import pytest
 import torch
 from helpers import LONG
 
-from trainer.engine.loss_totals import DeterministicLossTotals, LossTotals
+from trainer.engine.deterministic import DeterministicLossTotals
+from trainer.engine.loss_totals import LossTotals
 from trainer.engine.window import Window
 from trainer.faults.rank_status import RankStatus
 from trainer.faults.watchdog import Watchdog

@@ -17,7 +17,7 @@ from trainer.contract import Model
 from trainer.engine.batchnorm import BatchNormStatistics
 from trainer.engine.forward import Forward
 from trainer.engine.loss_check import LossCheck
-from trainer.engine.loss_totals import DeterministicLossTotals, LossTotals
+from trainer.engine.loss_totals import LossTotals
 from trainer.engine.sync import GradientSync, gradient_sync
 from trainer.engine.window import MicroBatch, Window
 from trainer.errors import RunError
@@ -65,19 +65,18 @@ class Stepper(Forward):
         model: Model,
         module: nn.Module,
         optimizer: Optimizer,
-        scheduler: CheckpointableLambdaLR | None = None,  # stepped after every optimizer step that is not skipped
         *,
         sync: GradientSync | None = None,  # by default chosen from the strategy's wrapper
         clip_norm: float | None = None,  # max global gradient norm
         correct_batchnorm: bool = True,  # see BatchNormStatistics
         phases: PhaseHooks | None = None,
         copies: int = 1,  # ranks that take the same share of a batch: memory.tensor_parallel
-        average: Callable[[int], None] | None = None,  # optim.ema; called with the number of updates so far
+        average: Callable[[int], None] = lambda updates: None,  # optim.ema; called with the number of updates so far
     ) -> None:
         super().__init__(fabric, model, module)
-        self.scheduler, self.clip_norm, self.correct_batchnorm = scheduler, clip_norm, correct_batchnorm
-        self.phases, self.world_size = phases or PhaseHooks(), fabric.world_size // copies
-        self.copies, self.average = copies, average
+        self.scheduler: CheckpointableLambdaLR | None = None  # stepped after every step that is not skipped
+        self.clip_norm, self.correct_batchnorm, self.average = clip_norm, correct_batchnorm, average
+        self.phases, self.copies, self.world_size = phases or PhaseHooks(), copies, fabric.world_size // copies
         self.check = LossCheck(model)
         self.generator = torch.default_generator  # for dropout; seeding it is much faster than torch.manual_seed
         if self.device.type == "cuda":
@@ -94,15 +93,16 @@ class Stepper(Forward):
         self.sync = sync or gradient_sync(self.module, self.model, self.parameters)
         batchnorm = BatchNormStatistics(self.module, self.correct_batchnorm)
         self.batchnorm = batchnorm if batchnorm.layers else None
-        # The result of the last step until it is settled, or a function that waits for it; and its receiver.
+        # The last step until it is settled: its result, or a function that waits for it, and who receives the result.
         self.launched: tuple[StepResult | Callable[[], StepResult], Callable[[StepResult], None]] | None = None
         self.reads_late = self.device.type in ASYNCHRONOUS and self.can_read_late()
 
     def can_read_late(self) -> bool:
         """Return whether the next forward may start before the host knows the norm and the losses of a step.
 
-        The device must skip a step that is not finite (as fused Adam and AdamW do), or no step can be skipped. Fused
-        SGD would leave the momentum uninitialised after a skipped first step. The host updates scale and BatchNorm.
+        Either the device skips a step that is not finite by itself, as fused Adam and AdamW do, or no step can be
+        skipped. Fused SGD does not qualify: if it skips the first step, the momentum stays uninitialised. A loss scale
+        and BatchNorm statistics exclude it, because the host updates them.
         """
         is_fused = type(self.optimizer) in (Adam, AdamW) and all(g["fused"] for g in self.optimizer.param_groups)
         is_here = all(p.device.type == self.device.type for p in self.parameters)
@@ -135,7 +135,7 @@ class Stepper(Forward):
         return self.settle()
 
     def launch(self, window: Window, then: Callable[[StepResult], None] = lambda result: None) -> None:
-        """Start a step, and pass its result to ``then`` in the first forward of the next step, or in :meth:`settle`."""
+        """Start a step. ``then`` receives its result in the first forward of the next step, or in :meth:`settle`."""
         self.phases.begin_step()
         totals = self.accumulate(window)
         self.phases.enter("step")
@@ -175,15 +175,13 @@ class Stepper(Forward):
         return totals
 
     def begin(self, window: Window) -> LossTotals:
-        """Prepare a window; in the first steps, also check that its losses are sums over samples."""
+        """Prepare a window. In the first steps, also check that its losses are sums over samples."""
         if self.check:
             self.compare(self.check, window)
         self.sync.begin(window)
         if self.batchnorm:
             self.batchnorm.save()
-        return (DeterministicLossTotals if self.sync.deterministic else LossTotals)(
-            window, self.world_size, self.copies
-        )
+        return self.sync.loss_totals(window, self.world_size, self.copies)
 
     def compare(self, check: LossCheck, window: Window) -> None:
         """Compare the losses of a few samples of ``window`` with the losses of their halves."""
@@ -191,7 +189,7 @@ class Stepper(Forward):
         check.check_additive(self, window, self.fabric.world_size, self.generator)
 
     def prepare(self, micro: MicroBatch, micro_steps: int) -> None:
-        """Set the seed, synchronisation on the last micro-step only, and the momentum of BatchNorm."""
+        """Set the seed of dropout, whether gradients are synchronised, and the momentum of BatchNorm."""
         self.generator.manual_seed(micro.seed)
         self.sync.before_forward(micro.is_last)
         if self.batchnorm:
@@ -203,7 +201,7 @@ class Stepper(Forward):
         for parameter in (*self.parameters, *self.module.parameters()):
             parameter.grad = None
         if self.scaler is not None and self.scaler._scale is not None:  # otherwise no gradient was unscaled
-            self.scaler.update(self.scaler.get_scale())  # keeps the scale, and forgets that gradients were unscaled
+            self.scaler.update(self.scaler.get_scale())  # same scale, but the gradients no longer count as unscaled
         if self.batchnorm:
             self.batchnorm.restore()
         if not self.steps_taken:
@@ -219,21 +217,21 @@ class Stepper(Forward):
         return norm.to(self.device)  # offloaded gradients are in host memory
 
     def update(self, norm: Tensor, totals: LossTotals, window: Window) -> StepResult | Callable[[], StepResult]:
-        """Update the weights or skip, equally on all ranks; return the result, or a function that waits for it."""
+        """Update the weights, or skip the step on all ranks. Return the result, or a function that waits for it."""
         first = self.optimizer.param_groups[0]
         lr = float(first["lr"]) / first.get("lr_scale", 1.0)  # with torchao, lr is a tensor on the CPU
         gathered = totals.gather(norm)
-        conclude = partial(self.conclude, totals, window, lr)
+        outcome: StepResult | Callable[[], StepResult]
         if self.reads_late:
-            arriving = gathered.to("cpu", non_blocking=True)  # torch allocates pinned memory for it
+            copy = gathered.to("cpu", non_blocking=True)  # torch allocates pinned memory for it
             arrived = torch.cuda.current_stream().record_event() if gathered.is_cuda else None
-            outcome: StepResult | Callable[[], StepResult] = partial(conclude, arriving, arrived)
+            outcome = partial(self.conclude, totals, window, lr, copy, arrived)
             if any(window.weights.values()):
                 self.optimizer.found_inf = totals.must_skip(gathered)  # type: ignore[attr-defined]
                 self.precision.optimizer_step(self.optimizer)
                 del self.optimizer.found_inf  # type: ignore[attr-defined]
         else:
-            outcome = conclude(gathered)
+            outcome = self.conclude(totals, window, lr, gathered)
         for parameter in self.parameters:  # same effect as optimizer.zero_grad, without its overhead
             parameter.grad = None
         return outcome
@@ -262,8 +260,7 @@ class Stepper(Forward):
         else:
             if not self.reads_late:
                 self.precision.optimizer_step(self.optimizer)
-            if self.average is not None:
-                self.average(self.scheduler.last_epoch if self.scheduler is not None else self.steps_taken)
+            self.average(self.scheduler.last_epoch if self.scheduler is not None else self.steps_taken)
             if self.scheduler is not None:
                 self.scheduler.step()
         if self.batchnorm and self.fabric.world_size > 1:

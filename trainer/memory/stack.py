@@ -22,6 +22,7 @@ from trainer.errors import RecipeError
 from trainer.memory.activation_checkpointing import checkpoint_blocks
 from trainer.memory.activation_offload import offload_activations
 from trainer.memory.compatibility import require_sparse_support, require_supported_parameters, sparse_parameters
+from trainer.memory.compilation import compile_module
 from trainer.memory.ema import WeightEMA
 from trainer.memory.initialize import HOST, materialise
 from trainer.memory.optimizer import OptimizerInBackward, UpdateInBackwardSync, build_optimizer
@@ -69,6 +70,17 @@ class PreparedModel:
             if parameter.requires_grad:
                 yield packed[name].name if name in packed else name, parameter, masters.get(parameter, parameter)
 
+    @contextmanager
+    def averaged(self) -> Iterator[None]:
+        """Use the averages as weights in this context, if there are any."""
+        with self.averages.swapped_in() if self.averages is not None else nullcontext():
+            yield
+
+    def update_averages(self, updates: int) -> None:
+        """Update the averages, if there are any, after an optimizer step that followed ``updates`` other steps."""
+        if self.averages is not None:
+            self.averages.update(updates)
+
     @torch.no_grad()
     def copy_masters_to_device(self) -> None:
         """Copy the masters to the parameters on the device, in the dtype of the parameters."""
@@ -108,11 +120,7 @@ def apply_stack(
         blocks = _blocks(model, module, plan)
     found = describe_blocks(blocks)  # before FSDP changes their classes
     checkpoint_blocks(module, blocks, memory.activation_checkpointing)
-    if memory.compile != "none":
-        _compile([module] if memory.compile == "model" else blocks, memory.compile == "cuda_graphs")
-    if memory.compile == "cuda_graphs":  # a forward over all blocks, with its backward, is one step for CUDA graphs
-        module.register_forward_pre_hook(lambda *_: torch.compiler.cudagraph_mark_step_begin())
-        keep_gradients(module)
+    compile_module(module, blocks, memory.compile)
     if memory.activation_offload:
         offload_activations(module, fabric.device)
     over = mesh[DATA] if mesh is not None and splits else mesh
@@ -159,40 +167,43 @@ def build_optimizer_and_sync(
     fabric: Fabric, model: Model, stack: PreparedModel, optim: Optim, plan: Plan
 ) -> tuple[Optimizer, GradientSync]:
     """Build the optimizer, and the object that combines its gradients over ranks."""
-    memory, scaler = plan.memory, getattr(fabric.strategy.precision, "scaler", None)
     if optim.ema is not None:
         stack.averages = WeightEMA([t for *_, t in stack.trainable_parameters()], optim, stack.copy_masters_to_device)
+    require_sparse_support(stack.module, optim)
+    fused = not plan.deterministic and not sparse_parameters(stack.module)
+    device = HOST if plan.memory.cpu_offload != "none" else fabric.device
+    optimizer = build_optimizer(stack.update_rules(optim), optim, plan.memory, device, fused)
+    return optimizer, _build_sync(fabric, model, stack, optimizer, plan)
+
+
+def _build_sync(fabric: Fabric, model: Model, stack: PreparedModel, optimizer: Optimizer, plan: Plan) -> GradientSync:
+    memory, every = plan.memory, bool(plan.memory.sync_every_micro_step)
+    forward_module = getattr(stack.wrapped, "_forward_module", stack.wrapped)
+    parameters = [p for p in stack.module.parameters() if p.requires_grad]
     if stack.mesh is not None and stack.masters is not None:
-        require_sparse_support(stack.module, optim)
-        optimizer = build_optimizer(stack.update_rules(optim), optim, memory, fabric.device)
-        every = bool(memory.sync_every_micro_step)
-        return optimizer, TensorParallelSync(stack.module, stack.masters, stack.mesh, every, model)
+        return TensorParallelSync(stack.module, stack.masters, stack.mesh, every, model)
+    if isinstance(optimizer, OptimizerInBackward):
+        return UpdateInBackwardSync(optimizer)
+    if plan.deterministic:
+        return make_tree_sync(forward_module, parameters, plan.world_size)
+    offload = (
+        fabric.device,
+        optimizer,
+        plan.world_size,
+        memory.replicas,
+        getattr(fabric.strategy.precision, "scaler", None),
+    )
     if stack.masters is not None:
-        trained = {parameter: master for parameter, master in stack.masters.items() if parameter.requires_grad}
-        optimizer = build_optimizer(stack.update_rules(optim), optim, memory, HOST)
-        sync = HostGradientSync(trained, fabric.device, optimizer, plan.world_size, memory.replicas, scaler)
+        masters = {parameter: stack.masters[parameter] for parameter in parameters}
+        sync = HostGradientSync(masters, *offload)
+    elif memory.cpu_offload == "parameters" and StreamedGradientSync.serves(parameters, plan.world_size):
+        sync = StreamedGradientSync(stack.module, parameters, *offload)
     else:
-        parameters = [p for p in stack.module.parameters() if p.requires_grad]
-        require_sparse_support(stack.module, optim)
-        fused = not plan.deterministic and not sparse_parameters(stack.module)
-        device = HOST if memory.cpu_offload == "parameters" else fabric.device
-        optimizer = build_optimizer(stack.update_rules(optim), optim, memory, device, fused)
-        if isinstance(optimizer, OptimizerInBackward):
-            return optimizer, UpdateInBackwardSync(optimizer)
-        forward_module = getattr(stack.wrapped, "_forward_module", stack.wrapped)
-        if plan.deterministic:
-            return optimizer, make_tree_sync(forward_module, parameters, plan.world_size)
-        if memory.cpu_offload != "parameters" or not StreamedGradientSync.serves(parameters, plan.world_size):
-            every = bool(memory.sync_every_micro_step)
-            return optimizer, gradient_sync(
-                forward_module, model, parameters, every_micro_step=every, replicas=memory.replicas
-            )
-        ranks = plan.world_size, memory.replicas
-        sync = StreamedGradientSync(stack.module, parameters, fabric.device, optimizer, *ranks, scaler)
+        return gradient_sync(forward_module, model, parameters, every, memory.replicas)
     reduce_after_offload(stack.module, sync)
     if memory.compile != "model":  # the backward of a compiled model would not call the code that takes the rows
         offload_tied_gradient_by_rows(stack.module, sync)
-    return optimizer, sync
+    return sync
 
 
 def full_state_dict(stack: PreparedModel) -> dict[str, Tensor]:
@@ -205,7 +216,7 @@ def full_state_dict(stack: PreparedModel) -> dict[str, Tensor]:
     if any(isinstance(p, DTensor) for p in stack.module.parameters()):
         options = StateDictOptions(full_state_dict=True, cpu_offload=True)
         alone = all(p.device_mesh.size() == 1 for p in stack.module.parameters() if isinstance(p, DTensor))
-        with averages.swapped_in() if averages is not None else nullcontext():
+        with stack.averaged():
             # A single rank already holds everything, on the host if offloaded. Gathering would copy it through the
             # device.
             whole = {name: local_shard(v).cpu() for name, v in stack.module.state_dict().items()} if alone else None
@@ -233,36 +244,3 @@ def _alone(part: Tensor) -> Tensor:
     if not part.numel():
         return part
     return torch.from_numpy(part.reshape(-1).view(torch.uint8).numpy()).view(part.dtype).view(part.shape)
-
-
-def keep_gradients(module: nn.Module) -> None:
-    """Accumulate the gradients of ``module`` in separate memory that is allocated once.
-
-    Autograd would keep the first gradient in a CUDA graph's memory pool, which the next replay overwrites.
-    """
-    kept: dict[int, Tensor] = {}  # by id: a hook that referred to its parameter would keep both alive
-
-    def leave_pool(parameter: Tensor) -> None:
-        gradient = parameter.grad
-        if gradient is not None and gradient is not kept.get(id(parameter)):
-            own = kept[id(parameter)] if id(parameter) in kept else torch.empty_like(gradient)
-            kept[id(parameter)] = parameter.grad = own.copy_(gradient)
-
-    for parameter in module.parameters():
-        if parameter.requires_grad:
-            parameter.register_post_accumulate_grad_hook(leave_pool)
-
-
-def _compile(parts: Sequence[nn.Module], graphs: bool = False) -> None:
-    """Compile ``parts`` in place at their first forward, without renaming parameters.
-
-    Blocks with the same code share one compiled graph. A second sequence length or number of samples triggers one
-    compilation for all sizes. With ``graphs``, only code for a single shape becomes a CUDA graph, because each shape
-    would need its own. Dropout draws the same masks as in eager mode.
-    """
-    import torch._inductor.config as inductor
-
-    inductor.fallback_random = True  # the compiler's own random numbers would not follow the seeds of the run
-    inductor.triton.cudagraph_skip_dynamic_graphs = True
-    for part in parts:
-        part.compile(mode="reduce-overhead" if graphs else None)

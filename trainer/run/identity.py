@@ -16,8 +16,9 @@ from trainer.data.fingerprint import data_files, fingerprint, tokenizer_hash
 from trainer.errors import RecipeError, format_list, require
 from trainer.memory.knobs import KNOBS
 from trainer.recipe import Recipe
+from trainer.run.collectives import broadcast_json
 from trainer.run.directory import with_absolute_paths
-from trainer.run.session import Session, broadcast_json
+from trainer.run.session import Session
 from trainer.settings import did_you_mean, settings_of
 from trainer.system.files import hash_file
 from trainer.system.redact import redact_value

@@ -14,8 +14,9 @@ from trainer.errors import RunError
 from trainer.faults.process_group_recovery import ProcessGroupRecovery, can_recover
 from trainer.memory.oom import is_out_of_memory
 from trainer.memory.stack import PreparedModel
+from trainer.run.collectives import make_host_sum
 from trainer.run.directory import write_status
-from trainer.run.session import Session, make_host_sum
+from trainer.run.session import Session
 from trainer.run.state import TensorState
 
 GRAPH = ("forward", "backward")  # phases that a smaller micro-batch helps, before any weight is updated

@@ -31,12 +31,13 @@ from trainer.checkpoint.tensor_parts import PartsReader
 from trainer.checkpoint.writer import HISTORY, done_marker
 from trainer.contract import Model, Streamable, capability, without_weights
 from trainer.engine.loop import Engine
-from trainer.engine.memory_rehearsal import rehearse
+from trainer.engine.memory_rehearsal import longest_window, rehearse
 from trainer.errors import RecipeError, RunError, require
 from trainer.report.progress import Progress, warn
+from trainer.run.collectives import all_gather_json, broadcast_json, run_on_rank_zero
 from trainer.run.directory import write_status
 from trainer.run.identity import RunIdentity, require_same_base, require_same_run
-from trainer.run.session import Session, all_gather_json, broadcast_json, run_on_rank_zero
+from trainer.run.session import Session
 from trainer.run.state import RunState, TensorState
 from trainer.system.files import read_json_object, read_regular, staged_folder, write_atomic
 from trainer.weights.streaming import default_dtype
@@ -176,7 +177,7 @@ class ResumeState:
         session.monitor.step = engine.counters.step
         if stepper.sync.overlaps_update and session.fabric.world_size > 2 and engine.counters.step > 1:
             # DDP reorders its buckets after the first gradients, and sums over 3 ranks depend on the buckets.
-            rehearse(stepper, windows.longest(session.recipe.epochs))
+            rehearse(stepper, longest_window(windows, session.recipe.epochs))
         if manifest.world_size == session.fabric.world_size:
             rank = session.fabric.global_rank
             sign = done_marker(

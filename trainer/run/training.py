@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -37,14 +36,8 @@ from trainer.report.summary import Summary, summary_text, versions
 from trainer.run.attention import record_attention_kernels
 from trainer.run.best_tracker import BestTracker
 from trainer.run.checkpoints import Checkpointer
-from trainer.run.directory import (
-    describe_run,
-    explain_disk_errors,
-    open_loggers,
-    report_text,
-    write_recipe,
-    write_results,
-)
+from trainer.run.description import describe_run
+from trainer.run.directory import explain_disk_errors, open_loggers, report_text, write_recipe, write_results
 from trainer.run.listeners import LoggingListener, ProgressListener, ThroughputMeter, wrap_custom_listeners
 from trainer.run.profile import Profile, require_profilable
 from trainer.run.recovery import OOMRecovery
@@ -90,10 +83,6 @@ def build(session: Session) -> Parts:
     seed_random_state(recipe.seed, data_parallel_rank(recipe.memory, fabric.global_rank, fabric.world_size)[0])
     stack, optimizer, sync = build_model(session)
 
-    def average(updates: int) -> None:
-        assert stack.averages is not None
-        stack.averages.update(updates)
-
     stepper = Stepper(
         fabric,
         recipe.model,
@@ -104,7 +93,7 @@ def build(session: Session) -> Parts:
         correct_batchnorm=recipe.memory.correct_batchnorm,
         phases=phases,
         copies=recipe.memory.tensor_parallel,
-        average=average if recipe.optim.ema is not None else None,
+        average=stack.update_averages,
     )
     monitor.enter(None)
     # If the whole module is compiled, a hook in it would be compiled too.
@@ -128,12 +117,11 @@ def build_model(session: Session) -> tuple[PreparedModel, Optimizer, GradientSyn
 def set_schedule(recipe: Recipe, windows: Windows, stepper: Stepper) -> None:
     """Give the stepper its learning-rate schedule over all steps of the run."""
     total = count_steps(windows, recipe.epochs, recipe.max_steps)
-    epoch_of = epoch_at(windows, recipe.epochs)
     plateau = ReduceOnPlateau(recipe.optim) if recipe.optim.schedule == "plateau" else None
     factor = lr_factor(
         recipe.optim,
         total,
-        batch_size_at=lambda step: windows.cut_at(epoch_of(step)).batch_size,
+        batch_size_at=lambda step: windows.cut_at(epoch_at(windows, recipe.epochs, step)).batch_size,
         skipped_steps=lambda: stepper.skipped_steps,
         plateau=plateau,
     )
@@ -188,11 +176,11 @@ class Training:
         if run is None:
             return None
 
-        def averaged() -> EvaluationResult:
-            with stack.averages.swapped_in() if stack.averages is not None else nullcontext():
+        def evaluate() -> EvaluationResult:
+            with stack.averaged():
                 return run()
 
-        return averaged
+        return evaluate
 
     def run(self) -> Summary:
         """Train and evaluate, and write the results however that ends."""
