@@ -1,20 +1,17 @@
-"""The table of memory knobs: their values, effects, and what they cannot be combined with. Imports no torch.
+"""The table of memory knobs: their values and effects. Imports no torch.
 
 The plan, the planner, the advice after an out-of-memory error, the ladder and the tests read this table. A new
 technique takes four files: a field of ``recipe.Memory``, a row here, a file next to this one, and its call in
-``stack.py``. Checks that concern the strategy, the state or several knobs are in ``compatibility.py``.
+``stack.py``. ``compatibility.py`` has the settings that cannot be combined.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
-from trainer.recipe import Memory, Recipe
-
-if TYPE_CHECKING:
-    from trainer.engine.window import Cut
+from trainer.recipe import Memory
 
 PhaseNames = tuple[str, ...]
 GRAPH: PhaseNames = ("forward", "backward")
@@ -66,8 +63,6 @@ class Knob:
     lasting: Literal["state", "update", "forward"] = "state"
     """The memory that it changes: that of weights and optimizer state, or only that of updates, or of forwards."""
     pays: Callable[[Memory, int], bool] = lambda memory, ranks: True  # if used: whether a search should consider it
-    conflicts: Callable[[Recipe, int, Sequence[Cut]], Iterator[str]] = lambda recipe, ranks, cuts: iter(())
-    """Messages for the settings that it cannot be combined with; called if it is used. See ``require_compatible``."""
 
     @property
     def num_phases(self) -> int:
@@ -82,27 +77,6 @@ class Knob:
 def is_sharded(memory: Memory, ranks: int = 2) -> bool:
     """Return whether FSDP shards the weights over ``ranks``, or streams them."""
     return memory.cpu_offload == "parameters" or (memory.strategy == "fsdp" and ranks > 1)
-
-
-def _in_backward(recipe: Recipe, world_size: int, cuts: Sequence[Cut]) -> Iterator[str]:
-    memory, key, most = recipe.memory, "memory.optimizer_in_backward", max(cut.accumulate for cut in cuts)
-    if recipe.optim.clip_norm is not None:
-        yield f"{key} updates weights before the norm of all gradients is known: leave optim.clip_norm at null"
-    if most > 1 or memory.micro_batch_tokens is not None:
-        fix = "accumulate 1" + (" and no memory.micro_batch_tokens" if memory.micro_batch_tokens else "")
-        yield f"{key} updates weights in every backward, and a batch of {most} micro-batches has several: use {fix}"
-    if len(recipe.model.loss_names) > 1:
-        yield f"{key} updates weights in every backward, and {type(recipe.model).__name__} has several losses per batch"
-    if memory.precision in ("16-mixed", "16-true"):
-        yield f"{key} cannot skip a step whose fp16 gradients overflow: use bf16-mixed or 32-true"
-    if world_size > 1 and memory.strategy != "fsdp":
-        yield f"{key} would update weights before DDP reduces their gradients: use memory.strategy fsdp, or one rank"
-    if memory.cpu_offload != "none":
-        yield f"{key} frees gradients that memory.cpu_offload={memory.cpu_offload} moves: use only one of the two"
-    if memory.compile == "cuda_graphs":
-        yield f"memory.compile=cuda_graphs replays code that {key}=true interrupts: use memory.compile blocks"
-    if recipe.run.deterministic:
-        yield f"run.deterministic=true needs the norm before the update, not after, as {key}=true: use false"
 
 
 MIXED = (
@@ -209,7 +183,6 @@ KNOBS = (  # in the order in which to try them
             and memory.cpu_offload == "none"
             and (ranks == 1 or is_sharded(memory, ranks))
         ),
-        conflicts=_in_backward,
     ),
     Knob("optimizer_state_bits", (32, 8, 4), "{}-bit optimizer state", BITS, column="{}-bit", **LOSSY_STATE),
     Knob("stochastic_rounding", (False, True), "stochastic rounding", optimizers=ADAM, splits=False),
@@ -233,11 +206,8 @@ ONE_MICRO_BATCH = tuple(f"memory.{knob.name}" for knob in KNOBS if knob.one_micr
 
 LOSSY = tuple(sorted((k for k in KNOBS if k.lossy), key=lambda knob: -knob.num_phases))
 
-IMPLIED_SETTINGS = {
-    f"memory.{k.name}": tuple(f"memory.{name}" for name in t.implies) for k in KNOBS for t in k.candidates if t.implies
-}
-IMPLIED_NAMES = {name for names in IMPLIED_SETTINGS.values() for name in names}
-"""Settings that a search changes only along with another one: by that one, and all of them."""
+IMPLIED_NAMES = {f"memory.{name}" for knob in KNOBS for turn in knob.candidates for name in turn.implies}
+"""Settings that a search changes only together with another one."""
 
 
 def turned_off(name: str) -> dict[str, Any]:
@@ -252,12 +222,12 @@ def undecided_knobs(memory: Memory) -> list[str]:
 
 
 def describe_knobs(memory: Memory) -> list[str]:
-    """Describe the knobs that differ from their defaults."""
-    words = {knob.name: knob for knob in KNOBS if knob.description}
-    kept = memory.activation_checkpointing
-    shown = {"activation_checkpointing": kept if isinstance(kept, str) else f"{100 * kept:g} %"}
+    """Describe the knobs that differ from their defaults, in the order of the fields of ``memory``."""
+    knobs = {knob.name: knob for knob in KNOBS if knob.description}
+    mode = memory.activation_checkpointing
+    shown = {"activation_checkpointing": mode if isinstance(mode, str) else f"{100 * mode:g} %"}
     return [
-        words[name].description.format(shown.get(name, value))
+        knobs[name].description.format(shown.get(name, value))
         for name, value in vars(memory).items()
-        if name in words and value not in (words[name].values[0], *words[name].noop_values)
+        if name in knobs and knobs[name].is_on(memory)
     ]

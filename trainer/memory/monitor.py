@@ -15,7 +15,7 @@ import torch
 
 from trainer.engine.step import PhaseHooks
 from trainer.engine.window import MicroBatch
-from trainer.errors import require
+from trainer.errors import RecipeError
 from trainer.recipe import Recipe
 from trainer.system.files import staged_file
 from trainer.system.machine import HostMemory, process_peak
@@ -241,11 +241,11 @@ MAX_EVENTS = 100_000  # max allocations and frees to keep (the last ones): some 
 
 def require_recordable(recipe: Recipe, accelerator: str) -> None:
     """Reject ``run.snapshot`` on accelerators other than cuda, which have nothing to record."""
-    require(
-        not recipe.run.snapshot or accelerator == "cuda",
-        "run.snapshot=true records the history of torch's CUDA allocator, which a run on the CPU does not use: "
-        "remove it, or use run.accelerator cuda",
-    )
+    if recipe.run.snapshot and accelerator != "cuda":
+        raise RecipeError(
+            "run.snapshot=true records the history of torch's CUDA allocator, which a run on the CPU does not use: "
+            "remove it, or use run.accelerator cuda"
+        )
 
 
 def snapshot_path(run_dir: Path, rank: int, world_size: int) -> Path:

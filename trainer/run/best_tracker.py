@@ -8,7 +8,7 @@ from typing import Any
 
 from trainer.contract import Metric
 from trainer.engine.events import Counters, Listener
-from trainer.errors import RecipeError, require
+from trainer.errors import RecipeError
 from trainer.recipe import Recipe
 from trainer.report.whole_set_metrics import is_higher_better
 
@@ -46,7 +46,8 @@ class BestTracker(Listener):
         metrics = result.metrics()
         score = self.score_of(metrics)
         fix = f"use one of {', '.join(metrics)}"
-        require(self.name in metrics, f"run.best={self.name} is not a metric of this model: {fix}")
+        if self.name not in metrics:
+            raise RecipeError(f"run.best={self.name} is not a metric of this model: {fix}")
         self.since, self.last = self.since + 1, metrics[str(self.name)]
         if score > self.score:
             self.score, self.step, self.since, self.result = score, counters.step, 0, result

@@ -90,11 +90,15 @@ def status_file(session: Session) -> Iterator[None]:
     try:
         yield
     except BaseException as error:
-        known = {RunStoppedError: "stopped", KeyboardInterrupt: "interrupted"}
         with suppress(OSError):  # the disk may be the reason why the run failed
-            write_status(session, known.get(type(error), "failed"))
+            write_status(session, status_after(error))
         raise
     write_status(session, "finished")
+
+
+def status_after(error: BaseException) -> str:
+    """Return the status of a run that ended with ``error``."""
+    return {RunStoppedError: "stopped", KeyboardInterrupt: "interrupted"}.get(type(error), "failed")
 
 
 def write_status(session: Session, status: str, new_attempt: bool = False) -> None:

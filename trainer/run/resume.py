@@ -32,7 +32,7 @@ from trainer.checkpoint.writer import HISTORY, done_marker
 from trainer.contract import Model, Streamable, capability, without_weights
 from trainer.engine.loop import Engine
 from trainer.engine.memory_rehearsal import longest_window, rehearse
-from trainer.errors import RecipeError, RunError, require
+from trainer.errors import RecipeError, RunError
 from trainer.report.progress import Progress, warn
 from trainer.run.collectives import all_gather_json, broadcast_json, run_on_rank_zero
 from trainer.run.directory import write_status
@@ -86,7 +86,8 @@ class ResumeState:
             if wanted != "auto":
                 folder = CheckpointFolder(path / FOLDER if os.path.isdir(path / FOLDER) else path)
             names = broadcast_json(self.session.fabric, list(map(str, folder.newest_first())))
-            require(bool(names) or wanted == "auto", f"run.resume={wanted}: there is no checkpoint in {folder.path}")
+            if not names and wanted != "auto":
+                raise RecipeError(f"run.resume={wanted}: there is no checkpoint in {folder.path}")
             candidates = list(map(Path, names))
         for path in candidates:
             problem = self._find_problem(path)
@@ -105,7 +106,8 @@ class ResumeState:
         error = find_corruption(path, fabric.global_rank, fabric.world_size)
         found = all_gather_json(fabric, (None if error is None else str(error), isinstance(error, UnknownFormatError)))
         problem, is_unknown = next((one for one in found if one[0] is not None), (None, False))
-        require(not is_unknown, f"{problem}: resume with the version that wrote it")
+        if is_unknown:
+            raise RecipeError(f"{problem}: resume with the version that wrote it")
         return problem
 
     def _set_aside(self, chosen: Path, corrupt: set[str], say: Callable[[str], None]) -> None:
@@ -246,14 +248,15 @@ def restore_tensors(found: ValidCheckpoint, tensors: TensorState) -> None:
     missing = sorted(wanted - reader.shapes.keys())
     surplus = sorted(name for name in reader.shapes.keys() - wanted if "@" not in name)
     surplus = [name for name in surplus if averages is not None or not name.startswith("ema/")]
-    require(
-        not any("@" in name for name in missing),
-        f"{found.path}: the 8-bit or 4-bit optimizer state was quantised in other shards: resume with the "
-        f"memory.strategy and the number of ranks ({found.manifest.world_size}) with which it was saved",
-    )
+    if any("@" in name for name in missing):
+        raise RecipeError(
+            f"{found.path}: the 8-bit or 4-bit optimizer state was quantised in other shards: resume with the "
+            f"memory.strategy and the number of ranks ({found.manifest.world_size}) with which it was saved"
+        )
     faults = {"missing": missing, "not needed": surplus}
     text = "; ".join(f"{fault}: {', '.join(names[:3])}" for fault, names in faults.items() if names)
-    require(not text, f"{found.path} does not fit the model and its optimizer: {text}")
+    if text:
+        raise RecipeError(f"{found.path} does not fit the model and its optimizer: {text}")
     with torch.no_grad():
         for name, part in parts.items():
             reader.read_into(part.source_name or name, part)
@@ -299,10 +302,12 @@ def load_whole_model(found: ValidCheckpoint, model: Model) -> nn.Module:
     }
     wanted |= {f"buffers/{name}": buffer for name, buffer in module.named_buffers()}
     missing = sorted(wanted.keys() - reader.shapes.keys())
-    require(not missing, f"{misfit}: missing: {', '.join(missing[:3])}")
+    if missing:
+        raise RecipeError(f"{misfit}: missing: {', '.join(missing[:3])}")
     for name, tensor in wanted.items():
         shape = reader.shapes[name]
-        require(shape == tuple(tensor.shape), f"{misfit}: {name} has shape {shape}, not {tuple(tensor.shape)}")
+        if shape != tuple(tensor.shape):
+            raise RecipeError(f"{misfit}: {name} has shape {shape}, not {tuple(tensor.shape)}")
         with found.name_errors(next((file for file, _ in reader.parts[name]), done_marker(0))):
             tensor.data = reader.read(name)
     return module

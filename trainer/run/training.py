@@ -37,7 +37,14 @@ from trainer.run.attention import record_attention_kernels
 from trainer.run.best_tracker import BestTracker
 from trainer.run.checkpoints import Checkpointer
 from trainer.run.description import describe_run
-from trainer.run.directory import explain_disk_errors, open_loggers, report_text, write_recipe, write_results
+from trainer.run.directory import (
+    explain_disk_errors,
+    open_loggers,
+    report_text,
+    status_after,
+    write_recipe,
+    write_results,
+)
 from trainer.run.listeners import LoggingListener, ProgressListener, ThroughputMeter, wrap_custom_listeners
 from trainer.run.profile import Profile, require_profilable
 from trainer.run.recovery import OOMRecovery
@@ -46,8 +53,6 @@ from trainer.run.session import Session, make_evaluation, training_windows
 from trainer.run.state import RNGState, RunState, TensorState, seed_random_state
 from trainer.system.error_reports import describe_error
 from trainer.system.status_line import show_status
-
-SPLITS = ("train", "val", "test")
 
 
 @dataclass(frozen=True)
@@ -187,8 +192,7 @@ class Training:
         session, engine, recipe, parts = self.session, self.engine, self.session.recipe, self.parts
         result: EvaluationResult | None = None
         state: dict[str, Tensor] = {}
-        status = "failed"
-        all_ranks = False  # whether every rank is known to end in this way
+        status, all_ranks = "failed", False  # ``all_ranks``: whether every rank is known to end with this status
         try:
             # Report an exception to the other ranks before writing results.
             with session.watched(), explain_disk_errors(session.run_dir):
@@ -204,14 +208,8 @@ class Training:
                     self.checkpointer.stop(engine)
                 state = full_state_dict(parts.stack)
             status, all_ranks = "finished", True
-        except NonFiniteError:
-            all_ranks = True
-            raise
-        except RunStoppedError:
-            status, all_ranks = "stopped", True
-            raise
-        except KeyboardInterrupt:
-            status = "interrupted"
+        except BaseException as error:
+            status, all_ranks = status_after(error), isinstance(error, NonFiniteError | RunStoppedError)
             raise
         finally:
             if parts.profile is not None:
@@ -268,7 +266,7 @@ class Training:
     def _data(self, finished: bool) -> dict[str, Any]:
         """Return the entry of ``summary.json`` about the data; the fingerprint takes seconds on the first rank."""
         data, origin = self.session.recipe.data, self.resumption.origin
-        sizes = dict.fromkeys(SPLITS) | {name: len(split) for name, split in splits_of(data).items()}
+        sizes = dict.fromkeys(("train", "val", "test")) | {name: len(split) for name, split in splits_of(data).items()}
         known = origin.known_dataset
         if finished and self.session.is_first:
             try:
