@@ -31,7 +31,7 @@ with quick_imports():
     from trainer.run.directory import explain_disk_errors, report_text, status_file, write_evaluation
     from trainer.run.notebook import fit_in_subprocess, needs_subprocess
     from trainer.run.resume import ResumeState
-    from trainer.run.session import Session, make_evaluation
+    from trainer.run.session import make_evaluation
     from trainer.run.setup import evaluation_session, training_session
     from trainer.run.training import Training
     from trainer.system.lock import RunLock
@@ -96,8 +96,8 @@ def fit(recipe: Recipe, source: str | None = None) -> FinishedRun:
         source: the packaged name or the path of the recipe file, if there is one. It is saved in ``recipe.yaml``, so
             that the run can be repeated and evaluated.
 
-    Without a script that can start other ranks, as in a notebook, several ranks run in separate processes, which read
-    the recipe from a file.
+    In a notebook, which has no script to start other ranks from, all ranks run in separate processes. They read the
+    recipe from a file.
 
     Returns:
         The finished run, with its model, its metrics and a method to predict.
@@ -106,7 +106,7 @@ def fit(recipe: Recipe, source: str | None = None) -> FinishedRun:
         RecipeError: if the recipe, the data or the weights make the run impossible.
         NonFiniteError: if the loss or the gradient stayed non-finite for ``run.max_skipped_steps`` steps.
         OutOfMemoryError: if the device or the host has too little memory.
-        Stopped: if the run was asked to stop; everything is saved then.
+        RunStoppedError: if the run was asked to stop. Everything is saved, so the run can be resumed.
     """
     if needs_subprocess(recipe):
         return FinishedRun(recipe, fit_in_subprocess(recipe))
@@ -136,7 +136,9 @@ def evaluate(recipe: Recipe, run_dir: str | Path) -> EvaluationResult:
         recipe = recipe.replace(**alone)
     with evaluation_session(recipe, folder) as session, matmul_precision(recipe.memory.matmul_precision):
         show_status("loading the model")
-        forward = _restore(session, folder)
+        model, plan = session.recipe.model, session.plan.for_evaluation()
+        module = build_on_host(session.fabric, plan, partial(load_model, model, folder))
+        forward = Forward(session.fabric, model, apply_stack(session.fabric, model, module, plan).wrapped)
         run = make_evaluation(session, forward, "test") or make_evaluation(session, forward, "val")
         if run is None:
             raise RecipeError("the dataset has no test or validation set: create one, for example by data.val_fraction")
@@ -151,9 +153,3 @@ def evaluate(recipe: Recipe, run_dir: str | Path) -> EvaluationResult:
             print(report_text(result, session.recipe.data))
             print(escaped(" · ".join(f"{name} {value:.4f}" for name, value in result.metrics().items())))
         return result
-
-
-def _restore(session: Session, folder: Path) -> Forward:
-    fabric, model, plan = session.fabric, session.recipe.model, session.plan.for_evaluation()
-    module = build_on_host(fabric, plan, partial(load_model, model, folder))
-    return Forward(fabric, model, apply_stack(fabric, model, module, plan).wrapped)

@@ -42,17 +42,17 @@ class Knob:
 
     name: str  # name of the field
     values: tuple[Any, ...] = ()  # the default first, then the fastest first; empty if any number is valid
-    description: str = ""  # description in a plan that uses it; ``{}`` is its value
+    description: str = ""  # how a plan that uses it describes it; ``{}`` is its value
     candidates: tuple[KnobValue, ...] = ()  # values to try by themselves, the cheapest first
     planned: bool = False  # whether the planner decides it if the recipe leaves it open
-    monotonic: bool = True  # whether each of ``values`` costs more work than the one before: it can only be slower
+    monotonic: bool = True  # whether each of ``values`` takes more work, so more time, than the one before
     lossy: bool = False  # whether it changes the result: the planner uses it only if the recipe allows it
-    to_host: bool = False  # whether it moves memory to the host: no gain if the host is the device
+    to_host: bool = False  # whether it moves memory to the host, which saves nothing if the host is the device
     needs_ranks: bool = False  # whether it has no effect on one rank
     optimizers: tuple[str, ...] = ()  # the optimizers that support it; empty for all
     noop_values: tuple[Any, ...] = ()  # other values with the effect of the default
     column: str = ""  # its column in the planner's table; for lossy knobs, the text in their common column
-    note: str = ""  # shown if a search has chosen it
+    note: str = ""  # shown to the user if a search has chosen it
     null: Any = None  # the value that null stands for in a plan
     evaluated: bool = False  # whether evaluations use it as training does
     only_with: str = ""  # the knob without which it has no effect
@@ -61,8 +61,8 @@ class Knob:
     one_micro_batch: bool = False  # whether a step must be a single micro-batch
     overlaps: bool = False  # whether with FSDP it may be faster or slower, because updates overlap communication
     lasting: Literal["state", "update", "forward"] = "state"
-    """The memory that it changes: that of weights and optimizer state, or only that of updates, or of forwards."""
-    pays: Callable[[Memory, int], bool] = lambda memory, ranks: True  # if used: whether a search should consider it
+    """Which memory it changes: ``state`` is that of weights and optimizer state, the others only their phase's."""
+    pays: Callable[[Memory, int], bool] = lambda memory, ranks: True  # whether a search considers it, if it is on
 
     @property
     def num_phases(self) -> int:
@@ -149,7 +149,8 @@ KNOBS = (  # in the order in which to try them
         needs_ranks=True,
         noop_values=(False,),
         lasting="update",
-        pays=lambda memory, ranks: is_sharded(memory, ranks) and memory.cpu_offload == "none",  # null includes offload
+        # With offloading, null already means true.
+        pays=lambda memory, ranks: is_sharded(memory, ranks) and memory.cpu_offload == "none",
     ),
     Knob(
         "cpu_offload",
@@ -160,7 +161,7 @@ KNOBS = (  # in the order in which to try them
         to_host=True,
         splits=False,
         one_by_one=True,
-        pays=lambda memory, ranks: memory.strategy != "ddp" or memory.cpu_offload != "parameters",  # FSDP streams
+        pays=lambda memory, ranks: memory.strategy != "ddp" or memory.cpu_offload != "parameters",  # needs FSDP
     ),
     Knob(
         "optimizer_in_backward",

@@ -123,11 +123,11 @@ def apply_stack(
     compile_module(module, blocks, memory.compile)
     if memory.activation_offload:
         offload_activations(module, fabric.device)
-    over = mesh[DATA] if mesh is not None and splits else mesh
+    data_mesh = mesh[DATA] if mesh is not None and splits else mesh
     streamed = memory.cpu_offload == "parameters" and memory.init != "meta"
-    # FSDP would move each block to the device to shard it, and then move the shards back. Meta tensors avoid that.
+    # To shard a block, FSDP would move it to the device, and then move the shards back. Meta tensors avoid that.
     values = move_to_meta(module) if streamed else {}
-    warning = shard(module, blocks, plan, fabric.device, over) if sharded and over is not None else None
+    warning = shard(module, blocks, plan, fabric.device, data_mesh) if sharded and data_mesh is not None else None
     if streamed:
         restore_from_meta(module, values, HOST)
     if splits and not sharded:
@@ -144,7 +144,7 @@ def apply_stack(
 
 @contextmanager
 def raise_on_rank_zero_only(fabric: Fabric) -> Iterator[None]:
-    """Wrap checks that fail on every rank: only the first rank reports their ``RecipeError``."""
+    """Let only the first rank report a ``RecipeError`` that every rank raises in this context."""
     try:
         yield
     except RecipeError as error:
@@ -215,22 +215,24 @@ def full_state_dict(stack: PreparedModel) -> dict[str, Tensor]:
     averages = stack.averages
     if any(isinstance(p, DTensor) for p in stack.module.parameters()):
         options = StateDictOptions(full_state_dict=True, cpu_offload=True)
-        alone = all(p.device_mesh.size() == 1 for p in stack.module.parameters() if isinstance(p, DTensor))
+        is_whole = all(p.device_mesh.size() == 1 for p in stack.module.parameters() if isinstance(p, DTensor))
         with stack.averaged():
-            # A single rank already holds everything, on the host if offloaded. Gathering would copy it through the
-            # device.
-            whole = {name: local_shard(v).cpu() for name, v in stack.module.state_dict().items()} if alone else None
-            gathered: dict[str, Any] = whole or get_model_state_dict(stack.module, options=options)
+            if is_whole:  # on the host if offloaded; gathering would copy it through the device
+                gathered: dict[str, Any] = {
+                    n: local_shard(value).cpu() for n, value in stack.module.state_dict().items()
+                }
+            else:
+                gathered = get_model_state_dict(stack.module, options=options)
             if averages is not None:  # tensors that were not gathered still share memory with the model
                 gathered = {name: value.clone() for name, value in gathered.items()}
         first = {name: names[0] for names in tied_names(stack.module) for name in names}
         state: dict[str, Any] = {name: gathered.get(first.get(name, name), value) for name, value in gathered.items()}
-        for name, stretch in find_packed_slices(stack.module).items():  # in the order of their rows
+        for name, part in find_packed_slices(stack.module).items():  # in the order of their rows
             if name in state:
-                rows = [state[stretch.name]] if stretch.name in state else []
-                state[stretch.name] = torch.cat([*rows, state.pop(name)])
+                rows = [state[part.name]] if part.name in state else []
+                state[part.name] = torch.cat([*rows, state.pop(name)])
         return state
-    own = {p: _alone(master.detach()) for p, master in (stack.masters or {}).items()}
+    own = {p: _with_own_storage(master.detach()) for p, master in (stack.masters or {}).items()}
     if stack.masters is not None:  # a frozen weight that half precision represents exactly has no master
         own |= {p: p.detach().cpu().float() for p in stack.module.parameters() if p not in own and p.itemsize == 2}
     if averages is not None:
@@ -239,8 +241,8 @@ def full_state_dict(stack: PreparedModel) -> dict[str, Tensor]:
     return stack.module.state_dict() | {name: own[p] for name, p in named if p in own}
 
 
-def _alone(part: Tensor) -> Tensor:
-    """Return a host tensor as one that fills its storage, without a copy: saving copies parts of larger storages."""
+def _with_own_storage(part: Tensor) -> Tensor:
+    """Return a view of a host tensor that fills its storage: saving a part of a larger storage would copy it."""
     if not part.numel():
         return part
     return torch.from_numpy(part.reshape(-1).view(torch.uint8).numpy()).view(part.dtype).view(part.shape)

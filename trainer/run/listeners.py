@@ -25,7 +25,7 @@ from trainer.system.redact import redact_value
 
 
 class ThroughputMeter(Listener):
-    """Training throughput so far, without the time of evaluations; ``peak_seconds`` is the method of ``Forecast``."""
+    """Training throughput so far, without the time of evaluations; ``peak_seconds`` is that of ``RunPrediction``."""
 
     def __init__(
         self, peak_seconds: Callable[[], float | None] = lambda: None, clock: Callable[[], float] = time.perf_counter

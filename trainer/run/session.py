@@ -84,9 +84,9 @@ class Session:
     def watched(self) -> Iterator[None]:
         """Run the watchdog of this rank and record signals that ask to stop.
 
-        An exception is reported with rank, step, phase and samples, and announced to the other ranks. A collective that
-        failed because another rank ended raises a :class:`PeerError` with the reason of that rank. A nested block only
-        does this, so that errors are announced before the outer block cleans up.
+        An exception is reported with rank, step, phase and samples, and announced to the other ranks. If a collective
+        failed because another rank ended, the exception becomes a :class:`PeerError` with the reason of that rank.
+        Contexts can be nested: the inner one announces an error before the outer one cleans up.
 
         Raises:
             OutOfMemoryError: for any out of memory, with its place and settings to try.

@@ -1,4 +1,4 @@
-"""One run: build its parts, train, evaluate, and write the results however it ends."""
+"""One run: build its parts, train, evaluate, and write the results, also if training fails."""
 
 from __future__ import annotations
 
@@ -134,8 +134,8 @@ def set_schedule(recipe: Recipe, windows: Windows, stepper: Stepper) -> None:
 
 
 class Training:
-    """Wires the parts of one run together, trains, evaluates, and writes the results however the run ends. ``source``
-    is the packaged name or the path of the recipe file, if there is one."""
+    """One run: connects its parts, trains, evaluates, and writes the results, also if training fails. ``source`` is
+    the packaged name or the path of the recipe file, if there is one."""
 
     def __init__(self, session: Session, source: str | None, progress: Progress, resumption: ResumeState) -> None:
         self.session, self.progress, self.resumption = session, progress, resumption
@@ -188,7 +188,7 @@ class Training:
         return evaluate
 
     def run(self) -> Summary:
-        """Train and evaluate, and write the results however that ends."""
+        """Train, evaluate, and write the results, also if training fails."""
         session, engine, recipe, parts = self.session, self.engine, self.session.recipe, self.parts
         result: EvaluationResult | None = None
         state: dict[str, Tensor] = {}
@@ -264,7 +264,7 @@ class Training:
         )
 
     def _data(self, finished: bool) -> dict[str, Any]:
-        """Return the entry of ``summary.json`` about the data; the fingerprint takes seconds on the first rank."""
+        """Return the entry of ``summary.json`` about the data. The first rank may take seconds for its fingerprint."""
         data, origin = self.session.recipe.data, self.resumption.origin
         sizes = dict.fromkeys(("train", "val", "test")) | {name: len(split) for name, split in splits_of(data).items()}
         known = origin.known_dataset
@@ -276,7 +276,7 @@ class Training:
         return {"class": type(data).__name__, **sizes, "fingerprint": known}
 
     def _take_best(self) -> dict[str, Any] | None:
-        """Load the weights of the best step; return the entry of ``summary.json`` about it."""
+        """Load the weights of the best step. Return the entry of ``summary.json`` about it."""
         best, counters = self.parts.best, self.engine.counters
         if best.is_over():
             why = (
