@@ -29,9 +29,9 @@ with quick_imports():
     from trainer.report.summary import Summary, read_summary
     from trainer.run.collectives import run_on_rank_zero
     from trainer.run.directory import explain_disk_errors, report_text, status_file, write_evaluation
+    from trainer.run.evaluation import make_evaluation
     from trainer.run.notebook import fit_in_subprocess, needs_subprocess
     from trainer.run.resume import ResumeState
-    from trainer.run.session import make_evaluation
     from trainer.run.setup import evaluation_session, training_session
     from trainer.run.training import Training
     from trainer.system.lock import RunLock

@@ -24,7 +24,8 @@ from trainer.errors import RecipeError
 from trainer.launching.world import World
 from trainer.memory.plan import decide_plan
 from trainer.models import MLP
-from trainer.run.session import Session, make_evaluation
+from trainer.run.evaluation import make_evaluation
+from trainer.run.session import Session
 from trainer.values import IGNORED_LABEL, BadSample, PartialBatch, Request
 
 pytestmark = pytest.mark.usefixtures("no_pictures")

@@ -209,7 +209,7 @@ class LeakCheck:
         self.kind, self.least_bytes, self.least_share = kind, least_bytes, least_share
         # Number of values to ignore: optimizer state, caches and buffers are allocated during the first steps.
         self.warm_up = 3
-        self.first, self.told = (0, 0), False
+        self.first, self.has_warned = (0, 0), False
         self.levels: deque[int] = deque(maxlen=11)  # a leak grows in at least 9 of the last 10 steps
 
     def update(self, step: int, level: int) -> str | None:
@@ -223,9 +223,9 @@ class LeakCheck:
         levels = list(self.levels)
         still = sum(after <= before for before, after in zip(levels, levels[1:], strict=False))
         grown = level - first > max(self.least_bytes, self.least_share * first)
-        if self.told or len(levels) < 11 or still > 1 or not grown:
+        if self.has_warned or len(levels) < 11 or still > 1 or not grown:
             return None
-        self.told = True
+        self.has_warned = True
         return (
             f"{self.kind} memory grows by {(level - first) / (step - first_step) / MB:.2f} MB per step: from "
             f"{format_bytes(first)} after step {first_step} to {format_bytes(level)} after step {step}. The usual "

@@ -55,12 +55,8 @@ def describe_oom(
 ) -> str:
     """Describe in one line where memory ran out, the micro-batch, the plan, and what to try next.
 
-    Args:
-        error: the error on ``rank``.
-        phase: init, forward, backward, step or evaluation; ``None`` between phases.
-        lengths: number of tokens of each sample in the micro-batch, for texts; else its ``shapes`` are used.
-        recipe: the recipe of ``plan``; without it no knob is named.
-        on_gpu: whether the device is a GPU. On the CPU, offloading to host memory saves nothing.
+    ``phase`` is that of the monitor, ``None`` between phases. ``lengths`` are the tokens of each sample of a text
+    micro-batch; for others, its ``shapes`` are shown. Without the ``recipe`` of ``plan``, no knob is named.
     """
     parts = [f"out of memory {f'in {phase}' if phase else 'between phases'} on rank {rank}{_wanted(str(error))}"]
     if lengths:

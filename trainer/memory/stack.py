@@ -218,9 +218,8 @@ def full_state_dict(stack: PreparedModel) -> dict[str, Tensor]:
         is_whole = all(p.device_mesh.size() == 1 for p in stack.module.parameters() if isinstance(p, DTensor))
         with stack.averaged():
             if is_whole:  # on the host if offloaded; gathering would copy it through the device
-                gathered: dict[str, Any] = {
-                    n: local_shard(value).cpu() for n, value in stack.module.state_dict().items()
-                }
+                shards = stack.module.state_dict().items()
+                gathered: dict[str, Any] = {name: local_shard(value).cpu() for name, value in shards}
             else:
                 gathered = get_model_state_dict(stack.module, options=options)
             if averages is not None:  # tensors that were not gathered still share memory with the model

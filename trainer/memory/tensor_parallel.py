@@ -110,11 +110,10 @@ def split_over_ranks(module: nn.Module, model: Model, mesh: DeviceMesh, by_token
         if name not in holders:
             module.get_submodule(name).register_forward_pre_hook(region.assemble, with_kwargs=True)
     if shared:
-        module.forward = _told(module.forward, kind)
+        module.forward = _explain_dtensor_errors(module.forward, kind)
 
 
-def _told(forward: Callable[..., Any], kind: str) -> Callable[..., Any]:
-
+def _explain_dtensor_errors(forward: Callable[..., Any], kind: str) -> Callable[..., Any]:
     @wraps(forward)
     def within(*args: Any, **kwargs: Any) -> Any:
         try:

@@ -60,8 +60,8 @@ class Checkpointer:
         return float(self.session.asked_to_stop() is not None), float(is_time), float(has_failed)
 
     def __call__(self, engine: Engine) -> None:
-        """Save what is due, before a step. Raise RunStoppedError on all ranks, after saving, if one of them was asked to
-        stop, and RunError on all ranks if a checkpoint could not be written."""
+        """Save what is due, before a step. Raise RunStoppedError on all ranks, after saving, if one was asked to stop.
+        Raise RunError on all ranks if a checkpoint could not be written."""
         stop, is_time, has_failed = self.session.agreement.agreed
         if has_failed:
             self._wait()

@@ -1,26 +1,23 @@
-"""A launched recipe with its prepared data: its loaders, its evaluations and its watchdog."""
+"""A launched recipe with its prepared data, its loaders and its watchdog."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from lightning_fabric import Fabric
 
-from trainer.contract import Packable, capability, splits_of
 from trainer.data.loader import Loader, make_loader
 from trainer.data.workers import decide_workers
-from trainer.engine.cut import Cut, cut_batch, data_parallel_rank
-from trainer.engine.data_feed import evaluation_cut, evaluation_micro_batches, make_windows
-from trainer.engine.forward import Forward
-from trainer.engine.loop import evaluate
+from trainer.engine.cut import Cut
+from trainer.engine.data_feed import make_windows
 from trainer.engine.quarantine import BadSampleAt, Quarantine
-from trainer.engine.window import MicroBatch, Windows
-from trainer.errors import EvaluationInterruptedError, RunError, RunStoppedError
+from trainer.engine.window import Windows
+from trainer.errors import RunError, RunStoppedError
 from trainer.faults.signals import StopSignals, end_startup_watch
 from trainer.faults.watchdog import PeerError, Watchdog
 from trainer.launching.world import World
@@ -28,20 +25,13 @@ from trainer.memory.monitor import MemoryMonitor
 from trainer.memory.oom import OutOfMemoryError, describe_oom, is_out_of_memory, sample_lengths, shapes_of
 from trainer.memory.plan import Plan
 from trainer.recipe import Recipe
-from trainer.report.metrics import EvaluationMetrics, EvaluationResult
-from trainer.report.mistakes import TopMistakes
-from trainer.report.whole_set_metrics import WholeSetMetrics
 from trainer.run.collectives import (
     VotedSum,
-    gather_rows,
     make_host_sum,
-    make_sum,
-    run_on_rank_zero,
     sum_over_data_parallel,
 )
 from trainer.run.listeners import report_bad_samples
 from trainer.run.run_prediction import RunPrediction
-from trainer.values import Loss
 
 
 class Session:
@@ -127,7 +117,8 @@ class Session:
         return OutOfMemoryError(describe_oom(error, *place, shapes=shapes, recipe=self.recipe, on_gpu=monitor.on_gpu))
 
 
-def _loader(session: Session, split: Any) -> Loader:
+def loader_of(session: Session, split: Any) -> Loader:
+    """Return the loader of a split."""
     recipe, world = session.recipe, session.world
     workers = decide_workers(recipe.data, world.accelerator, world.devices)
     return make_loader(recipe, split, workers, pin_memory=session.fabric.device.type == "cuda")
@@ -136,67 +127,7 @@ def _loader(session: Session, split: Any) -> Loader:
 def training_windows(session: Session) -> Windows:
     """Return this rank's share of the training batches."""
     recipe, ranks = session.recipe, (session.fabric.global_rank, session.fabric.world_size)
-    loader = _loader(session, recipe.data.train)
+    loader = loader_of(session, recipe.data.train)
     once = sum_over_data_parallel(recipe.memory, ranks[0], session.agreement)
     windows = make_windows(recipe, loader, *ranks, once, quarantine=session.quarantine)
     return replace(windows, on_epoch=partial(setattr, loader, "at_once"))
-
-
-def make_evaluation(session: Session, forward: Forward, split: str) -> Callable[[], EvaluationResult] | None:
-    """Return a function that evaluates on ``split``, each sample once over all ranks; ``None`` without that split."""
-    model, fabric, monitor = session.recipe.model, session.fabric, session.monitor
-    dataset = splits_of(session.recipe.data).get(split)
-    if dataset is None:
-        return None
-    loader = _loader(session, dataset)
-    classes, task = model.num_classes, model.task or "single_label"
-    asked, per_token = session.recipe.run.requested_metrics(), dataset.bytes_per_token
-    metrics = EvaluationMetrics(classes, fabric.device, model.loss_names, task, asked)
-    mistakes = TopMistakes(task == "single_label" and classes is not None, fabric.device)
-    gather, decide = partial(gather_rows, fabric), partial(run_on_rank_zero, fabric)
-    others = [one for one in asked if one not in metrics.names]
-    scores = WholeSetMetrics(others, model.task, classes, gather, decide, per_token, split)
-    memory, rank = session.recipe.memory, fabric.global_rank
-    share, shares = data_parallel_rank(memory, rank, fabric.world_size)
-    once = sum_over_data_parallel(memory, rank, make_sum(fabric, fabric.device))
-
-    def micro_batches() -> Iterator[MicroBatch]:
-        cut = evaluation_cut(session.plan.initial_cut, len(dataset))  # smaller after a recovery
-        packs = capability(model, Packable).packs()
-        pieces = cut_batch(range(len(dataset)), cut, shares, dataset.lengths, packs)
-        own = pieces, loader, session.quarantine, share, shares, once
-        for micro in evaluation_micro_batches(split, *own, on_load=partial(monitor.set_activity, "evaluation")):
-            micro.is_empty |= rank % memory.tensor_parallel > 0  # another rank counts these samples
-            # Check per micro-batch: an evaluation may take longer than a scheduler waits after its signal.
-            if any(session.agreement.total([float(session.asked_to_stop() is not None)])):
-                raise EvaluationInterruptedError(f"the evaluation of {split} ended early: a rank was asked to stop")
-            monitor.batch, mistakes.samples = micro.batch, micro.indices
-            yield micro
-
-    def run() -> EvaluationResult:
-        with monitor.evaluating():
-            return evaluate(forward, micro_batches(), EvaluationAccumulators(metrics, mistakes, scores))
-
-    return run
-
-
-class EvaluationAccumulators(NamedTuple):
-    """The metrics, mistakes and scores of an evaluation, updated together."""
-
-    metrics: EvaluationMetrics
-    mistakes: TopMistakes
-    scores: WholeSetMetrics
-
-    def reset(self) -> None:
-        for part in self:
-            part.reset()
-
-    def update(self, loss: Loss) -> None:
-        for part in self:
-            part.update(loss)
-
-    def compute(self) -> EvaluationResult:
-        """Return the result over all ranks. A collective."""
-        result = self.metrics.compute()
-        others = {**result.custom_metrics, **self.scores.compute(result.loss)}
-        return replace(result, custom_metrics=others, mistakes=self.mistakes.worst())

@@ -45,11 +45,12 @@ from trainer.run.directory import (
     write_recipe,
     write_results,
 )
+from trainer.run.evaluation import make_evaluation
 from trainer.run.listeners import LoggingListener, ProgressListener, ThroughputMeter, wrap_custom_listeners
 from trainer.run.profile import Profile, require_profilable
 from trainer.run.recovery import OOMRecovery
 from trainer.run.resume import ResumeState
-from trainer.run.session import Session, make_evaluation, training_windows
+from trainer.run.session import Session, training_windows
 from trainer.run.state import RNGState, RunState, TensorState, seed_random_state
 from trainer.system.error_reports import describe_error
 from trainer.system.status_line import show_status
