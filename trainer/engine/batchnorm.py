@@ -12,7 +12,8 @@ class BatchNormStatistics:
 
     Each update keeps a share (1 - m) of the running mean. With k updates per step, the momentum
     m' = 1 - (1 - m)^(1/k) keeps (1 - m')^k = 1 - m per step, as in the whole-batch run. Activations are still
-    normalised with the statistics of their micro-batch; accumulation cannot change that.
+    normalised with the statistics of their micro-batch; accumulation cannot change that. Without BatchNorm layers in
+    ``module``, all methods do nothing.
     """
 
     def __init__(self, module: nn.Module, correct_momentum: bool = True) -> None:

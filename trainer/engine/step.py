@@ -91,8 +91,7 @@ class Stepper(Forward):
         self.optimizer = optimizer
         self.parameters = [p for group in optimizer.param_groups for p in group["params"]]
         self.sync = sync or gradient_sync(self.module, self.model, self.parameters)
-        batchnorm = BatchNormStatistics(self.module, self.correct_batchnorm)
-        self.batchnorm = batchnorm if batchnorm.layers else None
+        self.batchnorm = BatchNormStatistics(self.module, self.correct_batchnorm)
         # The last step until it is settled: its result, or a function that waits for it, and who receives the result.
         self.launched: tuple[StepResult | Callable[[], StepResult], Callable[[StepResult], None]] | None = None
         self.reads_late = self.device.type in ASYNCHRONOUS and self.can_read_late()
@@ -107,7 +106,7 @@ class Stepper(Forward):
         is_fused = type(self.optimizer) in (Adam, AdamW) and all(g["fused"] for g in self.optimizer.param_groups)
         is_here = all(p.device.type == self.device.type for p in self.parameters)
         skips = is_fused or self.sync.updates_in_backward
-        return skips and is_here and self.scaler is None and self.batchnorm is None
+        return skips and is_here and self.scaler is None and not self.batchnorm.layers
 
     @property
     def scaler(self) -> Any:
@@ -176,11 +175,10 @@ class Stepper(Forward):
 
     def begin(self, window: Window) -> LossTotals:
         """Prepare a window. In the first steps, also check that its losses are sums over samples."""
+        self.batchnorm.save()
         if self.check:
             self.compare(self.check, window)
         self.sync.begin(window)
-        if self.batchnorm:
-            self.batchnorm.save()
         return self.sync.loss_totals(window, self.world_size, self.copies)
 
     def compare(self, check: LossCheck, window: Window) -> None:
@@ -192,8 +190,7 @@ class Stepper(Forward):
         """Set the seed of dropout, whether gradients are synchronised, and the momentum of BatchNorm."""
         self.generator.manual_seed(micro.seed)
         self.sync.before_forward(micro.is_last)
-        if self.batchnorm:
-            self.batchnorm.set_momentum(micro_steps, micro.is_empty)
+        self.batchnorm.set_momentum(micro_steps, micro.is_empty)
 
     def abandon(self) -> None:
         """Cancel a step at any point, as if it had not begun."""
@@ -202,8 +199,7 @@ class Stepper(Forward):
             parameter.grad = None
         if self.scaler is not None and self.scaler._scale is not None:  # otherwise no gradient was unscaled
             self.scaler.update(self.scaler.get_scale())  # same scale, but the gradients no longer count as unscaled
-        if self.batchnorm:
-            self.batchnorm.restore()
+        self.batchnorm.restore()
         if not self.steps_taken:
             self.check = LossCheck(self.model)
 
@@ -253,8 +249,7 @@ class Stepper(Forward):
             self.sync.skip()
             if self.scaler:
                 self.scaler.update()  # lowers the loss scale of fp16
-            if self.batchnorm:
-                self.batchnorm.restore()
+            self.batchnorm.restore()
             if self.scheduler is not None:  # the schedule now ends one step earlier
                 self.scheduler.refresh()
         else:
@@ -263,7 +258,7 @@ class Stepper(Forward):
             self.average(self.scheduler.last_epoch if self.scheduler is not None else self.steps_taken)
             if self.scheduler is not None:
                 self.scheduler.step()
-        if self.batchnorm and self.fabric.world_size > 1:
+        if self.fabric.world_size > 1:
             self.batchnorm.broadcast()
         self.steps_taken += 1
         # The mean over zero items is undefined, so report NaN. A loss of 0 would look perfect.

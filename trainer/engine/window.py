@@ -160,9 +160,8 @@ class Windows:
         self.current_epoch = epoch
         all_steps = self.steps(epoch)
         steps = range(first_step, all_steps if last_step is None else min(all_steps, last_step))
-        plans, ahead, first = tee((self._own(epoch, step) for step in steps), 3)  # workers read ahead of the steps
-        self.on_epoch(len(next(first, ())))
-        del first  # otherwise tee would keep the plans of the whole epoch for it
+        self.on_epoch(len(self._own(epoch, steps[0])) if steps else 0)
+        plans, ahead = tee(self._own(epoch, step) for step in steps)  # workers read ahead of the steps
         batches = self.fetch(request for own in ahead for request, _ in own)
         for step, own in zip(steps, plans, strict=True):
             micro_batches: list[MicroBatch] = []

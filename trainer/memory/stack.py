@@ -60,8 +60,7 @@ class PreparedModel:
 
     def replace_with(self, other: PreparedModel) -> None:
         """Take over the contents of ``other`` in place, so that all references to this stack see them."""
-        self.module, self.wrapped, self.masters, self.mesh = other.module, other.wrapped, other.masters, other.mesh
-        self.layers, self.averages = other.layers, other.averages
+        vars(self).update(vars(other))
 
     def trainable_parameters(self) -> Iterator[tuple[str, nn.Parameter, Tensor]]:
         """Yield each trained parameter: its name in the model, the parameter, and the tensor to optimize."""

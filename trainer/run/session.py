@@ -25,11 +25,7 @@ from trainer.memory.monitor import MemoryMonitor
 from trainer.memory.oom import OutOfMemoryError, describe_oom, is_out_of_memory, sample_lengths, shapes_of
 from trainer.memory.plan import Plan
 from trainer.recipe import Recipe
-from trainer.run.collectives import (
-    VotedSum,
-    make_host_sum,
-    sum_over_data_parallel,
-)
+from trainer.run.collectives import VotedSum, make_host_sum, sum_over_data_parallel
 from trainer.run.listeners import report_bad_samples
 from trainer.run.run_prediction import RunPrediction
 
