@@ -275,7 +275,6 @@ def require_sparse_support(module: nn.Module, optim: Optim) -> None:
 
 def sparse_parameters(module: nn.Module) -> set[str]:
     """Return the names of trained parameters with sparse gradients: embeddings with ``sparse=True``."""
-    sparse = {
-        id(part.weight) for part in module.modules() if getattr(part, "sparse", False) and hasattr(part, "weight")
-    }
+    layers = [part for part in module.modules() if getattr(part, "sparse", False)]
+    sparse = {id(layer.weight) for layer in layers if hasattr(layer, "weight")}
     return {name for name, p in module.named_parameters() if id(p) in sparse and p.requires_grad}

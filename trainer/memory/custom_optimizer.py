@@ -35,16 +35,14 @@ def build_custom_optimizer(groups: Any, optim: Optim) -> Optimizer:
         unknown = [name for name in optim.arguments if name not in names]
         close = [near for name in unknown for near in get_close_matches(name, names, 1, 0.5)]
         hint = f"; did you mean {', '.join(close)}?" if close else ""
-        raise RecipeError(
-            f"{called} with optim.arguments={dict(optim.arguments)}: {describe_error(error)}{hint}"
-        ) from error
+        where = f"{called} with optim.arguments={dict(optim.arguments)}"
+        raise RecipeError(f"{where}: {describe_error(error)}{hint}") from error
     if not isinstance(made, Optimizer):
         raise RecipeError(f"{called} returns a {type(made).__name__}, not a torch.optim.Optimizer")
     decays = any(group.get("weight_decay") for group in made.param_groups)
     if decays and "weight_decay" not in made.defaults:
-        raise RecipeError(
-            f"{called} does not support weight_decay: leave optim.weight_decay at 0, and out of optim.groups"
-        )
+        fix = "leave optim.weight_decay at 0, and out of optim.groups"
+        raise RecipeError(f"{called} does not support weight_decay: {fix}")
     return made
 
 
@@ -172,11 +170,8 @@ def custom_optimizer_conflicts(optim: Optim, memory: Memory) -> Iterator[str]:
     """Yield the reasons why a user-defined optimizer cannot be used with ``memory``, found by its trial."""
     called, tried = describe_custom_optimizer(optim), probe_optimizer(optim)
     if tried.hidden_state:
-        yield (
-            f"{called} keeps {', '.join(tried.hidden_state)} outside the state of its parameters, which is not "
-            "saved in "
-            "checkpoints: keep it in self.state[parameter]"
-        )
+        where = f"{', '.join(tried.hidden_state)} outside the state of its parameters"
+        yield f"{called} keeps {where}, which is not saved in checkpoints: keep it in self.state[parameter]"
     for key, is_on in (
         ("memory.strategy=fsdp", memory.strategy == "fsdp" or memory.cpu_offload == "parameters"),
         (f"memory.tensor_parallel={memory.tensor_parallel}", memory.tensor_parallel > 1),

@@ -83,16 +83,6 @@ MIXED = (
     KnobValue("bf16-mixed", WITH_EVALUATION, "bf16-mixed", stacks=True, not_with=("16-mixed", *HALF_TRUE)),
     KnobValue("16-mixed", ladder_name="16-mixed", needs_gpu=True),
 )
-CHECKPOINTING = (
-    KnobValue("selective", ladder_name="selective-checkpointing"),
-    KnobValue("full", GRAPH, "full-checkpointing", stacks=True, not_with=(1,)),
-)
-ACTIVATIONS = (KnobValue(True, GRAPH, "activation-offload", stacks=True),)
-OFFLOAD = (
-    KnobValue("optimizer", OPTIMIZER, "optimizer-offload", stacks=True, not_with=("parameters",)),
-    KnobValue("parameters", ALL, "parameter-offload", stacks=True),
-)
-IN_BACKWARD = (KnobValue(True, ladder_name="optimizer-in-backward"),)
 BITS = (KnobValue(8, OPTIMIZER, "8-bit-state", not_with=(4,)), KnobValue(4, OPTIMIZER, not_with=(32,)))
 TF32 = ("highest", "high", "medium")
 IN_TF32 = (KnobValue("high", needs_gpu=True), KnobValue("medium", needs_gpu=True))
@@ -110,7 +100,10 @@ KNOBS = (  # in the order in which to try them
         "activation_checkpointing",
         ("none", "selective", "full"),  # and any fraction of the blocks
         "{} checkpointing",
-        CHECKPOINTING,
+        (
+            KnobValue("selective", ladder_name="selective-checkpointing"),
+            KnobValue("full", GRAPH, "full-checkpointing", stacks=True, not_with=(1,)),
+        ),
         planned=True,
         noop_values=(0,),
         column="checkpointing",
@@ -120,7 +113,7 @@ KNOBS = (  # in the order in which to try them
         "activation_offload",
         (False, True),
         "activations offloaded",
-        ACTIVATIONS,
+        (KnobValue(True, GRAPH, "activation-offload", stacks=True),),
         planned=True,
         to_host=True,
         splits=False,
@@ -156,7 +149,10 @@ KNOBS = (  # in the order in which to try them
         "cpu_offload",
         ("none", "optimizer", "parameters"),
         "{} offloaded",
-        OFFLOAD,
+        (
+            KnobValue("optimizer", OPTIMIZER, "optimizer-offload", stacks=True, not_with=("parameters",)),
+            KnobValue("parameters", ALL, "parameter-offload", stacks=True),
+        ),
         planned=True,
         to_host=True,
         splits=False,
@@ -167,7 +163,7 @@ KNOBS = (  # in the order in which to try them
         "optimizer_in_backward",
         (None, True, False),
         "optimizer in backward",
-        IN_BACKWARD,
+        (KnobValue(True, ladder_name="optimizer-in-backward"),),
         planned=True,
         noop_values=(False,),
         column="in backward",

@@ -40,9 +40,8 @@ class Peaks(NamedTuple):
 
     def describe(self) -> str:
         """Describe the peak: reserved memory on a GPU, otherwise the host peak."""
-        return (
-            f"{format_bytes(self.reserved)} reserved" if self.reserved >= 0 else f"{format_bytes(self.host)} host peak"
-        )
+        on_gpu = self.reserved >= 0
+        return f"{format_bytes(self.reserved)} reserved" if on_gpu else f"{format_bytes(self.host)} host peak"
 
 
 class MemoryMonitor(PhaseHooks):
@@ -229,8 +228,7 @@ class LeakCheck:
         return (
             f"{self.kind} memory grows by {(level - first) / (step - first_step) / MB:.2f} MB per step: from "
             f"{format_bytes(first)} after step {first_step} to {format_bytes(level)} after step {step}. The usual "
-            "cause is "
-            "a reference to tensors with their graph, such as a list of losses: store loss.detach() instead"
+            "cause is a reference to tensors with their graph, such as a list of losses: store loss.detach() instead"
         )
 
 

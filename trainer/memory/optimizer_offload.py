@@ -295,9 +295,8 @@ class StreamedGradientSync(HostGradientSync):
         replicas: int = 1,
         scaler: Any = None,
     ) -> None:
-        super().__init__(
-            {p: local_shard(p.detach()) for p in parameters}, device, optimizer, world_size, replicas, scaler
-        )
+        shards = {parameter: local_shard(parameter.detach()) for parameter in parameters}
+        super().__init__(shards, device, optimizer, world_size, replicas, scaler)
         self.in_one, self.expected, self.unused = torch.empty(0), 0, torch.empty(0)
         self.shards: dict[nn.Parameter, DTensor] = {}
         parts = [part for part in module.modules() if isinstance(part, FSDPModule)]

@@ -88,10 +88,8 @@ class PreparedModel:
 
     def update_rules(self, optim: Optim) -> dict[Tensor, UpdateRule]:
         """Return the update rule (decay, scale of the learning rate) of each tensor to optimize."""
-        return {
-            trained: update_rule_for(trained, optim, name, self.layers)
-            for name, _, trained in self.trainable_parameters()
-        }
+        named = {tensor: name for name, _, tensor in self.trainable_parameters()}
+        return {tensor: update_rule_for(tensor, optim, name, self.layers) for tensor, name in named.items()}
 
 
 def apply_stack(

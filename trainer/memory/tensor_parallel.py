@@ -56,12 +56,8 @@ def split_over_ranks(module: nn.Module, model: Model, mesh: DeviceMesh, by_token
     ``by_tokens`` also splits the rest of the blocks by tokens. Weights are whole, on any device or on meta, and the
     same on every rank. Weights keep their names, except in ``nn.MultiheadAttention``: see :class:`SplitAttention`.
     """
-    plan, region, key = (
-        capability(model, Plannable).tensor_parallel_plan(module),
-        _TensorParallelRegion(mesh),
-        f"memory.tensor_parallel={mesh.size()}",
-    )
-    kind = type(model).__name__
+    plan, region = capability(model, Plannable).tensor_parallel_plan(module), _TensorParallelRegion(mesh)
+    key, kind = f"memory.tensor_parallel={mesh.size()}", type(model).__name__
     if not plan:
         raise RecipeError(
             f"{key}: {kind} does not define how to split its layers: define tensor_parallel_plan(module) in its class "

@@ -80,15 +80,9 @@ class BestTracker(Listener):
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state as JSON values."""
-        score = self.score if math.isfinite(self.score) else 0.0
-        last = self.last if self.last is not None and math.isfinite(self.last) else None
-        state = {
-            "figure": self.metric_column if self.step else "",
-            "score": score,
-            "step": self.step,
-            "since": self.since,
-        }
-        return state | ({} if last is None else {"last": last})
+        score, metric = self.score if math.isfinite(self.score) else 0.0, self.metric_column if self.step else ""
+        state = {"figure": metric, "score": score, "step": self.step, "since": self.since}
+        return state | ({"last": self.last} if self.last is not None and math.isfinite(self.last) else {})
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore the best evaluation so far. A value saved for another metric or split is ignored."""

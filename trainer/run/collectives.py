@@ -131,10 +131,8 @@ def gather_rows(fabric: Fabric, rows: Tensor | None) -> Tensor | None:
     if fabric.world_size == 1:
         return rows
     pieces = []
-    kinds = all_gather_json(
-        fabric, None if rows is None else [str(rows.dtype).removeprefix("torch."), list(rows.shape)]
-    )
-    for rank, kind in enumerate(kinds):
+    own = None if rows is None else [str(rows.dtype).removeprefix("torch."), list(rows.shape)]
+    for rank, kind in enumerate(all_gather_json(fabric, own)):
         if kind is None:
             continue
         if rank == fabric.global_rank and rows is not None:

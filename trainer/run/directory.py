@@ -157,9 +157,8 @@ def open_loggers(session: Session, resumed_at: int, run: str) -> list[Any]:
         return []
     recipe, names = session.recipe, session.recipe.model.loss_names
     extra = [f"loss_{name}" for name in names] if len(names) > 1 else []
-    parts = {field.name: getattr(recipe, field.name) for field in dataclasses.fields(recipe)}
     # Sections as text, without secrets.
-    config = {name: redact(str(part)) if dataclasses.is_dataclass(part) else part for name, part in parts.items()}
+    config = {name: redact(str(p)) if dataclasses.is_dataclass(p) else p for name, p in vars(recipe).items()}
     task = recipe.model.task or "single_label"
     has_metrics = task == "language" or recipe.model.num_classes is not None
     asked = [metric if isinstance(metric, str) else metric.name for metric in recipe.run.requested_metrics()]

@@ -33,9 +33,8 @@ class RunIdentity:
         drawn = broadcast_json(session.fabric, [secrets.token_hex(8), secrets.token_hex(4)])
         self.run, self.attempt = run or drawn[0], drawn[1]
         self.recipe, self.defaults = flat_settings(session.recipe), default_settings(session.recipe)
-        self._data = session.recipe.data
-        self._tokenizer = capability(session.recipe.model, Preparable).tokenizer_or_none()
-        self._model = session.recipe.model
+        self._model, self._data = session.recipe.model, session.recipe.data
+        self._tokenizer = capability(self._model, Preparable).tokenizer_or_none()
 
     @cached_property
     def dataset(self) -> str:

@@ -46,11 +46,9 @@ class OOMRecovery:
 
     def __call__(self, error: Exception) -> bool:
         """Recover from ``error`` if possible; return whether the step can be retried."""
-        if (
-            not self.wanted or self.stepper.sync.updates_in_backward
-        ):  # with ``updates_in_backward``, some weights are already updated
-            return False
-        why = self._reason(error)
+        # With updates in backward, some weights are already updated.
+        can_retry = self.wanted and not self.stepper.sync.updates_in_backward
+        why = self._reason(error) if can_retry else None
         if why is None:
             return False
         clear_traceback_frames(error)

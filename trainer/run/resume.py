@@ -181,10 +181,8 @@ class ResumeState:
             # DDP reorders its buckets after the first gradients, and sums over 3 ranks depend on the buckets.
             rehearse(stepper, longest_window(windows, session.recipe.epochs))
         if manifest.world_size == session.fabric.world_size:
-            rank = session.fabric.global_rank
-            sign = done_marker(
-                rank - rank % session.recipe.memory.tensor_parallel
-            )  # ranks of the same samples share it
+            rank, copies = session.fabric.global_rank, session.recipe.memory.tensor_parallel
+            sign = done_marker(rank - rank % copies)  # ranks of the same samples share it
             with self.found.name_errors(sign):
                 state.generators.load_state_dict(self.found.read_json(sign)["random"])
 
@@ -291,10 +289,8 @@ def load_whole_model(found: ValidCheckpoint, model: Model) -> nn.Module:
     own = next((reader.read(name).dtype for name in reader.shapes if name.startswith("weights/")), None)
     with default_dtype(own if found.manifest.base else None):
         module = (model if found.manifest.base else without_weights(model)).build()
-    base, misfit = (
-        capability(model, Streamable).in_base(module) if found.manifest.base else (),
-        f"{found.path} does not fit the model",
-    )
+    misfit = f"{found.path} does not fit the model"
+    base = capability(model, Streamable).in_base(module) if found.manifest.base else ()
     wanted: dict[str, Tensor] = {
         f"ema/{name}" if f"ema/{name}" in reader.shapes else f"weights/{name}": parameter
         for name, parameter in module.named_parameters()

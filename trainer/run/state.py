@@ -48,9 +48,8 @@ class TensorState:
                     offset, shape = stretch.to_packed(part.offset, part.shape)
                     found[full] = replace(part, source_name=whole_name, offset=offset, shape=shape)
                 else:  # an optimizer scalar, the same for query, key and value
-                    found[full] = replace(
-                        part, source_name=whole_name, writer_rank=-1 if stretch.number else part.writer_rank
-                    )
+                    writer = -1 if stretch.number else part.writer_rank
+                    found[full] = replace(part, source_name=whole_name, writer_rank=writer)
         return found
 
     def scalars(self) -> dict[str, Any]:

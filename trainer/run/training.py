@@ -280,11 +280,9 @@ class Training:
         """Load the weights of the best step. Return the entry of ``summary.json`` about it."""
         best, counters = self.parts.best, self.engine.counters
         if best.is_over():
-            why = (
-                f"no better {best.metric_column} than {best.best_value:.4f} of step {best.step:,} in {best.since} "
-                "evaluations"
-            )
-            self.progress.notice(f"run.patience={best.patience}: training ends after step {counters.step:,}: {why}")
+            key, found = f"run.patience={best.patience}", f"{best.best_value:.4f} of step {best.step:,}"
+            why = f"no better {best.metric_column} than {found} in {best.since} evaluations"
+            self.progress.notice(f"{key}: training ends after step {counters.step:,}: {why}")
         if not best.step:
             return None
         if best.step != counters.step:
