@@ -17,9 +17,9 @@ from trainer.errors import (
     require,
     require_choice,
     require_positive,
-    require_types,
     suggest_name,
 )
+from trainer.system.field_types import require_types
 from trainer.system.text import parse_budget, parse_duration
 
 DecidedPrecision = Literal["32-true", "64-true", "bf16-mixed", "16-mixed", "bf16-true", "16-true"]
