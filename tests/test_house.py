@@ -19,7 +19,7 @@ FILES = {
 
 CORE = [
     *("api.py", "contract.py", "errors.py", "recipe.py", "values.py"),
-    *("engine/__init__.py", "engine/batchnorm.py", "engine/cut.py", "engine/data_feed.py", "engine/events.py"),
+    *("engine/__init__.py", "engine/cut.py", "engine/data_feed.py", "engine/events.py"),
     *("engine/forward.py", "engine/loop.py", "engine/loss_totals.py", "engine/model_state.py", "engine/order.py"),
     *("engine/schedule.py", "engine/step.py", "engine/sync.py", "engine/window.py"),
     *("memory/initialize.py", "memory/knobs.py", "memory/plan.py", "memory/sharding.py", "memory/stack.py"),

@@ -20,7 +20,7 @@ with quick_imports():
     from trainer.engine.forward import Forward
     from trainer.errors import RecipeError
     from trainer.memory.initialize import build_on_host
-    from trainer.memory.monitor import record_memory_history, snapshot_path
+    from trainer.memory.monitor import record_memory_history
     from trainer.memory.precision import matmul_precision
     from trainer.memory.stack import apply_stack
     from trainer.recipe import Recipe
@@ -116,8 +116,8 @@ def fit(recipe: Recipe, source: str | None = None) -> FinishedRun:
         fabric, lock = session.fabric, RunLock(session.run_dir)
         closing.enter_context(explain_disk_errors(session.run_dir))
         if recipe.run.snapshot:
-            path = snapshot_path(session.run_dir, fabric.global_rank, session.plan.world_size)
-            closing.enter_context(record_memory_history(path))
+            where = session.run_dir, fabric.global_rank, session.plan.world_size
+            closing.enter_context(record_memory_history(*where))
         progress = Progress(recipe.run.progress, fabric.global_rank)
         closing.callback(lock.release)
         if notice := run_on_rank_zero(fabric, lock.acquire):
@@ -132,8 +132,7 @@ def evaluate(recipe: Recipe, run_dir: str | Path) -> EvaluationResult:
     """Evaluate the model of ``run_dir`` on the test (or else validation) set of ``recipe``, and print the report."""
     folder = verified_model_folder(run_dir)
     if needs_subprocess(recipe):  # the result is the same on any number of ranks
-        alone = {"run": replace(recipe.run, devices=1), "memory": replace(recipe.memory, replicas=1)}
-        recipe = recipe.replace(**alone)
+        recipe = recipe.replace(run=replace(recipe.run, devices=1), memory=replace(recipe.memory, replicas=1))
     with evaluation_session(recipe, folder) as session, matmul_precision(recipe.memory.matmul_precision):
         show_status("loading the model")
         model, plan = session.recipe.model, session.plan.for_evaluation()

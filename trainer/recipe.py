@@ -11,14 +11,7 @@ from functools import cache
 from typing import Any, Literal, TypeVar, get_origin, get_type_hints
 
 from trainer.contract import Data, Metric, Model
-from trainer.errors import (
-    RecipeError,
-    deprecated,
-    require,
-    require_choice,
-    require_positive,
-    suggest_name,
-)
+from trainer.errors import RecipeError, deprecated, require, require_choice, require_positive, suggest_name
 from trainer.system.field_types import require_types
 from trainer.system.text import parse_budget, parse_duration
 

@@ -219,7 +219,7 @@ def evaluate(world_size, split, limit, micro=2):
     run_evaluation = make_evaluation(session, Forward(fabric, recipe.model, module), "test")
     first, second = run_evaluation(), run_evaluation()
     assert (first.loss, first.samples) == pytest.approx((second.loss, second.samples))
-    return first.loss, first.samples, [finding.sample.position for finding in session.quarantine.findings()]
+    return first.loss, first.samples, [sample.position for sample in session.quarantine.found.values()]
 
 
 @pytest.mark.parametrize("world_size", [1, 2])

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from trainer.contract import Data, Model
 from trainer.engine.cut import Cut, cut_at, cut_batch, decide_cut, padded, padding_share, tokens_of
 from trainer.engine.memory_rehearsal import longest_window
-from trainer.engine.order import batch_indices, derive_seed, permutation, steps_in_epoch
+from trainer.engine.order import batch_indices, derive_seed, permutation
 from trainer.engine.window import Windows
 from trainer.errors import RecipeError
 from trainer.recipe import Memory, Recipe
@@ -25,7 +25,7 @@ group_sizes = st.lists(st.integers(1, 40), min_size=1, max_size=12)
 @given(st.integers(0, 2**62), st.integers(0, 9), group_sizes, st.none() | st.integers(1, 60), st.integers(1, 40))
 def test_an_epoch_takes_every_sample_once_and_only_the_last_batch_is_short(seed, epoch, sizes, mixed, batch_size):
     size, groups = sum(sizes), mixed and ShuffleGroups(sizes, mixed)
-    steps = range(steps_in_epoch(size, batch_size))
+    steps = range(-(-size // batch_size))
     batches = [batch_indices(seed, epoch, step, size, batch_size, groups) for step in steps]
     assert sorted(index for batch in batches for index in batch) == list(range(size))
     assert {len(batch) for batch in batches[:-1]} <= {batch_size}

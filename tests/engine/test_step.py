@@ -11,14 +11,13 @@ from helpers.problems import TwoLosses, host_sum, make_fabric, make_model
 from torch import nn
 
 from trainer.contract import Model
-from trainer.engine.batchnorm import BatchNormStatistics
 from trainer.engine.cut import Cut
 from trainer.engine.events import Listener
 from trainer.engine.loop import Engine, NonFiniteError
 from trainer.engine.loss_check import LossCheck
 from trainer.engine.order import batch_indices
 from trainer.engine.schedule import CheckpointableLambdaLR, lr_factor
-from trainer.engine.step import Stepper
+from trainer.engine.step import BatchNormStatistics, Stepper
 from trainer.engine.window import Windows
 from trainer.errors import RecipeError
 from trainer.recipe import Optim

@@ -121,7 +121,7 @@ def _pieces_by_tokens(by_length: list[int], cut: Cut, world_size: int, lengths: 
     """Fill micro-batches one by one, then halve the largest until ``world_size`` divides their number."""
     assert cut.micro_batch_tokens is not None
     pieces: list[list[int]] = []
-    tokens = longest = 0  # of the last micro-batch; a sample with more tokens than allowed gets its own
+    tokens = longest = 0  # in the last micro-batch; a sample with more tokens than allowed gets its own
     for index in by_length:
         if not pieces or len(pieces[-1]) == cut.micro_batch_size or tokens + longest > cut.micro_batch_tokens:
             pieces.append([])

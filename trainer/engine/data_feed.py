@@ -68,8 +68,7 @@ def make_windows(
             f"memory.micro_batch_tokens={recipe.memory.micro_batch_tokens} needs the length of every sample, which "
             f"{type(recipe.data).__name__} does not know before reading it: leave it out"
         )
-    mixing = recipe.data.mixing()
-    name = type(recipe.model).__name__
+    mixing, name = recipe.data.mixing(), type(recipe.model).__name__
     if mixing is not None and not drawn.mixes:
         raise RecipeError(
             f"data.mixup, data.cutmix: {name}.losses() supports one label per sample: set both to 0, or read "

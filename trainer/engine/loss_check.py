@@ -67,9 +67,8 @@ class LossCheck:
             raise RecipeError(f"{self.kind}: losses() yields a {type(loss).__name__}: {YIELD}")
         total, where = loss.total, f"{self.kind}: loss {loss.name!r}"
         if not isinstance(total, Tensor) or total.numel() != 1:
-            raise RecipeError(
-                f"{where} has a total of {_kind_of(total)}: give the sum as a scalar tensor (reduction='sum')"
-            )
+            fix = "give the sum as a scalar tensor (reduction='sum')"
+            raise RecipeError(f"{where} has a total of {_kind_of(total)}: {fix}")
         if not total.requires_grad:
             raise RecipeError(
                 f"{where} has no gradient graph, so the model cannot learn from it: compute its total from module(...) "

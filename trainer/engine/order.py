@@ -36,11 +36,6 @@ def weighted_draws(seed: int, epoch: int, chances: SampleWeights) -> torch.Tenso
     return torch.searchsorted(bounds, places, right=True).clamp(max=last)
 
 
-def steps_in_epoch(size: int, batch_size: int) -> int:
-    """Count the batches of an epoch; the last one may have fewer than ``batch_size`` samples."""
-    return -(-size // batch_size)
-
-
 def batch_indices(
     seed: int,
     epoch: int,

@@ -10,7 +10,7 @@ from math import fsum
 from typing import Any
 
 from trainer.engine.cut import Cut, cut_batch, tokens_of
-from trainer.engine.order import DRAW_SEED, batch_indices, derive_seed, draw_mix, steps_in_epoch
+from trainer.engine.order import DRAW_SEED, batch_indices, derive_seed, draw_mix
 from trainer.engine.quarantine import Quarantine, Reduce
 from trainer.errors import RecipeError
 from trainer.values import (
@@ -131,7 +131,7 @@ class Windows:
         return [range(start, min(end, epochs)) for start, end in zip(starts, ends, strict=True) if start < epochs]
 
     def steps(self, epoch: int) -> int:
-        return steps_in_epoch(self.size, self.cut_at(epoch).batch_size)
+        return -(-self.size // self.cut_at(epoch).batch_size)  # the last batch may have fewer samples
 
     def pieces(self, epoch: int, step: int) -> list[list[int]]:
         """Return all micro-batches of a batch, over all ranks."""

@@ -22,7 +22,6 @@ if TYPE_CHECKING:
 
 ADAPTIVE_OPTIMIZERS = (*ADAM, "adagrad", "rmsprop")  # by the root of squares plus an epsilon of at most 1e-8
 
-
 CONDITIONAL = "which is conditional (some micro-batches leave parameters without a gradient)"
 
 

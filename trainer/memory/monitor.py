@@ -246,14 +246,10 @@ def require_recordable(recipe: Recipe, accelerator: str) -> None:
         )
 
 
-def snapshot_path(run_dir: Path, rank: int, world_size: int) -> Path:
-    """Return the path that ``rank`` writes to: one file per rank."""
-    return run_dir / (f"memory_snapshot.rank{rank}.pickle" if world_size > 1 else "memory_snapshot.pickle")
-
-
 @contextmanager
-def record_memory_history(target: Path) -> Iterator[None]:
-    """Record allocations in this context, and write them as a pickle to ``target`` at its end, also after an error."""
+def record_memory_history(run_dir: Path, rank: int, world_size: int) -> Iterator[None]:
+    """Record allocations in this context. Write them as a pickle, one per rank, at its end, also after an error."""
+    target = run_dir / (f"memory_snapshot.rank{rank}.pickle" if world_size > 1 else "memory_snapshot.pickle")
     torch.cuda.memory._record_memory_history(max_entries=MAX_EVENTS, stacks="python")
     try:
         yield

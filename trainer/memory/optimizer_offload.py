@@ -276,7 +276,8 @@ def in_pieces(like: Mapping[nn.Parameter, Tensor], pinned: bool) -> Iterator[tup
 class StreamedGradientSync(HostGradientSync):
     """Takes gradients of each FSDP part of ``module``, with shards in host memory, as soon as they are reduced.
 
-    All ``parameters`` have the same dtype, and gradients are accumulated in it, as FSDP does.
+    All ``parameters`` have the same dtype, and gradients are accumulated in it, as FSDP does. The ``options`` are those
+    of the base class.
     """
 
     @staticmethod
@@ -285,18 +286,8 @@ class StreamedGradientSync(HostGradientSync):
         dtypes = {parameter.dtype for parameter in parameters}
         return len(dtypes) == 1 and (dtypes != {torch.float64} or world_size <= 2)
 
-    def __init__(
-        self,
-        module: nn.Module,
-        parameters: Sequence[nn.Parameter],
-        device: torch.device,
-        optimizer: Optimizer,
-        world_size: int,
-        replicas: int = 1,
-        scaler: Any = None,
-    ) -> None:
-        shards = {parameter: local_shard(parameter.detach()) for parameter in parameters}
-        super().__init__(shards, device, optimizer, world_size, replicas, scaler)
+    def __init__(self, module: nn.Module, parameters: Sequence[nn.Parameter], *options: Any) -> None:
+        super().__init__({parameter: local_shard(parameter.detach()) for parameter in parameters}, *options)
         self.in_one, self.expected, self.unused = torch.empty(0), 0, torch.empty(0)
         self.shards: dict[nn.Parameter, DTensor] = {}
         parts = [part for part in module.modules() if isinstance(part, FSDPModule)]

@@ -40,9 +40,8 @@ def set_requires_grad(module: nn.Module, model: Model, optim: Optim) -> None:
         if not found:
             raise RecipeError(f"optim.groups: no parameter is called {pattern!r}{_nearest(pattern, list(named))}")
         if "frozen" not in settings and not any(parameter.requires_grad for parameter in found):
-            raise RecipeError(
-                f"optim.groups: all parameters that match {pattern!r} are frozen: remove it, or add frozen: false"
-            )
+            fix = "remove it, or add frozen: false"
+            raise RecipeError(f"optim.groups: all parameters that match {pattern!r} are frozen: {fix}")
 
 
 def layer_depths(module: nn.Module, classes: Sequence[type] = ()) -> dict[str, int]:

@@ -23,7 +23,6 @@ from trainer.run.state import RunState
 from trainer.system.text import parse_duration
 
 FINISH_TIMEOUT = 5.0  # how long a failed run waits for a checkpoint in progress: a dead rank never writes its part
-
 POLL_INTERVAL = 1.0
 
 

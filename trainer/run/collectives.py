@@ -1,4 +1,4 @@
-"""Exchange values between the ranks as sums and as JSON, because torch's collectives of objects unpickle them.
+"""Agreements of the ranks: sums, values as JSON (torch's collectives of objects unpickle them), one run directory.
 
 Before every step the ranks sum the weights of the batch on the host. The votes of each rank (it was asked to stop, a
 checkpoint is due) are part of the same sum, so all ranks know them at the same step, without another collective.
@@ -8,7 +8,14 @@ from __future__ import annotations
 
 import json
 import math
+import os
+import secrets
+import socket
+import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
+from functools import partial
+from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
@@ -147,3 +154,67 @@ def gather_rows(fabric: Fabric, rows: Tensor | None) -> Tensor | None:
 
 def _packed(fabric: Fabric, value: Any) -> torch.Tensor:
     return torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8).to(fabric.device)
+
+
+# Check before training, not when the first checkpoint fails, that all machines see the same run directory.
+
+PREFIX = ".shared-"
+PROBE_TIMEOUT = 10.0  # how long a file may take to appear on another machine
+POLL_INTERVAL = 0.2
+
+
+def require_shared_filesystem(fabric: Fabric, run_dir: Path) -> None:
+    """Check that all machines share ``run_dir``. A collective.
+
+    The first rank writes a file, which one rank of every other machine answers with another. Raise RecipeError on all
+    ranks if a machine sees another directory or cannot write to it.
+    """
+    on_other_machine = fabric.local_rank == 0 and fabric.global_rank != 0
+    if not any(all_gather_json(fabric, on_other_machine)):
+        return
+    token = run_on_rank_zero(fabric, partial(_leave, run_dir))
+    problems = all_gather_json(fabric, _answer(run_dir, token) if on_other_machine else None)
+    if fabric.global_rank == 0:
+        for path in run_dir.glob(f"{token}*"):
+            path.unlink(missing_ok=True)
+    found = "; ".join(filter(None, problems))
+    here = run_on_rank_zero(fabric, socket.gethostname)
+    if found:
+        raise RecipeError(
+            f"run.dir={run_dir} is not one directory for all machines: {found}; {here} created it: choose a directory "
+            "on a file system that all machines share"
+        )
+
+
+def _leave(run_dir: Path) -> str:
+    token = PREFIX + secrets.token_hex(8)
+    if problem := _touch(run_dir / token):
+        raise RecipeError(f"run.dir={run_dir} cannot be written to ({problem}): choose another directory")
+    return token
+
+
+def _answer(run_dir: Path, token: str) -> str | None:
+    here, until = socket.gethostname(), time.monotonic() + PROBE_TIMEOUT
+    while not _is_seen(run_dir, token):
+        if time.monotonic() > until:
+            return f"{here} does not see what the first rank wrote there"
+        time.sleep(POLL_INTERVAL)
+    problem = _touch(run_dir / f"{token}-{here}")
+    return f"{here} cannot write there ({problem})" if problem else None
+
+
+def _touch(path: Path) -> str | None:
+    try:
+        path.touch()
+    except OSError as error:
+        return error.strerror or str(error)
+    return None
+
+
+def _is_seen(run_dir: Path, token: str) -> bool:
+    """List the directory, because NFS then asks its server; it may cache a missing name for 30 s."""
+    with suppress(OSError):
+        return token in os.listdir(run_dir)
+    with suppress(OSError):
+        os.listdir(run_dir.parent)
+    return False

@@ -1,4 +1,4 @@
-"""What a run prints before training: plan, sizes, memory estimate, and warnings about its settings."""
+"""The lines that a run prints before training: plan, sizes, memory estimate, and warnings about its settings."""
 
 from __future__ import annotations
 

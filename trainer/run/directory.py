@@ -28,9 +28,8 @@ from trainer.report.model_card import TrainingFacts, build_model_card
 from trainer.report.plots import plot_curves, plot_memory
 from trainer.report.progress import warn
 from trainer.report.summary import Summary, summary_rows
-from trainer.run.collectives import broadcast_json, run_on_rank_zero
+from trainer.run.collectives import broadcast_json, require_shared_filesystem, run_on_rank_zero
 from trainer.run.session import Session
-from trainer.run.shared_filesystem import require_shared_filesystem
 from trainer.settings import dump_recipe
 from trainer.system.error_reports import describe_error
 from trainer.system.files import default_folder, make_folder, read_json_object, staged_folder, write_atomic

@@ -51,7 +51,10 @@ class OOMRecovery:
         why = self._reason(error) if can_retry else None
         if why is None:
             return False
-        clear_traceback_frames(error)
+        cause: BaseException | None = error
+        while cause is not None:  # free what the frames of the failed step still hold, mainly activations
+            traceback.clear_frames(cause.__traceback__)
+            cause = cause.__cause__ or cause.__context__
         self.stepper.abandon()
         if self.session.plan.strategy != "single":
             self._rebuild()
@@ -107,10 +110,3 @@ class OOMRecovery:
         gc.collect()
         if self.session.fabric.device.type == "cuda":
             torch.cuda.empty_cache()
-
-
-def clear_traceback_frames(error: BaseException | None) -> None:
-    """Free what the frames in the traceback of ``error`` still hold, mainly activations."""
-    while error is not None:
-        traceback.clear_frames(error.__traceback__)
-        error = error.__cause__ or error.__context__

@@ -142,11 +142,11 @@ class ResumeState:
             else:
                 (self.session.run_dir / HISTORY).unlink(missing_ok=True)
 
-    def _copy_best(self, best: int, is_first: bool) -> None:
+    def _copy_best(self, best: int) -> None:
         """Copy the checkpoint of the ``best`` step to this run's folder, if the run resumes from another run."""
         assert self.found is not None
         source, name = self.found.path.parent, folder_name(best)
-        if is_first and best and not (self.folder.path / name).exists() and (source / name).is_dir():
+        if self.session.is_first and best and not (self.folder.path / name).exists() and (source / name).is_dir():
             with staged_folder(self.folder.path / name) as folder:
                 shutil.copytree(source / name, folder, dirs_exist_ok=True)
 
@@ -172,7 +172,7 @@ class ResumeState:
             stated = {name: getattr(manifest, name) for name in ("step", "epoch", "step_in_epoch")}
             if any(getattr(engine.counters, name) != number for name, number in stated.items()):
                 raise ValueError(f"{engine.counters}, where the manifest has {stated}")
-        self._copy_best(state.best.step, session.is_first)
+        self._copy_best(state.best.step)
         if windows.halvings:  # evaluations use the same micro-batch size
             session.set_cut(windows.cut(engine.counters.epoch))
             write_status(session, "running")

@@ -157,8 +157,7 @@ class RunState:
 
     def common(self, engine: Engine) -> dict[str, Any]:
         """Return the state that is the same on all ranks, as JSON values."""
-        parts = {"stopwatch": self.stopwatch.state_dict(), "best": self.best.state_dict()}
-        return {**engine.state_dict(), **parts}
+        return {**engine.state_dict(), "stopwatch": self.stopwatch.state_dict(), "best": self.best.state_dict()}
 
     def load_common(self, engine: Engine, state: Mapping[str, Any]) -> None:
         """Restore what :meth:`common` returned."""

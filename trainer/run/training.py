@@ -88,7 +88,6 @@ def build(session: Session) -> Parts:
 
     seed_random_state(recipe.seed, data_parallel_rank(recipe.memory, fabric.global_rank, fabric.world_size)[0])
     stack, optimizer, sync = build_model(session)
-
     stepper = Stepper(
         fabric,
         recipe.model,
