@@ -22,7 +22,7 @@ from trainer.engine.window import Windows
 from trainer.errors import RunError
 from trainer.models import MLP, VisionTransformer
 from trainer.run.description import padding_shares
-from trainer.run.directory import with_absolute_paths
+from trainer.run.identity import with_absolute_paths
 
 quick = pytest.mark.usefixtures("no_pictures")
 

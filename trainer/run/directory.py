@@ -21,7 +21,6 @@ from trainer.contract import splits_of
 from trainer.errors import RecipeError, RunError, RunStoppedError
 from trainer.recipe import Recipe
 from trainer.report.html_report import write_report
-from trainer.report.loggers import make_loggers
 from trainer.report.metrics import EvaluationResult, classification_report
 from trainer.report.mistakes import write_mistakes
 from trainer.report.model_card import TrainingFacts, build_model_card
@@ -29,13 +28,12 @@ from trainer.report.plots import plot_curves, plot_memory
 from trainer.report.progress import warn
 from trainer.report.summary import Summary, summary_rows
 from trainer.run.collectives import broadcast_json, require_shared_filesystem, run_on_rank_zero
+from trainer.run.identity import with_absolute_paths
 from trainer.run.session import Session
 from trainer.settings import dump_recipe
 from trainer.system.error_reports import describe_error
 from trainer.system.files import default_folder, make_folder, read_json_object, staged_folder, write_atomic
-from trainer.system.redact import redact
 from trainer.system.text import escaped
-from trainer.values import TASK_METRICS
 
 
 def create_run_dir(recipe: Recipe, fabric: Fabric, source: str | None) -> Recipe:
@@ -124,45 +122,6 @@ def write_recipe(session: Session, source: str | None) -> None:
     run = dataclasses.replace(recipe.run, dir=None, resume="none", allow_change=[])
     text = dump_recipe(with_absolute_paths(recipe.replace(run=run)), source)
     write_atomic(session.run_dir / "recipe.yaml", append_hash(text))
-
-
-NAMES = ("config", "revision", "encoding", "separator", "task")
-"""Fields whose text is never a path, even if a file has that name."""
-
-
-def with_absolute_paths(recipe: Recipe) -> Recipe:
-    """Return the recipe with every existing path in its model and data made absolute."""
-    return recipe.replace(model=_absolute(recipe.model), data=_absolute(recipe.data))
-
-
-def _absolute(part: Any) -> Any:
-    """Make absolute every text field of a model or dataset that names a file, a folder or a pattern in a folder."""
-    paths = {}
-    for field in dataclasses.fields(part):
-        text = getattr(part, field.name) if field.init else None
-        is_name = field.name in NAMES or field.name.endswith(("_column", "_split"))
-        if isinstance(text, str) and text and not is_name:
-            path = Path(text)
-            if field.name == "name" and not (field.type in ("str", str) and path.is_dir()):  # a size, a model type
-                continue
-            if path.exists() or ("*" in text and path.parent.is_dir()):
-                paths[field.name] = str(path.absolute())
-    return dataclasses.replace(part, **paths)
-
-
-def open_loggers(session: Session, resumed_at: int, run: str) -> list[Any]:
-    """Return the loggers of the recipe for ``run``, which starts at step ``resumed_at``; only on the first rank."""
-    if not session.is_first:
-        return []
-    recipe, names = session.recipe, session.recipe.model.loss_names
-    extra = [f"loss_{name}" for name in names] if len(names) > 1 else []
-    # Sections as text, without secrets.
-    config = {name: redact(str(p)) if dataclasses.is_dataclass(p) else p for name, p in vars(recipe).items()}
-    task = recipe.model.task or "single_label"
-    has_metrics = task == "language" or recipe.model.num_classes is not None
-    asked = [metric if isinstance(metric, str) else metric.name for metric in recipe.run.requested_metrics()]
-    metrics = [name for name in dict.fromkeys((*TASK_METRICS[task if has_metrics else None], *asked)) if name != "loss"]
-    return make_loggers(recipe.run.logger, session.run_dir, config, extra, metrics, resumed_at, recipe.run, run)
 
 
 def write_results(

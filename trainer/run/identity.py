@@ -17,7 +17,6 @@ from trainer.errors import RecipeError, format_list
 from trainer.memory.knobs import KNOBS
 from trainer.recipe import Recipe
 from trainer.run.collectives import broadcast_json
-from trainer.run.directory import with_absolute_paths
 from trainer.run.session import Session
 from trainer.settings import did_you_mean, settings_of
 from trainer.system.files import hash_file
@@ -107,6 +106,30 @@ def _name_of(value: Any) -> Any:
     if isinstance(value, list | tuple | set | frozenset):
         return [_name_of(item) for item in value]
     return getattr(value, "__qualname__", type(value).__qualname__)
+
+
+NAMES = ("config", "revision", "encoding", "separator", "task")
+"""Fields whose text is never a path, even if a file has that name."""
+
+
+def with_absolute_paths(recipe: Recipe) -> Recipe:
+    """Return the recipe with every existing path in its model and data made absolute."""
+    return recipe.replace(model=_absolute(recipe.model), data=_absolute(recipe.data))
+
+
+def _absolute(part: Any) -> Any:
+    """Make absolute every text field of a model or dataset that names a file, a folder or a pattern in a folder."""
+    paths = {}
+    for field in dataclasses.fields(part):
+        text = getattr(part, field.name) if field.init else None
+        is_name = field.name in NAMES or field.name.endswith(("_column", "_split"))
+        if isinstance(text, str) and text and not is_name:
+            path = Path(text)
+            if field.name == "name" and not (field.type in ("str", str) and path.is_dir()):  # a size, a model type
+                continue
+            if path.exists() or ("*" in text and path.parent.is_dir()):
+                paths[field.name] = str(path.absolute())
+    return dataclasses.replace(part, **paths)
 
 
 # Compare recipe, data and tokenizer of the checkpoint with those of the run that resumes it.

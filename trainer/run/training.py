@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from lightning_fabric.loggers import Logger
 from torch import Tensor
 from torch.optim import Optimizer
 
@@ -37,16 +38,15 @@ from trainer.run.attention import record_attention_kernels
 from trainer.run.best_tracker import BestTracker
 from trainer.run.checkpoints import Checkpointer
 from trainer.run.description import describe_run
-from trainer.run.directory import (
-    explain_disk_errors,
-    open_loggers,
-    report_text,
-    status_after,
-    write_recipe,
-    write_results,
-)
+from trainer.run.directory import explain_disk_errors, report_text, status_after, write_recipe, write_results
 from trainer.run.evaluation import make_evaluation
-from trainer.run.listeners import LoggingListener, ProgressListener, ThroughputMeter, wrap_custom_listeners
+from trainer.run.listeners import (
+    LoggingListener,
+    ProgressListener,
+    ThroughputMeter,
+    open_loggers,
+    wrap_custom_listeners,
+)
 from trainer.run.profile import Profile, require_profilable
 from trainer.run.recovery import OOMRecovery
 from trainer.run.resume import ResumeState
@@ -141,8 +141,9 @@ class Training:
         self.session, self.progress, self.resumption = session, progress, resumption
         self.parts = parts = build(session)
         resumption.restore_tensors(parts.tensors)
-        self.loggers = open_loggers(session, resumption.step, resumption.origin.run)
+        self.loggers: list[Logger] = []
         if session.is_first:
+            self.loggers = open_loggers(session.recipe, session.run_dir, resumption.step, resumption.origin.run)
             write_recipe(session, source)
             for line in [*describe_run(session, parts.stack, parts.windows), *describe_groups(parts.stepper.optimizer)]:
                 (progress.notice if line.startswith("warning: ") else progress.message)(line)
