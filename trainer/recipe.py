@@ -11,15 +11,8 @@ from functools import cache
 from typing import Any, Literal, TypeVar, get_origin, get_type_hints
 
 from trainer.contract import Data, Metric, Model
-from trainer.errors import (
-    RecipeError,
-    deprecated,
-    require,
-    require_choice,
-    require_positive,
-    require_types,
-    suggest_name,
-)
+from trainer.errors import RecipeError, deprecated, require, require_choice, require_positive, suggest_name
+from trainer.system.field_types import require_types
 from trainer.system.text import parse_budget, parse_duration
 
 DecidedPrecision = Literal["32-true", "64-true", "bf16-mixed", "16-mixed", "bf16-true", "16-true"]

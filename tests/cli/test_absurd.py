@@ -7,6 +7,7 @@ import json
 import math
 import os
 import subprocess
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -145,7 +146,7 @@ def test_epochs_that_are_cut_alike_are_counted_together():
         assert total == sum(each.steps(epoch) for epoch in range(epochs)) == count_steps(together, epochs, None)
         wanted = [epoch for epoch in range(epochs) for _ in range(each.steps(epoch))]
         for one in (each, together):
-            of = epoch_at(one, epochs)
+            of = partial(epoch_at, one, epochs)
             assert [of(step) for step in range(total)] == wanted
             assert of(total) == of(total + 5) == epochs - 1
 

@@ -22,7 +22,7 @@ from trainer.errors import RecipeError
 from trainer.memory.plan import decide_plan
 from trainer.models import MLP
 from trainer.recipe import Memory
-from trainer.run.directory import suspicious_settings
+from trainer.run.description import suspicious_settings
 
 FILES = {
     "section.yaml": "recipe: vit_digits\nseed: 3\noptmi: {lr: 0.1}\n",

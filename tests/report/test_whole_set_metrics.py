@@ -13,7 +13,7 @@ from sklearn import metrics as sklearn
 
 from trainer import Metric, RecipeError, Run
 from trainer.report.whole_set_metrics import WholeSetMetrics, is_higher_better
-from trainer.run.session import gather_rows, run_on_rank_zero
+from trainer.run.collectives import gather_rows, run_on_rank_zero
 from trainer.values import Loss
 
 ITEMS = 101
