@@ -179,16 +179,3 @@ def test_an_unfinished_run_is_evaluated_after_an_export_from_the_folder_it_lies_
     assert f"exported the model of step-00000002 to {copied / 'model'}" in output
     assert run(["evaluate", str(copied)]) == 0
     assert "accuracy" in capsys.readouterr().out
-
-
-def test_what_cannot_be_done_is_refused(tmp_path, monkeypatch, capsys):
-    monkeypatch.chdir(tmp_path)
-    for words, message in (
-        ("verfy x", "checkpoint verfy: no such action: use one of list, verify, export"),
-        ("list", "checkpoint list takes one DIR"),
-        ("list nowhere", "nowhere: no such directory"),
-        ("verify . --out x", "checkpoint verify: unknown flag --out"),
-        ("verify .", "has no checkpoint"),
-    ):
-        assert run(["checkpoint", *words.split()]) == 2
-        assert message in capsys.readouterr().err

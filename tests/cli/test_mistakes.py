@@ -145,8 +145,13 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
     shutil.copytree(folder / "jupyter", folder / "empty")
     (folder / "jupyter" / "train" / ".ipynb_checkpoints").mkdir()
     (folder / "empty" / "train" / "leer").mkdir()
-    (folder / "run" / "model").mkdir(parents=True)
-    (folder / "run" / "recipe.yaml").write_text("recipe: vit_digits\n")
+    for name in ("run", "no_model"):
+        (folder / name).mkdir()
+        (folder / name / "recipe.yaml").write_text("recipe: vit_digits\n")
+    (folder / "run" / "model").mkdir()
+    for name in ("ladder", "plan"):
+        (folder / name).mkdir()
+        (folder / name / f"{name}.json").touch()
     return folder
 
 
@@ -300,6 +305,12 @@ fit
 fit vit_digit
 fit TMP/run
 ladder vit_digits --max_steps 3
+ladder vit_digits --run.accelerator=cpu --steps 0
+ladder vit_digits --run.accelerator=cpu --memory.precision bf16-mixed
+ladder vit_digits --run.accelerator=cpu --run.dir x
+ladder vit_digits --run.accelerator=cpu --rungs fulcheckpointing
+ladder vit_digits --run.accelerator=cpu --out TMP/ladder
+plan vit_digits --gpu a100-80gb --out TMP/plan
 checkpoint verfy x
 checkpoint lst TMP/run
 checkpoint list
@@ -309,9 +320,17 @@ checkpoint verify .
 predict TMP/run
 predict TMP/run --text=
 predict TMP/run --image TMP/run
+predict TMP/run --image absent.png
+predict TMP/run --text
+predict TMP/run --text a --temperature hot
+predict TMP/run --text a --image TMP/jupyter/test/cat/1.png
+predict TMP/run a.png --text a
+predict TMP/run a.png --top-k none
+predict TMP/jupyter --text a
 sweep vit_digits --trials 2
 evaluate
 evaluate vit_digits
+evaluate TMP/no_model
 # trainer plan
 plan vit_digits --gpu a100-80g
 plan vit_digits --devices two
@@ -377,7 +396,6 @@ fit text_files --data.train_file TMP/semicolon.csv --model.tokenizer x/y
 fit vit_digits --optim.schedule plateau
 fit vit_digits --run.best accuracy
 fit vit_digits --model.task multi_label --data.mixup 0.8
-ladder vit_digits --rungs bf16-mxied
 """
 SETTINGS = {
     "TEXTS": "text_files --model.weights null --model.tokenizer TOKENIZER --run.progress false --data.train_file",

@@ -89,19 +89,16 @@ def test_every_setting_that_changes_is_noticed(name):
     assert unnoticed == []
 
 
-def test_what_changes_training_is_refused_unless_allowed_and_the_rest_is_told(tmp_path):
+def test_what_changes_training_is_refused_unless_allowed_and_the_rest_is_told(tmp_path, golden):
     before = recipe(tmp_path)
     after = before.replace(optim=dataclasses.replace(before.optim, lr=0.02))
-    with pytest.raises(RecipeError, match=r'optim\.lr: 0\.01 in the checkpoint, 0\.02.*--run\.allow_change \'\["opt'):
+    with golden.raises(RecipeError, "changed"):
         compare(before, after)
     for allowed in ("optim.lr", "optim"):
         assert compare(before, after, (allowed,)) == ["optim.lr: 0.01 in the checkpoint, 0.02 now"]
-    with pytest.raises(RecipeError, match=r"run\.allow_change='optm\.lr' is not a setting; did you mean optim\.lr\?"):
+    with golden.raises(RecipeError, "misspelt"):
         compare(before, after, ("optm.lr",))
-    assert compare(before, before.replace(checkpoint=Checkpoint(every=7))) == [
-        "checkpoint.every: 2 in the checkpoint, 7 now",
-        "checkpoint.keep_last: 9 in the checkpoint, 2 now",
-    ]
+    golden("\n".join(compare(before, before.replace(checkpoint=Checkpoint(every=7)))), "told")
 
 
 def test_a_setting_that_is_younger_than_the_checkpoint_counts_as_its_default(tmp_path):
