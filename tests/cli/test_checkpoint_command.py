@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from helpers.ranks import PICTURES
 
 from trainer import Checkpoint, Memory, Optim, Recipe, Run
 from trainer.api import fit
@@ -28,16 +29,19 @@ def finished(tmp_path_factory):
     """A run of a packaged recipe, with two checkpoints."""
     run_dir = tmp_path_factory.mktemp("finished") / "run"
     recipe = Recipe(
-        model=load_recipe("vit_digits")[0].model,
+        model=dataclasses.replace(load_recipe("vit_digits")[0].model, layers=1),
         data=Digits(),
         optim=Optim("adamw"),
         batch_size=100,
         max_steps=4,
         checkpoint=Checkpoint(every=2),
         memory=Memory(micro_batch_size=50, precision="bf16-mixed", cpu_offload="optimizer"),
-        run=Run(dir=str(run_dir), progress=False),
+        run=Run(dir=str(run_dir), progress=False, predict=False),
     )
-    fit(recipe, "vit_digits")
+    with pytest.MonkeyPatch.context() as patch:
+        for name in PICTURES:
+            patch.setattr(name, lambda *_: None)
+        fit(recipe, "vit_digits")
     return run_dir
 
 

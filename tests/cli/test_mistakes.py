@@ -331,6 +331,16 @@ sweep vit_digits --trials 2
 evaluate
 evaluate vit_digits
 evaluate TMP/no_model
+# trainer run
+run
+run --restarts 1.5 -- vit_digits
+run --nproc 0 -- vit_digits
+run --epochs 3 -- vit_digits
+run --nnodes 2 -- vit_digits
+run --restarts
+run -- --epochs 3
+run -- vit_digits --run.resume elsewhere
+run --nproc 2 -- vit_digits --run.devices 3
 # trainer plan
 plan vit_digits --gpu a100-80g
 plan vit_digits --devices two

@@ -198,7 +198,8 @@ def unused_entries(config: pytest.Config) -> list[str]:
     The file and the function of every entry are looked up. Its parameters are looked up if this session has collected
     the whole file.
     """
-    collected: set[str] = set() if any("::" in argument for argument in config.args) else config.stash[COLLECTED]
+    is_partial = config.getoption("lf", False) or any("::" in argument for argument in config.args)
+    collected: set[str] = set() if is_partial else config.stash[COLLECTED]
     files = {test.partition("::")[0] for test in collected}
     return [
         key

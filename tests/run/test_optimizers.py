@@ -6,7 +6,7 @@ import dataclasses
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -338,6 +338,12 @@ WORLDS: dict[str, tuple[int, dict[str, Any]]] = {
 }
 
 
+@cache
+def plain_of(case: str) -> Plain:
+    """The plain run of a case, which several tests compare with."""
+    return plain_run(*CASES[case])
+
+
 def train(run_dir: Path, **changes: Any) -> None:
     fit(recipe(run_dir, **changes))
 
@@ -360,11 +366,10 @@ QUICK |= {(case, "single") for case in CASES if case != "averaged"}
     ],
 )
 def test_a_run_equals_the_plain_loop(case, world, ranks, tmp_path):
-    optim, book = CASES[case]
-    settings, (size, memory) = settings_of(optim), WORLDS[world]
+    settings, (size, memory) = settings_of(CASES[case][0]), WORLDS[world]
     call = partial(train, tmp_path, **settings | {"memory": settings["memory"] | memory})
     call() if size == 1 else ranks(size).run(call)
-    plain = plain_run(optim, book)
+    plain = plain_of(case)
     assert distance(weights_of(tmp_path), plain.weights) <= plain.moved
     assert far(losses(tmp_path), plain.losses) <= plain.losses_moved
 
@@ -382,7 +387,7 @@ def test_gradients_that_were_rounded_to_fp32_are_found(case):
             parameter.register_post_accumulate_grad_hook(rounded)
         return book(module)
 
-    plain, found = plain_run(optim, book), plain_loop(optim, faulty)
+    plain, found = plain_of(case), plain_loop(optim, faulty)
     assert distance(found.weights, plain.weights) > 100 * plain.moved
     assert far(found.losses, plain.losses) > 50 * plain.losses_moved
 
@@ -573,7 +578,7 @@ USUAL = ("averaged",)
     "case", [case if case in USUAL else pytest.param(case, marks=pytest.mark.slow) for case in CASES]
 )
 def test_a_resumed_run_is_the_undisturbed_one_bit_for_bit(case, ranks, tmp_path):
-    settings, plain = settings_of(CASES[case][0]), plain_run(*CASES[case])
+    settings, plain = settings_of(CASES[case][0]), plain_of(case)
     train(tmp_path / "whole", **settings)
     resume(tmp_path / "whole", tmp_path / "rest", 4, **settings)
     assert saved(tmp_path / "rest", STEPS) == saved(tmp_path / "whole", STEPS)
