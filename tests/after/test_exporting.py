@@ -195,7 +195,7 @@ def test_other_adapters_than_those_of_the_recipe_are_refused(adapted, tmp_path, 
         with golden.raises(RecipeError, "other adapters"):
             export(recipe, tmp_path, "peft", None, None, False)
     path.write_bytes(b"garbage")
-    with golden.raises(RecipeError, "garbage"):
+    with golden.raises(RecipeError, "garbage", hide=[r"(?<=safetensors file: ).*"]):
         export(recipe, tmp_path, "peft", None, None, False)
     without = recipe.replace(model=dataclasses.replace(recipe.model, lora=LoRA()))
     with golden.raises(RecipeError, "no adapters"):
@@ -212,7 +212,7 @@ def test_links_and_a_configuration_that_does_not_fit_the_weights_are_refused(tra
         export(recipe, tmp_path / "run", "hf", str(tmp_path / "out"), None, False)
     link.unlink()
     changed(tmp_path / "run" / "model" / "config.json", hidden_dim=10**13)
-    with golden.raises(RecipeError, "configuration", hide=[r"(?<=loaded \().*(?=; was|: was|\): was)"]):
+    with golden.raises(RecipeError, "configuration", hide=[r"(?<=loaded \().*(?=\): was)"]):
         export(recipe, tmp_path / "run", "hf", str(tmp_path / "out"), None, False)
     assert not (tmp_path / "out").exists()
 
@@ -222,7 +222,7 @@ def test_a_tokenizer_with_more_words_than_the_model_is_refused(trained_text, tmp
     shutil.copytree(run_dir, tmp_path / "run")
     (tmp_path / "run" / "model" / "tokenizer_config.json").write_text("{}")  # without the names of special tokens
     (tmp_path / "run" / "model" / "files.json").unlink()
-    with golden.raises(RecipeError):
+    with golden.raises(RecipeError, hide=[r"(?<=tokenizer \().*?(?=\):)"]):
         export(recipe, tmp_path / "run", "hf", None, None, False)
 
 
@@ -252,7 +252,7 @@ def test_what_cannot_be_exported_is_refused_with_the_fix(tmp_path, monkeypatch, 
     with golden.raises(RecipeError, "hub"):
         export(recipe, run_dir, "hub", None, "model", False)
     monkeypatch.setitem(sys.modules, "onnxruntime", None)
-    with golden.raises(RecipeError, "onnx"):
+    with golden.raises(RecipeError, "onnx", hide=[r"(?<=onnx \().*?(?=\):)"]):
         export(recipe, run_dir, "onnx", None, None, False)
 
 

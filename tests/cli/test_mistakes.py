@@ -332,7 +332,7 @@ evaluate
 evaluate vit_digits
 evaluate TMP/no_model
 # trainer run
-run
+run --
 run --restarts 1.5 -- vit_digits
 run --nproc 0 -- vit_digits
 run --epochs 3 -- vit_digits
