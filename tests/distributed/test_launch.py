@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import csv
 import json
 import os
 import re
@@ -12,6 +11,7 @@ from pathlib import Path
 
 import pytest
 from helpers.ranks import free_port
+from helpers.resumed import losses
 from helpers.warm import python
 from safetensors.torch import load_file
 
@@ -68,11 +68,6 @@ def lines(text):
     return [line for line in text.splitlines() if re.search(r" ranks? on \d+ node", line)]
 
 
-def curve(run_dir):
-    with open(run_dir / "metrics.csv", newline="") as file:
-        return [float(row["loss"]) for row in csv.DictReader(file) if row["loss"]]
-
-
 @pytest.fixture(scope="module")
 def alone(recipe_file, tmp_path_factory):
     run_dir = tmp_path_factory.mktemp("runs") / "alone"
@@ -96,7 +91,7 @@ def test_two_ranks_give_the_weights_of_one(launcher, recipe_file, alone, tmp_pat
     assert done.returncode == 0, done.stderr
     summary = json.loads((run_dir / "summary.json").read_text())
     assert (summary["world_size"], summary["accumulate"], summary["batch_size"]) == (2, 5, 50)
-    assert curve(run_dir) == pytest.approx(curve(alone), rel=1e-6)  # dropout included
+    assert losses(run_dir) == pytest.approx(losses(alone), rel=1e-6)  # dropout included
     single = json.loads((alone / "summary.json").read_text())
     assert summary["metrics"]["test"]["loss"] == pytest.approx(single["metrics"]["test"]["loss"], rel=1e-6)
     ours, theirs = (load_file(folder / "model" / "model.safetensors") for folder in (run_dir, alone))

@@ -167,7 +167,7 @@ ON_2 = [("single", 1), ("ddp", 2), ("fsdp", 2)]
 
 def test_the_same_bits_on_1_and_2_ranks_replicated_and_sharded(ranks):
     # Two epochs of batches of 8, 8 and 3 samples: 3 micro-batches or 1, which do not fill 2 ranks.
-    case = EvenCase("vit", Memory(micro_batch_size=3), dropout=0.2, optim=HARD)
+    case = CASES["vit"]
     ours = check(case, ranks, ON_2)
     assert decimal(ours)[:3] == pytest.approx(plain_steps(case)["losses"], rel=1e-6)
 
@@ -177,7 +177,7 @@ def test_the_same_bits_of_many_micro_steps(ranks):
     check(EvenCase("mlp", Memory(micro_batch_size=1), dropout=0.2, optim=HARD, steps=4), ranks, ON_2)
 
 
-SLOW_CASES = {
+CASES = {
     "vit": EvenCase("vit", Memory(micro_batch_size=3), dropout=0.2, optim=HARD),
     "bigbird": EvenCase("bigbird", Memory(micro_batch_size=2), dropout=0.2, optim=HARD),
     "no clipping": EvenCase("vit", Memory(micro_batch_size=2), optim=dataclasses.replace(ADAMW, clip_norm=None)),
@@ -191,9 +191,9 @@ SLOW_CASES = {
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("which", SLOW_CASES)
+@pytest.mark.parametrize("which", CASES)
 def test_the_same_bits_on_1_2_and_4_ranks_whatever_is_trained(which, ranks):
-    check(SLOW_CASES[which], ranks)
+    check(CASES[which], ranks)
 
 
 @pytest.mark.slow
@@ -205,9 +205,9 @@ def test_the_same_bits_in_mixed_precision_by_the_same_way(ways, ranks):
 
 @pytest.mark.slow
 def test_the_same_bits_with_offloaded_parameters(ranks):
-    plain = check(SLOW_CASES["no clipping"], ranks, [("single", 1)])
+    plain = check(CASES["no clipping"], ranks, [("single", 1)])
     memory = Memory(micro_batch_size=2, cpu_offload="parameters")
-    offloaded = check(dataclasses.replace(SLOW_CASES["no clipping"], memory=memory), ranks, WAYS[1::2])
+    offloaded = check(dataclasses.replace(CASES["no clipping"], memory=memory), ranks, WAYS[1::2])
     assert offloaded == plain
 
 

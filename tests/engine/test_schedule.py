@@ -9,7 +9,7 @@ from itertools import product
 
 import pytest
 import torch
-from helpers.problems import host_sum, make_fabric
+from engine.test_step import engine_of
 from helpers.resumed import recipe, resume, saved
 from torch import nn
 from torch.optim.lr_scheduler import OneCycleLR, ReduceLROnPlateau
@@ -18,10 +18,8 @@ from trainer.api import fit
 from trainer.contract import Model
 from trainer.engine.cut import Cut
 from trainer.engine.events import Listener
-from trainer.engine.loop import Engine, count_steps, epoch_at
+from trainer.engine.loop import count_steps, epoch_at
 from trainer.engine.schedule import CheckpointableLambdaLR, ReduceOnPlateau, lr_factor
-from trainer.engine.step import Stepper
-from trainer.engine.window import Windows
 from trainer.models import VisionTransformer
 from trainer.recipe import Optim
 from trainer.values import Loss
@@ -79,20 +77,11 @@ def rates_of(name, scale, skipped, world_size=1):
     The run is saved and loaded again in front of every step, into another scheduler.
     """
     optim = Optim("sgd", lr=LR, scale_lr=scale, reference_batch_size=REFERENCE, **SCHEDULES[name])
-    fabric, model = make_fabric("32-true", world_size), Bad()
-    module = model.build()
-    optimizer = torch.optim.SGD(module.parameters(), lr=LR)
-    stepper = Stepper(fabric, model, fabric.setup_module(module), optimizer)
-    windows = Windows(
-        size=SAMPLES,
-        cut_at=lambda epoch: Cut(BATCHES[0 if epoch < 2 else 2], 1, 1),
-        fetch=lambda requests: (torch.ones(len(request.indices), 1) for request in requests),
-        weigh=model.weigh,
-        seed=0,
-        rank=fabric.global_rank,
-        world_size=world_size,
-        reduce=list if world_size == 1 else host_sum,
-    )
+    model = Bad()
+    fetch = lambda requests: (torch.ones(len(request.indices), 1) for request in requests)  # noqa: E731
+    engine, _, _ = engine_of([1.0] * SAMPLES, model, fetch=fetch, world_size=world_size)
+    stepper, windows, optimizer = engine.stepper, engine.windows, engine.stepper.optimizer
+    windows.cut_at = lambda epoch: Cut(BATCHES[0 if epoch < 2 else 2], 1, 1)
     total, epoch_of = count_steps(windows, EPOCHS, None), partial(epoch_at, windows, EPOCHS)
 
     def make_scheduler() -> CheckpointableLambdaLR:
@@ -114,9 +103,9 @@ def rates_of(name, scale, skipped, world_size=1):
         stepper.scheduler = listener.scheduler = make_scheduler()
         stepper.load_state_dict(state)
         assert [group["lr"] for group in optimizer.param_groups] == at_steps[-1]
-        model.is_bad = engine.counters.step in skipped and fabric.global_rank == world_size - 1
+        model.is_bad = engine.counters.step in skipped and stepper.fabric.global_rank == world_size - 1
 
-    engine = Engine(stepper, windows, listeners=[listener], at_boundary=at_boundary)
+    engine.listeners, engine.at_boundary = [listener], at_boundary
     engine.fit(EPOCHS, max_skipped=99)
     at_steps.append(stepper.state_dict()["scheduler"]["rates"])
     return listener.used, [rate for (rate,) in at_steps]
@@ -171,6 +160,15 @@ def require_formula(found, name, scale, skipped):
 
 @pytest.mark.parametrize("name", SCHEDULES)
 def test_every_step_and_checkpoint_has_the_rate_of_the_formula_also_after_skipped_steps(name):
+    """Any two of schedule, scale and skipped steps meet; ``-m slow`` has every combination."""
+    for number, skipped in enumerate(SKIPPED, start=[*SCHEDULES].index(name)):
+        scale = SCALES[number % len(SCALES)]
+        require_formula(rates_of(name, scale, skipped), name, scale, skipped)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_every_step_and_checkpoint_has_the_rate_of_the_formula_whatever_is_combined(name):
     for scale, skipped in product(SCALES, SKIPPED):
         require_formula(rates_of(name, scale, skipped), name, scale, skipped)
 

@@ -15,12 +15,10 @@ from trainer.engine.cut import Cut
 from trainer.engine.events import Listener
 from trainer.engine.loop import Engine, NonFiniteError
 from trainer.engine.loss_check import LossCheck
-from trainer.engine.order import batch_indices
-from trainer.engine.schedule import CheckpointableLambdaLR, lr_factor
+from trainer.engine.schedule import CheckpointableLambdaLR
 from trainer.engine.step import BatchNormStatistics, Stepper
 from trainer.engine.window import Windows
 from trainer.errors import RecipeError
-from trainer.recipe import Optim
 from trainer.values import Loss
 
 
@@ -103,18 +101,6 @@ def test_training_goes_on_after_a_bad_batch_and_stops_after_too_many_in_a_row():
     engine, _, _ = engine_of([math.nan] * 10, batch_size=1)
     with pytest.raises(NonFiniteError, match=r"step 4 .*loss 'loss' is nan.*4 steps in a row were skipped.*optim\.lr"):
         engine.fit(epochs=2, max_skipped=4)
-
-
-def _bad_on_one_rank():
-    engine, module, results = engine_of([1.0, 2.0, math.nan, 4.0], world_size=2)  # a sample a step on each rank
-    engine.fit(epochs=2)
-    return [result.skipped for result in results], [p.tolist() for p in module.parameters()]
-
-
-def test_a_bad_sample_on_one_rank_skips_the_step_on_all(ranks):
-    answers = ranks(2).run(_bad_on_one_rank)
-    assert answers[0] == answers[1]
-    assert sorted(answers[0][0]) == [False, False, True, True]
 
 
 def test_the_fp16_scaler_steps_once_a_window_and_an_overflow_halves_the_scale_once_and_skips():
@@ -254,41 +240,3 @@ def test_a_batch_without_labels_is_skipped_and_the_reason_is_said():
         engine.fit(epochs=5, max_skipped=3)
     assert len(results) == 3
     assert all(math.isnan(result.loss) for result in results)  # and not 0, which would be a perfect one
-
-
-@pytest.mark.parametrize("schedule", ["cosine", "linear"])
-def test_schedules_start_warm_and_end_at_zero_with_the_last_step(schedule):
-    factor = lr_factor(Optim("sgd", lr=1.0, schedule=schedule, warmup_steps=3), 10, lambda step: 1)
-    factors = [factor(step) for step in range(11)]
-    assert factors[:4] == [0.25, 0.5, 0.75, 1.0]
-    assert all(a > b for a, b in zip(factors[3:], factors[4:], strict=False))
-    assert factors[10] == pytest.approx(0.0, abs=1e-12)
-
-
-@pytest.mark.parametrize("bad", [[], [0, 1, 6]], ids=["none skipped", "three skipped"])
-def test_sgd_with_cosine_decay_reaches_its_floor_with_the_last_step(bad):
-    """Two micro-batches a step, and steps that are skipped in between: they must not leave the end of the curve off."""
-    steps = 10
-    values = [1.0 + number / 40 for number in range(2 * steps)]
-    engine, _, results = engine_of(values)
-    stepper = engine.stepper
-    for position, sample in enumerate(batch_indices(0, 0, 0, len(values), len(values))):
-        values[sample] = math.nan if position // 2 in bad else values[sample]
-    optim = Optim("sgd", lr=0.1, schedule="cosine")
-    factor = lr_factor(optim, steps, lambda step: 2, skipped_steps=lambda: stepper.skipped_steps)
-    for group in stepper.optimizer.param_groups:
-        group["lr"] = group["initial_lr"] = 0.1
-    stepper.scheduler = CheckpointableLambdaLR(stepper.optimizer, factor)
-    engine.fit(epochs=1)
-    assert [number for number, result in enumerate(results) if result.skipped] == bad
-    taken = [result.lr for result in results if not result.skipped]
-    assert all(a > b for a, b in zip(taken, taken[1:], strict=False))
-    assert taken[-1] < 0.1 * (0.06 if bad else 0.05)
-    assert stepper.optimizer.param_groups[0]["lr"] == pytest.approx(0.0, abs=1e-12)
-
-
-def test_the_learning_rate_follows_the_batch_size():
-    for rule, expected in {"linear": [4.0, 1.0], "sqrt": [2.0, 1.0], "none": [1.0, 1.0]}.items():
-        optim = Optim("sgd", lr=1.0, scale_lr=rule, reference_batch_size=16)
-        factor = lr_factor(optim, 10, lambda step: 64 if step < 5 else 16)
-        assert [factor(step) for step in (0, 9)] == expected

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import pytest
@@ -82,23 +83,32 @@ def gpt_loop(enter: Enter = lambda phase: None, model: nn.Module | None = None, 
         optimizer.zero_grad()
 
 
-def taken(loop: Callable[[], object], card: str = "a100-80gb") -> dict[str, Any]:
-    """What a loop takes, and whether torch's own questions are answered with the same."""
-    with fake_gpu(card) as gpu:
+def taken(loop: Callable[[], object], draws: bool = False) -> dict[str, Any]:
+    """What a loop takes, maybe with a picture of it, and whether torch's own questions are answered with the same."""
+    with fake_gpu("a100-80gb") as gpu:
         loop()
         assert torch.cuda.max_memory_allocated() == gpu.allocated
         assert torch.cuda.memory_reserved() == gpu.reserved
     assert not torch.cuda.is_available()
-    return plain(gpu)
-
-
-def plain(gpu: FakeGPU) -> dict[str, Any]:
     figures = ("allocated", "reserved", "host", "fits", "categories", "peak_phase", "steps", "step_ms", "notes")
     phases = [[name, *peak] for name, peak in gpu.phases.items()]
-    return {name: getattr(gpu, name) for name in figures} | {
-        "phases": phases,
-        "largest": [list(h) for h in gpu.largest],
-    }
+    found = {name: getattr(gpu, name) for name in figures}
+    found |= {"phases": phases, "largest": [list(one) for one in gpu.largest]}
+    return found | {"draws": draws and can_draw(gpu)}
+
+
+def can_draw(gpu: FakeGPU) -> bool:
+    with TemporaryDirectory() as folder:
+        path = Path(folder, "memory.png")
+        gpu.plot(path)
+        return path.read_bytes().startswith(b"\x89PNG")
+
+
+@cache
+def gpt_figures(expandable: bool = False, accumulate: int = 1) -> dict[str, Any]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PYTORCH_CUDA_ALLOC_CONF", f"expandable_segments:{expandable}")
+        return run_in_child(partial(taken, partial(gpt_loop, accumulate=accumulate), draws=expandable))
 
 
 def by_hand(loop: Callable[[Enter], object], settings: AllocatorSettings) -> dict[str, Any]:
@@ -117,10 +127,9 @@ def bytes_of(module: nn.Module) -> int:
 
 
 @pytest.mark.parametrize("expandable", [False, True])
-def test_a_loop_has_the_figures_of_a_trace_by_hand(expandable: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", f"expandable_segments:{expandable}")
-    settings = AllocatorSettings(expandable)
-    found, wanted = run_in_child(partial(taken, gpt_loop)), run_in_child(partial(by_hand, gpt_loop, settings))
+def test_a_loop_has_the_figures_of_a_trace_by_hand_and_a_picture(expandable: bool) -> None:
+    found, wanted = gpt_figures(expandable), run_in_child(partial(by_hand, gpt_loop, AllocatorSettings(expandable)))
+    assert found["draws"] == expandable
     assert {name: found[name] for name in wanted} == wanted
     weights = bytes_of(GPT())
     assert found["categories"]["params"] == weights  # the head is no other matrix than the embedding
@@ -164,7 +173,7 @@ def outside(meta: bool, optimizer_first: bool) -> dict[str, Any]:
 
 @pytest.mark.slow
 def test_modules_from_outside_take_what_those_made_inside_take() -> None:
-    inside = run_in_child(partial(taken, gpt_loop))
+    inside = gpt_figures()
     calls = [partial(outside, meta, first) for meta, first in ((False, False), (False, True), (True, False))]
     for _, found in run_in_children(calls):
         assert not isinstance(found, Exception), found
@@ -173,7 +182,7 @@ def test_modules_from_outside_take_what_those_made_inside_take() -> None:
 
 
 def test_accumulated_gradients_stay_and_activations_shrink() -> None:
-    whole, cut = (run_in_child(partial(taken, partial(gpt_loop, accumulate=count))) for count in (1, 4))
+    whole, cut = (gpt_figures(accumulate=count) for count in (1, 4))
     assert cut["categories"]["gradients"] == bytes_of(GPT())
     assert cut["categories"]["activations"] < whole["categories"]["activations"] / 3
     assert (cut["steps"], cut["categories"]["optimizer"]) == (3, whole["categories"]["optimizer"])
@@ -354,17 +363,6 @@ def test_mistakes_are_named_and_torch_is_given_back() -> None:
     assert "a1000 is not in the planner's table; did you mean a100-80gb?" in card
     assert version == "torch_version='new' must be a version such as '2.6'"
     assert drawn.startswith("memory.png cannot be drawn: no tensor is on the GPU")
-
-
-def drawn(folder: Path) -> None:
-    with fake_gpu("a100-80gb") as gpu:
-        gpt_loop()
-    gpu.plot(folder / "memory.png")
-
-
-def test_it_draws_a_picture(tmp_path: Path) -> None:
-    run_in_child(partial(drawn, tmp_path))
-    assert (tmp_path / "memory.png").read_bytes().startswith(b"\x89PNG")
 
 
 def cuda_in_use() -> str:

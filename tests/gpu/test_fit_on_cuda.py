@@ -9,6 +9,7 @@ import time
 
 import pytest
 import torch
+from helpers.resumed import losses
 from torch import nn
 
 from trainer import Memory, Run
@@ -123,8 +124,7 @@ def spoken(run_dir, accelerator="cuda", **memory):
         run=Run(dir=str(run_dir), accelerator=accelerator, devices=1, progress=False, evaluate=False, predict=False),
     )
     assert fit(recipe, source).status == "finished"
-    with open(run_dir / "metrics.csv", newline="") as file:
-        return [float(row["loss"]) for row in csv.DictReader(file)]
+    return losses(run_dir)
 
 
 def test_a_tied_embedding_trains_from_the_host(tmp_path):

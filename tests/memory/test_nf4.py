@@ -11,7 +11,7 @@ import pytest
 import torch
 from helpers.language import language_model, language_samples
 from helpers.live_bytes import LiveBytes
-from helpers.matrix import TYPES, Case, batch_indices, difference, launched, stacked_run, steps_of
+from helpers.matrix import Case, difference, launched, plain_run, stacked_run
 from helpers.pretrained import saved, text, vit
 from helpers.problems import collate
 from helpers.rounding import ROUNDING
@@ -81,33 +81,6 @@ def trained(run, model):
     return {**run, "state": {name: tensor for name, tensor in run["state"].items() if name in names}}
 
 
-def plain_run(case):
-    """Three steps of a plain loop on whole batches, with adapters beside weights in full."""
-    dtype = TYPES.get(case.memory.precision, torch.float32)
-    torch.manual_seed(0)
-    torch.set_default_dtype(dtype)
-    module = case.model.build().train()
-    torch.set_default_dtype(torch.float32)
-    parameters = [p for p in module.parameters() if p.requires_grad]
-    groups = [
-        {"params": [p for p in parameters if p.ndim >= 2], "weight_decay": case.optim.weight_decay},
-        {"params": [p for p in parameters if p.ndim < 2], "weight_decay": 0.0},
-    ]
-    optimizer = torch.optim.AdamW(groups, lr=case.optim.lr, eps=case.optim.eps)
-    losses, samples = [], case.samples
-    for epoch, step in steps_of(case):
-        batch = collate([samples[at] for at in batch_indices(0, epoch, step, case.size, case.batch_size)])
-        labels = batch.pop("labels")
-        logits = module(batch["pixel_values"].to(dtype)) if case.name == "vit" else module(**batch).logits
-        loss = nn.functional.cross_entropy(logits, labels)
-        loss.backward()
-        nn.utils.clip_grad_norm_(parameters, case.optim.clip_norm)
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(loss.item())
-    return {"state": module.state_dict(), "losses": losses}
-
-
 FSDP = {"strategy": "fsdp", "micro_batch_size": 2}
 RUNS = [
     ("vit", 1, {"precision": "64-true", "micro_batch_size": 3}),
@@ -134,7 +107,8 @@ MORE = [
 def test_it_trains_as_beside_the_weights_that_the_codes_stand_for(kind, count, knobs, files, ranks):
     weights, rounded = files[kind]
     case = Adapted(kind, Memory(**knobs), count, weights=weights)
-    other = dataclasses.replace(case, weights=rounded, base="full")
+    whole = Memory(precision=case.memory.precision)  # whole batches
+    other = dataclasses.replace(case, weights=rounded, base="full", memory=whole, world_size=1)
     ours = ranks(count).run(stacked_run, case)[0]
     found = difference(trained(ours, case.model), trained(plain_run(other), other.model))
     assert max(found.values()) <= EXACT[case.memory.precision], found
@@ -282,14 +256,6 @@ def test_language_models_stream_in_and_learn_as_beside_the_weights_that_the_code
         torch.set_default_dtype(torch.float32)
     assert max(difference(*runs).values()) < ROUNDING
     assert runs[0]["losses"][2] < runs[0]["losses"][0]
-
-
-def test_a_pickle_is_quantised_as_a_file_that_can_be_streamed_is(files, tmp_path):
-    torch.save(load_file(files["vit"][0]), tmp_path / "w.pth")
-    ours, theirs = (adapted("vit", str(path)).build().state_dict() for path in (tmp_path / "w.pth", files["vit"][0]))
-    codes = [name for name in theirs if name.endswith(".codes")]
-    assert len(codes) == 6
-    assert all(torch.equal(ours[name], theirs[name]) for name in codes)
 
 
 def test_weights_that_are_not_finite_are_refused_with_file_and_tensor(tmp_path):

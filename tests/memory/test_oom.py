@@ -75,28 +75,29 @@ def test_it_is_known_in_the_words_of_every_library_and_told_from_other_errors():
         assert not is_out_of_memory(RuntimeError(message)), message
 
 
-def test_knobs_come_in_order_the_lossy_ones_last():
-    assert knobs(recipe(), world_size=2) == [
-        "--memory.micro_batch_size 8",
-        "--memory.precision bf16-mixed",
-        "--memory.activation_checkpointing full",
-        "--memory.activation_offload true",
-        "--memory.strategy fsdp",
-        "--memory.cpu_offload optimizer",
-        "--memory.cpu_offload parameters",
-        "--memory.optimizer_state_bits 8 (lossy)",
-        "--memory.precision bf16-true (lossy)",
-    ]
+MOST = {"activation_checkpointing": "full", "activation_offload": True, "cpu_offload": "optimizer"}
+MOST |= {"micro_batch_size": 1, "precision": "bf16-mixed", "strategy": "fsdp"}
+WEIGHTS = ["strategy fsdp", "cpu_offload parameters", "precision bf16-true (lossy)"]
+STATE = ["strategy fsdp", "cpu_offload optimizer", "cpu_offload parameters"]
+STATE += ["optimizer_state_bits 8 (lossy)", WEIGHTS[-1]]
+GRAPH = ["micro_batch_size 8", "precision bf16-mixed", "activation_checkpointing full"]
 
 
-def test_knobs_that_are_on_are_left_out():
-    techniques = {"activation_checkpointing": "full", "activation_offload": True, "cpu_offload": "optimizer"}
-    memory = Memory(micro_batch_size=1, precision="bf16-mixed", strategy="fsdp", **techniques)
-    assert knobs(recipe(memory=memory), world_size=2) == [
-        "--memory.cpu_offload parameters",
-        # with fp32 master weights on the host, updates are not lost: no lossy one here
-        "--memory.precision bf16-true",
-    ]
+@pytest.mark.parametrize(
+    ("memory", "where", "expected"),
+    [
+        ({}, {}, [*GRAPH, "activation_offload true", *STATE]),
+        # With fp32 master weights on the host, updates are not lost: no lossy one here.
+        (MOST, {}, ["cpu_offload parameters", "precision bf16-true"]),
+        ({}, {"phase": "init", "on_gpu": True}, WEIGHTS),
+        ({}, {"phase": "init", "on_gpu": False}, WEIGHTS[::2]),
+        ({}, {"phase": "step", "on_gpu": True}, STATE),
+        ({}, {"phase": "backward", "on_gpu": False}, [*GRAPH, "strategy fsdp", *STATE[-2:]]),
+    ],
+)
+def test_knobs_come_in_order_without_those_that_are_on_or_cannot_help_in_the_phase(memory, where, expected):
+    wishes = recipe(memory=Memory(**{"micro_batch_size": 16} | memory))
+    assert knobs(wishes, 2, **where) == [f"--memory.{knob}" for knob in expected]
 
 
 def test_knobs_that_would_be_refused_are_left_out():
@@ -105,25 +106,6 @@ def test_knobs_that_would_be_refused_are_left_out():
     assert "--memory.micro_batch_size 8" not in found  # several micro-batches a step, and one update a backward
     assert not any("cpu_offload" in knob or "state_bits" in knob for knob in found)
     assert "--memory.activation_checkpointing full" in found
-
-
-WEIGHTS = ["strategy fsdp", "cpu_offload parameters", "precision bf16-true (lossy)"]
-STATE = [
-    "strategy fsdp",
-    "cpu_offload optimizer",
-    "cpu_offload parameters",
-    "optimizer_state_bits 8 (lossy)",
-    WEIGHTS[-1],
-]
-GRAPH = ["micro_batch_size 8", "precision bf16-mixed", "activation_checkpointing full", "strategy fsdp", *STATE[-2:]]
-
-
-@pytest.mark.parametrize(
-    ("phase", "on_gpu", "expected"),
-    [("init", True, WEIGHTS), ("init", False, WEIGHTS[::2]), ("step", True, STATE), ("backward", False, GRAPH)],
-)
-def test_knobs_that_cannot_help_in_the_phase_are_left_out(phase, on_gpu, expected):
-    assert knobs(recipe(), 2, phase=phase, on_gpu=on_gpu) == [f"--memory.{knob}" for knob in expected]
 
 
 @pytest.mark.parametrize(

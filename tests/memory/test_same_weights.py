@@ -7,6 +7,7 @@ from itertools import product
 
 import pytest
 import torch
+from helpers.combinations import covering
 from helpers.matrix import launched
 from helpers.pretrained import saved, text, vit
 from helpers.problems import make_model
@@ -25,6 +26,7 @@ from trainer.models.lora import LoRA
 
 SEED = 6
 TYPES = {"32-true": torch.float32, "bf16-true": torch.bfloat16}
+AXES = ("place", "cpu_offload", "init", "precision")
 ADAPTERS = LoRA(rank=2, dropout=0.0)
 
 
@@ -99,17 +101,18 @@ def plan_of(model: Model, ranks: int, **memory) -> Plan:
     return decide_plan(recipe, ranks)
 
 
-def configurations(model: Model, ranks: int) -> list[Plan]:
-    """Every way to hold the weights on so many ranks that is not refused."""
+def configurations(model: Model, ranks: int, whole: bool) -> list[Plan]:
+    """The ways to hold the weights on so many ranks that are not refused: all, or any two settings together."""
     strategies = [("auto", 1)] if ranks == 1 else [("ddp", 1), ("fsdp", 1), ("fsdp", 2)]
-    plans = []
-    for (strategy, replicas), offload, init, precision in product(
+    found = []
+    for place, offload, init, precision in product(
         strategies, ("none", "optimizer", "parameters"), ("device", "meta"), TYPES
     ):
         with suppress(RecipeError):
             wishes = {"cpu_offload": offload, "init": init, "precision": precision}
-            plans.append(plan_of(model, ranks, strategy=strategy, replicas=replicas, **wishes))
-    return plans
+            plan = plan_of(model, ranks, strategy=place[0], replicas=place[1], **wishes)
+            found.append({"place": place, **wishes, "plan": plan})
+    return [one["plan"] for one in (found if whole else covering(found, 2, AXES))]
 
 
 def stack_of(model: Model, plan: Plan) -> PreparedModel:
@@ -117,9 +120,9 @@ def stack_of(model: Model, plan: Plan) -> PreparedModel:
     return apply_stack(fabric, model, build_module(fabric, model, SEED, plan), plan, SEED)
 
 
-def differing(model: Model, ranks: int, expected: dict[str, torch.Tensor]) -> tuple[int, list[str]]:
+def differing(model: Model, ranks: int, expected: dict[str, torch.Tensor], whole: bool) -> tuple[int, list[str]]:
     """How many configurations there are, and the tensors of each that are not as ``expected``; called on every rank."""
-    plans, found = configurations(model, ranks), []
+    plans, found = configurations(model, ranks, whole), []
     for plan in plans:
         state, precision = full_state_dict(stack_of(model, plan)), plan.memory.precision
         for name, tensor in state.items():
@@ -138,19 +141,21 @@ def reference(model: Model) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.parametrize(
-    ("count", "kind"),
+    ("count", "kind", "whole"),
     [
-        (2, "vit, new head"),
-        pytest.param(2, "text, adapters", marks=pytest.mark.slow),
-        pytest.param(2, "bigbird", marks=pytest.mark.slow),
-        pytest.param(4, "text, new head", marks=pytest.mark.slow),
+        (2, "vit, new head", False),
+        pytest.param(2, "vit, new head", True, marks=pytest.mark.slow),
+        pytest.param(2, "text, adapters", True, marks=pytest.mark.slow),
+        pytest.param(2, "bigbird", True, marks=pytest.mark.slow),
+        pytest.param(4, "text, new head", True, marks=pytest.mark.slow),
     ],
 )
-def test_one_seed_gives_the_same_weights_by_every_technique(ranks, tmp_path, kind, count):
+def test_one_seed_gives_the_same_weights_by_every_technique(ranks, tmp_path, kind, count, whole):
     model = MODELS[kind](tmp_path)
     expected = reference(model)
-    assert differing(model, 1, expected)[1] == []
+    assert differing(model, 1, expected, whole)[1] == []
     starts = 1 if kind == "bigbird" else 2  # on the device, and from meta tensors
-    for number, found in ranks(count).run(differing, model, count, expected):
+    for number, found in ranks(count).run(differing, model, count, expected, whole):
         assert found == []
-        assert number == 16 * starts  # ddp without parameter offload, fsdp and hsdp: 2 + 3 + 3, in two precisions
+        # ddp without parameter offload, fsdp and hsdp: 2 + 3 + 3, in two precisions
+        assert number == 16 * starts or not whole

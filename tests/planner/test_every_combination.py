@@ -24,7 +24,7 @@ OTHERS = ("place", "optim", "clip_norm", "accumulate", "model")
 
 ON_EIGHT_RANKS = [
     Memory(strategy="fsdp", replicas=2, precision="bf16-mixed", activation_checkpointing="full"),
-    pytest.param(Memory(cpu_offload="parameters", replicas=4), marks=pytest.mark.slow),
+    Memory(cpu_offload="parameters", replicas=4),
 ]
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from typing import Any
 
 import pytest
@@ -78,8 +77,12 @@ def test_a_prediction_prices_them_on_the_same_trace() -> None:
     assert found.faster[COMPILE] < 0.9 * now
     assert found.faster[BF16] == pytest.approx(now, rel=0.02)
     assert [line.count("--memory.") for line in faster(asked, 1, H100, found)] == [1]
+
+
+@pytest.mark.slow
+def test_a_prediction_prices_only_what_the_card_and_the_recipe_allow() -> None:
+    asked = recipe()
     on_v100 = prediction_of(with_precision(asked, V100.capability), gpu="v100-16gb")
     assert list(on_v100.faster) == [COMPILE]
-    assert (
-        prediction_of(dataclasses.replace(asked, memory=Memory(compile="blocks", precision="bf16-mixed"))).faster == {}
-    )
+    set_already = asked.replace(memory=Memory(compile="blocks", precision="bf16-mixed"))
+    assert prediction_of(set_already).faster == {}

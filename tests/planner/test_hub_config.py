@@ -184,7 +184,9 @@ def test_a_classifier_of_texts_has_a_command_that_trains_it_so(tmp_path, monkeyp
     assert {"lr: 0.0001", "cpu_offload: optimizer", "devices: 1", "precision: 32-true"} <= lines
 
 
-@pytest.mark.parametrize(("gpu", "precision"), [("h100-sxm", "bf16-mixed"), ("v100-16gb", "32-true")])
+@pytest.mark.parametrize(
+    ("gpu", "precision"), [("h100-sxm", "bf16-mixed"), pytest.param("v100-16gb", "32-true", marks=pytest.mark.slow)]
+)
 def test_the_card_decides_the_precision_of_a_plan(gpu, precision, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     config_in(tmp_path / "bert", BERT)

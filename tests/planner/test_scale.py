@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from functools import cache
 from typing import Any
 
 import pytest
@@ -47,59 +48,64 @@ CASES: dict[str, tuple[dict[str, Any], int]] = {
 }
 
 
-@pytest.fixture(scope="module")
-def runs() -> dict[str, Trace]:
-    quick = Run(evaluate=False)
-    return traced({name: (own_recipe(Memory(**memory), run=quick), ranks) for name, (memory, ranks) in CASES.items()})
+@cache
+def run_of(name: str) -> Trace:
+    memory, ranks = CASES[name]
+    return traced({name: (own_recipe(Memory(**memory), run=Run(evaluate=False)), ranks)})[name]
 
 
-def traffic(runs: dict[str, Trace], name: str, nodes: int = 1) -> tuple[dict[str, float], float]:
-    return traffic_of(runs[name], Cluster(CASES[name][1], nodes))
+def traffic(name: str, nodes: int = 1) -> tuple[dict[str, float], float]:
+    return traffic_of(run_of(name), Cluster(CASES[name][1], nodes))
 
 
-def test_ddp_reduces_each_gradient_once_a_step_in_whole_buckets(runs: dict[str, Trace]) -> None:
+def test_ddp_reduces_each_gradient_once_a_step_in_whole_buckets() -> None:
     """And not in each of its 4 micro-steps."""
-    by_op, leaving = traffic(runs, "ddp")
+    by_op, leaving = traffic("ddp")
     assert set(by_op) == {"all_reduce"}
     assert 2 * 3 / 4 * WEIGHTS <= by_op["all_reduce"] <= 2 * 3 / 4 * (WEIGHTS + NORM)
     assert leaving == 0
-    reduced = [item.bytes for item in runs["ddp"].work if item.op == "all_reduce" and item.phase == "backward"]
+    reduced = [item.bytes for item in run_of("ddp").work if item.op == "all_reduce" and item.phase == "backward"]
     assert len(reduced) == 2  # the first is closed after 1 MiB, the other holds the rest of 2.1 MB
     assert sum(reduced) == WEIGHTS
 
 
-def test_gradients_in_host_memory_are_reduced_by_the_host(runs: dict[str, Trace]) -> None:
-    by_op, _ = traffic(runs, "ddp, offloaded")
+def test_gradients_in_host_memory_are_reduced_by_the_host() -> None:
+    by_op, _ = traffic("ddp, offloaded")
     assert by_op["all_reduce"] == pytest.approx(2 * 3 / 4 * WEIGHTS, abs=1000)
-    large = [item for item in runs["ddp, offloaded"].work if item.op == "all_reduce" and item.bytes > 1000]
+    large = [item for item in run_of("ddp, offloaded").work if item.op == "all_reduce" and item.bytes > 1000]
     assert {item.stream for item in large} == {-1}
 
 
 @pytest.mark.parametrize(
-    ("name", "gathers", "scatters"), [("fsdp", 2 * 8, 1), ("fsdp, kept", 8, 1), ("fsdp, synced", 2 * 8, 8)]
+    ("name", "gathers", "scatters"),
+    [
+        pytest.param("fsdp", 2 * 8, 1, marks=pytest.mark.slow),
+        ("fsdp, kept", 8, 1),
+        ("fsdp, synced", 2 * 8, 8),
+    ],
 )
-def test_fsdp_gathers_in_every_pass_and_scatters_when_it_synchronises(runs, name, gathers, scatters) -> None:
+def test_fsdp_gathers_in_every_pass_and_scatters_when_it_synchronises(name, gathers, scatters) -> None:
     """Of 64 samples each of 4 ranks has 16, in 8 micro-batches of 2."""
-    by_op, _ = traffic(runs, name)
+    by_op, _ = traffic(name)
     share = 3 / 4 * padded_bytes(4)
     assert by_op["all_gather"] == pytest.approx(gathers * share)
     assert by_op["reduce_scatter"] == pytest.approx(scatters * share)
     assert by_op["all_reduce"] <= NORM
 
 
-def test_hsdp_gathers_within_a_node_and_reduces_shards_between_nodes(runs: dict[str, Trace]) -> None:
-    by_op, leaving = traffic(runs, "hsdp 16", nodes=2)
+def test_hsdp_gathers_within_a_node_and_reduces_shards_between_nodes() -> None:
+    by_op, leaving = traffic("hsdp 16", nodes=2)
     whole = padded_bytes(8)
     assert by_op["all_gather"] == pytest.approx(2 * 7 / 8 * whole)
     assert by_op["reduce_scatter"] == pytest.approx(7 / 8 * whole)
     assert by_op["all_reduce"] == pytest.approx(2 * 1 / 2 * whole / 8, abs=NORM)
     assert leaving == pytest.approx(whole, abs=NORM)  # each of 8 ranks sends its shard; 3 times 15/16 of all for FSDP
-    assert traffic(runs, "fsdp 16", nodes=2)[1] == pytest.approx(3 * 15 / 16 * padded_bytes(16), abs=NORM)
+    assert traffic("fsdp 16", nodes=2)[1] == pytest.approx(3 * 15 / 16 * padded_bytes(16), abs=NORM)
 
 
-def test_replicas_win_over_a_slow_network_alone(runs: dict[str, Trace]) -> None:
+def test_replicas_win_over_a_slow_network_alone() -> None:
     for nodes, least, most in ((2, 0, 0.5), (1, 0.95, 10)):
-        steps = [cost_of(runs[name], TARGET, Cluster(16, nodes), SLOW).step_ms for name in ("hsdp 16", "fsdp 16")]
+        steps = [cost_of(run_of(name), TARGET, Cluster(16, nodes), SLOW).step_ms for name in ("hsdp 16", "fsdp 16")]
         assert least < steps[0] / steps[1] < most
 
 

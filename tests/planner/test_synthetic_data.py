@@ -87,24 +87,26 @@ def test_a_plan_without_the_data_says_so_and_keeps_the_command(capsys):
     assert content["command"].startswith("trainer fit vit_cifar10 --model.name custom ")
 
 
-def test_what_is_planned_of_an_outline_is_what_the_data_needs(sample_data, tmp_path):
+@pytest.mark.parametrize("kind", ["images", pytest.param("texts", marks=pytest.mark.slow)])
+def test_what_is_planned_of_an_outline_is_what_the_data_needs(kind, sample_data, tmp_path):
     """The peak is that of the real samples: of images, and of texts that are all longer than max_length."""
-    images = CIFAR10(root=str(sample_data / "cifar10" / "cifar10_subset.npz"))
-    vit = VisionTransformer("custom", **TINY_VIT)
-    there, absent = recipe_of(vit, images), recipe_of(vit, CIFAR10())
-    texts = IMDb(root=str(sample_data / "imdb_folder"), max_length=32, cache_dir=str(tmp_path / "cache"))
-    tokenizer = str(sample_data / "tokenizers" / "bert-base-uncased")
-    words = TextClassifier("distilbert", tokenizer=tokenizer, config=TINY_BERT)
-    no_words = dataclasses.replace(words, tokenizer=None)  # of the configuration, which has as many
-    pairs = [(there, absent), (recipe_of(words, texts), recipe_of(no_words, IMDb(max_length=32)))]
-    for real, made_up in (
-        (prepare_recipe(one, outlines=True), prepare_recipe(other, outlines=True)) for one, other in pairs
-    ):
-        assert real.data.train is not None
-        assert not isinstance(real.data, SyntheticData)
-        assert shapes(real.data.collate([real.data.train[0]])) == shapes(made_up.data.train.__getitems__([0]))
-        found, wanted = prediction_of(made_up), prediction_of(real)
-        assert (found.allocated, found.reserved, found.phases) == (wanted.allocated, wanted.reserved, wanted.phases)
+    if kind == "images":
+        model: Any = VisionTransformer("custom", **TINY_VIT)
+        there = recipe_of(model, CIFAR10(root=str(sample_data / "cifar10" / "cifar10_subset.npz")))
+        absent = recipe_of(model, CIFAR10())
+    else:
+        texts = IMDb(root=str(sample_data / "imdb_folder"), max_length=32, cache_dir=str(tmp_path / "cache"))
+        tokenizer = str(sample_data / "tokenizers" / "bert-base-uncased")
+        model = TextClassifier("distilbert", tokenizer=tokenizer, config=TINY_BERT)
+        there = recipe_of(model, texts)
+        # Its words are those of the configuration, which has as many.
+        absent = recipe_of(dataclasses.replace(model, tokenizer=None), IMDb(max_length=32))
+    real, made_up = (prepare_recipe(one, outlines=True) for one in (there, absent))
+    assert real.data.train is not None
+    assert not isinstance(real.data, SyntheticData)
+    assert shapes(real.data.collate([real.data.train[0]])) == shapes(made_up.data.train.__getitems__([0]))
+    found, wanted = prediction_of(made_up), prediction_of(real)
+    assert (found.allocated, found.reserved, found.phases) == (wanted.allocated, wanted.reserved, wanted.phases)
 
 
 def test_outlines_are_of_what_is_not_here(sample_data, tmp_path):
