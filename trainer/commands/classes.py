@@ -10,7 +10,7 @@ import trainer.data
 import trainer.models
 from trainer.commands import TRUST_RECIPE
 from trainer.contract import Data, Model
-from trainer.errors import RecipeError, require, suggest_name
+from trainer.errors import RecipeError, suggest_name
 from trainer.recipe import Recipe
 from trainer.settings import CLASS, class_spec
 from trainer.system.imports import import_object
@@ -88,8 +88,9 @@ def _imported(part: str, name: str, trusted: bool) -> type:
     if not module or not all(word.isidentifier() for word in name.split(".")):
         choices = f"{', '.join(sorted(known))}; or a custom class, as module.Class"
         raise RecipeError(f"{given} is unknown{suggest_name(name, known, 0.5)} ({choices})")
-    code = f"{given} is Python code named by a file and is not imported"
-    require(trusted, f"{code}: add --{TRUST_RECIPE} if you trust the file")
+    if not trusted:
+        code = f"{given} is Python code named by a file and is not imported"
+        raise RecipeError(f"{code}: add --{TRUST_RECIPE} if you trust the file")
     kind = import_object(given, name)
     if not (isinstance(kind, type) and issubclass(kind, base) and is_dataclass(kind)):
         raise RecipeError(f"{given} must be a dataclass and a trainer.{base.__name__}: see docs/your-own-model.md")

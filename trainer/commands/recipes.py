@@ -116,8 +116,8 @@ def yaml_changes(parser: RecipeParser, path: Path, tree: Mapping[Any, Any], trus
     try:
         changes = parser.read_yaml({key: value for key, value in tree.items() if key != "recipe"})
         name = changes.get("optim.name", "adamw")
-        code = f"optim.name={name!r} is Python code named by a file and is not imported"
-        require(trusted or not Optim(name).is_code, f"{code}: add --{TRUST_RECIPE} if you trust the file")
+        unsafe = f"optim.name={name!r} is Python code named by a file and is not imported"
+        require(trusted or not Optim(name).is_code, f"{unsafe}: add --{TRUST_RECIPE} if you trust the file")
     except RecipeError as error:
         from trainer.commands.flags import find_line
 

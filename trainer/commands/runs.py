@@ -142,9 +142,10 @@ def inputs(flags: Flags) -> tuple[list[str], list[str], list[str]]:
     for text in texts:
         require(text.strip() != "", "--text is empty: give a text")
         require(text.encode(errors="replace").decode() == text, f"--text {text[:40]!a} is not UTF-8 text")
-    several = ", not both" if sum(map(bool, found)) > 1 else ""
-    ways = "either --text TEXT or --image PATH, or files and folders after RUN_DIR"
-    require(sum(map(bool, found)) == 1, f"predict needs {ways}{several}")
+    if sum(map(bool, found)) != 1:
+        several = ", not both" if sum(map(bool, found)) > 1 else ""
+        ways = "either --text TEXT or --image PATH, or files and folders after RUN_DIR"
+        raise RecipeError(f"predict needs {ways}{several}")
     for image in images:  # unlike Path.is_dir, os.path accepts invalid names
         if not os.path.isfile(image):
             why = "is a folder: give it after RUN_DIR, without --image" if os.path.isdir(image) else "no such file"

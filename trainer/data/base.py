@@ -65,8 +65,9 @@ class BuiltinDataset(Loading):
         require(bad >= 0, f"data.max_bad_samples={bad} must not be negative; 0 ends the run at the first bad sample")
         for name in ("val_file", "val_files", "val_split"):
             value = getattr(self, name, None)
-            both = f"data.{name}={value!r} and data.val_fraction={fraction} exclude each other: give one"
-            require(value is None or fraction == 0, both)
+            if value is not None and fraction != 0:
+                both = f"data.{name}={value!r} and data.val_fraction={fraction} exclude each other: give one"
+                raise RecipeError(both)
 
     def _make_outline(
         self, train: int, test: int, num_classes: int, tensors: Mapping[str, tuple[str, tuple[int, ...]]], **more: Any
@@ -109,8 +110,9 @@ class ClassWeightedDataset(BuiltinDataset):
             return None
         import numpy as np
 
-        task = f"with model.task={self._task} use uniform"
-        require(self._task == "single_label", f"data.sampling={self.sampling!r} needs one class per sample: {task}")
+        if self._task != "single_label":
+            task = f"with model.task={self._task} use uniform"
+            raise RecipeError(f"data.sampling={self.sampling!r} needs one class per sample: {task}")
         labels = np.asarray(self.train.labels)
         if self.sampling == "balanced":
             return (1 / np.bincount(labels, minlength=self.num_classes).clip(min=1))[labels]

@@ -25,7 +25,7 @@ from trainer.contract import DrawnSamples
 from trainer.data.base import root_cause
 from trainer.data.cache import inspect_cached
 from trainer.data.fingerprint import ContentHasher
-from trainer.errors import RecipeError, require
+from trainer.errors import RecipeError
 from trainer.system.files import open_regular, read_regular
 
 FORMATS = ("JPEG", "PNG", "PPM", "BMP", "TIFF", "WEBP", "GIF")
@@ -276,10 +276,11 @@ def check_images(paths: Sequence[str], max_bad: int, cache: Path) -> dict[str, C
     answers = inspect_cached(cache, list(map(Path, paths)), look, "image files", worth_keeping=sound)
     checked = {path: CheckedFile(*answer) for path, answer in zip(paths, answers, strict=True)}
     faults = [f"{path} ({found.fault})" for path, found in checked.items() if found.fault]
-    shown = "; ".join(faults[:5]) + (f"; and {len(faults) - 5} more" if len(faults) > 5 else "")
-    allowed = f" (data.max_bad_samples={max_bad})" if max_bad else ""
-    unreadable = f"{len(faults)} of {len(paths)} images cannot be read{allowed}: {shown}"
-    require(len(faults) <= max_bad, f"{unreadable}. Replace or remove them")
+    if len(faults) > max_bad:
+        shown = "; ".join(faults[:5]) + (f"; and {len(faults) - 5} more" if len(faults) > 5 else "")
+        allowed = f" (data.max_bad_samples={max_bad})" if max_bad else ""
+        unreadable = f"{len(faults)} of {len(paths)} images cannot be read{allowed}: {shown}"
+        raise RecipeError(f"{unreadable}. Replace or remove them")
     return checked
 
 

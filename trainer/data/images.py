@@ -94,8 +94,9 @@ class Augmentation:
             if not is_number or not 0 <= alpha <= MAX_MIXUP_ALPHA:
                 raise RecipeError(f"data.{name}={alpha!r} must be a number from 0 to {MAX_MIXUP_ALPHA}; 0 is off")
         require_fraction("data.mix_probability", self.mix_probability)
-        unused = f"data.mix_probability={self.mix_probability} has no effect without data.mixup or data.cutmix: set one"
-        require(self.mix_probability == 1 or self.mixing() is not None, f"{unused}, such as data.mixup 0.2")
+        if self.mix_probability != 1 and self.mixing() is None:
+            unused = f"data.mix_probability={self.mix_probability} has no effect without data.mixup or data.cutmix"
+            raise RecipeError(f"{unused}: set one, such as data.mixup 0.2")
         if self.transform is not None and not callable(self.transform):
             wrong = f"data.transform={self.transform!r} is not a function"
             raise RecipeError(f"{wrong}: give one in a Python recipe, transform=my_function")
@@ -282,8 +283,9 @@ class FashionMNIST(_Downloaded):
             images, labels = part.data, part.targets
             fits = isinstance(images, Tensor) and isinstance(labels, Tensor) and images.dtype == uint8
             fits = fits and images.ndim == 3 and labels.shape == images.shape[:1]
-            wrong = f"data.root: {folder.parent} contains no grey images with labels"
-            require(fits, f"{wrong}: delete it to download it again")
+            if not fits:
+                wrong = f"data.root: {folder.parent} contains no grey images with labels"
+                raise RecipeError(f"{wrong}: delete it to download it again")
         return Source.classes, *((part.data[:, None], part.targets.long()) for part in (train, test))
 
 
@@ -391,8 +393,9 @@ class ImageFolder(_ImageDataset):
         index, samples = {name: number for number, name in enumerate(self.class_names)}, {}
         for part, folder in folders.items():
             differing = ", ".join(sorted(set(found[part]) ^ set(self.class_names)))
-            differ = f"{key}: the classes of train and {part} differ in {differing}"
-            require(not differing, f"{differ}: every class needs a folder with images in both")
+            if differing:
+                differ = f"{key}: the classes of train and {part} differ in {differing}"
+                raise RecipeError(f"{differ}: every class needs a folder with images in both")
             files = make_dataset(str(folder), index, IMG_EXTENSIONS, allow_empty=True)
             files = [file for file in files if "/." not in file[0].removeprefix(str(folder))]
             empty = sorted(index.keys() - {self.class_names[label] for _, label in files})
@@ -444,5 +447,6 @@ def _require_room(path: Path) -> None:
     except (BadZipFile, ValueError, OSError):  # the reader reports it
         return
     free = available_bytes()
-    needed = f"data.root: {path} needs {size / 1e9:.1f} GB, but this machine has {free / 1e9:.1f} GB free"
-    require(size < free, f"{needed}: use a folder of images")
+    if size >= free:
+        needed = f"data.root: {path} needs {size / 1e9:.1f} GB, but this machine has {free / 1e9:.1f} GB free"
+        raise RecipeError(f"{needed}: use a folder of images")

@@ -9,7 +9,7 @@ from itertools import chain
 from math import isfinite
 from typing import TYPE_CHECKING, Any
 
-from trainer.errors import RecipeError, require
+from trainer.errors import RecipeError
 from trainer.values import IGNORED_LABEL, Task
 
 if TYPE_CHECKING:
@@ -83,8 +83,9 @@ def output_names(texts: Sequence[str], task: Task, source: str, column: str) -> 
         return list(dict.fromkeys(name for name in chain.from_iterable(found) if name is not None))
     counts = set(map(len, found))
     few, many = min(counts), max(counts)
-    differ = f"{source}: {column} has {few} numbers in one row and {many} in another"
-    require(few == many, f"{differ}: write the same number in all rows")
+    if few != many:
+        differ = f"{source}: {column} has {few} numbers in one row and {many} in another"
+        raise RecipeError(f"{differ}: write the same number in all rows")
     return [column] if many == 1 else [f"{column}_{number}" for number in range(1, many + 1)]
 
 

@@ -103,8 +103,9 @@ class LanguageData(PaddedDataset):
         require(self.max_length > 1, "data.max_length=1 leaves nothing to predict: raise it")
         require_positive("data.shuffle_buffer", self.shuffle_buffer)
         self._separator = csv_format(self.encoding, self.separator)
-        both = f"data.train_files={self.train_files!r} and data.name={self.name!r} exclude each other: give one"
-        require(self.train_files is None or self.name is None, both)
+        if self.train_files is not None and self.name is not None:
+            both = f"data.train_files={self.train_files!r} and data.name={self.name!r} exclude each other: give one"
+            raise RecipeError(both)
         for key in ("val_files", "test_files") if self.name else ("val_split", "test_split", "config", "revision"):
             value, fits = getattr(self, key), "train_files" if self.name else "name"
             require(value is None, f"data.{key}={value!r} needs data.{fits}, which is not set: leave it out")
@@ -118,8 +119,9 @@ class LanguageData(PaddedDataset):
         if self.name is not None:
             require_dataset_name(self.name)
             return
-        fix = "give a file, folder or pattern, or a dataset of the hub by data.name"
-        require(self.train_files is not None, f"data.train_files is missing: {fix}")
+        if self.train_files is None:
+            fix = "give a file, folder or pattern, or a dataset of the hub by data.name"
+            raise RecipeError(f"data.train_files is missing: {fix}")
         for part in ("train", "val", "test"):
             self._paths(part)
 
@@ -166,9 +168,10 @@ class LanguageData(PaddedDataset):
             parts[part] = every.of(survey(part, every))
         survey.check(self.max_bad_samples)
         for part, split in parts.items():
-            files = getattr(self, f"{part}_files")
-            key = f"data.name={self.name!r}, {part}" if self.name else f"data.{part}_files={files!r}"
-            require(len(split) > 0, f"{key}: every {self._called} is empty: give other files")
+            if len(split) == 0:
+                files = getattr(self, f"{part}_files")
+                key = f"data.name={self.name!r}, {part}" if self.name else f"data.{part}_files={files!r}"
+                raise RecipeError(f"{key}: every {self._called} is empty: give other files")
         self.train, held = parts["train"].split_off(self.val_fraction, self.val_fold)
         self.val, self.test = parts.get("val", held), parts.get("test")
 
@@ -214,8 +217,9 @@ class LanguageData(PaddedDataset):
                 if names != columns[0]:
                     cause = f"{shard.path} has {format_list(names)}, but {shards[0].path} has {format_list(columns[0])}"
                     raise RecipeError(f"{cause}: a stream needs the same columns in all files")
-            files = format_list([shard.path for shard in shards])
-            require(any(shard.groups for shard in shards), f"data.{part}_files: no rows in {files}")
+            if not any(shard.groups for shard in shards):
+                files = format_list([shard.path for shard in shards])
+                raise RecipeError(f"data.{part}_files: no rows in {files}")
             # Evaluation reads from the first row to the last, so one row group at a time is enough.
             mixed = self.shuffle_buffer if part == "train" else 1
             setattr(self, part, StreamedSplit(shards, FirstSamplePerRow(reader, columns[0]), self._pad, mixed))

@@ -96,8 +96,9 @@ class Mixture(Loading):
                 raise RecipeError(f"{cause}: make them the same")
         for number, data in enumerate(self.datasets, start=1):
             grouped = as_samples(data.train).groups is not None
-            cause = f"Mixture: part {number} ({type(data).__name__}) reads its samples group by group"
-            require(not grouped, f"{cause}, so single samples cannot be drawn: use a dataset that is not streamed")
+            if grouped:
+                cause = f"Mixture: part {number} ({type(data).__name__}) reads its samples group by group"
+                raise RecipeError(f"{cause}, so single samples cannot be drawn: use a dataset that is not streamed")
         self.train = ConcatSplit([data.train for data in self.datasets], self.mixing())
         splits = [splits_of(data) for data in self.datasets]
         held = ([found[part] for found in splits if part in found] for part in ("val", "test"))
@@ -155,8 +156,9 @@ def _built(number: int, part: Any) -> tuple[Data, float]:
         data = kind(**settings)
     require(isinstance(data, Data) and len(given) in (1, 2), f"{named} is {part!r}: {GIVE}")
     is_number = isinstance(weight, int | float) and not isinstance(weight, bool) and 0 < weight <= sys.float_info.max
-    wrong = f"{named} ({type(data).__name__}) has the weight {weight!r:.40}"
-    require(is_number, f"{wrong}: it must be a finite number greater than 0")
+    if not is_number:
+        wrong = f"{named} ({type(data).__name__}) has the weight {weight!r:.40}"
+        raise RecipeError(f"{wrong}: it must be a finite number greater than 0")
     return cast(Data, data), float(weight)
 
 

@@ -253,8 +253,9 @@ def read_group(path: Path | str, file: pq.ParquetFile, group: int, columns: Sequ
                         told = f"{path} row {row + at + 1} (the first is row 1): {name} has {counts[at]:,} {what}"
                         raise RecipeError(f"{told}, and the max is {most:,}: split or remove the row")
             row += len(chunk)
-        large = f"{path} row group {group}: {column} would be decoded to {decoded:,} bytes"
-        require(decoded <= MAX_DECODED_BYTES, f"{large}: write smaller row groups")
+        if decoded > MAX_DECODED_BYTES:
+            large = f"{path} row group {group}: {column} would be decoded to {decoded:,} bytes"
+            raise RecipeError(f"{large}: write smaller row groups")
     return table
 
 

@@ -113,8 +113,9 @@ class _Tokenised(ClassWeightedDataset, Texts):
         found = self._find(cache)
         task, source = self._task, found["train"].source
         pair = self.pair_column
-        wrong = f"data.pair_column={pair!r} is not for model.task=token, which has one label per word: leave it out"
-        require(pair is None or task != "token", wrong)
+        if pair is not None and task == "token":
+            wrong = f"data.pair_column={pair!r} is not for model.task=token, which has one label per word: leave it out"
+            raise RecipeError(wrong)
         common: Any = partial(tokenize_table, tokenizer=tokenizer, max_length=self.max_length, cache=cache, task=task)
         read = partial(common, pair_column=pair)
         tables = {part: read(rows, *columns) for part, rows in found.items()}
@@ -396,8 +397,9 @@ class StreamedText(Texts):
             names = self.classes
             require(len(set(names)) == len(names), "data.classes contains a label twice: give each label once")
         self._set_classes(names)
-        only = f"data.train_files={self.train_files!r}: the only class is {self.class_names}"
-        require(len(names) >= 2, f"{only}, but a classifier needs two or more: add rows of another class")
+        if len(names) < 2:
+            only = f"data.train_files={self.train_files!r}: the only class is {self.class_names}"
+            raise RecipeError(f"{only}, but a classifier needs two or more: add rows of another class")
         if len(names) > MAX_LABELS:
             raise RecipeError(f"{key} has more than {MAX_LABELS:,} different labels: name the column of the classes")
         columns, numbers = (self.text_column, self.label_column), {name: number for number, name in enumerate(names)}
@@ -420,8 +422,9 @@ class StreamedText(Texts):
         shards = find_shards(shard_files(key, pattern), cache_folder(self.cache_dir), asked)
         for shard in shards:
             check_columns(shard.path, shard.columns, text_column=self.text_column, label_column=self.label_column)
-        paths = format_list([shard.path for shard in shards])
-        require(any(shard.groups for shard in shards), f"{key}: no rows in {paths}")
+        if not any(shard.groups for shard in shards):
+            paths = format_list([shard.path for shard in shards])
+            raise RecipeError(f"{key}: no rows in {paths}")
         return shards
 
 
@@ -436,8 +439,9 @@ def glob_files(key: str, pattern: str, kinds: Sequence[str]) -> list[Path]:
     require(pattern.count("**") <= 8, f"{key:.200}: the pattern contains ** more than 8 times: use it at most 8 times")
     if path.is_dir():
         names = {name for kind in kinds for name in glob(f"{escape(str(path))}/{kind}", recursive=True)}
-        suffixes = format_list([Path(kind).suffix for kind in kinds])
-        require(len(names) > 0, f"{key}: the folder {path} contains no {suffixes} files: add some")
+        if not names:
+            suffixes = format_list([Path(kind).suffix for kind in kinds])
+            raise RecipeError(f"{key}: the folder {path} contains no {suffixes} files: add some")
     else:
         names = {name for name in glob(str(path), recursive=True) if not Path(name).is_dir()}
         require(len(names) > 0, f"{key}: there is no such folder or file: give one by --{key.partition('=')[0]}")

@@ -77,8 +77,9 @@ def sweep(argv: list[str]) -> None:
     chosen = recipe.run.best_metric()
     compares = recipe.run.evaluate and chosen != "last"
     require(compares, "a sweep compares trials by run.best: leave out run.best=last and run.evaluate=false")
-    ways = "--over KEY=LOW..HIGH (or KEY=A,B,C), once or more, or --folds 5, or --find-lr"
-    require(bool(over) != ("folds" in own), f"sweep needs something to vary: give {ways}")
+    if bool(over) == ("folds" in own):
+        ways = "--over KEY=LOW..HIGH (or KEY=A,B,C), once or more, or --folds 5, or --find-lr"
+        raise RecipeError(f"sweep needs something to vary: give {ways}")
     if "folds" in own:
         trials = parse_count("folds", own["folds"])
         chooser: TrialSource = CrossValidation(recipe, trials)

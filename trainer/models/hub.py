@@ -122,8 +122,9 @@ def _require_files(folder: Path) -> None:
             except OSError as error:
                 raise RecipeError(f"{path} cannot be read: {error.strerror}") from error
             too_large = path.suffix in (".json", ".txt") and path.stat().st_size > MAX_CONFIG_BYTES
-            most = f"{MAX_CONFIG_BYTES / 1e6:g} MB, the max for settings or vocabularies"
-            require(not too_large, f"{path} is larger than {most}")
+            if too_large:
+                most = f"{MAX_CONFIG_BYTES / 1e6:g} MB, the max for settings or vocabularies"
+                raise RecipeError(f"{path} is larger than {most}")
 
 
 def max_positions(config: Mapping[str, Any]) -> int | None:
@@ -171,14 +172,16 @@ def reject_remote_code(name: str, config: Any) -> None:
     wished = [getattr(config, key, None) for key in ("_attn_implementation", "_experts_implementation")]
     kernels = [text for text in map(str, wished) if "/" in text]
     asks = f"model.name={name!r}: its configuration asks for"
-    kernel = f"the kernel {', '.join(kernels)}, which is code from the hub and is never executed"
-    require(not kernels, f"{asks} {kernel}: remove attn_implementation from its config.json")
+    if kernels:
+        kernel = f"the kernel {', '.join(kernels)}, which is code from the hub and is never executed"
+        raise RecipeError(f"{asks} {kernel}: remove attn_implementation from its config.json")
     quantised = f"{asks} quantised weights, which cannot be trained and may need code from the hub"
     fix = "use a model without quantization_config in its config.json"
     require(getattr(config, "quantization_config", None) is None, f"{quantised}: {fix}")
-    checkpoint = f"{asks} timm's checkpoint_path, a file that may be a pickle"
-    fix = "remove it from model_args, and give a folder of weights with model.weights"
-    require("checkpoint_path" not in (getattr(config, "model_args", None) or {}), f"{checkpoint}: {fix}")
+    if "checkpoint_path" in (getattr(config, "model_args", None) or {}):
+        checkpoint = f"{asks} timm's checkpoint_path, a file that may be a pickle"
+        fix = "remove it from model_args, and give a folder of weights with model.weights"
+        raise RecipeError(f"{checkpoint}: {fix}")
 
 
 class HubModel(SupportsLoRA, Preparable):
@@ -230,8 +233,9 @@ class HubModel(SupportsLoRA, Preparable):
 
         self._require_complete()
         adapter = Path(local_folder(weights), "adapter_config.json")  # transformers would load the base that it names
-        cause = f"model.weights={weights} is or contains a PEFT adapter"
-        require(not adapter.exists(), f"{cause}: merge it into its model and save the result")
+        if adapter.exists():
+            cause = f"model.weights={weights} is or contains a PEFT adapter"
+            raise RecipeError(f"{cause}: merge it into its model and save the result")
         module, found = self._load(
             "weights",
             weights,

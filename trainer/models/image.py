@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from trainer.contract import DrawnInputs
-from trainer.errors import require, require_choice, require_package, suggest_name
+from trainer.errors import RecipeError, require_choice, require_package, suggest_name
 from trainer.models.base import ImageTask, Objective
 from trainer.models.hub import HubClassifier, is_local
 from trainer.models.lora import LoRA
@@ -111,8 +111,9 @@ class ImageClassifier(HubClassifier, DrawnInputs):
         import timm
 
         name = self.name.removeprefix(TIMM)
-        hint = suggest_name(name, timm.list_models(), prefix=TIMM) or "; timm.list_models() lists them"
-        require(timm.is_model(name), f"model.name={self.name!r}: timm {timm.__version__} has no such model{hint}")
+        if not timm.is_model(name):
+            hint = suggest_name(name, timm.list_models(), prefix=TIMM) or "; timm.list_models() lists them"
+            raise RecipeError(f"model.name={self.name!r}: timm {timm.__version__} has no such model{hint}")
         known = timm.get_pretrained_cfg(name)
         seen = {key: list(getattr(known, key)) for key in ("input_size", "mean", "std")} if known else {}
         return {"architecture": name, "pretrained_cfg": seen}

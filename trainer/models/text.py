@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Literal, cast
 
 from trainer.contract import Packable
-from trainer.errors import RecipeError, require, require_choice
+from trainer.errors import RecipeError, require_choice
 from trainer.models.base import Objective
 from trainer.models.byte_tokenizer import BYTES, byte_tokenizer
 from trainer.models.hub import HubClassifier, HubModel, is_local, is_model_type, max_positions
@@ -65,13 +65,15 @@ class TextModel(HubModel, Packable):
         """Return the tokenizer, which is loaded once."""
         if self._cached_tokenizer is None and self.tokenizer != NO_TOKENIZER:
             source = self.tokenizer or self.weights or self.name
-            missing = f"model.tokenizer is missing, and model.name={source} is a model type without a tokenizer"
-            require(is_local(source) or not is_model_type(source), f"{missing}: give one")
+            if not is_local(source) and is_model_type(source):
+                missing = f"model.tokenizer is missing, and model.name={source} is a model type without a tokenizer"
+                raise RecipeError(f"{missing}: give one")
             self._cached_tokenizer = self._load_tokenizer(source)
             # For a folder with only a configuration, transformers creates a tokenizer to which every word is unknown.
             words = len(self._cached_tokenizer) - len(self._cached_tokenizer.all_special_tokens)
-            fix = "give a folder or hub id with a tokenizer"
-            require(words > 0, f"model.tokenizer={source!r} has no vocabulary: {fix}")
+            if not words:
+                fix = "give a folder or hub id with a tokenizer"
+                raise RecipeError(f"model.tokenizer={source!r} has no vocabulary: {fix}")
         return self._cached_tokenizer
 
     def _load_tokenizer(self, source: str, **options: Any) -> Any:
