@@ -13,7 +13,16 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 from trainer.errors import RecipeError, deprecated
-from trainer.values import IGNORED_LABEL, ImageInput, Loss, MixupConfig, Outline, Pretrained, ShuffleGroups, Task
+from trainer.values import (
+    IGNORED_LABEL,
+    DataSpec,
+    ImageInput,
+    Loss,
+    MixupConfig,
+    PretrainedWeights,
+    ShuffleGroups,
+    Task,
+)
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -29,13 +38,24 @@ class OptionalAttributes:
     defaults are not class attributes: a dataclass would use those as defaults of its fields with the same names."""
 
     DEFAULTS: ClassVar[Mapping[str, Any]] = {}
+    _RENAMED: ClassVar[Mapping[str, str]] = {}  # members by their former names, which are deprecated
 
     if not TYPE_CHECKING:  # otherwise mypy would accept any attribute
 
         def __getattr__(self, name: str) -> Any:
             if name in self.DEFAULTS:
                 return self.DEFAULTS[name]
+            if name in self._RENAMED:
+                deprecated(f"{type(self).__name__}.{name}", self._RENAMED[name])
+                return getattr(self, self._RENAMED[name])
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+
+    def __init_subclass__(cls, **options: Any) -> None:
+        super().__init_subclass__(**options)
+        for old, new in cls._RENAMED.items():
+            if old in vars(cls):
+                deprecated(f"{cls.__qualname__}.{old}", new)
+                setattr(cls, new, vars(cls)[old])
 
 
 class Model(OptionalAttributes):
@@ -97,9 +117,9 @@ class Model(OptionalAttributes):
         return dict.fromkeys(self.loss_names, float(entries - ignored))
 
     def __init_subclass__(cls, **options: Any) -> None:
-        super().__init_subclass__(**options)
         if cls.__module__ != __name__:
             _add_capabilities(cls)
+        super().__init_subclass__(**options)
 
 
 # Optional capabilities of a model. A model subclasses those that it needs, as in ``class Net(Streamable, Exportable)``.
@@ -114,7 +134,7 @@ class Streamable(Model):
         """Create the module as ``build`` does, without loading weights. Parameters go to meta; buffers are real."""
         raise RecipeError(f"{type(self).__name__} cannot start on meta: define skeleton() and pretrained()")
 
-    def pretrained(self) -> Pretrained:
+    def pretrained(self) -> PretrainedWeights:
         """Return where each value of the adapted ``skeleton`` comes from. Reads only the headers of files."""
         raise RecipeError(f"{type(self).__name__} cannot start on meta: define skeleton() and pretrained()")
 
@@ -212,11 +232,13 @@ class Preparable(Model):
 class Plannable(Model):
     """A model that supports tensor parallelism, plans without data, or training of only a part."""
 
+    _RENAMED: ClassVar[Mapping[str, str]] = {"outlined": "for_spec"}
+
     lossy: Sequence[str] = ()
     """Why training differs from training the whole model, in words ("LoRA of rank 8"); shown in the plan."""
 
-    def outlined(self, outline: Outline) -> Model:
-        """Return the model to plan with if the data is missing and only ``outline`` is known."""
+    def for_spec(self, spec: DataSpec) -> Model:
+        """Return the model to plan with if the data is missing and only ``spec`` is known."""
         return self
 
     def tensor_parallel_plan(self, module: nn.Module) -> Mapping[str, str]:
@@ -261,7 +283,7 @@ def _add_capabilities(cls: type[Model]) -> None:
 
 
 def _members(kind: type[Model]) -> set[str]:
-    return {name for name in vars(kind) if not name.startswith("_")}
+    return {name for name in vars(kind) if not name.startswith("_")} | kind._RENAMED.keys()
 
 
 class Metric:
@@ -429,6 +451,8 @@ class Data(OptionalAttributes):
         **dict.fromkeys(("text_column", "val_fraction", "load_image", "encode")),
     }
 
+    _RENAMED: ClassVar[Mapping[str, str]] = {"outline": "spec", "mixing": "mixup_config", "chances": "sample_weights"}
+
     _model: Model | None = None
 
     def require_files(self) -> None:
@@ -440,19 +464,19 @@ class Data(OptionalAttributes):
         raise NotImplementedError(f"{type(self).__name__} must define prepare(tokenizer, model)")
 
     def use_model(self, model: Model) -> None:
-        """Remember the model that the samples are for. Called before ``outline``, ``prepare`` and predictions."""
+        """Remember the model that the samples are for. Called before ``spec``, ``prepare`` and predictions."""
         self._model = model
 
-    def outline(self) -> Outline | None:
+    def spec(self) -> DataSpec | None:
         """Return what the dataset holds if its files are missing: ``trainer plan`` then creates fake samples. ``None``
         if the files exist or nothing is known: they are then prepared as for a run."""
         return None
 
-    def mixing(self) -> MixupConfig | None:
+    def mixup_config(self) -> MixupConfig | None:
         """Return how a training batch, ``pixel_values`` (n, channels, H, W) and ``labels``, is mixed, if it is."""
         return None
 
-    def chances(self) -> Sequence[float] | None:
+    def sample_weights(self) -> Sequence[float] | None:
         """Return the probability weight of each training sample, drawn with replacement; ``None``: each once."""
         return None
 

@@ -158,7 +158,7 @@ class PartialBatch(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class Outline:
+class DataSpec:
     """The shapes and sizes of a dataset without its files: enough to plan with synthetic samples.
 
     Args:
@@ -180,7 +180,7 @@ class Outline:
 
 
 @dataclass(frozen=True, slots=True)
-class Stored:
+class StoredTensor:
     """The location of the value of a parameter or buffer.
 
     Args:
@@ -196,7 +196,7 @@ class Stored:
 
 
 @dataclass(frozen=True, slots=True)
-class Pretrained:
+class PretrainedWeights:
     """The sources of all values of a module.
 
     Args:
@@ -208,6 +208,6 @@ class Pretrained:
             ``reset_parameters()`` of each module that owns a new parameter.
     """
 
-    stored: Mapping[str, Stored]
+    stored: Mapping[str, StoredTensor]
     new: Collection[str] = ()
     initialise: Callable[[nn.Module], object] | None = None

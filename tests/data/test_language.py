@@ -537,7 +537,7 @@ def test_a_mixture_draws_of_conversations_and_documents(chats, library, tmp_path
     assert data.tasks == ["language"]
     prepared(data, byte_tokenizer())
     assert len(data.train) == 3 + len(data.datasets[1].train)
-    chances = np.asarray(data.chances())
+    chances = np.asarray(data.sample_weights())
     assert chances[:3].sum() == pytest.approx(chances[3:].sum())
     batch = data.collate([data.train[0], data.train[5]])
     assert batch["labels"].shape == batch["input_ids"].shape
@@ -546,10 +546,10 @@ def test_a_mixture_draws_of_conversations_and_documents(chats, library, tmp_path
 
 def test_data_of_the_hub_that_is_not_here_has_an_outline():
     data = Conversations(name="nobody/has-this", max_length=32, val_fraction=0.1, test_split="test")
-    outline = data.outline()
-    assert (outline.train, outline.val, outline.test, outline.length) == (9_000, 1_000, 10_000, 32)
-    assert set(outline.tensors) == {"input_ids", "attention_mask", "labels"}
-    assert Documents("docs").outline() is None
+    spec = data.spec()
+    assert (spec.train, spec.val, spec.test, spec.length) == (9_000, 1_000, 10_000, 32)
+    assert set(spec.tensors) == {"input_ids", "attention_mask", "labels"}
+    assert Documents("docs").spec() is None
 
 
 def test_the_tokens_of_bytes_are_saved_and_loaded_as_any(tmp_path):

@@ -26,7 +26,7 @@ from trainer.memory.stack import apply_stack, full_state_dict
 from trainer.models import LoRA
 from trainer.models.lora import adapters_of, base_parameter_name, dequantised_in_place
 from trainer.weights.nf4 import BLOCK, GROUP, ROW, VALUES, NF4Linear, count_weights, dequantise, quantise
-from trainer.weights.streaming import WeightFiles, stored_in
+from trainer.weights.streaming import WeightFiles, tensors_in
 
 MAKE = {"text": partial(text, dropout=0.0), "vit": partial(vit, image_size=8)}
 EXACT = {"64-true": ROUNDING, "32-true": 1e-6}
@@ -178,7 +178,7 @@ def state_of(model, count):
 @pytest.mark.parametrize("kind", ["vit", pytest.param("text", marks=pytest.mark.slow)])
 def test_the_codes_are_those_of_the_whole_file_on_any_number_of_ranks(kind, files, ranks):
     weights, _ = files[kind]
-    model, places = adapted(kind, weights), stored_in(weights)
+    model, places = adapted(kind, weights), tensors_in(weights)
     one = full_state_dict(built(model, 1))
     with WeightFiles() as opened:
         for name in [name for name in one if name.endswith(".codes")]:

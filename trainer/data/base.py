@@ -13,7 +13,7 @@ from urllib.request import url2pathname
 from trainer.contract import Data
 from trainer.errors import RecipeError, format_list, require, suggest_name
 from trainer.recipe import MAX_SECONDS
-from trainer.values import Outline, Task
+from trainer.values import DataSpec, Task
 
 if TYPE_CHECKING:
     from numpy import ndarray
@@ -69,12 +69,12 @@ class BuiltinDataset(Loading):
                 both = f"data.{name}={value!r} and data.val_fraction={fraction} exclude each other: give one"
                 raise RecipeError(both)
 
-    def _make_outline(
+    def _make_spec(
         self, train: int, test: int, num_classes: int, tensors: Mapping[str, tuple[str, tuple[int, ...]]], **more: Any
-    ) -> Outline:
-        """Return the outline of ``train`` samples, some of them held out, and ``test`` samples, with one label each."""
+    ) -> DataSpec:
+        """Return the spec of ``train`` samples, some of them held out, and ``test`` samples, with one label each."""
         held = math.ceil(self.val_fraction * train)
-        return Outline({**tensors, "labels": ("int64", ())}, train - held, held, test, num_classes, **more)
+        return DataSpec({**tensors, "labels": ("int64", ())}, train - held, held, test, num_classes, **more)
 
     def _set_classes(self, names: Sequence[str]) -> None:
         self.class_names, self.num_classes = list(names), len(names)
@@ -104,7 +104,7 @@ class ClassWeightedDataset(BuiltinDataset):
                 is_number = isinstance(weight, int | float) and not isinstance(weight, bool) and 0 <= weight < math.inf
                 require(is_number, f"data.sampling: {name}: {weight!r} must be a number of at least 0")
 
-    def chances(self) -> Sequence[float] | None:
+    def sample_weights(self) -> Sequence[float] | None:
         """Return the sample weights of the training samples according to ``sampling``."""
         if self.sampling == "uniform":
             return None

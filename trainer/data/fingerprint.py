@@ -39,7 +39,7 @@ def fingerprint(data: Data) -> str:
     for name, split in (("train", data.train), ("val", data.val), ("test", data.test)):
         content.add(name)
         content.add(None if split is None else split_fingerprint(split))
-    if (chances := data.chances()) is not None:
+    if (chances := data.sample_weights()) is not None:
         content.add(np.asarray(chances, dtype=np.float64))
     return content.hexdigest()
 

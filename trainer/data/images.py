@@ -12,7 +12,7 @@ from trainer.contract import Model, Preparable, capability
 from trainer.data.base import ClassWeightedDataset, hold_out, local_path, require_fraction, root_cause
 from trainer.errors import RecipeError, format_list, require, require_choice, require_positive
 from trainer.system.machine import available_bytes
-from trainer.values import ImageInput, MixupConfig, Outline
+from trainer.values import DataSpec, ImageInput, MixupConfig
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -74,7 +74,7 @@ class Augmentation:
     cutmix: float = 0.0
     mix_probability: float = 1.0
 
-    def mixing(self) -> MixupConfig | None:
+    def mixup_config(self) -> MixupConfig | None:
         """Return the settings of mixup and CutMix, or ``None`` if both are off."""
         is_mixed = self.mixup > 0 or self.cutmix > 0
         return MixupConfig(self.mixup, self.cutmix, self.mix_probability) if is_mixed else None
@@ -94,7 +94,7 @@ class Augmentation:
             if not is_number or not 0 <= alpha <= MAX_MIXUP_ALPHA:
                 raise RecipeError(f"data.{name}={alpha!r} must be a number from 0 to {MAX_MIXUP_ALPHA}; 0 is off")
         require_fraction("data.mix_probability", self.mix_probability)
-        if self.mix_probability != 1 and self.mixing() is None:
+        if self.mix_probability != 1 and self.mixup_config() is None:
             unused = f"data.mix_probability={self.mix_probability} has no effect without data.mixup or data.cutmix"
             raise RecipeError(f"{unused}: set one, such as data.mixup 0.2")
         if self.transform is not None and not callable(self.transform):
@@ -224,11 +224,11 @@ class _Downloaded(_ImageDataset):
     _place: ClassVar[str]  # path of the files in ``root``
     _counts: ClassVar[tuple[int, int]]  # number of samples of train and test
 
-    def outline(self) -> Outline | None:
+    def spec(self) -> DataSpec | None:
         if not self.download or self.root.endswith(".npz") or (local_path(self.root) / self._place).is_dir():
             return None
         shape = (self.channels, self.image_size, self.image_size)
-        return self._make_outline(*self._counts, 10, {"pixel_values": ("float32", shape)})
+        return self._make_spec(*self._counts, 10, {"pixel_values": ("float32", shape)})
 
     def prepare(self, tokenizer: Any = None, model: Model | None = None) -> None:
         if model is not None:

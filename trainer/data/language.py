@@ -25,7 +25,7 @@ from trainer.data.text import (
     shard_files,
 )
 from trainer.errors import RecipeError, format_list, require, require_choice, require_positive
-from trainer.values import Outline
+from trainer.values import DataSpec
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -136,8 +136,8 @@ class LanguageData(PaddedDataset):
             else glob_files(key, pattern, [f"**/*{one}" for one in self._kinds])
         )
 
-    def outline(self) -> Outline | None:
-        """Return an outline of hub data that is not downloaded yet, with samples of ``max_length`` tokens."""
+    def spec(self) -> DataSpec | None:
+        """Return the spec of hub data that is not downloaded yet, with samples of ``max_length`` tokens."""
         from trainer.data.tables import is_cached
 
         if self.name is None or local_path(self.name).is_dir() or is_cached(self.name, self.cache_dir):
@@ -145,7 +145,7 @@ class LanguageData(PaddedDataset):
         held, parts = math.ceil(self.val_fraction * DEFAULT_PLANNED_SAMPLES), (self.val_split, self.test_split)
         val, test = (DEFAULT_PLANNED_SAMPLES if part else 0 for part in parts)
         tensors = dict.fromkeys(("input_ids", "attention_mask", "labels"), ("int64", (self.max_length,)))
-        return Outline(tensors, DEFAULT_PLANNED_SAMPLES - held, held or val, test, length=self.max_length)
+        return DataSpec(tensors, DEFAULT_PLANNED_SAMPLES - held, held or val, test, length=self.max_length)
 
     def prepare(self, tokenizer: Any = None, model: Model | None = None) -> None:
         """Read, check and tokenise the data, using the cache, and print a summary."""

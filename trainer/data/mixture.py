@@ -91,7 +91,7 @@ class Mixture(Loading):
                 require(ours == theirs, f"Mixture: {names} differ in {key}, {ours} and {theirs}: make them the same")
             if type(data).collate is not type(first).collate:
                 raise RecipeError(f"Mixture: {names} collate batches differently: mix datasets of one kind")
-            if data.mixing() != first.mixing():
+            if data.mixup_config() != first.mixup_config():
                 cause = f"Mixture: {names} differ in data.mixup, data.cutmix or data.mix_probability, but share batches"
                 raise RecipeError(f"{cause}: make them the same")
         for number, data in enumerate(self.datasets, start=1):
@@ -99,25 +99,25 @@ class Mixture(Loading):
             if grouped:
                 cause = f"Mixture: part {number} ({type(data).__name__}) reads its samples group by group"
                 raise RecipeError(f"{cause}, so single samples cannot be drawn: use a dataset that is not streamed")
-        self.train = ConcatSplit([data.train for data in self.datasets], self.mixing())
+        self.train = ConcatSplit([data.train for data in self.datasets], self.mixup_config())
         splits = [splits_of(data) for data in self.datasets]
         held = ([found[part] for found in splits if part in found] for part in ("val", "test"))
         self.val, self.test = (ConcatSplit(found) if found else None for found in held)
 
-    def chances(self) -> Sequence[float]:
+    def sample_weights(self) -> Sequence[float]:
         """Return the sample weights: the dataset's weight times the sample's share within its dataset."""
         import numpy as np
 
         found = []
         for data, weight in self._built:
-            own = data.chances()
+            own = data.sample_weights()
             relative = np.ones(len(data.train)) if own is None else np.asarray(own, dtype=np.float64)
             found.append(weight * relative / relative.sum())
         return cast(Any, np.concatenate(found))
 
-    def mixing(self) -> MixupConfig | None:
+    def mixup_config(self) -> MixupConfig | None:
         """Return the mixup and CutMix settings, which are equal in all datasets."""
-        return self._built[0][0].mixing()
+        return self._built[0][0].mixup_config()
 
     def collate(self, samples: Sequence[Any]) -> Any:
         """Collate as every dataset does."""

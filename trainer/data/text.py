@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from trainer.contract import Model
 from trainer.data.base import BuiltinDataset, ClassWeightedDataset, hold_out, local_path
 from trainer.errors import RecipeError, format_list, require, require_positive
-from trainer.values import Outline
+from trainer.values import DataSpec
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -193,14 +193,14 @@ class IMDb(_Tokenised):
         looks_local = self.root.startswith((".", "/", "~", "file:")) or self.root.count("/") != 1
         require(root.is_dir() or not looks_local, f"data.root={self.root!r}: there is no folder {root}")
 
-    def outline(self) -> Outline | None:
-        """Return the outline of the reviews to download, with ``max_length`` tokens each."""
+    def spec(self) -> DataSpec | None:
+        """Return the spec of the reviews to download, with ``max_length`` tokens each."""
         from trainer.data.tables import is_cached
 
         if self.root != PUBLIC_IMDB or local_path(self.root).is_dir() or is_cached(self.root, self.cache_dir):
             return None
         tokens = dict.fromkeys(("input_ids", "attention_mask"), ("int64", (self.max_length,)))
-        return self._make_outline(25_000, 25_000, 2, tokens, length=self.max_length)
+        return self._make_spec(25_000, 25_000, 2, tokens, length=self.max_length)
 
     def _find(self, cache: Path) -> dict[str, RowSource]:
         from trainer.data.tables import open_class_folders, open_hub_dataset, open_table

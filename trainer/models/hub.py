@@ -16,7 +16,7 @@ from trainer.models.base import MAX_LAYERS, SupervisedModel, require_filled, tra
 from trainer.models.lora import LORA_KEY, LoRA, SupportsLoRA, reset_adapters, save_adapters
 from trainer.system.files import require_regular, room_in
 from trainer.system.hub import offline_advice, offline_reason, warn_offline_cache
-from trainer.values import Pretrained
+from trainer.values import PretrainedWeights
 from trainer.weights.blocks import disable_kv_cache, find_blocks
 
 if TYPE_CHECKING:
@@ -273,19 +273,19 @@ class HubModel(SupportsLoRA, Preparable):
     def _load(self, key: str, source: str, load: Any, **options: Any) -> Any:
         return from_hub(key, source, load, local_folder(source), revision=self.revision, **options)
 
-    def pretrained(self) -> Pretrained:
+    def pretrained(self) -> PretrainedWeights:
         """Return the tensors of ``weights`` under their names in the module; the head may be new."""
-        from trainer.weights.streaming import on_meta, stored_in, tied_names
+        from trainer.weights.streaming import on_meta, tensors_in, tied_names
 
         require(self.weights is not None, "there is nothing to stream: model.weights is null")
         skeleton = on_meta(self.skeleton)
         own = skeleton.state_dict()
         name_of = _renaming(skeleton, own)
-        found = [(name_of(key), *value) for key, value in stored_in(self._folder(self.weights or "")).items()]
+        found = [(name_of(key), *value) for key, value in tensors_in(self._folder(self.weights or "")).items()]
         stored = {name: place for name, place, shape in found if name in own and tuple(own[name].shape) == shape}
         new = {names[0] for names in tied_names(skeleton) if not stored.keys() & set(names)}
         self._require_body(skeleton, new)
-        return self.map_to_adapted(Pretrained(stored, new, _initialise), skeleton)
+        return self.map_to_adapted(PretrainedWeights(stored, new, _initialise), skeleton)
 
     def _folder(self, weights: str) -> Path:
         """Return the local folder of ``weights``, downloaded to the hub's cache if necessary."""
@@ -298,9 +298,9 @@ class HubModel(SupportsLoRA, Preparable):
 
     def weight_files(self) -> Sequence[Path]:
         """Return the safetensors files of ``weights``."""
-        from trainer.weights.streaming import stored_in
+        from trainer.weights.streaming import tensors_in
 
-        found = stored_in(self._folder(self.weights)) if self.weights is not None else {}
+        found = tensors_in(self._folder(self.weights)) if self.weights is not None else {}
         return sorted({place.file for place, _ in found.values()})
 
     def _finalize_module(self, module: nn.Module) -> nn.Module:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 from trainer.contract import Exportable, Plannable, Streamable
 from trainer.errors import RecipeError, require, require_choice, require_package
 from trainer.models.base import parameters_after_blocks
-from trainer.values import Pretrained
+from trainer.values import PretrainedWeights
 from trainer.weights.blocks import find_blocks
 
 if TYPE_CHECKING:
@@ -85,7 +85,7 @@ class SupportsLoRA(Streamable, Exportable, Plannable):
         add_adapters(module, self.lora, self.blocks, self.adapted, self.head_is_new)
         return module
 
-    def map_to_adapted(self, found: Pretrained, skeleton: nn.Module) -> Pretrained:
+    def map_to_adapted(self, found: PretrainedWeights, skeleton: nn.Module) -> PretrainedWeights:
         """Rename ``found`` for the adapted module and add new adapters; ``skeleton``, on meta, gets them in place."""
         import torch
 
@@ -94,7 +94,7 @@ class SupportsLoRA(Streamable, Exportable, Plannable):
         with torch.device("meta"):
             names = {base_parameter_name(name): name for name, _ in self.adapt(skeleton).named_parameters()}
         stored = {names.get(name, name): place for name, place in found.stored.items()}
-        return Pretrained(stored, {*found.new, *adapters_of(skeleton)}, found.initialise)
+        return PretrainedWeights(stored, {*found.new, *adapters_of(skeleton)}, found.initialise)
 
     def weight_files(self) -> Sequence[Path]:
         """Return the files of ``weights``; empty for random weights."""

@@ -13,7 +13,7 @@ from trainer.models.base import Objective
 from trainer.models.byte_tokenizer import BYTES, byte_tokenizer
 from trainer.models.hub import HubClassifier, HubModel, is_local, is_model_type, max_positions
 from trainer.models.lora import LoRA
-from trainer.values import Loss, Outline
+from trainer.values import DataSpec, Loss
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -89,13 +89,13 @@ class TextModel(HubModel, Packable):
         model.tokenizer, model.weights = self.tokenizer or self.weights, None
         return model
 
-    def outlined(self, outline: Outline) -> Self:
+    def for_spec(self, spec: DataSpec) -> Self:
         """Return this model without a tokenizer, unless one is set: the configuration has the vocabulary size."""
         model = self if self.tokenizer else replace(cast(Any, self), tokenizer=NO_TOKENIZER)
         most = max_positions(model.unloaded()._configuration().to_dict())  # a plan reads no weights
-        if most and outline.length and outline.length > most:
+        if most and spec.length and spec.length > most:
             limit = f"the max of {most} tokens of model.name={self.name!r}"
-            raise RecipeError(f"data.max_length={outline.length} is more than {limit}: lower it")
+            raise RecipeError(f"data.max_length={spec.length} is more than {limit}: lower it")
         return model
 
     def tensor_parallel_plan(self, module: nn.Module) -> Mapping[str, str]:

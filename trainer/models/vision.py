@@ -21,7 +21,7 @@ from trainer.models.base import (
     train_last_blocks,
 )
 from trainer.models.lora import LoRA, SupportsLoRA, reset_adapters
-from trainer.values import Loss, Pretrained
+from trainer.values import Loss, PretrainedWeights
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -171,9 +171,9 @@ class VisionTransformer(SupervisedModel, SupportsLoRA, DrawnInputs):
         """Return this model without adapters, as it is saved."""
         return replace(self, lora=LoRA())
 
-    def pretrained(self) -> Pretrained:
+    def pretrained(self) -> PretrainedWeights:
         """Return the tensors of ``weights`` by name; position embeddings are interpolated, the head may be new."""
-        from trainer.weights.streaming import on_meta, stored_in
+        from trainer.weights.streaming import on_meta, tensors_in
 
         require(self.weights is not None, "there is nothing to stream: model.weights is null")
         file = self._weights_file()
@@ -181,7 +181,7 @@ class VisionTransformer(SupervisedModel, SupportsLoRA, DrawnInputs):
             cause = f"model.weights={self.weights} is a pickle, which cannot be read in slices"
             raise RecipeError(f"{cause}: convert it with safetensors.torch.save_file, or use memory.init device")
         skeleton: Any = on_meta(self.skeleton)
-        shapes, found = _shapes(skeleton.state_dict()), stored_in(file)
+        shapes, found = _shapes(skeleton.state_dict()), tensors_in(file)
         stored = {key: place for key, (place, _) in found.items()}
         known = {key: shape for key, (_, shape) in found.items()}
         if POSITIONS in stored and known[POSITIONS] != shapes[POSITIONS]:
@@ -189,7 +189,7 @@ class VisionTransformer(SupervisedModel, SupportsLoRA, DrawnInputs):
             stored[POSITIONS], known[POSITIONS] = replace(stored[POSITIONS], transform=transform), shapes[POSITIONS]
         new = self._new_parameters(shapes, known)
         places = {key: stored[key] for key in stored if key not in new}
-        return self.map_to_adapted(Pretrained(places, new, _initialise_head), skeleton)
+        return self.map_to_adapted(PretrainedWeights(places, new, _initialise_head), skeleton)
 
     def weight_files(self) -> Sequence[Path]:
         """Return the file of ``weights``."""

@@ -17,7 +17,7 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 
 from trainer.errors import RecipeError, require
 from trainer.system.files import read_regular
-from trainer.values import Stored
+from trainer.values import StoredTensor
 from trainer.weights.files import format_names
 from trainer.weights.nf4 import CHUNK_ROWS, GROUP, NF4Linear, quantise
 
@@ -62,7 +62,7 @@ class WeightFiles(ExitStack):
         return self._opened[file]
 
 
-def stored_in(path: str | Path) -> dict[str, tuple[Stored, tuple[int, ...]]]:
+def tensors_in(path: str | Path) -> dict[str, tuple[StoredTensor, tuple[int, ...]]]:
     """Return place and shape of every tensor in ``path`` by name. Only headers are read.
 
     ``path`` is a safetensors file, an index of shards, or a folder with one of them. A bad file raises ``RecipeError``.
@@ -74,7 +74,7 @@ def stored_in(path: str | Path) -> dict[str, tuple[Stored, tuple[int, ...]]]:
         path = found[0]
     with WeightFiles() as files:
         places = _places(path) if path.suffix == ".json" else dict.fromkeys(files.open(path).keys(), path)
-        return {key: (Stored(file, key), files.shape(file, key)) for key, file in places.items()}
+        return {key: (StoredTensor(file, key), files.shape(file, key)) for key, file in places.items()}
 
 
 def _places(path: Path) -> dict[str, Path]:
@@ -270,7 +270,9 @@ def load_into(module: nn.Module, model: Streamable, seed: int) -> None:
     require(not left, f"{left} are still on meta without a value: skeleton() must create real buffers")
 
 
-def _pieces(files: WeightFiles, stored: Stored, name: str, shape: tuple[int, ...], part: LocalSlice) -> Iterator[Any]:
+def _pieces(
+    files: WeightFiles, stored: StoredTensor, name: str, shape: tuple[int, ...], part: LocalSlice
+) -> Iterator[Any]:
     """Yield the values of ``part``, a few rows at a time: the rows, and the tensor."""
     if not part.local.numel():  # more ranks than rows
         return
@@ -291,7 +293,7 @@ def _pieces(files: WeightFiles, stored: Stored, name: str, shape: tuple[int, ...
         yield slice(start - first.start, stop - first.start), value
 
 
-def _codes(files: WeightFiles, stored: Stored, name: str, layer: NF4Linear, part: LocalSlice) -> Iterator[Any]:
+def _codes(files: WeightFiles, stored: StoredTensor, name: str, layer: NF4Linear, part: LocalSlice) -> Iterator[Any]:
     """Yield the codes of ``part`` in pieces, with their rows. They do not depend on ranks or precision."""
     first, count, width = part.offset[0], len(part.local), layer.shape[1]
     for start in range(first, first + count, CHUNK_ROWS):
@@ -312,7 +314,7 @@ def init_new_parameters(
 ) -> dict[str, Tensor]:
     """Draw initial values of the parameters ``names``: float32 on the CPU, independent of device, dtype and sharding.
 
-    They become real in the ``skeleton``, which is on meta. ``initialise``, as in ``Pretrained``, must set all of them.
+    They become real in the ``skeleton``, which is on meta. ``PretrainedWeights.initialise`` must set all of them.
     """
     values = {}
     with torch.random.fork_rng(devices=[]), torch.device("cpu"), default_dtype(torch.float32), torch.no_grad():
@@ -328,7 +330,7 @@ def init_new_parameters(
             owner = skeleton.get_submodule(path)
             if not callable(getattr(owner, "reset_parameters", None)):
                 new = f"{path or 'the module'} is new, and {type(owner).__name__} has no reset_parameters()"
-                raise RecipeError(f"{new}: give Pretrained(initialise=...) for it")
+                raise RecipeError(f"{new}: give PretrainedWeights(initialise=...) for it")
             owner.reset_parameters()  # type: ignore[operator]
     empty_ones = [name for name, value in values.items() if value.isnan().any()]
     if empty_ones:
