@@ -28,7 +28,7 @@ from torchvision.transforms import v2
 from torchvision.transforms.v2 import functional as F
 
 from trainer.data import CIFAR10, ImageFolder
-from trainer.data.images import IMAGENET
+from trainer.data.images import IMAGENET_MEAN_STD
 from trainer.data.loader import Loader, preserve_rng_state, seed_everything
 from trainer.values import Request
 
@@ -51,7 +51,7 @@ def usual(split: Any, augment: str) -> Callable[[Request], Any]:
     """One sample after the other, as in torchvision's examples, and as this project did."""
     flip, crop = v2.RandomHorizontalFlip(), v2.RandomCrop(SIZE, padding=SIZE // 8, padding_mode="reflect")
     drawn = {"none": [], "flip": [flip], "crop_flip": [crop, flip]}[augment]
-    scaled = [v2.ToDtype(torch.float32, scale=True), v2.Normalize(*IMAGENET)]
+    scaled = [v2.ToDtype(torch.float32, scale=True), v2.Normalize(*IMAGENET_MEAN_STD)]
     transform = v2.Compose([v2.Resize(SIZE, antialias=True), v2.CenterCrop(SIZE), *drawn, *scaled])
 
     def sample(index: int) -> dict[str, Any]:

@@ -336,14 +336,14 @@ def _keep_table() -> None:
     """Make the table of NF4 once, as a run does; of codes without data the package makes it again and again."""
     from trainer.weights import nf4
 
-    make, made = nf4._pairs_where, []
+    make, made = nf4._pair_table_on, []
 
     def kept(codes: Any) -> Any:
         if not made:
             made.append(make(codes))
         return made[0]
 
-    nf4._pairs_where = kept
+    nf4._pair_table_on = kept
 
 
 def measure_nf4(tiny: bool) -> Found:
@@ -375,7 +375,7 @@ def measure_nf4(tiny: bool) -> Found:
 
     _keep_table()
     with traced_run.tracing(configurations.TARGET):
-        codes = torch.empty(nf4.rows_of(count), nf4.ROW, dtype=torch.uint8, device="cuda")
+        codes = torch.empty(nf4.num_code_rows(count), nf4.BYTES_PER_ROW, dtype=torch.uint8, device="cuda")
         nf4.dequantise(codes, shape, torch.bfloat16)  # whatever is made once
         with Counts():
             nf4.dequantise(codes, shape, torch.bfloat16)

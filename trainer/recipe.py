@@ -30,26 +30,38 @@ Compile = Literal["none", "blocks", "model", "cuda_graphs"]
 MatmulPrecision = Literal["highest", "high", "medium"]
 ScaleLR = Literal["none", "linear", "sqrt"]
 LoggerName = Literal["csv", "tensorboard", "wandb", "mlflow"]
-_BY_CLASS = tuple(f"{metric}{mean}" for metric in ("f1", "precision", "recall") for mean in ("", "_macro", "_micro"))
-_OTHERS = ("auroc", "average_precision", "mcc", "r2", "pearson", "spearman")
+_PER_CLASS_METRICS = tuple(
+    f"{metric}{mean}" for metric in ("f1", "precision", "recall") for mean in ("", "_macro", "_micro")
+)
+_OTHER_METRICS = ("auroc", "average_precision", "mcc", "r2", "pearson", "spearman")
 _ACCURACIES = ("accuracy", "balanced_accuracy", "top5_accuracy", "subset_accuracy")
-HIGHER_IS_BETTER = (*_ACCURACIES, *_BY_CLASS, "f1_weighted", *_OTHERS)
+HIGHER_IS_BETTER = (*_ACCURACIES, *_PER_CLASS_METRICS, "f1_weighted", *_OTHER_METRICS)
 LOWER_IS_BETTER = ("loss", "perplexity", "bits_per_byte", "mae", "mse", "rmse")
 """The metrics of an evaluation by name: first those where higher is better, then those where lower is better."""
 _CLASS_MEANS = (name for name in HIGHER_IS_BETTER if name.startswith(("f1_", "precision_", "recall_")))
-_MEANS = (*_CLASS_MEANS, "auroc", "average_precision")
-_SINGLE = ("accuracy", "balanced_accuracy", "top5_accuracy", "mcc", "f1", "precision", "recall", *_MEANS, "perplexity")
+_AVERAGED_METRICS = (*_CLASS_MEANS, "auroc", "average_precision")
+_SINGLE_LABEL_METRICS = (
+    "accuracy",
+    "balanced_accuracy",
+    "top5_accuracy",
+    "mcc",
+    "f1",
+    "precision",
+    "recall",
+    *_AVERAGED_METRICS,
+    "perplexity",
+)
 REGRESSION_METRICS = ("mae", "mse", "rmse", "r2", "pearson", "spearman")
-REPORTED = {
-    "single_label": _SINGLE,
-    "token": _SINGLE,
-    "multi_label": (*_MEANS, "subset_accuracy"),
+METRICS_BY_TASK = {
+    "single_label": _SINGLE_LABEL_METRICS,
+    "token": _SINGLE_LABEL_METRICS,
+    "multi_label": (*_AVERAGED_METRICS, "subset_accuracy"),
     "regression": REGRESSION_METRICS,
     "language": ("perplexity", "bits_per_byte"),
 }
 """The metrics that each task supports, in addition to the loss."""
 
-_hints: Any = cache(get_type_hints)
+_field_types: Any = cache(get_type_hints)
 T = TypeVar("T")
 
 
@@ -466,7 +478,7 @@ class Run:
     def validate_metrics(self, task: str | None, num_classes: int | None) -> None:
         """Reject metrics that a model of ``task`` cannot have; ``None`` is a custom model without a ``task``."""
         task = task or ("single_label" if num_classes else None)
-        offered = REPORTED.get(task or "", (*HIGHER_IS_BETTER, *LOWER_IS_BETTER))
+        offered = METRICS_BY_TASK.get(task or "", (*HIGHER_IS_BETTER, *LOWER_IS_BETTER))
         for name in (metric for metric in self.requested_metrics() if isinstance(metric, str)):
             key = f"run.metrics={name}" if name in self.metrics else f"run.best={self.best}"
             if name != "loss" and name not in offered:
@@ -579,7 +591,7 @@ def _require_metric(setting: str, name: str, known: list[str]) -> None:
 def _check(section: str, settings: Any, positive: tuple[str, ...]) -> None:
     """Check the types, choices and ranges of all fields, and that the ``positive`` ones are integers from 1."""
     require_types(section, settings)
-    for name, hint in _hints(type(settings)).items():
+    for name, hint in _field_types(type(settings)).items():
         if get_origin(hint) is Literal:
             key, value = section + name, getattr(settings, name)
             if (key, value) in UNSUPPORTED_VALUES:
@@ -591,7 +603,9 @@ def _check(section: str, settings: Any, positive: tuple[str, ...]) -> None:
     for one in dataclasses.fields(settings):
         value, interval = getattr(settings, one.name), one.metadata.get("interval")
         if interval is not None and value is not None and not _is_within(value, interval):
-            raise RecipeError(f"{section}{one.name}={value} must be {_in_words(interval)}{one.metadata['note']}")
+            raise RecipeError(
+                f"{section}{one.name}={value} must be {_describe_interval(interval)}{one.metadata['note']}"
+            )
 
 
 def _is_within(value: float, interval: str) -> bool:
@@ -600,6 +614,6 @@ def _is_within(value: float, interval: str) -> bool:
     return is_above and (value < high or (interval[-1] == "]" and value == high))
 
 
-def _in_words(interval: str) -> str:
+def _describe_interval(interval: str) -> str:
     words = {"(0, inf)": "greater than 0, and finite", "(0, inf]": "greater than 0", "[0, inf)": "at least 0"}
     return words.get(interval, f"in {interval}")

@@ -58,7 +58,7 @@ FOREIGN_NAMES = {
     "model.num_classes": "num_labels n_classes classes",
 }
 """The names of settings in transformers' Trainer, timm, Lightning and others."""
-_OURS = {word: key for key, words in FOREIGN_NAMES.items() for word in words.split()}
+_OUR_NAME = {word: key for key, words in FOREIGN_NAMES.items() for word in words.split()}
 
 
 class Setting(NamedTuple):
@@ -89,11 +89,11 @@ def change(recipe: Recipe, *levels: Mapping[str, Any]) -> Recipe:
     before = {key: setting.value for key, setting in settings_of(recipe).items()}
     for asked in levels:
         now = {**before, **changes}
-        changes |= derive_batch(now, asked) | _of_other_data(recipe, now, asked)
+        changes |= derive_batch(now, asked) | _defaults_for_other_data(recipe, now, asked)
     return _replace(recipe, _nest(changes))
 
 
-def _of_other_data(recipe: Recipe, before: Mapping[str, Any], asked: Mapping[str, Any]) -> dict[str, Any]:
+def _defaults_for_other_data(recipe: Recipe, before: Mapping[str, Any], asked: Mapping[str, Any]) -> dict[str, Any]:
     """Return defaults for settings that were only set ``before`` and belong to other data, such as validation files."""
     data: Any = recipe.data
     left = [
@@ -139,7 +139,7 @@ def did_you_mean(name: str, names: Collection[str], dashes: str = "") -> str:
     """Return "; did you mean NAME?" with a similar name, first from the same section, or ""."""
     section, dot, last = name.replace("-", "_").lower().rpartition(".")
     parts = [(full.rpartition(".")[2], full) for full in names]
-    wanted = _OURS.get(last, "")
+    wanted = _OUR_NAME.get(last, "")
     if meant := [full for full in (wanted, wanted.rpartition(".")[2]) if full and full in names]:
         return f"; did you mean {dashes}{meant[0]}?"
     beside = {end: full for end, full in parts if full == section + dot + end}

@@ -75,9 +75,9 @@ def test_a_weight_in_nf4_is_one_launch():
 
 def launches_nf4_bytes() -> float:
     """Of codes, for each weight of a tiny matrix."""
-    from trainer.weights.nf4 import ROW, rows_of
+    from trainer.weights.nf4 import BYTES_PER_ROW, num_code_rows
 
-    return rows_of(64 * 128) * ROW / (64 * 128)
+    return num_code_rows(64 * 128) * BYTES_PER_ROW / (64 * 128)
 
 
 def counts(**differing: float) -> dict[str, Any]:

@@ -18,7 +18,7 @@ from helpers.page import embedded
 
 from trainer import PlanReport, plan
 from trainer.cli import run
-from trainer.commands.plan import SWITCHES, VALUED, chosen_command
+from trainer.commands.plan import SWITCHES, VALUED_FLAGS, command_for_plan
 from trainer.commands.recipes import load_recipe
 from trainer.fakegpu.gpus import GPUS
 from trainer.planner.report import Candidate
@@ -267,7 +267,7 @@ def test_a_folder_that_holds_a_plan_and_a_launcher_are_refused(tmp_path, monkeyp
 def test_help_lists_the_planners_flags_and_the_recipes(capsys):
     assert run(["plan", "vit_digits", "--help"]) == 0
     page = capsys.readouterr().out
-    assert all(f"--{name} " in page for name in (*VALUED, *SWITCHES, "optim.lr", "memory.budget"))
+    assert all(f"--{name} " in page for name in (*VALUED_FLAGS, *SWITCHES, "optim.lr", "memory.budget"))
 
 
 def test_a_folder_with_a_configuration_is_enough_for_a_text_model(tmp_path, sample_data, capsys):
@@ -305,7 +305,7 @@ def test_flags_that_were_given_stay_unless_the_plan_has_decided_them():
     passed += [("data.url", "https://me:pass@host/x"), ("data.token", "abc")]
     chosen = Candidate({"memory.micro_batch_size": 8, "memory.activation_offload": True}, "", 1, 1, 1, 1.0, True)
     report = PlanReport(recipe, "A100", 8, 2, 1, 0.03, 0, chosen, [chosen])
-    assert chosen_command("my recipe.py", passed, recipe, report) == [
+    assert command_for_plan("my recipe.py", passed, recipe, report) == [
         "torchrun --nnodes 2 --nproc-per-node 4 --rdzv-backend c10d --rdzv-endpoint HOST:29500 -m trainer fit "
         "'my recipe.py'",
         "--run.dir 'a folder'",

@@ -474,7 +474,7 @@ def test_a_conversation_of_too_many_messages_or_characters_is_not_rendered(chats
     monkeypatch.setattr(
         "trainer.data.language_samples.render_jinja_template", lambda **options: pytest.fail("rendered")
     )
-    monkeypatch.setattr("trainer.data.language_samples.ChatReader._look_at_ends", lambda *args: None)
+    monkeypatch.setattr("trainer.data.language_samples.ChatReader._probe_turn_end", lambda *args: None)
     many = [("user", "a"), ("assistant", "b")] * 2_501
     with pytest.raises(RecipeError, match=r"chats\.jsonl row 1 .*has 5,002 messages, and the max is 5,000: split it"):
         chats([{"messages": messages(many)}])

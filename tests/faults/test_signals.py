@@ -14,7 +14,7 @@ from functools import partial
 import pytest
 from helpers import LONG
 
-from trainer.data.workers import _begin
+from trainer.data.workers import _init_worker
 from trainer.faults.signals import StopSignals, stop_signals
 from trainer.supervise.attempt import FitCommand
 from trainer.supervise.supervisor import RestartPolicy, Supervisor
@@ -90,7 +90,7 @@ def test_a_standard_error_that_is_closed_or_none_is_no_error_of_the_handler(is_c
 
 
 def test_helpers_and_data_workers_do_not_hear_of_a_closed_terminal():
-    for begin in (detach_from_rank, partial(_begin, 0)):
+    for begin in (detach_from_rank, partial(_init_worker, 0)):
         child = os.fork()
         if child == 0:
             begin()

@@ -21,7 +21,7 @@ from trainer.memory.initialize import build_module, build_on_meta, materialise
 from trainer.memory.plan import decide_plan
 from trainer.memory.precision import weights_dtype
 from trainer.models import MLP, VisionTransformer
-from trainer.weights.streaming import PIECE, WeightFiles, skeleton_on_meta, tensors_in
+from trainer.weights.streaming import PIECE_ELEMENTS, WeightFiles, skeleton_on_meta, tensors_in
 
 CPU = torch.device("cpu")
 SEED = 3
@@ -112,7 +112,7 @@ def test_a_wide_tensor_is_converted_piece_by_piece(tmp_path, monkeypatch):
 
     monkeypatch.setattr(WeightFiles, "read", spy)
     module = on_meta(Linear(2000, 5000, file=str(tmp_path / "w.safetensors")), "bf16-true")
-    assert max(sizes) <= 4 * PIECE < 4 * 5000 * 2000
+    assert max(sizes) <= 4 * PIECE_ELEMENTS < 4 * 5000 * 2000
     assert sum(sizes) == 4 * (5000 * 2000 + 5000)
     assert torch.equal(module.weight, load_file(tmp_path / "w.safetensors")["weight"].bfloat16())
 

@@ -15,9 +15,9 @@ from torch import Tensor
 
 from trainer.errors import RecipeError
 from trainer.models import CausalLM, packed_attention, padding_free
-from trainer.models.packed_attention import ARCHITECTURES, pack_documents
+from trainer.models.packed_attention import VERIFIED_ARCHITECTURES, pack_documents
 from trainer.models.padding_free import AttentionPattern, SequenceLengths, varlen_attention
-from trainer.models.text import PACKED
+from trainer.models.text import UNPADDING_MODEL_TYPES
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 
@@ -43,28 +43,30 @@ def test_documents_do_not_see_each_other(kind: str, packing: Any) -> None:
 def test_what_is_not_certified_is_named(kind: str, packing: Any) -> None:
     found = packing.certify(kind)
     assert not found.certified
-    assert found.module.startswith(f"{ARCHITECTURES[kind]} (")
+    assert found.module.startswith(f"{VERIFIED_ARCHITECTURES[kind]} (")
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", [*sorted(ARCHITECTURES), *PACKED])
+@pytest.mark.parametrize("kind", [*sorted(VERIFIED_ARCHITECTURES), *UNPADDING_MODEL_TYPES])
 def test_every_architecture_is_what_the_table_says(kind: str, packing: Any) -> None:
     found = packing.certify(kind)
-    assert (found.module or "").partition(" ")[0] == (ARCHITECTURES.get(kind) or "")
-    assert found.certified == (ARCHITECTURES.get(kind) is None)
+    assert (found.module or "").partition(" ")[0] == (VERIFIED_ARCHITECTURES.get(kind) or "")
+    assert found.certified == (VERIFIED_ARCHITECTURES.get(kind) is None)
 
 
 def test_the_table_is_the_recorded_certificate(packing: Any) -> None:
     record = json.loads((BENCHMARKS / "results/packing.json").read_text())
     recorded, encoders = record["certificates"], record["encoders"]
     found = {kind: row["module"] and row["module"].partition(" ")[0] for kind, row in recorded.items()}
-    assert found == ARCHITECTURES
+    assert found == VERIFIED_ARCHITECTURES
     assert {kind for kind, row in recorded.items() if row["certified"]} == {
-        kind for kind, leak in ARCHITECTURES.items() if leak is None
+        kind for kind, leak in VERIFIED_ARCHITECTURES.items() if leak is None
     }
-    assert set(packing.TYPES) == set(ARCHITECTURES)
-    assert sum(leak is None for leak in ARCHITECTURES.values()) >= 20
-    assert [kind for kind, row in encoders.items() if row["certified"]] == [*packing.ENCODERS] == [*PACKED]
+    assert set(packing.TYPES) == set(VERIFIED_ARCHITECTURES)
+    assert sum(leak is None for leak in VERIFIED_ARCHITECTURES.values()) >= 20
+    assert (
+        [kind for kind, row in encoders.items() if row["certified"]] == [*packing.ENCODERS] == [*UNPADDING_MODEL_TYPES]
+    )
     page = (BENCHMARKS.parent / "docs/packing.md").read_text()
     assert packing.table(recorded) in page
     assert packing.table(encoders) in page
@@ -178,7 +180,11 @@ def test_a_row_has_the_documents_without_padding_and_predicts_nothing_across_a_b
 @pytest.mark.parametrize("name", ["bloom", "mamba", "xglm"])
 def test_who_may_leak_is_padded_or_refused_by_name(name: str) -> None:
     assert not CausalLM(name, tokenizer="none").packs()
-    why = f"its {ARCHITECTURES[name]} does not keep" if name in ARCHITECTURES else "has no certificate for"
+    why = (
+        f"its {VERIFIED_ARCHITECTURES[name]} does not keep"
+        if name in VERIFIED_ARCHITECTURES
+        else "has no certificate for"
+    )
     with pytest.raises(
         RecipeError, match=rf"model\.padding_free=true is not supported for model\.name='{name}'.*{why}"
     ):

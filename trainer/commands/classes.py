@@ -51,9 +51,9 @@ def with_classes(recipe: Recipe, classes: Mapping[str, str], trusted: bool) -> t
     for part, name in classes.items():
         if name == class_spec(getattr(recipe, part)):
             continue
-        kind = known_classes(part).get(name) or _imported(part, name, trusted)
+        kind = known_classes(part).get(name) or _import_custom_class(part, name, trusted)
         required = [field.name for field in _init_fields(kind) if field.default is field.default_factory is MISSING]
-        recipe = recipe.replace(**{part: _at_defaults(kind) if required else kind()})
+        recipe = recipe.replace(**{part: _placeholder_instance(kind) if required else kind()})
         needed[part] = [f"{part}.{field}" for field in required]
     return recipe, needed
 
@@ -70,7 +70,7 @@ def _init_fields(kind: Any) -> list[Any]:
     return [field for field in fields(kind) if field.init]
 
 
-def _at_defaults(kind: type) -> Any:
+def _placeholder_instance(kind: type) -> Any:
     """Create an uninitialised instance with default values; fields without a default are ``None`` until set."""
     blank: Any = object.__new__(kind)
     for field in fields(blank):
@@ -79,7 +79,7 @@ def _at_defaults(kind: type) -> Any:
     return blank
 
 
-def _imported(part: str, name: str, trusted: bool) -> type:
+def _import_custom_class(part: str, name: str, trusted: bool) -> type:
     given, (_, base), known = f"{part}.{CLASS}={name!r}", SWAPPABLE_SECTIONS[part], known_classes(part)
     module = name.rpartition(".")[0]
     if module == "__main__":

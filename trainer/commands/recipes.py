@@ -58,7 +58,7 @@ def load_recipe(reference: str, *, trusted: bool = False) -> tuple[Recipe, str |
     """
     if not reference.endswith((".yaml", ".yml")):
         source = source_of(reference)
-        return import_recipe(_path_of(source)), source
+        return import_recipe(_source_path(source)), source
     from trainer.commands.flags import RecipeParser, load_yaml_file  # jsonargparse: not needed for `trainer --help`
 
     path = Path(reference)
@@ -71,7 +71,7 @@ def load_recipe(reference: str, *, trusted: bool = False) -> tuple[Recipe, str |
     if named is None and classes.keys() != SWAPPABLE_SECTIONS.keys():
         fix = "add a line `recipe: NAME` with a packaged recipe or a .py file, or give model.class and data.class"
         raise RecipeError(f"{path} names no recipe: {fix}")
-    base = import_recipe(_path_of(named)) if named is not None else Recipe(model=Model(), data=Data(), batch_size=1)
+    base = import_recipe(_source_path(named)) if named is not None else Recipe(model=Model(), data=Data(), batch_size=1)
     recipe, needed = _with_classes_of(path, base, classes, trusted)
     changes = yaml_changes(RecipeParser(recipe), path, tree, trusted)
     if named is None and changes.keys().isdisjoint({"batch_size", "accumulate"}):
@@ -145,7 +145,7 @@ def import_recipe(path: Path) -> Recipe:
             raise
         what = "" if isinstance(error, RecipeError) else f"{type(error).__name__}: "
         what += safe_message(error)
-        what += _keyword_meant(error, module) if isinstance(error, TypeError) else ""
+        what += _suggest_keyword(error, module) if isinstance(error, TypeError) else ""
         lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == str(path)]
         if isinstance(error, SyntaxError) and error.filename == str(path):
             lines = [error.lineno]
@@ -157,7 +157,7 @@ def import_recipe(path: Path) -> Recipe:
     return recipe
 
 
-def _keyword_meant(error: TypeError, module: ModuleType) -> str:
+def _suggest_keyword(error: TypeError, module: ModuleType) -> str:
     """Suggest the intended keyword, or the class that has it, if ``error`` reports an unknown keyword argument."""
     found = re.search(r"(\w+)\.__init__\(\) got an unexpected keyword argument '(\w+)'", str(error))
     kind = getattr(module, found[1], None) if found else None
@@ -170,7 +170,7 @@ def _keyword_meant(error: TypeError, module: ModuleType) -> str:
     return did_you_mean(found[2], names) or f"; it takes {', '.join(names)}"
 
 
-def _path_of(source: str) -> Path:
+def _source_path(source: str) -> Path:
     return Path(source) if os.path.isabs(source) else recipes_folder() / f"{source}.py"
 
 
@@ -198,7 +198,7 @@ def parse_command(
 
     positionals, flags = split_argv(argv, own)
     if not positionals and own.description and ("help", None) in flags:
-        print(_own_page(command, expected, own))
+        print(_command_help(command, expected, own))
         return None
     if not positionals:
         known = f" (packaged recipes: {', '.join(packaged_recipes())})" if expected == "RECIPE" else ""
@@ -217,7 +217,7 @@ def parse_command(
     return None if resolved is None else ParsedCommand(resolved, source, reference, flags)
 
 
-def _own_page(command: str, what: str, own: CommandFlags) -> str:
+def _command_help(command: str, what: str, own: CommandFlags) -> str:
     several = dict.fromkeys(own.multi_valued, " ...")
     rows = {f"--{name} {name.upper()}{several.get(name, '')}": text for name, text in own.valued.items()}
     rows |= {f"--{name}": text for name, text in own.switches.items()}

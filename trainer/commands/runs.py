@@ -89,7 +89,7 @@ def fit_script(recipe: Recipe) -> None:
 
 def evaluate(argv: list[str]) -> None:
     """Evaluate the trained model of a run directory."""
-    if asked := parse_command("evaluate", "RUN_DIR", argv, EVALUATE_FLAGS, named=_recipe_of):
+    if asked := parse_command("evaluate", "RUN_DIR", argv, EVALUATE_FLAGS, named=_load_run_recipe):
         asked.recipe.data.require_files()
         from trainer.api import evaluate
 
@@ -98,7 +98,7 @@ def evaluate(argv: list[str]) -> None:
 
 def predict(argv: list[str]) -> None:
     """Classify texts, images, folders or tables with the trained model of a run directory."""
-    if asked := parse_command("predict", "RUN_DIR", argv, PREDICT_FLAGS, named=_recipe_of):
+    if asked := parse_command("predict", "RUN_DIR", argv, PREDICT_FLAGS, named=_load_run_recipe):
         texts, images, paths = inputs(asked.flags)
         options = {*PREDICT_FLAGS.valued, *PREDICT_FLAGS.switches} - {*PREDICT_FLAGS.multi_valued}
         chosen = [(name.replace("-", "_"), text) for name, text in asked.flags if name in options]
@@ -121,7 +121,7 @@ def _number(key: str, text: str) -> float:
 
 def export(argv: list[str]) -> None:
     """Export the trained model of a run directory to ONNX, transformers, peft or the hub."""
-    if asked := parse_command("export", "RUN_DIR", argv, EXPORT_FLAGS, named=_recipe_of):
+    if asked := parse_command("export", "RUN_DIR", argv, EXPORT_FLAGS, named=_load_run_recipe):
         given = {name: text for name, text in asked.flags if name in EXPORT_FLAGS.valued and text}
         to = given.get("to", "")
         require(bool(to), f"export needs --to {'|'.join(FORMATS)}")
@@ -164,7 +164,7 @@ def load(run_dir: str | Path, recipe: Recipe | None = None, *, trusted: bool = F
     Raises:
         RecipeError: if there is no finished run, or its recipe does not load.
     """
-    found = _recipe_of(str(run_dir))
+    found = _load_run_recipe(str(run_dir))
     if recipe is None:
         recipe = load_recipe(found, trusted=trusted)[0]
     from trainer import api
@@ -172,7 +172,7 @@ def load(run_dir: str | Path, recipe: Recipe | None = None, *, trusted: bool = F
     return api.FinishedRun(recipe, run_dir)
 
 
-def _recipe_of(reference: str) -> str:
+def _load_run_recipe(reference: str) -> str:
     run_dir = Path(reference)
     recipe, named = run_dir / "recipe.yaml", f"run directory {str(run_dir)!r}"
     require(run_dir.is_dir(), f"{named}: no such directory")

@@ -174,8 +174,8 @@ def hold_out(
         parts, dealt = round(1 / fraction), np.concatenate(classwise)
         place = np.arange(len(dealt)) % parts
         return sorted(dealt[place != fold].tolist()), sorted(dealt[place == fold].tolist())
-    kept_counts = _in_proportion(counts, sizes[0], generator)
-    held_counts = _in_proportion(counts - kept_counts, sizes[1], generator)
+    kept_counts = _apportion(counts, sizes[0], generator)
+    held_counts = _apportion(counts - kept_counts, sizes[1], generator)
     kept: list[int] = []
     held: list[int] = []
     for code, count in enumerate(counts):
@@ -185,7 +185,7 @@ def hold_out(
     return sorted(kept), sorted(held)
 
 
-def _in_proportion(counts: ndarray, draws: int, generator: RandomState) -> ndarray:
+def _apportion(counts: ndarray, draws: int, generator: RandomState) -> ndarray:
     """Distribute ``draws`` in proportion to ``counts``. The largest remainders are rounded up, ties at random."""
     import numpy as np
 

@@ -221,7 +221,7 @@ class ImageFiles(ImageSplit):
     def draw(self, index: int) -> tuple[Tensor, int]:
         path, label = self.samples[index]
         if path in self.broken:  # a decoder may still return something
-            raise _unreadable(path, self.broken[path])
+            raise _unreadable_error(path, self.broken[path])
         return self.pixels.augment_bytes(read_image(path, "RGB")), label
 
     def describe(self, index: int) -> str:
@@ -236,21 +236,21 @@ def read_image(path: str, mode: str) -> Tensor:
     """Decode a file to uint8 ``(channels, H, W)``; ``mode`` is PIL's, ``L`` or ``RGB``."""
     try:
         with open_regular(path, MAX_IMAGE_BYTES) as file, Image.open(file, formats=FORMATS) as image:
-            _refuse_bomb(image)
+            _reject_decompression_bomb(image)
             if image.format == "JPEG" and image.mode == mode == "RGB":  # PIL takes 1.5 times as long for the same bits
                 file.seek(0)
                 with suppress(RuntimeError):  # PIL may read it, or gives a better message
                     return decode_jpeg(torch.frombuffer(bytearray(file.read()), dtype=torch.uint8))
             return F.pil_to_tensor(image.convert(mode))
     except Exception as error:  # PIL raises OSError, SyntaxError, ValueError, struct.error... for broken files
-        raise _unreadable(path, root_cause(error)) from error
+        raise _unreadable_error(path, root_cause(error)) from error
 
 
-def _unreadable(path: str, why: str) -> RecipeError:
+def _unreadable_error(path: str, why: str) -> RecipeError:
     return RecipeError(f"{path} cannot be read as an image ({why}): replace or remove it")
 
 
-def _refuse_bomb(image: Image.Image) -> None:
+def _reject_decompression_bomb(image: Image.Image) -> None:
     """Reject an oversized image by its header, because a few bytes can expand to gigabytes."""
     width, height = image.size
     short, long = sorted(image.size)
@@ -290,7 +290,7 @@ def _check(path: Path) -> CheckedFile:
         content = read_regular(path, MAX_IMAGE_BYTES)
         digest = hashlib.sha256(content).hexdigest()
         with Image.open(io.BytesIO(content), formats=FORMATS) as image:
-            _refuse_bomb(image)
+            _reject_decompression_bomb(image)
             if image.format == "JPEG":  # verify() checks nothing here; decoding at an eighth of the size is cheap
                 image.draft("RGB", (1, 1))
                 image.load()

@@ -19,20 +19,20 @@ if TYPE_CHECKING:
 
     from trainer.data.image_splits import ImageTransform
 
-DRAWN = ("augment", "mirror", "random_resized_crop", "color_jitter", "erasing", "transform")
+RANDOM_SETTINGS = ("augment", "mirror", "random_resized_crop", "color_jitter", "erasing", "transform")
 """Settings of the random changes of each image."""
 
 MAX_MIXUP_ALPHA = 1000  # above it, all shares are close to 1/2
-USUAL_SIZE = 224
+DEFAULT_IMAGE_SIZE = 224
 MAX_IMAGE_SIZE = 20_000  # per side: one such image is 5 GB
 Augment = Literal["none", "flip", "crop_flip", "randaugment", "autoaugment", "trivialaugment"]
 Normalize = Literal["dataset", "imagenet", "model"]
 Statistics = tuple[tuple[float, ...], tuple[float, ...]]
-IMAGENET: Statistics = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
+IMAGENET_MEAN_STD: Statistics = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 """Mean and standard deviation of each channel: what torchvision's pretrained models expect."""
 
 
-class _Part(NamedTuple):
+class _ImageArraysPart(NamedTuple):
     images: Tensor  # uint8 (n, channels, H, W)
     labels: Tensor  # int64 (n,)
     source: str
@@ -117,7 +117,7 @@ class _ImageDataset(Augmentation, ClassWeightedDataset):
     normalize: Normalize = "imagenet"
 
     _asked: tuple[Any, ImageInput | None] = (None, None)
-    _statistics: ClassVar[Statistics] = IMAGENET
+    _statistics: ClassVar[Statistics] = IMAGENET_MEAN_STD
     _mode: ClassVar[str] = "RGB"
 
     def __post_init__(self) -> None:
@@ -143,7 +143,7 @@ class _ImageDataset(Augmentation, ClassWeightedDataset):
         seen = self._pretrained_input() if self.normalize == "model" else None
         if seen is not None and seen.mean and seen.std:
             return seen.mean, seen.std
-        return self._statistics if self.normalize == "dataset" else IMAGENET
+        return self._statistics if self.normalize == "dataset" else IMAGENET_MEAN_STD
 
     def _pretrained_input(self) -> ImageInput | None:
         """Return the format of the model's training images, which it reads from files."""
@@ -155,13 +155,13 @@ class _ImageDataset(Augmentation, ClassWeightedDataset):
     def _transform(self, augmented: bool = False) -> ImageTransform:
         from trainer.data.image_splits import ImageTransform
 
-        changes = {name: getattr(self, name) for name in DRAWN} if augmented else {}
+        changes = {name: getattr(self, name) for name in RANDOM_SETTINGS} if augmented else {}
         if self.image_size is None:
             seen = self._pretrained_input()
-            self.image_size = seen.size if seen is not None and seen.size else USUAL_SIZE
+            self.image_size = seen.size if seen is not None and seen.size else DEFAULT_IMAGE_SIZE
         return ImageTransform(self.image_size, *self._mean_and_std, **changes)
 
-    def _set_splits(self, train: _Part, test: _Part) -> None:
+    def _set_splits(self, train: _ImageArraysPart, test: _ImageArraysPart) -> None:
         from trainer.data.image_splits import ImageArrays
 
         labels = train.labels.tolist()
@@ -208,11 +208,11 @@ class Digits(_ImageDataset):
         images = (pixels * (255 / 16)).round().to(torch.uint8)[:, None]
         self._set_classes([str(number) for number in range(10)])
         rows = hold_out(labels.tolist(), self.test_fraction, "data.test_fraction")
-        self._set_splits(*(_Part(images, labels, "scikit-learn digits", part) for part in rows))
+        self._set_splits(*(_ImageArraysPart(images, labels, "scikit-learn digits", part) for part in rows))
 
 
 @dataclass
-class _Downloaded(_ImageDataset):
+class _DownloadedImages(_ImageDataset):
     """Base class of public image datasets. ``_read`` returns the classes, and images and labels of train and test."""
 
     root: str = "data"
@@ -236,7 +236,9 @@ class _Downloaded(_ImageDataset):
         classes, train, test = self._read()
         self._set_classes(classes)
         source, found = type(self).__name__, (("train", train), ("test", test))
-        parts = [_Part(images, labels, f"{source} {name}", range(len(labels))) for name, (images, labels) in found]
+        parts = [
+            _ImageArraysPart(images, labels, f"{source} {name}", range(len(labels))) for name, (images, labels) in found
+        ]
         self._set_splits(*parts)
 
     def _read(self) -> tuple[Sequence[str], Any, Any]:
@@ -258,7 +260,7 @@ class _Downloaded(_ImageDataset):
 
 
 @dataclass
-class FashionMNIST(_Downloaded):
+class FashionMNIST(_DownloadedImages):
     """Fashion-MNIST: 60,000 training and 10,000 test images of clothing, grey, 28 × 28 pixels.
 
     Args:
@@ -290,7 +292,7 @@ class FashionMNIST(_Downloaded):
 
 
 @dataclass
-class CIFAR10(_Downloaded):
+class CIFAR10(_DownloadedImages):
     """CIFAR-10: 50,000 training and 10,000 test images of animals and vehicles, 32 × 32 pixels.
 
     torchvision reads the public download and checks the MD5 of every file first.
@@ -415,7 +417,7 @@ def _read_npz(path: Path) -> tuple[list[str], tuple[Any, Any], tuple[Any, Any]]:
     import numpy as np
 
     require(path.is_file(), f"data.root: there is no file {path}")
-    _require_room(path)
+    _require_disk_or_memory(path)
     keys = ("images", "labels", "split", "class_names")
     try:
         with np.load(path, allow_pickle=False) as arrays:
@@ -439,7 +441,7 @@ def _read_npz(path: Path) -> tuple[list[str], tuple[Any, Any], tuple[Any, Any]]:
     return [str(name) for name in names], train, test
 
 
-def _require_room(path: Path) -> None:
+def _require_disk_or_memory(path: Path) -> None:
     """Check the unpacked size in the zip directory, because a zip file of kilobytes may expand to terabytes."""
     try:
         with ZipFile(path) as file:

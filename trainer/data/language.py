@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from trainer.data.tables import RowSource
 
 TABLES = (".jsonl", ".parquet", ".csv", ".tsv")
-_OF_HUB = ("config", "revision", "train_split", "val_split", "test_split")
+_HUB_SETTINGS = ("config", "revision", "train_split", "val_split", "test_split")
 
 DEFAULT_PLANNED_SAMPLES = 10_000
 """Number of samples that a plan assumes if it is unknown."""
@@ -87,16 +87,16 @@ class LanguageData(PaddedDataset):
     cache_dir: str | None = None
 
     belonging: ClassVar[Mapping[str, Sequence[str]]] = {
-        "train_files": ("name", *_OF_HUB, "val_files", "test_files"),
-        "name": ("train_files", "val_files", "test_files", *_OF_HUB),
+        "train_files": ("name", *_HUB_SETTINGS, "val_files", "test_files"),
+        "name": ("train_files", "val_files", "test_files", *_HUB_SETTINGS),
     }
     """Settings of a recipe that are dropped if a flag or YAML sets the key, unless they are set there as well."""
 
     answers: ClassVar[bool] = False
     """Whether the model answers a text or a list of messages; otherwise it continues the text."""
 
-    _kinds: ClassVar[Sequence[str]] = TABLES  # suffixes of files that are read from a folder
-    _called: ClassVar[str]  # word for a row in messages
+    _extensions: ClassVar[Sequence[str]] = TABLES  # suffixes of files that are read from a folder
+    _sample_noun: ClassVar[str]  # word for a row in messages
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -133,7 +133,7 @@ class LanguageData(PaddedDataset):
         return (
             shard_files(key, pattern)
             if self.streamed
-            else glob_files(key, pattern, [f"**/*{one}" for one in self._kinds])
+            else glob_files(key, pattern, [f"**/*{one}" for one in self._extensions])
         )
 
     def spec(self) -> DataSpec | None:
@@ -160,8 +160,10 @@ class LanguageData(PaddedDataset):
         if self.streamed:
             self._prepare_stream(reader, cache)
             return
-        found = load_hub_rows(self) if self.name else {part: self._rows(part, reader, cache) for part in self._given()}
-        survey, parts = TruncationReport(self._called, self.max_length), dict[str, Sequences]()
+        found = (
+            load_hub_rows(self) if self.name else {part: self._rows(part, reader, cache) for part in self._sources()}
+        )
+        survey, parts = TruncationReport(self._sample_noun, self.max_length), dict[str, Sequences]()
         for part, rows in found.items():
             several = rows if isinstance(rows, list) else [rows]
             every = Sequences([tokenize_rows(one, reader, cache) for one in several], several, self._pad)
@@ -171,11 +173,11 @@ class LanguageData(PaddedDataset):
             if len(split) == 0:
                 files = getattr(self, f"{part}_files")
                 key = f"data.name={self.name!r}, {part}" if self.name else f"data.{part}_files={files!r}"
-                raise RecipeError(f"{key}: every {self._called} is empty: give other files")
+                raise RecipeError(f"{key}: every {self._sample_noun} is empty: give other files")
         self.train, held = parts["train"].split_off(self.val_fraction, self.val_fold)
         self.val, self.test = parts.get("val", held), parts.get("test")
 
-    def _given(self) -> list[str]:
+    def _sources(self) -> list[str]:
         return [part for part in ("train", "val", "test") if getattr(self, f"{part}_files") is not None]
 
     def _rows(self, part: str, reader: Any, cache: Path) -> list[RowSource]:
@@ -191,11 +193,11 @@ class LanguageData(PaddedDataset):
             elif path.suffix.lower() in TABLES:
                 found.append(open_table(path, cache, CsvFormat(self.encoding, self._separator)))
             else:
-                require(self._called == "document", f"{path} must be one of {', '.join(TABLES)}: convert it")
+                require(self._sample_noun == "document", f"{path} must be one of {', '.join(TABLES)}: convert it")
                 texts.append(path)
         folder = local_path(str(getattr(self, f"{part}_files")))
         if folder.is_dir():
-            taken = {*self._kinds}
+            taken = {*self._extensions}
             others = Counter(
                 path.suffix or path.name for path in folder.rglob("*") if path.suffix not in taken and path.is_file()
             )
@@ -209,7 +211,7 @@ class LanguageData(PaddedDataset):
         from trainer.data.shards import StreamedSplit, find_shards
 
         for part in ("train", "val", "test"):
-            if part not in self._given():
+            if part not in self._sources():
                 continue
             shards = find_shards(self._paths(part), cache)
             columns = [reader.columns(shard.path, shard.columns) for shard in shards]
@@ -261,7 +263,7 @@ class Conversations(LanguageData):
     loss_on: Literal["assistant", "all"] = "assistant"
 
     answers = True
-    _called = "conversation"
+    _sample_noun = "conversation"
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -296,8 +298,8 @@ class Documents(LanguageData):
 
     text_column: str = "text"
 
-    _kinds = (*TABLES, ".txt", ".md", ".rst", ".py")
-    _called = "document"
+    _extensions = (*TABLES, ".txt", ".md", ".rst", ".py")
+    _sample_noun = "document"
 
     def _reader(self, tokenizer: Any) -> Any:
         from trainer.data.language_samples import DocumentReader

@@ -18,13 +18,13 @@ from trainer.data.text import HubText, IMDb, TextFiles
 from trainer.errors import RecipeError, require, require_types
 from trainer.values import MixupConfig, Task
 
-KINDS: dict[str, Any] = {
+DATASET_CLASSES: dict[str, Any] = {
     kind.__name__: kind
     for kind in (CIFAR10, Conversations, Digits, Documents, FashionMNIST, HubText, IMDb, ImageFolder, TextFiles)
 }
 """Datasets of this package that a flag can name. Streams are missing, because their samples cannot be drawn singly."""
 
-GIVE = "give a dataset and its weight for each part, or [CLASS, {settings}, weight]"
+PARTS_HELP = "give a dataset and its weight for each part, or [CLASS, {settings}, weight]"
 
 
 @dataclass
@@ -45,7 +45,9 @@ class Mixture(Loading):
     workers: int | None = field(default=None, kw_only=True)
 
     def __post_init__(self) -> None:
-        require(isinstance(self.parts, list | tuple) and len(self.parts) > 0, f"data.parts={self.parts!r}: {GIVE}")
+        require(
+            isinstance(self.parts, list | tuple) and len(self.parts) > 0, f"data.parts={self.parts!r}: {PARTS_HELP}"
+        )
         self._built = [_built(number, part) for number, part in enumerate(self.parts, start=1)]
         total = sum(weight for _, weight in self._built)
         require(total < math.inf, "data.parts: the sum of the weights overflows: give smaller weights")
@@ -140,10 +142,12 @@ def _built(number: int, part: Any) -> tuple[Data, float]:
     *given, weight = part if isinstance(part, tuple | list) and part else (None, None)
     data, named = given[0] if given else None, f"data.parts: part {number}"
     if isinstance(data, str) and len(given) < 3:
-        require(data in KINDS, f"{named}: there is no dataset {data}: use one of {', '.join(KINDS)}")
+        require(
+            data in DATASET_CLASSES, f"{named}: there is no dataset {data}: use one of {', '.join(DATASET_CLASSES)}"
+        )
         settings = given[1] if len(given) == 2 else {}
         require(isinstance(settings, dict), f"{named}: {settings!r} must be a mapping of settings of {data}")
-        kind = KINDS[data]
+        kind = DATASET_CLASSES[data]
         names = [field.name for field in fields(kind) if field.init]
         for key in settings:
             require(key in names, f"{named}: {data} has no setting {key}: use one of {', '.join(names)}")
@@ -154,7 +158,7 @@ def _built(number: int, part: Any) -> tuple[Data, float]:
         draft.__dict__ |= {field.name: field.default for field in fields(kind)} | settings
         require_types(f"{named}: {data}.", draft)
         data = kind(**settings)
-    require(isinstance(data, Data) and len(given) in (1, 2), f"{named} is {part!r}: {GIVE}")
+    require(isinstance(data, Data) and len(given) in (1, 2), f"{named} is {part!r}: {PARTS_HELP}")
     is_number = isinstance(weight, int | float) and not isinstance(weight, bool) and 0 < weight <= sys.float_info.max
     if not is_number:
         wrong = f"{named} ({type(data).__name__}) has the weight {weight!r:.40}"

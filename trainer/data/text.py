@@ -97,7 +97,7 @@ class Texts(PaddedDataset):
         return Padder(tokenizer, self.max_length)(encode(read, tokenizer, self.max_length))
 
 
-class _Tokenised(ClassWeightedDataset, Texts):
+class _TokenizedDataset(ClassWeightedDataset, Texts):
     """Base class of text datasets that are tokenised before training."""
 
     def prepare(self, tokenizer: Any = None, model: Model | None = None) -> None:
@@ -176,7 +176,7 @@ def sort_classes(labels: Iterable[str]) -> list[str]:
 
 
 @dataclass
-class IMDb(_Tokenised):
+class IMDb(_TokenizedDataset):
     """IMDb film reviews, negative (0) or positive (1): 25,000 for training, 25,000 for testing.
 
     Args:
@@ -224,7 +224,7 @@ class IMDb(_Tokenised):
 
 
 @dataclass
-class TextFiles(_Tokenised):
+class TextFiles(_TokenizedDataset):
     """Custom texts with labels, in .csv, .tsv, .parquet or .jsonl files.
 
     Classes are the distinct labels of the training file, sorted, numbers by value. The format of a label depends on
@@ -287,7 +287,7 @@ def csv_format(encoding: str | None, separator: str | None) -> str | None:
 
 
 @dataclass
-class HubText(_Tokenised):
+class HubText(_TokenizedDataset):
     """Texts with one label each, from any dataset of the Hugging Face hub, or a folder that datasets can load.
 
     Classes are those that the dataset names, otherwise the distinct labels of the training split as in TextFiles.

@@ -25,7 +25,7 @@ MAX_LAYERS = 10_000  # each is built separately
 
 ImageTask = Literal["single_label", "multi_label", "regression"]
 Distance = Literal["mse", "mae", "huber"]
-CLASSES_OF = {"single_label": "class", "token": "class", "multi_label": "label"}
+OUTPUT_NOUN = {"single_label": "class", "token": "class", "multi_label": "label"}
 
 
 @dataclass(frozen=True)
@@ -242,7 +242,7 @@ def balanced_weights(task: Task, labels: Sequence[Any], classes: int, names: Seq
         counts, samples = np.bincount(flat, minlength=classes).astype(np.float64), len(flat)
     empty = [names[number] if names else str(number) for number, count in enumerate(counts) if not count]
     if empty:
-        cause = f"no training sample has the {CLASSES_OF[task]} {', '.join(empty[:1])}"
+        cause = f"no training sample has the {OUTPUT_NOUN[task]} {', '.join(empty[:1])}"
         raise RecipeError(f"model.loss.class_weights=balanced: {cause}: give the weights as a list")
     return ((samples - counts) / counts if task == "multi_label" else samples / (classes * counts)).tolist()
 

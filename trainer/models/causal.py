@@ -106,12 +106,12 @@ class CausalLM(TextModel):
         """Write a folder that ``AutoModelForCausalLM`` and serving engines load. Wrong weights raise ``RunError``."""
         self._complete_generation(cast(Any, module))
         super().save(module, folder, state)
-        wrong = self._misread(folder, self.merged_state(module, state))
+        wrong = self._find_mismatch(folder, self.merged_state(module, state))
         if wrong is not None:
             cause = f"{folder} does not match the trained weights: {wrong} would be loaded with different values"
             raise RunError(f"{cause}: check the disk, and write the folder again with trainer checkpoint export")
 
-    def _misread(self, folder: Path, merged: Mapping[str, Tensor]) -> str | None:
+    def _find_mismatch(self, folder: Path, merged: Mapping[str, Tensor]) -> str | None:
         """Return the first tensor that ``folder`` would load unlike ``merged``, reading single ones if possible."""
         import torch
         from transformers.conversion_mapping import get_model_conversion_mapping
@@ -152,7 +152,7 @@ class CausalLM(TextModel):
         from trainer.models.liger import use_kernels
 
         module = super()._finalize_module(module)
-        ahead = _sees_ahead(module.config)
+        ahead = _find_bidirectional_setting(module.config)
         if ahead is not None:
             cause = f"model.name={self.name!r} sees the tokens that it must predict ({ahead})"
             raise RecipeError(f"{cause}: use a decoder, or change that setting with model.config")
@@ -190,7 +190,7 @@ class CausalLM(TextModel):
             config.do_sample = True
 
 
-def _sees_ahead(config: Any) -> str | None:
+def _find_bidirectional_setting(config: Any) -> str | None:
     """Return the setting that lets a token see later tokens, as in encoders, or ``None``."""
     entries = {"is_decoder": False, "is_causal": False, "causal": False, "use_bidirectional_attention": True}
     if "gpt_neox" in config.model_type:  # GPT-NeoX ignores this setting

@@ -23,10 +23,18 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
     from typing_extensions import Self
 
-POSITIONS = ("max_position_embeddings", "n_positions", "max_seq_len", "max_sequence_length")
-FROM_PADDING = ("roberta", "camembert", "longformer", "mpnet", "luke", "ibert", "xmod")  # in names of model types
+POSITION_KEYS = ("max_position_embeddings", "n_positions", "max_seq_len", "max_sequence_length")
+POSITIONS_FROM_PADDING_IDX = (
+    "roberta",
+    "camembert",
+    "longformer",
+    "mpnet",
+    "luke",
+    "ibert",
+    "xmod",
+)  # in names of model types
 
-NO_DROPOUT = ("layerdrop", "path", "connect", "token")
+NOT_FEATURE_DROPOUT = ("layerdrop", "path", "connect", "token")
 """Parts of setting names with ``drop`` that are not a dropout rate of features or attention weights."""
 
 PROBLEM_TYPES = {name: f"{name}_classification" for name in ("single_label", "multi_label")}
@@ -49,7 +57,7 @@ def local_folder(source: str) -> str:
     return source.removeprefix("file://")
 
 
-PUBLISHED = {
+BUNDLED_CONFIGS = {
     **dict.fromkeys(("distilbert/distilbert-base-uncased", "distilbert-base-uncased"), "distilbert-base-uncased"),
     "google/bigbird-roberta-base": "bigbird-roberta-base",
     **{f"HuggingFaceTB/SmolLM2-{size}": f"SmolLM2-{size}" for size in ("135M", "135M-Instruct", "360M", "1.7B")},
@@ -61,7 +69,7 @@ PUBLISHED = {
 
 def bundled_config_folder(source: str) -> Path | None:
     """Return the packaged folder with the ``config.json`` of the hub id ``source``, or ``None``."""
-    name = None if is_local(source) else PUBLISHED.get(source)
+    name = None if is_local(source) else BUNDLED_CONFIGS.get(source)
     return None if name is None else Path(__file__).parent / "published" / name
 
 
@@ -130,8 +138,8 @@ def _require_files(folder: Path) -> None:
 def max_positions(config: Mapping[str, Any]) -> int | None:
     """Return the max number of tokens of a model from its ``config.json``, or ``None`` if there is no limit."""
     kind = str(config.get("model_type"))
-    found = next((config[name] for name in POSITIONS if isinstance(config.get(name), int)), 0)
-    if any(name in kind for name in FROM_PADDING):  # their positions start after the padding token's id
+    found = next((config[name] for name in POSITION_KEYS if isinstance(config.get(name), int)), 0)
+    if any(name in kind for name in POSITIONS_FROM_PADDING_IDX):  # their positions start after the padding token's id
         found -= 1 + (config.get("pad_token_id") or 0)
     return found if found > 0 and "t5" not in kind else None  # T5 has the entry, but only relative positions
 
@@ -249,7 +257,7 @@ class HubModel(SupportsLoRA, Preparable):
         )
         wrong = [*found["missing_keys"], *found["mismatched_keys"]]
         new = {key if isinstance(key, str) else key[0] for key in wrong} & dict(module.named_parameters()).keys()
-        self._require_body(module, new)
+        self._require_only_head_new(module, new)
         module = self.adapt(self._finalize_module(module.to(torch.get_default_device())))
         self.draw_new(module, _initialise, new)
         return module
@@ -280,11 +288,11 @@ class HubModel(SupportsLoRA, Preparable):
         require(self.weights is not None, "there is nothing to stream: model.weights is null")
         skeleton = on_meta(self.skeleton)
         own = skeleton.state_dict()
-        name_of = _renaming(skeleton, own)
+        name_of = _key_mapping(skeleton, own)
         found = [(name_of(key), *value) for key, value in tensors_in(self._folder(self.weights or "")).items()]
         stored = {name: place for name, place, shape in found if name in own and tuple(own[name].shape) == shape}
         new = {names[0] for names in tied_names(skeleton) if not stored.keys() & set(names)}
-        self._require_body(skeleton, new)
+        self._require_only_head_new(skeleton, new)
         return self.map_to_adapted(PretrainedWeights(stored, new, _initialise), skeleton)
 
     def _folder(self, weights: str) -> Path:
@@ -310,7 +318,7 @@ class HubModel(SupportsLoRA, Preparable):
             train_last_blocks(module, self.train_last_blocks, self.blocks)
         return module
 
-    def _require_body(self, module: nn.Module, new: Collection[str]) -> None:
+    def _require_only_head_new(self, module: nn.Module, new: Collection[str]) -> None:
         """Check that only the head is new. transformers would also fill other missing weights with random numbers."""
         from trainer.weights.files import format_names
 
@@ -375,7 +383,7 @@ class HubModel(SupportsLoRA, Preparable):
         changes = dict(self.config)
         if self.dropout is not None:
             rates = {key for key, value in config.to_dict().items() if "drop" in key and type(value) in (int, float)}
-            rates = {key for key in rates if not any(part in key for part in NO_DROPOUT)}
+            rates = {key for key in rates if not any(part in key for part in NOT_FEATURE_DROPOUT)}
             changes = dict.fromkeys(rates, self.dropout) | changes
         if kind is not None:  # other settings are derived from these, so they must be set at construction
             config = AutoConfig.for_model(kind, **{**of_data, **changes})
@@ -425,7 +433,7 @@ def _initialise(skeleton: Any) -> None:
     reset_adapters(skeleton)
 
 
-def _renaming(skeleton: Any, own: Mapping[str, Any]) -> Callable[[str], str]:
+def _key_mapping(skeleton: Any, own: Mapping[str, Any]) -> Callable[[str], str]:
     """Return a function from keys of a file to names in ``own``: prefixes and old names, as transformers maps them."""
     from transformers.conversion_mapping import get_model_conversion_mapping
     from transformers.core_model_loading import WeightConverter, rename_source_key

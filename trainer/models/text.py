@@ -29,17 +29,23 @@ _DISTILBERT = {f"transformer.layer.*.attention.{name}": "colwise" for name in ("
 _DISTILBERT |= {"transformer.layer.*.attention.out_lin": "rowwise", "transformer.layer.*.ffn.lin1": "colwise"}
 _DISTILBERT |= {"transformer.layer.*.ffn.lin2": "rowwise"}
 _DISTILBERT |= {f"transformer.layer.*.{part}_layer_norm": "sequence_parallel" for part in ("sa", "output")}
-ENCODERS = {  # tensor parallel plans of model types for which transformers has none
+ENCODER_TP_PLANS = {  # tensor parallel plans of model types for which transformers has none
     "distilbert": _DISTILBERT,
     **dict.fromkeys(("bert", "roberta", "xlm-roberta", "electra", "big_bird"), _BERT),
 }
-DECODERS = ("llama", "mistral", "qwen2", "qwen3")
+TP_DECODERS = ("llama", "mistral", "qwen2", "qwen3")
 _NORMS = {f"layers.*.{part}_layernorm": "sequence_parallel" for part in ("input", "post_attention")}
-"""Norms of ``DECODERS``, whose transformers plan splits the layers; the rest of a block works token by token."""
+"""Norms of ``TP_DECODERS``, whose transformers plan splits the layers; the rest of a block works token by token."""
 
 TextTask = Literal["single_label", "multi_label", "regression", "token"]
 NO_TOKENIZER = "none"
-PACKED = ("distilbert", "bert", "roberta", "xlm-roberta", "modernbert")  # model types that support packing
+UNPADDING_MODEL_TYPES = (
+    "distilbert",
+    "bert",
+    "roberta",
+    "xlm-roberta",
+    "modernbert",
+)  # model types that support packing
 
 
 class TextModel(HubModel, Packable):
@@ -101,8 +107,8 @@ class TextModel(HubModel, Packable):
     def tensor_parallel_plan(self, module: nn.Module) -> Mapping[str, str]:
         """Split attention by heads and MLPs by hidden features: our plan if there is one, else transformers'."""
         config, prefix = cast(Any, module).config, cast(Any, module).base_model_prefix
-        layers = ENCODERS.get(config.model_type) or getattr(config, "base_model_tp_plan", None) or {}
-        layers = _NORMS | layers if config.model_type in DECODERS else layers
+        layers = ENCODER_TP_PLANS.get(config.model_type) or getattr(config, "base_model_tp_plan", None) or {}
+        layers = _NORMS | layers if config.model_type in TP_DECODERS else layers
         return {f"{prefix}.{name}": style for name, style in layers.items()}
 
     def _config_from_data(self) -> dict[str, Any]:
@@ -179,25 +185,25 @@ class TextClassifier(TextModel, HubClassifier):
             config = self._configuration()
             whole = not getattr(config, "is_decoder", False) and not getattr(config, "chunk_size_feed_forward", 0)
             left = getattr(self.tokenizer_or_none(), "padding_side", "right") == "left"
-            known = self._has_known_blocks(config) and config._attn_implementation in (None, "sdpa")
-            self._can_pack = known and whole and not left and (self.padding_free or self._is_plain())
+            known = self._supports_unpadding(config) and config._attn_implementation in (None, "sdpa")
+            self._can_pack = known and whole and not left and (self.padding_free or self._is_unmodified())
             self._padding_idx = config.pad_token_id if config.model_type.endswith("roberta") else None
             self._asks = config.model_type == "modernbert"
             if not self._can_pack and self.padding_free is not None:
-                encoders = f"{', '.join(PACKED)}; BigBird with model.attention full"
+                encoders = f"{', '.join(UNPADDING_MODEL_TYPES)}; BigBird with model.attention full"
                 cause = f"model.padding_free=true is for encoders ({encoders}) whose head reads the first token, with"
                 unlike = f"sdpa attention and padding on the right, unlike model.name={self.name!r}"
                 raise RecipeError(f"{cause} {unlike}: leave it at null")
         return self._can_pack
 
-    def _has_known_blocks(self, config: Any) -> bool:
+    def _supports_unpadding(self, config: Any) -> bool:
         """Return whether models/padding_free.py supports the blocks of this configuration."""
         from trainer.models.packed_attention import length_dependent_rope
 
         first = getattr(config, "classifier_pooling", "cls") == "cls"  # some ModernBERT heads read the mean
-        return config.model_type in PACKED and first and length_dependent_rope(config) is None
+        return config.model_type in UNPADDING_MODEL_TYPES and first and length_dependent_rope(config) is None
 
-    def _is_plain(self) -> bool:
+    def _is_unmodified(self) -> bool:
         """Return whether module and losses are those of this class, which read only the first token and no mask."""
         own = ("build", "skeleton", "losses")
         return all(getattr(type(self), name) is getattr(TextClassifier, name) for name in own)

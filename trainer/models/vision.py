@@ -185,7 +185,7 @@ class VisionTransformer(SupervisedModel, SupportsLoRA, DrawnInputs):
         stored = {key: place for key, (place, _) in found.items()}
         known = {key: shape for key, (_, shape) in found.items()}
         if POSITIONS in stored and known[POSITIONS] != shapes[POSITIONS]:
-            transform = partial(self._interpolated, skeleton.patch_size)
+            transform = partial(self._interpolate_positions, skeleton.patch_size)
             stored[POSITIONS], known[POSITIONS] = replace(stored[POSITIONS], transform=transform), shapes[POSITIONS]
         new = self._new_parameters(shapes, known)
         places = {key: stored[key] for key in stored if key not in new}
@@ -198,9 +198,9 @@ class VisionTransformer(SupervisedModel, SupportsLoRA, DrawnInputs):
     def losses(self, module: nn.Module, batch: Any) -> Iterator[Loss]:
         """Yield the task's loss for ``pixel_values`` (n, 1 or 3, height, width) and ``labels``."""
         if self.drop_path and module.training:
-            from trainer.models.drop_path import draw_paths
+            from trainer.models.drop_path import sample_drop_paths
 
-            draw_paths(module, batch["seeds"])
+            sample_drop_paths(module, batch["seeds"])
         pixels = batch["pixel_values"].expand(-1, 3, -1, -1)  # grey becomes three equal channels
         yield self.loss_of_batch(module(pixels), batch)
 
@@ -233,7 +233,7 @@ class VisionTransformer(SupervisedModel, SupportsLoRA, DrawnInputs):
                 raise RecipeError(f"model.weights={weights}: cannot download {url} ({error}): {fix}") from error
         return file
 
-    def _interpolated(self, patch_size: int, positions: Tensor) -> Tensor:
+    def _interpolate_positions(self, patch_size: int, positions: Tensor) -> Tensor:
         """Return position embeddings for ``image_size``, shape (1, 1 + patches, width)."""
         from torchvision.models.vision_transformer import interpolate_embeddings
 
@@ -242,7 +242,7 @@ class VisionTransformer(SupervisedModel, SupportsLoRA, DrawnInputs):
     def _load_pretrained(self, module: nn.Module, state: dict[str, Tensor]) -> None:
         own = module.state_dict()
         if POSITIONS in state:
-            state = state | {POSITIONS: self._interpolated(cast(int, module.patch_size), state[POSITIONS])}
+            state = state | {POSITIONS: self._interpolate_positions(cast(int, module.patch_size), state[POSITIONS])}
         new = self._new_parameters(_shapes(own), _shapes(state))
         module.load_state_dict(state | {key: own[key] for key in new})  # a new head stays zero
 

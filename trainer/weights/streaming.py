@@ -19,15 +19,15 @@ from trainer.errors import RecipeError, require
 from trainer.system.files import read_regular
 from trainer.values import StoredTensor
 from trainer.weights.files import format_names
-from trainer.weights.nf4 import CHUNK_ROWS, GROUP, NF4Linear, quantise
+from trainer.weights.nf4 import CHUNK_ROWS, WEIGHTS_PER_ROW, NF4Linear, quantise
 
 if TYPE_CHECKING:
     from trainer.contract import Streamable
 
-MAX_INDEX_BYTES, PIECE = 64 * 2**20, 1 << 22
+MAX_INDEX_BYTES, PIECE_ELEMENTS = 64 * 2**20, 1 << 22
 """Max bytes of an index file; and elements copied at a time, which bounds the extra memory of a dtype conversion."""
 
-SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
+SAFETENSORS_FILE, SAFETENSORS_INDEX_FILE = "model.safetensors", "model.safetensors.index.json"
 
 
 class WeightFiles(ExitStack):
@@ -69,8 +69,10 @@ def tensors_in(path: str | Path) -> dict[str, tuple[StoredTensor, tuple[int, ...
     """
     path = Path(path)
     if path.is_dir():
-        found = [path / name for name in (SINGLE, INDEX) if (path / name).is_file()]
-        require(bool(found), f"{path} has neither {SINGLE} nor {INDEX}: weights can only be streamed from safetensors")
+        found = [path / name for name in (SAFETENSORS_FILE, SAFETENSORS_INDEX_FILE) if (path / name).is_file()]
+        if not found:
+            names = f"{SAFETENSORS_FILE} nor {SAFETENSORS_INDEX_FILE}"
+            raise RecipeError(f"{path} has neither {names}: weights can only be streamed from safetensors")
         path = found[0]
     with WeightFiles() as files:
         places = _places(path) if path.suffix == ".json" else dict.fromkeys(files.open(path).keys(), path)
@@ -253,7 +255,11 @@ def load_into(module: nn.Module, model: Streamable, seed: int) -> None:
                 part = LocalSlice(part.local, offset)
             coded = leaf == "codes" and isinstance(layer, NF4Linear)
             for number, (name, place) in enumerate(stored.items()):
-                pieces = _codes(files, place, name, layer, part) if coded else _pieces(files, place, name, shape, part)
+                pieces = (
+                    _iter_nf4_codes(files, place, name, layer, part)
+                    if coded
+                    else _iter_pieces(files, place, name, shape, part)
+                )
                 for rows, value in pieces:
                     if number == 0:
                         part.local[rows].copy_(value)
@@ -270,7 +276,7 @@ def load_into(module: nn.Module, model: Streamable, seed: int) -> None:
     require(not left, f"{left} are still on meta without a value: skeleton() must create real buffers")
 
 
-def _pieces(
+def _iter_pieces(
     files: WeightFiles, stored: StoredTensor, name: str, shape: tuple[int, ...], part: LocalSlice
 ) -> Iterator[Any]:
     """Yield the values of ``part``, a few rows at a time: the rows, and the tensor."""
@@ -286,22 +292,24 @@ def _pieces(
         yield ..., files.read(stored.file, stored.key)
         return
     first, *others = part.as_index()
-    step = max(1, PIECE // max(1, part.local[:1].numel()))
+    step = max(1, PIECE_ELEMENTS // max(1, part.local[:1].numel()))
     for start in range(first.start, first.stop, step):
         stop = min(start + step, first.stop)
         value = files.read(stored.file, stored.key, (slice(start, stop), *others))
         yield slice(start - first.start, stop - first.start), value
 
 
-def _codes(files: WeightFiles, stored: StoredTensor, name: str, layer: NF4Linear, part: LocalSlice) -> Iterator[Any]:
+def _iter_nf4_codes(
+    files: WeightFiles, stored: StoredTensor, name: str, layer: NF4Linear, part: LocalSlice
+) -> Iterator[Any]:
     """Yield the codes of ``part`` in pieces, with their rows. They do not depend on ranks or precision."""
     first, count, width = part.offset[0], len(part.local), layer.shape[1]
     for start in range(first, first + count, CHUNK_ROWS):
         stop = min(start + CHUNK_ROWS, first + count)
-        begin, end = start * GROUP, min(stop * GROUP, math.prod(layer.shape))
+        begin, end = start * WEIGHTS_PER_ROW, min(stop * WEIGHTS_PER_ROW, math.prod(layer.shape))
         lines = slice(begin // width, -(-end // width))
         wanted = LocalSlice(torch.empty(lines.stop - lines.start, width, device="meta"), (lines.start, 0))
-        read = torch.cat([value for _, value in _pieces(files, stored, name, layer.shape, wanted)]).flatten()
+        read = torch.cat([value for _, value in _iter_pieces(files, stored, name, layer.shape, wanted)]).flatten()
         value = read[begin - lines.start * width : end - lines.start * width].to(part.local.device, torch.float32)
         if not value.isfinite().all():
             cause = f"{stored.key} in {stored.file} has values that are not finite, which NF4 cannot encode"
