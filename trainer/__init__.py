@@ -92,9 +92,7 @@ _RENAMED = {
 def __getattr__(name: str) -> Any:
     if name in _RENAMED:
         deprecated(f"trainer.{name}", f"trainer.{_RENAMED[name]}")
-        name = _RENAMED[name]
-        if name in globals():
-            return globals()[name]
+        return globals().get(_RENAMED[name]) or __getattr__(_RENAMED[name])
     if name not in _LAZY:
         raise AttributeError(f"module 'trainer' has no attribute {name!r}")
     from trainer.system.imports import quick_imports

@@ -55,12 +55,14 @@ def format_list(indices: Sequence[int | str]) -> str:
 
 
 def suggest_name(word: str, known: Iterable[str], cutoff: float = 0.6, prefix: str = "") -> str:
-    """Return "; did you mean NAME?" with the ``known`` name most similar to ``word``, or "" if none is similar.
+    """Return "; did you mean NAME?" with the ``known`` name most similar to ``word``, or "" if none is similar."""
+    return "".join(f"; did you mean {prefix}{name}?" for name in closest_names(word, known, cutoff))
 
-    Case is ignored; ``cutoff`` is the minimum similarity, from 0 to 1."""
+
+def closest_names(word: str, known: Iterable[str], cutoff: float = 0.6, count: int = 1) -> list[str]:
+    """Return up to ``count`` names with at least the similarity ``cutoff``, from 0 to 1, whatever their case."""
     names = {name.lower(): name for name in reversed(list(known))}  # the first of equal names wins
-    close = get_close_matches(word.lower(), names, 1, cutoff)
-    return f"; did you mean {prefix}{names[close[0]]}?" if close else ""
+    return [names[one] for one in get_close_matches(word.lower(), names, count, cutoff)]
 
 
 def deprecated(name: str, replacement: str) -> None:
@@ -78,13 +80,14 @@ def require_types(section: str, settings: Any) -> None:
     """Reject a dataclass with a field of the wrong type, for recipes written in Python.
 
     Fields have plain types or classes. Messages put ``section``, such as ``"optim."``, before their names."""
-    for name, hint in _field_types(settings.__class__).items():
+    for name, hint in field_types(settings.__class__).items():
         if not _matches_type(value := getattr(settings, name), hint):  # the type is described only if it does not fit
             raise RecipeError(f"{section}{name}={value!r} must be {_describe_type(hint)}")
 
 
 @lru_cache
-def _field_types(kind: type) -> dict[str, Any]:
+def field_types(kind: type) -> dict[str, Any]:
+    """Return the resolved type of each field of a dataclass."""
     hints = get_type_hints(kind, localns=dict.fromkeys(("Tensor", "ndarray"), Any))  # imported for type checkers only
     return {field.name: hints[field.name] for field in dataclasses.fields(kind)}
 

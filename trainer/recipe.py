@@ -7,13 +7,13 @@ import math
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import KW_ONLY, dataclass, field
-from functools import cache
-from typing import Any, Literal, TypeVar, get_origin, get_type_hints
+from typing import Any, Literal, TypeVar, get_origin
 
 from trainer.contract import Data, Metric, Model
 from trainer.errors import (
     RecipeError,
     deprecated,
+    field_types,
     require,
     require_choice,
     require_positive,
@@ -30,9 +30,7 @@ Compile = Literal["none", "blocks", "model", "cuda_graphs"]
 MatmulPrecision = Literal["highest", "high", "medium"]
 ScaleLR = Literal["none", "linear", "sqrt"]
 LoggerName = Literal["csv", "tensorboard", "wandb", "mlflow"]
-_PER_CLASS_METRICS = tuple(
-    f"{metric}{mean}" for metric in ("f1", "precision", "recall") for mean in ("", "_macro", "_micro")
-)
+_PER_CLASS_METRICS = [f"{name}{mean}" for name in ("f1", "precision", "recall") for mean in ("", "_macro", "_micro")]
 _OTHER_METRICS = ("auroc", "average_precision", "mcc", "r2", "pearson", "spearman")
 _ACCURACIES = ("accuracy", "balanced_accuracy", "top5_accuracy", "subset_accuracy")
 HIGHER_IS_BETTER = (*_ACCURACIES, *_PER_CLASS_METRICS, "f1_weighted", *_OTHER_METRICS)
@@ -40,17 +38,7 @@ LOWER_IS_BETTER = ("loss", "perplexity", "bits_per_byte", "mae", "mse", "rmse")
 """The metrics of an evaluation by name: first those where higher is better, then those where lower is better."""
 _CLASS_MEANS = (name for name in HIGHER_IS_BETTER if name.startswith(("f1_", "precision_", "recall_")))
 _AVERAGED_METRICS = (*_CLASS_MEANS, "auroc", "average_precision")
-_SINGLE_LABEL_METRICS = (
-    "accuracy",
-    "balanced_accuracy",
-    "top5_accuracy",
-    "mcc",
-    "f1",
-    "precision",
-    "recall",
-    *_AVERAGED_METRICS,
-    "perplexity",
-)
+_SINGLE_LABEL_METRICS = (*_ACCURACIES[:3], "mcc", "f1", "precision", "recall", *_AVERAGED_METRICS, "perplexity")
 REGRESSION_METRICS = ("mae", "mse", "rmse", "r2", "pearson", "spearman")
 METRICS_BY_TASK = {
     "single_label": _SINGLE_LABEL_METRICS,
@@ -61,7 +49,6 @@ METRICS_BY_TASK = {
 }
 """The metrics that each task supports, in addition to the loss."""
 
-_field_types: Any = cache(get_type_hints)
 T = TypeVar("T")
 
 
@@ -591,7 +578,7 @@ def _require_metric(setting: str, name: str, known: list[str]) -> None:
 def _check(section: str, settings: Any, positive: tuple[str, ...]) -> None:
     """Check the types, choices and ranges of all fields, and that the ``positive`` ones are integers from 1."""
     require_types(section, settings)
-    for name, hint in _field_types(type(settings)).items():
+    for name, hint in field_types(settings.__class__).items():
         if get_origin(hint) is Literal:
             key, value = section + name, getattr(settings, name)
             if (key, value) in UNSUPPORTED_VALUES:
@@ -603,9 +590,8 @@ def _check(section: str, settings: Any, positive: tuple[str, ...]) -> None:
     for one in dataclasses.fields(settings):
         value, interval = getattr(settings, one.name), one.metadata.get("interval")
         if interval is not None and value is not None and not _is_within(value, interval):
-            raise RecipeError(
-                f"{section}{one.name}={value} must be {_describe_interval(interval)}{one.metadata['note']}"
-            )
+            allowed = f"{_describe_interval(interval)}{one.metadata['note']}"
+            raise RecipeError(f"{section}{one.name}={value} must be {allowed}")
 
 
 def _is_within(value: float, interval: str) -> bool:

@@ -7,14 +7,13 @@ import inspect
 import re
 import sys
 from collections.abc import Collection, Mapping
-from difflib import get_close_matches
 from enum import Enum
 from pathlib import PurePath
 from typing import Any, NamedTuple
 
 import yaml
 
-from trainer.errors import RecipeError
+from trainer.errors import RecipeError, closest_names
 from trainer.recipe import Recipe
 from trainer.system.redact import redact_value
 
@@ -146,8 +145,8 @@ def did_you_mean(name: str, names: Collection[str], dashes: str = "") -> str:
     everywhere = dict(reversed(parts))  # the first of equal names wins
     exact = {last: everywhere[last]} if last in everywhere else {}
     for candidates, cutoff in ((exact, 1), (beside, 0.6), (everywhere, 0.75)):
-        if close := get_close_matches(last, candidates, 1, cutoff):
-            return f"; did you mean {dashes}{candidates[close[0]]}?"
+        for close in closest_names(last, candidates, cutoff):
+            return f"; did you mean {dashes}{candidates[close]}?"
     return ""
 
 

@@ -24,9 +24,8 @@ if TYPE_CHECKING:
 # Modules that import torch are imported inside the functions, so that --help is fast.
 
 DESCRIPTION = "Check this machine, the data and the model before a run; each finding has a fix."
-FLAGS = CommandFlags(
-    switches={"json": "print the findings as JSON, and nothing else, on stdout"}, description=DESCRIPTION
-)
+SWITCHES = {"json": "print the findings as JSON, and nothing else, on stdout"}
+FLAGS = CommandFlags(switches=SWITCHES, description=DESCRIPTION)
 
 
 def doctor(argv: list[str]) -> None:

@@ -13,6 +13,7 @@ from urllib.request import url2pathname
 from trainer.contract import Data
 from trainer.errors import RecipeError, format_list, require, suggest_name
 from trainer.recipe import MAX_SECONDS
+from trainer.system.error_reports import describe_error
 from trainer.values import DataSpec, Task
 
 if TYPE_CHECKING:
@@ -139,11 +140,10 @@ def local_path(text: str) -> Path:
 
 
 def root_cause(error: BaseException) -> str:
-    """Return type and first line of the root cause of a chain of exceptions."""
+    """Describe the root cause of a chain of exceptions."""
     while error.__cause__ is not None:
         error = error.__cause__
-    lines = str(error).strip().splitlines()
-    return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
+    return describe_error(error)
 
 
 def hold_out(

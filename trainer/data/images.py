@@ -235,11 +235,9 @@ class _DownloadedImages(_ImageDataset):
             self.use_model(model)
         classes, train, test = self._read()
         self._set_classes(classes)
-        source, found = type(self).__name__, (("train", train), ("test", test))
-        parts = [
-            _ImageArraysPart(images, labels, f"{source} {name}", range(len(labels))) for name, (images, labels) in found
-        ]
-        self._set_splits(*parts)
+        name, splits = type(self).__name__, (("train", train), ("test", test))
+        parts = [(*part, f"{name} {split}", range(len(part[1]))) for split, part in splits]
+        self._set_splits(*map(_ImageArraysPart._make, parts))
 
     def _read(self) -> tuple[Sequence[str], Any, Any]:
         raise NotImplementedError

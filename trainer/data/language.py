@@ -160,9 +160,8 @@ class LanguageData(PaddedDataset):
         if self.streamed:
             self._prepare_stream(reader, cache)
             return
-        found = (
-            load_hub_rows(self) if self.name else {part: self._rows(part, reader, cache) for part in self._sources()}
-        )
+        local = {part: self._rows(part, reader, cache) for part in self._sources()}
+        found = load_hub_rows(self) if self.name else local
         survey, parts = TruncationReport(self._sample_noun, self.max_length), dict[str, Sequences]()
         for part, rows in found.items():
             several = rows if isinstance(rows, list) else [rows]

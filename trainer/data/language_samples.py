@@ -343,10 +343,8 @@ class ChatReader:
 
     def prompts(self, texts: Sequence[Any]) -> list[list[int]]:
         chats = [_parse_content(one, "prompt") for one in texts]
-        for chat in chats:
-            while (
-                chat and chat[-1]["role"] == "assistant"
-            ):  # drop existing answers, because the model generates its own
+        for chat in chats:  # drop existing answers, because the model generates its own
+            while chat and chat[-1]["role"] == "assistant":
                 chat.pop()
         texts = []
         for found in (self._bounded(chat, prompt=True) for chat in chats):
@@ -386,11 +384,7 @@ def _template(tokenizer: Any, given: str | None) -> str:
 def messages_of(cells: Sequence[Any]) -> list[dict[str, Any]]:
     """Return the messages of a row, from one cell, or from a prompt and a completion."""
     if len(cells) == 2:
-        return [
-            message
-            for cell, name in zip(cells, ("prompt", "completion"), strict=True)
-            for message in _parse_content(cell, name)
-        ]
+        return [*_parse_content(cells[0], "prompt"), *_parse_content(cells[1], "completion")]
     return _parse_messages(_parsed(cells[0], "messages"), "messages")
 
 
@@ -629,15 +623,11 @@ class TruncationReport:
     def check(self, max_bad: int) -> None:
         """Warn about the samples that are skipped, or reject them if they are more than ``max_bad``."""
         count = len(self.bad)
-        shown = "; ".join(_format_places(self.bad[:MAX_SHOWN])) + (
-            f"; and {count - MAX_SHOWN:,} more" if count > MAX_SHOWN else ""
-        )
+        shown = "; ".join(_format_places(self.bad[:MAX_SHOWN]))
+        shown += f"; and {count - MAX_SHOWN:,} more" if count > MAX_SHOWN else ""
         said = f"{self._format_count(count)} cannot be learned from"
-        fix = (
-            f", raise data.max_length={self.max_length}"
-            if any(why.endswith(TRUNCATED_REASON) for why in self.bad)
-            else ""
-        )
+        is_short = any(why.endswith(TRUNCATED_REASON) for why in self.bad)
+        fix = f", raise data.max_length={self.max_length}" if is_short else ""
         fix += f", or skip them with --data.max_bad_samples {count}" if self.learned else ""
         if count > max_bad:
             raise RecipeError(f"{said}, more than data.max_bad_samples={max_bad}: {shown}. Fix or remove them{fix}")

@@ -122,10 +122,8 @@ class Loader:
         if request.mix is None:
             return self._checked(request)
         # A partner that is also in the micro-batch is loaded once.
-        own, partners = (
-            _with_seeds(request.indices, request.seeds),
-            _with_seeds(request.mix.partners, request.mix.seeds),
-        )
+        own = _with_seeds(request.indices, request.seeds)
+        partners = _with_seeds(request.mix.partners, request.mix.seeds)
         rows = {sample: row for row, sample in enumerate(dict.fromkeys([*own, *partners]))}
         loaded = self._checked(Request(*_without_seeds(list(rows), request.seeds)))
         return apply_mixup(loaded, [rows[sample] for sample in own], [rows[sample] for sample in partners], request.mix)

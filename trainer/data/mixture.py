@@ -45,9 +45,8 @@ class Mixture(Loading):
     workers: int | None = field(default=None, kw_only=True)
 
     def __post_init__(self) -> None:
-        require(
-            isinstance(self.parts, list | tuple) and len(self.parts) > 0, f"data.parts={self.parts!r}: {PARTS_HELP}"
-        )
+        if not isinstance(self.parts, list | tuple) or not self.parts:
+            raise RecipeError(f"data.parts={self.parts!r}: {PARTS_HELP}")
         self._built = [_built(number, part) for number, part in enumerate(self.parts, start=1)]
         total = sum(weight for _, weight in self._built)
         require(total < math.inf, "data.parts: the sum of the weights overflows: give smaller weights")
@@ -142,9 +141,8 @@ def _built(number: int, part: Any) -> tuple[Data, float]:
     *given, weight = part if isinstance(part, tuple | list) and part else (None, None)
     data, named = given[0] if given else None, f"data.parts: part {number}"
     if isinstance(data, str) and len(given) < 3:
-        require(
-            data in DATASET_CLASSES, f"{named}: there is no dataset {data}: use one of {', '.join(DATASET_CLASSES)}"
-        )
+        if data not in DATASET_CLASSES:
+            raise RecipeError(f"{named}: there is no dataset {data}: use one of {', '.join(DATASET_CLASSES)}")
         settings = given[1] if len(given) == 2 else {}
         require(isinstance(settings, dict), f"{named}: {settings!r} must be a mapping of settings of {data}")
         kind = DATASET_CLASSES[data]

@@ -142,10 +142,8 @@ def open_json_lines(path: Path, cache: Path, pick: Callable[[Sequence[str]], Seq
 
 def _read_lines(path: Path, pick: Callable[[Sequence[str]], Sequence[str]], cache_dir: str) -> datasets.Dataset:
     try:
-        columns = tuple(
-            pick(list(dict.fromkeys(name for row in _iter_json_lines(path) for name in row)))
-        )  # a tuple, because from_generator splits lists
-        told: Any = {"path": path, "columns": columns}
+        columns = pick(list(dict.fromkeys(name for row in _iter_json_lines(path) for name in row)))
+        told: Any = {"path": path, "columns": tuple(columns)}  # from_generator splits lists
         features = datasets.Features({name: datasets.Value("large_string") for name in columns})
         return datasets.Dataset.from_generator(_read_cells, features, cache_dir=cache_dir, gen_kwargs=told)
     except RecipeError:

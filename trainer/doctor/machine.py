@@ -47,9 +47,8 @@ BUSY_GPU_SHARE = 0.1  # minimum share of a GPU's memory in use by others that ca
 def libraries(subject: CheckContext) -> Finding:
     """Check that the installed versions meet the project's requirements."""
     wrong = []
-    needed = [
-        one for one in map(Requirement, required_versions()) if one.marker is None or one.marker.evaluate({"extra": ""})
-    ]
+    known = map(Requirement, required_versions())
+    needed = [one for one in known if one.marker is None or one.marker.evaluate({"extra": ""})]
     for one in needed:
         try:
             version = metadata.version(one.name)

@@ -94,11 +94,8 @@ def _image_modes(check: str, split: Samples, positions: Sequence[int]) -> Iterat
         path = str(files[position][0])
         with suppress(Exception), open_regular(path) as file, Image.open(file) as image:  # reported by samples()
             found[image.mode].append(path)
-    odd = [
-        f"{len(paths)} of mode {mode} (such as {paths[0]})"
-        for mode, paths in found.items()
-        if mode not in LOSSLESS_MODES
-    ]
+    lossy = {mode: paths for mode, paths in found.items() if mode not in LOSSLESS_MODES}
+    odd = [f"{len(paths)} of mode {mode} (such as {paths[0]})" for mode, paths in lossy.items()]
     if odd:
         fix = "convert them to RGB yourself if transparency, 16 bits or CMYK matter"
         count = sum(map(len, found.values()))

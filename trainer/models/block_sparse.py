@@ -26,11 +26,7 @@ from trainer.fakegpu.events import INNER_BYTES
 
 BLOCKS_AT_ONCE = 16  # blocks of queries at once: their keys, values and scores stay in a core's cache
 MASK_VALUE = -1e30  # added to the score of a masked key; finite, so that a text of only padding gives no NaN
-LONG_SEQUENCE_LENGTHS = (
-    1024,
-    3072,
-    4096,
-)  # lengths in tokens whose random blocks are drawn as in the paper's experiments
+LONG_SEQUENCE_LENGTHS = (1024, 3072, 4096)  # tokens; their random blocks are drawn as in the paper's experiments
 NAME = "block_sparse_attention"
 
 
@@ -257,9 +253,8 @@ def workspace_bytes(op: Any, args: tuple[Any, ...], capability: tuple[int, int] 
         return (batch * heads * tokens * exact,) if backward else ()
     blocks, block = counts.shape[-1], tokens // counts.shape[-1]
     rows, each = max(2, min(BLOCKS_AT_ONCE, blocks - 2)), query.element_size()
-    near = (
-        max(2 * blocks, min(BLOCKS_AT_ONCE, blocks - 2) * width) * block
-    )  # keys of one part, for all its query blocks
+    # The keys of one part, for all its query blocks.
+    near = max(2 * blocks, min(BLOCKS_AT_ONCE, blocks - 2) * width) * block
     gathered, scores, is_half = near * size * each, near * block * exact, exact > each
     in_half = near * block * each * is_half
     of_head = 2 * tokens * size * each * (heads > 1)  # contiguous copies of the head's keys and values

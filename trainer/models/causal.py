@@ -140,10 +140,8 @@ class CausalLM(TextModel):
         if tokenizer is None:
             return {}
         special = {key: getattr(tokenizer, key) for key in ("bos_token_id", "eos_token_id", "pad_token_id")}
-        if (
-            special["pad_token_id"] == special["eos_token_id"]
-        ):  # otherwise the end token's embedding would get no gradient
-            special["pad_token_id"] = None
+        if special["pad_token_id"] == special["eos_token_id"]:
+            special["pad_token_id"] = None  # otherwise the end token's embedding would get no gradient
         return {"vocab_size": len(tokenizer), **special}
 
     def _finalize_module(self, module: nn.Module) -> nn.Module:

@@ -10,9 +10,8 @@ from torch import Tensor, nn
 from torchvision.ops import stochastic_depth
 
 # Constants of SplitMix64 (Steele et al. 2014), as signed integers, because torch has no unsigned ones.
-SPLITMIX_GAMMA, FIRST, SECOND = (
-    number - 2**64 for number in (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB)
-)
+_UNSIGNED = (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB)
+SPLITMIX_GAMMA, FIRST, SECOND = (number - 2**64 for number in _UNSIGNED)
 
 
 class DropPath(nn.Module):

@@ -24,15 +24,8 @@ if TYPE_CHECKING:
     from typing_extensions import Self
 
 POSITION_KEYS = ("max_position_embeddings", "n_positions", "max_seq_len", "max_sequence_length")
-POSITIONS_FROM_PADDING_IDX = (
-    "roberta",
-    "camembert",
-    "longformer",
-    "mpnet",
-    "luke",
-    "ibert",
-    "xmod",
-)  # in names of model types
+POSITIONS_FROM_PADDING_IDX = ("roberta", "camembert", "longformer", "mpnet", "luke", "ibert", "xmod")
+"""Parts of model types whose positions start after the padding token's id."""
 
 NOT_FEATURE_DROPOUT = ("layerdrop", "path", "connect", "token")
 """Parts of setting names with ``drop`` that are not a dropout rate of features or attention weights."""

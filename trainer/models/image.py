@@ -90,11 +90,9 @@ class ImageClassifier(HubClassifier, DrawnInputs):
 
         if self.weights is None and self._type() is not None:  # a model type has no files
             return None
-        source = self.weights or self.name
+        key, source = ("weights", self.weights) if self.weights else ("name", self.name)
         missing = {"_raise_exceptions_for_missing_entries": False, "_raise_exceptions_for_connection_errors": False}
-        found = self._load(
-            "weights" if self.weights else "name", source, cached_file, filename=PROCESSOR_FILE, **missing
-        )
+        found = self._load(key, source, cached_file, filename=PROCESSOR_FILE, **missing)
         return None if found is None else Path(found)
 
     def _type(self) -> str | None:

@@ -28,9 +28,7 @@ from transformers.models.xlm_roberta.modeling_xlm_roberta import XLMRobertaLayer
 
 DROPOUT_BITS = 16  # random bits per attention weight for dropout on a CPU: the rate is rounded to 2^-16
 MAX_PADDING = 4  # max ratio of padded rows to tokens for a single padded call of attention on a GPU
-QUERY_CHUNK = (
-    256  # queries per chunk of attention with dropout on a CPU, because a long text's weights exceed the cache
-)
+QUERY_CHUNK = 256  # queries at a time, for dropout on a CPU, because a long text's weights exceed the cache
 
 
 class SequenceLengths:
@@ -403,9 +401,8 @@ class _DroppedAttention(torch.autograd.Function):
         query, key, value, *kept = ctx.saved_tensors
         scale, of_kept = ctx.scales
         of_query, of_key, of_value = [], torch.zeros_like(key), torch.zeros_like(value)
-        for rows, up, here in zip(
-            query.split(QUERY_CHUNK, 2), (gradient * of_kept).split(QUERY_CHUNK, 2), kept, strict=True
-        ):
+        queries, gradients = (tensor.split(QUERY_CHUNK, 2) for tensor in (query, gradient * of_kept))
+        for rows, up, here in zip(queries, gradients, kept, strict=True):
             weights = _weights(rows, key, scale)
             of_weights = _apply_dropout(up @ value.transpose(-2, -1), here)
             of_scores = torch._softmax_backward_data(of_weights, weights, -1, weights.dtype).mul_(scale)

@@ -39,13 +39,7 @@ _NORMS = {f"layers.*.{part}_layernorm": "sequence_parallel" for part in ("input"
 
 TextTask = Literal["single_label", "multi_label", "regression", "token"]
 NO_TOKENIZER = "none"
-UNPADDING_MODEL_TYPES = (
-    "distilbert",
-    "bert",
-    "roberta",
-    "xlm-roberta",
-    "modernbert",
-)  # model types that support packing
+UNPADDING_MODEL_TYPES = ("distilbert", "bert", "roberta", "xlm-roberta", "modernbert")  # types that support packing
 
 
 class TextModel(HubModel, Packable):
@@ -172,9 +166,8 @@ class TextClassifier(TextModel, HubClassifier):
     def _load_tokenizer(self, source: str, **options: Any) -> Any:
         found = super()._load_tokenizer(source, **options)
         if self.task == "token" and getattr(found, "add_prefix_space", None) is False:  # RoBERTa's
-            return super()._load_tokenizer(
-                source, add_prefix_space=True
-            )  # without it, it rejects text that is split into words
+            # Without the prefix, it rejects text that is split into words.
+            return super()._load_tokenizer(source, add_prefix_space=True)
         return found
 
     def packs(self) -> bool:

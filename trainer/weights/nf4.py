@@ -23,7 +23,8 @@ WEIGHTS_PER_SCALE, WEIGHTS_PER_ROW = 64, 4096
 """Weights per scale, and weights per row of codes. A row has 64 scales, each quantised to 8 bits within their range
 (the paper's double quantisation uses groups of 256). Both are counted from the start of the whole weight."""
 
-BYTES_PER_ROW = WEIGHTS_PER_ROW // 2 + WEIGHTS_PER_ROW // WEIGHTS_PER_SCALE + 8
+SCALES_PER_ROW = WEIGHTS_PER_ROW // WEIGHTS_PER_SCALE
+BYTES_PER_ROW = WEIGHTS_PER_ROW // 2 + SCALES_PER_ROW + 8
 """Bytes of a row: two codes per byte, the scales, and in fp32 the smallest scale and the step between scales."""
 
 CHUNK_ROWS = 1024  # rows processed at a time: some 25 MB in addition to the weight itself
@@ -54,9 +55,8 @@ def quantise(weights: Tensor) -> Tensor:
     flat = weights.detach().reshape(-1)
     codes = torch.empty(num_code_rows(flat.numel()), BYTES_PER_ROW, dtype=torch.uint8, device=flat.device)
     for some, rows in zip(flat.split(CHUNK_ROWS * WEIGHTS_PER_ROW), codes.split(CHUNK_ROWS), strict=True):
-        values = functional.pad(some.float(), (0, -some.numel() % WEIGHTS_PER_ROW)).view(
-            len(rows), WEIGHTS_PER_ROW // WEIGHTS_PER_SCALE, WEIGHTS_PER_SCALE
-        )
+        values = functional.pad(some.float(), (0, -some.numel() % WEIGHTS_PER_ROW))
+        values = values.view(len(rows), SCALES_PER_ROW, WEIGHTS_PER_SCALE)
         largest = values.abs().amax(-1)
         least, most = largest.amin(1, keepdim=True), largest.amax(1, keepdim=True)
         step = (most - least) * (1 / 255)  # a product, because GPUs and CPUs divide by a constant differently
@@ -87,13 +87,10 @@ def dequantise(codes: Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> Ten
     whole = torch.empty(len(codes) * WEIGHTS_PER_ROW, dtype=dtype, device=codes.device)
     for some, out in iter_chunks(codes, whole):
         # FSDP of torch 2.11 casts bytes to its compute dtype, which represents them exactly.
-        packed, scales, numbers = some.to(torch.uint8).split(
-            [WEIGHTS_PER_ROW // 2, WEIGHTS_PER_ROW // WEIGHTS_PER_SCALE, 8], 1
-        )
+        packed, scales, numbers = some.to(torch.uint8).split([WEIGHTS_PER_ROW // 2, SCALES_PER_ROW, 8], 1)
         least, step = numbers.contiguous().view(torch.float32).split(1, 1)
-        values = functional.embedding(packed.int(), _pair_table_on(codes)).view(
-            len(some), WEIGHTS_PER_ROW // WEIGHTS_PER_SCALE, WEIGHTS_PER_SCALE
-        )
+        values = functional.embedding(packed.int(), _pair_table_on(codes))
+        values = values.view(len(some), SCALES_PER_ROW, WEIGHTS_PER_SCALE)
         torch.mul(values, (least + step * scales).unsqueeze(-1), out=out.view_as(values))
     return whole[: math.prod(shape)].view(shape)
 

@@ -255,12 +255,8 @@ def load_into(module: nn.Module, model: Streamable, seed: int) -> None:
                 part = LocalSlice(part.local, offset)
             coded = leaf == "codes" and isinstance(layer, NF4Linear)
             for number, (name, place) in enumerate(stored.items()):
-                pieces = (
-                    _iter_nf4_codes(files, place, name, layer, part)
-                    if coded
-                    else _iter_pieces(files, place, name, shape, part)
-                )
-                for rows, value in pieces:
+                iterate: Any = _iter_nf4_codes if coded else _iter_pieces
+                for rows, value in iterate(files, place, name, layer if coded else shape, part):
                     if number == 0:
                         part.local[rows].copy_(value)
                         continue
