@@ -93,16 +93,16 @@ def test_old_members_without_their_class_keep_working_and_are_deprecated():
 
 
 def test_members_with_a_former_name_keep_working_and_are_deprecated():
-    with pytest.warns(DeprecationWarning, match=r"Weighted\.chances is deprecated .* use sample_weights"):
+    with pytest.warns(DeprecationWarning, match=r"Weighted\.chances is deprecated .* use Weighted\.sample_weights"):
 
         class Weighted(Data):
             def chances(self):
                 return [1.0, 2.0]
 
     assert Weighted().sample_weights() == [1.0, 2.0]
-    with pytest.warns(DeprecationWarning, match=r"Digits\.mixing is deprecated .* use mixup_config"):
+    with pytest.warns(DeprecationWarning, match=r"Digits\.mixing is deprecated .* use Digits\.mixup_config"):
         assert Digits().mixing() is None
-    with pytest.warns(DeprecationWarning, match=r"subclass trainer\.contract\.Plannable|use for_spec"):
+    with pytest.warns(DeprecationWarning, match=r"subclass trainer\.contract\.Plannable|use Planned\.for_spec"):
 
         class Planned(Plain):
             def outlined(self, outline):

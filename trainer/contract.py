@@ -13,21 +13,14 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 from trainer.errors import RecipeError, deprecated
-from trainer.values import (
-    IGNORED_LABEL,
-    DataSpec,
-    ImageInput,
-    Loss,
-    MixupConfig,
-    PretrainedWeights,
-    ShuffleGroups,
-    Task,
-)
+from trainer.values import IGNORED_LABEL, Task
 
 if TYPE_CHECKING:
     from pathlib import Path
 
     from torch import Tensor, nn
+
+    from trainer.values import DataSpec, ImageInput, Loss, MixupConfig, PretrainedWeights, ShuffleGroups
 
 PADDING_MULTIPLE = 8
 """Texts are padded to a multiple of this many tokens, because tensor cores need it for full speed."""
@@ -46,7 +39,7 @@ class OptionalAttributes:
             if name in self.DEFAULTS:
                 return self.DEFAULTS[name]
             if name in self._RENAMED:
-                deprecated(f"{type(self).__name__}.{name}", self._RENAMED[name])
+                deprecated(f"{type(self).__name__}.{name}", f"{type(self).__name__}.{self._RENAMED[name]}")
                 return getattr(self, self._RENAMED[name])
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
 
@@ -54,7 +47,7 @@ class OptionalAttributes:
         super().__init_subclass__(**options)
         for old, new in cls._RENAMED.items():
             if old in vars(cls):
-                deprecated(f"{cls.__qualname__}.{old}", new)
+                deprecated(f"{cls.__name__}.{old}", f"{cls.__name__}.{new}")
                 setattr(cls, new, vars(cls)[old])
 
 
@@ -463,9 +456,9 @@ class Data(OptionalAttributes):
         is the model's, if it has one. The signature may leave out ``model``, given for ``task`` and ``image_input``."""
         raise NotImplementedError(f"{type(self).__name__} must define prepare(tokenizer, model)")
 
-    def use_model(self, model: Model) -> None:
+    def use_model(self, model: Model | None) -> None:
         """Remember the model that the samples are for. Called before ``spec``, ``prepare`` and predictions."""
-        self._model = model
+        self._model = model or self._model
 
     def spec(self) -> DataSpec | None:
         """Return what the dataset holds if its files are missing: ``trainer plan`` then creates fake samples. ``None``
@@ -505,8 +498,7 @@ class Data(OptionalAttributes):
 
 def prepare_data(data: Data, model: Model | None, tokenizer: Any) -> None:
     """Call ``data.prepare`` with what it accepts: ``prepare(tokenizer)`` without the model keeps working."""
-    if model is not None:
-        data.use_model(model)
+    data.use_model(model)
     parameters = inspect.signature(data.prepare).parameters.values()
     if any(one.name == "model" or one.kind is one.VAR_KEYWORD for one in parameters):
         data.prepare(tokenizer, model=model)

@@ -76,18 +76,19 @@ def require(condition: bool, message: str) -> None:
         raise RecipeError(message)
 
 
-def require_types(section: str, settings: Any) -> None:
-    """Reject a dataclass with a field of the wrong type, for recipes written in Python.
+def require_types(section: str, settings: Any) -> dict[str, Any]:
+    """Reject a dataclass with a field of the wrong type, for recipes written in Python; return the types.
 
     Fields have plain types or classes. Messages put ``section``, such as ``"optim."``, before their names."""
-    for name, hint in field_types(settings.__class__).items():
+    types = _field_types(settings.__class__)
+    for name, hint in types.items():
         if not _matches_type(value := getattr(settings, name), hint):  # the type is described only if it does not fit
             raise RecipeError(f"{section}{name}={value!r} must be {_describe_type(hint)}")
+    return types
 
 
 @lru_cache
-def field_types(kind: type) -> dict[str, Any]:
-    """Return the resolved type of each field of a dataclass."""
+def _field_types(kind: type) -> dict[str, Any]:
     hints = get_type_hints(kind, localns=dict.fromkeys(("Tensor", "ndarray"), Any))  # imported for type checkers only
     return {field.name: hints[field.name] for field in dataclasses.fields(kind)}
 

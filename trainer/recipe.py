@@ -7,19 +7,10 @@ import math
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import KW_ONLY, dataclass, field
-from typing import Any, Literal, TypeVar, get_origin
+from typing import Any, ClassVar, Literal, TypeVar, get_origin
 
-from trainer.contract import Data, Metric, Model
-from trainer.errors import (
-    RecipeError,
-    deprecated,
-    field_types,
-    require,
-    require_choice,
-    require_positive,
-    require_types,
-    suggest_name,
-)
+from trainer.contract import Data, Metric, Model, OptionalAttributes
+from trainer.errors import RecipeError, require, require_choice, require_positive, require_types, suggest_name
 from trainer.system.text import parse_budget, parse_duration
 
 DecidedPrecision = Literal["32-true", "64-true", "bf16-mixed", "16-mixed", "bf16-true", "16-true"]
@@ -80,18 +71,15 @@ GROUP_SETTINGS: dict[str, tuple[str, Callable[[float], bool]]] = {
 VALUE_ALIASES = {("memory.precision", "bf16"): "bf16-mixed", ("memory.precision", "fp16"): "16-mixed"}
 """Other names of values, accepted as flags, in YAML and in Python."""
 
-VALUE_SUGGESTIONS = {
-    ("run.resume", word): meant
-    for meant, words in (("auto", ("yes", "true")), ("none", ("no", "false", "null")))
-    for word in words
-}
+VALUE_SUGGESTIONS = {("run.resume", word): "auto" for word in ("yes", "true")}
+VALUE_SUGGESTIONS |= {("run.resume", word): "none" for word in ("no", "false", "null")}
 """Wrong values of a key, and the value to suggest."""
 
 MAX_SECONDS = 10**9  # maximum of any timeout, near the limit of threads
 
 
 @dataclass(frozen=True)
-class Optim:
+class Optim(OptionalAttributes):
     """The optimizer and its learning rate. See docs/optimizers.md.
 
     Args:
@@ -150,6 +138,8 @@ class Optim:
     scale_lr: ScaleLR = "none"
     reference_batch_size: int | None = None
 
+    _RENAMED: ClassVar[Mapping[str, str]] = {"is_own": "is_custom"}
+
     def __post_init__(self) -> None:
         _check("optim.", self, positive=("reference_batch_size",))
         self._check_name()
@@ -170,12 +160,6 @@ class Optim:
     def is_custom(self) -> bool:
         """Whether the optimizer is none of the built-in names."""
         return self.factory is not None or self.name not in OPTIMIZERS
-
-    @property
-    def is_own(self) -> bool:
-        """Deprecated: ``is_custom``."""
-        deprecated("Optim.is_own", "Optim.is_custom")
-        return self.is_custom
 
     @property
     def is_code(self) -> bool:
@@ -354,7 +338,7 @@ class Checkpoint:
 
 
 @dataclass(frozen=True)
-class Run:
+class Run(OptionalAttributes):
     """Devices, logging, evaluation and recovery of a run.
 
     Args:
@@ -418,6 +402,12 @@ class Run:
     hang_after: float = within(f"(0, {MAX_SECONDS}]", 600.0, " seconds")
     deterministic: bool = False
 
+    _RENAMED: ClassVar[Mapping[str, str]] = {
+        "chosen": "best_metric",
+        "asked_figures": "requested_metrics",
+        "require_figures": "validate_metrics",
+    }
+
     def __post_init__(self) -> None:
         _check("run.", self, positive=("max_skipped_steps", "profile", "patience"))
         for logger in self.logger:
@@ -473,21 +463,6 @@ class Run:
             if name in ("f1", "precision", "recall") and num_classes not in (None, 2):
                 fix = f"use {name}_macro, the mean over the classes, or {name}_micro"
                 raise RecipeError(f"{key} needs 2 classes, and there are {num_classes}: {fix}")
-
-    def chosen(self) -> str | None:
-        """Deprecated: ``best_metric``."""
-        deprecated("Run.chosen", "Run.best_metric")
-        return self.best_metric()
-
-    def asked_figures(self) -> list[str | Metric]:
-        """Deprecated: ``requested_metrics``."""
-        deprecated("Run.asked_figures", "Run.requested_metrics")
-        return self.requested_metrics()
-
-    def require_figures(self, task: str | None, num_classes: int | None) -> None:
-        """Deprecated: ``validate_metrics``."""
-        deprecated("Run.require_figures", "Run.validate_metrics")
-        self.validate_metrics(task, num_classes)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -577,8 +552,7 @@ def _require_metric(setting: str, name: str, known: list[str]) -> None:
 
 def _check(section: str, settings: Any, positive: tuple[str, ...]) -> None:
     """Check the types, choices and ranges of all fields, and that the ``positive`` ones are integers from 1."""
-    require_types(section, settings)
-    for name, hint in field_types(settings.__class__).items():
+    for name, hint in require_types(section, settings).items():
         if get_origin(hint) is Literal:
             key, value = section + name, getattr(settings, name)
             if (key, value) in UNSUPPORTED_VALUES:

@@ -169,11 +169,7 @@ def _to_onnx(outputs: _Outputs, batches: list[dict[str, Tensor]], folder: Path, 
     shapes = tuple({0: dynamic, 1: dynamic} if texts else {0: dynamic} for _ in largest)
     with staged_file(target) as part:
         try:
-            how: dict[str, Any] = {
-                "input_names": list(largest),
-                "output_names": ["logits"],
-                "dynamic_shapes": (shapes,),
-            }
+            how: Any = {"input_names": list(largest), "output_names": ["logits"], "dynamic_shapes": (shapes,)}
             how |= {"external_data": False, "dynamo": True, "verbose": False}
             torch.onnx.export(outputs, tuple(largest.values()), part, **how)
         except RecipeError:

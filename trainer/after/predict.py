@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_map_only
 
 from trainer.after.generate import DEFAULT_MAX_NEW_TOKENS, generate_texts, require_free_positions
 from trainer.checkpoint.export import load_model, restore_open_fields
@@ -399,7 +399,7 @@ def _predict_batch(model: Any, module: nn.Module, batch: dict[str, Any], asked: 
     like["regression"] = torch.zeros(count, model.num_classes) if task == "regression" else None
     labels = torch.zeros_like(like[task]) if like.get(task) is not None else torch.zeros(count, dtype=torch.long)
     packed = capability(model, Packable).packed({**batch, "labels": labels})
-    packed = tree_map(partial(_placed, device=device, kind=asked.dtype), packed)
+    packed = tree_map_only(Tensor, lambda one: one.to(device, asked.dtype if one.is_floating_point() else None), packed)
     with asked.context(device):
         logits = next(iter(model.losses(module, packed))).logits
     name = type(model).__name__
@@ -441,12 +441,6 @@ def _of_words(shares: Tensor, words: Tensor) -> list[BatchPrediction]:
         tags = [None if place is None else classes[row][place] for place in places]
         found.append((tags, [0.0 if place is None else values[row][place] for place in places], []))
     return found
-
-
-def _placed(value: Any, device: torch.device, kind: torch.dtype | None) -> Any:
-    if not isinstance(value, Tensor):
-        return value
-    return value.to(device, kind if value.is_floating_point() else None)
 
 
 def run_predict_command(

@@ -198,8 +198,7 @@ class Digits(_ImageDataset):
 
     def prepare(self, tokenizer: Any = None, model: Model | None = None) -> None:
         """Read the images from scikit-learn's files and split them."""
-        if model is not None:
-            self.use_model(model)
+        self.use_model(model)
         import torch
 
         from trainer.data.image_splits import read_digits
@@ -231,8 +230,7 @@ class _DownloadedImages(_ImageDataset):
         return self._make_spec(*self._counts, 10, {"pixel_values": ("float32", shape)})
 
     def prepare(self, tokenizer: Any = None, model: Model | None = None) -> None:
-        if model is not None:
-            self.use_model(model)
+        self.use_model(model)
         classes, train, test = self._read()
         self._set_classes(classes)
         name, splits = type(self).__name__, (("train", train), ("test", test))
@@ -357,8 +355,7 @@ class ImageFolder(_ImageDataset):
         from trainer.data.cache import cache_folder
         from trainer.data.image_splits import ImageFiles, check_images
 
-        if model is not None:
-            self.use_model(model)
+        self.use_model(model)
         files = self._list()
         paths = [path for samples in files.values() for path, _ in samples]
         checked = check_images(paths, self.max_bad_samples, cache_folder(self.cache_dir))

@@ -152,8 +152,7 @@ class LanguageData(PaddedDataset):
         from trainer.data.cache import cache_folder
         from trainer.data.language_samples import Sequences, TruncationReport, make_padder, tokenize_rows
 
-        if model is not None:
-            self.use_model(model)
+        self.use_model(model)
         self.require_files()
         self._pad = make_padder(tokenizer, self.max_length)
         reader, cache = self._reader(tokenizer), cache_folder(self.cache_dir)

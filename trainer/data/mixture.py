@@ -64,7 +64,7 @@ class Mixture(Loading):
         """The datasets of the parts."""
         return [data for data, _ in self.__dict__.get("_built", ())]  # none before the fields are set
 
-    def use_model(self, model: Model) -> None:
+    def use_model(self, model: Model | None) -> None:
         """Store the model here and in every dataset."""
         super().use_model(model)
         for data in self.datasets:

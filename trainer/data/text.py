@@ -106,8 +106,7 @@ class _TokenizedDataset(ClassWeightedDataset, Texts):
         from trainer.data.labels import output_names
         from trainer.data.tokens import Padder, Tokens, check_tokenizer, label_ids, label_texts, tokenize_table
 
-        if model is not None:
-            self.use_model(model)
+        self.use_model(model)
         check_tokenizer(tokenizer, self.max_length)
         cache, columns = cache_folder(self.cache_dir), (self.text_column, self.label_column)
         found = self._find(cache)
@@ -385,8 +384,7 @@ class StreamedText(Texts):
         from trainer.data.shards import MAX_LABELS, StreamedSplit, TokenizedWithLabels
         from trainer.data.tokens import Padder, check_tokenizer
 
-        if model is not None:
-            self.use_model(model)
+        self.use_model(model)
         check_tokenizer(tokenizer, self.max_length)
         found = {part: self._find(part) for part in ("train", "val", "test") if getattr(self, f"{part}_files")}
         key = f"data.label_column={self.label_column!r}"

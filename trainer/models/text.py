@@ -83,6 +83,10 @@ class TextModel(HubModel, Packable):
             return byte_tokenizer()
         return self._load("tokenizer", source, AutoTokenizer.from_pretrained, trust_remote_code=False, **options)
 
+    def _is_unmodified(self, kind: type[TextModel]) -> bool:
+        """Return whether module and losses are those of ``kind``, not of a subclass, which may read padding."""
+        return all(getattr(type(self), name) is getattr(kind, name) for name in ("build", "skeleton", "losses"))
+
     def unloaded(self) -> Self:
         """Return this model with random weights and the same tokenizer."""
         model = copy.copy(self)  # keeps the loaded tokenizer
@@ -179,7 +183,7 @@ class TextClassifier(TextModel, HubClassifier):
             whole = not getattr(config, "is_decoder", False) and not getattr(config, "chunk_size_feed_forward", 0)
             left = getattr(self.tokenizer_or_none(), "padding_side", "right") == "left"
             known = self._supports_unpadding(config) and config._attn_implementation in (None, "sdpa")
-            self._can_pack = known and whole and not left and (self.padding_free or self._is_unmodified())
+            self._can_pack = known and whole and not left and (self.padding_free or self._is_unmodified(TextClassifier))
             self._padding_idx = config.pad_token_id if config.model_type.endswith("roberta") else None
             self._asks = config.model_type == "modernbert"
             if not self._can_pack and self.padding_free is not None:
@@ -195,11 +199,6 @@ class TextClassifier(TextModel, HubClassifier):
 
         first = getattr(config, "classifier_pooling", "cls") == "cls"  # some ModernBERT heads read the mean
         return config.model_type in UNPADDING_MODEL_TYPES and first and length_dependent_rope(config) is None
-
-    def _is_unmodified(self) -> bool:
-        """Return whether module and losses are those of this class, which read only the first token and no mask."""
-        own = ("build", "skeleton", "losses")
-        return all(getattr(type(self), name) is getattr(TextClassifier, name) for name in own)
 
     def packed(self, batch: Any) -> Any:
         """Remove the padding of the micro-batch if the module supports that."""
