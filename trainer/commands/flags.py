@@ -301,7 +301,6 @@ class _Formatter(DefaultHelpFormatter):
 
 
 def _documentation(owner: type, name: str) -> str:
-    """Return the description of the field ``name`` from the docstring of the class or its base classes."""
     for cls in owner.__mro__:
         for parameter in parse_docstring(cls.__doc__ or "").params:
             if parameter.arg_name == name:
@@ -333,7 +332,6 @@ def _describe(hint: Any) -> str:
 
 
 def _explain(key: str, hint: Any, value: Any) -> str:
-    """Return the error for an invalid ``value``, with the nearest choice."""
     if (reason := UNSUPPORTED_VALUES.get((key, str(value)))) is not None:
         return f"{key}={value} is not supported: {reason}"
     wanted, choices = _describe(hint), _choices(hint)
@@ -344,7 +342,6 @@ def _explain(key: str, hint: Any, value: Any) -> str:
 
 
 def _choices(hint: Any) -> list[str]:
-    """Return the literal values of ``hint``, without names of types such as float."""
     inner = get_args(hint)
     return list(map(str, inner)) if get_origin(hint) is Literal else [word for one in inner for word in _choices(one)]
 

@@ -145,7 +145,6 @@ class ImageSplit(DrawnSamples):
         raise NotImplementedError
 
     def together(self, drawn: Sequence[tuple[Tensor, int]]) -> dict[str, Tensor]:
-        """Collate drawn samples to a micro-batch."""
         images, labels = zip(*drawn, strict=True)
         return {"pixel_values": self.pixels.normalize(torch.stack(images)), "labels": torch.tensor(labels)}
 
@@ -185,7 +184,6 @@ class ImageArrays(ImageSplit):
         return f"{self.source} image {self.rows[index]} (the first is image 0)"
 
     def fingerprint(self) -> str:
-        """Hash every pixel and label, in order, and the transform."""
         return ContentHasher("images", self.images, self.labels, self.pixels.settings).hexdigest()
 
 
@@ -228,7 +226,6 @@ class ImageFiles(ImageSplit):
         return self.samples[index][0]
 
     def fingerprint(self) -> str:
-        """Hash every byte of every checked file and its label, in order, and the transform."""
         return ContentHasher("files", b"".join(self.digests), np.asarray(self.labels), self.pixels.settings).hexdigest()
 
 

@@ -197,7 +197,6 @@ class Digits(_ImageDataset):
         require(0 < fraction < 1, f"data.test_fraction={fraction} must be more than 0 and less than 1")
 
     def prepare(self, tokenizer: Any = None, model: Model | None = None) -> None:
-        """Read the images from scikit-learn's files and split them."""
         self.use_model(model)
         import torch
 
@@ -341,7 +340,6 @@ class ImageFolder(_ImageDataset):
     workers: int | None = field(default=None, kw_only=True)
 
     def require_files(self) -> None:
-        """Check that the root contains class folders."""
         key, root = f"data.root={self.root!r}", local_path(self.root)
         wanted = "give one with train/CLASS/*.jpg and test/CLASS/*.jpg by --data.root FOLDER, or one with CLASS/*.jpg"
         require(root.is_dir(), f"{key}: there is no folder {root}: {wanted} and --data.val_fraction 0.1")
@@ -351,7 +349,6 @@ class ImageFolder(_ImageDataset):
         require(bool(_folders_in(train)), f"{key}: {train} contains no class folders: {wanted}")
 
     def prepare(self, tokenizer: Any = None, model: Model | None = None) -> None:
-        """List and check the files."""
         from trainer.data.cache import cache_folder
         from trainer.data.image_splits import ImageFiles, check_images
 

@@ -115,7 +115,6 @@ class LanguageData(PaddedDataset):
                 raise RecipeError(f"{cause}: give files for each part by data.train_files and data.val_files")
 
     def require_files(self) -> None:
-        """Check that the folders and patterns match files."""
         if self.name is not None:
             require_dataset_name(self.name)
             return
@@ -225,7 +224,6 @@ class LanguageData(PaddedDataset):
             setattr(self, part, StreamedSplit(shards, FirstSamplePerRow(reader, columns[0]), self._pad, mixed))
 
     def _reader(self, tokenizer: Any) -> Any:
-        """Return the reader that tokenises rows."""
         raise NotImplementedError
 
     def encode(self, texts: Sequence[Any], tokenizer: Any) -> dict[str, Tensor]:

@@ -389,7 +389,6 @@ def messages_of(cells: Sequence[Any]) -> list[dict[str, Any]]:
 
 
 def _tools(cell: Any) -> list[Any] | None:
-    """Return the JSON schemas of functions that the model may call, or ``None``."""
     found = _parsed(cell, TOOLS) or None
     if found is not None and not (isinstance(found, list) and all(isinstance(one, dict) for one in found)):
         raise RecipeError(f"has {found!r:.40} instead of a list of {TOOLS}")

@@ -61,11 +61,9 @@ class Mixture(Loading):
 
     @property
     def datasets(self) -> list[Data]:
-        """The datasets of the parts."""
         return [data for data, _ in self.__dict__.get("_built", ())]  # none before the fields are set
 
     def use_model(self, model: Model | None) -> None:
-        """Store the model here and in every dataset."""
         super().use_model(model)
         for data in self.datasets:
             data.use_model(model)
@@ -77,12 +75,10 @@ class Mixture(Loading):
         return [task for task in known[0] if all(task in tasks for tasks in known)] if known else ()
 
     def require_files(self) -> None:
-        """Check the files of all datasets."""
         for data in self.datasets:
             data.require_files()
 
     def prepare(self, tokenizer: Any = None, model: Model | None = None) -> None:
-        """Prepare all datasets, and check that they match."""
         for data in self.datasets:
             prepare_data(data, model or self._model, tokenizer)
         first = self.datasets[0]
@@ -121,7 +117,6 @@ class Mixture(Loading):
         return self._built[0][0].mixup_config()
 
     def collate(self, samples: Sequence[Any]) -> Any:
-        """Collate as every dataset does."""
         return self._built[0][0].collate(samples)
 
 
@@ -137,7 +132,6 @@ def _alike(data: Data) -> dict[str, Any]:
 
 
 def _built(number: int, part: Any) -> tuple[Data, float]:
-    """Build a dataset and its weight from an entry of ``data.parts``."""
     *given, weight = part if isinstance(part, tuple | list) and part else (None, None)
     data, named = given[0] if given else None, f"data.parts: part {number}"
     if isinstance(data, str) and len(given) < 3:
@@ -198,7 +192,6 @@ class ConcatSplit(Samples):
         return f"{described} {self.splits.index(split) + 1}" if is_default else described
 
     def fingerprint(self) -> str:
-        """Hash the content of all splits, in order."""
         from trainer.data.fingerprint import ContentHasher, split_fingerprint
 
         return ContentHasher("joined", self.settings, *map(split_fingerprint, self.splits)).hexdigest()

@@ -101,7 +101,6 @@ class _TokenizedDataset(ClassWeightedDataset, Texts):
     """Base class of text datasets that are tokenised before training."""
 
     def prepare(self, tokenizer: Any = None, model: Model | None = None) -> None:
-        """Read, check and tokenise the data, using the cache."""
         from trainer.data.cache import cache_folder
         from trainer.data.labels import output_names
         from trainer.data.tokens import Padder, Tokens, check_tokenizer, label_ids, label_texts, tokenize_table
@@ -142,7 +141,6 @@ class _TokenizedDataset(ClassWeightedDataset, Texts):
         self.val = split("train", held) if held else split("val")
 
     def _find(self, cache: Path) -> dict[str, RowSource]:
-        """Return the rows of every existing split."""
         raise NotImplementedError
 
     def _classes(self, source: str, labels: Sequence[str]) -> dict[str, int]:
@@ -255,7 +253,6 @@ class TextFiles(_TokenizedDataset):
         self._separator = csv_format(self.encoding, self.separator)
 
     def require_files(self) -> None:
-        """Check that the files exist."""
         for part, path in self._paths().items():
             key = f"data.{part}_file={getattr(self, f'{part}_file')!r}"
             require(not path.is_dir(), f"{key}: {path} is a folder: give a file in it by --data.{part}_file FILE")
@@ -311,7 +308,6 @@ class HubText(_TokenizedDataset):
     pair_column: str | None = None
 
     def require_files(self) -> None:
-        """Check that a local folder exists."""
         require_dataset_name(self.name)
 
     def _find(self, cache: Path) -> dict[str, RowSource]:
@@ -374,7 +370,6 @@ class StreamedText(Texts):
         require_positive("data.shuffle_buffer", self.shuffle_buffer)
 
     def require_files(self) -> None:
-        """Check that the folders and patterns match files."""
         for key in ("train_files", "val_files", "test_files"):
             if (pattern := getattr(self, key)) is not None:
                 shard_files(f"data.{key}={pattern!r}", pattern)

@@ -63,7 +63,6 @@ class Padder:
         return dict(batch)
 
     def _pad_values(self, values: Sequence[list[int]], length: int) -> list[list[int]]:
-        """Pad lists of values per token to ``length``."""
         gaps = [[IGNORED_LABEL] * (length - len(one)) for one in values]
         left = self.tokenizer.padding_side == "left"
         return [gap + one if left else one + gap for one, gap in zip(values, gaps, strict=True)]

@@ -205,7 +205,6 @@ class SupervisedModel(Preparable):
                 raise RecipeError(f"{cause}: for one class per sample use --model.task single_label")
 
     def _sum_class_weights(self, labels: Tensor) -> Tensor:
-        """Sum the class weights of ``labels``, in float64."""
         import torch
 
         weights = self._weights(labels, torch.float64)

@@ -66,7 +66,6 @@ class CausalLM(TextModel):
         self._can_pack: bool | None = None  # not determined yet
 
     def packs(self) -> bool:
-        """Return whether micro-batches are packed into one row; see ``padding_free``."""
         if self._can_pack is None and self.padding_free is not False:
             from trainer.models.packed_attention import unsupported_reason
 

@@ -237,7 +237,6 @@ class _ChunkedLoss(torch.autograd.Function):
 
 
 def _head_logits(states: Sequence[Tensor], weights: Sequence[Tensor], bias: Tensor | None) -> Tensor:
-    """Compute the head's products, ``(tokens, words)``."""
     (state, *others), (weight, *more) = states, weights
     found = linear(state, weight, None if bias is None else bias.to(weight.dtype))
     for other, one in zip(others, more, strict=True):

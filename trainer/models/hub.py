@@ -214,7 +214,6 @@ class HubModel(SupportsLoRA, Preparable):
         self.lora.require_alone(self.train_last_blocks)
 
     def prepare(self) -> None:
-        """Fetch configuration and weights into the hub's cache."""
         import transformers.modeling_utils  # noqa: F401  now, so that its host memory is not attributed to the run
 
         self._configuration()
@@ -256,7 +255,6 @@ class HubModel(SupportsLoRA, Preparable):
         return module
 
     def skeleton(self) -> nn.Module:
-        """Build the module with random weights, without adapters."""
         self._require_complete()
         return self._finalize_module(self._from_configuration(self.auto))
 
@@ -298,7 +296,6 @@ class HubModel(SupportsLoRA, Preparable):
         return Path(from_hub("weights", weights, snapshot_download, weights, **options))
 
     def weight_files(self) -> Sequence[Path]:
-        """Return the safetensors files of ``weights``."""
         from trainer.weights.streaming import tensors_in
 
         found = tensors_in(self._folder(self.weights)) if self.weights is not None else {}

@@ -171,7 +171,6 @@ def add_adapters(
 
 
 def _quantise(module: nn.Module, layers: Sequence[nn.Module]) -> None:
-    """Replace each of ``layers`` by an ``NF4Linear`` everywhere in ``module``."""
     from trainer.weights.nf4 import NF4Linear
 
     plain, made = set(map(id, _unmodified_linears(layers))), dict[Any, NF4Linear]()
@@ -183,7 +182,6 @@ def _quantise(module: nn.Module, layers: Sequence[nn.Module]) -> None:
 
 
 def _unmodified_linears(layers: Sequence[nn.Module]) -> list[Any]:
-    """Return the ``layers`` with the unmodified forward of their class."""
     from torch import nn
     from transformers.pytorch_utils import Conv1D
 

@@ -370,7 +370,6 @@ def eager_attention(
 
 
 def _repeat_kv(keys: Tensor, query: Tensor, dim: int) -> Tensor:
-    """Repeat grouped keys or values once per query head."""
     return keys.repeat_interleave(query.shape[dim] // keys.shape[dim], dim)
 
 

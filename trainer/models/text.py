@@ -57,7 +57,6 @@ class TextModel(HubModel, Packable):
         self._cached_tokenizer: Any = None
 
     def prepare(self) -> None:
-        """Fetch configuration, tokenizer and weights into the hub's cache."""
         self.tokenizer_or_none()
         super().prepare()
 
@@ -114,7 +113,6 @@ class TextModel(HubModel, Packable):
         return {} if tokenizer is None else {"vocab_size": len(tokenizer), "pad_token_id": tokenizer.pad_token_id}
 
     def save(self, module: nn.Module, folder: Path, state: Mapping[str, Tensor]) -> None:
-        """Write a folder that ``auto.from_pretrained`` and ``AutoTokenizer`` load."""
         super().save(module, folder, state)
         if (tokenizer := self.tokenizer_or_none()) is not None:
             tokenizer.save_pretrained(folder)
@@ -175,7 +173,6 @@ class TextClassifier(TextModel, HubClassifier):
         return found
 
     def packs(self) -> bool:
-        """Return whether micro-batches are packed; see ``padding_free``."""
         if self.padding_free is False or self.task == "token":
             return False
         if self._can_pack is None:
@@ -194,7 +191,6 @@ class TextClassifier(TextModel, HubClassifier):
         return self._can_pack
 
     def _supports_unpadding(self, config: Any) -> bool:
-        """Return whether models/padding_free.py supports the blocks of this configuration."""
         from trainer.models.packed_attention import length_dependent_rope
 
         first = getattr(config, "classifier_pooling", "cls") == "cls"  # some ModernBERT heads read the mean

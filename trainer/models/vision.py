@@ -103,7 +103,6 @@ class VisionTransformer(SupervisedModel, SupportsLoRA, DrawnInputs):
 
     @property
     def seeded(self) -> bool:
-        """Whether the model draws per sample, for drop path."""
         return self.drop_path > 0
 
     @property
@@ -136,7 +135,6 @@ class VisionTransformer(SupervisedModel, SupportsLoRA, DrawnInputs):
         return module.to(torch.get_default_dtype())
 
     def skeleton(self) -> nn.Module:
-        """Build the module with random weights, without adapters."""
         from torchvision import models
 
         require_filled("VisionTransformer", num_classes=self.num_classes, image_size=self.image_size)
@@ -168,7 +166,6 @@ class VisionTransformer(SupervisedModel, SupportsLoRA, DrawnInputs):
         return plan | dict.fromkeys((f"{block}.ln_1", f"{block}.ln_2"), "sequence_parallel")
 
     def merged(self) -> VisionTransformer:
-        """Return this model without adapters, as it is saved."""
         return replace(self, lora=LoRA())
 
     def pretrained(self) -> PretrainedWeights:
@@ -192,7 +189,6 @@ class VisionTransformer(SupervisedModel, SupportsLoRA, DrawnInputs):
         return self.map_to_adapted(PretrainedWeights(places, new, _initialise_head), skeleton)
 
     def weight_files(self) -> Sequence[Path]:
-        """Return the file of ``weights``."""
         return () if self.weights is None else (self._weights_file(),)
 
     def losses(self, module: nn.Module, batch: Any) -> Iterator[Loss]:
