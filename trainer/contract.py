@@ -27,7 +27,7 @@ PADDING_MULTIPLE = 8
 
 
 class OptionalAttributes:
-    """Base class with typed attributes that a subclass may define. An undefined one has the value in ``DEFAULTS``. The
+    """Base class with typed attributes that a subclass may define. A missing one has its value in ``DEFAULTS``. The
     defaults are not class attributes: a dataclass would use those as defaults of its fields with the same names."""
 
     DEFAULTS: ClassVar[Mapping[str, Any]] = {}
@@ -65,7 +65,7 @@ class Model(OptionalAttributes):
     DDP then reduces gradients after the last backward instead of during it: exact, but without overlap."""
     samples_interact: ClassVar[bool] = False
     """Whether the loss of a sample depends on other samples of its micro-batch (in-batch negatives, load balancing).
-    The size of micro-batches then changes the gradient, which the plan reports. By default such losses are refused."""
+    The size of micro-batches then changes the gradient, which the plan reports. By default such losses are rejected."""
     blocks: Sequence[type] = ()
     """Classes of the repeated modules (encoder layers): the unit of sharding, checkpointing and offload."""
 
@@ -228,7 +228,7 @@ class Plannable(Model):
     _RENAMED: ClassVar[Mapping[str, str]] = {"outlined": "for_spec"}
 
     lossy: Sequence[str] = ()
-    """Why training differs from training the whole model, in words ("LoRA of rank 8"); shown in the plan."""
+    """The lossy techniques of this model, such as "LoRA of rank 8"; shown in the plan."""
 
     def for_spec(self, spec: DataSpec) -> Model:
         """Return the model to plan with if the data is missing and only ``spec`` is known."""
@@ -432,7 +432,7 @@ class Data(OptionalAttributes):
     text_column: str | None  # the column of tables with the text, for ``trainer predict``
     val_fraction: float | None  # the share of training samples held out for validation, if it is a setting
     answers: ClassVar[bool]  # whether a model answers a text or messages; otherwise it continues the text
-    belonging: ClassVar[Mapping[str, Sequence[str]]]  # by a setting, those to reset with it
+    belonging: ClassVar[Mapping[str, Sequence[str]]]  # for a setting, those that are reset with it
     load_image: Callable[[str], Tensor] | None  # read an image file for ``trainer predict``
     encode: Callable[[Sequence[Any], Any], Any] | None
     """Convert texts with a tokenizer to a batch without labels, for ``trainer predict``."""
@@ -453,28 +453,28 @@ class Data(OptionalAttributes):
 
     def prepare(self, tokenizer: Any = None, model: Model | None = None) -> None:
         """Find, download, check and tokenise. Called on every rank, on the first rank of a node first. ``tokenizer``
-        is the model's, if it has one. The signature may leave out ``model``, given for ``task`` and ``image_input``."""
+        is the model's, if it has one. ``model`` is the recipe's; the signature may omit it."""
         raise NotImplementedError(f"{type(self).__name__} must define prepare(tokenizer, model)")
 
     def use_model(self, model: Model | None) -> None:
-        """Remember the model that the samples are for. Called before ``spec``, ``prepare`` and predictions."""
+        """Store the model that the samples are for. Called before ``spec``, ``prepare`` and predictions."""
         self._model = model or self._model
 
     def spec(self) -> DataSpec | None:
-        """Return what the dataset holds if its files are missing: ``trainer plan`` then creates fake samples. ``None``
-        if the files exist or nothing is known: they are then prepared as for a run."""
+        """Return the shapes and sizes of the dataset if its files are missing, so that ``trainer plan`` can create
+        synthetic samples. ``None`` if the files exist, or if nothing is known."""
         return None
 
     def mixup_config(self) -> MixupConfig | None:
-        """Return how a training batch, ``pixel_values`` (n, channels, H, W) and ``labels``, is mixed, if it is."""
+        """Return the settings of mixup and CutMix, for batches with ``pixel_values`` and ``labels``; ``None`` is off."""
         return None
 
     def sample_weights(self) -> Sequence[float] | None:
-        """Return the probability weight of each training sample, drawn with replacement; ``None``: each once."""
+        """Return a weight per training sample, to draw with replacement; ``None`` draws each once per epoch."""
         return None
 
     def collate(self, samples: Sequence[Any]) -> Any:
-        """Make a micro-batch of samples: any nest of tensors; the built-in models read a dict with ``labels``."""
+        """Collate samples to any nested structure of tensors. Built-in models read a dict with ``labels``."""
         from torch.utils.data import default_collate
 
         return default_collate(list(samples))
@@ -497,7 +497,7 @@ class Data(OptionalAttributes):
 
 
 def prepare_data(data: Data, model: Model | None, tokenizer: Any) -> None:
-    """Call ``data.prepare`` with what it accepts: ``prepare(tokenizer)`` without the model keeps working."""
+    """Call ``data.prepare``, with the model if its signature accepts one."""
     data.use_model(model)
     parameters = inspect.signature(data.prepare).parameters.values()
     if any(one.name == "model" or one.kind is one.VAR_KEYWORD for one in parameters):

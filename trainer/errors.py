@@ -60,7 +60,7 @@ def suggest_name(word: str, known: Iterable[str], cutoff: float = 0.6, prefix: s
 
 
 def closest_names(word: str, known: Iterable[str], cutoff: float = 0.6, count: int = 1) -> list[str]:
-    """Return up to ``count`` names with at least the similarity ``cutoff``, from 0 to 1, whatever their case."""
+    """Return up to ``count`` names with at least the similarity ``cutoff``, from 0 to 1, ignoring case."""
     names = {name.lower(): name for name in reversed(list(known))}  # the first of equal names wins
     return [names[one] for one in get_close_matches(word.lower(), names, count, cutoff)]
 

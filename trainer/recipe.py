@@ -233,7 +233,7 @@ class Optim(OptionalAttributes):
 
 @dataclass(frozen=True)
 class Memory:
-    """Settings about memory, which the plan makes definite. See docs/techniques.md for the cost of each.
+    """Settings of memory. The plan resolves the open ones. See docs/techniques.md for the cost of each.
 
     Args:
         budget: maximum memory of torch on each device, such as 2GB, 1.5GiB or 90%. The planner then decides all

@@ -103,7 +103,7 @@ def _defaults_for_other_data(recipe: Recipe, before: Mapping[str, Any], asked: M
 
 
 def derive_batch(before: Mapping[str, Any], asked: Mapping[str, Any]) -> dict[str, Any]:
-    """Return ``asked`` and the settings that yield to it: batch_size = micro_batch_size × accumulate × ranks must hold.
+    """Return ``asked``, with what it changes so that batch_size = micro_batch_size × accumulate × ranks holds.
 
     If all three would be fixed, one that is only set ``before`` (in the recipe file, or in YAML below a flag) is
     derived: ``accumulate`` if it is not in ``asked``, then ``memory.micro_batch_size``, then ``batch_size``, which

@@ -16,8 +16,8 @@ if TYPE_CHECKING:
 IGNORED_LABEL = -100  # a label without weight, as in torch's cross entropy and in transformers
 
 Task = Literal["single_label", "multi_label", "regression", "token", "language"]
-"""The prediction for a sample: one of several classes, any number of labels, numbers, a class per token, or the next
-token of every token."""
+"""The prediction for a sample: one of several classes, any number of labels, numbers, a class per token, or the token
+that follows each token."""
 
 TASK_METRICS: Mapping[str | None, tuple[str, ...]] = {
     "single_label": ("accuracy",),
@@ -153,7 +153,7 @@ class PartialBatch(NamedTuple):
     """A micro-batch without the requested samples that could not be loaded."""
 
     batch: Any  # the other samples, collated or Packed; if none is left, another sample of the split
-    kept_indices: list[int]  # the requested samples in it, by index in the split
+    kept_indices: list[int]  # indices, in the split, of the requested samples in it
     bad: list[BadSample]
 
 
