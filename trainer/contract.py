@@ -466,7 +466,7 @@ class Data(OptionalAttributes):
         return None
 
     def mixup_config(self) -> MixupConfig | None:
-        """Return the settings of mixup and CutMix, for batches with ``pixel_values`` and ``labels``; ``None`` is off."""
+        """Return the settings of mixup and CutMix, for batches of ``pixel_values`` and ``labels``; ``None`` is off."""
         return None
 
     def sample_weights(self) -> Sequence[float] | None:
