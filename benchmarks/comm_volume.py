@@ -14,7 +14,6 @@ import multiprocessing
 import os
 import shlex
 import shutil
-import socket
 import subprocess
 import sys
 from collections.abc import Callable, Iterator, Mapping
@@ -25,7 +24,7 @@ from typing import Any
 
 import torch
 import torch.distributed
-from common import Record, table
+from common import Record, free_port, table, torchrun_variables
 from torch import nn
 
 from trainer import Data, Loss, Memory, Model, Optim, Recipe
@@ -127,22 +126,9 @@ def in_own_network() -> list[str]:
 
 def run_ranks(ranks: int) -> None:
     """Start the ranks, which are forks and import nothing, and wait for them; the first one prints the result."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    environment = {
-        "WORLD_SIZE": str(ranks),
-        "LOCAL_WORLD_SIZE": str(ranks),
-        "GROUP_RANK": "0",
-        "GROUP_WORLD_SIZE": "1",
-        "TORCHELASTIC_RUN_ID": "volume",
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(port),
-        "GLOO_SOCKET_IFNAME": "lo",
-    }
+    port = free_port()
     forks = multiprocessing.get_context("fork")
-    own = [environment | {"RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(ranks)]
-    processes = [forks.Process(target=be_rank, args=(one,)) for one in own]
+    processes = [forks.Process(target=be_rank, args=(rank, ranks, port)) for rank in range(ranks)]
     for process in processes:
         process.start()
     for process in processes:
@@ -152,14 +138,14 @@ def run_ranks(ranks: int) -> None:
         raise SystemExit(f"ranks ended with {codes}")
 
 
-def be_rank(environment: Mapping[str, str]) -> None:
+def be_rank(rank: int, ranks: int, port: int) -> None:
     """One rank: do one collective after the other, take steps of each case, and count."""
-    os.environ.update(environment)
+    os.environ.update(torchrun_variables(rank, ranks, port), GLOO_SOCKET_IFNAME="lo")
     torch.set_num_threads(1)
     torch.distributed.init_process_group("gloo")
     steps = {name: _of_steps(recipe_of(settings)) for name, settings in CASES}
     found = {"collectives": _of_collectives(), "steps": steps}
-    if torch.distributed.get_rank() == 0:
+    if rank == 0:
         print(json.dumps(found), flush=True)
     torch.distributed.barrier()
     os._exit(0)  # gloo aborts at random when it is taken down in order
@@ -255,24 +241,13 @@ def main() -> None:
         for one in found["collectives"]
     ]
     print(table(["ranks", "collective", "sent / tensor, measured", "as a ring"], rows) + "\n")
-    rows = [
-        [
-            one["case"],
-            str(one["ranks"]),
-            *(f"{one[key] / 1e6:.2f}" for key in ("measured", "predicted", "predicted_for_gloo")),
-            f"{one['measured'] / one['predicted_for_gloo']:.3f}",
-        ]
-        for one in found["steps"]
-    ]
-    header = [
-        "step",
-        "ranks",
-        "MB sent, measured",
-        "predicted, rings",
-        "predicted, gloo",
-        "measured / predicted for gloo",
-    ]
-    print(table(header, rows))
+    rows = []
+    for one in found["steps"]:
+        sizes = [f"{one[key] / 1e6:.2f}" for key in ("measured", "predicted", "predicted_for_gloo")]
+        ratio = f"{one['measured'] / one['predicted_for_gloo']:.3f}"
+        rows.append([one["case"], str(one["ranks"]), *sizes, ratio])
+    sizes = ["MB sent, measured", "predicted, rings", "predicted, gloo"]
+    print(table(["step", "ranks", *sizes, "measured / predicted for gloo"], rows))
 
 
 if __name__ == "__main__":

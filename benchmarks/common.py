@@ -1,12 +1,14 @@
-"""What the benchmarks share: where they ran, their files of results, their tables."""
+"""Helpers of the benchmarks: machine and commit, files of results, tables, processes."""
 
 from __future__ import annotations
 
 import json
 import os
 import platform
+import resource
 import shlex
 import shutil
+import socket
 import subprocess
 import sys
 import tempfile
@@ -16,8 +18,10 @@ from datetime import datetime, timezone
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import trainer
 from trainer.contract import as_samples
 from trainer.report.summary import versions
+from trainer.system.files import write_atomic
 from trainer.system.machine import cores
 
 if TYPE_CHECKING:
@@ -36,9 +40,9 @@ def machine() -> dict[str, Any]:
     }
 
 
-def commit() -> str | None:
-    """The commit that runs, with a plus when files differ from it; ``None`` outside a repository, or without git."""
-    words = ["git", "-C", str(RESULTS.parent), "describe", "--always", "--abbrev=12", "--exclude=*", "--dirty=+"]
+def commit(checkout: Path = RESULTS.parent) -> str | None:
+    """The commit of a checkout, with a plus when files differ from it; ``None`` without a repository, or git."""
+    words = ["git", "-C", str(checkout), "describe", "--always", "--abbrev=12", "--exclude=*", "--dirty=+"]
     try:
         done = subprocess.run(words, capture_output=True, text=True, check=True, timeout=30)
     except (OSError, subprocess.SubprocessError):
@@ -79,10 +83,7 @@ class Record:
     def write(self, complete: bool = False, **measured: Any) -> None:
         """Add or replace entries and write the file."""
         self.content |= measured | {"complete": complete}
-        self.path.parent.mkdir(parents=True, exist_ok=True)
-        aside = self.path.with_suffix(".json.partial")
-        aside.write_text(json.dumps(self.content, indent=1, ensure_ascii=False) + "\n")
-        aside.replace(self.path)
+        write_atomic(self.path, json.dumps(self.content, indent=1, ensure_ascii=False) + "\n", sync_folder=False)
 
 
 def resolve(arguments: Sequence[str]) -> Recipe:
@@ -133,10 +134,37 @@ class Picked:
         return self.split.__getitems__([self.indices[index] for index in indices])
 
 
-def resident(key: str) -> int:
-    """VmRSS or VmHWM of this process, in bytes."""
-    lines = Path("/proc/self/status").read_text().splitlines()
+def process_memory(key: str, pid: int | str = "self") -> int:
+    """VmRSS, VmHWM or another line of /proc/PID/status, in bytes."""
+    lines = Path(f"/proc/{pid}/status").read_text().splitlines()
     return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(f"{key}:"))
+
+
+def child_cpu_seconds() -> float:
+    """CPU time of all children that this process has waited for."""
+    usage = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return usage.ru_utime + usage.ru_stime
+
+
+def environment_here() -> dict[str, str]:
+    """The environment of this process, with the package that runs here first, whether it is installed or not."""
+    here = str(Path(trainer.__file__).parent.parent)
+    return {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, [here, os.environ.get("PYTHONPATH")]))}
+
+
+def free_port() -> int:
+    """A port of this machine that nobody listens at."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+def torchrun_variables(rank: int, ranks: int, port: int) -> dict[str, str]:
+    """The variables that torchrun sets for a rank of one machine."""
+    sizes = {"WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks, "GROUP_WORLD_SIZE": 1, "GROUP_RANK": 0}
+    numbers = {"RANK": rank, "LOCAL_RANK": rank, "MASTER_PORT": port} | sizes
+    texts = {"TORCHELASTIC_RUN_ID": "benchmark", "MASTER_ADDR": "127.0.0.1"}
+    return {key: str(number) for key, number in numbers.items()} | texts
 
 
 def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:

@@ -20,7 +20,7 @@ import torch
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState, GradientState
 from accelerate.utils import DataLoaderConfiguration
-from common import resident
+from common import process_memory
 from lightning import LightningModule, Trainer
 from lightning.fabric import Fabric
 from torch import Tensor, nn
@@ -31,6 +31,8 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils.data import DataLoader, DistributedSampler, Sampler
 from transformers import PrinterCallback, TrainingArguments
 from transformers import Trainer as TransformersTrainer
+
+from trainer.system.files import write_atomic
 
 Batch = dict[str, Tensor]
 
@@ -386,7 +388,7 @@ class Clock:
         self.taken = self.positions = 0
         self.begin = self.begin_cpu = 0.0
         self.on_gpu = torch.cuda.is_available()
-        self.idle = 0 if self.on_gpu else resident("VmRSS")
+        self.idle = 0 if self.on_gpu else process_memory("VmRSS")
         register_optimizer_step_post_hook(self._stepped)
         self.finder = nn.modules.module.register_module_forward_pre_hook(self._find)
 
@@ -409,9 +411,9 @@ class Clock:
         if self.taken == 1:
             self.begin, self.begin_cpu = time.perf_counter(), time.process_time()
         elif self.taken == 1 + self.steps:
-            peak = torch.cuda.max_memory_reserved() if self.on_gpu else resident("VmHWM") - self.idle
+            peak = torch.cuda.max_memory_reserved() if self.on_gpu else process_memory("VmHWM") - self.idle
             used = {"seconds": now - self.begin, "cpu": time.process_time() - self.begin_cpu, "peak": peak}
-            write_aside(self.out, used | {"positions": self.positions})
+            write_atomic(self.out, json.dumps(used | {"positions": self.positions}), sync_folder=False)
             self._leave()
 
     def _leave(self) -> None:
@@ -420,13 +422,6 @@ class Clock:
         while time.monotonic() < until and len(list(self.out.parent.glob("rank-*.json"))) < self.ranks:
             time.sleep(0.01)
         os._exit(0)
-
-
-def write_aside(path: Path, found: dict[str, Any]) -> None:
-    """Write JSON so that nobody reads half of it."""
-    aside = path.with_suffix(".partial")
-    aside.write_text(json.dumps(found))
-    aside.replace(path)
 
 
 CONTENDERS: dict[str, tuple[str, Callable[[Job], None]]] = {

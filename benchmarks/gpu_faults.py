@@ -6,8 +6,8 @@ sanitizer of streams first. Results are written after every row.
 
 from __future__ import annotations
 
-import argparse
 import json
+import math
 import re
 import subprocess
 import sys
@@ -15,13 +15,16 @@ import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from common import RESULTS, Record, table, workplace
+from common import Record, environment_here, table, workplace
+from gpu_judge import MET, Found
 from gpu_rows import FEW_GAPS, TINY, memory
-from planner_runs import environment_here, probe_gpu
+from gpu_tasks import Task, chosen, command_line, measure, read_arguments
+from planner_runs import probe_gpu
 
 from trainer.lab.measured_run import Trial, run_trial
 from trainer.system.processes import ProcessSession
@@ -35,8 +38,6 @@ SAME = 1e-3
 """Relative: losses of a run that was resumed; on a GPU some sums have no fixed order."""
 ROUNDED = 1e-2
 """Relative: losses of smaller micro-batches in bf16-mixed."""
-
-Found = dict[str, Any]
 
 
 @dataclass
@@ -182,57 +183,32 @@ def _alike(found: Found, limit: float) -> bool:
     return found["status"] == "finished" and apart is not None and apart <= limit
 
 
-def rows(faults: Faults) -> dict[str, tuple[bool, Callable[[], Found]]]:
-    """Name by name, whether it needs a GPU, and what to do."""
-    return {
-        "killed and resumed": (False, faults.resumed),
-        "out of memory, recovered": (True, lambda: faults.recovered("single")),
-        "out of memory, said so": (True, faults.out_of_memory),
-        "tests of offloading, streams sanitized": (True, lambda: faults.tests("offload", sanitizer=True)),
-        "killed and resumed, weights streamed": (False, lambda: faults.resumed(memory__cpu_offload="parameters")),
-        "out of memory, recovered under FSDP": (True, lambda: faults.recovered("fsdp")),
-        "tests/gpu but the planner's": (True, lambda: faults.tests("not test_planner")),
-        "tests/gpu, the planner's": (True, lambda: faults.tests("test_planner")),
-    }
-
-
-def measure(faults: Faults, chosen: Mapping[str, tuple[bool, Callable[[], Found]]], record: Record) -> list[Found]:
-    """Row by row; whatever becomes of one, it is a row."""
-    results: list[Found] = []
-    record.write(rows=results)
-    for name, (needs_gpu, work) in chosen.items():
-        print(f"{name} ...", flush=True)
-        began = time.monotonic()
-        if needs_gpu and faults.device == "cpu":
-            found: Found = {"status": "not run", "reason": "needs a GPU", "met": None}
-        elif faults.end - began < 5:
-            found = {"status": "not run", "reason": f"late: the {SECONDS:.0f} s are used up", "met": None}
-        else:
-            try:
-                found = work()
-            except Exception as error:  # a benchmark that ends loses the rows after it
-                found = {"status": "failed", "reason": f"{type(error).__name__}: {error}", "met": False}
-        results.append({"name": name, **found, "wall_seconds": round(time.monotonic() - began, 1)})
-        record.write(rows=results)
-        print(f"  {found['status']}: {found['reason'] or found.get('plan')}; as asked: {found['met']}", flush=True)
-    record.write(complete=True, rows=results)
-    return results
+def tasks(faults: Faults) -> list[Task]:
+    """All rows."""
+    streamed = {"memory__cpu_offload": "parameters"}
+    sanitized = partial(faults.tests, "offload", sanitizer=True)
+    works: list[tuple[str, bool, Callable[[], Found]]] = [
+        ("killed and resumed", False, faults.resumed),
+        ("out of memory, recovered", True, partial(faults.recovered, "single")),
+        ("out of memory, said so", True, faults.out_of_memory),
+        ("tests of offloading, streams sanitized", True, sanitized),
+        ("killed and resumed, weights streamed", False, partial(faults.resumed, **streamed)),
+        ("out of memory, recovered under FSDP", True, partial(faults.recovered, "fsdp")),
+        ("tests/gpu but the planner's", True, partial(faults.tests, "not test_planner")),
+        ("tests/gpu, the planner's", True, partial(faults.tests, "test_planner")),
+    ]
+    # Each run is limited by ``faults.end``.
+    return [Task(name, math.inf, lambda _, work=work: work(), needs_gpu) for name, needs_gpu, work in works]
 
 
 def main(argv: Sequence[str]) -> int:
     """The command line, after the word faults; returns the exit code, 1 when a row is not as asked."""
-    parser = argparse.ArgumentParser(
-        prog="gpu.py faults", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--results", type=Path, default=RESULTS, help="folder for gpu_faults.json")
-    parser.add_argument("--only", help="rows whose name contains this")
-    parser.add_argument("--time", type=float, default=1.0, help=f"factor on the {SECONDS:.0f} seconds")
-    parser.add_argument("--work", type=Path, help="folder for the runs and their logs, kept")
+    parser = command_line("faults", __doc__, SECONDS)
     parser.add_argument(
         "--device", choices=["cuda", "cpu"], default="cuda", help="cpu tries out this file, with --tiny"
     )
     parser.add_argument("--tiny", action="store_true", help="small models")
-    asked = parser.parse_args(argv)
+    asked = read_arguments(parser, argv)
     if asked.device == "cpu" and not asked.tiny:
         parser.error("--device cpu is there to test this file: use it with --tiny")
     gpu = probe_gpu() if asked.device == "cuda" else None
@@ -243,11 +219,11 @@ def main(argv: Sequence[str]) -> int:
     record.content["gpu"] = gpu
     with workplace(asked.work) as work:
         faults = Faults(asked.device, asked.tiny, work.absolute(), time.monotonic() + asked.time * SECONDS)
-        chosen = {name: row for name, row in rows(faults).items() if asked.only is None or asked.only in name}
-        if not chosen:
+        wanted = chosen(tasks(faults), asked.only)
+        if not wanted:
             parser.error(f"--only {asked.only}: no row has such a name")
-        results = measure(faults, chosen, record)
-    shown = [(row["name"], row["status"], {True: "yes", False: "no", None: "–"}[row["met"]]) for row in results]
+        results = measure([(1, wanted)], record, faults.end, gpu is not None)
+    shown = [(row["name"], row["status"], MET[row["met"]]) for row in results]
     print(table(("fault", "status", "as asked"), shown))
     print(f"written: {record.path}")
     return int(any(row["met"] is False for row in results))

@@ -11,18 +11,16 @@ number of accumulated micro-batches (benchmarks/README.md, correctness.py).
 
 from __future__ import annotations
 
-import argparse
 import gzip
 import hashlib
 import json
-import math
 import re
 import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor, as_completed
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
 from importlib.util import find_spec
@@ -30,19 +28,18 @@ from pathlib import Path
 from threading import Lock
 from typing import Any
 
-from common import RESULTS, Record, table, workplace
+from common import Record, environment_here, table, workplace
 from gpu import Benchmark
 from gpu_faults import run_tests
-from gpu_judge import NOT_RUN, Measured, figure, judge, read_found
+from gpu_judge import MET, NOT_RUN, Found, Measured, figure, judge, read_found
 from gpu_rows import LLAMA_8B, PARTS, QLORA, TINY, VOCABULARY, Row, memory
-from planner_runs import environment_here, probe_gpu
+from gpu_tasks import Task, chosen, command_line, measure, read_arguments
+from planner_runs import probe_gpu
 
 from trainer.lab.measured_run import run_trial
 
 HERE = Path(__file__).parent
 SECONDS = 470.0
-MIN_SECONDS = 5.0
-"""With less left, a row is not begun."""
 DRY = 3.0
 """Factor on the limits of a dry run, which two processors must do at a time."""
 AT_ONCE = 4
@@ -51,8 +48,6 @@ NF4_SHARE = 0.5
 """Of the card's bandwidth: the least that the NF4 kernel must reach."""
 CUDNN_CACHE = re.compile(r"SDPA Cache Called (\d+) times\. Hit rate: ([\d.]+)")
 """What torch prints for each call of cuDNN's attention where TORCH_CUDNN_SDPA_CACHE_DEBUG is set (MHA.cpp)."""
-
-Found = dict[str, Any]
 
 
 @dataclass(frozen=True)
@@ -154,16 +149,6 @@ MEMORY_ROWS = (
     "exact: parameters streamed, of 2",
 )
 """Of the part ``exact``: memory under a target, and gradients against those in fp32."""
-
-
-@dataclass(frozen=True)
-class Task:
-    """A row: its name, its limit in seconds, and what to do in at most the seconds that it is given."""
-
-    name: str
-    seconds: float
-    work: Callable[[float], Found]
-    needs_gpu: bool = False
 
 
 @dataclass
@@ -393,63 +378,12 @@ def attention_kernels(trace: Path) -> list[str]:
     return sorted({name[:60] for name in names if re.search(r"flash|sdpa|fmha|attention", name, re.I)})
 
 
-def measure(
-    groups: Sequence[tuple[int, Sequence[Task]]],
-    record: Record,
-    end: float,
-    is_dry: bool,
-    factor: float = 1.0,
-    after: Callable[[Sequence[Found]], None] = lambda rows: None,
-) -> list[Found]:
-    """Row by row, in groups; whatever becomes of one, it is a row, and all are written after each.
-
-    Args:
-        groups: how many rows of each at a time, and the rows.
-        record: what is written.
-        end: ``time.monotonic()`` at which nothing is begun any more.
-        is_dry: whether rows that need a GPU are left out.
-        factor: on the limit of each row.
-        after: called with all rows so far, before they are written.
-    """
-    results: dict[str, Found] = {}
-    names = [task.name for _, tasks in groups for task in tasks]
-    record.write(rows=[])
-    for at_once, tasks in groups:
-        with ThreadPoolExecutor(at_once) as pool:
-            pending = [pool.submit(_do, task, end, is_dry, factor) for task in tasks]
-            for done in as_completed(pending):
-                found = done.result()
-                results[found["name"]] = found
-                rows = [results[name] for name in names if name in results]
-                after(rows)
-                record.write(rows=rows)
-                print(f"{found['name']}: {found['status']} in {found['wall_seconds']} s: {found['reason']}", flush=True)
-    record.write(complete=True, rows=list(rows))
-    return rows
-
-
-def _do(task: Task, end: float, is_dry: bool, factor: float) -> Found:
-    began = time.monotonic()
-    left = end - began
-    if task.needs_gpu and is_dry:
-        found: Found = {"status": NOT_RUN, "reason": "needs a GPU", "met": None}
-    elif left < MIN_SECONDS:
-        found = {"status": NOT_RUN, "reason": "late: the time of all rows is used up", "met": None}
-    else:
-        try:
-            found = task.work(min(left, factor * task.seconds))
-        except Exception as error:  # the rows after it are worth having
-            found = {"status": "failed", "reason": f"{type(error).__name__}: {error}", "met": False}
-    return {"name": task.name, **found, "wall_seconds": round(time.monotonic() - began, 1)}
-
-
 def report(rows: Sequence[Found]) -> str:
     """Two tables: what is as asked, and speed beside transformers' Trainer."""
     by_name = {row["name"]: row for row in rows}
-    yes = {True: "yes", False: "no", None: "–"}
     timed = {f"{load.name}: {who}" for load in WORKLOADS for who in WHO}
     shown = [
-        (row["name"], row["status"], str(row["reason"] or "")[:160], yes[row["met"]])
+        (row["name"], row["status"], str(row["reason"] or "")[:160], MET[row["met"]])
         for row in rows
         if row["name"] not in timed
     ]
@@ -470,17 +404,9 @@ def report(rows: Sequence[Found]) -> str:
 
 def main(argv: Sequence[str]) -> int:
     """The command line, after the word first; returns the exit code, 1 when a row is not as asked."""
-    parser = argparse.ArgumentParser(
-        prog="gpu.py first", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--results", type=Path, default=RESULTS, help="folder for gpu_first.json")
-    parser.add_argument("--only", help="rows whose name contains one of these words, with semicolons")
-    parser.add_argument("--time", type=float, default=1.0, help=f"factor on the {SECONDS:.0f} seconds, and each limit")
-    parser.add_argument("--work", type=Path, help="folder for the runs and their logs, kept")
+    parser = command_line("first", __doc__, SECONDS)
     parser.add_argument("--dry", action="store_true", help="small models on the CPU, to see that all of it works")
-    asked = parser.parse_args(argv)
-    if not 0 < asked.time < math.inf:
-        parser.error("--time must be more than 0")
+    asked = read_arguments(parser, argv)
     gpu = None if asked.dry else probe_gpu()
     if gpu is None and not asked.dry:
         print("torch sees no CUDA device here: there is nothing to measure; --dry tries it out on the CPU")
@@ -491,14 +417,10 @@ def main(argv: Sequence[str]) -> int:
     end = time.monotonic() + asked.time * SECONDS
     with workplace(asked.work) as work:
         first = First(gpu, work.absolute())
-        words = (asked.only or "").split(";")
-        groups = [
-            (at_once, [task for task in tasks if any(word in task.name for word in words)])
-            for at_once, tasks in first.groups()
-        ]
+        groups = [(at_once, chosen(tasks, asked.only)) for at_once, tasks in first.groups()]
         if not any(tasks for _, tasks in groups):
             parser.error(f"--only {asked.only}: no row has such a name")
-        rows = measure(groups, record, end, asked.dry, asked.time * (DRY if asked.dry else 1), first.again)
+        rows = measure(groups, record, end, not asked.dry, asked.time * (DRY if asked.dry else 1), first.again)
     print(report(rows))
     print(f"written: {record.path}")
     return int(any(row["met"] is False for row in rows))

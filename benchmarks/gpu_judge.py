@@ -17,8 +17,11 @@ from safetensors.numpy import load_file
 
 from trainer.lab.measured_run import Trial
 
+Found = dict[str, Any]
+
 NOT_RUN, LATE = "not run", "late"
 """A row that was not begun, and one that has not taken a whole step: it may have been cut after that."""
+MET = {True: "yes", False: "no", None: "–"}
 EPOCH = 50_000
 """Images of CIFAR-10's training set: the published minutes are those of one epoch."""
 LAST = 20
@@ -245,7 +248,7 @@ def _cells(row: Mapping[str, Any]) -> list[str]:
         figure(difference.get("norm"), ".1e"),
         figure(worst if difference else None, ".1e"),
         f"{row['target']['kind']} {row['target']['gb']:g}" if row["target"] else "–",
-        {True: "yes", False: "no", None: "–"}[row["met"]] if row["status"] == "finished" else row["status"],
+        MET[row["met"]] if row["status"] == "finished" else row["status"],
     ]
 
 

@@ -32,7 +32,7 @@ os.environ.update(HF_HUB_OFFLINE="1", HF_DATASETS_OFFLINE="1")
 os.environ.update(HF_HUB_DISABLE_PROGRESS_BARS="1", HF_DATASETS_DISABLE_PROGRESS_BARS="1")  # as the command line does
 
 from chaos.forks import children, fork, in_forks
-from common import RESULTS, Record, table, workplace
+from common import RESULTS, Record, process_memory, table, workplace
 from hostile_cases import cases
 from hostile_cases.case import ANY, CONVERSATIONS, GOOD, OWN, RAN, REFUSED, SPOKEN, TALKED, Case, own, wrote
 
@@ -296,11 +296,11 @@ def _called(case: Case, here: Path, err: Path, idle: Path) -> int:
             if isinstance(handler, logging.StreamHandler):
                 handler.setStream(sys.stderr)
 
-    limit = _memory("VmData") + int(MEMORY)
+    limit = process_memory("VmData") + int(MEMORY)
     resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     Path("/proc/self/clear_refs").write_text("5")  # the peak of memory begins anew
-    idle.write_text(f"{time.monotonic()} {time.process_time()} {_memory('VmRSS')}")
+    idle.write_text(f"{time.monotonic()} {time.process_time()} {process_memory('VmRSS')}")
     try:
         entry()
     except SystemExit as error:  # as Python ends for one
@@ -314,7 +314,7 @@ def _called(case: Case, here: Path, err: Path, idle: Path) -> int:
 def _fresh(case: Case, here: Path, err: Path, idle: Path) -> int:
     """The same in an interpreter of its own."""
     words = _begun(case, here, err)
-    idle.write_text(f"{time.monotonic()} {time.process_time()} {_memory('VmRSS')}")
+    idle.write_text(f"{time.monotonic()} {time.process_time()} {process_memory('VmRSS')}")
     limit = resource.RLIM_INFINITY
     resource.setrlimit(resource.RLIMIT_CORE, (0, limit))
     return subprocess.run([Path(sys.executable).with_name("trainer"), *words], stdin=subprocess.DEVNULL).returncode
@@ -346,7 +346,7 @@ def _waited(pid: int, began: float) -> tuple[int, resource.struct_rusage, int, b
         if found:
             break
         with suppress(OSError, StopIteration):
-            peak = max(peak, _memory("VmHWM", pid))
+            peak = max(peak, process_memory("VmHWM", pid))
         now = time.monotonic()
         if (ticks := sum(map(_ticks, [pid, *children(pid)]))) != worked:
             worked, since = ticks, now
@@ -365,12 +365,6 @@ def _ticks(pid: int) -> int:
         return sum(map(int, Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[11:15]))
     except OSError:
         return 0
-
-
-def _memory(name: str, pid: int | str = "self") -> int:
-    """Return the bytes of a line of /proc/PID/status."""
-    line = next(line for line in Path(f"/proc/{pid}/status").read_text().splitlines() if line.startswith(name))
-    return int(line.split()[1]) * 1024
 
 
 def _fault(case: Case, found: Mapping[str, Any], out: bytes, err: bytes, in_time: bool) -> str | None:

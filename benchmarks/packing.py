@@ -1,4 +1,4 @@
-"""Which models of transformers can be packed without leaks: a certificate for each, and what packs save.
+"""Which models of transformers can be packed without leaks: a certificate for each.
 
 A tiny model of every architecture, with random weights in fp64 on the CPU, computes documents packed in one row and
 padded in several. An architecture is certified if (a) every parameter has the same gradient both ways, and (b) other
@@ -14,9 +14,6 @@ import os
 os.environ["OMP_NUM_THREADS"] = "1"
 
 import argparse
-import math
-import random
-import statistics
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -29,7 +26,6 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification
 
-from trainer.engine.cut import Cut, cut_batch, tokens_of
 from trainer.models import TextClassifier
 from trainer.models.packed_attention import NAME, pack_documents, register_packed_attention
 
@@ -44,7 +40,6 @@ shapes, and on the processor. Sums of n terms in two orders differ by at most ab
 here (39 tokens times 61 words) have fewer than 2,400 terms: 5e-13. A document that sees another one changes by more
 than 1e-2.
 """
-BUDGET = 4096  # tokens of a pack, where their fill is looked at
 SMALL = {
     "vocab_size": 61,
     "hidden_size": 32,
@@ -359,42 +354,6 @@ def seen(module: nn.Module, batch: Mapping[str, Any]) -> dict[str, tuple[Tensor,
     return found
 
 
-def fill() -> list[dict[str, Any]]:
-    """How full packs are, and how even the ranks, of 256 documents a batch; before, they were filled ``in_order``."""
-    generator, rows = random.Random(0), []
-    for name, median, spread, longest in (("conversations", 350, 0.9, 2048), ("documents", 1200, 1.0, 4096)):
-        drawn = (generator.lognormvariate(math.log(median), spread) for _ in range(20 * 256))
-        lengths = [int(min(max(length, 8), longest)) for length in drawn]
-        batches = [range(start, start + 256) for start in range(0, len(lengths), 256)]
-        for ranks in (1, 4):
-            cut, found = Cut(256, 256, 1, BUDGET), {}
-            for way, pack in (("before", in_order), ("now", cut_batch)):
-                cuts = [pack(batch, cut, ranks, lengths, True) for batch in batches]
-                tokens = [[tokens_of(one, lengths, True) for one in packs] for packs in cuts]
-                shares = [[sum(each[rank::ranks]) for rank in range(ranks)] for each in tokens]
-                found[way] = {
-                    "packs": sum(map(len, cuts)),
-                    "fill": round(sum(map(sum, tokens)) / (BUDGET * sum(map(len, cuts))), 3),
-                    "busiest_rank": round(statistics.mean(max(each) * ranks / sum(each) for each in shares), 3),
-                }
-            rows.append({"lengths": name, "ranks": ranks, **found})
-    return rows
-
-
-def in_order(batch: Sequence[int], cut: Cut, ranks: int, lengths: Sequence[int], packs: bool) -> list[list[int]]:
-    """Packs filled one after another, the longest document first; the one of most documents halved for the ranks."""
-    pieces: list[list[int]] = []
-    for index in sorted(batch, key=lambda index: -lengths[index]):
-        if not pieces or tokens_of([*pieces[-1], index], lengths, packs) > BUDGET:
-            pieces.append([])
-        pieces[-1].append(index)
-    while len(pieces) % ranks:
-        at = max(range(len(pieces)), key=lambda place: len(pieces[place]))
-        middle = -(-len(pieces[at]) // 2)
-        pieces[at : at + 1] = [pieces[at][:middle], pieces[at][middle:]]
-    return pieces
-
-
 def table(certificates: Mapping[str, Mapping[str, Any]]) -> str:
     """Of what the record has, the rows as docs/packing.md shows them."""
     rows = [
@@ -420,11 +379,11 @@ def main() -> None:
         print(f"{kind:20} {found.difference:8.1e} {found.change:8.1e}  {said}", flush=True)
     if wanted:
         return
-    record = Record("packing", {"lengths": LENGTHS, "tolerance": TOLERANCE, "budget": BUDGET})
+    record = Record("packing", {"lengths": LENGTHS, "tolerance": TOLERANCE})
     rows = {kind: {**asdict(found), "certified": found.certified} for kind, found in certificates.items()}
     encoders = {kind: rows.pop(kind) for kind in ENCODERS}
-    record.write(certificates=rows, encoders=encoders, fill=(shares := fill()), complete=True)
-    print(table(rows), table(encoders), *shares, sep="\n")
+    record.write(certificates=rows, encoders=encoders, complete=True)
+    print(table(rows), table(encoders), sep="\n")
     print(f"{sum(row['certified'] for row in rows.values())} of {len(TYPES)} certified")
 
 

@@ -15,11 +15,11 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from common import environment_here
 from planner_configs import LLAMAS, Case
 from recorded import compare
 from recorded_run import read_recording
 
-import trainer
 from trainer.errors import RecipeError
 from trainer.fakegpu.gpus import gpu_of
 from trainer.lab.measured_run import Trial, run_trial
@@ -57,12 +57,6 @@ def _driver() -> str | None:
     except (OSError, subprocess.CalledProcessError):
         return None
     return done.stdout.split()[0] if done.stdout.split() else None
-
-
-def environment_here() -> dict[str, str]:
-    """This process's, with the package that runs here found first, whether it is installed or not."""
-    here = str(Path(trainer.__file__).parent.parent)
-    return {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, [here, os.environ.get("PYTHONPATH")]))}
 
 
 @dataclass

@@ -23,6 +23,7 @@ from trainer.memory.plan import decide_plan
 from trainer.planner.predict import predict_in_process, prepare_recipe
 from trainer.planner.traced_run import draw_samples, trace_run
 from trainer.system.child_jobs import run_in_children
+from trainer.system.files import write_atomic
 from trainer.system.machine import cores
 
 
@@ -72,9 +73,7 @@ def main(asked: Path, found: Path) -> None:
         if isinstance(result, Exception):
             result = {"error": str(result), "traceback": "".join(getattr(result, "__notes__", []))}
         results[name][kind] = result
-        aside = found.with_suffix(".partial")
-        aside.write_text(json.dumps(results))
-        aside.replace(found)  # whoever has no more time takes what is there
+        write_atomic(found, json.dumps(results), sync_folder=False)  # the parent may run out of time and take it
         print(f"  predicted {name} ({kind})", flush=True)
 
 

@@ -14,7 +14,6 @@ import hashlib
 import json
 import os
 import re
-import resource
 import statistics
 import subprocess
 import sys
@@ -22,7 +21,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from common import Record, table
+from common import Record, child_cpu_seconds, table
 
 HERE = Path(__file__).parents[1]
 STEPS, HALF = 8, 4
@@ -161,10 +160,9 @@ def help_times(before: Path, now: Path) -> dict[str, float]:
     taken: dict[str, list[float]] = {"before": [], "now": []}
     for _ in range(7):
         for name, tree in (("before", before), ("now", now)):
-            start = resource.getrusage(resource.RUSAGE_CHILDREN)
+            start = child_cpu_seconds()
             trainer(tree, "--help").check_returncode()
-            end = resource.getrusage(resource.RUSAGE_CHILDREN)
-            taken[name].append(end.ru_utime - start.ru_utime + end.ru_stime - start.ru_stime)
+            taken[name].append(child_cpu_seconds() - start)
     return {name: round(statistics.median(seconds), 3) for name, seconds in taken.items()}
 
 

@@ -17,7 +17,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from common import Record, table, workplace
+from common import Record, commit, table, workplace
 
 IMPORTS = {
     "import torch": "import torch",
@@ -66,7 +66,7 @@ def main() -> None:
     checkouts = {"here": Path(__file__).resolve().parents[1]}
     if asked.beside is not None:
         checkouts["beside"] = asked.beside.resolve()
-    record = Record("start", {"rounds": asked.rounds, "beside": _commit(asked.beside)})
+    record = Record("start", {"rounds": asked.rounds, "beside": asked.beside and commit(asked.beside)})
     if asked.beside is not None:  # where that lies is of this machine
         record.content["command"] = record.content["command"].replace(str(asked.beside), "CHECKOUT")
     found: dict[str, list[dict[str, float]]] = defaultdict(list)
@@ -74,18 +74,8 @@ def main() -> None:
         image = _image(work)
         runs = {name: work / f"run-{name}" for name in checkouts}
         for name, checkout in checkouts.items():  # which also warms the disk's cache
-            fit = [
-                sys.executable,
-                "-m",
-                "trainer",
-                "fit",
-                "vit_digits",
-                "--max_steps",
-                "1",
-                "--run.dir",
-                str(runs[name]),
-            ]
-            measured(fit, checkout, work)
+            fit = ["fit", "vit_digits", "--max_steps", "1", "--run.dir", str(runs[name])]
+            measured([sys.executable, "-m", "trainer", *fit], checkout, work)
         for turn in range(asked.rounds):
             for name, code in IMPORTS.items():
                 found[name].append(measured([sys.executable, "-c", code], None, work))
@@ -115,13 +105,6 @@ def main() -> None:
 
 def _medians(found: dict[str, list[dict[str, float]]]) -> dict[str, dict[str, float]]:
     return {name: {key: round(median(row[key] for row in rows), 3) for key in rows[0]} for name, rows in found.items()}
-
-
-def _commit(checkout: Path | None) -> str | None:
-    if checkout is None:
-        return None
-    words = ["git", "-C", str(checkout), "describe", "--always", "--abbrev=12", "--exclude=*"]
-    return subprocess.run(words, capture_output=True, text=True, check=True).stdout.strip()
 
 
 def _image(work: Path) -> Path:

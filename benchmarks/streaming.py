@@ -1,6 +1,6 @@
-"""What streamed texts cost: samples a second beside texts tokenised before, host memory, and what each rank reads.
+"""What streamed texts cost: samples a second and host memory, beside texts tokenised before.
 
-    python benchmarks/streaming.py --tokenizer FOLDER [--part speed|memory|ranks] [--reviews 200000] [--out NAME]
+    python benchmarks/streaming.py --tokenizer FOLDER [--part speed|memory] [--reviews 200000] [--out NAME]
 
 Reviews are made up: words of a fixed list, as many as drawn for each. Speed is that of the loader alone, no model: one
 epoch in the order of training, in micro-batches of 32, the median of the repeats. Memory is that of processes which
@@ -29,28 +29,10 @@ from transformers import AutoTokenizer
 
 from trainer.data import StreamedText, TextFiles
 from trainer.data.loader import Loader
-from trainer.engine.cut import Cut
 from trainer.engine.order import batch_indices, steps_in_epoch
-from trainer.engine.window import Windows
 from trainer.values import Request
 
-WORDS = [
-    "the",
-    "a",
-    "film",
-    "is",
-    "was",
-    "good",
-    "bad",
-    "great",
-    "not",
-    "very",
-    "story",
-    "actor",
-    "scene",
-    "dull",
-    "plot",
-]
+WORDS = ["the", "a", "film", "is", "was", "good", "bad", "great", "not", "very", "story", "actor", "scene", "dull"]
 BATCH, ROW_GROUP, SHARDS = 32, 1000, 8
 CHILD = "--child"
 
@@ -212,54 +194,17 @@ def _share_of(name: str) -> int:
     return total
 
 
-def measure_ranks(record: Record, folder: Path, tokenizer: Any, arguments: argparse.Namespace) -> None:
-    """How many of the row groups each rank decodes in an epoch, and that all samples are read once."""
-    write_reviews(folder, arguments.rank_reviews, 20)
-    found = {}
-    for ranks in (1, 2, 4, 8):
-        data = dataset("streamed", folder)
-        data.prepare(tokenizer)
-        own = [_decoded(data, rank, ranks) for rank in range(ranks)]
-        found[f"{ranks} ranks"] = {
-            "samples_each": [samples for samples, _ in own],
-            "row_groups_decoded_each": [decoded for _, decoded in own],
-        }
-    groups = len(data.train.groups.sizes)
-    settings = {"batch_size": 64, "shuffle_buffer": data.shuffle_buffer, "row_groups": groups, "rows_each": ROW_GROUP}
-    record.write(ranks={"reviews": arguments.rank_reviews, **settings, "found": found})
-
-
-def _decoded(data: Any, rank: int, ranks: int) -> tuple[int, int]:
-    split = data.train
-    split.reader.decoded = 0
-    split.reader._tables.clear()
-
-    def fetch(asked: Iterator[Request]) -> Iterator[Any]:
-        for request in asked:
-            for index in request.indices:
-                split.reader.row(index)
-            yield {"labels": request.indices}
-
-    windows = Windows(
-        len(split), lambda epoch: Cut(64, 64 // ranks, 1), fetch, lambda batch: {"loss": 1.0}, seed=0, rank=rank,
-        world_size=ranks, groups=split.groups,
-    )  # fmt: skip
-    samples = sum(len(micro.indices) for window in windows.epoch(0) for micro in window if not micro.is_empty)
-    return samples, split.reader.decoded
-
-
 def main() -> None:
     if CHILD in sys.argv:
         child(sys.argv[2], Path(sys.argv[3]), sys.argv[4])
         return
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tokenizer", required=True, help="a folder that AutoTokenizer reads")
-    parser.add_argument("--part", choices=("all", "speed", "memory", "ranks"), default="all")
+    parser.add_argument("--part", choices=("all", "speed", "memory"), default="all")
     parser.add_argument("--reviews", type=int, default=200_000, help="of the part memory")
     parser.add_argument("--memory-words", type=int, default=40, help="of a review there, in the mean")
     parser.add_argument("--speed-reviews", type=int, default=4_000, help="of the part speed")
     parser.add_argument("--words", type=int, default=230, help="of a review there, in the mean: as in IMDb")
-    parser.add_argument("--rank-reviews", type=int, default=100_000, help="of the part ranks")
     parser.add_argument("--workers", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--out", default="streaming")
@@ -268,16 +213,14 @@ def main() -> None:
     record = Record(arguments.out, settings)
     if arguments.part != "all" and record.path.exists():
         before = json.loads(record.path.read_text())
-        record.content |= {part: before[part] for part in ("speed", "memory", "ranks") if part in before}
+        record.content |= {part: before[part] for part in ("speed", "memory") if part in before}
     tokenizer = AutoTokenizer.from_pretrained(arguments.tokenizer, trust_remote_code=False)
     with tempfile.TemporaryDirectory() as place:
-        if arguments.part in ("all", "ranks"):
-            measure_ranks(record, Path(place) / "ranks", tokenizer, arguments)
         if arguments.part in ("all", "memory"):
             measure_memory(record, Path(place) / "memory", arguments)
         if arguments.part in ("all", "speed"):
             measure_speed(record, Path(place) / "speed", tokenizer, arguments)
-    record.write(complete=all(part in record.content for part in ("speed", "memory", "ranks")))
+    record.write(complete=all(part in record.content for part in ("speed", "memory")))
     print(json.dumps(record.content, indent=1))
 
 

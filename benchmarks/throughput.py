@@ -19,7 +19,6 @@ os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")  # so that asking fo
 import argparse
 import json
 import multiprocessing
-import socket
 import statistics
 import sys
 import tempfile
@@ -34,8 +33,8 @@ from typing import Any, Literal
 
 import numpy as np
 import torch
-from common import Picked, Record, commit, sample_data, table
-from contenders import CONTENDERS, Clock, Job, WithLoss, quiet, write_aside
+from common import Picked, Record, commit, free_port, sample_data, table, torchrun_variables
+from contenders import CONTENDERS, Clock, Job, WithLoss, quiet
 from torch import nn
 from torch.optim import AdamW
 from torchvision.transforms import v2
@@ -49,6 +48,7 @@ from trainer.engine.order import permutation
 from trainer.models import BigBird, TextClassifier, VisionTransformer
 from trainer.recipe import Checkpoint, Memory, Optim, Recipe, Run
 from trainer.report.summary import versions
+from trainer.system.files import write_atomic
 from trainer.system.machine import cores
 from trainer.system.processes import end_with_parent
 
@@ -252,7 +252,7 @@ def rank_main(name: str, work: Work, drawn: Draw, place: Path, out: Path, rank: 
             torch.set_num_threads(max(1, cores() // ranks))
             on_gpu = torch.cuda.is_available()
             if ranks > 1:
-                os.environ.update(_torchrun(rank, ranks, port))
+                os.environ.update(torchrun_variables(rank, ranks, port))
                 torch.distributed.init_process_group("nccl" if on_gpu else "gloo")
             clock = Clock(work.steps, ranks, found)
             train(name, work, drawn, place, out, ranks, on_gpu)
@@ -260,17 +260,9 @@ def rank_main(name: str, work: Work, drawn: Draw, place: Path, out: Path, rank: 
         except BaseException as error:
             traceback.print_exc()
             failure = f"{type(error).__name__}: {error}"[:500]
-        write_aside(found, {"failure": failure})
+        write_atomic(found, json.dumps({"failure": failure}), sync_folder=False)
         log.flush()
         os._exit(1)
-
-
-def _torchrun(rank: int, ranks: int, port: int) -> dict[str, str]:
-    """What torchrun tells a rank."""
-    sizes = {"WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks, "GROUP_WORLD_SIZE": 1, "GROUP_RANK": 0}
-    numbers = {"RANK": rank, "LOCAL_RANK": rank, "MASTER_PORT": port} | sizes
-    texts = {"TORCHELASTIC_RUN_ID": "throughput", "MASTER_ADDR": "127.0.0.1"}
-    return {key: str(number) for key, number in numbers.items()} | texts
 
 
 def train(name: str, work: Work, drawn: Draw, place: Path, out: Path, ranks: int, on_gpu: bool) -> None:
@@ -334,7 +326,7 @@ def measure(name: str, work: Work, drawn: Draw, place: Path, ranks: int) -> dict
     """Samples a second over all ranks, the peak memory of the rank that took the most, and the share of padding."""
     forks = multiprocessing.get_context("fork")
     with tempfile.TemporaryDirectory(prefix="throughput-", dir=place) as folder:
-        out, port = Path(folder), _free_port()
+        out, port = Path(folder), free_port()
         processes = [
             forks.Process(target=rank_main, args=(name, work, drawn, place, out, rank, ranks, port))
             for rank in range(ranks)
@@ -363,12 +355,6 @@ def measure(name: str, work: Work, drawn: Draw, place: Path, ranks: int) -> dict
         "peak_gb": round(max(one["peak"] for one in found) / 1e9, 3),
         "padding": round(1 - drawn.tokens / positions, 4) if positions else None,
     }
-
-
-def _free_port() -> int:
-    with socket.socket() as found:
-        found.bind(("127.0.0.1", 0))
-        return found.getsockname()[1]
 
 
 # ----------------------------------------------------------------------------------------------------------------------

@@ -219,27 +219,21 @@ def test_recipes_that_share_a_dataset_do_not_change_each_other():
     assert data._task == "regression"
 
 
-def test_prepare_gets_the_model_if_it_takes_it():
+def test_prepare_gets_the_model_if_it_takes_it_and_a_dataset_that_reads_what_recipes_wrote_is_deprecated():
     class New(Labelled):
         def prepare(self, tokenizer=None, model=None):
-            super().prepare(tokenizer)
             self.found = tokenizer, model
 
-    model, data = Plain(), New(2)
-    prepare_data(data, model, "words")
-    assert data.found == ("words", model)
-
-
-def test_a_dataset_that_reads_what_recipes_wrote_is_deprecated():
     class Old(Labelled):
         def prepare(self, tokenizer=None):
-            super().prepare(tokenizer)
             self.found = self.seen_by, self.prepared_for
 
-    model, data = MLP(task="regression"), Old(2)
+    model, new, old = MLP(task="regression"), New(2), Old(2)
+    prepare_data(new, model, "words")
+    assert new.found == ("words", model)
     with pytest.warns(DeprecationWarning, match="is deprecated") as caught:
-        prepare_data(data, model, None)
-    assert data.found == (model, "regression")
+        prepare_data(old, model, None)
+    assert old.found == (model, "regression")
     assert [str(one.message) for one in caught] == [
         "Data.seen_by is deprecated and will be removed: use the argument model of prepare(tokenizer, model)",
         "Data.prepared_for is deprecated and will be removed: use model.task of prepare(tokenizer, model)",

@@ -71,13 +71,8 @@ def test_a_change_of_contributing_md_trains(title, tmp_path):
     flags, expected = TRY[title]
     command = [sys.executable, "-m", "trainer", "fit", "toy.py", "--run.dir", "run", "--max_steps", "1", *flags]
     environment = {**os.environ, "PYTHONPATH": str(tmp_path)}
-    done = subprocess.run(
-        [*command, "--run.accelerator", "cpu", "--run.predict", "false"],
-        cwd=tmp_path,
-        env=environment,
-        capture_output=True,
-        text=True,
-    )
+    command += ["--run.accelerator", "cpu", "--run.predict", "false"]
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     written = done.stdout + done.stderr + (tmp_path / "run" / "recipe.yaml").read_text()
     assert expected in written, written

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 from collections import defaultdict
 from collections.abc import Iterable
+from functools import cache
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
@@ -31,9 +32,15 @@ CORE = [
 MAX_CORE = 5715  # CORE
 MAX_TRAINER = 34485  # trainer/ without fakegpu
 MAX_FAKEGPU = 3833  # trainer/fakegpu
+MAX_BENCHMARKS = 12893  # benchmarks/
 
 MAX_PHRASES = {"trainer": 0, "README.md": 0, "CONTRIBUTING.md": 0, "docs": 30}
 """Maximum numbers of phrases of the former private dialect, by place; see tests/helpers/prose.py. They only fall."""
+
+
+@cache
+def parsed(path: Path) -> ast.Module:
+    return ast.parse(path.read_text())
 
 
 def package(path: Path) -> str:
@@ -48,14 +55,13 @@ def test_the_limits_on_lines_hold():
     simulator = [path for path in FILES.values() if package(path) == "fakegpu"]
     assert count_lines(ROOT / "trainer" / name for name in CORE) <= MAX_CORE
     assert count_lines(simulator) <= MAX_FAKEGPU
+    assert count_lines((ROOT / "benchmarks").rglob("*.py")) <= MAX_BENCHMARKS
     assert count_lines(FILES.values()) - count_lines(simulator) <= MAX_TRAINER
 
 
 @pytest.mark.parametrize("place", MAX_PHRASES)
 def test_prose_is_plain_english(place):
-    found = [
-        f"{path.relative_to(ROOT)}:{line}: {text}" for path in files(ROOT / place) for line, _, text in matches(path)
-    ]
+    found = [f"{path.relative_to(ROOT)}:{line}: {text}" for path in files(ROOT / place) for line, text in matches(path)]
     assert len(found) <= MAX_PHRASES[place], "\n".join(found)
 
 
@@ -69,7 +75,7 @@ def test_the_code_map_of_the_readme_is_complete():
 def test_no_two_public_classes_have_one_name():
     where = defaultdict(list)
     for module, path in FILES.items():
-        for node in ast.parse(path.read_text()).body:
+        for node in parsed(path).body:
             if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
                 where[node.name].append(module)
     assert {name: modules for name, modules in where.items() if len(modules) > 1} == {}
@@ -78,7 +84,7 @@ def test_no_two_public_classes_have_one_name():
 def imports(module: str, path: Path) -> set[str]:
     """Modules of the package that ``path`` imports, at its top or within a function; not those for types alone."""
     found = set()
-    nodes: list[ast.AST] = [ast.parse(path.read_text())]
+    nodes: list[ast.AST] = [parsed(path)]
     while nodes:
         node = nodes.pop()
         if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING":
@@ -116,7 +122,7 @@ def test_attributes_of_data_splits_and_models_are_not_looked_up_by_name():
     found = [
         f"{module}:{node.lineno}"
         for module, path in FILES.items()
-        for node in ast.walk(ast.parse(path.read_text()))
+        for node in ast.walk(parsed(path))
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in ("getattr", "hasattr")
         if last_name(node.args[0]) in INTERFACES
     ]

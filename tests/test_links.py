@@ -1,4 +1,4 @@
-"""Run directories of somebody else, with links in the places of files: nothing that they lead to is changed."""
+"""Links in place of the files of a run directory: no file that they point to is changed."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def finished(tmp_path_factory):
 
 @pytest.fixture
 def victims(tmp_path):
-    """A function that puts a link to a file of somebody else in the place of ``path``; all are checked at the end."""
+    """A function that replaces ``path`` by a link to another person's file; all such files are checked at the end."""
     folder = tmp_path / "victims"
     folder.mkdir()
     made: list[Path] = []
@@ -73,16 +73,15 @@ def resume(run_dir: Path) -> int:
     return run(["fit", *SMALL, *more, f"--run.dir={run_dir}"])
 
 
+def results_of(run_dir: Path) -> list[Path]:
+    unseen = [run_dir / name for name in UNSEEN]
+    return files_of(run_dir) + files_of(run_dir, "model", "tensorboard") + unseen
+
+
 GROUPS = {
-    "results": (
-        lambda run_dir: [
-            *files_of(run_dir),
-            *files_of(run_dir, "model", "tensorboard"),
-            *(run_dir / name for name in UNSEEN),
-        ]
-    ),
-    "checkpoints": (lambda run_dir: files_of(run_dir, "checkpoints")),
-    "locks": (lambda run_dir: [run_dir / name for name in LOCKS]),
+    "results": results_of,
+    "checkpoints": lambda run_dir: files_of(run_dir, "checkpoints"),
+    "locks": lambda run_dir: [run_dir / name for name in LOCKS],
 }
 
 

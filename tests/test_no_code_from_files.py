@@ -29,7 +29,6 @@ ALLOWED = {
     ("trainer/errors.py", "importlib.import_module"): "a package that the calling code names",
     ("benchmarks/chaos/command.py", "importlib.import_module"): "what the ranks need, listed in that file",
     ("benchmarks/checkpoint.py", "torch.distributed.checkpoint.save"): "measured beside ours",
-    ("benchmarks/kills.py", "importlib.import_module"): "what the ranks need, listed in benchmarks/chaos/command.py",
     ("benchmarks/hostile.py", "importlib.import_module"): "what the cases need, listed in that file",
     ("benchmarks/checkpoint.py", "torch.distributed.checkpoint.load"): "reads what this benchmark has just written",
     ("trainer/commands/recipes.py", "exec_module"): "a recipe is a Python file, and running it is what is asked for",
@@ -185,7 +184,7 @@ def test_only_two_functions_start_python():
     assert [path.name for path in scripts if re.search(r"^[^#]*-m trainer", path.read_text(), re.MULTILINE)] == []
 
 
-# ---------------------------------------------------------------------------------- files of somebody else
+# Files of another person
 
 SMALL = ["--model.layers=1", "--model.width=8", "--model.mlp_width=8", "--max_steps=1", "--run.evaluate=false"]
 SHADOWS = ("trainer", "random", "torch", "yaml", "json", "typing", "ctypes", "socket", "sitecustomize", "recipe")
@@ -229,7 +228,7 @@ def finished(tmp_path_factory):
 
 @pytest.fixture
 def foreign(finished, tmp_path, monkeypatch):
-    """A run directory of somebody else's in the working directory, both full of Python; and what that makes."""
+    """A run directory of another person in the working directory, both full of Python files; and their marker."""
     marker = tmp_path / "executed"
     run_dir = shutil.copytree(finished, tmp_path / "run")
     folders = [tmp_path, run_dir, run_dir / "model", run_dir / "checkpoints"]

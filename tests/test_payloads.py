@@ -1,10 +1,17 @@
-"""A corpus of files that execute code when loaded carelessly, through every way by which a file can be named to us."""
+"""Files that execute code when they are loaded carelessly, or are not what they say: refused by name, never executed.
 
-import json
+A case is a function that makes files in the working directory, a command line that reads them, and the words that the
+error must contain. ``HERE`` is the working directory; a payload that is executed makes the folder ``executed`` in it.
+"""
+
 import pickle
 import shutil
+from collections.abc import Callable
 from contextlib import suppress
+from functools import lru_cache, partial
+from itertools import product
 from pathlib import Path
+from tempfile import mkdtemp
 
 import numpy as np
 import pyarrow
@@ -12,121 +19,60 @@ import pyarrow.parquet
 import pytest
 import torch
 import yaml
-from helpers.payloads import (
-    DEEP_JSON,
-    LYING,
-    PICKLES,
-    Trap,
-    code,
-    edit_json,
-    object_array,
-    tar_with_links,
-    write_npz,
-    yaml_tags,
-    zip_with_dots,
-)
-from helpers.problems import make_model
+from helpers import payloads
+from helpers.payloads import Trap, at, content, edit_json, pickled, python
+from helpers.problems import tokenizer_folder
+from helpers.tiny import weights_of
 from PIL import Image
 from safetensors.torch import save_file
+from torchvision.datasets import CIFAR10
 
 from trainer.cli import run
 
-RECIPE = """
-from trainer import Memory, Recipe
-from trainer.data import {data}
-from trainer.models import {model}
+Make = Callable[[Path, Path], object]
+"""Makes files in a folder, or one at a path; the second argument is what a payload makes."""
 
-recipe = Recipe(model={model}({arguments}), data={data}("data"), batch_size=2, memory=Memory(micro_batch_size=2))
-"""
-SMALL = ["fit", "vit_digits", "--model.layers=1", "--model.width=8", "--model.mlp_width=8", "--max_steps=1"]
+SMALL = "vit_digits --model.layers=1 --model.width=8 --model.mlp_width=8 --run.evaluate=false --run.predict=false"
 
 
-@pytest.fixture
-def marker(tmp_path):
-    """What a payload makes when it is executed."""
-    path = tmp_path / "executed"
-    yield path
-    assert not path.exists()
+CASES = []
 
 
-@pytest.fixture
-def refused(marker, capsys, tmp_path, monkeypatch):
-    """A function: run a command line, which must be refused in one line that has all of ``parts`` in it."""
-    monkeypatch.chdir(tmp_path)
-
-    def check(*words, parts=()):
-        capsys.readouterr()
-        assert run([str(word) for word in words]) == 2
-        line = capsys.readouterr().err.strip().splitlines()[-1]
-        assert line.startswith("trainer: error: ")
-        for part in parts:
-            assert str(part) in line
-        assert not marker.exists()
-
-    return check
+def add(kind: str, rows: dict[str, Make], command: str, *named: str, codes=(2,)) -> None:
+    """Add a case for each row of a table; NAME stands for the name of the row."""
+    for name, make in rows.items():
+        words = [text.replace("NAME", name) for text in (command, *named)]
+        CASES.append(pytest.param(make, words[0], words[1:], codes, id=f"{kind}: {name}"))
 
 
-def own_recipe(folder, data, model, arguments):
-    path = folder / "own.py"
-    path.write_text(RECIPE.format(data=data, model=model, arguments=arguments))
-    return path
+# Weights
+
+WEIGHTS = payloads.PICKLES | dict.fromkeys(("model.ckpt", "model.pkl", "model.joblib", "dcp/x.distcp"), pickled)
+WEIGHTS |= {"script.pt": lambda path, marker: torch.jit.script(torch.nn.Linear(2, 2)).save(path)}
+FILES = {file: at(file, write) for file, write in WEIGHTS.items()}
+FILES |= dict.fromkeys(("dcp", "dcp/.metadata"), at("dcp/.metadata", pickled))
+LYING = {name: at("w.safetensors", content(lie)) for name, lie in payloads.LYING.items()}
+add("weights", FILES, "fit vit_digits --model.weights NAME", "NAME")
+add("safetensors", LYING, "fit vit_digits --model.weights w.safetensors", "w.safetensors")
+add("meta", LYING, "fit vit_digits --model.weights w.safetensors --memory.init meta", "w.safetensors")
 
 
-# ------------------------------------------------------------------------------------------------ weights
+# Text models
+
+TEXT = "fit distilbert_imdb --model.name=HERE/model --model.weights=HERE/model --model.tokenizer=HERE/model"
+TEXT += " --data.root=HERE/reviews --data.max_length=16 --data.cache_dir=cache --memory.precision=32-true"
+TEXT += " --max_steps=1 --batch_size=2"
+MODELLING = {"AutoConfig": "modelling.Evil", "AutoModelForSequenceClassification": "modelling.Evil"}
 
 
-@pytest.mark.parametrize("name", PICKLES)
-def test_pickled_weights_are_refused_and_would_execute(refused, marker, tmp_path, name):
-    PICKLES[name](tmp_path / name, marker)
-    refused("fit", "vit_digits", "--model.weights", tmp_path / name, parts=[name])
-    with suppress(RuntimeError, TypeError, AttributeError, pickle.UnpicklingError):  # after it was executed
-        torch.load(tmp_path / name, weights_only=False)
-    marker.rmdir()  # it is there: else this would show nothing
-
-
-def test_weights_of_other_kinds_are_refused(refused, marker, tmp_path):
-    (tmp_path / "dcp").mkdir()
-    torch.jit.script(torch.nn.Linear(2, 2)).save(tmp_path / "script.pt")
-    for name in ("model.ckpt", "model.pkl", "model.joblib", "dcp/.metadata", "dcp/x.distcp", "dcp", "script.pt"):
-        if name not in ("dcp", "script.pt"):
-            (tmp_path / name).write_bytes(pickle.dumps(Trap(marker)))
-        refused("fit", "vit_digits", "--model.weights", tmp_path / name, parts=[name])
-
-
-@pytest.mark.parametrize("name", LYING)
-@pytest.mark.parametrize("init", ["device", "meta"])
-def test_safetensors_that_lie_are_refused(refused, tmp_path, name, init):
-    path = tmp_path / "w.safetensors"
-    path.write_bytes(LYING[name])
-    refused("fit", "vit_digits", "--model.weights", path, "--memory.init", init, parts=["w.safetensors"])
-
-
-# -------------------------------------------------------------------------------------------- text models
-
-
-@pytest.fixture(scope="module")
-def saved(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("saved")
-    model = make_model("distilbert")
-    module = model.build()
-    model.save(module, folder, module.state_dict())
-    return folder
-
-
-@pytest.fixture
-def folder(saved, tmp_path):
-    """A text model, to put payloads in."""
-    return shutil.copytree(saved, tmp_path / "model")
-
-
-@pytest.fixture
-def flags(folder, tmp_path):
-    (tmp_path / "reviews").mkdir()
+def text_model(spoil: Make, folder: Path, marker: Path) -> Path:
+    """Put payloads in a folder with a model, and two reviews beside it."""
+    (folder / "reviews").mkdir()
     for part in ("train", "test"):
-        (tmp_path / "reviews" / f"{part}.csv").write_text("text,label\nw2 w3,0\nw4,1\n")
-    own = [f"--model.{key}={folder}" for key in ("name", "weights", "tokenizer")]
-    rest = [f"--data.root={tmp_path / 'reviews'}", "--data.max_length=16", f"--data.cache_dir={tmp_path / 'cache'}"]
-    return ["distilbert_imdb", *own, *rest, "--memory.precision=32-true", "--max_steps=1", "--batch_size=2"]
+        (folder / "reviews" / f"{part}.csv").write_text("text,label\nw2 w3,0\nw4,1\n")
+    shutil.copytree(weights_of("distilbert"), folder / "model")
+    spoil(folder / "model", marker)
+    return folder / "model"
 
 
 def pickled_instead(folder, marker):
@@ -140,13 +86,18 @@ def index_of_pickles(folder, marker):
     edit_json(folder / "model.safetensors.index.json", weight_map=names, metadata={})
 
 
+def index_that_leads_elsewhere(folder, marker):
+    (folder / "model.safetensors").rename(folder.parent / "w.safetensors")
+    edit_json(folder / "model.safetensors.index.json", weight_map={"a": "../w.safetensors"})
+
+
 def remote_model(folder, marker):
-    (folder / "modelling.py").write_text(code(marker))
+    python(folder / "modelling.py", marker)
     edit_json(folder / "config.json", model_type="evil", auto_map=MODELLING)
 
 
 def remote_tokenizer(folder, marker):
-    (folder / "tokenizer.py").write_text(code(marker))
+    python(folder / "tokenizer.py", marker)
     edit_json(folder / "config.json", model_type="evil")
     names = {"AutoTokenizer": ["tokenizer.Evil", None]}
     edit_json(folder / "tokenizer_config.json", tokenizer_class="Evil", auto_map=names)
@@ -157,209 +108,296 @@ def adapter(folder, marker):
     torch.save(Trap(marker), folder / "adapter_model.bin")
 
 
-def text(file, content):
-    return lambda folder, marker: (folder / file).write_text(content)
-
-
-def config(file="config.json", **changes):
+def config(file="config.json", **changes) -> Make:
     return lambda folder, marker: edit_json(folder / file, **changes)
 
 
-MODELLING = {"AutoConfig": "modelling.Evil", "AutoModelForSequenceClassification": "modelling.Evil"}
 FOLDERS = {
-    "pickled instead": (pickled_instead, "weights"),
-    "index of pickles": (index_of_pickles, "weights"),
-    "code of the model": (remote_model, "remote code"),
-    "code of the tokenizer": (remote_tokenizer, "remote code"),
-    "other's code": (config(model_type="evil", auto_map={"AutoConfig": "someone/else--modelling.Evil"}), "remote code"),
-    "adapter": (adapter, "PEFT adapter"),
-    "kernel": (config(attn_implementation="someone/kernel"), "kernel"),
-    "quantised": (config(quantization_config={"quant_method": "x"}), "quant"),
-    "deep configuration": (text("config.json", DEEP_JSON), "model"),
-    "deep tokenizer": (text("tokenizer.json", DEEP_JSON), "tokenizer"),
-    "deep settings of the tokenizer": (text("tokenizer_config.json", DEEP_JSON), "tokenizer"),
-    "a list for a configuration": (text("config.json", "[1]"), "model"),
-    "a number for a type": (config(model_type=3), "model"),
-    "a negative size": (config(dim=-5), "model"),
-    "a word for a size": (config(dim="x"), "model"),
-    "odd map": (config("tokenizer_config.json", auto_map=7), "tokenizer"),
-    "pickled tokenizer": (lambda f, m: (f / "tokenizer.json").write_bytes(pickle.dumps(Trap(m))), "tokenizer"),
+    "weights": {"pickled instead": pickled_instead, "index of pickles": index_of_pickles},
+    "remote code": {
+        "code of the model": remote_model,
+        "code of the tokenizer": remote_tokenizer,
+        "other's code": config(model_type="evil", auto_map={"AutoConfig": "someone/else--modelling.Evil"}),
+    },
+    "PEFT adapter": {"adapter": adapter},
+    "kernel": {"kernel": config(attn_implementation="someone/kernel")},
+    "quant": {"quantised": config(quantization_config={"quant_method": "x"})},
+    "model": {
+        "deep configuration": at("config.json", content(payloads.DEEP_JSON)),
+        "a list for a configuration": at("config.json", content("[1]")),
+        "a number for a type": config(model_type=3),
+        "a negative size": config(dim=-5),
+        "a word for a size": config(dim="x"),
+    },
+    "tokenizer": {
+        "deep tokenizer": at("tokenizer.json", content(payloads.DEEP_JSON)),
+        "deep settings": at("tokenizer_config.json", content(payloads.DEEP_JSON)),
+        "odd map": config("tokenizer_config.json", auto_map=7),
+        "pickled tokenizer": at("tokenizer.json", pickled),
+    },
 }
+for words, spoilers in FOLDERS.items():
+    rows = {name: partial(text_model, spoil) for name, spoil in spoilers.items()}
+    add("text model", rows, TEXT, "HERE/model", words)
+elsewhere = {"index that leads elsewhere": partial(text_model, index_that_leads_elsewhere)}
+add("text model", elsewhere, f"{TEXT} --memory.init=meta", "index.json", "'../w.safetensors'", "same folder")
+CLASS = '{"class_path":"os.mkdir","init_args":["HERE/executed"]}'
+add("text model", {"a class": partial(text_model, config())}, f"{TEXT} --model.config {CLASS}", "class_path")
 
 
-@pytest.mark.parametrize("name", FOLDERS)
-def test_a_folder_with_code_is_refused(refused, marker, folder, flags, name):
-    spoil, part = FOLDERS[name]
-    spoil(folder, marker)
-    refused("fit", *flags, parts=[folder, part])
+# YAML
 
 
-def test_an_index_that_leads_elsewhere_is_refused(refused, folder, flags):
-    (folder / "model.safetensors").rename(folder.parent / "w.safetensors")
-    edit_json(folder / "model.safetensors.index.json", weight_map={"a": "../w.safetensors"})
-    refused("fit", *flags, "--memory.init=meta", parts=["index.json", "'../w.safetensors'", "same folder"])
+def yaml_files(name: str, folder: Path, marker: Path) -> None:
+    text = payloads.yaml_tags(marker)[name]
+    (folder / "own.yaml").write_text(text)
+    (folder / "run" / "model").mkdir(parents=True)
+    for path in (folder / "plan.yaml", folder / "run" / "recipe.yaml"):
+        path.write_text("recipe: vit_digits\n" + text)
 
 
-def test_code_that_nothing_needs_is_not_executed(marker, folder, flags, tmp_path, monkeypatch, capsys):
-    monkeypatch.chdir(tmp_path)
-    for file in ("__init__.py", "modelling.py", "tokenizer.py", "custom_generate.py", "setup.py", "conftest.py"):
-        (folder / file).write_text(code(marker))
-    edit_json(folder / "config.json", auto_map=MODELLING)
-    edit_json(folder / "tokenizer_config.json", auto_map={"AutoTokenizer": ["tokenizer.Evil", "tokenizer.Evil"]})
-    (folder / "chat_template.jinja").write_text("{{ ''.__class__.__mro__[1].__subclasses__() }}")
-    for file in ("pytorch_model.bin", "training_args.bin", "optimizer.pt", "rng_state.pth"):
-        torch.save(Trap(marker), folder / file)
-    assert run(["fit", *flags, f"--run.dir={tmp_path / 'run'}"]) == 0, capsys.readouterr().err
-    shutil.copy(folder / "modelling.py", tmp_path / "run" / "model")
-    assert run(["predict", str(tmp_path / "run"), "--text", "w2"]) == 0, capsys.readouterr().err
+YAML = {name: partial(yaml_files, name) for name in payloads.yaml_tags(Path())}
+add("fit with yaml", YAML, "fit vit_digits --config own.yaml", "own.yaml")
+add("plan of yaml", YAML, "plan plan.yaml", "plan.yaml")
+add("run's yaml", YAML, "evaluate run", "recipe.yaml")
 
 
-def test_an_entry_of_a_configuration_constructs_nothing(refused, marker, flags):
-    entry = json.dumps({"class_path": "os.mkdir", "init_args": [str(marker)]})
-    refused("fit", *flags, "--model.config", entry, parts=["class_path"])
+# Data
+
+DATA = "fit vit_cifar10 --model.weights null --data.download false --data.root"
 
 
-# --------------------------------------------------------------------------------------------------- YAML
+def npz(**arrays) -> Make:
+    """A CIFAR-10 file; a function makes its array with the marker."""
+
+    def write(path, marker):
+        payloads.write_npz(path, **{name: one(marker) if callable(one) else one for name, one in arrays.items()})
+
+    return at("cifar.npz", write)
 
 
-@pytest.mark.parametrize("name", yaml_tags(Path()))
-def test_yaml_that_constructs_is_refused(refused, marker, tmp_path, name):
-    path, content = tmp_path / "own.yaml", yaml_tags(marker)[name]
-    path.write_text(content)
-    refused("fit", "vit_digits", "--config", path, parts=["own.yaml"])
-    path.write_text("recipe: vit_digits\n" + content)
-    refused("plan", path, parts=["own.yaml"])
-    (tmp_path / "run" / "model").mkdir(parents=True)
-    path.rename(tmp_path / "run" / "recipe.yaml")
-    refused("evaluate", tmp_path / "run", parts=["recipe.yaml"])
-    if name in ("apply", "new", "apply with state"):  # it would execute, or else this would show nothing
-        with suppress(yaml.YAMLError):  # after it was executed
-            yaml.unsafe_load(content)
-        marker.rmdir()
+PARTS = ("images", "labels", "split", "class_names")
+ARRAYS = {f"objects for {part}": npz(**{part: payloads.object_array}) for part in PARTS}
+ARRAYS |= {"words for labels": npz(labels=np.array(["a"] * 4)), "a matrix for split": npz(split=np.zeros((4, 2)))}
+ARRAYS |= {"a number for class_names": npz(class_names=np.array(3)), "a pickle": at("cifar.npz", pickled)}
+add("arrays", ARRAYS, f"{DATA} cifar.npz", "cifar.npz")
 
 
-# --------------------------------------------------------------------------------------------------- data
-
-
-def test_arrays_with_objects_are_refused(refused, marker, tmp_path):
-    path = tmp_path / "cifar.npz"
-    odd = [{key: object_array(marker)} for key in ("images", "labels", "split", "class_names")]
-    odd += [{"labels": np.array(["a"] * 4)}, {"split": np.zeros((4, 2))}, {"class_names": np.array(3)}, None]
-    for arrays in odd:
-        write_npz(path, **arrays) if arrays else path.write_bytes(pickle.dumps(Trap(marker)))
-        refused("fit", "vit_cifar10", "--model.weights", "null", "--data.root", path, parts=["cifar.npz"])
-
-
-def test_changed_batches_of_cifar10_are_refused_unread(refused, marker, tmp_path):
-    from torchvision.datasets import CIFAR10
-
-    (tmp_path / CIFAR10.base_folder).mkdir()
+def cifar_batches(folder, marker):
+    (folder / CIFAR10.base_folder).mkdir()
     for name, _ in [*CIFAR10.train_list, *CIFAR10.test_list, (CIFAR10.meta["filename"], "")]:
-        (tmp_path / CIFAR10.base_folder / name).write_bytes(pickle.dumps(Trap(marker)))
-    flags = ["--model.weights", "null", "--data.download", "false", "--data.root", tmp_path]
-    refused("fit", "vit_cifar10", *flags, parts=[CIFAR10.base_folder])
+        pickled(folder / CIFAR10.base_folder / name, marker)
 
 
-def test_processed_files_of_fashion_mnist_are_refused(refused, marker, tmp_path):
-    processed = tmp_path / "FashionMNIST" / "processed"
+def processed_fashion(value, folder, marker):
+    processed = folder / "FashionMNIST" / "processed"
     processed.mkdir(parents=True)
-    for content in (Trap(marker), ("a", "b"), (torch.zeros(2), None), (torch.zeros(3), 1)):
-        for name in ("training.pt", "test.pt"):
-            torch.save(content, processed / name)
-        flags = ["--data.download", "false", "--data.root", tmp_path]
-        refused("fit", "mlp_fashion_mnist", *flags, parts=["FashionMNIST"])
+    for name in ("training.pt", "test.pt"):
+        torch.save(Trap(marker) if value is Trap else value, processed / name)
+
+
+FASHION = "fit mlp_fashion_mnist --data.download false --data.root HERE"
+PROCESSED = {"trap": Trap, "words": ("a", "b"), "no labels": (torch.zeros(2), None), "a number": (torch.zeros(3), 1)}
+fashion = {name: partial(processed_fashion, value) for name, value in PROCESSED.items()}
+add("processed Fashion-MNIST", fashion, FASHION, "FashionMNIST")
+add("CIFAR-10", {"changed batches": cifar_batches}, f"{DATA} HERE", CIFAR10.base_folder)
+
+
+def scripts(folder, marker):
+    text_model(config(), folder, marker)
+    for name in ("evil.py", "scripts.py"):
+        at(f"scripts/{name}", python)(folder, marker)
+
+
+ROOTS = dict.fromkeys(("scripts/evil.py", "scripts", "HERE/scripts"), scripts)
+add("loading script", ROOTS, TEXT.replace("HERE/reviews", "NAME"), "data.root", "NAME")
+
+RECIPE = """
+from trainer import Memory, Recipe
+from trainer.data import ImageFolder, TextFiles
+from trainer.models import TextClassifier, VisionTransformer
+
+recipe = Recipe(model={model}, data={data}, batch_size=2, memory=Memory(micro_batch_size=2))
+"""
+
+
+def table(write: Make, file: str, folder: Path, marker: Path) -> None:
+    model = f"TextClassifier('distilbert', tokenizer={tokenizer_folder()!r})"
+    (folder / "own.py").write_text(RECIPE.format(model=model, data="TextFiles('data', cache_dir='cache')"))
+    write(folder / file, marker)
+
+
+def pickle_in_a_schema(path, marker):
+    """Two rows, of which the second has no text: the extension type of the first column is not read."""
+    extension = {b"ARROW:extension:name": b"arrow.py_extension_type"}
+    extension[b"ARROW:extension:metadata"] = pickle.dumps(Trap(marker))
+    fields = [pyarrow.field("text", pyarrow.string(), metadata=extension), pyarrow.field("label", pyarrow.int64())]
+    rows = pyarrow.table([["w2", ""], [0, 1]], schema=pyarrow.schema(fields))
+    pyarrow.parquet.write_table(rows, path)
+
+
+TABLES = {
+    "unpack": {
+        "tar.csv": payloads.tar_with_links,
+        "zip.jsonl": payloads.zip_with_dots,
+        "zip.parquet": payloads.zip_with_dots,
+    },
+    "": {
+        "script.py": python,
+        "nul.csv": lambda path, marker: path.write_bytes(b"text,label\n\0\0,1\n" + pickle.dumps(Trap(marker))),
+        **dict.fromkeys(("pickle.csv", "pickle.jsonl", "pickle.parquet"), pickled),
+    },
+    "line 1: ": {"deep.jsonl": content('{"text":' + payloads.DEEP_JSON + ', "label": 1}\n')},
+    "schema.parquet row 2": {"schema.parquet": pickle_in_a_schema},
+}
+for words, writers in TABLES.items():
+    rows = {file: partial(table, write, file) for file, write in writers.items()}
+    add("table", rows, "fit own.py --data.train_file NAME", "NAME", words)
+
+
+def images(write: Make, file: str, folder: Path, marker: Path) -> None:
+    model = "VisionTransformer('custom', patch_size=4, layers=1, heads=1, width=8, mlp_width=8)"
+    (folder / "own.py").write_text(RECIPE.format(model=model, data="ImageFolder('data', image_size=8)"))
+    for part, name in product(("train", "test"), "ab"):
+        (folder / "data" / part / name).mkdir(parents=True)
+        Image.new("RGB", (8, 8)).save(folder / "data" / part / name / "0.png")
+    write(folder / "data" / "train" / "a" / file, marker)
+
+
+IMAGES = {
+    "eps.png": content(payloads.POSTSCRIPT),
+    "svg.jpg": content("<svg xmlns='http://www.w3.org/2000/svg'><script>alert(1)</script></svg>"),
+    "pickle.webp": pickled,
+    "cut.tiff": content(b"II*\0\xff\xff\xff\xff"),
+    "wmf.bmp": content(b"\xd7\xcd\xc6\x9a\0\0" + b"\0" * 50),
+}
+add("image", {file: partial(images, write, file) for file, write in IMAGES.items()}, "fit own.py", "NAME")
+
+
+# Checkpoints
+
+TENSORS = "rank-00000.safetensors"
+RESUME = f"fit {SMALL} --max_steps=2 --checkpoint.every=1 --checkpoint.asynchronous=false --run.dir=again"
+RESUME += " --run.resume=HERE/step-00000001"
+
+
+@lru_cache
+def saved_checkpoint() -> Path:
+    run_dir = Path(mkdtemp(prefix="run-")) / "run"
+    words = RESUME.replace("again", str(run_dir)).replace("HERE/step-00000001", "none")
+    assert run(words.split()) == 0
+    return run_dir / "checkpoints" / "step-00000001"
+
+
+def forged(file: str, write: Make, folder: Path, marker: Path) -> None:
+    """Replace a file of a checkpoint, and make its manifest fit."""
+    copy = shutil.copytree(saved_checkpoint(), folder / "step-00000001", dirs_exist_ok=True)
+    write(copy / file, marker)
+    payloads.fit_manifest(copy, file)
+
+
+def entry(way: str, value: object) -> Make:
+    return lambda path, marker: payloads.set_entry(path, way.split("."), value)
+
+
+NO_STATES = {text: content(text) for text in ("[1]", "{}", '{"tensors": 1, "values": 2}')}
+NO_STATES |= {"a pickle": pickled, "deep": content(payloads.DEEP_JSON)}
+LIES = {f"lying: {name}": content(lie) for name, lie in payloads.LYING.items()}
+for file, contents in {"state.json": NO_STATES, "rank-00000.json": NO_STATES, TENSORS: NO_STATES | LIES}.items():
+    rows = {name: partial(forged, file, write) for name, write in contents.items()}
+    add(f"checkpoint's {file}", rows, RESUME, file, codes=(1, 2))
+STATES = {f"{way}={value}": entry(way, value) for way, value in payloads.CHECKPOINT_STATES}
+rows = {name: partial(forged, "state.json", write) for name, write in STATES.items()}
+add("checkpoint's state", rows, RESUME, "state.json holds content that no run wrote", codes=(1,))
+history = {"no text": partial(forged, "metrics.csv", content(b"step,loss\n1,\xff\n"))}
+add("checkpoint's history", history, RESUME, "metrics.csv holds content that no run wrote", codes=(1,))
+
+
+# Tests
 
 
 @pytest.fixture
-def table(refused, tmp_path):
-    """A function: refuse a table to train on, naming ``parts``."""
-    recipe = own_recipe(tmp_path, "TextFiles", "TextClassifier", '"distilbert"')
-    flags = ["--model.tokenizer", make_model("distilbert").tokenizer, "--data.cache_dir", tmp_path / "cache"]
+def marker(tmp_path, monkeypatch):
+    """What a payload makes when it is executed, as does a Ghostscript that is started."""
+    monkeypatch.chdir(tmp_path)
+    path = tmp_path / "executed"
+    (tmp_path / "bin").mkdir()
+    (tmp_path / "bin" / "gs").write_text(f"#!/bin/sh\nmkdir '{path}'\n")
+    (tmp_path / "bin" / "gs").chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path / 'bin'}:/usr/bin:/bin")
+    yield path
+    folders = [tmp_path.parents[1], tmp_path.parent]
+    assert [*tmp_path.rglob(path.name), *(found for folder in folders for found in folder.glob(path.name))] == []
 
-    def check(path, *parts):
-        refused("fit", recipe, *flags, "--data.train_file", path, parts=[path.name, *parts])
+
+@pytest.fixture
+def refused(marker, tmp_path, capsys):
+    """A function: run a command line, which must be refused in one line with all of ``named`` in it."""
+
+    def check(command, *named, codes=(2,)):
+        capsys.readouterr()
+        assert run(command.replace("HERE", str(tmp_path)).split()) in codes
+        lines = capsys.readouterr().err.strip().splitlines()
+        assert lines[-1].startswith("trainer: error: ")
+        assert [words for words in named if words.replace("HERE", str(tmp_path)) not in lines[-1]] == []
+        assert "Traceback" not in "".join(lines)
+        assert not marker.exists()
 
     return check
 
 
-def test_archives_are_not_unpacked(table, tmp_path):
-    for pack, name in ((tar_with_links, "a.csv"), (zip_with_dots, "a.jsonl"), (zip_with_dots, "a.parquet")):
-        pack(tmp_path / name, tmp_path / "outside.txt")
-        table(tmp_path / name, "unpack")
-        assert not list(tmp_path.parent.rglob("outside.txt"))
+@pytest.mark.parametrize(("make", "command", "named", "codes"), CASES)
+def test_it_is_refused_by_name_and_not_executed(make, command, named, codes, refused, marker, tmp_path):
+    make(tmp_path, marker)
+    refused(command, *named, codes=codes)
 
 
-def test_odd_tables_are_refused(table, marker, tmp_path):
-    pickled = pickle.dumps(Trap(marker))
-    odd = {"nul.csv": b"text,label\n\0\0,1\n" + pickled, "script.py": code(marker).encode()}
-    odd |= {f"pickle.{kind}": pickled for kind in ("csv", "jsonl", "parquet")}
-    for name, content in odd.items():
-        (tmp_path / name).write_bytes(content)
-        table(tmp_path / name)
-    (tmp_path / "deep.jsonl").write_text('{"text":' + DEEP_JSON + ', "label": 1}\n')
-    table(tmp_path / "deep.jsonl", "line 1: ")
-    # A pickle in the schema of a table is not read.
-    extension = {b"ARROW:extension:name": b"arrow.py_extension_type", b"ARROW:extension:metadata": pickled}
-    fields = [pyarrow.field("text", pyarrow.string(), metadata=extension), pyarrow.field("label", pyarrow.int64())]
-    rows = pyarrow.table([["w2", ""], [0, 1]], schema=pyarrow.schema(fields))
-    pyarrow.parquet.write_table(rows, tmp_path / "a.parquet")
-    table(tmp_path / "a.parquet", "a.parquet row 2")
+@pytest.mark.parametrize("name", [*payloads.PICKLES, "apply", "new", "apply with state"])
+def test_a_careless_reader_would_execute_it(name, marker, tmp_path):
+    """Or else the test above would show nothing."""
+    with suppress(RuntimeError, TypeError, AttributeError, pickle.UnpicklingError, yaml.YAMLError):  # afterwards
+        if name in payloads.PICKLES:
+            payloads.PICKLES[name](tmp_path / name, marker)
+            torch.load(tmp_path / name, weights_only=False)
+        else:
+            yaml.unsafe_load(payloads.yaml_tags(marker)[name])
+    marker.rmdir()
 
 
-def test_scripts_for_loading_are_refused(refused, marker, tmp_path, flags):
-    (tmp_path / "scripts").mkdir()
-    for name in ("evil.py", "scripts.py"):
-        (tmp_path / "scripts" / name).write_text(code(marker))
-    for root in ("scripts/evil.py", "scripts", tmp_path / "scripts"):
-        refused("fit", *flags, "--data.root", root, parts=["data.root", root])
+def test_code_beside_a_model_that_nothing_needs_is_not_executed(marker, tmp_path, capsys):
+    folder = text_model(config(auto_map=MODELLING), tmp_path, marker)
+    for file in ("__init__.py", "modelling.py", "tokenizer.py", "custom_generate.py", "setup.py", "conftest.py"):
+        python(folder / file, marker)
+    edit_json(folder / "tokenizer_config.json", auto_map={"AutoTokenizer": ["tokenizer.Evil", "tokenizer.Evil"]})
+    (folder / "chat_template.jinja").write_text("{{ ''.__class__.__mro__[1].__subclasses__() }}")
+    for file in ("pytorch_model.bin", "training_args.bin", "optimizer.pt", "rng_state.pth"):
+        torch.save(Trap(marker), folder / file)
+    assert run(f"{TEXT} --run.dir=run".replace("HERE", str(tmp_path)).split()) == 0, capsys.readouterr().err
+    shutil.copy(folder / "modelling.py", tmp_path / "run" / "model")
+    assert run(["predict", "run", "--text", "w2"]) == 0, capsys.readouterr().err
 
 
-@pytest.fixture
-def images(tmp_path, marker, monkeypatch):
-    """A folder of images, and a Ghostscript that tells when it is started."""
-    (tmp_path / "bin").mkdir()
-    (tmp_path / "bin" / "gs").write_text(f"#!/bin/sh\nmkdir '{marker}'\n")
-    (tmp_path / "bin" / "gs").chmod(0o755)
-    monkeypatch.setenv("PATH", f"{tmp_path / 'bin'}:/usr/bin:/bin")
-    for part in ("train", "test"):
-        for name in ("a", "b"):
-            (tmp_path / "data" / part / name).mkdir(parents=True)
-            Image.new("RGB", (8, 8)).save(tmp_path / "data" / part / name / "0.png")
-    return tmp_path / "data"
+def test_a_true_checkpoint_is_resumed_from_and_payloads_beside_it_are_not_executed(marker, tmp_path):
+    unchanged = content((saved_checkpoint() / "state.json").read_bytes())
+    forged("state.json", unchanged, tmp_path, marker)
+    assert run(RESUME.replace("HERE", str(tmp_path)).split()) == 0
+    for extra in (".metadata", "optimizer.pt", "__init__.py", "manifest.json.pkl", "state.json.pkl"):
+        pickled(tmp_path / "step-00000001" / extra, marker)
+    run(RESUME.replace("HERE", str(tmp_path)).split())
 
 
-POSTSCRIPT = b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 8 8\n%%EndComments\n(x) print showpage\n%%EOF\n"
-
-
-def test_images_of_other_formats_start_no_program(refused, marker, images, tmp_path):
-    arguments = '"custom", patch_size=4, layers=1, heads=1, width=8, mlp_width=8'
-    recipe = own_recipe(tmp_path, "ImageFolder", "VisionTransformer", arguments)
-    odd = {
-        "eps.png": POSTSCRIPT,
-        "svg.jpg": b"<svg xmlns='http://www.w3.org/2000/svg'><script>alert(1)</script></svg>",
-        "pickle.webp": pickle.dumps(Trap(marker)),
-        "cut.tiff": b"II*\0\xff\xff\xff\xff",
-        "wmf.bmp": b"\xd7\xcd\xc6\x9a\0\0" + b"\0" * 50,
-    }
-    for name, content in odd.items():
-        path = images / "train" / "a" / name
-        path.write_bytes(content)
-        refused("fit", recipe, "--data.root", images, "--data.image_size=8", parts=[name])
-        path.unlink()
-
-
-def test_pictures_to_classify_start_no_program(refused, images, tmp_path):
-    run_dir, picture = tmp_path / "run", images / "train" / "a" / "0.png"
-    assert run([*SMALL, "--run.evaluate=false", f"--run.dir={run_dir}"]) == 0
-    (tmp_path / "eps.png").write_bytes(POSTSCRIPT)
-    refused("predict", run_dir, "--image", tmp_path / "eps.png", parts=["eps.png"])
-    weights = run_dir / "model" / "model.safetensors"
-    PICKLES["zip.pth"](weights, tmp_path / "executed")
-    for words in (["predict", str(run_dir), "--image", str(picture)], ["evaluate", str(run_dir)]):
-        assert run(words) == 1  # it is not what the run has written
-    (run_dir / "model" / "files.json").unlink()
-    refused("predict", run_dir, "--image", picture, parts=["model.safetensors"])
-    refused("evaluate", run_dir, parts=["model.safetensors"])
+def test_pictures_to_classify_start_no_program(refused, marker, tmp_path):
+    assert run(f"fit {SMALL} --max_steps=1 --run.dir=run".split()) == 0
+    at("eps.png", content(payloads.POSTSCRIPT))(tmp_path, marker)
+    refused("predict run --image eps.png", "eps.png")
+    Image.new("RGB", (8, 8)).save(tmp_path / "0.png")
+    weights = tmp_path / "run" / "model" / "model.safetensors"
+    payloads.PICKLES["zip.pth"](weights, marker)
+    for command in ("predict run --image 0.png", "evaluate run"):
+        assert run(command.split()) == 1  # it is not what the run has written
+    (tmp_path / "run" / "model" / "files.json").unlink()
+    refused("predict run --image 0.png", "model.safetensors")
+    refused("evaluate run", "model.safetensors")
     weights.unlink()
     save_file({"a": torch.zeros(2)}, weights)
-    refused("evaluate", run_dir, parts=["model.safetensors", "does not fit"])
+    refused("evaluate run", "model.safetensors", "does not fit")

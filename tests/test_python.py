@@ -107,10 +107,9 @@ def test_a_class_of_ones_own_is_imported_when_that_is_trusted_or_comes_with_the_
     fit(own := recipe(tmp_path / "own", Narrow(hidden=[8])))
     with pytest.raises(RecipeError, match=r"test_python\.Narrow.* --trust-recipe"):
         load(tmp_path / "own")
-    weights = [
-        found.model.state_dict() for found in (load(tmp_path / "own", own), load(tmp_path / "own", trusted=True))
-    ]
-    assert all(torch.equal(value, weights[1][name]) for name, value in weights[0].items())
+    given, trusted = load(tmp_path / "own", own), load(tmp_path / "own", trusted=True)
+    weights = trusted.model.state_dict()
+    assert all(torch.equal(value, weights[name]) for name, value in given.model.state_dict().items())
     with pytest.raises(RecipeError, match="listeners is not a plain value"):
         fit_in_subprocess(own.replace(listeners=[trainer.Listener()]))
     monkeypatch.setattr(Narrow, "__module__", "__main__")
@@ -130,16 +129,12 @@ def test_what_is_no_finished_run_is_refused_by_name(tmp_path, finished):
         _ = trainer.FinishedRun(finished.recipe, tmp_path).metrics
 
 
-def code_of(notebook):
-    cells = json.loads(notebook.read_text())["cells"]
-    assert not [cell for cell in cells if cell.get("outputs")]
-    return ["".join(cell["source"]) for cell in cells if cell["cell_type"] == "code"]
-
-
 @pytest.mark.slow
 def test_the_notebook_runs_as_written(tmp_path):
     """Cell by cell, in a Python without a script, as a kernel is; several runs in it, one of which is refused."""
-    code = "\n".join(code_of(NOTEBOOK))
+    cells = json.loads(NOTEBOOK.read_text())["cells"]
+    assert not [cell for cell in cells if cell.get("outputs")]
+    code = "\n".join("".join(cell["source"]) for cell in cells if cell["cell_type"] == "code")
     code += "\nfrom trainer.run.notebook import is_interactive\n"
     code += "assert is_interactive() and result.accuracy == fitted.metrics['test']['accuracy'] > 0.8\n"
     code += "assert len({fitted.dir, *(other.dir for other in runs.values())}) == 3\n"

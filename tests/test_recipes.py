@@ -15,6 +15,7 @@ from trainer.commands.recipes import load_recipe, packaged_recipes, recipes_fold
 def flags(name, data, folder):
     """What makes a recipe small, and where its data and vocabulary are here; ``folder`` gets some of the reviews."""
     names = f"--model.tokenizer={data}/tokenizers/"
+    sizes = {"num_hidden_layers": 1, "hidden_size": 16, "intermediate_size": 16, "num_attention_heads": 2}
     text = ["--model.weights=null", "--memory.precision=32-true", "--data.max_length=48", f"--data.cache_dir={folder}"]
     if name.startswith("lm_"):
         return language_flags(name, folder)
@@ -30,14 +31,12 @@ def flags(name, data, folder):
         shards = write_shards(folder / "shards", shards=5, rows=40, group=16)
         text += [f"--data.train_files={shards}/part-0[0-3].parquet", f"--data.test_files={shards}/part-04.parquet"]
     if name == "image_folder":
-        sizes = {"num_hidden_layers": 1, "hidden_size": 16, "intermediate_size": 16, "num_attention_heads": 2}
         shape = ["--model.name=vit", "--model.weights=null", f"--model.config={sizes}", "--data.image_size=32"]
         return [f"--data.root={data}/cifar10/folder", f"--data.cache_dir={folder}", *shape]
     if "distilbert" in name or name == "text_files":
-        sizes = "--model.config={n_layers: 1, dim: 16, hidden_dim: 16, n_heads: 2}"
-        return [*text, "--model.name=distilbert", f"{names}bert-base-uncased", sizes]
+        shape = "--model.config={n_layers: 1, dim: 16, hidden_dim: 16, n_heads: 2}"
+        return [*text, "--model.name=distilbert", f"{names}bert-base-uncased", shape]
     if "bigbird" in name:
-        sizes = {"num_hidden_layers": 1, "hidden_size": 16, "intermediate_size": 16, "num_attention_heads": 2}
         shape = [f"--model.config.{key}={value}" for key, value in sizes.items()]
         return [*text, "--model.name=big_bird", f"{names}bigbird-roberta-base", *shape]
     if "cifar10" in name:

@@ -14,7 +14,7 @@ from trainer.system.imports import quick_imports
 with quick_imports():
     from torch import nn
 
-    from trainer.after.predict import predict, verified_model_folder
+    from trainer.after.predict import Predictor, verified_model_folder
     from trainer.checkpoint.export import load_model, restore_open_fields
     from trainer.engine.deterministic import deterministic_algorithms
     from trainer.engine.forward import Forward
@@ -76,15 +76,24 @@ class FinishedRun:
         folder = verified_model_folder(self.dir)
         return load_model(restore_open_fields(self.recipe.model, folder), folder).eval()
 
-    def predict(
-        self, texts: Sequence[str] = (), images: Sequence[str] = (), paths: Sequence[str] = (), **how: Any
-    ) -> list[Any]:
-        """Call :func:`trainer.predict` on this run; return the answers without printing them."""
-        return predict(self.recipe, self.dir, texts, images, paths, **{"quiet": True, **how})
+    @cached_property
+    def _predictor(self) -> Predictor:
+        return Predictor(self.recipe, self.dir)
 
-    def evaluate(self) -> EvaluationResult:
+    def predict(
+        self,
+        texts: Sequence[str] | str = (),
+        images: Sequence[str] | str = (),
+        paths: Sequence[str] | str = (),
+        **how: Any,
+    ) -> list[Any]:
+        """Call :func:`trainer.predict` on this run; return the answers without printing them. The weights stay loaded
+        for the next call."""
+        return self._predictor.predict(texts, images, paths, **{"quiet": True, **how})
+
+    def evaluate(self, path: str | Path | None = None) -> EvaluationResult:
         """Call :func:`trainer.evaluate` on this run."""
-        return evaluate(self.recipe, self.dir)
+        return evaluate(self.recipe, self.dir, path)
 
 
 def fit(recipe: Recipe, source: str | None = None) -> FinishedRun:
@@ -107,6 +116,7 @@ def fit(recipe: Recipe, source: str | None = None) -> FinishedRun:
         OutOfMemoryError: if the device or the host has too little memory.
         Stopped: if the run was asked to stop; everything is saved then.
     """
+    _require_recipe(recipe)
     if needs_subprocess(recipe):
         return FinishedRun(recipe, fit_in_subprocess(recipe))
     with training_session(recipe, source) as session, session.watched(), ExitStack() as closing:
@@ -127,13 +137,32 @@ def fit(recipe: Recipe, source: str | None = None) -> FinishedRun:
         return FinishedRun(session.recipe, session.run_dir, summary)
 
 
-def evaluate(recipe: Recipe, run_dir: str | Path) -> EvaluationResult:
-    """Evaluate the model of ``run_dir`` on the test (or else validation) set of ``recipe``, and print the report."""
+def _require_recipe(given: object) -> None:
+    if isinstance(given, str | Path):
+        raise RecipeError(
+            f"fit takes a Recipe, not {str(given)!r}: load a packaged recipe or a recipe file with "
+            f"recipe, _ = trainer.load_recipe({str(given)!r})"
+        )
+    if not isinstance(given, Recipe):
+        kind = type(given).__name__
+        raise RecipeError(f"fit takes a Recipe, not {kind}: give fit(Recipe(model=..., data=..., batch_size=...))")
+
+
+def evaluate(recipe: Recipe, run_dir: str | Path, path: str | Path | None = None) -> EvaluationResult:
+    """Evaluate the model of ``run_dir``, and print the report.
+
+    Args:
+        recipe: the recipe of the run.
+        run_dir: the run directory.
+        path: a file with texts and labels, or for a language model with texts; by default the test set of ``recipe``,
+            or else its validation set. The training file is not read if there is a test file.
+    """
     folder = verified_model_folder(run_dir)
     if needs_subprocess(recipe):  # the result is the same on any number of ranks
         alone = {"run": replace(recipe.run, devices=1), "memory": replace(recipe.memory, replicas=1)}
         recipe = recipe.replace(**alone)
-    with evaluation_session(recipe, folder) as session, matmul_precision(recipe.memory.matmul_precision):
+    other = None if path is None else str(path)
+    with evaluation_session(recipe, folder, other) as session, matmul_precision(recipe.memory.matmul_precision):
         show_status("loading the model")
         forward = _restore(session, folder)
         run = make_evaluation(session, forward, "test") or make_evaluation(session, forward, "val")

@@ -41,7 +41,8 @@ commands:
   ladder RECIPE [flags]     measure the memory techniques on a recipe, one by one and stacked: memory, speed, loss
   sweep RECIPE --over KEY=VALUES [flags]
                             search good settings by many runs, with Optuna
-  evaluate RUN_DIR [flags]  evaluate the trained model of a run directory
+  evaluate RUN_DIR [FILE] [flags]
+                            evaluate the trained model of a run directory, also on another file with labels
   checkpoint list|verify|export DIR
                             list the checkpoints of a run, verify them, or export one as a model
   predict RUN_DIR --text TEXT [TEXT ...] | --image PATH [PATH ...] | PATH ...
@@ -51,7 +52,8 @@ commands:
   runs [DIR ...]            a table of runs with their metrics; --compare two of them
 
 RECIPE is a packaged name, a .py file that defines `recipe`, or the recipe.yaml of a run. A .py file that a recipe.yaml
-names is executed only with --trust-recipe.
+names is executed only with --trust-recipe. It may also be your data: a table (.csv, .tsv, .jsonl, .parquet), a text,
+or a folder of images or texts; the recipe and its settings are then inferred and printed.
 packaged recipes: {recipes}
 
 options:

@@ -460,6 +460,17 @@ class Data(OptionalAttributes):
         """Store the model that the samples are for. Called before ``spec``, ``prepare`` and predictions."""
         self._model = model or self._model
 
+    def for_evaluation(self, model: Model | None = None, path: str | None = None) -> Data:
+        """Return the dataset that evaluates a trained ``model``, without the training files if possible.
+
+        Args:
+            model: the trained model; ``None`` before it is loaded, when only the files are checked.
+            path: a file to evaluate instead of the test set.
+        """
+        if path is not None:
+            raise RecipeError(f"{type(self).__name__} cannot evaluate the file {path!r}: set its test set by flags")
+        return self
+
     def spec(self) -> DataSpec | None:
         """Return the shapes and sizes of the dataset if its files are missing, so that ``trainer plan`` can create
         synthetic samples. ``None`` if the files exist, or if nothing is known."""

@@ -68,7 +68,11 @@ GROUP_SETTINGS: dict[str, tuple[str, Callable[[float], bool]]] = {
 }
 """The settings of an entry of ``optim.groups``: a description and a check of each."""
 
-VALUE_ALIASES = {("memory.precision", "bf16"): "bf16-mixed", ("memory.precision", "fp16"): "16-mixed"}
+VALUE_ALIASES = {
+    ("memory.precision", "bf16"): "bf16-mixed",
+    ("memory.precision", "fp16"): "16-mixed",
+    ("run.accelerator", "gpu"): "cuda",
+}
 """Other names of values, accepted as flags, in YAML and in Python."""
 
 VALUE_SUGGESTIONS = {("run.resume", word): "auto" for word in ("yes", "true")}
@@ -171,7 +175,10 @@ class Optim(OptionalAttributes):
         is_path = "." in self.name and all(word.isidentifier() for word in self.name.split("."))
         if not is_path and self.name not in OPTIMIZERS:
             wanted = f"must be {'|'.join(OPTIMIZERS)}, or a full name such as torch.optim.NAdam"
-            raise RecipeError(f"optim.name={self.name!r} {wanted}{suggest_name(self.name, OPTIMIZERS)}")
+            hint = suggest_name(self.name, OPTIMIZERS)
+            if "8bit" in self.name.lower():
+                hint = "; the state of adamw in 8 bits is memory.optimizer_state_bits 8"
+            raise RecipeError(f"optim.name={self.name!r} {wanted}{hint}")
         if self.factory is None:
             return
         require(callable(self.factory), f"optim.factory={self.factory!r} must be a function or class")
@@ -409,6 +416,8 @@ class Run(OptionalAttributes):
     }
 
     def __post_init__(self) -> None:
+        accelerator = VALUE_ALIASES.get(("run.accelerator", self.accelerator), self.accelerator)
+        object.__setattr__(self, "accelerator", accelerator)
         _check("run.", self, positive=("max_skipped_steps", "profile", "patience"))
         for logger in self.logger:
             require_choice("run.logger", logger, LoggerName)

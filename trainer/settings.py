@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
+import os
 import re
 import sys
 from collections.abc import Collection, Mapping
 from enum import Enum
-from pathlib import PurePath
+from pathlib import Path, PurePath
 from typing import Any, NamedTuple
 
 import yaml
@@ -41,7 +42,7 @@ FOREIGN_NAMES = {
     "checkpoint.keep_last": "save_total_limit keep_checkpoints",
     "run.dir": "output_dir out_dir save_dir default_root_dir output outdir",
     "run.devices": "gpus num_gpus nproc_per_node num_processes world_size ngpus",
-    "run.accelerator": "device",
+    "run.accelerator": "device gpu",
     "run.logger": "report_to log_with loggers",
     "run.project": "wandb_project experiment_name mlflow_experiment_name",
     "run.entity": "wandb_entity team",
@@ -52,11 +53,31 @@ FOREIGN_NAMES = {
     "data.workers": "num_workers dataloader_num_workers",
     "data.max_length": "max_seq_length max_seq_len seq_len sequence_length max_len",
     "data.val_fraction": "validation_split val_split val_size",
-    "model.name": "model_name_or_path model_name pretrained_model_name_or_path",
+    "model.name": "model_name_or_path model_name pretrained_model_name_or_path name_or_path base_model",
     "model.weights": "pretrained checkpoint_path",
     "model.num_classes": "num_labels n_classes classes",
+    "model.lora.rank": "lora_r r lora_rank",
+    "model.lora.alpha": "lora_alpha",
+    "model.lora.dropout": "lora_dropout",
+    "model.lora.targets": "target_modules lora_target_modules lora_target",
 }
 """The names of settings in transformers' Trainer, timm, Lightning and others."""
+
+FOREIGN_SWITCHES = {
+    "fp16": "memory.precision 16-mixed",
+    "bf16": "memory.precision bf16-mixed",
+    "gradient_checkpointing": "memory.activation_checkpointing full",
+    "load_in_4bit": "model.lora.base nf4 --model.lora.rank 16",
+    "torch_compile": "memory.compile blocks",
+}
+"""Flags of other trainers that often stand without a value, and what to give instead."""
+
+
+def foreign_switch(flag: str) -> str | None:
+    """Return what to give instead of a switch of other trainers, or ``None``."""
+    return FOREIGN_SWITCHES.get(flag.rpartition(".")[2].replace("-", "_").lower())
+
+
 _OUR_NAME = {word: key for key, words in FOREIGN_NAMES.items() for word in words.split()}
 
 
@@ -88,7 +109,7 @@ def change(recipe: Recipe, *levels: Mapping[str, Any]) -> Recipe:
     before = {key: setting.value for key, setting in settings_of(recipe).items()}
     for asked in levels:
         now = {**before, **changes}
-        changes |= derive_batch(now, asked) | _defaults_for_other_data(recipe, now, asked)
+        changes |= derive_batch(now, asked) | _defaults_for_other_data(recipe, now, asked) | _of_other_model(now, asked)
     return _replace(recipe, _nest(changes))
 
 
@@ -100,6 +121,22 @@ def _defaults_for_other_data(recipe: Recipe, before: Mapping[str, Any], asked: M
     ]
     defaults = {field.name: field.default for field in dataclasses.fields(data)} if left else {}
     return {f"data.{one}": defaults[one] for names in left for one in names if f"data.{one}" not in asked}
+
+
+def _of_other_model(before: Mapping[str, Any], asked: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the settings that follow ``model.name``: a folder or a hub id also has the weights and the tokenizer."""
+    name = asked.get("model.name")
+    if not isinstance(name, str) or name == before.get("model.name"):
+        return {}
+    folder = Path(name.removeprefix("file://"))
+    if os.path.isdir(folder):  # unlike Path.is_dir, also for an invalid name
+        has_weights = any(folder.glob("*.safetensors")) or any(folder.glob("*.bin"))
+        has_tokenizer = any(folder.glob("tokenizer*")) or any(folder.glob("vocab*"))
+    else:
+        has_weights = has_tokenizer = "/" in name and before.get("model.weights") is not None
+    follows = {"model.weights": name, "model.revision": None} if has_weights else {}
+    follows |= {"model.tokenizer": None} if has_tokenizer else {}  # null takes that of the weights
+    return {key: value for key, value in follows.items() if key in before and key not in asked}
 
 
 def derive_batch(before: Mapping[str, Any], asked: Mapping[str, Any]) -> dict[str, Any]:

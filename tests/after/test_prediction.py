@@ -17,7 +17,7 @@ from helpers.pretrained import text
 from PIL import Image
 from torch import nn
 
-from trainer import Data, Loss, Model, Recipe, RecipeError, predict
+from trainer import Data, FinishedRun, Loss, Model, Recipe, RecipeError, evaluate, predict
 from trainer.after import predict as prediction
 from trainer.checkpoint.export import save_model
 from trainer.data import ImageFolder, TextFiles
@@ -173,6 +173,49 @@ def test_texts_of_tables_and_files_are_those_of_the_command_line(texts, tmp_path
         predict(recipe, run_dir, paths=[str(table)], column="reviev")
     with pytest.raises(RecipeError, match=r"--image needs an image model: TextFiles has no load_image.*--text"):
         predict(recipe, run_dir, images=["a.png"])
+
+
+def test_an_evaluation_reads_the_model_and_one_file(texts, tmp_path):
+    recipe, run_dir = texts  # its training file does not exist
+    table = tmp_path / "other.csv"
+    rows = [(f"w{number} w{number + 1}", NAMES[number % 3]) for number in range(9)]  # two classes are absent
+    table.write_text("review,label\n" + "".join(f"{text},{label}\n" for text, label in rows))
+    answers = FinishedRun(recipe, run_dir).predict([text for text, _ in rows])
+    right = [found == label for (found, _), (_, label) in zip(answers, rows, strict=True)]
+    assert evaluate(recipe, run_dir, table).metrics()["accuracy"] == pytest.approx(sum(right) / len(rows))
+    table.write_text(table.read_text() + "w1,fox\n")
+    with pytest.raises(RecipeError, match=r"other\.csv row 11 .*: label 'fox' is not one of ant, bee, cat, dog, elk"):
+        evaluate(recipe, run_dir, table)
+    with pytest.raises(RecipeError, match=r"train_file='absent\.csv': there is no file"):
+        evaluate(recipe, run_dir)
+
+
+def test_a_string_is_one_text_and_top_k_returns_pairs(texts, images):
+    recipe, run_dir = texts
+    run = FinishedRun(recipe, run_dir)
+    assert run.predict(texts="w1 w2") == run.predict(["w1 w2"])
+    assert len(run.predict("w1 w2 w3")) == 1
+    image_recipe, image_dir, probabilities = images
+    path = f"{image_recipe.data.root}/0.png"
+    (pairs,) = FinishedRun(image_recipe, image_dir).predict(images=path, top_k=2)
+    best = sorted(zip(NAMES, probabilities[0], strict=True), key=lambda pair: -pair[1])[:2]
+    assert [name for name, _ in pairs] == [name for name, _ in best]
+    assert [value for _, value in pairs] == pytest.approx([value for _, value in best], rel=1e-5)
+
+
+def test_the_weights_stay_loaded_unless_device_or_precision_change(images, monkeypatch):
+    recipe, run_dir, _ = images
+    loads = []
+    load_model = prediction.load_model
+    monkeypatch.setattr(prediction, "load_model", lambda *args: loads.append(args) or load_model(*args))
+    run = FinishedRun(recipe, run_dir)
+    path = f"{recipe.data.root}/0.png"
+    exact = run.predict(images=path)
+    assert run.predict(images=path) == exact
+    assert len(loads) == 1
+    run.predict(images=path, precision="bf16-true")
+    assert run.predict(images=path) == exact  # not the rounded weights
+    assert len(loads) == 3
 
 
 @pytest.mark.parametrize(

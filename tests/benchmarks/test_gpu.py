@@ -222,9 +222,9 @@ def test_speed_is_the_median_of_the_last_twenty_steps_without_the_one_under_the_
 
 def test_a_fault_that_breaks_is_a_row(tmp_path):
     faults = gpu_faults.Faults("cpu", True, tmp_path, end=float("inf"))
-    needs_gpu = gpu_faults.rows(faults)["out of memory, said so"]
-    broken = {"broken": (False, lambda: 1 / 0), "needs one": needs_gpu}
-    found = gpu_faults.measure(faults, broken, record_in(tmp_path))
+    needs_gpu = next(task for task in gpu_faults.tasks(faults) if task.name == "out of memory, said so")
+    broken = gpu_faults.Task("broken", 9, lambda seconds: 1 / 0)
+    found = gpu_faults.measure([(1, [broken, needs_gpu])], record_in(tmp_path), faults.end, False)
     assert [(row["status"], row["met"]) for row in found] == [("failed", False), ("not run", None)]
     assert json.loads((tmp_path / "gpu_exact.json").read_text())["rows"][0]["reason"].startswith("ZeroDivisionError")
 

@@ -6,6 +6,7 @@ import gzip
 import json
 import math
 import subprocess
+import time
 from pathlib import Path
 from typing import Any
 
@@ -22,8 +23,8 @@ CARD = {"gpu": {"bandwidth": 1e12, "flops": {}}, "name": "a card"}
 def rows_of(folder: Path, *tasks: Any, seconds: float = math.inf, is_dry: bool = False) -> list[dict[str, Any]]:
     """The rows of some tasks, as they are in the file."""
     record = common.Record("gpu_first", {}, folder)
-    end = seconds if math.isinf(seconds) else gpu_first.time.monotonic() + seconds
-    gpu_first.measure([(2, tasks)], record, end, is_dry)
+    end = seconds if math.isinf(seconds) else time.monotonic() + seconds
+    gpu_first.measure([(2, tasks)], record, end, not is_dry)
     return json.loads((folder / "gpu_first.json").read_text())["rows"]
 
 

@@ -4,7 +4,6 @@ over them."""
 from __future__ import annotations
 
 import dataclasses
-import hashlib
 import json
 import os
 import random
@@ -13,6 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from helpers.payloads import fit_manifest, set_entry
 
 from trainer.checkpoint.folder import CheckpointFolder
 from trainer.checkpoint.manifest import MANIFEST, CorruptCheckpointError, Manifest, read_manifest, verify_files
@@ -165,28 +165,10 @@ def test_a_manifest_that_is_none_is_refused(copy, text):
 def test_a_manifest_with_a_right_hash_and_wrong_content_is_refused(copy, changes):
     content = dataclasses.asdict(read_manifest(copy)) | changes
     (copy / MANIFEST).write_text(Manifest(**content).to_json())
-    with pytest.raises(
-        CorruptCheckpointError, match=r"manifest\.json is corrupt: its content was not written by a run"
-    ) as caught:
+    said = r"manifest\.json is corrupt: its content was not written by a run"
+    with pytest.raises(CorruptCheckpointError, match=said) as caught:
         read_manifest(copy)
     assert f": {next(iter(changes))}=" in str(caught.value)  # the field
-
-
-@pytest.mark.parametrize("kind", ["a named pipe", "a device", "a directory", "larger than"])
-def test_a_manifest_that_has_no_end_is_refused_at_once(copy, kind):
-    manifest = copy / MANIFEST
-    manifest.unlink()
-    if kind == "a named pipe":
-        os.mkfifo(manifest)
-    elif kind == "a device":
-        manifest.symlink_to("/dev/zero")
-    elif kind == "a directory":
-        manifest.mkdir()
-    else:
-        manifest.touch()
-        os.truncate(manifest, 1 << 40)  # a sparse file
-    with pytest.raises(CorruptCheckpointError, match=rf"manifest\.json cannot be read: it is {kind}"):
-        read_manifest(copy)
 
 
 WRONG = [None, True, -1, 0.5, 10**14, 10**30, "x", "../../secrets", [], [-1], [10**14], [10**14] * 2, ["x"], {}]
@@ -202,19 +184,8 @@ def places(content, path=()):
 
 
 def forge(folder, name, path, value):
-    """Put ``value`` in the place of another in a JSON file, and make size, hash and digest fit: anybody can."""
-    content = json.loads((folder / name).read_text())
-    *way, last = path
-    inner = content
-    for key in way:
-        inner = inner[key]
-    inner[last] = value
-    written = json.dumps(content).encode()
-    (folder / name).write_bytes(written)
-    stated = json.loads((folder / MANIFEST).read_text())
-    del stated["digest"]
-    stated["files"][name] = {"bytes": len(written), "sha256": hashlib.sha256(written).hexdigest()}
-    (folder / MANIFEST).write_text(Manifest(**stated).to_json())
+    set_entry(folder / name, path, value)
+    fit_manifest(folder, name)
 
 
 def tensors_of(folder):
@@ -265,13 +236,19 @@ def test_the_newest_and_the_best_are_kept_by_their_manifests(folder):
     assert len(names_in(folder)) == 4
 
 
-def test_one_that_cannot_be_removed_is_told_ends_nothing_and_goes_later(folder, monkeypatch):
-    def stale(path, *args, **kwargs):
-        raise OSError(116, "Stale file handle", str(path))
+def raising(number):
+    """A function that fails as the operating system does."""
 
+    def fail(path, *args, **kwargs):
+        raise OSError(number, os.strerror(number), str(path))
+
+    return fail
+
+
+def test_one_that_cannot_be_removed_is_told_ends_nothing_and_goes_later(folder, monkeypatch):
     save_alone(folder, 1)
     warned = []
-    monkeypatch.setattr("trainer.system.files.shutil.rmtree", stale)
+    monkeypatch.setattr("trainer.system.files.shutil.rmtree", raising(116))
     second = save_alone(folder, 2, keep_last=1, warn=warned.append)
     monkeypatch.undo()
     verify(second)
@@ -292,11 +269,8 @@ def test_a_checkpoint_that_was_moved_elsewhere_stays_there(folder, tmp_path):
 
 
 def test_a_full_disk_leaves_the_older_checkpoint_and_says_what_is_missing(folder, monkeypatch):
-    def full(*args):
-        raise OSError(28, "No space left on device", "file")
-
     first = save_alone(folder, 1)
-    monkeypatch.setattr("trainer.checkpoint.tensor_parts.os.fsync", full)
+    monkeypatch.setattr("trainer.checkpoint.tensor_parts.os.fsync", raising(28))
     with pytest.raises(RunError, match=r"no space for the checkpoint of step 2: it needs .* lacks [0-9,]+ bytes"):
         save_alone(folder, 2)
     verify(first)
@@ -304,11 +278,8 @@ def test_a_full_disk_leaves_the_older_checkpoint_and_says_what_is_missing(folder
 
 
 def test_a_failure_on_another_rank_is_told_to_the_first(folder, monkeypatch):
-    def broken(path, *args):
-        raise OSError(5, "Input/output error", str(path))
-
     with monkeypatch.context() as patched:
-        patched.setattr("trainer.checkpoint.writer.write_parts", broken)
+        patched.setattr("trainer.checkpoint.writer.write_parts", raising(5))
         with pytest.raises(RunError, match="could not be written: Input/output error"):
             save(folder, 3, ranks=(1,))
     with pytest.raises(RunError, match="rank 1: the checkpoint of step 3 could not be written: Input/output error"):

@@ -1,4 +1,4 @@
-"""Supervised runs: real processes, with a tiny recipe that comes to grief in a way of its choice."""
+"""Supervised runs: real processes, with the tiny recipe of ``helpers/own.py``."""
 
 from __future__ import annotations
 
@@ -11,74 +11,16 @@ from tempfile import mkdtemp
 from types import SimpleNamespace
 
 import pytest
-from helpers.started import StartedRun
+from helpers.started import StartedRun, own_recipe
 from helpers.warm import WarmProcess
 
 from trainer.supervise.attempt import newest_step
 
-RECIPE = """
-import os, signal, time
-from dataclasses import dataclass
-from pathlib import Path
-
-import torch
-from trainer import Checkpoint, Memory, Optim, Recipe, Run, main
-from trainer.data import Digits
-from trainer.models import VisionTransformer
-
-HERE = Path(__file__).parent
-
-
-@dataclass
-class Frail(VisionTransformer):
-    "A Vision Transformer that does `what` on `rank` at its `at`-th micro-batch, `times` times in all."
-    what: str = "nothing"
-    rank: int = 0
-    at: int = 14
-    times: int = 1
-    most: int = 1000
-    micro_batches: int = 0
-
-    def losses(self, module, batch):
-        self.micro_batches += module.training
-        here = int(os.environ.get("RANK") or os.environ.get("LOCAL_RANK") or 0) == self.rank
-        if module.training and len(batch["labels"]) > self.most:
-            raise torch.OutOfMemoryError("out of memory, says the test")
-        if here and module.training and self.micro_batches == self.at and self.is_due():
-            disturb(self.what)
-        if self.what == "slow":
-            time.sleep(0.05)
-        yield from super().losses(module, batch)
-
-    def is_due(self):
-        done = len(list(HERE.glob("done-*")))
-        if self.what != "nothing" and done < self.times:
-            (HERE / f"done-{done}").touch()
-            return True
-        return False
-
-
-def disturb(what):
-    if what == "raise":
-        1 / 0
-    elif what == "kill":
-        os.kill(os.getpid(), signal.SIGKILL)
-
-
-recipe = Recipe(
-    model=Frail("custom", patch_size=4, layers=1, heads=2, width=16, mlp_width=32),
-    data=Digits(),
-    optim=Optim("sgd", lr=0.1),
-    batch_size=24,
+SETTINGS = """
+    model=Disturbed("custom", patch_size=4, layers=1, heads=2, width=16, mlp_width=32, at=7, cut=2),
     max_steps=20,
-    epochs=1000,
     memory=Memory(micro_batch_size=12),
     checkpoint=Checkpoint(every=5, asynchronous=False),  # what a crash finds is always the same
-    run=Run(evaluate=False, predict=False),
-)
-
-if __name__ == "__main__":
-    main(recipe)
 """
 
 
@@ -112,9 +54,8 @@ class Supervised(StartedRun):
 
     def __init__(self, folder: Path, *flags: str, own: tuple[str, ...] = ()) -> None:
         self.run_dir = folder / "run"
-        recipe = folder / "frail.py"
-        recipe.write_text(RECIPE)
-        words = ["run", "--backoff", "0.2", *own, "--", str(recipe), "--run.dir", str(self.run_dir), *flags]
+        recipe = str(own_recipe(folder, SETTINGS))
+        words = ["run", "--backoff", "0.2", *own, "--", recipe, "--run.dir", str(self.run_dir), *flags]
         super().__init__(folder, [sys.executable, "-m", "trainer", *words])
 
     @property

@@ -1,4 +1,4 @@
-"""Numbers and names that nobody means: a line that names them, exit code 2, and no time lost."""
+"""Absurd numbers and names: refused at once in a line that names them, with exit code 2."""
 
 from __future__ import annotations
 

@@ -15,7 +15,8 @@ import pytest
 if not sys.platform.startswith("linux"):
     pytest.skip("reads /proc", allow_module_level=True)
 
-from cli.supervised import RECIPE, Supervised, fork_processes
+from cli.supervised import SETTINGS, Supervised, fork_processes
+from helpers.started import own_recipe
 
 from trainer.errors import RecipeError
 from trainer.supervise import attempt as memory
@@ -204,11 +205,11 @@ def test_the_kernel_s_count_is_that_of_the_own_group(tmp_path, monkeypatch):
 def forked(tmp_path, monkeypatch, capfd):
     """A function: supervise in this process, with forks for attempts; exit code, journal, what it said."""
     fork_processes(monkeypatch)
-    (tmp_path / "frail.py").write_text(RECIPE)
+    recipe = own_recipe(tmp_path, SETTINGS)
 
     def supervise(*flags, own=()):
         words = [*own, "--restarts=9", "--backoff=0.2", "--"]
-        words += [tmp_path / "frail.py", "--run.dir", tmp_path / "run", *flags]
+        words += [recipe, "--run.dir", tmp_path / "run", *flags]
         code = run_command([str(word) for word in words])
         return code, json.loads((tmp_path / "run" / "supervisor.json").read_text()), capfd.readouterr().err
 
@@ -216,7 +217,7 @@ def forked(tmp_path, monkeypatch, capfd):
 
 
 def test_a_killed_run_is_finished_by_the_next_attempt(forked, tmp_path):
-    code, journal, text = forked("--model.what=kill")
+    code, journal, text = forked("--model.what=kill", f"--model.done={tmp_path / 'done'}")
     assert (code, journal["status"]) == (0, "finished")
     first, second = journal["attempts"]
     assert (first["exit_code"], second["exit_code"]) == (-9, 0)
@@ -236,7 +237,7 @@ def test_a_setting_that_cannot_work_is_not_tried_again(forked):
 
 @pytest.mark.slow
 def test_the_same_crash_again_and_again_ends_the_run(forked):
-    code, journal, text = forked("--model.what=raise", "--model.at=6", "--model.times=99")
+    code, journal, text = forked("--model.what=raise", "--model.at=3")
     assert (code, [attempt["exit_code"] for attempt in journal["attempts"]]) == (1, [1, 1])
     assert "2 crashes in a row without a checkpoint after the start" in text
     assert "ZeroDivisionError" in journal["attempts"][0]["cause"]
@@ -252,8 +253,8 @@ def test_out_of_memory_is_mended_by_smaller_micro_batches(forked, tmp_path):
 
 
 @pytest.mark.slow
-def test_a_killed_rank_is_replaced_with_all_others(forked):
-    flags = ["--model.what", "kill", "--model.rank", "1", "--model.at", "7"]
+def test_a_killed_rank_is_replaced_with_all_others(forked, tmp_path):
+    flags = ["--model.what", "kill", "--model.rank", "1", "--model.done", str(tmp_path / "done")]
     code, journal, text = forked(*flags, own=("--nproc", "2"))
     assert code == 0, text
     codes = [attempt["exit_code"] for attempt in journal["attempts"]]
@@ -265,7 +266,7 @@ def test_a_killed_rank_is_replaced_with_all_others(forked):
 @pytest.mark.slow
 @pytest.mark.parametrize(("whole_job", "number"), [(True, signal.SIGTERM), (False, signal.SIGHUP)])
 def test_asked_to_stop_it_passes_that_on_once_and_leaves_with_the_requeue_code(supervise, whole_job, number):
-    run = supervise("--model.what", "slow", "--max_steps", "2000", own=("--nproc", "2"))
+    run = supervise("--model.seconds", "0.05", "--max_steps", "2000", own=("--nproc", "2"))
     run.wait_for_step(10)
     for pid in run.pids() if whole_job else [run.process.pid]:
         os.kill(pid, number)
@@ -279,7 +280,7 @@ def test_asked_to_stop_it_passes_that_on_once_and_leaves_with_the_requeue_code(s
 
 @pytest.mark.slow
 def test_a_preempted_rank_is_not_the_end(supervise):
-    run = supervise("--model.what", "slow", "--max_steps", "60")
+    run = supervise("--model.seconds", "0.05", "--max_steps", "60")
     run.wait_for_step(10)
     (own,) = [pid for pid in run.pids() if pid != run.process.pid]
     os.kill(own, signal.SIGTERM)
@@ -290,7 +291,7 @@ def test_a_preempted_rank_is_not_the_end(supervise):
 @pytest.mark.slow
 @pytest.mark.parametrize("moment", ["starting", "training"])
 def test_a_killed_supervisor_leaves_no_process_behind(supervise, moment):
-    run = supervise("--model.what", "slow", "--max_steps", "2000", own=("--nproc", "2"))
+    run = supervise("--model.seconds", "0.05", "--max_steps", "2000", own=("--nproc", "2"))
     if moment == "training":
         run.wait_for_step(10)
     else:
@@ -305,7 +306,7 @@ def test_a_killed_supervisor_leaves_no_process_behind(supervise, moment):
 
 @pytest.mark.slow
 def test_a_second_signal_kills_and_the_second_supervisor_is_refused(supervise):
-    run = supervise("--model.what", "slow", "--max_steps", "2000")
+    run = supervise("--model.seconds", "0.05", "--max_steps", "2000")
     run.wait_for_step(10)
     command = [sys.executable, "-m", "trainer", "run", "--", "vit_digits", "--run.dir", str(run.run_dir)]
     second = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)

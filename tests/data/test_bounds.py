@@ -1,6 +1,5 @@
 """Data that have no end, or take the machine: refused by name before they are decoded."""
 
-import os
 import struct
 import zlib
 
@@ -11,14 +10,12 @@ import pytest
 from helpers.prepared import prepared, refused
 from PIL import Image
 
-from trainer.commands.flags import load_yaml_file
-from trainer.data import ImageFolder, TextFiles
+from trainer.data import TextFiles
 from trainer.data.image_splits import check_images, read_image
 from trainer.data.shards import ShardReader, find_shards
-from trainer.data.tables import MAX_LINE_BYTES, open_class_folders, open_parquet, open_table
+from trainer.data.tables import MAX_LINE_BYTES, open_parquet, open_table
 from trainer.data.tokens import CHARS_PER_BATCH, MIN_CHARS_LIMIT, encode
 from trainer.errors import RecipeError
-from trainer.models.hub import from_hub
 
 
 def png(path, width, height):
@@ -46,41 +43,6 @@ def test_an_image_that_is_only_large_is_read(tmp_path):
     Image.fromarray(np.zeros((20, 4000), np.uint8)).save(tmp_path / "wide.png")
     check_images([str(tmp_path / "wide.png")], 0, tmp_path / "cache")
     assert read_image(str(tmp_path / "wide.png"), "L").shape == (1, 20, 4000)
-
-
-@pytest.mark.parametrize("kind", ["a named pipe", "a device"])
-def test_what_is_no_file_is_refused_at_once(tmp_path, folder, kind):
-    def place(path):
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.symlink_to("/dev/zero") if kind == "a device" else os.mkfifo(path)
-        return path
-
-    place(folder / "train" / "cat" / "endless.png")
-    place(tmp_path / "texts" / "train" / "pos" / "a.txt")
-    model = place(tmp_path / "model" / "model.safetensors")
-    cache = tmp_path / "cache"
-    said = rf"1 of 17 images cannot be read: .*endless\.png .*it is {kind}"
-    refused(said, ImageFolder(str(folder), cache_dir=str(cache)))
-    for said, read in (
-        (
-            rf"a\.txt cannot be read \(it is {kind}",
-            lambda: open_class_folders(tmp_path / "texts", "train", [("pos", 1)], cache),
-        ),
-        (r"table\.csv", lambda: open_table(place(tmp_path / "table.csv"), cache)),
-        (rf"settings\.yaml cannot be read: it is {kind}", lambda: load_yaml_file(place(tmp_path / "settings.yaml"))),
-        (
-            rf"model\.safetensors cannot be read: it is {kind}",
-            lambda: from_hub("weights", str(model.parent), lambda: pytest.fail("opened")),
-        ),
-    ):
-        with pytest.raises(RecipeError, match=said):
-            read()
-
-
-def test_settings_of_megabytes_are_refused_before_they_are_parsed(tmp_path):
-    (tmp_path / "settings.yaml").write_text("a: " + "x" * (1 << 20))
-    with pytest.raises(RecipeError, match=r"settings\.yaml cannot be read: it is larger than the limit of 1 MB"):
-        load_yaml_file(tmp_path / "settings.yaml")
 
 
 LONG = "word " * (MIN_CHARS_LIMIT // 5)
@@ -133,11 +95,8 @@ def test_a_line_of_json_without_an_end_and_a_column_given_twice_are_refused(tmp_
     said = r"long\.jsonl cannot be read as jsonl .*line 1 has more than 32 MB"
     refused(said, texts(tmp_path / "long.jsonl"), tokenizer)
     (tmp_path / "twice.csv").write_text("text,text,label\na,b,1\nc,d,0\n")
-    refused(
-        r"twice\.csv cannot be read as csv .*column 'text' is twice in the header",
-        texts(tmp_path / "twice.csv"),
-        tokenizer,
-    )
+    said = r"twice\.csv cannot be read as csv .*column 'text' is twice in the header"
+    refused(said, texts(tmp_path / "twice.csv"), tokenizer)
 
 
 TEXT = "x" * 1000
@@ -157,31 +116,27 @@ def records(**columns):
 
 
 CHAT = records(role=dictionary(600_000, "user"), content=dictionary(600_000, "y"))
+DECODED = r"row group 0: \w+ would be decoded to "
+SECOND = r"row 2 \(the first is row 1\): text"
+
+
+def deep():
+    return in_rows(records(a=in_rows(in_rows(dictionary(40_000), 40_000), 1), b=pa.array([1])), 0, 1)
+
+
+def mapped():
+    keys = pa.array(map(str, range(40_000)))
+    return pa.MapArray.from_arrays(pa.array([0, 40_000], pa.int32()), keys, dictionary(40_000))
+
+
 NESTED = {
     # One row of many texts; with many bytes of text; many rows that come to gigabytes; within structs, lists and maps.
     "list": (lambda: in_rows(dictionary(1_000_001), 1_000_001), r"\.list\.element has more than 1,000,000 values"),
-    "chat": (
-        lambda: in_rows(CHAT, 3, 600_000, 600_000),
-        r"row 2 \(the first is row 1\): text\.role has 599,997 values",
-    ),
-    "long": (
-        lambda: in_rows(dictionary(40_000), 2, 40_000),
-        r"row 2 \(the first is row 1\): text has 39,998,000 bytes",
-    ),
-    "rows": (
-        lambda: in_rows(dictionary(4_100, "y" * 1_000_000), *range(1, 4_101)),
-        r"row group 0: text would be decoded to 4,100,000,000 bytes",
-    ),
-    "deep": (
-        lambda: in_rows(records(a=in_rows(in_rows(dictionary(40_000), 40_000), 1), b=pa.array([1])), 0, 1),
-        r"row 2 \(the first is row 1\): text\.a has 40,000,000 bytes",
-    ),
-    "map": (
-        lambda: pa.MapArray.from_arrays(
-            pa.array([0, 40_000], pa.int32()), pa.array(map(str, range(40_000))), dictionary(40_000)
-        ),
-        r"row 1 \(the first is row 1\): text\.value has 40,000,000 bytes",
-    ),
+    "chat": (lambda: in_rows(CHAT, 3, 600_000, 600_000), rf"{SECOND}\.role has 599,997 values"),
+    "long": (lambda: in_rows(dictionary(40_000), 2, 40_000), f"{SECOND} has 39,998,000 bytes"),
+    "rows": (lambda: in_rows(dictionary(4_100, "y" * 1_000_000), *range(1, 4_101)), DECODED + "4,100,000,000"),
+    "deep": (deep, rf"{SECOND}\.a has 40,000,000 bytes"),
+    "map": (mapped, r"row 1 \(the first is row 1\): text\.value has 40,000,000 bytes"),
     "numbers": (lambda: in_rows(pa.array(np.zeros(1_000_001)), 1_000_001), r"text\S* has more than 1,000,000 values"),
 }
 
@@ -222,9 +177,7 @@ def test_streamed_files_are_checked_when_a_row_group_is_decoded(tmp_path):
     assert [chats.row(0), chats.row(1)] == [([{"role": "user", "content": "hi"}],), (None,)]
     labels = pa.table({"text": ["a"] * 2_000, "label": dictionary(2_000, "z" * 3_000_000)})
     pq.write_table(labels, tmp_path / "labels.parquet", compression="none")
-    with pytest.raises(
-        RecipeError, match=r"labels\.parquet row group 0: label would be decoded to 6,000,000,000 bytes"
-    ):
+    with pytest.raises(RecipeError, match=rf"labels\.parquet {DECODED}6,000,000,000"):
         find_shards([tmp_path / "labels.parquet"], cache, "label")
     pq.write_table(pa.table({"text": in_rows(CHAT, 600_000)}), tmp_path / "chat.parquet")
     with pytest.raises(RecipeError, match=r"chat\.parquet row 1 .*: text\.role has 600,000 values"):

@@ -4,10 +4,10 @@ import multiprocessing
 import os
 import shutil
 import signal
-import time
 
 import pyarrow as pa
 import pytest
+from helpers import wait_until
 from helpers.prepared import prepared
 
 from trainer.data import TextFiles, tokens
@@ -43,8 +43,7 @@ def made(tmp_path):
 
 
 def begun(tmp_path):
-    while not list((tmp_path / "cache").glob(".key.*.part/half")):
-        time.sleep(0.01)
+    wait_until(lambda: list((tmp_path / "cache").glob(".key.*.part/half")))
 
 
 def test_of_processes_that_start_together_one_builds_and_the_others_wait(made, tmp_path):
@@ -83,9 +82,8 @@ def test_a_build_that_fails_leaves_nothing_behind_and_a_cache_that_cannot_be_wri
         get_or_build(tmp_path / "cache", "key", "a thing", fail)
     assert [path.name for path in (tmp_path / "cache").iterdir()] == ["key.lock"]
     (tmp_path / "file").write_text("")
-    with pytest.raises(
-        RecipeError, match=r"the cache .*/file/cache cannot be used \(Not a directory\).*data\.cache_dir"
-    ):
+    said = r"the cache .*/file/cache cannot be used \(Not a directory\).*data\.cache_dir"
+    with pytest.raises(RecipeError, match=said):
         get_or_build(tmp_path / "file" / "cache", "key", "a thing", fail)
 
 
@@ -150,9 +148,8 @@ def test_of_a_huge_file_spread_blocks_count_and_of_others_every_byte(tmp_path):
 @pytest.fixture
 def reviews(tmp_path, tokenizer):
     """What reads a file of reviews, again from the same cache."""
-    (tmp_path / "reviews.csv").write_text(
-        "text,label\n" + "".join(f"film number {i} is good,{i % 2}\n" for i in range(300))
-    )
+    rows = "".join(f"film number {i} is good,{i % 2}\n" for i in range(300))
+    (tmp_path / "reviews.csv").write_text("text,label\n" + rows)
 
     def read(path=tmp_path / "reviews.csv"):
         return prepared(TextFiles(str(path), cache_dir=str(tmp_path / "cache")), tokenizer).train

@@ -81,10 +81,8 @@ def test_texts_are_the_same_from_another_folder_and_differ_by_a_word_a_label_or_
 
 def test_it_is_the_same_in_every_process_and_version():
     """Or else no run could be resumed: of the classes (a mapping), the digits and their transform."""
-    assert (
-        fingerprint(prepared(Digits(val_fraction=0.1)))
-        == "9a5625ccc1e490af6a3ec3ed55c413e78621ffb3940648eb80848f568835e98c"
-    )
+    found = fingerprint(prepared(Digits(val_fraction=0.1)))
+    assert found == "9a5625ccc1e490af6a3ec3ed55c413e78621ffb3940648eb80848f568835e98c"
 
 
 class Own(Data):

@@ -56,10 +56,8 @@ def test_a_pair_is_encoded_as_one_sample_of_two_texts(folder, tokenizer):
         wanted = tokenizer("two dogs", "one dog")
         assert data.train[1]["input_ids"] == wanted["input_ids"]
         assert data.train.lengths[1] == len(wanted["input_ids"])
-        assert (
-            data.encode(["two dogs\tone dog"], tokenizer)["input_ids"][0, : len(wanted["input_ids"])].tolist()
-            == (wanted["input_ids"])
-        )
+        encoded = data.encode(["two dogs\tone dog"], tokenizer)["input_ids"][0]
+        assert encoded[: len(wanted["input_ids"])].tolist() == wanted["input_ids"]
         with pytest.raises(RecipeError, match=r"data\.pair_column='second' needs two texts per sample"):
             data.encode(["two dogs"], tokenizer)
     alone = prepared(hub(folder), tokenizer)  # of the same rows: nothing of the one is taken for the other
@@ -80,10 +78,7 @@ def test_token_types_tell_the_two_texts_apart_where_the_tokenizer_has_them(folde
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        (
-            {"test_split": "tests"},
-            r"could not be loaded .*Unknown split \"tests\".*data\.test_split",
-        ),
+        ({"test_split": "tests"}, r"could not be loaded .*Unknown split \"tests\".*data\.test_split"),
         ({"test_split": "test"}, r"pairs test row 0 .*: label '-1' is not one of 0, 1"),
         ({"pair_column": "secnd"}, r"data\.pair_column='secnd': .*did you mean 'second'\?"),
         ({"label_column": "labels"}, r"data\.label_column='labels': .*did you mean 'label'\?"),
@@ -110,7 +105,6 @@ def test_files_of_a_folder_that_would_take_the_machine_are_refused_by_name(folde
     (folder / "pairs" / ".hidden.gz").write_bytes(gzip.compress(b"a"))  # datasets does not read it
     assert len(prepared(hub(folder), tokenizer).train) == 3
     texts = pa.DictionaryArray.from_arrays(pa.array([0] * 2_000, pa.int32()), pa.array(["y" * 3_000_000]))
-    pq.write_table(
-        pa.table({"first": texts, "label": [0] * 2_000}), folder / "pairs" / "train.parquet", compression="none"
-    )
+    table = pa.table({"first": texts, "label": [0] * 2_000})
+    pq.write_table(table, folder / "pairs" / "train.parquet", compression="none")
     refused(r"pairs/train\.parquet row group 0: first would be decoded to 6,000,000,000 bytes", hub(folder), tokenizer)

@@ -13,7 +13,8 @@ import pytest
 import torch
 from helpers.prepared import prepared, refused
 from helpers.tokenizers import byte_pairs, sentence_pieces
-from tokenizers import normalizers
+from tokenizers import Tokenizer, models, normalizers
+from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from trainer.data import Conversations, Documents, Mixture
 from trainer.data.fingerprint import fingerprint
@@ -122,20 +123,16 @@ def test_a_tokenizer_that_puts_a_blank_before_every_text_keeps_the_words_of_the_
     (sample,) = samples(chats(rows, tokenizer, chat_template=template).train)
     whole = tokenizer("[INST] hello [/INST] the answer<|end|>", add_special_tokens=False)["input_ids"]
     assert sample["input_ids"] == whole
-    assert tokenizer.convert_ids_to_tokens([one for one in sample["labels"] if one >= 0]) == [
-        "▁the",
-        "▁answer",
-        "<|end|>",
-    ]
+    words = tokenizer.convert_ids_to_tokens([one for one in sample["labels"] if one >= 0])
+    assert words == ["▁the", "▁answer", "<|end|>"]
     assert sample["labels"][-3:] == whole[-3:]
 
 
 def test_a_template_that_rewrites_what_it_wrote_is_refused_unless_all_is_learned(chats, tmp_path):
     thinks = "{% for m in messages %}{{ m.role + ':' + m.content }}{% if loop.last and m.role == 'assistant' %} (last)"
     thinks += "{% endif %}<|im_end|>{% endfor %}"
-    with pytest.raises(
-        RecipeError, match=r"1 conversation cannot .*row 2 .* up to message 3 than as a whole.*data\.loss_on all"
-    ):
+    said = r"1 conversation cannot .*row 2 .* up to message 3 than as a whole.*data\.loss_on all"
+    with pytest.raises(RecipeError, match=said):
         chats(ROWS[:2], chat_template=thinks)
     found = samples(chats(ROWS[:2], chat_template=thinks, loss_on="all").train)
     assert len(found) == 2
@@ -146,23 +143,14 @@ def test_a_template_that_ends_no_turn_is_told_of_before_training(chats, capfd):
     endless = "{% for m in messages %}{{ '\n' + m.role + ': ' + m.content }}{% endfor %}"
     tokenizer = byte_pairs()
     chats(tokenizer=tokenizer, chat_template=endless)
-    assert (
-        "does not learn to stop: give a data.chat_template that ends its text with {{ eos_token }}"
-        in capfd.readouterr().err
-    )
+    said = "does not learn to stop: give a data.chat_template that ends its text with {{ eos_token }}"
+    assert said in capfd.readouterr().err
     assert tokenizer.eos_token == "<|end|>"
-    with pytest.raises(
-        RecipeError, match=r"data\.chat_template=chatml needs the token <\|im_end\|>, which model\.tokenizer lacks"
-    ):
-        chats(tokenizer=sentence_pieces_without_turns())
-
-
-def sentence_pieces_without_turns():
-    from tokenizers import Tokenizer, models
-    from transformers import PreTrainedTokenizerFast
-
     words = Tokenizer(models.WordLevel({"a": 0, "<|end|>": 1}, unk_token="a"))
-    return PreTrainedTokenizerFast(tokenizer_object=words, eos_token="<|end|>")
+    without_turns = PreTrainedTokenizerFast(tokenizer_object=words, eos_token="<|end|>")
+    said = r"data\.chat_template=chatml needs the token <\|im_end\|>, which model\.tokenizer lacks"
+    with pytest.raises(RecipeError, match=said):
+        chats(tokenizer=without_turns)
 
 
 def test_the_beginning_of_text_stands_once(chats, tmp_path):
@@ -186,6 +174,7 @@ def test_rows_of_every_form_and_file_make_the_same_samples(chats, tmp_path):
         "sharegpt": {"conversations": turned},
         "prompt": {"completion": answer, "prompt": prompt},
         "both": {"prompt": chat[:1], "completion": chat[1:]},
+        "alpaca": {"instruction": prompt, "input": "", "output": answer},
     }
     for name, row in forms.items():
         asked = {"messages_column": "turns"} if name == "messages" else {}
@@ -195,13 +184,17 @@ def test_rows_of_every_form_and_file_make_the_same_samples(chats, tmp_path):
                 jsonl(path, [row])
             elif kind == "parquet":
                 pq.write_table(pa.Table.from_pylist([row]), path)
+            elif name == "both":
+                continue
             else:
-                if name == "both":
-                    continue
-                pandas.DataFrame([{k: v if isinstance(v, str) else json.dumps(v) for k, v in row.items()}]).to_csv(
-                    path, index=False
-                )
+                texts = {key: one if isinstance(one, str) else json.dumps(one) for key, one in row.items()}
+                pandas.DataFrame([texts]).to_csv(path, index=False)
             assert samples(chats(str(path), tokenizer, **asked).train) == expected, path
+    said = (
+        {"prompt": f"{prompt}\n\nmore", "completion": answer},
+        {"instruction": prompt, "input": "more", "output": answer},
+    )
+    assert samples(chats(said[:1], tokenizer).train) == samples(chats(said[1:], tokenizer).train)
     hub = tmp_path / "hub"
     hub.mkdir()
     for split in ("train", "validation"):
@@ -215,8 +208,8 @@ def test_rows_of_every_form_and_file_make_the_same_samples(chats, tmp_path):
 
 BAD = [
     (
-        {"messages": messages([("user", "hello"), ("asistant", "good")])},
-        "the role 'asistant' in message 2 .*did you mean assistant",
+        {"messages": messages([("user", "hello"), ("asistant", "a")])},
+        "'asistant' in message 2 .*did you mean assistant",
     ),
     ({"messages": "good"}, "a text that is not JSON"),
     ({"text": "good"}, "has no messages"),
@@ -224,7 +217,7 @@ BAD = [
     ({"messages": ["good"]}, "has 'good' for message 1"),
     ({"messages": messages([("user", "hello")])}, "has no text of the assistant"),
     (
-        {"messages": messages([("user", "hello " * 99), ("assistant", "good")])},
+        {"messages": messages([("user", "hi " * 99), ("assistant", "a")])},
         "no text of the assistant within data.max_length",
     ),
     ({"messages": messages([("user", "\ud800"), ("assistant", "good")])}, "is not UTF-8 text"),
@@ -236,17 +229,15 @@ def test_rows_that_nothing_can_be_learned_from_are_counted_named_and_limited(cha
     data = chats(rows, max_length=40, max_bad_samples=len(BAD))
     said = capfd.readouterr()
     assert len(data.train) == 2
-    assert [data.train.describe(index).split(" (")[0] for index in (0, 1)] == [
-        f"{tmp_path}/chats.jsonl row {n}" for n in (1, 10)
-    ]
+    names = [data.train.describe(index).split(" (")[0] for index in (0, 1)]
+    assert names == [f"{tmp_path}/chats.jsonl row {n}" for n in (1, 10)]
     assert f"warning: {len(BAD)} conversations cannot be learned from and are skipped: " in said.err
     assert "and 3 more" in said.err
     for limit, (_, why) in enumerate(BAD):
         with pytest.raises(RecipeError, match=f"1 conversation .*data.max_bad_samples=0: .*row 2 .*{why}"):
             chats([ROWS[0], BAD[limit][0]], max_length=40)
-    with pytest.raises(
-        RecipeError, match=f"8 conversations cannot be learned from, more than data.max_bad_samples={limit}"
-    ):
+    said = f"8 conversations cannot be learned from, more than data.max_bad_samples={limit}"
+    with pytest.raises(RecipeError, match=said):
         chats(rows, max_length=40, max_bad_samples=limit)
 
 
@@ -271,9 +262,8 @@ def test_tools_go_to_the_template_and_nothing_that_only_other_rows_have(chats, k
     for name, sample in zip("xy", samples(split), strict=True):
         said = json.dumps([{"arguments": {name: 1}, "name": name}]) + "<|im_end|>"
         assert learned(tokenizer, sample) == [said, "good<|im_end|>"]
-        assert tokenizer.decode(sample["input_ids"]).startswith(
-            json.dumps([{"name": name, name: 0}]) + "\n<|im_start|>"
-        )
+        tools = json.dumps([{"name": name, name: 0}])
+        assert tokenizer.decode(sample["input_ids"]).startswith(f"{tools}\n<|im_start|>")
     assert "has a column tools" not in capfd.readouterr().err
     with pytest.raises(RecipeError, match=r"row 1 .* has a text that is not JSON \('x'\) instead of a list of tools"):
         chats([{**rows[0], "tools": "x"}], chat_template=TOOLED)
@@ -353,10 +343,8 @@ def test_whole_documents_are_held_out(library):
 def test_files_that_are_no_text_are_named(library, tmp_path):
     (library / "bad.txt").write_bytes(b"caf\xe9")
     (library / "zero.txt").write_bytes(b"a\0b")
-    with pytest.raises(
-        RecipeError,
-        match=r"2 documents .*bad\.txt is not utf-8 text.*zero\.txt is not text \(it contains the character 0\)",
-    ):
+    said = r"2 documents .*bad\.txt is not utf-8 text.*zero\.txt is not text \(it contains the character 0\)"
+    with pytest.raises(RecipeError, match=said):
         documents(library)
     data = documents(library / "bad.txt", encoding="latin-1")
     assert bytes(data.train[0]["input_ids"][:-1]).decode() == "café"
@@ -462,19 +450,16 @@ def test_a_chat_template_of_a_file_writes_what_the_known_one_writes_in_every_pro
     settings = {"rows": str(tmp_path / "shards"), "streamed": True, "max_length": 64}
     known, plain = (chats(chat_template=template, **settings) for template in ("chatml", PLAIN))
     for workers in (0, 1):
-        found, wanted = (
-            list(Loader(data.train, data.collate, workers=workers)([Request([0, 2]), Request([1])]))
-            for data in (plain, known)
-        )
+        loaders = [Loader(data.train, data.collate, workers=workers) for data in (plain, known)]
+        found, wanted = (list(loader([Request([0, 2]), Request([1])])) for loader in loaders)
         for one, other in zip(found, wanted, strict=True):
             assert all(torch.equal(one[key], other[key]) for key in other)
 
 
 def test_a_conversation_of_too_many_messages_or_characters_is_not_rendered(chats, monkeypatch):
-    monkeypatch.setattr(
-        "trainer.data.language_samples.render_jinja_template", lambda **options: pytest.fail("rendered")
-    )
-    monkeypatch.setattr("trainer.data.language_samples.ChatReader._probe_turn_end", lambda *args: None)
+    module = "trainer.data.language_samples"
+    monkeypatch.setattr(f"{module}.render_jinja_template", lambda **options: pytest.fail("rendered"))
+    monkeypatch.setattr(f"{module}.ChatReader._probe_turn_end", lambda *args: None)
     many = [("user", "a"), ("assistant", "b")] * 2_501
     with pytest.raises(RecipeError, match=r"chats\.jsonl row 1 .*has 5,002 messages, and the max is 5,000: split it"):
         chats([{"messages": messages(many)}])
@@ -486,11 +471,8 @@ def test_settings_that_will_not_do_are_refused_by_name(tmp_path, tokenizer, chat
     file = jsonl(tmp_path / "a.jsonl", ROWS)
 
     def no(message, kind=Conversations, words=None, **settings):
-        refused(
-            message,
-            kind(**{"train_files": file, "cache_dir": str(tmp_path / "c"), "max_length": 99} | settings),
-            words or byte_pairs(),
-        )
+        common = {"train_files": file, "cache_dir": str(tmp_path / "c"), "max_length": 99}
+        refused(message, kind(**common | settings), words or byte_pairs())
 
     no(r"has no chat template: set data\.chat_template to a \.jinja file, its text, or chatml")
     no(r"data\.chat_template='none\.jinja' is neither Jinja text nor a readable file", chat_template="none.jinja")
@@ -499,11 +481,9 @@ def test_settings_that_will_not_do_are_refused_by_name(tmp_path, tokenizer, chat
     words.chat_template = {"default": 5}
     no(r"the chat template of model\.tokenizer is 5, not a text: fix it", words=words)
     no(r"data\.messages_column='message': .*did you mean 'messages'", messages_column="message", chat_template="chatml")
-    no(
-        r"has no column messages or conversations, nor data\.prompt_column='prompt' .*it has 'text'",
-        train_files=jsonl(tmp_path / "b.jsonl", [{"text": ""}]),
-        chat_template="chatml",
-    )
+    texts = jsonl(tmp_path / "b.jsonl", [{"text": ""}])
+    said = r"has no column messages or conversations, nor data\.prompt_column='prompt' .*it has 'text'"
+    no(said, train_files=texts, chat_template="chatml")
     no(r"has no end of text \(eos_token\), which must follow each document", Documents, words=tokenizer)
     no(r"data\.text_column='text': .*a\.jsonl has no such column; it has 'messages'", Documents)
     no(r"data\.train_files is missing", train_files=None)
@@ -525,15 +505,9 @@ def test_settings_that_will_not_do_are_refused_by_name(tmp_path, tokenizer, chat
 
 
 def test_a_mixture_draws_of_conversations_and_documents(chats, library, tmp_path):
-    chat = Conversations(
-        jsonl(tmp_path / "a.jsonl", ROWS), chat_template="chatml", max_length=64, cache_dir=str(tmp_path / "c")
-    )
-    data = Mixture(
-        [
-            (chat, 0.5),
-            ["Documents", {"train_files": str(library), "max_length": 64, "cache_dir": str(tmp_path / "c")}, 0.5],
-        ]
-    )
+    common = {"max_length": 64, "cache_dir": str(tmp_path / "c")}
+    chat = Conversations(jsonl(tmp_path / "a.jsonl", ROWS), chat_template="chatml", **common)
+    data = Mixture([(chat, 0.5), ["Documents", {"train_files": str(library), **common}, 0.5]])
     assert data.tasks == ["language"]
     prepared(data, byte_tokenizer())
     assert len(data.train) == 3 + len(data.datasets[1].train)
@@ -546,31 +520,22 @@ def test_a_mixture_draws_of_conversations_and_documents(chats, library, tmp_path
 
 def test_data_of_the_hub_that_is_not_here_has_an_outline():
     data = Conversations(name="nobody/has-this", max_length=32, val_fraction=0.1, test_split="test")
-    spec = data.spec()
-    assert (spec.train, spec.val, spec.test, spec.length) == (9_000, 1_000, 10_000, 32)
-    assert set(spec.tensors) == {"input_ids", "attention_mask", "labels"}
+    outline = data.spec()
+    assert (outline.train, outline.val, outline.test, outline.length) == (9_000, 1_000, 10_000, 32)
+    assert set(outline.tensors) == {"input_ids", "attention_mask", "labels"}
     assert Documents("docs").spec() is None
 
 
 def test_the_tokens_of_bytes_are_saved_and_loaded_as_any(tmp_path):
-    from transformers import AutoTokenizer
-
     tokenizer, text = byte_tokenizer(), "é <|im_end|>\n\n  \U0001f600 x"
     ids = tokenizer(text)["input_ids"]
     assert ids == [*"é ".encode(), 259, *"\n\n  \U0001f600 x".encode()]
-    assert (tokenizer.decode(ids), len(tokenizer), tokenizer.eos_token_id, tokenizer.pad_token_id) == (
-        text,
-        260,
-        256,
-        257,
-    )
+    assert (tokenizer.decode(ids), len(tokenizer)) == (text, 260)
+    assert (tokenizer.eos_token_id, tokenizer.pad_token_id) == (256, 257)
     tokenizer.save_pretrained(tmp_path)
     again = AutoTokenizer.from_pretrained(tmp_path)
-    assert (again(text)["input_ids"], again.eos_token_id, again.all_special_ids) == (
-        ids,
-        256,
-        tokenizer.all_special_ids,
-    )
+    assert (again(text)["input_ids"], again.eos_token_id) == (ids, 256)
+    assert again.all_special_ids == tokenizer.all_special_ids
 
 
 def test_documents_know_the_bytes_of_each_token_that_is_predicted_and_conversations_do_not(tmp_path, chats):

@@ -92,9 +92,8 @@ def test_a_resumed_run_is_the_undisturbed_one_bit_for_bit(data, tmp_path, kind):
     changes = {"model": model(), "batch_size": 16, "memory": {"micro_batch_size": 8}}
     fit(recipe(whole, data=data(kind), **changes))
     run = {"resume": str(whole / "checkpoints" / "step-00000002")}  # in the middle of an epoch
-    with pytest.raises(
-        RecipeError, match=r"was saved with a different recipe: data\.max_length: 64 in the checkpoint, 60 now"
-    ):
+    said = r"was saved with a different recipe: data\.max_length: 64 in the checkpoint, 60 now"
+    with pytest.raises(RecipeError, match=said):
         fit(recipe(tmp_path / "other", data=data(kind, max_length=60), run=run, **changes))
     fit(recipe(rest, data=data(kind), run=run, **changes))
     assert losses(rest) == losses(whole)

@@ -6,6 +6,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 from helpers.prepared import prepared
+from helpers.resumed import losses
 from helpers.rounding import ROUNDING
 
 from trainer import Checkpoint, Memory, Optim, Recipe, Run
@@ -66,10 +67,8 @@ def test_parts_are_named_in_yaml_and_flags_too():
     parts = [["Digits", {"augment": "crop_flip"}, 3], ["Digits", 1]]
     data = prepared(Mixture(parts))
     assert len(data.train) == 2 * 1437
-    named, own = (
-        Recipe(model=MLP(), data=data, batch_size=4),
-        Mixture([(Digits(augment="crop_flip"), 3), (Digits(), 1)]),
-    )
+    named = Recipe(model=MLP(), data=data, batch_size=4)
+    own = Mixture([(Digits(augment="crop_flip"), 3), (Digits(), 1)])
     assert settings_of(named)["data.parts"].value == parts
     assert fingerprint(data) == fingerprint(prepared(own))
     recipe, needed = with_classes(named.replace(data=Digits()), {"data": "Mixture"}, trusted=False)
@@ -106,22 +105,18 @@ def test_a_run_is_the_same_however_it_is_cut_and_is_resumed_where_it_was(drawn, 
         plain = plain.replace(optim=Optim("sgd", lr=0.05), memory=Memory(micro_batch_size=16, precision="64-true"))
         return plain.replace(**settings)
 
-    def losses(name):
-        rows = (tmp_path / name / "metrics.csv").read_text().splitlines()
-        column = rows[0].split(",").index("loss")
-        return [float(row.split(",")[column]) for row in rows[1:] if row.split(",")[column]]
-
     fit(recipe("whole"))
     fit(recipe("cut", memory=Memory(micro_batch_size=3, precision="64-true")))
-    assert len(losses("whole")) == 16
-    assert losses("cut") == pytest.approx(losses("whole"), rel=ROUNDING)
+    whole = losses(tmp_path / "whole")
+    assert len(whole) == 16
+    assert losses(tmp_path / "cut") == pytest.approx(whole, rel=ROUNDING)
     resumed = recipe("resumed")
     fifth = min((tmp_path / "whole" / "checkpoints").glob("step-*5"))
     resumed = resumed.replace(run=replace(resumed.run, resume=str(fifth)))
     with pytest.raises(RecipeError, match=r'with a different recipe: data: "\w+" in the checkpoint, "\w+" now'):
         fit(resumed.replace(data=mixture(drawn, (0.5, 0.5), augment="crop_flip")))
     fit(resumed)
-    assert losses("resumed")[-11:] == losses("whole")[-11:]
+    assert losses(tmp_path / "resumed")[-11:] == whole[-11:]
 
 
 def test_what_does_not_go_together_is_refused_by_part(drawn):

@@ -270,9 +270,8 @@ def test_a_run_with_more_than_it_may_leave_out_does_not_start(own):
 def test_a_prediction_and_the_rehearsal_leave_them_out_without_counting(own):
     recipe = own(2)
     recipe.data.prepare()
-    windows = make_windows(
-        recipe, make_loader(recipe, recipe.data.train), world_size=3, reduce=lambda values: values * 1
-    )
+    loader = make_loader(recipe, recipe.data.train)
+    windows = make_windows(recipe, loader, world_size=3, reduce=lambda values: values * 1)
     met = {index for window in windows.epoch(0) for micro in window for index in micro.indices}
     assert met
     assert 2 not in met

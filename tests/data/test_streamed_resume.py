@@ -1,4 +1,4 @@
-"""A run on streamed texts, killed once an epoch: every sample once, and the losses of a run that nobody disturbed.
+"""A run on streamed texts, killed once an epoch: every sample once, and the losses of an undisturbed run.
 
 As a program, which forks: test_streamed_resume.py FOLDER TOKENIZER RANKS WORKERS, where RANKS is how many each start
 has, such as 1,2,1; the first start is of the undisturbed run, too. It prints JSON of both runs, and what is said when

@@ -1,6 +1,7 @@
-"""Text datasets on real reviews: padding, caching, classes, and every refusal names its row."""
+"""Text datasets: padding, caching, classes, formats of tables, and every refusal names its row."""
 
 import csv
+import json
 from pathlib import Path
 
 import pandas
@@ -10,6 +11,7 @@ from helpers.prepared import prepared, refused
 
 from trainer.data import IMDb, TextFiles
 from trainer.errors import RecipeError
+from trainer.models import TextClassifier
 
 TWO_ROWS = [["text", "label"], ["good", "0"], ["bad", "1"]]
 
@@ -97,14 +99,50 @@ def test_string_labels_become_sorted_classes_in_every_format(tmp_path, tokenizer
         assert data.train.describe(1).startswith(f"{file} row {row} (the ")
 
 
+@pytest.mark.parametrize("row", [["  ", "1"], ["", "1"], ["fine", ""]])
+def test_rows_without_text_or_label_are_named_as_a_spreadsheet_counts_or_left_out(tmp_path, tokenizer, row, capsys):
+    rows = [["a review\nof two lines", "0"], ["bad", "1"], row, *[["good", "0"], ["bad", "1"]] * 4]
+    path = write_csv(tmp_path / "train.csv", [["text", "label"], *rows])
+    refused(
+        rf"1 of 11 rows have no text or no label: {path} row 4 \(.*: add them, or .*--data.missing drop",
+        files(path),
+        tokenizer,
+    )
+    dropped = files(path, missing="drop", val_fraction=0.2)
+    dropped.prepare(tokenizer)
+    assert "leaving out rows: 1 of 11 rows have no text" in capsys.readouterr().out
+    without = files(write_csv(tmp_path / "without.csv", [["text", "label"], *rows[:2], *rows[3:]]), val_fraction=0.2)
+    without.prepare(tokenizer)
+    for part in ("train", "val"):
+        left, whole = getattr(dropped, part), getattr(without, part)
+        assert left.labels == whole.labels
+        assert [left[n]["input_ids"] for n in range(len(left))] == [whole[n]["input_ids"] for n in range(len(whole))]
+    places = [dropped.train.describe(n).split(" row ")[1].split()[0] for n in range(len(dropped.train))]
+    assert "4" not in places  # and the rows after it keep their numbers
+
+
+def test_hundreds_of_gaps_are_counted_and_five_are_named(tmp_path, tokenizer):
+    path = write_csv(tmp_path / "train.csv", [["text", "label"], *[["", "0"]] * 300, ["good", "0"], ["bad", "1"]])
+    refused(rf"300 of 302 rows .*row 2 \(.*, {path} row 6 and 295 more: add", files(path), tokenizer)
+
+
+def test_a_column_of_ids_is_no_label(tmp_path, tokenizer):
+    path = write_csv(tmp_path / "train.csv", [["text", "label"], *[["good", str(n)] for n in range(30)]])
+    refused("data.label_column='label' has another value in each of 30 rows, like an id", files(path), tokenizer)
+
+
 @pytest.mark.parametrize(
-    ("row", "message"),
-    [(["  ", "1"], "row 4 .*has no text"), (["", "1"], "row 4 .*has no text"), (["fine", ""], "row 4 .*has no label")],
+    ("task", "labels"), [("regression", ["1.5", ""]), ("multi_label", [None, "a|b"]), ("token", ["A B", None])]
 )
-def test_a_row_without_text_or_label_is_named_as_a_spreadsheet_counts(tmp_path, tokenizer, row, message):
-    two_lines = ["a review\nof two lines", "0"]
-    path = write_csv(tmp_path / "train.csv", [["text", "label"], two_lines, ["bad", "1"], row, ["good", "0"]])
-    refused(f"{path} {message}", files(path), tokenizer)
+def test_rows_without_labels_are_left_out_for_every_task(task, labels, tmp_path, tokenizer):
+    path = tmp_path / "train.jsonl"
+    path.write_text("".join(json.dumps({"text": "two words", "label": label}) + "\n" for label in [*labels, *labels]))
+    data = files(path, missing="drop")
+    data.prepare(tokenizer, TextClassifier(task=task))
+    assert [data.train.describe(n).split(" row ")[1].split()[0] for n in range(2)] == (
+        ["1", "3"] if labels[1] in (None, "") else ["2", "4"]
+    )
+    assert len(data.train.labels) == 2
 
 
 def test_a_missing_column_and_an_unknown_label_in_the_test_file_are_named(tmp_path, tokenizer):
@@ -170,3 +208,69 @@ def test_settings_that_exclude_each_other_are_refused():
         TextFiles("t.csv", val_file="v.csv", val_fraction=0.1)
     with pytest.raises(RecipeError, match=r"data\.text_column and data\.label_column"):
         TextFiles("t.csv", text_column="a", label_column="a")
+
+
+# Tables as spreadsheets write them
+
+TEXT = "text{0}label\nsehr schön{0}gut\nschön, aber zu süß{0}schlecht\n"
+
+
+def table(tmp_path, content, written="utf-8", name="a.csv", **settings):
+    """A dataset of one file, which is trained on and tested with."""
+    path = tmp_path / name
+    path.write_bytes(content.encode(written))
+    return TextFiles(str(path), test_file=str(path), cache_dir=str(tmp_path / "cache"), **settings)
+
+
+@pytest.mark.parametrize(
+    ("separator", "encoding"),
+    [(";", "utf-8"), ("\t", "utf-8-sig"), ("|", "utf-16"), ("\t", "utf-16"), ("|", "utf-8")],
+)
+def test_separators_and_encodings_that_a_file_shows_are_found(tmp_path, tokenizer, separator, encoding):
+    data = prepared(table(tmp_path, TEXT.format(separator), encoding), tokenizer)
+    assert data.class_names == ["gut", "schlecht"]
+    assert data.train[1]["input_ids"] == tokenizer("schön, aber zu süß")["input_ids"]
+
+
+@pytest.mark.parametrize("encoding", ["cp1252", "latin-1"])
+def test_an_encoding_that_nothing_shows_is_asked_for_and_taken(tmp_path, tokenizer, encoding, capfd):
+    said = r"a\.csv line 2 is not utf-8 \(byte 0xf6 in '.*sehr schön;gut.* as cp1252.*--data\.encoding cp1252"
+    refused(said, table(tmp_path, TEXT.format(";"), encoding), tokenizer)
+    assert capfd.readouterr().err == ""  # no line of a library's
+    data = prepared(table(tmp_path, TEXT.format(";"), encoding, encoding=encoding), tokenizer)
+    assert data.train[0]["input_ids"] == tokenizer("sehr schön")["input_ids"]
+
+
+def test_what_is_told_goes_before_what_is_found(tmp_path, tokenizer):
+    content = "text;more|label\na;b|x\nc;d|y\n"
+    data = prepared(table(tmp_path, content, separator="|", text_column="text;more"), tokenizer)
+    assert data.train[0]["input_ids"] == tokenizer("a;b")["input_ids"]
+    tabs = prepared(table(tmp_path, TEXT.format("\t"), name="a.tsv", separator="tab"), tokenizer)
+    assert tabs.class_names == ["gut", "schlecht"]
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"encoding": "utf-88"}, r"data\.encoding='utf-88' is not an encoding of Python"),
+        ({"encoding": "base64"}, r"data\.encoding='base64' is not an encoding"),  # a codec, but not of texts
+        ({"separator": "::"}, r"data\.separator='::' must be one character"),
+    ],
+)
+def test_settings_of_tables_that_cannot_work_are_refused(settings, message):
+    with pytest.raises(RecipeError, match=message):
+        TextFiles("a.csv", **settings)
+
+
+def test_tables_without_rows_classes_or_a_file_say_what_to_do(tmp_path, tokenizer, capfd):
+    for name, content in (("a.csv", "text,label\n"), ("a.jsonl", "")):
+        refused(f"{tmp_path}/{name} has no rows: add some", table(tmp_path, content, name=name), tokenizer)
+    every = "a.csv: data.label_column='label' is 'gut' in every row, .* two classes or more: add rows of another class"
+    refused(every, table(tmp_path, "text,label\na,gut\nb,gut\n"), tokenizer)
+    numbers = "".join(f"film {number},{number / 7:.3f}\n" for number in range(30))
+    looks = r"has 30 different numbers such as 0\.000, which looks like regression: use --model\.task regression"
+    refused(looks, table(tmp_path, f"text,label\n{numbers}"), tokenizer)
+    whole = "".join(f"film {number},{number}.0\n" for number in range(30))
+    assert prepared(table(tmp_path, f"text,label\n{whole}"), tokenizer).num_classes == 30
+    refused(r"data\.train_file=.* is a folder: .*--data\.train_file FILE", TextFiles(str(tmp_path)), tokenizer)
+    assert "Failed" not in capfd.readouterr().err  # as a library says before it

@@ -67,28 +67,29 @@ def test_an_error_on_one_rank_is_everybodys_first_line(launcher, ranks, rank, wh
     assert not (explains_itself and "Traceback" in run.text)
 
 
+NAMED = {
+    "kill": rf"error: rank RANK \(pid \d+ on \S+\) was killed or crashed: it was last {AT}$",
+    "stop": rf"rank RANK \(pid \d+ on \S+\) is stopped by a signal, for \d+ s now: .*{AT}$",
+    "hang": rf"error: rank RANK, {STEP}: no progress for \d+ s$",
+}
+
+
 # Where Fabric starts the ranks, the kernel ends them with the first one: nobody is left to say so.
-@pytest.mark.parametrize(("launcher", "ranks", "rank"), [("forks", 2, 1), slow("plain", 2, 1), slow("torchrun", 2, 1)])
-def test_a_killed_rank_is_named_with_its_last_step(launcher, ranks, rank, start):
-    run = disturb(start, launcher, ranks, rank, "kill")
-    named = rf"error: rank {rank} \(pid \d+ on \S+\) was killed or crashed: it was last {AT}$"
-    assert re.search(named, run.errors()[0])
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("launcher", "ranks", "rank"), [("forks", 2, 1), ("torchrun", 2, 0)])
-def test_a_stopped_rank_is_named_and_killed(launcher, ranks, rank, start):
-    run = disturb(start, launcher, ranks, rank, "stop")
-    assert re.search(rf"rank {rank} \(pid \d+ on \S+\) is stopped by a signal, for \d+ s now: .*{AT}$", run.errors()[0])
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("launcher", "ranks", "rank"), [("plain", 1, 0), ("forks", 2, 1)])
-def test_a_hung_rank_is_named_with_its_stack(launcher, ranks, rank, start):
-    run = disturb(start, launcher, ranks, rank, "hang", "--run.hang_after", "4")
-    for line in run.errors():  # the others quote it
-        assert re.search(rf"error: rank {rank}, {STEP}: no progress for \d+ s$", line)
-    assert "time.sleep(1000)" in run.text
+@pytest.mark.parametrize(
+    ("what", "launcher", "ranks", "rank"),
+    [
+        ("kill", "forks", 2, 1),
+        *(slow("kill", launcher, 2, 1) for launcher in ("plain", "torchrun")),
+        *(slow("stop", *where) for where in (("forks", 2, 1), ("torchrun", 2, 0))),
+        *(slow("hang", *where) for where in (("plain", 1, 0), ("forks", 2, 1))),
+    ],
+)
+def test_a_rank_that_is_killed_stopped_or_hangs_is_named_with_its_last_step(what, launcher, ranks, rank, start):
+    run = disturb(start, launcher, ranks, rank, what, *(["--run.hang_after", "4"] if what == "hang" else []))
+    lines = run.errors() if what == "hang" else run.errors()[:1]  # of a hung rank the others quote it
+    assert [line for line in lines if not re.search(NAMED[what].replace("RANK", str(rank)), line)] == []
+    assert lines
+    assert what != "hang" or "time.sleep(1000)" in run.text
 
 
 @pytest.mark.slow
@@ -101,12 +102,9 @@ def test_a_rank_that_hangs_in_its_data_is_named_with_the_samples(start):
     run.assert_nothing_left()
 
 
-@pytest.mark.parametrize(
-    ("launcher", "ranks", "flags"), [slow("plain", 2, []), slow("torchrun", 3, ["--data.workers", "1"])]
-)
-def test_what_started_the_ranks_is_killed_and_none_is_left_of_those_that_listened_on_loopback(
-    launcher, ranks, flags, start
-):
+@pytest.mark.slow
+@pytest.mark.parametrize(("launcher", "ranks", "flags"), [("plain", 2, []), ("torchrun", 3, ["--data.workers", "1"])])
+def test_when_what_started_the_ranks_is_killed_none_is_left(launcher, ranks, flags, start):
     run = start(launcher, 2, *flags)
     run.wait_for()
     assert len(run.pids()) >= ranks

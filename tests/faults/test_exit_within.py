@@ -1,4 +1,4 @@
-"""``sys.exit()`` within a run, by whatever library or code of one's own, is a failure that is named."""
+"""``sys.exit()`` within a run, by a library or by user code, is a failure with a named cause."""
 
 from __future__ import annotations
 

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from helpers import LONG
+from helpers import wait_until
 from torch.distributed import distributed_c10d
 
 from trainer.faults import heartbeats, watchdog
@@ -95,8 +95,7 @@ def stranger():
         ProcessId.current(), pid=pid, began=int(Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[19])
     )
     os.kill(pid, signal.SIGSTOP)
-    while process.state() != "stopped":  # on a busy machine that takes a while
-        time.sleep(0.01)
+    wait_until(lambda: process.state() == "stopped")
     yield process
     with suppress(ProcessLookupError):
         os.kill(pid, signal.SIGKILL)
@@ -139,10 +138,7 @@ def test_a_store_that_is_silent_because_its_rank_is_stopped_ends_both(pair, stra
     assert ended == [1]
     text = f"rank 1 (pid {stranger.pid} on {stranger.host}) is stopped by a signal, and with it the store of all ranks"
     assert capsys.readouterr().err.endswith(f"{text}\n")
-    until = time.monotonic() + LONG
-    while stranger.state() != "gone":
-        assert time.monotonic() < until
-        time.sleep(0.02)
+    wait_until(lambda: stranger.state() == "gone")
 
 
 @pytest.mark.slow

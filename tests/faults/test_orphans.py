@@ -8,11 +8,10 @@ import signal
 import socket
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
-from helpers import LONG
+from helpers import LONG, has_ended, wait_until
 from helpers.started import FOREIGN
 
 IMPORTS = "import trainer, os, time; os.write(1, b'imports\\n'); time.sleep(600)"
@@ -54,27 +53,13 @@ def done(process):
     return process.returncode, out, err
 
 
-def is_gone(pid):
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] in "ZX"
-    except OSError:
-        return True
-
-
-def wait_until(condition):
-    until = time.monotonic() + LONG
-    while not condition():
-        assert time.monotonic() < until
-        time.sleep(0.02)
-
-
 def test_a_rank_that_imports_ends_with_the_process_that_started_it():
     launcher = started(LAUNCHES, IMPORTS)
     pid = int(launcher.stdout.readline())
     assert launcher.stdout.readline() == "imports\n"
     launcher.kill()
     launcher.wait()
-    wait_until(lambda: is_gone(pid))
+    wait_until(lambda: has_ended(pid))
 
 
 def rank(**names):

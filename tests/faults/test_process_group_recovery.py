@@ -9,7 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from helpers import LONG
+from helpers import wait_until
 
 from trainer import Memory, Recipe, Run
 from trainer.data import Digits
@@ -44,13 +44,6 @@ def regrouping(monkeypatch):
         one.close()
 
 
-def until(condition) -> bool:
-    end = time.monotonic() + LONG
-    while not condition() and time.monotonic() < end:
-        time.sleep(0.01)
-    return condition()
-
-
 def test_a_step_whose_collectives_were_aborted_updates_nothing(monkeypatch):
     """NCCL ends an aborted collective without an error, and leaves the tensors as they are."""
     monkeypatch.setattr(torch.distributed, "all_reduce", lambda *_, **__: None)
@@ -74,7 +67,7 @@ def test_a_rank_that_has_met_the_others_is_not_called_out_again_by_a_late_look(r
     assert aborted == []
     assert one.requested_reason() is None
     one.request("again")
-    assert until(lambda: aborted == [1])
+    wait_until(lambda: aborted == [1])
 
 
 def test_the_others_leave_before_the_connections_of_a_rank_break(regrouping, monkeypatch):
@@ -87,7 +80,7 @@ def test_the_others_leave_before_the_connections_of_a_rank_break(regrouping, mon
     def sleep(seconds):
         if threading.current_thread() is threading.main_thread():
             slept.append(seconds)
-            assert until(lambda: left == [1])  # on a busy machine later than at the next look
+            wait_until(lambda: left == [1])  # on a busy machine later than at the next look
 
     monkeypatch.setattr(process_group_recovery, "time", types.SimpleNamespace(sleep=sleep, monotonic=time.monotonic))
     ranks = [regrouping.make(number, "cuda") for number in range(2)]

@@ -1,41 +1,52 @@
-"""What is known of where a rank is, and what is said of it."""
+"""What is known of where a rank is, whether it waits for others, and what is said of it."""
 
 from __future__ import annotations
 
 import os
+import sys
+import threading
+from contextlib import suppress
+from types import SimpleNamespace
 
 import pytest
 import torch
+from helpers import wait_until
 
 from trainer import Memory, Recipe, Run
 from trainer.api import fit
 from trainer.data import Digits
+from trainer.engine.loss_totals import DeterministicLossTotals, LossTotals
+from trainer.engine.window import Window
 from trainer.errors import RecipeError, RunError
 from trainer.faults.rank_status import RankStatus, SharedStatus, open_shared_status, read_shared_status
+from trainer.faults.watchdog import Watchdog
 from trainer.memory.monitor import MemoryMonitor
 from trainer.models import VisionTransformer
 from trainer.system.error_reports import describe_error, get_location, report, set_location
+from trainer.values import Loss
+
+NINE = tuple(range(9))
+FEW, MANY = "samples 4, 17, 23", "samples 0, 1, 2, 3, 4, 5, 6, 7, …"
+PLACES = [
+    (
+        (1, 12, "backward", (4, 17, 23)),
+        "step 13, backward, samples 4, 17, 23",
+        "at step 13 in backward (samples 4, 17, 23)",
+    ),
+    (
+        (0, 12, "evaluation", tuple(range(9))),
+        f"after step 12, evaluation, {MANY}",
+        f"after step 12 in evaluation ({MANY})",
+    ),
+    ((0, 12, None), "after step 12, between steps", "after step 12, between steps"),
+    ((2, 0, "init"), "before step 1, building the model", "before step 1 in building the model"),
+]
 
 
-@pytest.mark.parametrize(
-    ("place", "line", "end"),
-    [
-        (
-            RankStatus(1, 12, "backward", (4, 17, 23)),
-            "rank 1, step 13, backward, samples 4, 17, 23",
-            "at step 13 in backward (samples 4, 17, 23)",
-        ),
-        (
-            RankStatus(0, 12, "evaluation", tuple(range(9))),
-            "rank 0, after step 12, evaluation, samples 0, 1, 2, 3, 4, 5, 6, 7, …",
-            "after step 12 in evaluation (samples 0, 1, 2, 3, 4, 5, 6, 7, …)",
-        ),
-        (RankStatus(0, 12, None), "rank 0, after step 12, between steps", "after step 12, between steps"),
-        (RankStatus(2, 0, "init"), "rank 2, before step 1, building the model", "before step 1 in building the model"),
-    ],
-)
+@pytest.mark.parametrize(("place", "line", "end"), PLACES)
 def test_a_place_in_words(place, line, end):
-    assert str(place) == line
+    place = RankStatus(*place)
+    assert str(place) == f"rank {place.rank}, {line}"
     assert place.without_rank() == end
     assert RankStatus.from_dict(place.to_dict()) == place
 
@@ -124,3 +135,49 @@ def test_errors_are_reported_once_and_only_those_of_nobodys_making_with_a_traceb
     assert second == "ZeroDivisionError: division by zero"  # it was never raised: there are no frames
     assert describe_error(ValueError("x" * 1000)).endswith("x …")
     assert describe_error(AssertionError()) == "AssertionError"
+
+
+# Waiting
+
+
+class OnItsWay(torch.Tensor):
+    """A tensor that the host waits for when it reads it."""
+
+
+def what_waits(job) -> str | None:
+    """What the watchdog says of a thread that is in ``job``, which waits in C code until it is let go."""
+    lock = threading.Lock()
+    lock.acquire()
+    OnItsWay.tolist = lock.acquire  # as torch's own: its caller is the innermost frame of Python
+
+    def run() -> None:
+        with suppress(TypeError):  # of what it reads in the end
+            job()
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    try:
+        wait_until(lambda: sys._current_frames()[thread.ident].f_code.co_name in ("read", "job"))
+        watched, peers = SimpleNamespace(_main=thread), SimpleNamespace(slowest_place=lambda: None)
+        return Watchdog._waits_for(watched, peers, RankStatus(0, 3, "step"))
+    finally:
+        lock.release()
+        thread.join()
+
+
+@pytest.mark.parametrize("kind", [LossTotals, DeterministicLossTotals])
+def test_a_rank_that_reads_what_nccl_has_not_brought_waits_for_others(monkeypatch, kind):
+    """NCCL's collectives return at once: the host waits where it reads a number that comes of them."""
+    monkeypatch.setattr(torch.distributed, "all_reduce", lambda *_, **__: None)
+    monkeypatch.setattr(torch.distributed, "get_rank", lambda: 0)
+    totals = kind(Window([], {"loss": 4.0}, samples=4), world_size=2)
+    totals.add(Loss(torch.tensor(1.0), 2.0), is_empty=False)
+    gathered = totals.gather(torch.tensor(1.0)).as_subclass(OnItsWay)
+    assert what_waits(lambda: totals.read(gathered)) == "waits for other ranks"
+
+
+def test_a_rank_that_reads_something_of_its_own_takes_long_itself():
+    def job() -> None:
+        torch.tensor([1.0]).as_subclass(OnItsWay).tolist()
+
+    assert what_waits(job) is None

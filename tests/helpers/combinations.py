@@ -18,13 +18,13 @@ from torch import Tensor, nn
 
 from helpers import matrix
 from helpers.matrix import Case
-from trainer.contract import Data, Model
+from trainer.contract import Model
 from trainer.errors import RecipeError
 from trainer.memory import knobs as table
 from trainer.memory.optimizer import OPTIMIZERS
 from trainer.memory.plan import Plan, decide_plan
 from trainer.models.base import classification_loss
-from trainer.recipe import Memory, Optim, Recipe
+from trainer.recipe import Memory, Optim
 from trainer.values import Loss, PretrainedWeights
 from trainer.weights.streaming import tensors_in
 
@@ -83,35 +83,17 @@ def likely(count: int) -> Iterator[Combination]:
 
 @dataclass(frozen=True)
 class Trained(Case):
-    """A combination, with everything that it takes to train; picklable.
-
-    Args:
-        accumulate: micro-batches per step and rank.
-        frozen: whether the first layers do not train.
-        weights: where the initial weights are; those of ``tower_file`` by default.
-    """
+    """A combination, with everything that it takes to train; picklable."""
 
     size: int = 29
     batch_size: int = 12  # the last batch of an epoch has 5 samples
-    accumulate: int = 1
-    frozen: bool = False
-    weights: str = "initial.safetensors"
+    accumulate: int | None = 1
+    frozen: bool = False  # the first layers do not train
+    weights: str = "initial.safetensors"  # the file
 
     @property
     def model(self) -> Model:
         return Tower(self.weights, self.frozen)
-
-    @property
-    def recipe(self) -> Recipe:
-        return Recipe(
-            model=self.model,
-            data=Data(),
-            optim=self.optim,
-            batch_size=self.batch_size,
-            accumulate=self.accumulate,
-            epochs=9,
-            memory=self.memory,
-        )
 
     @property
     def samples(self) -> list[dict[str, Tensor]]:
@@ -177,15 +159,15 @@ def name_of(values: Combination) -> str:
 
 
 class Block(nn.Module):
-    """Large enough, even as half of it, for its matrices to have a state of few bits."""
+    """By default large enough, even as half of it, for its matrices to have a state of few bits."""
 
-    def __init__(self) -> None:
+    def __init__(self, width: int = WIDTH, inner: int = INNER, dropout: float = 0.0) -> None:
         super().__init__()
-        self.norm = nn.LayerNorm(WIDTH)
-        self.up, self.down = nn.Linear(WIDTH, INNER), nn.Linear(INNER, WIDTH)
+        self.norm, self.dropout = nn.LayerNorm(width), nn.Dropout(dropout)
+        self.up, self.down = nn.Linear(width, inner), nn.Linear(inner, width)
 
     def forward(self, x: Tensor) -> Tensor:
-        return x + self.down(nn.functional.gelu(self.up(self.norm(x))))
+        return x + self.dropout(self.down(nn.functional.gelu(self.up(self.norm(x)))))
 
 
 class TowerModule(nn.Module):
@@ -244,34 +226,13 @@ def train(case: Trained) -> list[float]:
 
 def plain_losses(case: Trained, steps: tuple[int, ...] = (0, 1, 2), decay: float = 1.0) -> list[float]:
     """The same by a plain loop: whole batches, no technique; the learning rate decays after each step."""
-    same = replace(case, memory=Memory(precision=case.memory.precision), world_size=1, accumulate=1)
-    return _plain_losses(same, steps, decay)
+    precision = case.memory.precision if case.memory.precision in matrix.TYPES else "32-true"
+    return _plain_losses(replace(case, memory=Memory(precision=precision), world_size=1, accumulate=1), steps, decay)
 
 
 @lru_cache
 def _plain_losses(case: Trained, steps: tuple[int, ...], decay: float) -> list[float]:
-    optim, dtype = case.optim, matrix.TYPES.get(case.memory.precision, torch.float32)
-    module = case.model.build().to(dtype)
-    trained = [p for p in module.parameters() if p.requires_grad]
-    groups = [
-        {"params": [p for p in trained if p.ndim >= 2], "weight_decay": optim.weight_decay},
-        {"params": [p for p in trained if p.ndim < 2], "weight_decay": 0.0},
-    ]
-    optimizer = _class(optim.name)(groups, lr=optim.lr)
-    samples, losses = case.samples, []
-    for step in steps:
-        epoch, step_of_epoch = divmod(step, -(-case.size // case.batch_size))
-        indices = matrix.batch_indices(0, epoch, step_of_epoch, case.size, case.batch_size)
-        batch = matrix.collate([samples[index] for index in indices])
-        loss = nn.functional.cross_entropy(module(batch["pixel_values"].to(dtype)), batch["labels"])
-        loss.backward()
-        nn.utils.clip_grad_norm_(trained, optim.clip_norm or math.inf)
-        optimizer.step()
-        optimizer.zero_grad()
-        for group in optimizer.param_groups:
-            group["lr"] *= decay
-        losses.append(loss.item())
-    return losses
+    return matrix.plain_run(case, steps, decay, _class(case.optim.name))["losses"]
 
 
 def _class(name: str) -> Callable[..., torch.optim.Optimizer]:

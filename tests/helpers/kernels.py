@@ -8,9 +8,11 @@ from multiprocessing import get_context
 from typing import Any, TypeVar
 from unittest.mock import patch
 
+import pytest
+from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-ARCHITECTURES = (75, 80, 86, 89, 90, 120)
+ARCHITECTURES = (75, 90, 120, *(pytest.param(one, marks=pytest.mark.slow) for one in (80, 86, 89)))
 SHARED = 99 * 1024  # bytes of shared memory that a block can have on every card from compute capability 8.6 on
 CHECKS = ("test_schema", "test_autograd_registration", "test_faketensor")  # of opcheck; the other traces a real launch
 T = TypeVar("T")
@@ -32,14 +34,10 @@ def unwrap(*modules: Any) -> None:
 
 
 def compiled(kernel: Any, architecture: int, types: dict[str, str], constants: dict[str, Any], fuses: bool) -> Any:
-    """``kernel`` for ``architecture``, with aligned tensors, and sizes divisible by 16, as models have them.
+    """``kernel`` for an architecture (ten times the compute capability), compiled ahead of time.
 
-    Args:
-        kernel: a function under ``triton.jit``.
-        architecture: ten times the compute capability.
-        types: of the arguments, such as ``*bf16`` or ``i32``.
-        constants: the other arguments.
-        fuses: whether a product and a sum may become one instruction.
+    Tensors are aligned, and sizes divisible by 16, as models have them. ``types`` are those of the arguments, such as
+    ``*bf16`` or ``i32``; the others are ``constants``. ``fuses`` allows one instruction for a product and a sum.
     """
     import triton
     from triton.backends.compiler import GPUTarget
@@ -67,3 +65,19 @@ class Dispatches(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         self.names.append(func.__name__)
         return func(*args, **(kwargs or {}))
+
+
+class AdaptedHead(nn.Module):
+    """What peft makes of a linear head: its own weight frozen, and a low-rank one beside it."""
+
+    active_adapters = ("default",)
+
+    def __init__(self, width: int, words: int) -> None:
+        super().__init__()
+        self.base_layer, self.scaling = nn.Linear(width, words, bias=False).requires_grad_(False), {"default": 2.0}
+        self.lora_A = nn.ModuleDict({"default": nn.Linear(width, 3, bias=False)})
+        self.lora_B = nn.ModuleDict({"default": nn.Linear(3, words, bias=False)})
+        self.lora_dropout = nn.ModuleDict({"default": nn.Identity()})
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        return self.base_layer(hidden) + 2.0 * self.lora_B["default"](self.lora_A["default"](hidden))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -12,7 +13,7 @@ from lightning_fabric import Fabric
 from torch import Tensor, nn
 
 from helpers.problems import Problem as Samples
-from helpers.problems import collate, host_sum, make_model, make_samples
+from helpers.problems import collate, host_sum, launched_fabric, make_model, make_samples
 from helpers.rounding import EPS
 from trainer.contract import Data, Model, Packable, capability
 from trainer.engine.cut import cut_at, cut_batch, data_parallel_rank
@@ -22,7 +23,6 @@ from trainer.engine.window import Windows
 from trainer.memory import activation_offload
 from trainer.memory.initialize import build_module
 from trainer.memory.plan import Plan, decide_plan
-from trainer.memory.precision import precision_plugin
 from trainer.memory.sharding import fabric_strategy
 from trainer.memory.stack import apply_stack, build_optimizer_and_sync, full_state_dict
 from trainer.recipe import Memory, Optim, Recipe
@@ -36,24 +36,16 @@ TYPES = {"64-true": torch.float64}
 
 @dataclass(frozen=True)
 class Case:
-    """What is trained, how; picklable, so that every rank can set it up.
+    """What is trained, how; picklable, so that every rank can set it up."""
 
-    Args:
-        name: of the model: vit, distilbert or bigbird.
-        memory: the knobs; also decides how the batches are cut.
-        world_size: ranks.
-        dropout: rate of all dropouts.
-        size: training samples; the last batch of an epoch may be smaller.
-        batch_size: samples per step over all ranks.
-    """
-
-    name: str
-    memory: Memory
+    name: str  # of the model, for ``make_model``
+    memory: Memory  # also decides how the batches are cut
     world_size: int = 1
     dropout: float = 0.0
-    size: int = 19
+    size: int = 19  # training samples; the last batch of an epoch may be smaller
     batch_size: int = 8
     optim: Optim = ADAMW
+    accumulate: int | None = None
 
     @property
     def model(self) -> Model:
@@ -64,9 +56,8 @@ class Case:
     @property
     def recipe(self) -> Recipe:
         """The recipe that a user would write."""
-        return Recipe(
-            model=self.model, data=Data(), optim=self.optim, batch_size=self.batch_size, epochs=9, memory=self.memory
-        )
+        settings = {"batch_size": self.batch_size, "accumulate": self.accumulate, "epochs": 9}
+        return Recipe(model=self.model, data=Data(), optim=self.optim, memory=self.memory, **settings)
 
     @property
     def samples(self) -> list[dict[str, Tensor]]:
@@ -78,40 +69,45 @@ class Case:
         return perturbed(module)
 
 
-def perturbed(module: nn.Module) -> nn.Module:
-    """torchvision's head starts at zero, which would hide errors behind it."""
+def perturbed(module: nn.Module, scale: float = 0.05) -> nn.Module:
+    """Add noise to all parameters: torchvision's head starts at zero, which would hide errors behind it."""
     generator = torch.Generator().manual_seed(1)
     with torch.no_grad():
         for parameter in module.parameters():
             noise = torch.randn(parameter.shape, generator=generator, dtype=torch.float64)
-            parameter.add_(noise.to(parameter.dtype) * 0.05)
+            parameter.add_(noise.to(parameter.dtype) * scale)
     return module
 
 
-def steps_of(case: Case) -> list[tuple[int, int]]:
-    """Epoch and step within it, of the first steps."""
+def steps_of(case: Case, steps: Sequence[int] = range(STEPS)) -> list[tuple[int, int]]:
+    """Epoch and step within it, of ``steps``."""
     per_epoch = -(-case.size // case.batch_size)
-    return [divmod(step, per_epoch) for step in range(STEPS)]
+    return [divmod(step, per_epoch) for step in steps]
 
 
-def plain_run(case: Case) -> dict[str, Any]:
+def plain_run(
+    case: Case, steps: Sequence[int] = range(STEPS), decay: float = 1.0, kind: type | None = None
+) -> dict[str, Any]:
     """The reference: plain PyTorch, one process, no technique; the micro-batches one after the other.
 
-    They are those of the run that it is compared with, and dropout is seeded alike, as masks depend on the cut.
+    They are those of the run that it is compared with, and dropout is seeded alike, as masks depend on the cut. The
+    optimizer is of the class ``kind``, AdamW by default; its rate is multiplied by ``decay`` after each step.
     """
     precision = case.memory.precision
     torch.manual_seed(0)
     torch.set_default_dtype(TYPES.get(precision, torch.float32))
-    module = perturbed(case.model.build()).train()
+    module = case.prepared(case.model.build()).train()
     torch.set_default_dtype(torch.float32)
+    trained = [p for p in module.parameters() if p.requires_grad]
     groups = [
-        {"params": [p for p in module.parameters() if p.requires_grad and p.ndim >= 2], "weight_decay": 0.1},
-        {"params": [p for p in module.parameters() if p.requires_grad and p.ndim < 2], "weight_decay": 0.0},
+        {"params": [p for p in trained if p.ndim >= 2], "weight_decay": case.optim.weight_decay},
+        {"params": [p for p in trained if p.ndim < 2], "weight_decay": 0.0},
     ]
-    optimizer = torch.optim.AdamW(groups, lr=case.optim.lr, eps=EPS)
+    eps = {} if case.optim.eps is None else {"eps": case.optim.eps}
+    optimizer = (kind or torch.optim.AdamW)(groups, lr=case.optim.lr, **eps)
     samples, losses = case.samples, []
     lengths = [len(sample["input_ids"]) for sample in samples] if "input_ids" in samples[0] else None
-    for epoch, step in steps_of(case):
+    for epoch, step in steps_of(case, steps):
         indices = batch_indices(0, epoch, step, case.size, case.batch_size)
         shares = data_parallel_rank(case.memory, 0, case.world_size)[1]
         pieces = cut_batch(indices, cut_at(case.recipe, case.world_size, epoch), shares, lengths)
@@ -128,6 +124,8 @@ def plain_run(case: Case) -> dict[str, Any]:
         nn.utils.clip_grad_norm_(module.parameters(), case.optim.clip_norm or float("inf"))
         optimizer.step()
         optimizer.zero_grad()
+        for group in optimizer.param_groups:
+            group["lr"] *= decay
         losses.append(total)
     return {"state": module.state_dict(), "losses": losses}
 
@@ -146,27 +144,19 @@ def plain_loss(module: nn.Module, batch: dict[str, Tensor], precision: str) -> T
 def stacked_run(case: Case) -> dict[str, Any]:
     """Our engine's answer; the state is whole on the first rank."""
     plan = decide_plan(case.recipe, case.world_size)
-    fabric, stepper, windows, stack = set_up(case, plan)
+    _, stepper, windows, stack = set_up(case, plan)
     losses = []
     for epoch, step in steps_of(case):
         (window,) = windows.epoch(epoch, step, step + 1)
         result = stepper.step(window)
         assert not result.skipped
         losses.append(result.loss)
-    assert fabric.world_size == case.world_size
     return {"state": {name: tensor.cpu() for name, tensor in full_state_dict(stack).items()}, "losses": losses}
 
 
 def launched(plan: Plan) -> Fabric:
     """Fabric as a run of ``plan`` has it."""
-    fabric = Fabric(
-        accelerator="cpu",
-        devices=plan.world_size,
-        strategy=fabric_strategy(plan, "cpu"),
-        plugins=[precision_plugin(plan.memory, "cpu")],
-    )
-    fabric.launch()
-    return fabric
+    return launched_fabric(plan.memory, plan.world_size, fabric_strategy(plan, "cpu"))
 
 
 def set_up(case: Case, plan: Plan) -> tuple[Fabric, Stepper, Windows, Any]:

@@ -41,7 +41,7 @@ class Disturbed(VisionTransformer):
     """A Vision Transformer that does ``what`` on ``rank`` as its step ``at`` begins; once, where there is a ``done``.
 
     Its micro-batches take ``seconds`` more, with ``marks`` from step ``at`` on, where it leaves its pid, and in a job
-    that Slurm has not started again.
+    that Slurm has not started again. It has memory for micro-batches of ``most`` samples.
     """
 
     what: str = "nothing"
@@ -51,10 +51,13 @@ class Disturbed(VisionTransformer):
     done: str | None = None
     seconds: float = 0.0
     marks: str | None = None
+    most: int = 1000
     micro_batches: int = 0
 
     def losses(self, module, batch):
         self.micro_batches += module.training
+        if module.training and len(batch["labels"]) > self.most:
+            disturb("no memory")
         before = (self.at - 1) * self.cut // int(os.environ.get("WORLD_SIZE", 1))
         is_now = module.training and rank() == self.rank and self.micro_batches == before + 1
         if is_now and not (self.done and Path(self.done).exists()):

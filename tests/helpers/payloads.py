@@ -1,5 +1,6 @@
-"""Files that execute code when they are loaded carelessly: they make a folder, whose absence shows that none ran."""
+"""Files that execute code when loaded carelessly: the code makes a folder, so its absence shows that none ran."""
 
+import hashlib
 import io
 import json
 import os
@@ -7,12 +8,14 @@ import pickle
 import struct
 import tarfile
 import zipfile
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+
+from trainer.checkpoint.manifest import MANIFEST, Manifest
 
 
 class Trap:
@@ -23,6 +26,31 @@ class Trap:
 
     def __reduce__(self) -> tuple[Any, ...]:
         return os.mkdir, (self.marker,)
+
+
+def at(file: str, write: Callable[[Path, Path], object]) -> Callable[[Path, Path], None]:
+    """A function that writes ``file`` of a folder."""
+
+    def make(folder: Path, marker: Path) -> None:
+        (folder / file).parent.mkdir(parents=True, exist_ok=True)
+        write(folder / file, marker)
+
+    return make
+
+
+def content(value: bytes | str) -> Callable[[Path, Path], object]:
+    """A function that writes ``value`` to a path."""
+    return lambda path, marker: path.write_bytes(value.encode() if isinstance(value, str) else value)
+
+
+def pickled(path: Path, marker: Path) -> None:
+    """Write a pickle."""
+    path.write_bytes(pickle.dumps(Trap(marker)))
+
+
+def python(path: Path, marker: Path) -> None:
+    """Write a module of Python."""
+    path.write_text(code(marker))
 
 
 def code(marker: Path) -> str:
@@ -36,7 +64,7 @@ def _opcodes(marker: Path) -> bytes:
 
 
 def _zip_of(path: Path, content: bytes) -> None:
-    """What torch.save writes, with a pickle of one's own in it."""
+    """Write a file in the format of torch.save, with ``content`` as its pickle."""
     with zipfile.ZipFile(path, "w") as file:
         file.writestr("archive/data.pkl", content)
         file.writestr("archive/version", "3\n")
@@ -55,7 +83,7 @@ PICKLES: dict[str, Callable[[Path, Path], object]] = {
 
 
 def _safetensors(header: bytes, data: bytes = b"", length: int | None = None) -> bytes:
-    """A safetensors file with a ``header`` of one's own; ``length`` is what it says that the header has."""
+    """A safetensors file with any ``header``; ``length`` is the length that it states for the header."""
     return struct.pack("<Q", len(header) if length is None else length) + header + data
 
 
@@ -76,7 +104,7 @@ LYING: dict[str, bytes] = {
     "a pickle": pickle.dumps({"a": 1}),
     "empty": b"",
 }
-"""Safetensors files that are not what they say."""
+"""Damaged or forged safetensors files."""
 
 
 def yaml_tags(marker: Path) -> dict[str, str]:
@@ -140,4 +168,32 @@ def edit_json(path: Path, **changes: Any) -> None:
     path.write_text(json.dumps(content | changes))
 
 
+def set_entry(path: Path, way: Sequence[Any], value: Any) -> None:
+    """Put ``value`` in the place of another in a JSON file; ``way`` leads to it."""
+    content = inner = json.loads(path.read_text())
+    for key in way[:-1]:
+        inner = inner[key]
+    inner[way[-1]] = value
+    path.write_text(json.dumps(content))
+
+
+def fit_manifest(checkpoint: Path, file: str) -> None:
+    """Make the manifest fit a changed file: hashes find accidents, not intentions."""
+    written = (checkpoint / file).read_bytes()
+    stated = json.loads((checkpoint / MANIFEST).read_text())
+    stated["files"][file] = {"bytes": len(written), "sha256": hashlib.sha256(written).hexdigest()}
+    del stated["digest"]
+    (checkpoint / MANIFEST).write_text(Manifest(**stated).to_json())
+
+
 DEEP_JSON = '{"a":' * 100_000 + "1" + "}" * 100_000
+
+POSTSCRIPT = b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 8 8\n%%EndComments\n(x) print showpage\n%%EOF\n"
+
+CHECKPOINT_STATES: list[tuple[str, Any]] = [
+    *(("counters", [1]), ("counters.step", "1"), ("counters.step", 7), ("counters.epoch", None)),
+    *(("skipped_steps", 1.5), ("scheduler.steps", "1"), ("scheduler.rates", 0.1), ("scheduler.rates", ["x"])),
+    *(("scheduler.rates", []), ("overlapped", "no"), ("halvings", 10**12), ("quarantine", [])),
+    *(("quarantine.samples", [{"position": "x"}]), ("stopwatch.seconds", None), ("stopwatch", {})),
+]
+"""Entries of a checkpoint's state.json, and values that no run writes."""

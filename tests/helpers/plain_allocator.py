@@ -28,17 +28,14 @@ class Segment:
 
     def ranges(self, mapped: bool) -> list[tuple[int, int]]:
         """Maximal ranges that are not in use, with or without memory."""
-        cuts = sorted({self.address, self.address + self.size, *self.used, *(a + s for a, s in self.used.items())})
+        cuts = {self.address, self.address + self.size, *self.used, *(a + s for a, s in self.used.items())}
         cuts = sorted({*cuts, *self.mapped, *(page + self.page for page in self.mapped)})
         found: list[tuple[int, int]] = []
         for begin, end in zip(cuts, cuts[1:], strict=False):
             page = begin - (begin - self.address) % self.page
-            if (page in self.mapped) != mapped or any(a <= begin < a + s for a, s in self.used.items()):
-                continue
-            if found and found[-1][1] == begin:
-                found[-1] = (found[-1][0], end)
-            else:
-                found.append((begin, end))
+            if (page in self.mapped) == mapped and not any(a <= begin < a + s for a, s in self.used.items()):
+                first = found.pop()[0] if found and found[-1][1] == begin else begin
+                found.append((first, end))
         return found
 
 

@@ -29,11 +29,17 @@ def text(**changes: Any) -> TextClassifier:
 def saved(folder: Path, kind: str, **changes: Any) -> str:
     """Weights of a ``text`` model or a ``vit``, whose head does not start at zero; where they are."""
     torch.manual_seed(1)
-    if kind == "text":
-        model = text(**changes)
-        model.save(module := model.build(), folder, module.state_dict())
+    model = (text if kind == "text" else vit)(**changes)
+    module = model.build()
+    if kind == "vit":
+        nn.init.normal_(module.heads.head.weight)
+    return save_weights(model, module, folder)
+
+
+def save_weights(model: Any, module: nn.Module, folder: Path) -> str:
+    """Write the weights in the format of the model; where they are."""
+    if not isinstance(model, VisionTransformer):
+        model.save(module, folder, module.state_dict())
         return str(folder)
-    module = vit(**changes).build()
-    nn.init.normal_(module.heads.head.weight)
     save_file(module.state_dict(), folder / "w.safetensors")
     return str(folder / "w.safetensors")

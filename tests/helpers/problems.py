@@ -31,8 +31,18 @@ CLASSES = 5
 VOCABULARY = 120
 LR = 0.1
 CLASSIFIERS = ("distilbert", "bert", "roberta", "bigbird")  # of texts
-_DEIT = {"num_hidden_layers": 2, "hidden_size": 16, "intermediate_size": 32, "num_attention_heads": 2, "patch_size": 4}
-_DEIT |= {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+SIZES = {"num_hidden_layers": 2, "hidden_size": 16, "intermediate_size": 32, "num_attention_heads": 2}
+"""Of small transformers, as most configurations of that library call them."""
+SHORT = {"max_position_embeddings": 64}
+TEXTS: dict[str, tuple[type[TextClassifier], str, dict[str, Any]]] = {
+    "distilbert": (TextClassifier, "distilbert", {"n_layers": 2, "dim": 16, "hidden_dim": 32, "n_heads": 2} | SHORT),
+    "bert": (TextClassifier, "bert", SIZES | {"hidden_act": "silu"}),
+    "roberta": (TextClassifier, "roberta", SIZES | {"hidden_act": "silu"}),
+    "modernbert": (TextClassifier, "modernbert", SIZES | SHORT | {"num_hidden_layers": 4, "local_attention": 8}),
+    "bigbird": (BigBird, "big_bird", SIZES | SHORT),
+}
+"""Classifiers of texts: their class, type and configuration."""
+_DEIT = SIZES | {"patch_size": 4, "hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
 _TIMM = {"img_size": 8, "patch_size": 4, "depth": 2, "embed_dim": 24}
 OF_IMAGES: dict[str, dict[str, Any]] = {"deit": _DEIT, "timm/vit_tiny_patch16_224": {"model_args": _TIMM}}
 """Classifiers of images, of transformers and timm, and their configuration."""
@@ -100,21 +110,9 @@ def make_model(name: str) -> Model:
         return ImageClassifier(name, num_classes=CLASSES, image_size=8, config=OF_IMAGES[name])
     if name == "mlp":
         return MLP([16, 16], image_size=4, channels=3, num_classes=CLASSES)
-    common = {"num_classes": CLASSES, "dropout": 0.0}
-    if name == "distilbert":
-        config = {"n_layers": 2, "dim": 16, "hidden_dim": 32, "n_heads": 2, "max_position_embeddings": 64}
-        return TextClassifier("distilbert", tokenizer=tokenizer_folder(), config=config, **common)
-    if name in ("bert", "roberta"):
-        sizes = {"num_hidden_layers": 2, "hidden_size": 16, "intermediate_size": 32, "num_attention_heads": 2}
-        return TextClassifier(name, tokenizer=tokenizer_folder(), config={**sizes, "hidden_act": "silu"}, **common)
-    if name == "modernbert":
-        config = {"num_hidden_layers": 4, "hidden_size": 16, "intermediate_size": 32, "num_attention_heads": 2}
-        config |= {"local_attention": 8, "max_position_embeddings": 64}
-        return TextClassifier(name, tokenizer=tokenizer_folder(), config=config, **common)
-    if name == "bigbird":
-        config = {"num_hidden_layers": 2, "hidden_size": 16, "intermediate_size": 32, "num_attention_heads": 2}
-        config |= {"max_position_embeddings": 64}
-        return BigBird("big_bird", tokenizer=tokenizer_folder(), config=config, **common)
+    if name in TEXTS:
+        kind, model_type, config = TEXTS[name]
+        return kind(model_type, tokenizer=tokenizer_folder(), config=config, num_classes=CLASSES, dropout=0.0)
     own: dict[str, type[Model]] = {"tagger": Tagger, "two_losses": TwoLosses, "unused": OneHead}
     own |= {"branch": Branch, "undeclared": UndeclaredBranch}
     return own[name]()
@@ -337,12 +335,14 @@ def initial_module(problem: Problem) -> nn.Module:
 
 def make_fabric(precision: str, world_size: int) -> Fabric:
     """Fabric on one process, or on the ranks that this one is of."""
-    fabric = Fabric(
-        accelerator="cpu",
-        devices=world_size,
-        strategy=SingleDeviceStrategy("cpu") if world_size == 1 else DDPStrategy(gradient_as_bucket_view=True),
-        plugins=[precision_plugin(Memory(precision=precision), "cpu")],
-    )
+    one, ddp = SingleDeviceStrategy("cpu"), DDPStrategy(gradient_as_bucket_view=True)
+    return launched_fabric(Memory(precision=precision), world_size, one if world_size == 1 else ddp)
+
+
+def launched_fabric(memory: Memory, world_size: int, strategy: Any) -> Fabric:
+    """Fabric as a run has it."""
+    plugins = [precision_plugin(memory, "cpu")]
+    fabric = Fabric(accelerator="cpu", devices=world_size, strategy=strategy, plugins=plugins)
     fabric.launch()
     assert fabric.world_size == world_size
     return fabric
@@ -376,7 +376,11 @@ def engine_run(
         lengths=lengths if problem.by_length else None,
     )
     observed = prepare(stepper, windows) if prepare else None
-    results = take_steps(stepper, windows, problem.steps)
+    results: list[StepResult] = []
+    epoch = 0
+    while len(results) < problem.steps:
+        results += [stepper.step(window) for window in windows.epoch(epoch, last_step=problem.steps - len(results))]
+        epoch += 1
     return {
         "before": before,
         "after": flat(module),
@@ -385,16 +389,6 @@ def engine_run(
         "skipped": [result.skipped for result in results],
         "observed": observed,
     }
-
-
-def take_steps(stepper: Stepper, windows: Windows, steps: int) -> list[StepResult]:
-    """Train for ``steps`` steps, over as many epochs as that takes."""
-    results: list[StepResult] = []
-    epoch = 0
-    while len(results) < steps:
-        results += [stepper.step(window) for window in windows.epoch(epoch, last_step=steps - len(results))]
-        epoch += 1
-    return results
 
 
 def host_sum(values: list[float]) -> list[float]:

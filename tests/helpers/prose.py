@@ -23,89 +23,39 @@ class Unit(NamedTuple):
     text: str
 
 
-SCOPES = {"all": {"doc", "string", "comment", "page"}, "code": {"doc", "comment"}, "doc": {"doc"}}
-"""The kinds of units that a pattern is searched in."""
-
-BANNED: list[tuple[str, str]] = [
-    (r"\b[Aa]nybody(?:'s)?\b", "all"),
-    (r"\b[Ss]omebody(?:'s)?\b", "all"),
-    (r"\b[Nn]obody(?:'s)?\b", "all"),
-    (r"\b[Ww]hoever\b", "all"),
-    (r"\b[Oo]ne's own\b", "all"),
-    (r"\b[Oo]f (?:your|its|their|our|his) own\b", "all"),
-    (r"\b(?:of ours|ours is|words of ours)\b", "all"),
-    (r"\b(?:is|are|be|was|were) told\b", "all"),
-    (r"\btold (?:of|about|apart|from|by)\b", "all"),
-    (r"\bhear(?:s|d)? (?:of|what|where|how|why)\b", "all"),
-    (r"\b(?:is|are|was|were) meant\b", "all"),
-    (r"\bbesides\b", "all"),
-    (r"\bbeside\b", "all"),
-    (r"\b(?:that|which) (?:is|are|was|were) not there\b", "all"),
-    (r"(?<!that )(?<!which )\b(?:be|is|are) not there\b|\bnot be there\b", "all"),
-    (r"(?<!so )(?<!than )\bthat (?:there (?:is|are)|is there|are there)\b", "all"),
-    (r"\b(?:go|goes|going|gone|went) on (?:from|with|by|at|to)\b", "all"),
-    (r"\banew\b", "all"),
-    (r"^Of ", "code"),
-    (r"(?<=[.:;] )Of (?:a|an|the|what|every|each|all|those|these|it|many|several|models?|split|two)\b", "all"),
-    (r"^(?:of|that|whose|which|where|for which|in which|of which|to be) ", "code"),
-    (r"^What ", "doc"),
-    (r"^Where ", "doc"),
-    (r"^(?:That|How|Why|Which|Who) ", "doc"),
-    (r"^(?:As|In|By|Over|At|With|From|Of|For|To|On) ", "doc"),
-    (r"^Nothing[:.,]", "doc"),
-    (r"\b[Ww]here (?:there (?:is|are|was|were)|nobody|none|nothing|no one)\b", "all"),
-    (r"(?:^|[.:;] )[Ww]here (?:a|an|it|they|one|some|that|this) ", "all"),
-    (r"\bin the place of\b", "all"),
-    (r", of which\b", "all"),
-    (r"\bso (?:many|much)\b", "all"),
-    (
+BANNED = {
+    ("doc", "string", "comment", "page"): [
+        r"\b(?:[Aa]ny|[Ss]ome|[Nn]o)body(?:'s)?\b|\b[Ww]h(?:o|at)ever\b|\b(?:a|the|this) person(?:'s)?\b",
+        r"\b(?:[Oo]ne's|[Oo]f (?:your|its|their|our|his)) own\b|\b(?:of ours|ours is|words of ours)\b",
+        r"\b(?:is|are|be|was|were) (?:told|said)\b|\b(?:is|are|was|were) meant\b|\btold (?:of|about|apart|from|by)\b",
+        r"\bhear(?:s|d)? (?:of|what|where|how|why)\b|\bknows? (?:of|nothing)\b|\bsays? so\b|\bwithout a word\b",
+        r"\b(?:that|which) (?:is|are|was|were) not there\b|\bnot be there\b",
+        r"(?<!that )(?<!which )\b(?:be|is|are) not there\b",
+        r"(?<!so )(?<!than )\bthat (?:there (?:is|are)|is there|are there)\b",
+        r"\b(?:go|goes|going|gone|went) on (?:from|with|by|at|to)\b|\blets? go of\b",
+        r"(?<=[.:;] )Of (?:a|an|the|what|every|each|all|those|these|it|many|several|models?|split|two)\b",
+        r"\b[Ww]here (?:there (?:is|are|was|were)|nobody|none|nothing|no one)\b",
+        r"(?:^|[.:;] )[Ww]here (?:a|an|it|they|one|some|that|this) ",
+        r"\b(?:anew|alike|likewise|besides?|seldom|midst|[Hh]ardly)\b|\b[Mm]end(?:s|ed|ing)?\b|\b[Ww]ish(?:es)?\b",
+        r"\b(?:at times|by then|in peace|most of all|for want of|inside of|but for|in the place of)\b|, of which\b",
+        r"\b(?:all|nothing|none) but\b|\bso (?:many|much)\b|\bone (?:after|behind) the other\b",
         r"(?<!there )\b(?:is|are|was|were) no (?:number|figure|text|tensor|folder|file|device|class|list|label|word"
         r"|batch|part|JSON|loss|matrix|rank|gradient|template|step|array|dict|image|table|encoding|name)s?\b",
-        "all",
-    ),
-    (r"\b(?:all|nothing|none) but\b", "all"),
-    (r"\bbut for\b", "all"),
-    (r"\b[Mm]end(?:s|ed|ing)?\b", "all"),
-    (r"\blikewise\b", "all"),
-    (r"\b(?:is|are|be|was|were) said\b", "all"),
-    (r"\bwithout a word\b", "all"),
-    (r"\b(?:a|the|this) person(?:'s)?\b", "all"),
-    (r"\b(?:to|can|could|cannot) be had\b", "all"),
-    (r"\bcom(?:e|es|ing) to be\b|\bcame to be\b", "all"),
-    (r"\bmakes? of (?:it|them|some|the|its|what|that|a)\b", "all"),
-    (r"\bat a loss\b(?! of)", "all"),
-    (r"\balike\b", "all"),
-    (r"\bby then\b", "all"),
-    (r"\bat times\b|\bseldom\b", "all"),
-    (r"\bfor want of\b", "all"),
-    (r"\bof before\b(?! \d)", "all"),
-    (r"\bin peace\b|\bmidst\b", "all"),
-    (r"\b[Hh]ardly\b", "all"),
-    (r"\b[Ww]hatever\b", "all"),
-    (r"\bsays? so\b", "all"),
-    (r"\blets? go of\b", "all"),
-    (r"\bknows? (?:of|nothing)\b", "all"),
-    (r"\b[Ww]ish(?:es)?\b", "all"),
-    (
+        r"\b(?:to|can|could|cannot) be had\b|\b(?:com(?:e|es|ing)|came) to (?:be|(?:its|their|an|the) end)\b",
+        r"\bmakes? of (?:it|them|some|the|its|what|that|a)\b|\bat a loss\b(?! of)|\bof before\b(?! \d)",
         r"\b(?:bytes|bits|[kKMGT]B|GiB|ms|µs|seconds?|samples|tokens|requests|times|reviews|images|numbers|sums|ranks"
         r"|kernels?|calls?) an? (?:step|second|weight|GB|block|node|token|sample|update|rank|machine|micro-step"
         r"|parameter|element|epoch|batch|GPU|line)\b",
-        "all",
-    ),
-    (r"\b(?:is|are|was|were) of (?!type|dtype|shape|length)", "all"),
-    (r"\binside of\b", "all"),
-    (r"\bcom(?:e|es|ing) to (?:its|their|an|the) end\b|\bcame to (?:its|their|an|the) end\b", "all"),
-    (r"\bmost of all\b", "all"),
-    (r"\bone after the other\b|\bone behind the other\b", "all"),
-    (r"\bto those (?:who|that)\b|\bfor (?:those|all|any) who\b|\bfor who(?:ever)?\b", "all"),
-    (r"\bthe least (?:that|of|once)\b", "all"),
-    (r"\b[Tt]he most (?:that|of a|once)\b", "all"),
-    (r"\b(?:is|are) (?:not )?waited for\b", "all"),
-    (r"\bdealt (?:out )?to\b|\bis dealt\b|\bdealt out\b", "all"),
-]
-"""Regular expressions and their scopes."""
+        r"\b(?:is|are|was|were) of (?!type|dtype|shape|length)|\b(?:is|are) (?:not )?waited for\b",
+        r"\bto those (?:who|that)\b|\bfor (?:those|all|any) who\b|\bfor who(?:ever)?\b",
+        r"\bdealt (?:out|to)\b|\bis dealt\b|\bthe least (?:that|of|once)\b|\b[Tt]he most (?:that|of a|once)\b",
+    ],
+    ("doc", "comment"): [r"^Of ", r"^(?:of|that|whose|which|where|for which|in which|of which|to be) "],
+    ("doc",): [r"^(?:What|Where|That|How|Why|Which|Who|As|In|By|Over|At|With|From|Of|For|To|On) |^Nothing[:.,]"],
+}
+"""Regular expressions by the kinds of units that they are searched in."""
 
-PATTERNS = [(re.compile(pattern), SCOPES[scope]) for pattern, scope in BANNED]
+PATTERNS = [(kinds, re.compile("|".join(patterns))) for kinds, patterns in BANNED.items()]
 
 
 def _plain(text: str) -> str:
@@ -182,14 +132,14 @@ def units(path: Path) -> Iterator[Unit]:
         yield from _strings(source)
 
 
-def matches(path: Path) -> Iterator[tuple[int, str, str]]:
-    """Line, pattern and matched text of every banned phrase in ``path``."""
+def matches(path: Path) -> Iterator[tuple[int, str]]:
+    """Line and text of every banned phrase in ``path``."""
     for unit in units(path):
         text = _plain(unit.text)
-        for regex, kinds in PATTERNS:
+        for kinds, pattern in PATTERNS:
             if unit.kind in kinds:
-                for found in regex.finditer(text):
-                    yield unit.line, regex.pattern, text[max(found.start() - 20, 0) : found.end() + 20]
+                for found in pattern.finditer(text):
+                    yield unit.line, text[max(found.start() - 20, 0) : found.end() + 20]
 
 
 def files(place: Path) -> list[Path]:
@@ -199,6 +149,6 @@ def files(place: Path) -> list[Path]:
 
 if __name__ == "__main__":
     found = [(path, *match) for place in sys.argv[1:] for path in files(Path(place)) for match in matches(path)]
-    for path, line, pattern, text in found:
-        print(f"{path}:{line}: {text!r}  [{pattern}]")
+    for path, line, text in found:
+        print(f"{path}:{line}: {text!r}")
     print(f"{len(found)} matches")

@@ -21,13 +21,8 @@ def rounding(terms: int, condition: float = 1.0, dtype: torch.dtype = torch.floa
     """The largest relative difference between two sums of the same ``terms`` numbers, in any two orders.
 
     Each of the ``terms - 1`` additions rounds by at most eps / 2, and both sums round. For a chain of sums, as in the
-    layers of a model, the terms add up.
-
-    Args:
-        terms: along the longest chain.
-        condition: how much what is compared magnifies a relative error of the sums. For one sum it is the sum of the
-            magnitudes of its terms, divided by the magnitude of the sum.
-        dtype: that the sums are computed in.
+    layers of a model, the terms add up. ``condition`` is how much what is compared magnifies a relative error of the
+    sums. For one sum it is the sum of the magnitudes of its terms, divided by the magnitude of the sum.
     """
     return terms * condition * torch.finfo(dtype).eps
 

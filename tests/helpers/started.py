@@ -26,13 +26,10 @@ LISTENING = "0A"
 
 
 class StartedRun:
-    """A command and all processes that it starts.
+    """A command and all processes that it starts; what it prints is in ``folder``.
 
-    Args:
-        folder: for what it prints.
-        command: with its arguments.
-        warm: whether it is Python, and its first process may be a fork of one that has imported everything.
-        ranks: of a warm one, that are started as forks, too, with what torchrun would tell them.
+    If it is ``warm``, it is Python, and its ranks are forks of a process that has imported everything, with what
+    torchrun would tell them.
     """
 
     def __init__(self, folder: Path, command: Sequence[str], warm: bool = False, ranks: int = 1) -> None:

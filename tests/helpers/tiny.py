@@ -9,11 +9,11 @@ from pathlib import Path
 from tempfile import mkdtemp
 from typing import Any
 
-from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from helpers.combinations import Trained, tower_file
 from helpers.language import FAMILIES, language_model, language_samples
+from helpers.pretrained import save_weights
 from helpers.problems import CLASSES, OneHead, Problem, collate, make_model, make_samples
 from trainer.contract import Data, Model
 from trainer.fakegpu.events import Trace
@@ -66,23 +66,11 @@ class Normalised(OneHead):
 
 
 def recipe_of(name: str, memory: Memory | None = None, optim: Optim | None = None, **settings: Any) -> Recipe:
-    """A recipe of the tiny model ``name``, prepared.
-
-    Args:
-        name: one of ``MODELS``.
-        memory: the wishes.
-        optim: AdamW by default.
-        settings: others of the recipe.
-    """
-    memory, optim = memory or Memory(), optim or Optim("adamw")
-    recipe = Recipe(
-        model=model_of(name, memory.init == "meta"),
-        data=InMemory(samples=samples_of(name)),
-        optim=optim,
-        memory=memory,
-        **{"batch_size": 12, "epochs": 2, **settings},
-    )
-    return prepare_recipe(recipe)
+    """A recipe of the tiny model ``name``, prepared; its optimizer is AdamW by default."""
+    memory = memory or Memory()
+    parts = {"model": model_of(name, memory.init == "meta"), "data": InMemory(samples=samples_of(name))}
+    parts |= {"optim": optim or Optim("adamw"), "memory": memory, "batch_size": 12, "epochs": 2}
+    return prepare_recipe(Recipe(**parts | settings))
 
 
 def model_of(name: str, starts_on_meta: bool = False) -> Model:
@@ -106,13 +94,8 @@ def model_of(name: str, starts_on_meta: bool = False) -> Model:
 @lru_cache
 def weights_of(name: str) -> str:
     """A file or folder with weights of the tiny model."""
-    model, folder = make_model(name), Path(mkdtemp(prefix=f"{name}-"))
-    module = model.build()
-    if name == "vit":
-        save_file(module.state_dict(), folder / "weights.safetensors")
-        return str(folder / "weights.safetensors")
-    model.save(module, folder, module.state_dict())
-    return str(folder)
+    model = make_model(name)
+    return save_weights(model, model.build(), Path(mkdtemp(prefix=f"{name}-")))
 
 
 def samples_of(name: str) -> list[dict[str, Tensor]]:

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from helpers.combinations import Block
 from helpers.tiny import InMemory, trace_of
 from trainer.contract import Model
 from trainer.fakegpu.events import Event, Operation, Trace
@@ -24,24 +25,12 @@ BATCH, TOKENS, WIDTH, INNER, CLASSES, BLOCKS = 64, 32, 128, 512, 8, 4
 FLOAT, LONG, BFLOAT16 = 4, 8, 2
 
 
-class Block(nn.Module):
-    """A multilayer perceptron with a normalised input and dropout beside the way straight on."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm, self.dropout = nn.LayerNorm(WIDTH), nn.Dropout(0.1)
-        self.up, self.down = nn.Linear(WIDTH, INNER), nn.Linear(INNER, WIDTH)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + self.dropout(self.down(nn.functional.gelu(self.up(self.norm(x)))))
-
-
 class Mixed(nn.Module):
     """Blocks, and a head on the mean of the tokens."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.blocks = nn.ModuleList(Block() for _ in range(BLOCKS))
+        self.blocks = nn.ModuleList(Block(WIDTH, INNER, 0.1) for _ in range(BLOCKS))
         self.head = nn.Linear(WIDTH, CLASSES)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -75,10 +64,8 @@ MATRIX = WIDTH * INNER  # elements of each of a block's two matrices
 def own_recipe(memory: Memory | None = None, model: Model | None = None, **settings: Any) -> Recipe:
     """A prepared recipe that trains ``Own`` with AdamW, as one micro-batch unless told otherwise."""
     samples = [{"pixel_values": torch.zeros(TOKENS, WIDTH), "labels": torch.tensor(0)} for _ in range(2 * BATCH)]
-    parts: dict[str, Any] = {"model": model or Own(), "memory": memory or Memory(), "optim": Optim("adamw")}
-    return prepare_recipe(
-        Recipe(data=InMemory(samples=samples), **parts, **{"batch_size": BATCH, "epochs": 2, **settings})
-    )
+    parts: dict[str, Any] = {"model": model or Own(), "data": InMemory(samples=samples), "memory": memory or Memory()}
+    return prepare_recipe(Recipe(**parts | {"optim": Optim("adamw"), "batch_size": BATCH, "epochs": 2} | settings))
 
 
 def traces(jobs: Mapping[str, Callable[[], Trace]]) -> dict[str, Trace]:

@@ -33,13 +33,7 @@ forks.set_forkserver_preload(PRELOADED)
 class WarmProcess:
     """``python WORDS`` in a fork and in a session of its own, with the methods of ``subprocess.Popen``.
 
-    Args:
-        words: the arguments of Python.
-        stdout: a file, into which it prints.
-        stderr: another, or the same.
-        cwd: where, by default here.
-        env: its environment, by default this process's.
-        files: descriptors that it is given; those of ``words`` that are their numbers become what they are there.
+    It is given the descriptors ``files``; those of ``words`` that are their numbers become what they are there.
     """
 
     def __init__(

@@ -3,19 +3,16 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 import signal
-import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
 import yaml
 from helpers import LONG
 from helpers.resumed import losses
-from helpers.started import own_recipe
+from helpers.started import StartedRun, own_recipe
 
 from trainer import cli
 
@@ -56,12 +53,11 @@ def pods():
     """Every pod of the manifests by its name: its spec, and the container that trains."""
     job = of_kind("TrainJob")["spec"]
     patch = job["runtimePatches"][0]["trainingRuntimeSpec"]["template"]["spec"]["replicatedJobs"][0]
-    spec = patch["template"]["spec"]["template"]["spec"]
-    found = {"TrainJob": (spec, spec["containers"][0] | job["trainer"])}
+    specs = {"TrainJob": patch["template"]["spec"]["template"]["spec"]}
     for name, replica in of_kind("PyTorchJob")["spec"]["pytorchReplicaSpecs"].items():
-        spec = replica["template"]["spec"]
-        found[name] = (spec, spec["containers"][0])
-    return found
+        specs[name] = replica["template"]["spec"]
+    own = {"TrainJob": job["trainer"]}
+    return {name: (spec, spec["containers"][0] | own.get(name, {})) for name, spec in specs.items()}
 
 
 @pytest.mark.parametrize(("name", "document"), DOCUMENTS, ids=IDS)
@@ -125,53 +121,39 @@ def test_a_train_job_can_name_the_runtime_with_rules_for_restarts():
     assert job["template"]["spec"]["template"]["spec"]["restartPolicy"] == "Never"
 
 
-class Pods:
+def start_pods(folder, run_dir, port):
     """What the runtime starts in each of two pods, as processes: the manifest's command with its variables."""
+    _, container = pods()["TrainJob"]
+    words = [sys.executable, "-m", "torch.distributed.run", *container["command"][1:], *container["args"]]
+    words[words.index("vit_digits")] = str(folder / "own.py")
+    words[words.index("/runs/vit-digits")] = str(run_dir)
+    # Both are on this machine, whose own name may lead nowhere.
+    variables = ["GLOO_SOCKET_IFNAME=lo", "PET_MASTER_ADDR=127.0.0.1", f"PET_MASTER_PORT={port}"]
+    variables += ["PET_NNODES=2", "PET_NPROC_PER_NODE=1"]
+    places = [folder / f"{port}-{rank}" for rank in range(2)]
+    for place in places:
+        place.mkdir()
+    return [StartedRun(place, ["env", *variables, f"PET_NODE_RANK={n}", *words]) for n, place in enumerate(places)]
 
-    def __init__(self, folder, run_dir, port):
-        _, container = pods()["TrainJob"]
-        words = [sys.executable, "-m", "torch.distributed.run", *container["command"][1:], *container["args"]]
-        words[words.index("vit_digits")] = str(folder / "own.py")
-        words[words.index("/runs/vit-digits")] = str(run_dir)
-        clean = {key: value for key, value in os.environ.items() if not key.startswith(("PET_", "TORCHELASTIC"))}
-        clean |= {"OMP_NUM_THREADS": "1", "PET_NNODES": "2", "PET_NPROC_PER_NODE": "1"}
-        # Both are on this machine, whose own name may lead nowhere.
-        clean |= {"PET_MASTER_ADDR": "127.0.0.1", "PET_MASTER_PORT": str(port), "GLOO_SOCKET_IFNAME": "lo"}
-        self.outputs = [folder / f"{run_dir.name}-{port}-{rank}" for rank in range(2)]
-        self.processes = []
-        for rank, output in enumerate(self.outputs):
-            with open(output, "wb") as file:
-                environment = clean | {"PET_NODE_RANK": str(rank)}
-                self.processes.append(subprocess.Popen(words, stdout=file, stderr=file, env=environment))
 
-    @property
-    def text(self):
-        return "\n".join(output.read_text() for output in self.outputs)
-
-    def wait_for(self, text, seconds=LONG):
-        until = time.monotonic() + seconds
-        while text not in self.text:
-            assert time.monotonic() < until, self.text
-            time.sleep(0.1)
-
-    def wait(self, seconds=LONG):
-        return [process.wait(seconds) for process in self.processes]
+def printed(started):
+    return "\n".join(pod.text for pod in started)
 
 
 @pytest.mark.slow
 def test_pods_that_are_evicted_save_and_go_on(tmp_path):
     """Two torchruns with the runtime's variables; SIGTERM, as the kubelet sends it, then the same again."""
     own_recipe(tmp_path, SETTINGS)
-    undisturbed = Pods(tmp_path, tmp_path / "whole", 29611)
-    assert undisturbed.wait() == [0, 0], undisturbed.text
-    first = Pods(tmp_path, tmp_path / "run", 29612)
-    first.wait_for("step 1/400")
-    for process in first.processes:
-        process.send_signal(signal.SIGTERM)
-    assert 0 not in first.wait(), first.text
-    assert json.loads((tmp_path / "run" / "summary.json").read_text())["status"] == "stopped", first.text
-    again = Pods(tmp_path, tmp_path / "run", 29613)
-    assert again.wait() == [0, 0], again.text
-    assert "resuming from" in again.text
+    undisturbed = start_pods(tmp_path, tmp_path / "whole", 29611)
+    assert [pod.wait() for pod in undisturbed] == [0, 0], printed(undisturbed)
+    first = start_pods(tmp_path, tmp_path / "run", 29612)
+    assert first[0].until(lambda: "step 1/400" in printed(first), LONG), printed(first)
+    for pod in first:
+        pod.process.send_signal(signal.SIGTERM)
+    assert 0 not in [pod.wait() for pod in first], printed(first)
+    assert json.loads((tmp_path / "run" / "summary.json").read_text())["status"] == "stopped", printed(first)
+    again = start_pods(tmp_path, tmp_path / "run", 29613)
+    assert [pod.wait() for pod in again] == [0, 0], printed(again)
+    assert "resuming from" in printed(again)
     assert json.loads((tmp_path / "run" / "summary.json").read_text())["world_size"] == 2
     assert losses(tmp_path / "run") == losses(tmp_path / "whole")

@@ -19,8 +19,8 @@ from trainer.data import Digits
 from trainer.launching.world import World, detect_world
 from trainer.models import MLP
 
-SCRIPT = Path(__file__).parents[2] / "launch" / "ray_train.py"
 ROOT = Path(__file__).parents[2]
+SCRIPT = ROOT / "launch" / "ray_train.py"
 WORKER = {"RAY_JOB_ID": "01000000", "RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}
 WORKER |= {"NODE_RANK": "1"}
 
@@ -95,11 +95,10 @@ def test_a_setting_that_cannot_work_is_refused_once(folder):
 
 def test_more_workers_than_a_local_ray_has_room_for_are_refused(script, monkeypatch):
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
-    each = {"CPU": 1.0, "GPU": 1.0}
-    assert script.missing_resources({"CPU": 4.0, "GPU": 2.0}, each, 2) is None
-    assert "--workers 3 with 1 GPU each need 3 GPU, and this Ray has 2" in script.missing_resources(
-        {"CPU": 4.0, "GPU": 2.0}, each, 3
-    )
+    each, here = {"CPU": 1.0, "GPU": 1.0}, {"CPU": 4.0, "GPU": 2.0}
+    assert script.missing_resources(here, each, 2) is None
+    missing = script.missing_resources(here, each, 3)
+    assert "--workers 3 with 1 GPU each need 3 GPU, and this Ray has 2" in missing
     monkeypatch.setenv("RAY_ADDRESS", "ray-head:6379")  # a cluster that may grow
     assert script.missing_resources({"CPU": 4.0}, each, 3) is None
 
@@ -112,12 +111,8 @@ def test_runs_are_resumed_unless_told_otherwise(script):
 
 def test_a_script_without_ray_says_how_to_get_it(folder):
     (folder / "ray.py").write_text("raise ImportError('no such package')")
-    done = start(
-        folder,
-        "-c",
-        f"import runpy, sys; sys.argv = ['x', 'own.py', '--workers', '2']; "
-        f"runpy.run_path({str(SCRIPT)!r}, run_name='__main__')",
-    )
+    code = "import runpy, sys; sys.argv = ['x', 'own.py', '--workers', '2']; "
+    done = start(folder, "-c", f"{code}runpy.run_path({str(SCRIPT)!r}, run_name='__main__')")
     assert done.returncode == 2
     assert "launch/ray_train.py needs Ray (no such package): pip install 'exactbatch-trainer[ray]'" in done.stderr
 

@@ -36,6 +36,7 @@ OURS = """\
 CUDA error: out of memory CUDA kernel errors might be asynchronously reported at some other API call
 CUDA driver error: out of memory
 HIP error: out of memory
+cuDNN SDPA execution failed: CUDA ran out of memory outside PyTorch's allocator
 Triton Error [CUDA]: out of memory
 NCCL error in: ProcessGroupNCCL.cpp:94, unhandled cuda error. Last error: Cuda failure 2 'out of memory'
 Cuda failure 'out of memory'

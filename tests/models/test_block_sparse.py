@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from helpers.matrix import perturbed
 from helpers.problems import make_model
 from helpers.rounding import ROUNDING
 from torch.autograd import grad
@@ -42,10 +43,7 @@ def pair(**config):
     base = make_model("bigbird")
     model = dataclasses.replace(base, attention="block_sparse", config={**base.config, **SMALL, **config})
     torch.manual_seed(0)
-    module = model.build().double()
-    with torch.no_grad():
-        for parameter in module.parameters():
-            parameter.add_(torch.randn_like(parameter), alpha=0.3)
+    module = perturbed(model.build().double(), 0.3)
     theirs = BigBirdForSequenceClassification(copy.deepcopy(module.config)).double()
     theirs.load_state_dict(module.state_dict())
     assert theirs.bert.attention_type == "block_sparse"
@@ -127,10 +125,8 @@ def test_flex_attention_is_given_the_same_pattern(tile, monkeypatch):
     """Its kernels for GPUs are not here; its eager way computes every score, masked and weighted as is said to it."""
     monkeypatch.setattr(block_sparse, "_tile", lambda size: tile)
     for training in (True, False):
-        query, key, value, mask, counts, width = (
-            part.detach() if isinstance(part, torch.Tensor) else part
-            for part in arguments(blocks=15, size=64, training=training)
-        )
+        given = arguments(blocks=15, size=64, training=training)
+        query, key, value, mask, counts, width = (*(part.detach() for part in given[:-1]), given[-1])
         score_mod, block_mask = flex_pattern(mask, counts, 15 * 64)
         context = flex_attention(query, key, value, score_mod=score_mod, block_mask=block_mask)
         real = mask[:, None, :, None]

@@ -139,10 +139,18 @@ def test_the_steps_are_those_of_a_plain_loop_over_whole_logits(values, ranks):
 
 
 USUAL = (
-    {"family": "gpt2", "cut": (8, 48), "chunk": 7},
+    {
+        "family": "gpt2",
+        "place": ("ddp", 2),
+        "cut": (8, 48),
+        "checkpointing": "full",
+        "offload": "optimizer",
+        "chunk": 7,
+    },
     {"family": "gemma", "place": ("ddp", 2), "cut": (1, None), "offload": "optimizer"},
     {"family": "qwen3", "place": ("fsdp", 2), "cut": (8, 48), "checkpointing": "full", "optim": "adamw"},
     {"family": "llama", "place": ("fsdp", 3), "cut": (3, None), "chunk": 1},
+    {"family": "gemma3", "place": ("fsdp", 2), "checkpointing": "full", "offload": "parameters", "chunk": 5},
     {"family": "gpt2", "place": ("fsdp", 1), "cut": (3, None), "chunk": 7, "offload": "parameters"},
 )
 

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import dataclasses
 from functools import partial
 from typing import Any
 
 import pytest
 import torch
+from helpers.kernels import AdaptedHead
 from helpers.language import EXACT, FAMILIES, WORDS, language_model, language_samples
 from helpers.live_bytes import LiveBytes
-from helpers.matrix import Case, difference, stacked_run
+from helpers.matrix import perturbed
 from helpers.problems import Problem, collate, engine_run, errors, initial_module, plain_run
 from helpers.rounding import ROUNDING
 from helpers.tiny import InMemory, target_of
@@ -24,7 +25,6 @@ from torch.nn.functional import cross_entropy
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from trainer import Memory, Recipe, RecipeError
-from trainer.contract import Model
 from trainer.fakegpu.events import Trace
 from trainer.fakegpu.gpus import host_as_device
 from trainer.fakegpu.target import Target
@@ -52,28 +52,11 @@ TRANSFORMS = {
 }
 
 
-class Adapted(nn.Module):
-    """What peft makes of a linear head: its own weight frozen, and a low-rank one beside it."""
-
-    active_adapters = ("default",)
-
-    def __init__(self, head: nn.Linear) -> None:
-        super().__init__()
-        self.base_layer, self.scaling = head.requires_grad_(False), {"default": 2.0}
-        self.lora_A = nn.ModuleDict({"default": nn.Linear(WIDTH, 3, bias=False)})
-        self.lora_B = nn.ModuleDict({"default": nn.Linear(3, WORDS, bias=False)})
-        self.lora_dropout = nn.ModuleDict({"default": nn.Identity()})
-
-    def forward(self, hidden: Tensor) -> Tensor:
-        low = self.lora_A["default"](hidden)
-        return self.base_layer(hidden) + 2.0 * self.lora_B["default"](low)
-
-
 def head_of(kind: str) -> nn.Module:
     torch.manual_seed(1)
     head = nn.Linear(WIDTH, WORDS, bias=kind == "biased")
     if kind == "adapted":
-        return Adapted(head)
+        return AdaptedHead(WIDTH, WORDS)
     return head.requires_grad_(kind != "frozen")
 
 
@@ -169,11 +152,8 @@ def peak(chunk: int, tokens: int = 4096, words: int = 50_000, width: int = 64) -
         head, hidden = nn.Linear(width, words, bias=False), torch.zeros(1, tokens, width, requires_grad=True)
         labels = torch.zeros(1, tokens, dtype=torch.long)
         before, live.peak = live.now, live.now
-        loss = (
-            chunked_loss(hidden[0, :-1], head, labels[0, 1:], LogitTransform(), chunk)
-            if chunk
-            else token_loss(head(hidden), labels)
-        )
+        inputs = hidden[0, :-1], head, labels[0, 1:], LogitTransform(), chunk
+        loss = chunked_loss(*inputs) if chunk else token_loss(head(hidden), labels)
         loss.backward()
         return live.peak - before - head.weight.nbytes - hidden.nbytes
 
@@ -213,14 +193,13 @@ def test_plans_see_what_chunks_save(on_gpu: bool) -> None:
 
 
 @pytest.mark.parametrize("family", EXACT)
-@pytest.mark.parametrize("chunk", [1, 13, 1000])
-def test_models_take_the_same_steps_in_chunks(family: str, chunk: int) -> None:
+@pytest.mark.parametrize(("chunk", "cut"), [(5, (3, None)), (0, (4, 90))], ids=str)
+def test_models_take_the_steps_of_whole_batches_and_whole_logits(family: str, chunk: int, cut: tuple[Any, Any]) -> None:
     """Of batches with tokens that are not to be predicted, a sample of one token, and one without a label."""
-    problem = Problem(family, 19, 8, 3)
-    model = language_model(family, loss_chunk=chunk)
+    problem = Problem(family, 19, 8, cut[0], micro_batch_tokens=cut[1])
     module = initial_module(problem)
     module.loss_chunk = chunk
-    ours = engine_run(problem, of=(model, module))
+    ours = engine_run(problem, of=(language_model(family, loss_chunk=chunk), module))
     assert max(errors(ours, plain_run(problem)).values()) < ROUNDING
 
 
@@ -250,10 +229,7 @@ def test_whatever_is_done_to_logits_is_found_in_the_code_that_does_it(name: str)
     config = FAMILIES["llama"][1] | config
     model, batch = CausalLM(name, config=config, tokenizer="none", dropout=0.0), collate(language_samples(5))
     torch.manual_seed(0)
-    module = model.build()
-    with torch.no_grad():
-        for parameter in module.parameters():
-            parameter.add_(torch.randn_like(parameter) * 0.2)
+    module = perturbed(model.build(), 0.2)
     found = detect_logit_transform(module)
     assert found is not None
     assert found.cap == expected.cap
@@ -268,10 +244,8 @@ def test_what_is_done_to_logits_and_is_not_known_is_refused_by_name() -> None:
     sizes = {"num_hidden_layers": 1, "hidden_size": 16, "ffn_dim": 16, "num_attention_heads": 2, "vocab_size": WORDS}
     opt = CausalLM("opt", config={**sizes, "word_embed_proj_dim": 16}, tokenizer="none")
     assert opt.build().logit_transform is None  # the logits of all tokens are held, as null says
-    with pytest.raises(
-        RecipeError, match=r"model.loss_chunk=8: OPTForCausalLM computes more than a linear head.*use 0"
-    ):
-        CausalLM("opt", config={**sizes, "word_embed_proj_dim": 16}, tokenizer="none", loss_chunk=8).build()
+    with pytest.raises(RecipeError, match=r"loss_chunk=8: OPTForCausalLM computes more than a linear head.*use 0"):
+        dataclasses.replace(opt, loss_chunk=8).build()
     module = AutoModelForCausalLM.from_config(AutoConfig.for_model("llama", **FAMILIES["llama"][1]))
     module.config.logit_power = 3.0
     module.__class__ = type("Powered", (type(module),), {"forward": powered})
@@ -292,10 +266,7 @@ def test_an_adapted_head_is_one_of_the_targets() -> None:
     lora = LoRA(rank=2, targets=["q_proj", "lm_head"])
     model, batch = language_model("llama", lora=lora, loss_chunk=7), collate(language_samples(5))
     torch.manual_seed(0)
-    module = model.build().double()
-    with torch.no_grad():
-        for parameter in module.parameters():
-            parameter.add_(torch.randn_like(parameter) * 0.2)
+    module = perturbed(model.build().double(), 0.2)
     trained = [parameter for parameter in module.parameters() if parameter.requires_grad]
     found = []
     for transform in (module.logit_transform, None):
@@ -307,31 +278,6 @@ def test_an_adapted_head_is_one_of_the_targets() -> None:
         assert (ours - whole).norm() <= ROUNDING * whole.norm()
     with pytest.raises(RecipeError, match=r"model.lora.targets: lm_head shares its weight with the embedding"):
         language_model("gemma", lora=lora).build()
-
-
-@dataclass(frozen=True)
-class InChunks(Case):
-    """A family, whose loss is computed in chunks."""
-
-    chunk: int = 5
-
-    @property
-    def model(self) -> Model:
-        return language_model(self.name, loss_chunk=self.chunk, dropout=self.dropout)
-
-
-@pytest.mark.parametrize(
-    ("family", "knobs"),
-    [
-        ("llama", {"strategy": "fsdp", "reshard_after_forward": True}),
-        ("gemma3", {"strategy": "fsdp", "activation_checkpointing": "full", "cpu_offload": "parameters"}),
-        ("gpt2", {"strategy": "ddp", "activation_checkpointing": "full", "cpu_offload": "optimizer"}),
-    ],
-)
-def test_ranks_and_techniques_take_the_steps_of_whole_logits(family: str, knobs: dict[str, Any], ranks: Any) -> None:
-    plain = stacked_run(InChunks(family, Memory(precision="64-true", micro_batch_size=4, strategy="single"), chunk=0))
-    case = InChunks(family, Memory(precision="64-true", micro_batch_size=2, **knobs), 2)
-    assert max(difference(ranks(2).run(stacked_run, case)[0], plain).values()) < ROUNDING
 
 
 def gatherings(chunk: int) -> int:

@@ -7,6 +7,7 @@ import sys
 
 import pytest
 import torch
+from helpers.matrix import perturbed
 from helpers.problems import (
     Problem,
     collate,
@@ -34,6 +35,7 @@ FIRST_TARGETS = {
     "distilbert": {f"attention.{name}" for name in ("q_lin", "k_lin", "v_lin", "out_lin")},
     "bigbird": {f"attention.{name}" for name in ("self.query", "self.key", "self.value", "output.dense")},
 }
+TRANSPOSED = ["c_attn", "mlp.c_fc"]
 HEADS = {
     "vit": {"encoder.ln", "heads.head"},
     "distilbert": {"pre_classifier", "classifier"},
@@ -48,11 +50,7 @@ def adapted(name, **options):
 def built(model, dtype=torch.float64):
     """A module whose adapters are past their start, at which they do nothing."""
     torch.manual_seed(0)
-    module = model.build().to(dtype)
-    with torch.no_grad():
-        for parameter in module.parameters():
-            parameter.add_(torch.randn(parameter.shape, dtype=torch.float64).to(dtype) * 0.05)
-    return module
+    return perturbed(model.build().to(dtype))
 
 
 def batch_of(name, count=6):
@@ -141,15 +139,22 @@ def test_a_sharded_model_is_merged_from_its_whole_state(ranks):
     assert max(ranks(2).run(_merged_from_shards, "bigbird")) < 100 * ROUNDING
 
 
-def test_transposed_layers_are_merged_transposed(tmp_path):
+@pytest.mark.parametrize(("base", "targets"), [("full", TRANSPOSED), ("nf4", TRANSPOSED), ("nf4", None)], ids=str)
+def test_transposed_layers_are_merged_transposed_as_what_their_codes_stand_for(base, targets, tmp_path):
     config = {"n_layer": 2, "n_embd": 16, "n_head": 2, "n_positions": 64}
     model = TextClassifier("gpt2", tokenizer=tokenizer_folder(), config=config, num_classes=5, dropout=0.0)
-    model = dataclasses.replace(model, lora=LoRA(rank=2, targets=["c_attn", "mlp.c_fc"]))
-    module = built(model, torch.float32)
-    inputs = batch_of("distilbert")
+    model = dataclasses.replace(model, lora=LoRA(rank=2, targets=targets, base=base))
+    torch.manual_seed(0)
+    module, inputs = model.build(), batch_of("distilbert")
+    assert sum(isinstance(part, NF4Linear) for part in module.modules()) == (8 if base == "nf4" else 0)
+    with torch.no_grad():
+        for name in adapters_of(module):
+            module.get_parameter(name).normal_(std=0.1)
     trained = logits(model, module, inputs)
     save_model(model, module, tmp_path)
-    torch.testing.assert_close(logits(model, model.saved_in(tmp_path).build(), inputs), trained, rtol=1e-5, atol=1e-6)
+    loaded = model.saved_in(tmp_path).build()
+    assert not any(isinstance(part, NF4Linear) for part in loaded.modules())
+    torch.testing.assert_close(logits(model, loaded, inputs), trained, rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize("name", MODELS[:2])
@@ -164,36 +169,34 @@ def test_adapters_have_the_type_and_device_of_their_weights(name):
 
 
 @pytest.mark.parametrize(
-    ("name", "targets", "message"),
+    ("make", "message"),
     [
-        ("vit", ["out_proj"], r"no linear layer's name in a block ends in 'out_proj': choose from mlp\.0, mlp\.3$"),
-        ("vit", ["self_attention"], r"choose from mlp\.0, mlp\.3$"),
-        ("distilbert", ["q_lin", "query"], r"ends in 'query': choose from attention\.q_lin, .*, ffn\.lin1, ffn\.lin2$"),
-        ("distilbert", ["lin"], r"no linear layer's name in a block ends in 'lin'"),
+        (lambda: adapted("vit", targets=["out_proj"]).build(), r"ends in 'out_proj': choose from mlp\.0, mlp\.3$"),
+        (lambda: adapted("vit", targets=["self_attention"]).build(), r"choose from mlp\.0, mlp\.3$"),
+        (
+            lambda: adapted("distilbert", targets=["q_lin", "query"]).build(),
+            r"ends in 'query': choose from attention\.q_lin, .*, ffn\.lin1, ffn\.lin2$",
+        ),
+        (lambda: adapted("distilbert", targets=["lin"]).build(), "no linear layer's name in a block ends in 'lin'"),
+        (lambda: LoRA(rank=-1), r"model\.lora\.rank=-1 must be an integer of at least 0"),
+        (lambda: LoRA(rank=2, alpha=0.0), r"model\.lora\.alpha=0\.0 must be greater than 0"),
+        (lambda: LoRA(rank=2, dropout=1.0), r"model\.lora\.dropout=1\.0 must be in"),
+        (lambda: LoRA(rank=2, targets=[]), r"model\.lora\.targets=\[\] adapts no layers"),
+        (lambda: LoRA(rank=2, base="int4"), r"model\.lora\.base='int4' .*nf4"),
+        (lambda: LoRA(base="nf4"), r"lora\.base=nf4 needs frozen weights, but model\.lora\.rank=0 trains them"),
+        *(
+            # Adapters and whole blocks are not both trained.
+            (
+                lambda name=name: dataclasses.replace(adapted(name), train_last_blocks=1),
+                r"model\.lora\.rank=2 .*model\.train_last_blocks=1 .*use one of the two",
+            )
+            for name in MODELS[:2]
+        ),
     ],
 )
-def test_a_target_that_matches_nothing_is_refused_with_the_candidates(name, targets, message):
+def test_refusals(make, message):
     with pytest.raises(RecipeError, match=message):
-        adapted(name, targets=targets).build()
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"rank": -1}, r"model\.lora\.rank=-1 must be an integer of at least 0"),
-        ({"rank": 2, "alpha": 0.0}, r"model\.lora\.alpha=0\.0 must be greater than 0"),
-        ({"rank": 2, "dropout": 1.0}, r"model\.lora\.dropout=1\.0 must be in"),
-        ({"rank": 2, "targets": []}, r"model\.lora\.targets=\[\] adapts no layers"),
-        ({"rank": 2, "base": "int4"}, r"model\.lora\.base='int4' .*nf4"),
-        ({"base": "nf4"}, r"model\.lora\.base=nf4 needs frozen weights, but model\.lora\.rank=0 trains them"),
-    ],
-)
-def test_refusals_of_settings(options, message):
-    with pytest.raises(RecipeError, match=message):
-        LoRA(**options)
-    for name in MODELS[:2]:  # adapters and whole blocks are not both trained
-        with pytest.raises(RecipeError, match=r"model\.lora\.rank=2 .*model\.train_last_blocks=1 .*use one of the two"):
-            dataclasses.replace(make_model(name), lora=LoRA(rank=2), train_last_blocks=1)
+        make()
 
 
 def test_without_peft_the_way_to_get_it_is_said(monkeypatch):
@@ -202,21 +205,3 @@ def test_without_peft_the_way_to_get_it_is_said(monkeypatch):
     with pytest.raises(RecipeError, match=message):
         adapted("vit").build()
     make_model("vit").build()  # rank 0 needs no package
-
-
-@pytest.mark.parametrize("targets", [None, ["c_attn", "mlp.c_fc"]])
-def test_transposed_layers_in_nf4_compute_and_are_merged_as_what_the_codes_stand_for(targets, tmp_path):
-    config = {"n_layer": 2, "n_embd": 16, "n_head": 2, "n_positions": 64}
-    model = TextClassifier("gpt2", tokenizer=tokenizer_folder(), config=config, num_classes=5, dropout=0.0)
-    model = dataclasses.replace(model, lora=LoRA(rank=2, targets=targets, base="nf4"))
-    torch.manual_seed(0)
-    module, inputs = model.build(), batch_of("distilbert")
-    assert sum(isinstance(part, NF4Linear) for part in module.modules()) == 8
-    with torch.no_grad():
-        for name in adapters_of(module):
-            module.get_parameter(name).normal_(std=0.1)
-    trained = logits(model, module, inputs)
-    save_model(model, module, tmp_path)
-    loaded = model.saved_in(tmp_path).build()
-    assert not any(isinstance(part, NF4Linear) for part in loaded.modules())
-    torch.testing.assert_close(logits(model, loaded, inputs), trained, rtol=1e-5, atol=1e-6)

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 import transformers
+from helpers.matrix import perturbed
 from helpers.problems import CLASSES, OBJECTIVES, Problem, collate, make_model, make_samples, tokenizer_folder
 from sklearn.utils.class_weight import compute_class_weight
 
@@ -87,17 +88,9 @@ def test_balanced_weights_are_those_of_scikit_learn():
 @pytest.mark.parametrize(
     ("task", "labels", "said"),
     [
-        (
-            "single_label",
-            torch.zeros(3),
-            r"single_label needs classes, int64 \(3,\), but got .*type float32: for",
-        ),
+        ("single_label", torch.zeros(3), r"single_label needs classes, int64 \(3,\), but got .*type float32: for"),
         ("single_label", torch.zeros(3, CLASSES), "for several labels per sample multi_label"),
-        (
-            "multi_label",
-            torch.zeros(3, dtype=torch.long),
-            r"0 or 1 for each label, \(3, 5\).*task single_label",
-        ),
+        ("multi_label", torch.zeros(3, dtype=torch.long), r"0 or 1 for each label, \(3, 5\).*task single_label"),
         ("regression", torch.zeros(3), r"a number for each output, \(3, 5\), but got labels of shape \(3, 1\)"),
     ],
 )
@@ -111,10 +104,7 @@ def test_labels_of_another_task_are_refused(task, labels, said):
 def test_the_saved_model_is_that_of_transformers(task, adapters, tmp_path):
     names = [f"name {number}" for number in range(CLASSES)]
     model = replace(make_model(TEXT_TASKS[task]), class_names=names, lora=LoRA(adapters))
-    module = model.build()
-    with torch.no_grad():
-        for parameter in module.parameters():
-            parameter.add_(torch.randn_like(parameter) * 0.1)
+    module = perturbed(model.build(), 0.1)
     save_model(model, module, tmp_path)
     kind = "Token" if task == "token" else "Sequence"
     theirs = getattr(transformers, f"AutoModelFor{kind}Classification").from_pretrained(tmp_path).eval()
@@ -198,10 +188,8 @@ def test_a_run_says_and_predicts_what_the_task_asks_for(task, tmp_path):
         error = np.abs(np.array([answer[column] for answer in answers]) - wanted).mean()
         assert error == pytest.approx(summary.metrics["test"]["mae"], rel=1e-4)
     elif task == "multi_label":
-        same = [
-            set(answer[column].split("|")) == set(label.split("|"))
-            for answer, label in zip(answers, wanted, strict=True)
-        ]
+        found = [answer[column] for answer in answers]
+        same = [{*one.split("|")} == {*other.split("|")} for one, other in zip(found, wanted, strict=True)]
         assert np.mean(same) == pytest.approx(summary.metrics["test"]["subset_accuracy"])
     else:
         pairs = zip(" ".join(answer[column] for answer in answers).split(), " ".join(wanted).split(), strict=True)

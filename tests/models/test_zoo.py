@@ -115,17 +115,11 @@ def test_parameters_that_a_technique_cannot_hold_are_refused(name, knobs, messag
         require_supported_parameters(make(name), plan_of(**knobs))
 
 
-def test_a_tied_weight_is_saved_once_wherever_it_is(ranks, tmp_path):
-    case = Case("gpt2", Memory(strategy="fsdp", cpu_offload="parameters", micro_batch_size=3, precision="64-true"), 2)
-    outcome = outcome_of(case, ranks, tmp_path)
-    assert error(case, outcome) <= ROUNDING
-
-
-def test_a_sharded_and_checkpointed_model_is_saved_as_transformers_would(ranks, tmp_path):
+def test_a_sharded_checkpointed_and_offloaded_model_is_saved_once_as_transformers_would(ranks, tmp_path):
     from transformers import GPT2LMHeadModel
 
-    memory = Memory(strategy="fsdp", activation_checkpointing="full", micro_batch_size=3, precision="64-true")
-    case = Case("gpt2", memory, 2, kind=ZooOfTransformers)
+    knobs = {"strategy": "fsdp", "activation_checkpointing": "full", "cpu_offload": "parameters"}
+    case = Case("gpt2", Memory(micro_batch_size=3, precision="64-true", **knobs), 2, kind=ZooOfTransformers)
     outcome = outcome_of(case, ranks, tmp_path)
     assert error(case, outcome) <= ROUNDING
     assert json.loads((tmp_path / "run" / "model" / "config.json").read_text())["use_cache"] is True

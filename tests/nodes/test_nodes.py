@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pytest
 from helpers import LONG
 from helpers.resumed import assert_same_weights, losses
-from nodes.hosts import NETWORK
-from nodes.runs import assert_same_samples, environment, newest_step, nodes, recipe_in, samples, torchrun
+from helpers.started import FOREIGN, own_recipe
+from nodes.hosts import NETWORK, Host, Hosts, Process, why_not
+
+from trainer.supervise.attempt import newest_step
 
 pytestmark = [pytest.mark.nodes, pytest.mark.timeout(600)]
 
@@ -23,6 +27,80 @@ TOLERANCE = 1e-9
 AUTO = ("--run.resume", "auto")
 SLOW = (*AUTO, "--model.seconds", "0.1", "--run.hang_after", "20")
 SHORT = ("--max_steps", "3")
+PORT = 29500
+LAUNCH = Path(__file__).parents[2] / "launch" / "nodes.sh"
+SETTINGS = """
+    model=Disturbed("custom", patch_size=4, layers=2, heads=2, width=16, mlp_width=32, dropout=0.1),
+    optim=Optim("sgd", lr=0.1, momentum=0.9, clip_norm=1.0),
+    batch_size=48,
+    max_steps=60,
+    epochs=10,
+    memory=Memory(micro_batch_size=12, precision="64-true"),  # in which rounding stays small
+    checkpoint=Checkpoint(every=5, asynchronous=False),
+"""
+REASON = why_not()
+
+
+@pytest.fixture
+def hosts(tmp_path):
+    """``nodea`` and ``nodeb``."""
+    if REASON is not None:
+        pytest.skip(REASON)
+    with Hosts(tmp_path, "nodea", "nodeb") as pair:
+        yield pair
+
+
+def environment(**more: str) -> dict[str, str]:
+    """That of a person who starts a run by hand."""
+    clean = {
+        key: value for key, value in os.environ.items() if not key.startswith((*FOREIGN, "TORCH_", "GLOO_", "RDZV_"))
+    }
+    python = str(Path(sys.executable).parent)
+    return clean | {"OMP_NUM_THREADS": "1", "PATH": f"{python}:{clean.get('PATH', '')}"} | more
+
+
+def torchrun(
+    host: Host, head: Host, count: str, folder: Path, *flags: str, ranks: int = 1, own: tuple = (), head_as: str = ""
+) -> Process:
+    """Start ``torchrun … -m trainer fit`` on ``host``, as it is typed, with flags of its ``own``."""
+    words = [sys.executable, "-m", "torch.distributed.run", "--nnodes", count, "--nproc-per-node", str(ranks)]
+    words += ["--rdzv-backend", "c10d", "--rdzv-endpoint", f"{head_as or head.name}:{PORT}", *own]
+    words += ["-m", "trainer", "fit", str(recipe_in(folder)), "--run.dir", str(folder / "run"), *flags]
+    return host.start(words, folder / f"{host.name}.txt", environment(), folder)
+
+
+def nodes(
+    host: Host, head: Host, count: str, folder: Path, *flags: str, private: Path | None = None, **more: str
+) -> Process:
+    """Start ``launch/nodes.sh`` on ``host``, one rank, with variables as given."""
+    words = [str(LAUNCH), head.name, count, "1", str(recipe_in(folder)), "--run.dir", str(folder / "run"), *flags]
+    variables = environment(**{"LAST_CALL": "5"} | more)
+    return host.start(words, folder / f"{host.name}.txt", variables, folder, private)
+
+
+def recipe_in(folder: Path) -> Path:
+    """The recipe, as a file in ``folder``."""
+    path = folder / "own.py"
+    return path if path.exists() else own_recipe(folder, SETTINGS)
+
+
+def samples(folder: Path) -> list[list[set[int]]]:
+    """What TRAINER_TEST_SAMPLES has gathered there: of every process, its micro-batches in order."""
+    starts = [[set(json.loads(line)) for line in path.read_text().splitlines()] for path in sorted(folder.iterdir())]
+    return [start for start in starts if start]
+
+
+def assert_same_samples(starts: list[list[set[int]]], reference: list[set[int]]) -> None:
+    """Every process took a piece of the batches of the undisturbed run, and together they took all of them."""
+    taken = [set[int]() for _ in reference]
+    for start in starts:
+        step = next(number for number, batch in enumerate(reference) if start[0] <= batch)
+        for micro_batch in start:
+            if not micro_batch <= reference[step]:
+                step += 1
+            assert micro_batch <= reference[step], f"other samples than those of step {step + 1}"
+            taken[step] |= micro_batch
+    assert taken == reference
 
 
 @pytest.fixture(scope="module")

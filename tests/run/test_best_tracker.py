@@ -25,9 +25,10 @@ from trainer import Checkpoint, Listener, Metric, Optim, RecipeError
 from trainer.api import evaluate, fit
 from trainer.cli import run as command
 from trainer.data import Digits
+from trainer.engine.events import Counters
 from trainer.errors import RunError
 from trainer.models import MLP, VisionTransformer
-from trainer.run.best_tracker import BestTracker
+from trainer.run.best_tracker import WORST, BestTracker
 from trainer.system.files import remove
 
 pytestmark = pytest.mark.usefixtures("no_pictures")
@@ -100,8 +101,12 @@ def test_the_best_checkpoint_is_marked_and_exported(whole, tmp_path, capsys):
     assert summary.best["step"] == 3
     assert command(["checkpoint", "export", str(run_dir), "--best", f"--out={tmp_path / 'copy/model'}"]) == 0
     assert weights(tmp_path / "copy") == weights(run_dir)
-    assert command(["checkpoint", "export", str(run_dir), f"--out={tmp_path / 'newest/model'}"]) == 0
+    assert command(["checkpoint", "export", str(run_dir), f"--out={tmp_path / 'default/model'}"]) == 0
+    assert weights(tmp_path / "default") == weights(run_dir)
+    assert command(["checkpoint", "export", str(run_dir), "--last", f"--out={tmp_path / 'newest/model'}"]) == 0
     assert weights(tmp_path / "newest") != weights(run_dir)
+    assert command(["checkpoint", "export", str(run_dir), "--last", "--best"]) == 2
+    assert "give --best or --last, not both" in capsys.readouterr().err
     shutil.rmtree(run_dir / "checkpoints/step-00000003")
     assert command(["checkpoint", "export", str(run_dir), "--best", f"--out={tmp_path / 'none'}"]) == 2
     assert "no evaluation has chosen a best checkpoint" in capsys.readouterr().err
@@ -199,13 +204,35 @@ class Count(Metric):
         return float(len(targets))
 
 
-def test_a_lower_figure_of_ones_own_is_better_and_the_first_of_equals_is_kept(tmp_path):
-    own = {"metrics": [Count(), "mcc"], "best": "count", "patience": 2}
+def test_of_equal_values_the_lower_loss_is_kept_and_patience_counts_them(tmp_path):
+    own = {"metrics": [Count(), "mcc"], "best": "count", "patience": 4}
     summary = fit(wild(tmp_path / "r", own))
-    assert summary.best == {"step": 1, "figure": "val_count", "best": 54.0, "last": 54.0}
-    assert summary.steps == 3
+    val_losses = column(tmp_path / "r", "val_loss")
+    lowest = min(val_losses, key=lambda step: val_losses[step])
+    assert summary.best == {"step": lowest, "figure": "val_count", "best": 54.0, "last": 54.0}
+    assert summary.steps == 5
+    assert lowest != 1  # otherwise this test would not distinguish the lowest loss from the first
     assert set(summary.metrics["test"]) == {"accuracy", "loss", "count", "mcc"}
-    require_kept(tmp_path / "r", 1)
+    require_kept(tmp_path / "r", lowest)
+
+
+class Evaluated:
+    """The metrics of an evaluation."""
+
+    def __init__(self, **metrics: float) -> None:
+        self.metrics = lambda: metrics
+
+
+def test_a_saturated_metric_keeps_the_lowest_loss_then_the_later_step(tmp_path):
+    tracker = BestTracker(wild(tmp_path), "val")
+    for step, loss in enumerate([0.6, 0.3, 0.003, 0.003, 0.02], start=1):
+        tracker.on_evaluation(Counters(step=step), Evaluated(accuracy=1.0, loss=loss))
+    assert (tracker.step, tracker.best_value, tracker.since) == (4, 1.0, 4)
+    resumed = BestTracker(wild(tmp_path), "val")
+    resumed.load_state_dict(json.loads(json.dumps(tracker.state_dict())))
+    for step, loss, expected in ((6, 0.01, 4), (7, 0.002, 7)):
+        resumed.on_evaluation(Counters(step=step), Evaluated(accuracy=1.0, loss=loss))
+        assert resumed.step == expected
 
 
 @pytest.mark.parametrize(
@@ -275,13 +302,13 @@ def test_own_listeners_hear_everything_and_their_errors_name_them(tmp_path):
 
 
 def test_evaluations_are_compared_by_accuracy_or_loss_and_one_that_is_not_finite_is_never_the_best(tmp_path):
-    def score(figures: dict[str, float]) -> float:
+    def score(figures: dict[str, float]) -> tuple[float, float]:
         return BestTracker(wild(tmp_path), "val").score_of(figures)
 
     assert score({"loss": 9.0, "accuracy": 0.5}) > score({"loss": 0.1, "accuracy": 0.4})
     assert score({"loss": 0.1}) > score({"loss": 0.2})
     for figures in ({"loss": math.nan, "accuracy": 1.0}, {"loss": math.inf}, {"loss": -math.inf}, {"loss": math.nan}):
-        assert score(figures) == -math.inf
+        assert score(figures) == WORST
 
 
 def test_the_figure_and_the_listener_of_the_docs_run_as_written(tmp_path, capsys):

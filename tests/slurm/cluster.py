@@ -117,15 +117,17 @@ class Cluster:
 
     def state(self, job: str) -> str:
         """Such as RUNNING."""
-        return self._field(job, "JobState")
+        return self.fields(job)["JobState"]
 
-    def restarts(self, job: str) -> int:
-        """How often a job was put back into the queue."""
-        return int(self._field(job, "Restarts"))
+    def fields(self, job: str) -> dict[str, str]:
+        """Such as ``Restarts``: how often a job was put back into the queue."""
+        words = self.command("scontrol", "-o", "show", "job", job).split()
+        return dict(word.split("=", 1) for word in words if "=" in word)
 
-    def exit_code(self, job: str) -> str:
-        """Such as ``1:0``: exit code and signal of the batch script."""
-        return self._field(job, "ExitCode")
+    def ended(self, job: str) -> tuple[str, str, str]:
+        """State, exit code and signal (such as ``1:0``) of the batch script, and restarts."""
+        found = self.fields(job)
+        return found["JobState"], found["ExitCode"], found["Restarts"]
 
     def idle(self) -> bool:
         """Whether no node has a job, or something left of one."""
@@ -135,10 +137,6 @@ class Cluster:
     def running(self, job: str) -> bool:
         """Whether processes of a job are left."""
         return bool(self.command("squeue", "--noheader", "--jobs", job, check=False).strip())
-
-    def _field(self, job: str, name: str) -> str:
-        words = self.command("scontrol", "-o", "show", "job", job).split()
-        return dict(word.split("=", 1) for word in words if "=" in word)[name]
 
     def _configure(self) -> None:
         for name in ("state", *(f"spool.{node}" for node in NODES)):

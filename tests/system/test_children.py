@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import LONG
+from helpers import LONG, has_ended, wait_until
 
 from trainer.errors import RecipeError
 from trainer.fakegpu import target
@@ -138,10 +138,7 @@ def test_a_bounded_job_is_ended_at_its_limits_and_called_again() -> None:
     word, pid, parent = call("\ud800")
     assert (word, parent, pid == parent) == ("\ud800", os.getpid(), False)
     assert call("again")[1] == pid  # one process serves many calls
-    for what, said in (
-        ("time", r"takes more than 0\.2 s of CPU time"),
-        ("memory", r"takes more than 0\.2 GB of memory"),
-    ):
+    for what, said in (("time", r"more than 0\.2 s of CPU time"), ("memory", r"more than 0\.2 GB of memory")):
         with pytest.raises(ChildError, match=said):
             call(what, 2**30)
     assert call("memory", 50_000_000) == 50_000_000
@@ -151,7 +148,7 @@ def test_a_bounded_job_is_ended_at_its_limits_and_called_again() -> None:
         call("refuse")
     killed = call("a")[1]
     os.kill(killed, signal.SIGKILL)
-    assert wait_for(lambda: has_ended(killed))
+    wait_until(lambda: has_ended(killed))
     assert call("b")[0] == "b"
 
 
@@ -167,26 +164,15 @@ def test_each_process_has_a_bounded_job_of_its_own(monkeypatch: Any) -> None:
 
     worker, theirs, parent = run_in_child(in_worker)
     assert (theirs == mine, parent == worker) == (False, True)
-    assert wait_for(lambda: not Path(f"/proc/{theirs}").exists())  # it ends with its process
+    wait_until(lambda: not Path(f"/proc/{theirs}").exists())  # it ends with its process
     assert call("c")[1] == mine
     copy = pickle.loads(pickle.dumps(call))
     assert copy("d")[1] != mine
     monkeypatch.setattr("trainer.system.child_jobs.IDLE", 0.01)
     idle = Bounded(asked, seconds=5.0, memory=10**9)
     first = idle("e")[1]
-    assert wait_for(lambda: has_ended(first))  # nothing was asked of it
+    wait_until(lambda: has_ended(first))  # nothing was asked of it
     assert idle("f")[1] != first
-
-
-def has_ended(pid: int) -> bool:
-    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
-
-
-def wait_for(condition: Any) -> bool:
-    until = time.monotonic() + LONG
-    while not condition() and time.monotonic() < until:
-        time.sleep(0.01)
-    return bool(condition())
 
 
 def stuck_once(path: str) -> str:

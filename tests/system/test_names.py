@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import math
+from functools import partial
 from types import SimpleNamespace
 
 import numpy as np
@@ -66,30 +67,26 @@ def a_manifest(folder):
     assert run(["checkpoint", "list", str(folder)]) == 0
 
 
-def a_checkpoint(folder):
+PRINTED = {
+    "a finding": lambda: print(ok(NAME, check="samples").line(), warning("fine", NAME, "samples").line(), sep="\n"),
+    "a bad sample": lambda: report_bad_samples(Quarantine(9), [BadSampleAt("train", BadSample(3, NAME, NAME))], None),
+    "what another rank tells": lambda: report(PeerError(EndReason(NAME).text)),
+}
+COMMANDS = {
+    "a checkpoint": (["checkpoint", "verify", f"FOLDER/{NAME}"], 1),
+    "a flag": (["fit", "vit_digits", f"--{NAME}", "1"], 2),
+    "a value": (["fit", "vit_digits", "--run.devices", NAME], 2),
+    "a recipe": (["fit", NAME], 2),
+    "a key of YAML": (["fit", "FOLDER/r.yaml"], 2),
+    "a run directory": (["evaluate", f"FOLDER/{NAME}2"], 2),
+}
+
+
+def a_command(name, folder):
     (folder / NAME / "checkpoints" / "step-00000001").mkdir(parents=True)
-    assert run(["checkpoint", "verify", str(folder / NAME)]) == 1
-
-
-def a_flag(folder):
-    assert run(["fit", "vit_digits", f"--{NAME}", "1"]) == 2
-
-
-def a_value(folder):
-    assert run(["fit", "vit_digits", "--run.devices", NAME]) == 2
-
-
-def a_recipe(folder):
-    assert run(["fit", NAME]) == 2
-
-
-def a_key_of_yaml(folder):
     (folder / "r.yaml").write_text("recipe: vit_digits\n" + json.dumps(IN_UTF8) + ": 1\n")
-    assert run(["fit", str(folder / "r.yaml")]) == 2
-
-
-def a_run_directory(folder):
-    assert run(["evaluate", str(folder / NAME)]) == 2
+    words, code = COMMANDS[name]
+    assert run([word.replace("FOLDER", str(folder)) for word in words]) == code
 
 
 def an_image(folder):
@@ -122,19 +119,6 @@ def classes_of_a_prediction(folder):
     predict(recipe, folder, images=[str(image)])
 
 
-def a_finding(folder):
-    print(ok(NAME, check="samples").line())
-    print(warning("fine", NAME, "samples").line())
-
-
-def a_bad_sample(folder):
-    report_bad_samples(Quarantine(9), [BadSampleAt("train", BadSample(3, NAME, NAME))], None)
-
-
-def what_another_rank_tells(folder):
-    report(PeerError(EndReason(NAME).text))
-
-
 def a_message_of_an_error(folder):
     for error in (ValueError(NAME), RuntimeError(f"Connection closed by peer {NAME}")):
         set_location(error, f"rank 0, step 3, loading, {NAME}")
@@ -160,13 +144,19 @@ def a_supervised_run(folder):
 
 
 PLACES = (
-    *(a_manifest, a_checkpoint, a_flag, a_value, a_recipe, a_key_of_yaml, a_run_directory, an_image),
-    *(classes_of_a_report, classes_of_a_prediction, a_finding, a_bad_sample, what_another_rank_tells),
-    *(a_message_of_an_error, a_reason_to_stop, progress, a_supervised_run),
+    *(a_manifest, an_image, classes_of_a_report, classes_of_a_prediction, a_message_of_an_error),
+    *(a_reason_to_stop, progress, a_supervised_run),
 )
 
 
-@pytest.mark.parametrize("place", PLACES, ids=lambda place: place.__name__)
+@pytest.mark.parametrize(
+    "place",
+    [
+        *(pytest.param(place, id=place.__name__) for place in PLACES),
+        *(pytest.param(partial(a_command, name), id=name) for name in COMMANDS),
+        *(pytest.param(lambda folder, put=put: put(), id=name) for name, put in PRINTED.items()),
+    ],
+)
 def test_a_name_from_outside_is_one_line_that_steers_nothing(place, tmp_path, capsysbinary, monkeypatch):
     monkeypatch.setattr("trainer.after.predict.load_model", lambda model, folder: model.build())
     place(tmp_path)

@@ -45,19 +45,22 @@ def lead(number: int, way: str) -> None:
 COMPLETE = "trainer: error: stdout: No space left on device: the output is not complete\n"
 
 
-@pytest.mark.parametrize("unbuffered", ["", "1"])
+ENDS = [
+    ("--help", {1: "closed"}, 0, ""),
+    ("--help", {1: "no reader"}, 0, ""),
+    ("--help", {1: "full"}, 1, COMPLETE),
+    ("--help", {1: "full", 2: "full"}, 1, ""),
+    ("--help", {2: "closed"}, 0, ""),
+    ("--help", {2: "full"}, 0, ""),
+    ("--help", dict.fromkeys(range(3), "closed"), 0, ""),
+    *(("fit", {2: way}, 2, "") for way in WAYS),  # an error that cannot be said keeps its exit code
+]
+UNBUFFERED = [end for end in ENDS if "full" in end[1].values()]
+
+
 @pytest.mark.parametrize(
-    ("command", "ways", "code", "error"),
-    [
-        ("--help", {1: "closed"}, 0, ""),
-        ("--help", {1: "no reader"}, 0, ""),
-        ("--help", {1: "full"}, 1, COMPLETE),
-        ("--help", {1: "full", 2: "full"}, 1, ""),
-        ("--help", {2: "closed"}, 0, ""),
-        ("--help", {2: "full"}, 0, ""),
-        ("--help", {0: "closed", 1: "closed", 2: "closed"}, 0, ""),
-        *(("fit", {2: way}, 2, "") for way in WAYS),  # an error that cannot be said keeps its exit code
-    ],
+    ("command", "ways", "code", "error", "unbuffered"),
+    [*((*end, "") for end in ENDS), *((*end, "1") for end in UNBUFFERED)],
 )
 def test_a_command_that_prints_ends_as_it_should(command, ways, code, error, unbuffered):
     done = subprocess.run(

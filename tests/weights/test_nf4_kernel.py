@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import subprocess
 import sys
 from functools import partial
 from importlib.util import find_spec
@@ -23,7 +22,7 @@ from trainer.weights import fused, nf4
 from trainer.weights.nf4 import BYTES_PER_ROW, WEIGHTS_PER_ROW, WEIGHTS_PER_SCALE, dequantise, num_code_rows, quantise
 
 needs_triton = pytest.mark.skipif(find_spec("triton") is None, reason="Triton is missing")
-SHAPES = [(66, 131), (64, 4096), (33, 777), (1, 1), (5, 4096)]
+SHAPES = [(66, 131), (16, 4096), (33, 777), (1, 1), (5, 4096)]
 TYPES = {torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16"}
 LARGE = (4096, 14336)  # of Llama-3.1-8B
 
@@ -144,9 +143,10 @@ def graph() -> tuple[list[str], list[str]]:
     with FakeTensorMode(allow_non_fake_inputs=True):
         codes = torch.empty(2, BYTES_PER_ROW, dtype=torch.uint8, device="cuda")
         nf4._pairs[codes.device] = torch.empty(256, 2, device="cuda")
-        torch.compile(lambda codes: dequantise(codes, (64, 100), torch.bfloat16), backend=backend, fullgraph=True)(
-            codes
+        made = torch.compile(
+            lambda codes: dequantise(codes, (64, 100), torch.bfloat16), backend=backend, fullgraph=True
         )
+        made(codes)
     return seen, given
 
 
@@ -155,10 +155,8 @@ def graph() -> tuple[list[str], list[str]]:
 def test_the_compiler_sees_the_kernel() -> None:
     seen, given = run_in_child(graph)
     assert seen.count("trainer.nf4_weight.default") == 1
-    assert [name for name in given if "getitem" not in name] == [
-        "aten.new_empty.default",
-        "triton_kernel_wrapper_functional",
-    ]
+    called = [name for name in given if "getitem" not in name]
+    assert called == ["aten.new_empty.default", "triton_kernel_wrapper_functional"]
 
 
 @needs_triton
@@ -170,12 +168,6 @@ def test_what_keeps_triton_from_running_is_a_warning(monkeypatch) -> None:
             raise RuntimeError("Failed to find C compiler.\nPlease specify one")
 
     monkeypatch.setattr(nf4_kernel, "nothing", Broken())
-    with pytest.warns(
-        UserWarning, match=r"cannot run a kernel on GPU 3 \(RuntimeError: Failed to find C compiler\.\): NF4"
-    ):
+    said = r"cannot run a kernel on GPU 3 \(RuntimeError: Failed to find C compiler\.\): NF4"
+    with pytest.warns(UserWarning, match=said):
         assert not fused._launches.__wrapped__(3)
-
-
-def test_triton_is_not_imported_before_it_is_needed() -> None:
-    code = "import sys, trainer, trainer.weights.nf4; sys.exit('triton' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

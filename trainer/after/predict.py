@@ -45,15 +45,15 @@ ROWS_A_GROUP = 10_000  # rows per row group of a Parquet file
 def predict(
     recipe: Recipe,
     run_dir: str | Path,
-    texts: Sequence[str] = (),
-    images: Sequence[str] = (),
-    paths: Sequence[str] = (),
+    texts: Sequence[str] | str = (),
+    images: Sequence[str] | str = (),
+    paths: Sequence[str] | str = (),
     **how: Any,
 ) -> list[Any]:
     """Predict with the model of ``run_dir`` on ``texts``, on ``images``, or on ``paths``.
 
     ``paths`` are files, folders, patterns and tables; ``how`` has the fields of :class:`PredictOptions`. Answers are
-    printed, or written to a file.
+    printed, or written to a file. A string is one text, one image or one path.
 
     Returns:
         For each input the most probable class and its probability, or the result of :func:`run_predict_command` for the
@@ -62,17 +62,44 @@ def predict(
     Raises:
         RecipeError: at the end, if some inputs could not be read; it names them.
     """
-    asked = PredictOptions(**how)
-    asked.check()
-    asked.check_task(recipe.model.task or "single_label")
-    folder = verified_model_folder(run_dir)
-    model: Any = restore_open_fields(recipe.model, folder)
-    recipe.data.use_model(model)
-    reader = InputReader(model, recipe.data, texts or (), images or ())
-    show_status("loading the model")
-    if asked.temperature and asked.seed is None:
-        asked = replace(asked, seed=recipe.seed)
-    return run_predict_command(model, load_model(model, folder), reader, asked, paths, texts or images or ())
+    return Predictor(recipe, run_dir).predict(texts, images, paths, **how)
+
+
+class Predictor:
+    """The model of ``run_dir``, whose weights stay loaded between predictions on one device in one precision."""
+
+    def __init__(self, recipe: Recipe, run_dir: str | Path) -> None:
+        self.recipe, self.run_dir = recipe, run_dir
+        self.loaded: tuple[object, Any, nn.Module] | None = None  # device and dtype, model, module
+
+    def predict(
+        self,
+        texts: Sequence[str] | str = (),
+        images: Sequence[str] | str = (),
+        paths: Sequence[str] | str = (),
+        **how: Any,
+    ) -> list[Any]:
+        """Predict like :func:`predict`."""
+        texts, images, paths = ([given] if isinstance(given, str) else given or () for given in (texts, images, paths))
+        asked = PredictOptions(**how)
+        asked.check()
+        asked.check_task(self.recipe.model.task or "single_label")
+        if asked.temperature and asked.seed is None:
+            asked = replace(asked, seed=self.recipe.seed)
+        place = (asked.resolve_device(), asked.dtype)
+        if self.loaded is None or self.loaded[0] != place:
+            self.loaded = place, *self._load(texts, images)
+        _, model, module = self.loaded
+        reader = InputReader(model, self.recipe.data, texts, images)
+        return run_predict_command(model, module, reader, asked, paths, texts or images)
+
+    def _load(self, texts: Sequence[str], images: Sequence[str]) -> tuple[Any, nn.Module]:
+        folder = verified_model_folder(self.run_dir)
+        model: Any = restore_open_fields(self.recipe.model, folder)
+        self.recipe.data.use_model(model)
+        InputReader(model, self.recipe.data, texts, images)  # reject what the model cannot read before it is loaded
+        show_status("loading the model")
+        return model, load_model(model, folder)
 
 
 def verified_model_folder(run_dir: str | Path) -> Path:
@@ -111,7 +138,8 @@ class PredictOptions:
 
     Args:
         output: a .csv, .jsonl or .parquet file for the predictions; ``None`` prints them.
-        top_k: number of most probable classes to report per input; for single_label only.
+        top_k: number of most probable classes to report per input; for single_label only. With more than one, the
+            answer is a list of pairs.
         probabilities: also report the probabilities of all classes or labels.
         max_new_tokens: maximum number of tokens that a language model generates per text; ``None`` is 128.
         temperature: divides the scores before sampling; ``None`` or 0 takes the most probable token.
@@ -455,7 +483,8 @@ def run_predict_command(
 
     Returns:
         For each input that could be read, by the task: its most probable class and probability; a list of such pairs,
-        one per predicted label or per word; a list of numbers; or the generated text. Empty if a file was written.
+        one per class with ``top_k``, per predicted label or per word; a list of numbers; or the generated text. Empty
+        if a file was written.
 
     Raises:
         RecipeError: at the end, if some inputs could not be read; it names the first ones.
@@ -492,7 +521,7 @@ def run_predict_command(
                 elif options.output is None:
                     pairs: Any = list(zip(labels, answer.values, strict=True))
                     result = {"regression": answer.values, "language": answer.generated}.get(task, pairs)
-                    found.append(pairs[0] if task == "single_label" else result)
+                    found.append(pairs[0] if task == "single_label" and options.top_k == 1 else result)
                 write(answer, labels)
             done += len(chunk)
             progress.count(done, inputs.count, f"{done / max(1e-9, time.monotonic() - begun):,.1f} inputs/s")

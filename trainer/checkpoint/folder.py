@@ -18,7 +18,7 @@ from trainer.system.text import format_bytes
 NAME = re.compile(r"step-\d{8,}")
 MARGIN = 2**20  # bytes for JSON files and the file system's metadata, in addition to the tensors
 
-Score = Callable[[Mapping[str, float]], float]
+Score = Callable[[Mapping[str, float]], tuple[float, float]]
 
 
 class CheckpointFolder:
@@ -85,7 +85,7 @@ class CheckpointFolder:
     def rotate(self, keep_last: int, keep_best: int, score: Score) -> list[str]:
         """Delete all checkpoints except the newest and the best; return a message for each that cannot be removed.
 
-        A checkpoint with an unreadable manifest is kept, for the user to inspect. Ties go to the first.
+        A checkpoint with an unreadable manifest is kept, for the user to inspect. Ties go to the later step.
         """
         metrics: dict[Path, Mapping[str, float] | None] = {}  # metrics by checkpoint, newest first
         for path in self.newest_first():
@@ -93,7 +93,7 @@ class CheckpointFolder:
                 metrics[path] = read_manifest(path).figures
         rated = {path: found for path, found in metrics.items() if found}
         newest = list(metrics)[:keep_last]
-        best = sorted(rated, key=lambda path: (-score(rated[path]), path.name))
+        best = sorted(rated, key=lambda path: (score(rated[path]), path.name), reverse=True)
         kept = {*newest, *best[:keep_best]}
         if keep_best:  # a run that resumes from one of the newest needs the best checkpoint up to that step
             kept |= {next((path for path in best if path.name <= at.name), at) for at in newest}

@@ -26,7 +26,7 @@ from trainer.system.text import escaped, format_bytes
 USAGE = """\
 usage: trainer checkpoint list DIR
        trainer checkpoint verify DIR
-       trainer checkpoint export DIR [--best] [--out FOLDER] [--trust-recipe]
+       trainer checkpoint export DIR [--best | --last] [--out FOLDER] [--trust-recipe]
 
 list    list checkpoints with step, epoch, size, ranks and metrics; the best of the run is marked
 verify  check the hash of every file, including model/ and recipe.yaml of a run directory; exit code 1 if a file has
@@ -35,10 +35,13 @@ export  write the model of a checkpoint like a finished run: for trainer evaluat
         other readers of safetensors. FOLDER is RUN_DIR/model by default. If the recipe is a .py file, it is executed,
         which needs --trust-recipe
 
-DIR is a run directory (export takes its newest valid checkpoint, or with --best the best one) or one checkpoint, such
-as RUN_DIR/checkpoints/step-00000100.
+DIR is a run directory or one checkpoint, such as RUN_DIR/checkpoints/step-00000100. For a run directory, export
+takes the weights that a finished run has in model/: the best evaluation's, or the newest without an evaluation. --last
+takes the newest valid checkpoint; --best fails if no evaluation has chosen one.
 """
 ACTIONS = ("list", "verify", "export")
+CHOICES = ("best", "last")
+"""Flags of export that choose a checkpoint of a run."""
 RESULTS = {"recipe.yaml": verify_text_file, "model": verify_folder}
 """Other results in a run directory, with the function that checks each."""
 
@@ -47,12 +50,12 @@ def checkpoint(argv: Sequence[str]) -> None:
     """Run ``trainer checkpoint``."""
     from trainer.commands.flags import split_argv
 
-    positionals, flags = split_argv(argv, CommandFlags({}, {"best": ""}))
+    positionals, flags = split_argv(argv, CommandFlags({}, {"best": "", "last": ""}))
     if ("help", None) in flags or not positionals:
         print(USAGE, end="")
         return
     action, *rest = positionals
-    unknown = [name for name, _ in flags if action != "export" or name not in ("out", "best", TRUST_RECIPE)]
+    unknown = [name for name, _ in flags if action != "export" or name not in ("out", *CHOICES, TRUST_RECIPE)]
     require(action in ACTIONS, f"checkpoint {action}: no such action: use one of {', '.join(ACTIONS)}")
     require(not unknown, f"checkpoint {action}: unknown flag --{'/--'.join(unknown)}: see trainer checkpoint --help")
     require(len(rest) == 1, f"checkpoint {action} takes one DIR: see trainer checkpoint --help")
@@ -64,14 +67,22 @@ def checkpoint(argv: Sequence[str]) -> None:
         results = {result: check for result, check in checks.items() if result.exists()}
         verify_checkpoints(CheckpointFolder(path / "checkpoints").newest_first() if results else find(path), results)
     else:
-        out, paths = next((text for name, text in flags if name == "out"), None), find(path)
-        if ("best", None) in flags:
-            best = best_checkpoint(paths)
-            if best is None:
-                missing = "no evaluation has chosen a best checkpoint (run.best, a validation set)"
-                raise RecipeError(f"{path}: {missing}: leave out --best")
-            paths = [found for found in paths if found == best]
+        out = next((text for name, text in flags if name == "out"), None)
+        paths = choose(path, [name for name, _ in flags if name in CHOICES])
         export_checkpoint(paths, Path(out) if out else None, trusted=(TRUST_RECIPE, None) in flags)
+
+
+def choose(path: Path, asked: Sequence[str]) -> list[Path]:
+    """Return the checkpoints of ``path`` to export, the first choice first; ``asked`` has the given ``CHOICES``."""
+    require(len(asked) <= 1, "checkpoint export: give --best or --last, not both")
+    paths = find(path)
+    best = None if "last" in asked else best_checkpoint(paths)
+    if "best" in asked and best is None:
+        missing = "no evaluation has chosen a best checkpoint (run.best, a validation set)"
+        raise RecipeError(f"{path}: {missing}: leave out --best")
+    if best is None:
+        return paths
+    return [best] if asked else [best, *(other for other in paths if other != best)]  # a damaged best one is skipped
 
 
 def find(path: Path) -> list[Path]:

@@ -9,7 +9,7 @@ from argparse import SUPPRESS, Action, ArgumentError
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from enum import Enum
-from functools import partial
+from functools import cache, partial
 from pathlib import Path, PurePath
 from re import findall, fullmatch, search
 from typing import Any, Literal, Union, get_args, get_origin
@@ -22,7 +22,7 @@ from trainer.commands import NO_FLAGS, RECIPE_FLAGS, CommandFlags
 from trainer.commands.classes import SWAPPABLE_SECTIONS, known_classes
 from trainer.errors import RecipeError, require, suggest_name
 from trainer.recipe import UNSUPPORTED_VALUES, VALUE_ALIASES, VALUE_SUGGESTIONS, Recipe
-from trainer.settings import did_you_mean, settings_of
+from trainer.settings import did_you_mean, foreign_switch, settings_of
 from trainer.system.error_reports import describe_error
 from trainer.system.files import read_regular
 
@@ -54,6 +54,8 @@ def split_argv(argv: Sequence[str], own: CommandFlags = NO_FLAGS) -> tuple[list[
             positionals.append(name + equals + text)
         elif not name.startswith("--"):
             raise RecipeError(f"unknown flag {name}: flags start with two dashes")
+        elif (meant := foreign_switch(name[2:])) is not None:
+            raise RecipeError(f"unknown flag {name}: use --{meant}")
         elif equals:
             flags.append((name[2:], text))
         else:
@@ -96,7 +98,7 @@ class RecipeParser:
                 title = f"{section}: {setting.owner.__name__}" if section else "recipe"
                 more = {"description": _others(section)} if section in SWAPPABLE_SECTIONS else {}
                 groups[section] = self.parser.add_argument_group(title, **more)
-            shown = {"metavar": _describe(setting.hint), "help": _documentation(setting.owner, name) or None}
+            shown = {"metavar": _describe(setting.hint), "help": _documentation(setting.owner).get(name) or None}
             kind = _parser_type(setting.hint)
             groups[section].add_argument(f"--{key}", default=setting.value, type=kind, **shown)
 
@@ -104,7 +106,8 @@ class RecipeParser:
         """Return the changes of a YAML file."""
         flat: dict[str, Any] = {}
         sections = {key[:at] for key in self.settings for at, letter in enumerate(key) if letter == "."}
-        for key, value in _flatten(nested, sections):
+        for given_key, value in _flatten(nested, sections):
+            key = self._canonical(given_key)
             if key not in self.settings:
                 meant = self._find_owner(key) or did_you_mean(key, [*self.settings, *sections])
                 raise SettingError(key, f"unknown key {key}{meant}")
@@ -120,7 +123,8 @@ class RecipeParser:
         given: dict[str, Any] = {}
         entries: dict[str, dict[str, str]] = {}
         argv, start = [], Namespace()
-        for name, text in flags:
+        for given_name, text in flags:
+            name = self._canonical(given_name)
             key, entry = self._key_of(name, text)
             if text is None:
                 argv.append(f"--{name}")
@@ -140,6 +144,12 @@ class RecipeParser:
             tree = {key: {**(value if isinstance(value, dict) else {}), **named}}
             changes |= self._convert(partial(self.parser.parse_object, tree, defaults=False), tree)
         return changes
+
+    def _canonical(self, name: str) -> str:
+        """Return the setting for ``name``: ``data.train_file`` and ``data.train_files`` mean the same."""
+        other = f"{name}s" if name.endswith("_file") else name.removesuffix("s")
+        is_file = name.startswith("data.") and name.removesuffix("s").endswith("_file")
+        return other if is_file and name not in self.settings and other in self.settings else name
 
     def _key_of(self, name: str, text: str | None) -> tuple[str, str]:
         """Return the setting of the flag ``name``, and the entry for one of a dict, such as ``model.config.dim``."""
@@ -300,12 +310,11 @@ class _Formatter(DefaultHelpFormatter):
         return " ".join([", ".join(action.option_strings), *([str(action.metavar)] if action.metavar else [])])
 
 
-def _documentation(owner: type, name: str) -> str:
-    for cls in owner.__mro__:
-        for parameter in parse_docstring(cls.__doc__ or "").params:
-            if parameter.arg_name == name:
-                return " ".join((parameter.description or "").split())
-    return ""
+@cache
+def _documentation(owner: type) -> dict[str, str]:
+    """Return the descriptions of fields by name, from the docstrings of a class and its base classes."""
+    fields = [field for cls in reversed(owner.__mro__) for field in parse_docstring(cls.__doc__ or "").params]
+    return {field.arg_name: " ".join((field.description or "").split()) for field in fields}
 
 
 def _flatten(tree: Mapping[Any, Any], sections: set[str], prefix: str = "") -> Iterable[tuple[str, Any]]:

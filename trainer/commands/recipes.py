@@ -15,13 +15,15 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from trainer.commands import NO_FLAGS, RECIPE_FLAGS, TRUST_RECIPE, CommandFlags
 from trainer.commands.classes import SWAPPABLE_SECTIONS, require_settings, split_classes, with_classes
+from trainer.commands.own_data import TABLES, infer, is_own_data
 from trainer.contract import Data, Model
 from trainer.errors import MissingArgumentError, RecipeError, require, safe_message
 from trainer.recipe import Checkpoint, Memory, Optim, Recipe, Run
 from trainer.settings import CLASS, change, did_you_mean, dump_recipe, settings_of
+from trainer.system.environment import is_first_process
 from trainer.system.files import default_folder, make_folder
 from trainer.system.redact import refuse_redacted
-from trainer.system.text import wrapped
+from trainer.system.text import escaped, wrapped
 
 if TYPE_CHECKING:
     from trainer.commands.flags import Flags, RecipeParser
@@ -91,6 +93,10 @@ def source_of(reference: str, folder: Path | None = None) -> str:
         meant = did_you_mean(reference, names)
         if os.path.isfile(path / "recipe.yaml"):  # a run directory
             meant = f"; did you mean {Path(reference, 'recipe.yaml')}?"
+        elif os.path.isfile(path / "config.json"):
+            meant = f": it is a model; use --model.name {reference} of a recipe, or trainer plan hf:{reference}"
+        if path.suffix in TABLES:
+            raise RecipeError(f"data {reference!r}: no such file")
         raise RecipeError(f"unknown recipe {reference!r}{meant} ({known})")
     if not os.path.isfile(path):  # unlike Path.is_file, also for an invalid name
         raise RecipeError(f"recipe {reference!r}: no such file")
@@ -200,6 +206,8 @@ def parse_command(
     if not positionals and own.description and ("help", None) in flags:
         print(_command_help(command, expected, own))
         return None
+    if not positionals and expected == "RECIPE":
+        positionals = [text for name, text in flags if name == "config" and text][:1]  # the YAML file names its recipe
     if not positionals:
         known = f" (packaged recipes: {', '.join(packaged_recipes())})" if expected == "RECIPE" else ""
         raise MissingArgumentError(f"{command} needs a {expected}{known}: see trainer --help")
@@ -207,14 +215,27 @@ def parse_command(
     flags += [(own.positional, word) for word in others if own.positional]
     if others and not own.positional:
         name, equals, value = others[0].partition("=")
-        meant = f"; did you mean --{name} {value}?" if equals and name.replace(".", "").isidentifier() else ""
+        value = value if equals else next(iter(others[1:]), "")
+        meant = f"; did you mean --{name} {value}?" if value and name.replace(".", "").isidentifier() else ""
         raise RecipeError(f"unexpected {others[0]!r}: {command} takes one {expected}, then flags{meant}")
+    if expected == "RECIPE" and is_own_data(reference):
+        reference, inferred = _infer(command, reference, flags)
+        flags = [*inferred, *flags]
     if (recipe := make_recipe(reference, flags)) is not None:
         source: str | None = reference
     else:
         recipe, source = load_recipe(named(reference), trusted=(TRUST_RECIPE, None) in flags)
     resolved = resolve(recipe, source, flags, f"trainer {command} {reference} [flags]", own)
     return None if resolved is None else ParsedCommand(resolved, source, reference, flags)
+
+
+def _infer(command: str, reference: str, flags: Flags) -> tuple[str, Flags]:
+    """Return the recipe and the flags for the user's data in ``reference``, and print the equivalent command."""
+    found = infer(reference, {name: text for name, text in flags if text is not None}, command)
+    if is_first_process():
+        print(escaped(f"{reference}: {found.data}"))
+        print(escaped(f"same as: {found.command(command)}"), flush=True)
+    return found.recipe, list(found.flags.items())
 
 
 def _command_help(command: str, what: str, own: CommandFlags) -> str:
@@ -259,11 +280,28 @@ def resolve(
     by_flags = parser.read_flags([(name, text) for name, text in flags if not _names_class(name)], in_yaml)
     require_settings(recipe, needed, in_yaml, by_flags)
     resolved = change(recipe, in_yaml, by_flags)
+    asked = {**in_yaml, **by_flags}
+    if "model.name" in asked and "data.max_length" not in asked:
+        resolved = _fit_max_length(resolved)
     refuse_redacted({key: setting.value for key, setting in settings_of(resolved).items()})
     if ("print_config", None) in flags:
         print(dump_recipe(resolved, source), end="")
         return None
     return resolved
+
+
+def _fit_max_length(recipe: Recipe) -> Recipe:
+    """Lower ``data.max_length``, which the recipe chose for another model, to the maximum of this one."""
+    from trainer.models.hub import max_tokens
+
+    settings = settings_of(recipe)
+    length, name = (settings[key].value if key in settings else None for key in ("data.max_length", "model.name"))
+    limit = max_tokens(str(name)) if isinstance(length, int) else None
+    if length is None or limit is None or length <= limit:
+        return recipe
+    if is_first_process():
+        print(escaped(f"data.max_length is {limit} instead of {length}: {name} supports no more tokens"), flush=True)
+    return change(recipe, {"data.max_length": limit})
 
 
 def _names_class(flag: str) -> bool:

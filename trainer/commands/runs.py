@@ -20,7 +20,11 @@ if TYPE_CHECKING:
 # Modules that import torch are imported inside the functions, so that --help is fast.
 
 ABOUT_EVALUATE = "Evaluate the trained model of a run directory on its test set, or its validation set."
-EVALUATE_FLAGS = CommandFlags(description=ABOUT_EVALUATE)
+EVALUATE_FLAGS = CommandFlags(
+    {"file": "a file with labels to evaluate instead of the test set; --file may be omitted"},
+    positional="file",
+    description=ABOUT_EVALUATE,
+)
 PREDICT_FLAGS = CommandFlags(
     {
         "path": "files, folders, patterns and tables (.csv, .jsonl, .parquet) to classify; --path may be omitted",
@@ -90,10 +94,13 @@ def fit_script(recipe: Recipe) -> None:
 def evaluate(argv: list[str]) -> None:
     """Evaluate the trained model of a run directory."""
     if asked := parse_command("evaluate", "RUN_DIR", argv, EVALUATE_FLAGS, named=_load_run_recipe):
-        asked.recipe.data.require_files()
+        files = [text for name, text in asked.flags if name == "file"]
+        require(len(files) <= 1, f"evaluate takes one file, not {len(files)}")
+        file = files[0] if files else None
+        asked.recipe.data.for_evaluation(path=file).require_files()
         from trainer.api import evaluate
 
-        evaluate(asked.recipe, Path(asked.reference))
+        evaluate(asked.recipe, Path(asked.reference), file)
 
 
 def predict(argv: list[str]) -> None:

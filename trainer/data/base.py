@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -19,6 +20,9 @@ from trainer.values import DataSpec, Task
 if TYPE_CHECKING:
     from numpy import ndarray
     from numpy.random import RandomState
+
+SEPARATORS = (",", ";", "\t", "|")  # between the cells of csv files
+MAX_SHOWN_CLASSES = 5
 
 
 @dataclass(kw_only=True)
@@ -137,6 +141,19 @@ def require_fraction(key: str, value: Any, off: str = "0") -> None:
 def local_path(text: str) -> Path:
     """Convert a path, possibly with ``~``, or a ``file://`` URL to a ``Path``."""
     return Path(url2pathname(urlparse(text).path)) if text.startswith("file://") else Path(text).expanduser()
+
+
+def format_counts(counts: Mapping[str, int]) -> str:
+    """Return the number of classes and the samples of each, the most frequent first."""
+    ordered = sorted(counts.items(), key=lambda item: -item[1])
+    more = f" and {len(counts) - MAX_SHOWN_CLASSES:,} more" if len(counts) > MAX_SHOWN_CLASSES else ""
+    shown = ", ".join(f"{name} {count:,}" for name, count in ordered[:MAX_SHOWN_CLASSES])
+    return f"{len(counts):,} classes ({shown}{more})"
+
+
+def separator_of(header: str) -> str:
+    """Return the common separator that splits the ``header`` into the most columns; a comma if none does."""
+    return max(SEPARATORS, key=lambda sign: len(next(csv.reader([header], delimiter=sign), [])))
 
 
 def root_cause(error: BaseException) -> str:

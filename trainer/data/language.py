@@ -8,12 +8,12 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
-from trainer.contract import Model
+from trainer.contract import Data, Model
 from trainer.data.base import local_path
 from trainer.data.text import (
     PaddedDataset,
@@ -123,6 +123,13 @@ class LanguageData(PaddedDataset):
             raise RecipeError(f"data.train_files is missing: {fix}")
         for part in ("train", "val", "test"):
             self._paths(part)
+
+    def for_evaluation(self, model: Model | None = None, path: str | None = None) -> Data:
+        """Return a dataset of the test files alone."""
+        files = path or self.test_files
+        if files is None or self.name is not None:
+            return self if path is None else super().for_evaluation(model, path)
+        return replace(self, train_files=files, val_files=None, test_files=files, val_fraction=0.0, val_fold=None)
 
     def _paths(self, part: str) -> list[Path]:
         pattern = getattr(self, f"{part}_files")
@@ -240,8 +247,9 @@ class Conversations(LanguageData):
     """Conversations with an assistant, from .jsonl, .parquet, .csv or .tsv files or the hub.
 
     A row has messages, a list of ``{"role": ..., "content": ...}`` (or ShareGPT's ``from`` and ``value``; in csv as
-    JSON), or a prompt and a completion, which are texts or such lists. The tokenizer's chat template formats them. It
-    also gets the column ``tools``, if present: JSON schemas of functions that the model may call.
+    JSON), or a prompt and a completion, which are texts or such lists, or Alpaca's ``instruction``, ``input`` and
+    ``output``. The tokenizer's chat template formats them. It also gets the column ``tools``, if present: JSON schemas
+    of functions that the model may call.
 
     Args:
         messages_column: column of the messages; null uses messages or conversations.

@@ -9,7 +9,7 @@ from bisect import bisect_right
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import accumulate, chain, pairwise
 from pathlib import Path
-from re import search, sub
+from re import search
 from typing import Any, NamedTuple, Protocol
 
 import datasets
@@ -24,7 +24,7 @@ from trainer.contract import Samples
 from trainer.data.base import hold_out, local_path, root_cause
 from trainer.data.cache import hash_of
 from trainer.data.fingerprint import ContentHasher, add_rows, sample_row_blocks
-from trainer.data.tables import RowSource, check_columns
+from trainer.data.tables import RowSource, brief_places, check_columns
 from trainer.data.tokens import (
     MAX_CHARS_PER_TOKEN,
     MIN_CHARS_LIMIT,
@@ -57,6 +57,7 @@ EMPTY_REASON, TRUNCATED_REASON = "is empty", "has no text of the assistant withi
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
 TOOLS = "tools"
+ALPACA = ("instruction", "input", "output")  # columns of a prompt, its optional context, and the answer
 SHAREGPT = {"human": "user", "gpt": "assistant", "function_response": "tool"}
 
 CHATML = (
@@ -199,7 +200,7 @@ class ChatReader:
         """Render a short conversation to find how the template ends a turn of the assistant."""
         probe = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
         (found,) = self([{"messages": probe}])
-        if isinstance(found, str) or self.loss_on == "all":
+        if isinstance(found, str) or self.loss_on == "all" or found[0].num_truncated:
             return
         last = found[0].labels[found[0].labels != IGNORED_LABEL][-1:].tolist()
         if last and last[0] in self.special:
@@ -218,6 +219,8 @@ class ChatReader:
             check_columns(source, found, messages_column=self.column)
             return [self.column, *tools]
         messages = next((name for name in ("messages", "conversations") if name in found), None)
+        if messages is None and not {*self.pair} <= {*found} and {*ALPACA[::2]} <= {*found}:
+            return [*(name for name in ALPACA if name in found), *tools]
         if messages is None and not {*self.pair} <= {*found}:
             pair = f"data.prompt_column={self.pair[0]!r} and data.completion_column={self.pair[1]!r}"
             cause = f"{source} has no column messages or conversations, nor {pair}; it has"
@@ -233,9 +236,18 @@ class ChatReader:
         ids = encode_texts(texts, self.tokenizer)
         return [one if isinstance(one, str) else self._sample(one, ids) for one in written]
 
+    def _message_cells(self, cells: Mapping[str, Any]) -> list[Any]:
+        """Return the cell of the messages, or those of prompt and completion. Alpaca's context follows its prompt."""
+        if self.column is not None or not {*ALPACA[::2]} <= cells.keys() or {*self.pair} <= cells.keys():
+            return [cell for name, cell in cells.items() if name != TOOLS]
+        prompt, context, answer = (cells.get(name) for name in ALPACA)
+        if isinstance(prompt, str) and isinstance(context, str) and context.strip():
+            prompt = f"{prompt}\n\n{context}"
+        return [prompt, answer]
+
     def _render_row(self, cells: Mapping[str, Any]) -> _RenderedChat | str:
         try:
-            messages = messages_of([cell for name, cell in cells.items() if name != TOOLS])
+            messages = messages_of(self._message_cells(cells))
             tools = _tools(cells.get(TOOLS))
         except RecipeError as error:
             return str(error)
@@ -615,14 +627,14 @@ class TruncationReport:
 
     def _report_split(self, part: str, every: Sequences, chosen: ndarray, what: str) -> None:
         if chosen.any():
-            found = _format_places([every.describe(index) for index in np.flatnonzero(chosen)[:MAX_SHOWN].tolist()])
+            found = brief_places([every.describe(index) for index in np.flatnonzero(chosen)[:MAX_SHOWN].tolist()])
             names = ", ".join(found) + (", …" if chosen.sum() > MAX_SHOWN else "")
             warn_once(f"{part}: {int(chosen.sum()):,} of {len(every):,} {self.called}s {what} ({names})")
 
     def check(self, max_bad: int) -> None:
         """Warn about the samples that are skipped, or reject them if they are more than ``max_bad``."""
         count = len(self.bad)
-        shown = "; ".join(_format_places(self.bad[:MAX_SHOWN]))
+        shown = "; ".join(brief_places(self.bad[:MAX_SHOWN]))
         shown += f"; and {count - MAX_SHOWN:,} more" if count > MAX_SHOWN else ""
         said = f"{self._format_count(count)} cannot be learned from"
         is_short = any(why.endswith(TRUNCATED_REASON) for why in self.bad)
@@ -632,8 +644,3 @@ class TruncationReport:
             raise RecipeError(f"{said}, more than data.max_bad_samples={max_bad}: {shown}. Fix or remove them{fix}")
         if self.bad:
             warn_once(f"{said} and are skipped: {shown}")
-
-
-def _format_places(places: Sequence[str]) -> list[str]:
-    """Shorten descriptions of rows: only the first states how rows are counted."""
-    return [*places[:1], *(sub(r" \(the (first|header) is row[^)]*\)", "", place) for place in places[1:])]

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import codecs
-import csv
 import io
 import json
 import logging
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from glob import escape, glob
@@ -23,7 +24,7 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 from datasets.utils.extract import Extractor
 
-from trainer.data.base import root_cause
+from trainer.data.base import root_cause, separator_of
 from trainer.data.cache import cache_folder, checksums, hash_of, inspect_cached
 from trainer.errors import RecipeError, RunError, require, suggest_name
 from trainer.system.files import open_regular, read_regular, room_in
@@ -38,7 +39,6 @@ _KINDS = {
 }
 """By suffix: the reader of ``datasets``, the number of the first row, and how rows are counted."""
 
-SEPARATORS = (",", ";", "\t", "|")
 MAX_REASON_CHARS = 400  # max characters of a library's message
 NO_ROWS = "add some, or give another file"
 
@@ -67,6 +67,11 @@ class RowSource:
         if self.files:
             return self.files[index]
         return f"{self.source} row {index + self.first_row} ({self.row_numbering})"
+
+
+def brief_places(places: Sequence[str]) -> list[str]:
+    """Shorten descriptions of rows: only the first states how rows are counted."""
+    return [*places[:1], *(re.sub(r" \(the (first|header) is row[^)]*\)", "", place) for place in places[1:])]
 
 
 def check_columns(source: str, found: Sequence[str], **wanted: str) -> None:
@@ -104,7 +109,8 @@ def _read_file(path: Path, kind: str, written: CsvFormat, cache_dir: str) -> dat
     try:
         _reject_decompression_bombs(path, kind)
         options = {"cache_dir": cache_dir} | (_csv_options(path, written) if _KINDS[kind][0] == "csv" else {})
-        table = datasets.load_dataset(_KINDS[kind][0], data_files=str(path), split="train", **options)
+        with no_progress_bar():
+            table = datasets.load_dataset(_KINDS[kind][0], data_files=str(path), split="train", **options)
     except RecipeError:
         raise
     except Exception as error:  # the readers of the formats raise different exceptions
@@ -112,6 +118,18 @@ def _read_file(path: Path, kind: str, written: CsvFormat, cache_dir: str) -> dat
         raise RecipeError(f"{path} cannot be read as {kind[1:]} ({root_cause(error)}): fix the file") from error
     require(len(table) > 0, f"{path} has no rows: {NO_ROWS}")
     return table
+
+
+@contextmanager
+def no_progress_bar() -> Iterator[None]:
+    """Hide the progress bars of datasets while a file is read, which takes a moment."""
+    enabled = not datasets.are_progress_bars_disabled()
+    datasets.disable_progress_bars()
+    try:
+        yield
+    finally:
+        if enabled:
+            datasets.enable_progress_bars()
 
 
 def _iter_json_lines(path: Path) -> Iterator[dict[str, Any]]:
@@ -145,7 +163,8 @@ def _read_lines(path: Path, pick: Callable[[Sequence[str]], Sequence[str]], cach
         columns = pick(list(dict.fromkeys(name for row in _iter_json_lines(path) for name in row)))
         told: Any = {"path": path, "columns": tuple(columns)}  # from_generator splits lists
         features = datasets.Features({name: datasets.Value("large_string") for name in columns})
-        return datasets.Dataset.from_generator(_read_cells, features, cache_dir=cache_dir, gen_kwargs=told)
+        with no_progress_bar():
+            return datasets.Dataset.from_generator(_read_cells, features, cache_dir=cache_dir, gen_kwargs=told)
     except RecipeError:
         raise
     except Exception as error:  # datasets wraps what the generator raises
@@ -281,7 +300,7 @@ def _csv_options(path: Path, written: CsvFormat) -> dict[str, Any]:
     with open_regular(path) as file:
         header = io.TextIOWrapper(file, encoding).readline(MAX_LINE_BYTES + 1)
     _require_line_length("the header", header.encode())
-    common = {"sep": written.separator or _detect_separator(header), "encoding": encoding}
+    common = {"sep": written.separator or separator_of(header), "encoding": encoding}
     asked: Any = {**common, "dtype": str, "keep_default_na": False}
     given = pandas.read_csv(path, nrows=1, header=None, **asked).iloc[0].tolist()
     named = [name for name in given[:MAX_COLUMNS] if isinstance(name, str) and name]
@@ -316,11 +335,6 @@ def _detect_encoding(path: Path, declared: str | None) -> str:
                 raise RecipeError(f"{cause}: if that looks right, use {fix}") from None
             lines += part.count(b"\n")
     return encoding
-
-
-def _detect_separator(header: str) -> str:
-    """Return the common separator that splits the ``header`` into the most columns; a comma if none does."""
-    return max(SEPARATORS, key=lambda sign: len(next(csv.reader([header], delimiter=sign), [])))
 
 
 def open_class_folders(root: Path, part: str, classes: Sequence[tuple[str, int]], cache: Path) -> RowSource:

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from glob import escape, glob
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
-from trainer.contract import Model
-from trainer.data.base import BuiltinDataset, ClassWeightedDataset, hold_out, local_path
-from trainer.errors import RecipeError, format_list, require, require_positive
+from trainer.contract import Data, Model
+from trainer.data.base import BuiltinDataset, ClassWeightedDataset, format_counts, hold_out, local_path
+from trainer.errors import RecipeError, format_list, require, require_choice, require_positive
+from trainer.system.environment import is_local_rank_zero
+from trainer.system.text import escaped
 from trainer.values import DataSpec
 
 if TYPE_CHECKING:
@@ -24,6 +27,9 @@ if TYPE_CHECKING:
 
 
 PUBLIC_IMDB = "stanfordnlp/imdb"
+MIN_ROWS_OF_IDS = 10
+"""Min number of rows with one label each that are rejected, because the labels are not classes."""
+
 MAX_FLOAT_CLASSES = 20
 """Max number of distinct non-integer labels that are treated as classes, such as half stars."""
 
@@ -97,13 +103,34 @@ class Texts(PaddedDataset):
         return Padder(tokenizer, self.max_length)(encode(read, tokenizer, self.max_length))
 
 
+@dataclass(kw_only=True)
 class _TokenizedDataset(ClassWeightedDataset, Texts):
-    """Base class of text datasets that are tokenised before training."""
+    """Base class of text datasets that are tokenised before training.
+
+    Args:
+        missing: rows without text or label: error names them and ends the run, drop leaves them out.
+    """
+
+    missing: Literal["error", "drop"] = "error"
+
+    _known_classes: ClassVar[Sequence[str] | None] = None  # those of a trained model, if the training file is not read
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        require_choice("data.missing", self.missing, Literal["error", "drop"])
 
     def prepare(self, tokenizer: Any = None, model: Model | None = None) -> None:
         from trainer.data.cache import cache_folder
         from trainer.data.labels import output_names
-        from trainer.data.tokens import Padder, Tokens, check_tokenizer, label_ids, label_texts, tokenize_table
+        from trainer.data.tokens import (
+            Padder,
+            Tokens,
+            check_tokenizer,
+            complete_rows,
+            label_ids,
+            label_texts,
+            tokenize_table,
+        )
 
         self.use_model(model)
         check_tokenizer(tokenizer, self.max_length)
@@ -117,28 +144,51 @@ class _TokenizedDataset(ClassWeightedDataset, Texts):
         common: Any = partial(tokenize_table, tokenizer=tokenizer, max_length=self.max_length, cache=cache, task=task)
         read = partial(common, pair_column=pair)
         tables = {part: read(rows, *columns) for part, rows in found.items()}
+        usable = {part: complete_rows(tables[part], rows, self.missing) for part, rows in found.items()}
         texts = label_texts(tables["train"])
         if task == "regression":
             self._set_classes(output_names(texts, task, source, self.label_column))
             classes = {name: number for number, name in enumerate(self.class_names)}
+        elif self._known_classes is not None:
+            self._set_classes(self._known_classes)
+            classes = {name: number for number, name in enumerate(self._known_classes)}
         else:
             known = texts if task == "single_label" else output_names(texts, task, source, self.label_column)
             require(len(known) > 0, f"{source}: no row has a label in data.label_column={self.label_column!r}")
             classes = self._classes(source, known)
+            if task == "single_label" and len(known) == len(usable["train"]) >= MIN_ROWS_OF_IDS:
+                cause = f"{source}: data.label_column={self.label_column!r} has another value in each of {len(known):,}"
+                raise RecipeError(f"{cause} rows, like an id: name the column of the classes")
         self._pad = Padder(tokenizer, self.max_length)
         said = self.label_column, classes, task
         labels = {part: label_ids(tables[part], rows, *said) for part, rows in found.items()}
-        strata: Any = labels["train"] if task == "single_label" else [0] * len(tables["train"])
+        rows = usable["train"]
+        strata: Any = [labels["train"][row] for row in rows] if task == "single_label" else [0] * len(rows)
         kept, held = hold_out(strata, self.val_fraction, "data.val_fraction", fold=self.val_fold)
 
-        def split(part: str, chosen: Sequence[int] | None = None) -> Tokens | None:
-            if part not in found:
-                return None
-            chosen = range(len(tables[part])) if chosen is None else chosen
+        def split(part: str, chosen: Sequence[int]) -> Tokens:
             return Tokens(tables[part], labels[part], found[part], self._pad, chosen)
 
-        self.train, self.test = split("train", kept), split("test")
-        self.val = split("train", held) if held else split("val")
+        def of_train(positions: Sequence[int]) -> Sequence[int]:
+            return positions if isinstance(rows, range) else [rows[position] for position in positions]
+
+        parts = {part: split(part, chosen) for part, chosen in usable.items() if part != "train"}
+        self.train, self.test = split("train", of_train(kept)), parts.get("test")
+        self.val = split("train", of_train(held)) if held else parts.get("val")
+        if is_local_rank_zero():
+            for part, one in (("train", self.train), ("val", self.val), ("test", self.test)):
+                if one is not None and (part == "test" or self._known_classes is None):
+                    print(escaped(f"data: {part}: {self._summary(one)}"), flush=True)
+
+    def _summary(self, split: Tokens) -> str:
+        """Describe a split in a line: texts, truncated texts and, of classes, how many texts each has."""
+        full = sum(length >= self.max_length for length in split.lengths)
+        parts = [f"{len(split):,} texts"]
+        if self._task == "single_label":
+            counts = Counter(self.class_names[label] for label in split.labels)
+            parts.append(format_counts(counts))
+        parts += [f"{100 * full / len(split):.0f} % fill data.max_length={self.max_length}"] if full else []
+        return ", ".join(parts)
 
     def _find(self, cache: Path) -> dict[str, RowSource]:
         raise NotImplementedError
@@ -257,6 +307,17 @@ class TextFiles(_TokenizedDataset):
             key = f"data.{part}_file={getattr(self, f'{part}_file')!r}"
             require(not path.is_dir(), f"{key}: {path} is a folder: give a file in it by --data.{part}_file FILE")
             require(path.is_file(), f"{key}: there is no file {path}: give one by --data.{part}_file FILE")
+
+    def for_evaluation(self, model: Model | None = None, path: str | None = None) -> Data:
+        """Return a dataset of the test file alone: the trained model knows the classes."""
+        file = path or self.test_file
+        known = model.class_names if model is not None else ()
+        if file is None or known is None or (model is not None and model.task == "regression"):
+            return self if path is None else replace(self, test_file=path)
+        # The test file also stands for the training file, from which nothing is learned.
+        found = replace(self, train_file=file, val_file=None, test_file=file, val_fraction=0.0, val_fold=None)
+        found._known_classes = list(known)  # type: ignore[misc]
+        return found
 
     def _paths(self) -> dict[str, Path]:
         files = {"train": self.train_file, "val": self.val_file, "test": self.test_file}

@@ -10,7 +10,7 @@ from itertools import chain
 from math import isnan
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any
+from typing import Any, Literal
 
 import datasets
 import numpy as np
@@ -24,8 +24,10 @@ from trainer.contract import PADDING_MULTIPLE, Samples
 from trainer.data.cache import get_or_build, hash_of
 from trainer.data.fingerprint import ContentHasher, add_rows, sample_row_blocks, tokenizer_hash
 from trainer.data.labels import RowLabels, parse_labels, parse_numbers, parse_tagged_words, row_labels
-from trainer.data.tables import RowSource, check_columns
+from trainer.data.tables import RowSource, brief_places, check_columns
 from trainer.errors import RecipeError, require
+from trainer.system.environment import is_local_rank_zero
+from trainer.system.text import escaped
 from trainer.values import IGNORED_LABEL, Task
 
 CHARS_PER_BATCH, MAX_CHARS_PER_TOKEN, MIN_CHARS_LIMIT = 2_000_000, 1_000, 1_000_000
@@ -34,6 +36,9 @@ per token of ``max_length``, or the last number, about a whole book, if that is 
 
 _STORED = ("input_ids", "token_type_ids")
 FILE = "tokens.arrow"
+
+Missing = Literal["error", "drop"]
+MAX_SHOWN_GAPS = 5
 
 
 class Padder:
@@ -184,19 +189,28 @@ def text_batches(texts: Sequence[Any]) -> Iterator[list[Any]]:
     yield chunk
 
 
+def has_text(text: Any) -> bool:
+    """Return whether a cell is a text with more than white space."""
+    return isinstance(text, str) and bool(text.strip())
+
+
 def require_text(text: Any, place: Callable[[], str], max_length: int, column: str) -> None:
     """Reject a missing, empty or long text at ``place``: a tokenizer needs 100 bytes per character to truncate it."""
-    if not isinstance(text, str) or not text.strip():
-        raise RecipeError(f"{place()} has no text in {column!r}: add it or remove the row")
+    require(has_text(text), f"{place()} has no text in {column!r}: add it or remove the row")
     most = max(MIN_CHARS_LIMIT, MAX_CHARS_PER_TOKEN * max_length)
     if len(text) > most:
         cause = f"{place()} has {len(text):,} characters in {column!r}, and the max is {most:,}"
         raise RecipeError(f"{cause} with data.max_length={max_length}: cut it, or remove the row")
 
 
+def is_missing(label: Any) -> bool:
+    """Return whether a cell has no label."""
+    return label is None or label == "" or (isinstance(label, float) and isnan(label))
+
+
 def require_label(label: Any, place: Callable[[], str], column: str) -> None:
     """Reject an empty label."""
-    if label is None or label == "" or (isinstance(label, float) and isnan(label)):
+    if is_missing(label):
         raise RecipeError(f"{place()} has no {column}: add it or remove the row")
 
 
@@ -217,12 +231,13 @@ def tokenize_table(
 ) -> datasets.Dataset:
     """Return the tokens of every row, with ``length`` and ``label_text``, using the cache on disk.
 
-    ``label_text`` is the label, or JSON of the task's labels: names, numbers, or tags per token, null within words.
+    ``label_text`` is the label, or JSON of the task's labels: names, numbers, or tags per token, null within words. It
+    is null if the row has no text or no label.
     """
     asked = ([] if task == "single_label" else [task]) + ([f"and {pair_column}"] if pair_column else [])
     columns = [text_column, label_column, *([pair_column] if pair_column else [])]
     key = hash_of(
-        "tokens", rows.content, text_column, label_column, max_length, tokenizer_state_hash(tokenizer), *asked
+        "tokens with gaps", rows.content, text_column, label_column, max_length, tokenizer_state_hash(tokenizer), *asked
     )
 
     def pick(found: Sequence[str]) -> Sequence[str]:
@@ -235,6 +250,12 @@ def tokenize_table(
         texts, labels, *pairs = (cells[name] for name in columns)
         for row, (index, text, label) in enumerate(zip(indices, texts, labels, strict=True)):
             place = partial(rows.describe, index)
+            # An empty text has no labels in a row with several.
+            gone = [text is None if task == "token" else not has_text(text), *(not has_text(one[row]) for one in pairs)]
+            if any(gone) or label is None or (task != "multi_label" and is_missing(label)):
+                told.append(None)
+                texts[row] = {"token": ["-"]}.get(task, ("-", "-") if pairs else "-")  # never used
+                continue
             if task == "token":
                 texts[row], label = parse_tagged_words((text, label), place, (text_column, label_column))
                 text = " ".join(texts[row])
@@ -242,17 +263,15 @@ def tokenize_table(
             for seconds in pairs:
                 require_text(seconds[row], place, max_length, str(pair_column))
                 texts[row] = text, seconds[row]
-            if task == "single_label":
-                require_label(label, place, label_column)
             read: Any = {"multi_label": parse_labels, "regression": parse_numbers}.get(task)
             told.append(label if read is None else read(label, place, label_column))
         tokens: dict[str, list[Any]] = encode(texts, tokenizer, max_length)
         if task == "token":
             firsts = zip(told, tokens.pop("words"), strict=True)
-            told = [[None if word == IGNORED_LABEL else tags[word] for word in row] for tags, row in firsts]
+            told = [tags and [None if word == IGNORED_LABEL else tags[word] for word in row] for tags, row in firsts]
         lengths = [len(ids) for ids in tokens["input_ids"]]
         write = str if task == "single_label" else json.dumps
-        return {**tokens, "length": lengths, "label_text": list(map(write, told))}
+        return {**tokens, "length": lengths, "label_text": [None if one is None else write(one) for one in told]}
 
     return build_table(rows, key, pick, encode_rows, cache)
 
@@ -293,7 +312,27 @@ def tokenizer_state_hash(tokenizer: Any) -> str:
 
 def label_texts(table: datasets.Dataset) -> list[str]:
     """Return the distinct labels of a table from :func:`tokenize_table`."""
-    return pc.unique(table.data.column("label_text")).to_pylist()
+    return pc.unique(table.data.column("label_text")).drop_null().to_pylist()
+
+
+def complete_rows(table: datasets.Dataset, rows: RowSource, missing: Missing) -> Sequence[int]:
+    """Return the rows of a table of :func:`tokenize_table` that have a text and a label.
+
+    Raises:
+        RecipeError: if rows are incomplete and ``missing`` is error, or if no row is complete.
+    """
+    is_gap = pc.is_null(table.data.column("label_text")).to_numpy()
+    gaps = np.flatnonzero(is_gap).tolist()
+    if not gaps:
+        return range(len(table))
+    shown = ", ".join(brief_places([rows.describe(index) for index in gaps[:MAX_SHOWN_GAPS]]))
+    cause = f"{len(gaps):,} of {len(table):,} rows have no text or no label: {shown}"
+    cause += f" and {len(gaps) - MAX_SHOWN_GAPS:,} more" if len(gaps) > MAX_SHOWN_GAPS else ""
+    if missing == "error" or len(gaps) == len(table):
+        raise RecipeError(f"{cause}: add them, or leave these rows out with --data.missing drop")
+    if is_local_rank_zero():
+        print(escaped(f"data: leaving out rows: {cause}"), flush=True)
+    return np.flatnonzero(~is_gap).tolist()
 
 
 def label_ids(
@@ -306,9 +345,12 @@ def label_ids(
             return f"{rows.describe(pc.index(table.data.column('label_text'), text).as_py())}: {column} {found}"
 
         return row_labels(table, task, classes, label_texts(table), where)
-    places = pc.index_in(table.data.column("label_text"), value_set=pa.array(list(classes), pa.string()))
-    if places.null_count:
-        index = pc.index(places.is_null(), True).as_py()
+    texts = table.data.column("label_text")
+    places = pc.index_in(texts, value_set=pa.array(list(classes), pa.string()))
+    unknown = pc.and_(places.is_null(), texts.is_valid())
+    if pc.any(unknown).as_py():
+        index = pc.index(unknown, True).as_py()
         label = f"{rows.describe(index)}: {column} {table[index]['label_text']!r}"
         raise RecipeError(f"{label} is not one of {', '.join(classes)}, the labels of the training data")
-    return to_int64_array(np.array(list(classes.values()))[places.to_numpy()])
+    numbers = np.array(list(classes.values()))[places.fill_null(0).to_numpy()]
+    return to_int64_array(np.where(texts.is_valid().to_numpy(), numbers, IGNORED_LABEL))

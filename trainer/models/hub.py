@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import copy
 import re
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from os.path import isdir
 from pathlib import Path
@@ -14,8 +15,10 @@ from trainer.contract import Preparable
 from trainer.errors import RecipeError, RunError, require, suggest_name
 from trainer.models.base import MAX_LAYERS, SupervisedModel, require_filled, train_last_blocks
 from trainer.models.lora import LORA_KEY, LoRA, SupportsLoRA, reset_adapters, save_adapters
-from trainer.system.files import require_regular, room_in
+from trainer.system.environment import is_first_process
+from trainer.system.files import read_json_object, require_regular, room_in
 from trainer.system.hub import offline_advice, offline_reason, warn_offline_cache
+from trainer.system.text import escaped
 from trainer.values import PretrainedWeights
 from trainer.weights.blocks import disable_kv_cache, find_blocks
 
@@ -99,7 +102,10 @@ def from_hub(key: str, source: str, load: Any, *args: Any, **kwargs: Any) -> Any
         fix = "Give a local folder as save_pretrained writes it, or a hub id"
         if why_not and isinstance(error, OSError):
             reason = f"it is neither a local folder nor in the hub's cache, and {why_not}."
-            kinds = {"name": ", or a model type such as distilbert", "tokenizer": ", or bytes, which needs no files"}
+            kinds = {
+                "name": ", or a model type such as distilbert or vit",
+                "tokenizer": ", or bytes, which needs no files",
+            }
             kind = kinds.get(key, "")
             fix = f"Give a local folder as save_pretrained writes it{kind}; {offline_advice()}"
         if "trust_remote_code" in str(error):
@@ -135,6 +141,32 @@ def max_positions(config: Mapping[str, Any]) -> int | None:
     if any(name in kind for name in POSITIONS_FROM_PADDING_IDX):  # their positions start after the padding token's id
         found -= 1 + (config.get("pad_token_id") or 0)
     return found if found > 0 and "t5" not in kind else None  # T5 has the entry, but only relative positions
+
+
+@contextmanager
+def quiet_transformers() -> Iterator[None]:
+    """Suppress the reports and progress bars of transformers: what matters in them is reported here."""
+    from transformers.utils import logging
+
+    verbosity, has_bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        logging.set_verbosity(verbosity)
+        if has_bars:
+            logging.enable_progress_bar()
+
+
+def max_tokens(source: str) -> int | None:
+    """Return the max number of tokens of the model and the tokenizer in a local folder, or of a published model;
+    ``None`` if it is unknown before a download, or unlimited."""
+    folder = bundled_config_folder(source) or Path(local_folder(source))
+    config = read_json_object(folder / "config.json", MAX_CONFIG_BYTES)
+    tokenizer = read_json_object(folder / "tokenizer_config.json", MAX_CONFIG_BYTES)
+    limits = [max_positions(config), tokenizer.get("model_max_length")]
+    return min((limit for limit in limits if isinstance(limit, int) and limit > 0), default=None)
 
 
 COUNT = re.compile(r"(?!.*(per_layer|_size$|_dim|channels)).*(layer|depth|blocks|block_sizes|experts|stages)")
@@ -236,20 +268,25 @@ class HubModel(SupportsLoRA, Preparable):
         if adapter.exists():
             cause = f"model.weights={weights} is or contains a PEFT adapter"
             raise RecipeError(f"{cause}: merge it into its model and save the result")
-        module, found = self._load(
-            "weights",
-            weights,
-            getattr(transformers, self.auto).from_pretrained,
-            config=self._configuration(),
-            dtype=torch.get_default_dtype(),  # from_pretrained ignores it otherwise
-            trust_remote_code=False,
-            use_safetensors=True,  # never a pickle
-            ignore_mismatched_sizes=True,  # replaces a head for another number of classes
-            output_loading_info=True,
-        )
+        with quiet_transformers():
+            module, found = self._load(
+                "weights",
+                weights,
+                getattr(transformers, self.auto).from_pretrained,
+                config=self._configuration(),
+                dtype=torch.get_default_dtype(),  # from_pretrained ignores it otherwise
+                trust_remote_code=False,
+                use_safetensors=True,  # never a pickle
+                ignore_mismatched_sizes=True,  # replaces a head for another number of classes
+                output_loading_info=True,
+            )
         wrong = [*found["missing_keys"], *found["mismatched_keys"]]
         new = {key if isinstance(key, str) else key[0] for key in wrong} & dict(module.named_parameters()).keys()
         self._require_only_head_new(module, new)
+        if new and is_first_process():
+            from trainer.weights.files import format_names
+
+            print(escaped(f"weights of {weights}; new in the model: {format_names(sorted(new))}"), flush=True)
         module = self.adapt(self._finalize_module(module.to(torch.get_default_device())))
         self.draw_new(module, _initialise, new)
         return module
@@ -325,7 +362,8 @@ class HubModel(SupportsLoRA, Preparable):
         """Write a folder that ``from_pretrained`` loads. Its subfolder ``adapter`` holds trained adapters for peft."""
         merged, own = self.merged_state(module, state), cast(Any, module)
         dtype = next(value.dtype for value in merged.values() if value.is_floating_point())
-        own.save_pretrained(folder, state_dict=merged)
+        with quiet_transformers():
+            own.save_pretrained(folder, state_dict=merged)
         config = copy.copy(own.config)  # its dtype is that of the device; master weights on the host are wider
         config.dtype = dtype
         config.save_pretrained(folder)

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from trainer.contract import DrawnInputs
-from trainer.errors import RecipeError, require_choice, require_package, suggest_name
+from trainer.errors import require, require_choice, require_package
 from trainer.models.base import ImageTask, Objective
 from trainer.models.hub import HubClassifier, is_local
 from trainer.models.lora import LoRA
@@ -111,12 +111,17 @@ class ImageClassifier(HubClassifier, DrawnInputs):
         import timm
 
         name = self.name.removeprefix(TIMM)
-        if not timm.is_model(name):
-            hint = suggest_name(name, timm.list_models(), prefix=TIMM) or "; timm.list_models() lists them"
-            raise RecipeError(f"model.name={self.name!r}: timm {timm.__version__} has no such model{hint}")
+        # Names begin with the architecture, so the longest common beginning says more than the number of equal letters.
+        parts = (name[:end] for end in range(len(name), 2, -1))
+        similar = next((found for part in parts if (found := timm.list_models(f"{part}*"))), [])
+        hint = f"; did you mean {TIMM}{min(similar, key=len)}?" if similar else "; timm.list_models() lists them"
+        require(timm.is_model(name), f"model.name={self.name!r}: timm {timm.__version__} has no such model{hint}")
         known = timm.get_pretrained_cfg(name)
         seen = {key: list(getattr(known, key)) for key in ("input_size", "mean", "std")} if known else {}
-        return {"architecture": name, "pretrained_cfg": seen}
+        size = self.image_size
+        resized = known and known.fixed_input_size and size is not None and size != known.input_size[-1]
+        arguments = {"model_args": {"img_size": size}} if resized else {}
+        return {"architecture": name, "pretrained_cfg": seen, **arguments}
 
     def _configuration(self) -> Any:
         config = super()._configuration()

@@ -12,6 +12,8 @@ from trainer.errors import RecipeError, require
 from trainer.recipe import Recipe
 from trainer.report.whole_set_metrics import is_higher_better
 
+WORST = (-math.inf, -math.inf)
+
 
 class BestTracker(Listener):
     """The best evaluation of ``split`` so far. All ranks receive the same metrics, so they agree. Raise RecipeError if
@@ -34,34 +36,37 @@ class BestTracker(Listener):
                 )
         elif on_test:
             raise RecipeError(f"{asked}, but there is a validation set: set run.best {chosen}")
-        self.score, self.step, self.since = -math.inf, 0, 0
+        self.score, self.step, self.since = WORST, 0, 0
         self.result: Any = None
         """The result of the best evaluation, if this process made it."""
         self.last: float | None = None  # the metric of the newest evaluation, also of one before a resume
 
     def on_evaluation(self, counters: Counters, result: Any) -> None:
-        """Compare with the best so far; a value that is not finite is never better."""
+        """Compare with the best so far; a value that is not finite is never better. An equal metric with an equal or a
+        lower loss becomes the best, too: a metric such as accuracy stays at 100 % while the model still improves. Only
+        a better metric counts for ``run.patience``."""
         if not self.is_chosen:
             return
         metrics = result.metrics()
         score = self.score_of(metrics)
         fix = f"use one of {', '.join(metrics)}"
         require(self.name in metrics, f"run.best={self.name} is not a metric of this model: {fix}")
-        self.since, self.last = self.since + 1, metrics[str(self.name)]
-        if score > self.score:
-            self.score, self.step, self.since, self.result = score, counters.step, 0, result
+        self.since = 0 if score[0] > self.score[0] else self.since + 1
+        self.last = metrics[str(self.name)]
+        if score != WORST and score >= self.score:
+            self.score, self.step, self.result = score, counters.step, result
 
-    def score_of(self, metrics: Mapping[str, float]) -> float:
-        """Return the score of an evaluation, higher is better; minus infinity if it or the loss is not finite, because
-        NaN logits still have an accuracy. The default is accuracy, as in timm: the loss of an overconfident classifier
-        rises while it still learns."""
+    def score_of(self, metrics: Mapping[str, float]) -> tuple[float, float]:
+        """Return the score of an evaluation: its metric and, for ties, its loss, negated if lower is better. Return
+        ``WORST`` if one of them is not finite, because NaN logits still have an accuracy. The default metric is
+        accuracy, as in timm: the loss of an overconfident classifier rises while it still learns."""
         name = self.name or ("accuracy" if "accuracy" in metrics else "loss")
         if self.is_chosen:
             self.name = name
-        value = metrics.get(name, math.nan)
-        if not math.isfinite(value) or not math.isfinite(metrics.get("loss", math.nan)):
-            return -math.inf
-        return value if is_higher_better(name, self.own) else -value
+        value, loss = metrics.get(name, math.nan), metrics.get("loss", math.nan)
+        if not math.isfinite(value) or not math.isfinite(loss):
+            return WORST
+        return (value if is_higher_better(name, self.own) else -value), -loss
 
     @property
     def metric_column(self) -> str:
@@ -71,7 +76,7 @@ class BestTracker(Listener):
     @property
     def best_value(self) -> float:
         """The best value of the metric."""
-        return self.score if is_higher_better(str(self.name), self.own) else -self.score
+        return self.score[0] if is_higher_better(str(self.name), self.own) else -self.score[0]
 
     def is_over(self) -> bool:
         """Return whether ``run.patience`` evaluations in a row were not better than the best."""
@@ -79,11 +84,12 @@ class BestTracker(Listener):
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state as JSON values."""
-        score = self.score if math.isfinite(self.score) else 0.0
+        score, loss = (self.score[0], -self.score[1]) if self.step else (0.0, 0.0)
         last = self.last if self.last is not None and math.isfinite(self.last) else None
         state = {
             "figure": self.metric_column if self.step else "",
             "score": score,
+            "loss": loss,
             "step": self.step,
             "since": self.since,
         }
@@ -93,7 +99,8 @@ class BestTracker(Listener):
         """Restore the best evaluation so far. A value saved for another metric or split is ignored."""
         split, _, name = state["figure"].partition("_")
         if self.is_chosen and state["step"] and split == self.split and self.name in (None, name):
-            self.name, self.score, self.step = name, float(state["score"]), state["step"]
-            self.last = state.get("last")  # older checkpoints have none
+            loss = float(state.get("loss", math.inf))  # older checkpoints have neither "loss" nor "last"
+            self.name, self.score, self.step = name, (float(state["score"]), -loss), state["step"]
+            self.last = state.get("last")
         if self.is_chosen and (self.step or not state["step"]):
             self.since = state["since"]

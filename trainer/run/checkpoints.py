@@ -17,6 +17,7 @@ from trainer.engine.loop import Engine
 from trainer.errors import RunError, RunStoppedError
 from trainer.report.progress import warn
 from trainer.report.summary import versions
+from trainer.run.best_tracker import WORST
 from trainer.run.resume import ResumeState
 from trainer.run.session import Session
 from trainer.run.state import RunState
@@ -136,7 +137,7 @@ class Checkpointer:
         if engine.last_result is None or engine.counters.evaluated_at != engine.steps:
             return None
         metrics = {name: value for name, value in engine.last_result.metrics().items() if math.isfinite(value)}
-        return metrics if math.isfinite(self.best.score_of(metrics)) else None
+        return metrics if self.best.score_of(metrics) != WORST else None
 
     def save(self, engine: Engine) -> None:
         """Copy the state to host memory and write it, in the background if ``checkpoint.asynchronous`` is set. RunError

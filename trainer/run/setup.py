@@ -74,13 +74,15 @@ def _absolute(folder: str) -> Path:
 
 
 @contextmanager
-def evaluation_session(recipe: Recipe, folder: Path) -> Iterator[Session]:
-    """Open a session for the trained model in ``folder``, without planning and without a run directory."""
+def evaluation_session(recipe: Recipe, folder: Path, path: str | None = None) -> Iterator[Session]:
+    """Open a session for the trained model in ``folder``, without planning and without a run directory;
+    ``path`` replaces the test set."""
     require_loggers(recipe.run.logger)
-    recipe.data.require_files()
     recipe, world = decided(*resolve_world(recipe))
     if isinstance(recipe.model, Exportable) and recipe.model.own_format:
         recipe = recipe.replace(model=recipe.model.saved_in(folder))
+    recipe = recipe.replace(data=recipe.data.for_evaluation(recipe.model, path))
+    recipe.data.require_files()
     if world.world_size % (copies := recipe.memory.tensor_parallel):  # any number of ranks can evaluate
         recipe = recipe.replace(memory=replace(recipe.memory, **turned_off("tensor_parallel")))
         if is_local_rank_zero():

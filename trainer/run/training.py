@@ -293,10 +293,7 @@ class Training:
         """Load the weights of the best step; return the entry of ``summary.json`` about it."""
         best, counters = self.parts.best, self.engine.counters
         if best.is_over():
-            why = (
-                f"no better {best.metric_column} than {best.best_value:.4f} of step {best.step:,} in {best.since} "
-                "evaluations"
-            )
+            why = f"no {best.metric_column} better than {best.best_value:.4f} in {best.since} evaluations"
             self.progress.notice(f"run.patience={best.patience}: training ends after step {counters.step:,}: {why}")
         if not best.step:
             return None

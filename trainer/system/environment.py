@@ -41,3 +41,8 @@ def require_numbers() -> None:
 def is_local_rank_zero() -> bool:
     """Return whether this process is the first on its machine, according to the launcher's variables."""
     return all(os.environ.get(name, "0") == "0" for name in ("LOCAL_RANK", "SLURM_LOCALID"))
+
+
+def is_first_process(environment: Mapping[str, str] = os.environ) -> bool:
+    """Return whether no launcher has started this process as another rank than the first."""
+    return all(environment.get(name, "0") == "0" for name in ("RANK", "LOCAL_RANK", "SLURM_PROCID"))

@@ -7,11 +7,11 @@ import sys
 import time
 from collections.abc import Mapping
 
+from trainer.system.environment import is_first_process
 from trainer.system.redact import redact
 from trainer.system.text import escaped
 
 UPDATE_INTERVAL = 1.8  # minimum time between two lines
-RANKS = ("RANK", "LOCAL_RANK", "SLURM_PROCID")
 
 _subject = ""
 _last = 0.0
@@ -20,8 +20,10 @@ _last = 0.0
 def start_status(subject: str, environment: Mapping[str, str] = os.environ) -> None:
     """Enable status lines that start with ``subject``; only on the first rank, and not in notebooks."""
     global _subject, _last
-    is_first = all(environment.get(name, "0") == "0" for name in RANKS)
-    _subject, _last = redact(subject) if is_first and sys.stderr is sys.__stderr__ else "", float("-inf")
+    _subject, _last = (
+        redact(subject) if is_first_process(environment) and sys.stderr is sys.__stderr__ else "",
+        float("-inf"),
+    )
 
 
 def show_status(what: str) -> None:

@@ -1,0 +1,270 @@
+"""``trainer fit my.csv``, ``photos/`` or ``chats.jsonl``: infer the recipe and its flags from the start of the data.
+
+Nothing here imports torch, pandas or datasets. The full reader of the dataset still checks every row."""
+
+from __future__ import annotations
+
+import csv
+import json
+import os
+import shlex
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import islice
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from trainer.data.base import format_counts, separator_of
+from trainer.errors import RecipeError, format_list, require
+from trainer.system.files import open_regular
+
+MAX_ROWS = 1_000
+MAX_LINE_BYTES = 1_000_000
+MAX_CLASSES = 50  # distinct values of a column that can be the label without being called so
+HELD_OUT = "0.1"  # share of the rows for validation if there is no file for it
+
+TABLES = (".csv", ".tsv", ".jsonl", ".parquet")
+DOCUMENTS = (".txt", ".md", ".rst", ".py")
+IMAGES = (".jpg", ".jpeg", ".png", ".ppm", ".bmp", ".pgm", ".tif", ".tiff", ".webp")  # as torchvision
+PARTS = {"val": ("val", "valid", "validation", "dev"), "test": ("test", "eval")}
+"""Names of the files for validation and test in the folder of a train file."""
+
+TEXT_NAMES = ("text", "review", "sentence", "content", "comment", "message", "body", "document", "tweet", "utterance")
+LABEL_NAMES = ("label", "labels", "class", "category", "target", "sentiment", "intent", "topic", "stars", "rating")
+PAIRS = (("premise", "hypothesis"), ("sentence1", "sentence2"), ("question1", "question2"), ("text1", "text2"))
+CHATS = ({"messages"}, {"conversations"}, {"prompt", "completion"}, {"instruction", "output"})
+
+Rows = Sequence[Mapping[str, Any]]
+
+
+class Inferred(NamedTuple):
+    """A packaged recipe and its flags for a file or folder, and a line about the data."""
+
+    recipe: str
+    flags: dict[str, str]
+    data: str
+
+    def command(self, command: str) -> str:
+        """Return the equivalent command line."""
+        words = [f"--{name} {shlex.quote(text)}" for name, text in self.flags.items()]
+        return " ".join([f"trainer {command}", self.recipe, *words])
+
+
+def is_own_data(reference: str) -> bool:
+    """Return whether ``reference`` is a file or folder with data, rather than a recipe or a run directory."""
+    path = Path(reference)
+    if os.path.isdir(reference):
+        return not any(os.path.isfile(path / name) for name in ("recipe.yaml", "config.json"))
+    return path.suffix.lower() in (*TABLES, *DOCUMENTS[:-1]) and os.path.isfile(reference)
+
+
+def infer(reference: str, given: Mapping[str, str], command: str = "fit") -> Inferred:
+    """Infer recipe and flags for the data in ``reference``.
+
+    Args:
+        reference: a table (.csv, .tsv, .jsonl, .parquet), a text, or a folder of images, texts or tables.
+        given: the flags of the user. They are not inferred, and decide between several columns.
+        command: the name of the command, for messages.
+
+    Raises:
+        RecipeError: if the data have no reading, or more than one; it names the flags that decide.
+    """
+    path = Path(reference)
+    found = _of_folder(path, given, command) if path.is_dir() else _of_file(path, given, command)
+    return found._replace(flags={name: text for name, text in found.flags.items() if name not in given})
+
+
+def _of_folder(path: Path, given: Mapping[str, str], command: str) -> Inferred:
+    train = [file for kind in TABLES if (file := path / f"train{kind}").is_file()]
+    if train:
+        require(len(train) == 1, f"{path} has {format_list([file.name for file in train])}: name one of them")
+        return _of_file(train[0], given, command)
+    folder = path / "train" if (path / "train").is_dir() else path
+    classes = sorted(entry for entry in folder.iterdir() if entry.is_dir() and not entry.name.startswith("."))
+    kinds = Counter(file.suffix.lower() for file in islice(_files(path), MAX_ROWS))
+    images, texts = (sum(kinds[kind] for kind in group) for group in (IMAGES, DOCUMENTS))
+    if images > texts and len(classes) > 1:
+        counts = {entry.name: sum(file.suffix.lower() in IMAGES for file in _files(entry)) for entry in classes}
+        whole = folder == path or not any((path / part).is_dir() for part in ("val", "test"))
+        flags = {"data.root": str(path)} | ({"data.val_fraction": HELD_OUT} if whole else {})
+        return Inferred("image_folder", flags, f"images of {format_counts(counts)}")
+    if texts and not images:
+        return _documents(path, f"documents in {texts:,} file{'s' * (texts > 1)}{' or more' * (texts >= MAX_ROWS)}")
+    tables = sorted(file.name for file in path.iterdir() if file.suffix.lower() in TABLES)
+    if tables:
+        raise RecipeError(f"{path} has no train.csv, but {format_list(tables)}: trainer {command} {path / tables[0]}")
+    wanted = "two or more class folders with images, train.csv, or .txt files"
+    raise RecipeError(f"{path} has none of these: {wanted}. Give such a folder, or a file")
+
+
+def _files(folder: Path) -> Iterator[Path]:
+    return (file for file in folder.rglob("*") if file.is_file() and not file.name.startswith("."))
+
+
+def _documents(path: Path, data: str) -> Inferred:
+    flags = {"data": "Documents", "data.train_files": str(path), "data.val_fraction": HELD_OUT}
+    return Inferred("lm_chat", flags, data)
+
+
+def _of_file(path: Path, given: Mapping[str, str], command: str) -> Inferred:
+    if path.suffix.lower() not in TABLES:
+        return _documents(path, "one document")
+    rows = read_rows(path, given.get("data.separator"))
+    columns = list(dict.fromkeys(name for row in rows for name in row))
+    parts = _other_parts(path)
+    asks_text = any(name in given for name in ("data.text_column", "data.label_column", "model.task"))
+    if not asks_text and any(wanted <= {*columns} for wanted in CHATS):
+        flags = {f"data.{part}_files": str(file) for part, file in parts.items()}
+        return Inferred("lm_chat", flags | _held_out(parts, rows), f"conversations, {_count(rows)}")
+    return _of_texts(path, rows, columns, parts, given, command)
+
+
+def _of_texts(
+    path: Path, rows: Rows, columns: Sequence[str], parts: Mapping[str, Path], given: Mapping[str, str], command: str
+) -> Inferred:
+    reference = str(path)
+    pair = next((names for names in PAIRS if {*names} <= {*columns}), None)
+    text = given.get("data.text_column") or (pair[0] if pair else None)
+    taken = {given.get("data.label_column"), given.get("data.pair_column"), pair[1] if pair else None}
+    if text is None:
+        candidates = _text_columns(rows, [name for name in columns if name not in taken])
+        text = _one(reference, "texts", "text_column", candidates, columns, command)
+    taken |= {text}
+    label = given.get("data.label_column")
+    if label is None:
+        candidates = _label_columns(rows, [name for name in columns if name not in taken])
+        if not candidates and len(columns) == 1:
+            return Inferred(
+                "lm_chat",
+                {"data": "Documents", "data.train_files": reference, "data.text_column": text} | _held_out(parts, rows),
+                f"documents, {_count(rows)}",
+            )
+        label = _one(reference, "labels", "label_column", candidates, columns, command)
+    flags = {f"data.{part}_file": str(file) for part, file in parts.items()}
+    flags |= {"data.text_column": text} | ({"data.pair_column": pair[1]} if pair else {}) | {"data.label_column": label}
+    values = [row.get(label) for row in rows]
+    task = given.get("model.task") or _task(values)
+    flags |= {"model.task": task} if task != "single_label" else {}
+    counts = Counter(str(value) for value in values)
+    about = format_counts(counts) if task == "single_label" else f"task {task}"
+    data = f"{_count(rows)}; text in column {text!r}, label in column {label!r}: {about}"
+    return Inferred("text_files", flags | _held_out(parts, rows), data)
+
+
+def _one(path: str, what: str, key: str, found: Sequence[str], columns: Sequence[str], command: str) -> str:
+    """Return the only candidate; otherwise raise RecipeError with a command for each."""
+    if len(found) == 1:
+        return found[0]
+    if not found:
+        has = ", ".join(map(repr, columns))
+        raise RecipeError(f"{path}: no column looks like {what}; it has {has}: name the column by --data.{key} NAME")
+    ways = " or ".join(f"trainer {command} {shlex.quote(path)} --data.{key} {shlex.quote(name)}" for name in found[:3])
+    raise RecipeError(f"{path}: {format_list(list(map(repr, found)))} can be the {what}: choose {ways}")
+
+
+def _text_columns(rows: Rows, columns: Sequence[str]) -> list[str]:
+    """Return the columns that can be the text: called so, otherwise words that differ between rows."""
+    named = [name for name in columns if name.casefold() in TEXT_NAMES]
+    if named:
+        return named
+    lengths = {name: _mean_words(rows, name) for name in columns}
+    longest = max(lengths.values(), default=0.0)
+    # A column with less than half as many words is a title or a name.
+    return [name for name, words in lengths.items() if words > 1.2 and words > longest / 2]
+
+
+def _mean_words(rows: Rows, column: str) -> float:
+    cells = [row.get(column) for row in rows]
+    words = [len(cell.split()) for cell in cells if isinstance(cell, str)]
+    return sum(words) / len(cells) if cells else 0.0
+
+
+def _label_columns(rows: Rows, columns: Sequence[str]) -> list[str]:
+    """Return the columns that can be the label: called so, the only one, or with few distinct values."""
+    named = [name for name in columns if name.casefold() in LABEL_NAMES]
+    if named:
+        return named
+    if len(columns) == 1:
+        return list(columns)
+    distinct = {name: len({json.dumps(row.get(name)) for row in rows}) for name in columns}
+    return [name for name, count in distinct.items() if 2 <= count <= min(MAX_CLASSES, len(rows) // 2)]
+
+
+def _task(values: Sequence[Any]) -> str:
+    """Return the task for a column of labels: numbers with a fraction, several classes per row, or one class."""
+    filled = [str(value) for value in values if value not in (None, "")]
+    if (values and all(isinstance(value, list) for value in values)) or any("|" in value for value in filled):
+        return "multi_label"
+    try:
+        numbers = [float(value) for value in filled]
+    except ValueError:
+        return "single_label"
+    return "regression" if len({*numbers}) > 20 and not all(map(float.is_integer, numbers)) else "single_label"
+
+
+def _other_parts(path: Path) -> dict[str, Path]:
+    """Return the file of each part: ``path`` for training and, if it is called train, the files in its folder."""
+    found = {"train": path}
+    if path.stem.casefold() == "train":
+        for part, names in PARTS.items():
+            files = [file for name in names if (file := path.with_name(f"{name}{path.suffix}")).is_file()]
+            if files:
+                found[part] = files[0]
+    return found
+
+
+def _held_out(parts: Mapping[str, Path], rows: Rows) -> dict[str, str]:
+    return {} if "val" in parts or len(rows) < 20 else {"data.val_fraction": HELD_OUT}
+
+
+def _count(rows: Rows) -> str:
+    return f"{len(rows):,} rows" if len(rows) < MAX_ROWS else f"more than {MAX_ROWS - 1:,} rows"
+
+
+def read_rows(path: Path, separator: str | None = None) -> Rows:
+    """Return the first rows of a table.
+
+    Raises:
+        RecipeError: if the file has no rows or cannot be read.
+    """
+    kind = path.suffix.lower()
+    try:
+        if kind == ".parquet":
+            from pyarrow import parquet
+
+            rows = next(parquet.ParquetFile(path).iter_batches(MAX_ROWS), None)
+            found = rows.to_pylist() if rows is not None else []
+        elif kind == ".jsonl":
+            found = [json.loads(line) for line in islice(_lines(path), MAX_ROWS) if line.strip()]
+            require(all(isinstance(row, dict) for row in found), f"{path}: a line is not a JSON object: fix the file")
+        else:
+            lines = _lines(path)
+            header = next(lines, "")
+            reader = csv.DictReader([header, *lines], delimiter=_character(separator) or separator_of(header))
+            found = list(islice(reader, MAX_ROWS))
+    except RecipeError:
+        raise
+    except (OSError, ValueError, RecursionError, csv.Error) as error:
+        raise RecipeError(f"{path} cannot be read as {kind[1:]} ({error}): fix the file") from error
+    require(len(found) > 0, f"{path} has no rows: add some, or give another file")
+    return found
+
+
+def _character(separator: str | None) -> str | None:
+    return {"tab": "\t", "\\t": "\t"}.get(separator or "", separator)
+
+
+def _lines(path: Path) -> Iterator[str]:
+    """Yield the first lines. Bytes that are not UTF-8 are replaced: the reader of the dataset reports them."""
+    with open_regular(path) as file:
+        start = file.read(2)
+        file.seek(0)
+        encoding = "utf-16" if start in (b"\xff\xfe", b"\xfe\xff") else "utf-8-sig"
+        if encoding == "utf-16":
+            yield from file.read(MAX_LINE_BYTES).decode(encoding, "replace").splitlines(keepends=True)
+            return
+        for _ in range(2 * MAX_ROWS):
+            line = file.readline(MAX_LINE_BYTES)
+            if not line:
+                return
+            yield line.decode(encoding, "replace")
