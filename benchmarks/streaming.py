@@ -29,7 +29,7 @@ from transformers import AutoTokenizer
 
 from trainer.data import StreamedText, TextFiles
 from trainer.data.loader import Loader
-from trainer.engine.order import batch_indices, steps_in_epoch
+from trainer.engine.order import batch_indices
 from trainer.values import Request
 
 WORDS = ["the", "a", "film", "is", "was", "good", "bad", "great", "not", "very", "story", "actor", "scene", "dull"]
@@ -65,7 +65,7 @@ def dataset(kind: str, folder: Path) -> Any:
 def requests(split: Any) -> Iterator[Request]:
     """One epoch as one rank is asked for it."""
     size, groups = len(split), getattr(split, "groups", None)
-    for step in range(steps_in_epoch(size, BATCH)):
+    for step in range(-(-size // BATCH)):
         yield Request(batch_indices(0, 0, step, size, BATCH, groups))
 
 

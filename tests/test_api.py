@@ -22,7 +22,8 @@ from trainer.engine.loop import NonFiniteError
 from trainer.engine.window import Windows
 from trainer.errors import RunError
 from trainer.models import MLP, VisionTransformer
-from trainer.run.directory import padding_shares, with_absolute_paths
+from trainer.run.description import padding_shares
+from trainer.run.identity import with_absolute_paths
 
 quick = pytest.mark.usefixtures("no_pictures")
 

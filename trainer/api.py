@@ -20,17 +20,18 @@ with quick_imports():
     from trainer.engine.forward import Forward
     from trainer.errors import RecipeError
     from trainer.memory.initialize import build_on_host
-    from trainer.memory.monitor import record_memory_history, snapshot_path
+    from trainer.memory.monitor import record_memory_history
     from trainer.memory.precision import matmul_precision
     from trainer.memory.stack import apply_stack
     from trainer.recipe import Recipe
     from trainer.report.metrics import EvaluationResult
     from trainer.report.progress import Progress, warn
     from trainer.report.summary import Summary, read_summary
+    from trainer.run.collectives import run_on_rank_zero
     from trainer.run.directory import explain_disk_errors, report_text, status_file, write_evaluation
+    from trainer.run.evaluation import make_evaluation
     from trainer.run.notebook import fit_in_subprocess, needs_subprocess
     from trainer.run.resume import ResumeState
-    from trainer.run.session import Session, make_evaluation, run_on_rank_zero
     from trainer.run.setup import evaluation_session, training_session
     from trainer.run.training import Training
     from trainer.system.lock import RunLock
@@ -104,8 +105,8 @@ def fit(recipe: Recipe, source: str | None = None) -> FinishedRun:
         source: the packaged name or the path of the recipe file, if there is one. It is saved in ``recipe.yaml``, so
             that the run can be repeated and evaluated.
 
-    Without a script that can start other ranks, as in a notebook, several ranks run in separate processes, which read
-    the recipe from a file.
+    In a notebook, which has no script to start other ranks from, all ranks run in separate processes. They read the
+    recipe from a file.
 
     Returns:
         The finished run, with its model, its metrics and a method to predict.
@@ -114,7 +115,7 @@ def fit(recipe: Recipe, source: str | None = None) -> FinishedRun:
         RecipeError: if the recipe, the data or the weights make the run impossible.
         NonFiniteError: if the loss or the gradient stayed non-finite for ``run.max_skipped_steps`` steps.
         OutOfMemoryError: if the device or the host has too little memory.
-        Stopped: if the run was asked to stop; everything is saved then.
+        RunStoppedError: if the run was asked to stop. Everything is saved, so the run can be resumed.
     """
     _require_recipe(recipe)
     if needs_subprocess(recipe):
@@ -125,8 +126,8 @@ def fit(recipe: Recipe, source: str | None = None) -> FinishedRun:
         fabric, lock = session.fabric, RunLock(session.run_dir)
         closing.enter_context(explain_disk_errors(session.run_dir))
         if recipe.run.snapshot:
-            path = snapshot_path(session.run_dir, fabric.global_rank, session.plan.world_size)
-            closing.enter_context(record_memory_history(path))
+            where = session.run_dir, fabric.global_rank, session.plan.world_size
+            closing.enter_context(record_memory_history(*where))
         progress = Progress(recipe.run.progress, fabric.global_rank)
         closing.callback(lock.release)
         if notice := run_on_rank_zero(fabric, lock.acquire):
@@ -159,12 +160,13 @@ def evaluate(recipe: Recipe, run_dir: str | Path, path: str | Path | None = None
     """
     folder = verified_model_folder(run_dir)
     if needs_subprocess(recipe):  # the result is the same on any number of ranks
-        alone = {"run": replace(recipe.run, devices=1), "memory": replace(recipe.memory, replicas=1)}
-        recipe = recipe.replace(**alone)
+        recipe = recipe.replace(run=replace(recipe.run, devices=1), memory=replace(recipe.memory, replicas=1))
     other = None if path is None else str(path)
     with evaluation_session(recipe, folder, other) as session, matmul_precision(recipe.memory.matmul_precision):
         show_status("loading the model")
-        forward = _restore(session, folder)
+        model, plan = session.recipe.model, session.plan.for_evaluation()
+        module = build_on_host(session.fabric, plan, partial(load_model, model, folder))
+        forward = Forward(session.fabric, model, apply_stack(session.fabric, model, module, plan).wrapped)
         run = make_evaluation(session, forward, "test") or make_evaluation(session, forward, "val")
         if run is None:
             raise RecipeError("the dataset has no test or validation set: create one, for example by data.val_fraction")
@@ -179,9 +181,3 @@ def evaluate(recipe: Recipe, run_dir: str | Path, path: str | Path | None = None
             print(report_text(result, session.recipe.data))
             print(escaped(" · ".join(f"{name} {value:.4f}" for name, value in result.metrics().items())))
         return result
-
-
-def _restore(session: Session, folder: Path) -> Forward:
-    fabric, model, plan = session.fabric, session.recipe.model, session.plan.for_evaluation()
-    module = build_on_host(fabric, plan, partial(load_model, model, folder))
-    return Forward(fabric, model, apply_stack(fabric, model, module, plan).wrapped)

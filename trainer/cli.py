@@ -63,7 +63,6 @@ options:
 PEER_LOST_MESSAGES = ("Connection closed by peer", "Connection reset by peer")
 """Parts of the message of a collective when another rank has ended."""
 
-
 COMMANDS = {
     "fit": "commands.runs:fit",
     "run": "supervise.supervisor:run_command",

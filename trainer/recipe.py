@@ -10,7 +10,8 @@ from dataclasses import KW_ONLY, dataclass, field
 from typing import Any, ClassVar, Literal, TypeVar, get_origin
 
 from trainer.contract import Data, Metric, Model, OptionalAttributes
-from trainer.errors import RecipeError, require, require_choice, require_positive, require_types, suggest_name
+from trainer.errors import RecipeError, require, require_choice, require_positive, suggest_name
+from trainer.system.field_types import require_types
 from trainer.system.text import parse_budget, parse_duration
 
 DecidedPrecision = Literal["32-true", "64-true", "bf16-mixed", "16-mixed", "bf16-true", "16-true"]

@@ -182,7 +182,7 @@ def test_the_configuration_of_adapters_comes_from_the_recipe_and_from_no_file(ad
         assert (tmp_path / "peft" / name).read_bytes() == (run_dir / "peft" / name).read_bytes()
 
 
-def test_other_adapters_than_those_of_the_recipe_are_refused(adapted, tmp_path):
+def test_other_adapters_than_those_of_the_recipe_are_refused(adapted, tmp_path, golden):
     recipe, run_dir = adapted
     shutil.copytree(run_dir / "model", tmp_path / "model")
     (tmp_path / "model" / "files.json").unlink(missing_ok=True)
@@ -190,40 +190,39 @@ def test_other_adapters_than_those_of_the_recipe_are_refused(adapted, tmp_path):
     good = load_file(path)
     first = next(iter(good))
     odd = [{}, good | {"more": torch.ones(1)}, good | {first: good[first][:1]}, good | {first: good[first].long()}]
-    said = r"adapter_model\.safetensors does not have the adapters of model\.lora in recipe\.yaml"
     for tensors in odd:
         save_file(tensors, path)
-        with pytest.raises(RecipeError, match=said):
+        with golden.raises(RecipeError, "other adapters"):
             export(recipe, tmp_path, "peft", None, None, False)
     path.write_bytes(b"garbage")
-    with pytest.raises(RecipeError, match=r"adapter_model\.safetensors is corrupt"):
+    with golden.raises(RecipeError, "garbage", hide=[r"(?<=safetensors file: ).*"]):
         export(recipe, tmp_path, "peft", None, None, False)
     without = recipe.replace(model=dataclasses.replace(recipe.model, lora=LoRA()))
-    with pytest.raises(RecipeError, match="--to peft is for LoRA adapters"):
+    with golden.raises(RecipeError, "no adapters"):
         export(without, tmp_path, "peft", None, None, False)
     assert [path.name for path in tmp_path.iterdir()] == ["model"]
 
 
-def test_links_and_a_configuration_that_does_not_fit_the_weights_are_refused(trained_text, tmp_path):
+def test_links_and_a_configuration_that_does_not_fit_the_weights_are_refused(trained_text, tmp_path, golden):
     recipe, run_dir = trained_text
     shutil.copytree(run_dir, tmp_path / "run")
     link = tmp_path / "run" / "model" / "more"
     link.symlink_to("/etc")
-    with pytest.raises(RecipeError, match=r"model/more is a symbolic link"):
+    with golden.raises(RecipeError, "link"):
         export(recipe, tmp_path / "run", "hf", str(tmp_path / "out"), None, False)
     link.unlink()
     changed(tmp_path / "run" / "model" / "config.json", hidden_dim=10**13)
-    with pytest.raises(RecipeError, match=r"model cannot be loaded \(.*was its config\.json changed\?"):
+    with golden.raises(RecipeError, "configuration", hide=[r"(?<=loaded \().*(?=\): was)"]):
         export(recipe, tmp_path / "run", "hf", str(tmp_path / "out"), None, False)
     assert not (tmp_path / "out").exists()
 
 
-def test_a_tokenizer_with_more_words_than_the_model_is_refused(trained_text, tmp_path):
+def test_a_tokenizer_with_more_words_than_the_model_is_refused(trained_text, tmp_path, golden):
     recipe, run_dir = trained_text
     shutil.copytree(run_dir, tmp_path / "run")
     (tmp_path / "run" / "model" / "tokenizer_config.json").write_text("{}")  # without the names of special tokens
     (tmp_path / "run" / "model" / "files.json").unlink()
-    with pytest.raises(RecipeError, match="has no embedding for a token of its tokenizer"):
+    with golden.raises(RecipeError, hide=[r"(?<=tokenizer \().*?(?=\):)"]):
         export(recipe, tmp_path / "run", "hf", None, None, False)
 
 
@@ -244,20 +243,16 @@ def test_what_gives_other_outputs_is_not_kept(tmp_path, monkeypatch):
     assert sorted(path.name for path in tmp_path.iterdir()) == ["model"]
 
 
-def test_what_cannot_be_exported_is_refused_with_the_fix(tmp_path, monkeypatch):
+def test_what_cannot_be_exported_is_refused_with_the_fix(tmp_path, monkeypatch, golden):
     recipe, run_dir = made(tmp_path, "mlp")
-    with pytest.raises(RecipeError, match="--to hf is for transformers models, and MLP is not one: use --to onnx"):
+    with golden.raises(RecipeError, "hf"):
         export(recipe, run_dir, "hf", None, None, False)
-    with pytest.raises(
-        RecipeError, match=r"--to peft is for LoRA adapters of pretrained transformers.*: use --to onnx, hf"
-    ):
+    with golden.raises(RecipeError, "peft"):
         export(recipe, run_dir, "peft", None, None, False)
-    with pytest.raises(RecipeError, match="--to hub needs --repo NAME/MODEL"):
+    with golden.raises(RecipeError, "hub"):
         export(recipe, run_dir, "hub", None, "model", False)
     monkeypatch.setitem(sys.modules, "onnxruntime", None)
-    with pytest.raises(
-        RecipeError, match=r"--to onnx needs the package onnx.*pip install 'exactbatch-trainer\[onnx\]'"
-    ):
+    with golden.raises(RecipeError, "onnx", hide=[r"(?<=onnx \().*?(?=\):)"]):
         export(recipe, run_dir, "onnx", None, None, False)
 
 
@@ -301,8 +296,8 @@ def test_the_hub_must_hold_what_was_sent(tmp_path, monkeypatch):
     assert not is_the_same(run_dir / "model" / "config.json", None)
 
 
-def test_without_a_network_the_hub_is_refused_with_the_fix(tmp_path, monkeypatch):
+def test_without_a_network_the_hub_is_refused_with_the_fix(tmp_path, monkeypatch, golden):
     recipe, run_dir = made(tmp_path, "mlp")
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
-    with pytest.raises(RecipeError, match=r"written \(HF_HUB_OFFLINE is set, .*\): unset HF_HUB_OFFLINE to ask"):
+    with golden.raises(RecipeError):
         export(recipe, run_dir, "hub", None, "me/model", False)

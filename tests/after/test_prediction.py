@@ -25,6 +25,7 @@ from trainer.models import MLP
 
 NAMES = ["ant", "bee", "cat", "dog", "elk"]
 COUNT = 9
+READER = r"(?<=<_io.BufferedReader ).*?(?=>)"  # an open file
 
 
 @pytest.fixture(scope="module")
@@ -132,17 +133,14 @@ def test_the_precision_is_the_one_asked_for(images, capsys, precision):
     assert len(capsys.readouterr().out.splitlines()) == 12
 
 
-def test_what_cannot_be_read_is_named_and_the_others_are_answered(images, tmp_path, capsys):
+def test_what_cannot_be_read_is_named_and_the_others_are_answered(images, tmp_path, capsys, golden):
     recipe, run_dir, wanted = images
     (tmp_path / "broken.png").write_bytes(b"no image")
     Image.open(f"{recipe.data.root}/0.png").save(tmp_path / "good.png")
     table = tmp_path / "list.csv"
     table.write_text("photo,note\ngood.png,\nbroken.png,\ngone.png,\n,empty\ngood.png,\n")
     out = tmp_path / "out.csv"
-    with pytest.raises(
-        RecipeError,
-        match=r"^3 of 5 inputs could not be read.*other 2 .*row 3: .*broken\.png.*row 4.*row 5: the cell",
-    ):
+    with golden.raises(RecipeError, "table", hide=[READER]):
         predict(recipe, run_dir, paths=[str(table)], column="photo", output=str(out), batch_size=2)
     rows = read(out)
     assert [row["source"] for row in rows] == [f"{table} row {number}" for number in range(2, 7)]
@@ -150,11 +148,11 @@ def test_what_cannot_be_read_is_named_and_the_others_are_answered(images, tmp_pa
     for row in rows[::4]:
         assert float(row["probability"]) == pytest.approx(max(wanted[0]), rel=1e-5)
     assert capsys.readouterr().err.count("warning: left out: ") == 3
-    with pytest.raises(RecipeError, match=r"^[^;]*broken\.png cannot be read as an image"):
+    with golden.raises(RecipeError, "image", hide=[READER]):
         predict(recipe, run_dir, images=[str(tmp_path / "broken.png")])
 
 
-def test_texts_of_tables_and_files_are_those_of_the_command_line(texts, tmp_path, capsys):
+def test_texts_of_tables_and_files_are_those_of_the_command_line(texts, tmp_path, golden):
     recipe, run_dir = texts
     said = ["w1 w2 w3", "w4 w3 w2 w1 w7 w7", "w5", " ".join(f"w{k}" for k in range(1, 30))]
     alone = [predict(recipe, run_dir, texts=[one])[0] for one in said]
@@ -167,11 +165,11 @@ def test_texts_of_tables_and_files_are_those_of_the_command_line(texts, tmp_path
         assert [name for name, _ in found] == [name for name, _ in alone]
         assert [p for _, p in found] == pytest.approx([p for _, p in alone], rel=1e-4)
     (tmp_path / "b.csv").write_text(f"review,n\n{said[0]},1\n   ,2\n{said[1]},3\n")
-    with pytest.raises(RecipeError, match=r"^1 of 3 inputs .*b\.csv row 3: the text is empty$"):
+    with golden.raises(RecipeError, "empty text"):
         predict(recipe, run_dir, paths=[str(tmp_path / "b.csv")])
-    with pytest.raises(RecipeError, match=r"--column='reviev': .* it has 'n', 'review'; did you mean review\?"):
+    with golden.raises(RecipeError, "column"):
         predict(recipe, run_dir, paths=[str(table)], column="reviev")
-    with pytest.raises(RecipeError, match=r"--image needs an image model: TextFiles has no load_image.*--text"):
+    with golden.raises(RecipeError, "image"):
         predict(recipe, run_dir, images=["a.png"])
 
 
@@ -218,42 +216,33 @@ def test_the_weights_stay_loaded_unless_device_or_precision_change(images, monke
     assert len(loads) == 3
 
 
-@pytest.mark.parametrize(
-    ("how", "said"),
-    [
-        ({"output": "out.xlsx"}, r"--output=out.xlsx must end in one of .csv, .jsonl, .parquet"),
-        ({"output": "there.csv"}, r"--output=there.csv exists: remove it"),
-        ({"top_k": 6}, r"--top-k=6 is more than the 5 classes"),
-        ({"max_new_tokens": 5}, r"--max-new-tokens=5 is for language models, and this model's task is single_label"),
-        ({"temperature": 0.5}, r"--temperature=0.5 is for language models"),
-        ({"temperature": "hot"}, r"--temperature='hot' must be a number from 0 to 100"),
-        ({"top_p": 1.5}, r"--top-p=1.5 must be a number from 0 to 1"),
-        ({"seed": -1}, r"--seed=-1 must be an integer from 0"),
-        ({"batch_size": 0}, r"--batch-size=0 must be an integer of at least 1"),
-        ({"precision": "fp8"}, r"--precision='fp8' is not one of 32-true"),
-        ({"device": "gpu"}, r"--device='gpu' is unknown"),
-        (
-            {"device": "cuda:99"},
-            r"--device='cuda:99': this machine has (no GPU that torch can use|\d+ GPUs?, .*): use auto or cpu",
-        ),
-        (
-            {"paths": ["there.csv"], "column": "a"},
-            r"--column='a' of there.csv has no paths of images \(the first cell is '1'\), and this model reads",
-        ),
-        ({"paths": ["none/*.png"]}, r"'none/\*.png': no such file or folder"),
-        ({"paths": ["empty"]}, r"empty: the folder has no images \(.jpg"),
-        (
-            {"paths": ["there.csv"]},
-            r"--column is missing: name the column of there.csv with the images; it has 'a', 'b'",
-        ),
-    ],
-)
-def test_what_cannot_work_is_refused_with_its_key_and_leaves_no_file(images, tmp_path, monkeypatch, how, said):
+REFUSED: list[dict[str, Any]] = [
+    {"output": "out.xlsx"},
+    {"output": "there.csv"},
+    {"top_k": 6},
+    {"max_new_tokens": 5},
+    {"temperature": 0.5},
+    {"temperature": "hot"},
+    {"top_p": 1.5},
+    {"seed": -1},
+    {"batch_size": 0},
+    {"precision": "fp8"},
+    {"device": "gpu"},
+    {"device": "cuda:99"},
+    {"paths": ["there.csv"], "column": "a"},
+    {"paths": ["none/*.png"]},
+    {"paths": ["empty"]},
+    {"paths": ["there.csv"]},
+]
+
+
+@pytest.mark.parametrize("how", REFUSED, ids=str)
+def test_what_cannot_work_is_refused_with_its_key_and_leaves_no_file(images, tmp_path, monkeypatch, golden, how):
     recipe, run_dir, _ = images
     monkeypatch.chdir(tmp_path)
     (tmp_path / "empty").mkdir()
     (tmp_path / "there.csv").write_text("a,b\n1,2\n")
-    with pytest.raises(RecipeError, match=f"^{said}"):
+    with golden.raises(RecipeError, hide=[r"(?<=this machine has ).*(?=: use)", r"(?<=no images \().*?(?=\))"]):
         predict(recipe, run_dir, **{"paths": [f"{recipe.data.root}/0.png"], "output": "out.csv", **how})
     assert sorted(path.name for path in tmp_path.iterdir()) == ["empty", "there.csv"]
 
@@ -289,22 +278,20 @@ class SeesPictures(Regressor):
         yield Loss(module(batch["pixel_values"]).sum(), 1.0)
 
 
-def test_an_own_model_that_cannot_predict_hears_why(tmp_path):
-    model = Regressor()
+@pytest.mark.parametrize(
+    ("model", "data", "inputs"),
+    [
+        (Regressor(), Points(), {"texts": ["a"]}),
+        (Regressor(), Pictures(), {"texts": ["a"]}),
+        (Regressor(), Points(), {"images": ["a.png"]}),
+        (Regressor(), Points(), {"paths": ["a.png"]}),
+        (SeesPictures(), Pictures(), {"images": ["a.png"]}),
+    ],
+    ids=lambda value: str(value).removesuffix("()"),
+)
+def test_an_own_model_that_cannot_predict_hears_why(model, data, inputs, golden, tmp_path, monkeypatch):
     save_model(model, model.build(), tmp_path / "run" / "model")
     (tmp_path / "a.png").touch()
-
-    def refused(said: str, model: Model, data: Data, **inputs: Any) -> None:
-        with pytest.raises(RecipeError, match=said):
-            predict(Recipe(model=model, data=data, batch_size=1), tmp_path / "run", **inputs)
-
-    refused("--text needs a text model: Regressor has no tokenizer$", model, Points(), texts=["a"])
-    refused("--text needs.*; it reads images: use --image", model, Pictures(), texts=["a"])
-    refused(r"--image needs an image model: Points has no load_image\(path\)$", model, Points(), images=["a.png"])
-    refused(
-        "^cannot read any input: Regressor has no tokenizer, and Points has no load_image",
-        model,
-        Points(),
-        paths=["a.png"],
-    )
-    refused("SeesPictures.losses yields no logits", SeesPictures(), Pictures(), images=[str(tmp_path / "a.png")])
+    monkeypatch.chdir(tmp_path)
+    with golden.raises(RecipeError):
+        predict(Recipe(model=model, data=data, batch_size=1), tmp_path / "run", **inputs)

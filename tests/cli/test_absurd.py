@@ -7,6 +7,7 @@ import json
 import math
 import os
 import subprocess
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -145,7 +146,7 @@ def test_epochs_that_are_cut_alike_are_counted_together():
         assert total == sum(each.steps(epoch) for epoch in range(epochs)) == count_steps(together, epochs, None)
         wanted = [epoch for epoch in range(epochs) for _ in range(each.steps(epoch))]
         for one in (each, together):
-            of = epoch_at(one, epochs)
+            of = partial(epoch_at, one, epochs)
             assert [of(step) for step in range(total)] == wanted
             assert of(total) == of(total + 5) == epochs - 1
 
@@ -191,23 +192,28 @@ def test_a_name_that_no_file_can_have_is_refused_in_a_line(words, capfd):
         inputs([("text", "a\udcff")])
 
 
-@pytest.mark.parametrize(
-    ("make", "message"),
-    [
-        (lambda: Optim(lr="fast"), "optim.lr='fast' must be a number"),
-        (lambda: Optim(clip_norm=True), "optim.clip_norm=True must be a number or null"),
-        (lambda: Memory(budget=2), "memory.budget=2 must be a text or null"),
-        (lambda: Run(logger=[1]), r"run.logger=\[1\] must be a list"),
-        (lambda: Checkpoint(every=1.5), "checkpoint.every=1.5 must be an integer or a text or null"),
-        (lambda: load_recipe("vit_digits")[0].replace(data=Digits(workers=0.5)), "workers=0.5"),
-        (lambda: load_recipe("vit_digits")[0].replace(optim=None), "optim=None must be a Optim"),
-        (lambda: load_recipe("vit_digits")[0].replace(accumulate=2.5), "accumulate=2.5 must be"),
-        (lambda: load_recipe("vit_digits")[0].replace(epochs=10**16), "epochs=.* must be at most"),
-    ],
-)
-def test_a_setting_of_another_type_in_a_python_recipe_is_refused_by_name(make, message):
-    with pytest.raises(RecipeError, match=message):
-        make()
+def digits(**changes):
+    return load_recipe("vit_digits")[0].replace(**changes)
+
+
+REFUSED = {
+    "lr": lambda: Optim(lr="fast"),
+    "clip_norm": lambda: Optim(clip_norm=True),
+    "budget": lambda: Memory(budget=2),
+    "logger": lambda: Run(logger=[1]),
+    "every": lambda: Checkpoint(every=1.5),
+    "workers": lambda: digits(data=Digits(workers=0.5)),
+    "optim": lambda: digits(optim=None),
+    "accumulate": lambda: digits(accumulate=2.5),
+    "epochs": lambda: digits(epochs=10**16),
+}
+
+
+@pytest.mark.parametrize("key", REFUSED)
+def test_a_setting_of_another_type_in_a_python_recipe_is_refused_by_name(key, golden):
+    with golden.raises(RecipeError) as caught:
+        REFUSED[key]()
+    assert f"{key}=" in str(caught.value)
 
 
 PREPARED = """
@@ -222,21 +228,19 @@ recipe = load_recipe("vit_digits")[0].replace(data=Own())
 
 
 @pytest.mark.parametrize(
-    ("line", "code", "message"),
+    ("line", "code"),
     [
-        ("self.train = None", 2, "Own.prepare() has not set train"),
-        ("self.test = []", 2, "the test set is empty: leave Own.test at None"),
-        ("self.class_names = ['one']", 2, "Own has 1 class_names for num_classes=10"),
-        ("raise KeyError('mine')", 1, "preparing model and data: KeyError: 'mine'"),
-        ("raise type('Odd', (Exception,), {'__str__': lambda self: 1 / 0})", 1, "Odd: its message cannot be created"),
+        ("self.train = None", 2),
+        ("self.test = []", 2),
+        ("self.class_names = ['one']", 2),
+        ("raise KeyError('mine')", 1),
+        ("raise type('Odd', (Exception,), {'__str__': lambda self: 1 / 0})", 1),
     ],
 )
-def test_a_dataset_that_prepares_nonsense_is_named_before_training(tmp_path, capfd, line, code, message):
+def test_a_dataset_that_prepares_nonsense_is_named_before_training(tmp_path, capfd, golden, line, code):
     (tmp_path / "own.py").write_text(PREPARED.format(line=line))
     assert run(["fit", str(tmp_path / "own.py"), *QUICK[1:], "--run.dir", str(tmp_path / "run")]) == code
-    first = next(line for line in capfd.readouterr().err.splitlines() if "error" in line)
-    assert first.startswith("trainer: error: ")
-    assert message in first
+    golden(next(line for line in capfd.readouterr().err.splitlines() if "error" in line))
 
 
 def test_figures_that_cannot_be_drawn_do_not_end_a_run(tmp_path, capfd):

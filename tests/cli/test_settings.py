@@ -98,34 +98,6 @@ def test_every_field_but_functions_is_written(recipe_file):
     assert set(tree["model"]) == {"width", "kind", "config", "weights", "sizes", "hook"}
 
 
-@pytest.mark.parametrize(
-    ("text", "parts"),
-    [
-        ("optim:\n  lr: 1\n  name: sgd\n  lr: 2\n", ["line 4", "duplicate key lr", "line 2"]),
-        ("optim: {lr: 1}\noptim.lr: 2\n", ["duplicate key optim.lr"]),
-        ("memory:\n  precison: 16-mixed\n", ["unknown key memory.precison", "memory.precision?"]),
-        ("batchsize: 3\n", ["unknown key batchsize", "batch_size?"]),
-        ("memory: 3\n", ["memory=3", "section"]),
-        ("data: {root: 3}\n", ["data.root=3", "str"]),
-        ("- epochs\n", ["mapping", "list"]),
-        ("epochs: [3\n", ["line 2", "not valid YAML"]),
-        ("epochs: !!bool x\n", ["cannot be read", "does not fit its tag (KeyError: 'x')"]),
-        ("epochs: !!float ''\n", ["cannot be read", "does not fit its tag (IndexError"]),
-        ("epochs: " + "[" * 200 + "]" * 200, ["is nested too deeply"]),
-        ("epochs: " + "[" * 100_000 + "]" * 100_000, ["is nested too deeply"]),  # PyYAML's C code would crash
-        ("recipe: vit_digits\n", ["recipe='vit_digits'", "points_recipe.py"]),
-    ],
-)
-def test_a_bad_yaml_file_is_one_line_naming_it(recipe_file, calls, capsys, tmp_path, text, parts):
-    path = tmp_path / "settings.yaml"
-    path.write_text(text)
-    assert run(["fit", str(recipe_file), "--config", str(path)]) == 2
-    message = capsys.readouterr().err
-    assert message.count("\n") == 1
-    assert [part for part in [str(path), *parts] if part not in message] == [], message
-    assert calls == []
-
-
 def test_a_yaml_recipe_must_name_its_recipe_and_a_relative_one_starts_at_its_file(recipe_file, tmp_path, monkeypatch):
     monkeypatch.chdir("/")
     path = tmp_path / "recipe.yaml"
@@ -230,8 +202,7 @@ def test_what_is_written_to_yaml_is_what_is_read(recipe_file):
     def there_and_back(config, weights):
         changed = change(recipe, {"model.config": config, "model.weights": weights})
         tree, classes = split_classes(load_yaml(dump_recipe(changed, None)))
-        del tree["recipe"]
-        model = change(recipe, parser.read_yaml(tree)).model
+        model = change(recipe, parser.read_yaml({"model": tree["model"]})).model  # the rest is the same in all examples
         assert (model.config, model.weights) == (config, weights)
         assert classes == {part: class_spec(getattr(recipe, part)) for part in ("model", "data")}
 

@@ -16,6 +16,7 @@ from trainer.data import ImageFolder
 from trainer.data.loader import Loader, SampleError, make_loader
 from trainer.engine.data_feed import evaluation_micro_batches, make_windows
 from trainer.engine.forward import Forward
+from trainer.engine.memory_rehearsal import longest_window
 from trainer.engine.order import batch_indices
 from trainer.engine.quarantine import Quarantine, gather_texts
 from trainer.engine.step import Stepper
@@ -23,7 +24,8 @@ from trainer.errors import RecipeError
 from trainer.launching.world import World
 from trainer.memory.plan import decide_plan
 from trainer.models import MLP
-from trainer.run.session import Session, make_evaluation
+from trainer.run.evaluation import make_evaluation
+from trainer.run.session import Session
 from trainer.values import IGNORED_LABEL, BadSample, PartialBatch, Request
 
 pytestmark = pytest.mark.usefixtures("no_pictures")
@@ -217,7 +219,7 @@ def evaluate(world_size, split, limit, micro=2):
     run_evaluation = make_evaluation(session, Forward(fabric, recipe.model, module), "test")
     first, second = run_evaluation(), run_evaluation()
     assert (first.loss, first.samples) == pytest.approx((second.loss, second.samples))
-    return first.loss, first.samples, [finding.sample.position for finding in session.quarantine.findings()]
+    return first.loss, first.samples, [sample.position for sample in session.quarantine.found.values()]
 
 
 @pytest.mark.parametrize("world_size", [1, 2])
@@ -278,7 +280,7 @@ def test_a_prediction_and_the_rehearsal_leave_them_out_without_counting(own):
     assert len(windows.quarantine) == 0
     recipe = recipe_of(Split(bad=BAD), 1, micro=6)
     windows = make_windows(recipe, make_loader(recipe, recipe.data.train), quarantine=Quarantine(1))
-    assert windows.longest(1).weights == {"loss": 3.0}  # of the samples 0 to 5
+    assert longest_window(windows, 1).weights == {"loss": 3.0}  # of the samples 0 to 5
     assert len(windows.quarantine) == 0
 
 

@@ -12,7 +12,8 @@ from trainer.engine.forward import Forward
 from trainer.launching.world import World
 from trainer.memory.plan import decide_plan
 from trainer.recipe import Memory, Recipe
-from trainer.run.session import Session, make_evaluation
+from trainer.run.evaluation import make_evaluation
+from trainer.run.session import Session
 
 SIZES = [1, 2, 13, 31]
 

@@ -24,9 +24,10 @@ from trainer.engine.deterministic import CUBLAS, deterministic_algorithms, make_
 from trainer.engine.quarantine import Quarantine
 from trainer.engine.window import Window, Windows
 from trainer.errors import RecipeError, RunError
-from trainer.memory.plan import decide_plan, idle_ranks
+from trainer.memory.plan import decide_plan
 from trainer.models import MLP
 from trainer.recipe import Memory, Optim, Recipe, Run
+from trainer.run.description import idle_ranks
 from trainer.values import BadSample, PartialBatch, Request
 
 WAYS = [("single", 1), ("fsdp", 1), ("ddp", 2), ("fsdp", 2), ("ddp", 4), ("fsdp", 4)]

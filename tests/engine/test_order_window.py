@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 
 from trainer.contract import Data, Model
 from trainer.engine.cut import Cut, cut_at, cut_batch, decide_cut, padded, padding_share, tokens_of
-from trainer.engine.order import batch_indices, derive_seed, permutation, steps_in_epoch
+from trainer.engine.memory_rehearsal import longest_window
+from trainer.engine.order import batch_indices, derive_seed, permutation
 from trainer.engine.window import Windows
 from trainer.errors import RecipeError
 from trainer.recipe import Memory, Recipe
@@ -24,7 +25,7 @@ group_sizes = st.lists(st.integers(1, 40), min_size=1, max_size=12)
 @given(st.integers(0, 2**62), st.integers(0, 9), group_sizes, st.none() | st.integers(1, 60), st.integers(1, 40))
 def test_an_epoch_takes_every_sample_once_and_only_the_last_batch_is_short(seed, epoch, sizes, mixed, batch_size):
     size, groups = sum(sizes), mixed and ShuffleGroups(sizes, mixed)
-    steps = range(steps_in_epoch(size, batch_size))
+    steps = range(-(-size // batch_size))
     batches = [batch_indices(seed, epoch, step, size, batch_size, groups) for step in steps]
     assert sorted(index for batch in batches for index in batch) == list(range(size))
     assert {len(batch) for batch in batches[:-1]} <= {batch_size}
@@ -166,9 +167,11 @@ def test_the_fullest_micro_batch_of_a_run_is_found(monkeypatch):
     windows = windows_of(50, Cut(16, 4, 2), world_size=2, lengths=lengths, packs=True)
     steps = [(epoch, step) for epoch in range(3) for step in range(windows.steps(epoch))]
     most = max(tokens_of(piece, lengths, packs=True) for at in steps for piece in windows.pieces(*at))
-    assert most == tokens_of(windows.longest(3).micro_batches[0].indices, lengths, packs=True)
-    monkeypatch.setattr("trainer.engine.window.MAX_SEARCHED_SAMPLES", 100)
-    assert sum(sorted(lengths)[-4:]) == tokens_of(windows.longest(3).micro_batches[0].indices, lengths, packs=True)
+    assert most == tokens_of(longest_window(windows, 3).micro_batches[0].indices, lengths, packs=True)
+    monkeypatch.setattr("trainer.engine.memory_rehearsal.MAX_SEARCHED_SAMPLES", 100)
+    assert sum(sorted(lengths)[-4:]) == tokens_of(
+        longest_window(windows, 3).micro_batches[0].indices, lengths, packs=True
+    )
 
 
 def test_cutting_by_length_pads_a_fraction_of_what_the_drawn_order_pads():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from functools import partial
 from itertools import product
 
 import pytest
@@ -92,7 +93,7 @@ def rates_of(name, scale, skipped, world_size=1):
         world_size=world_size,
         reduce=list if world_size == 1 else host_sum,
     )
-    total, epoch_of = count_steps(windows, EPOCHS, None), epoch_at(windows, EPOCHS)
+    total, epoch_of = count_steps(windows, EPOCHS, None), partial(epoch_at, windows, EPOCHS)
 
     def make_scheduler() -> CheckpointableLambdaLR:
         plateau = ReduceOnPlateau(optim) if optim.schedule == "plateau" else None

@@ -11,14 +11,13 @@ from helpers.problems import TwoLosses, host_sum, make_fabric, make_model
 from torch import nn
 
 from trainer.contract import Model
-from trainer.engine.batchnorm import BatchNormStatistics
 from trainer.engine.cut import Cut
 from trainer.engine.events import Listener
 from trainer.engine.loop import Engine, NonFiniteError
 from trainer.engine.loss_check import LossCheck
 from trainer.engine.order import batch_indices
 from trainer.engine.schedule import CheckpointableLambdaLR, lr_factor
-from trainer.engine.step import Stepper
+from trainer.engine.step import BatchNormStatistics, Stepper
 from trainer.engine.window import Windows
 from trainer.errors import RecipeError
 from trainer.recipe import Optim
@@ -59,7 +58,8 @@ def engine_of(values, model=None, *, fetch=None, precision="32-true", world_size
     module = model.build()
     optimizer = torch.optim.SGD(module.parameters(), lr=0.1, momentum=0.9)
     scheduler = CheckpointableLambdaLR(optimizer, lambda step: 1 / (1 + step))
-    stepper = Stepper(fabric, model, fabric.setup_module(module), optimizer, scheduler)
+    stepper = Stepper(fabric, model, fabric.setup_module(module), optimizer)
+    stepper.scheduler = scheduler
     windows = Windows(
         size=len(values),
         cut_at=lambda epoch: Cut(batch_size, micro, batch_size // micro),

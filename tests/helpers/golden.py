@@ -15,8 +15,8 @@ The key of an entry is the test's id, with a name behind it if the test has seve
 The folder of the test becomes TMP. The repository, temporary folders, process ids and versions get names, too.
 What else differs between machines becomes ``…`` if it matches an expression in ``hide``.
 
-``pytest --update-golden FILE`` rewrites the entries of the tests that pass. ``pytest --update-golden`` removes the
-entries of deleted tests, too. Check ``git diff tests/golden`` afterwards: the command accepts every text.
+``pytest --update-golden FILE`` rewrites the entries of the tests that pass and removes the entries of deleted tests.
+Check ``git diff tests/golden`` afterwards: the command accepts every text.
 """
 
 from __future__ import annotations
@@ -148,6 +148,7 @@ class Golden:
         unused = [key for key in self.entries if key == self.test or key.startswith(prefix)]
         unused = [key for key in unused if key not in self.used]
         if self.updates:
+            unused += unused_entries(self.request.config)
             changes: Changes = {**self.used, **dict.fromkeys(unused)}
             properties.append(("golden", changes))
         elif unused:
@@ -197,7 +198,8 @@ def unused_entries(config: pytest.Config) -> list[str]:
     The file and the function of every entry are looked up. Its parameters are looked up if this session has collected
     the whole file.
     """
-    collected: set[str] = set() if any("::" in argument for argument in config.args) else config.stash[COLLECTED]
+    is_partial = config.getoption("lf", False) or any("::" in argument for argument in config.args)
+    collected: set[str] = set() if is_partial else config.stash[COLLECTED]
     files = {test.partition("::")[0] for test in collected}
     return [
         key
@@ -213,9 +215,13 @@ def _is_collected(key: str, collected: set[str]) -> bool:
 
 def _is_defined(key: str, root: Path) -> bool:
     file, _, rest = key.partition("::")
-    path = root / "tests" / file
     function = re.split(r"\[|::", rest)[0]
-    return path.exists() and f"def {function}(" in path.read_text(encoding="utf-8")
+    return f"def {function}(" in _source(root / "tests" / file)
+
+
+@lru_cache
+def _source(path: Path) -> str:
+    return path.read_text(encoding="utf-8") if path.exists() else ""
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -26,7 +26,7 @@ from trainer.memory.plan import Plan, decide_plan
 from trainer.memory.sharding import fabric_strategy
 from trainer.memory.stack import apply_stack, build_optimizer_and_sync, full_state_dict
 from trainer.recipe import Memory, Optim, Recipe
-from trainer.run.session import sum_over_data_parallel
+from trainer.run.collectives import sum_over_data_parallel
 
 STEPS = 3
 ADAMW = Optim("adamw", lr=1e-3, weight_decay=0.1, eps=EPS, clip_norm=1.0)

@@ -16,6 +16,8 @@ from trainer.checkpoint.manifest import append_hash
 from trainer.cli import run
 from trainer.lab import list_runs
 
+DATE = r"\d{4}-\d\d-\d\d \d\d:\d\d"
+
 
 def made(
     folder: Path, name: str, when: int, status: str = "finished", lr: str = "1e-3", accuracy: float | None = 0.5
@@ -62,27 +64,10 @@ def names(found: list[str]) -> list[str]:
     return [line.split()[0] for line in found[2:] if ": " not in line]
 
 
-def test_every_run_is_a_line_the_latest_last(folder, capsys):
+def test_every_run_is_a_line_the_latest_last(folder, capsys, golden):
     found = lines(capsys, folder)
-    assert found[0].split() == ["run", "status", "step", "figure", "val", "loss", "memory", "time", "date"]
     assert names(found) == ["deep/early", "number", "dead", "broken", "late"]
-    assert found[2].split()[1:] == [
-        "finished",
-        "1,200",
-        "test",
-        "accuracy",
-        "87.50",
-        "%",
-        "0.7500",
-        "0.92",
-        "GB",
-        "1:01:01",
-        *found[2].split()[-2:],
-    ]
-    assert found[3].split()[2:6] == ["1,200", "test", "loss", "0.2500"]
-    assert found[4].split()[1:3] == ["died", "3"]
-    assert found[5].split()[1] == "broken"
-    assert found[-1].startswith("broken: summary.json is not a JSON object; recipe.yaml line 2: not valid YAML")
+    golden("\n".join(found), hide=[DATE])
 
 
 def test_a_run_that_lives_is_running(folder, capsys):
@@ -108,37 +93,30 @@ def test_runs_are_chosen_and_sorted_by_columns_and_settings(folder, capsys):
     assert content[0]["settings"]["batch_size"] == 64
 
 
-def test_two_runs_are_compared_by_what_they_differ_in(folder, capsys):
-    found = lines(capsys, "--compare", folder / "late", folder / "deep" / "early")
-    assert [line.split()[0] for line in found[2:]] == ["optim.lr", "date", "test_accuracy"]
-    assert found[2].split()[1:] == ["0.001", "0.01"]
-    assert found[4].split()[1:] == ["0.5000", "0.8750"]
+def test_two_runs_are_compared_by_what_they_differ_in(folder, golden, capsys, monkeypatch):
+    monkeypatch.chdir(folder)  # the width of a column is that of the path
+    found = lines(capsys, "--compare", "late", "deep/early")
+    golden("\n".join(found), hide=[DATE])
     same = lines(capsys, "--compare", folder / "late", folder / "late")
     assert same == ["the two runs have the same settings and metrics"]
 
 
 @pytest.mark.parametrize(
-    ("words", "said"),
+    "words",
     [
-        (["nowhere"], "no folder 'nowhere'"),
-        (
-            ["--sort", "accuracy"],
-            "--sort='accuracy' is not a column or setting of these runs; did you mean test_accuracy?",
-        ),
-        (
-            ["--where", "optim.nane=1"],
-            "--where='optim.nane' is not a column or setting of these runs; did you mean optim.name?",
-        ),
-        (["--where", "status"], "--where='status' must be KEY=VALUE"),
-        (["--wheer", "a=b"], "unknown flag --wheer; did you mean --where?"),
-        (["--compare", "late"], "--compare takes two run directories, not 1"),
-        (["--compare", "late", "deep"], "--compare: deep is not a run directory"),
+        "nowhere",
+        ". --sort accuracy",
+        ". --where optim.nane=1",
+        ". --where status",
+        ". --wheer a=b",
+        "--compare late",
+        "--compare late deep",
     ],
 )
-def test_a_slip_is_named(folder, capsys, monkeypatch, words, said):
+def test_a_slip_is_named(folder, capsys, golden, monkeypatch, words):
     monkeypatch.chdir(folder)
-    assert run(["runs", *([] if words[0][:2] != "--" else ["."]), *words]) == 2
-    assert said in capsys.readouterr().err
+    assert run(["runs", *words.split()]) == 2
+    golden(capsys.readouterr().err)
 
 
 def test_a_folder_without_runs_and_the_help_page(tmp_path, capsys):
@@ -148,52 +126,39 @@ def test_a_folder_without_runs_and_the_help_page(tmp_path, capsys):
 
 HUGE = "9" * 400
 LINES = "step,loss,val_loss\n1,0.5,0.25\n"
-FAULTS = {
-    "a field that is too long": (
-        "metrics.csv",
-        LINES + "2," + "x" * 200_000 + ",0.1\n",
-        "field larger than field limit",
-    ),
-    "an open quote": ("metrics.csv", LINES + '2,"0.5,0.1\n' + "3,0.5,0.1\n" * 20_000, "metrics.csv: "),
-    "a short open quote": ("metrics.csv", LINES + '2,"0.5,0.1\n', "metrics.csv: Error: unexpected end of data"),
-    "binary data": ("metrics.csv", bytes(range(256)) * 2_000, "metrics.csv: "),
-    "binary data after the header": ("metrics.csv", LINES.encode() + b"\x00\xff" * 100_000, "metrics.csv: "),
-    "an infinite step": ("metrics.csv", LINES + "inf,0.5,0.1\n", "metrics.csv: ValueError: "),
-    "a step that is NaN": ("metrics.csv", LINES + "nan,0.5,0.1\n", "metrics.csv: ValueError: "),
-    "a step of 400 digits": ("metrics.csv", LINES + HUGE + ",0.5,0.1\n", "step is not a finite number"),
-    "an integer of 400 digits as a step": ("summary.json", f'{{"steps": {HUGE}}}', "step is not a finite number"),
-    "an integer of 400 digits as a metric": (
-        "summary.json",
-        f'{{"metrics": {{"test": {{"accuracy": {HUGE}}}}}}}',
-        "test_accuracy is not a finite number",
-    ),
-    "an integer of 400 digits as memory": (
-        "summary.json",
-        f'{{"memory": {{"reserved_gb": {HUGE}}}}}',
-        "memory_gb is not a finite number",
-    ),
-    "seconds that are NaN": ("summary.json", '{"seconds": NaN}', "seconds is not a finite number"),
-    "seconds that are infinite": ("summary.json", '{"seconds": -Infinity}', "seconds is not a finite number"),
-    "seconds that are a text": ("summary.json", '{"seconds": "long"}', "seconds is not a finite number"),
-    "a metric in many lists": (
-        "summary.json",
-        f'{{"metrics": {{"test": {{"x": {"[" * 900}{"]" * 900}}}}}}}',
-        "test_x is not a finite number",
-    ),
+BROKEN_METRICS: dict[str, str | bytes] = {
+    "a field that is too long": LINES + "2," + "x" * 200_000 + ",0.1\n",
+    "an open quote": LINES + '2,"0.5,0.1\n' + "3,0.5,0.1\n" * 20_000,
+    "a short open quote": LINES + '2,"0.5,0.1\n',
+    "binary data": bytes(range(256)) * 2_000,
+    "binary data after the header": LINES.encode() + b"\x00\xff" * 100_000,
+    "an infinite step": LINES + "inf,0.5,0.1\n",
+    "a step that is NaN": LINES + "nan,0.5,0.1\n",
+    "a step of 400 digits": LINES + HUGE + ",0.5,0.1\n",
+}
+BROKEN_SUMMARIES = {
+    "an integer of 400 digits as a step": f'{{"steps": {HUGE}}}',
+    "an integer of 400 digits as a metric": f'{{"metrics": {{"test": {{"accuracy": {HUGE}}}}}}}',
+    "an integer of 400 digits as memory": f'{{"memory": {{"reserved_gb": {HUGE}}}}}',
+    "seconds that are NaN": '{"seconds": NaN}',
+    "seconds that are infinite": '{"seconds": -Infinity}',
+    "seconds that are a text": '{"seconds": "long"}',
+    "a metric in many lists": f'{{"metrics": {{"test": {{"x": {"[" * 900}{"]" * 900}}}}}}}',
 }
 
 
-@pytest.mark.parametrize("fault", FAULTS)
-def test_a_broken_run_does_not_hide_the_others(folder, capsys, fault):
-    file, content, reason = FAULTS[fault]
-    (folder / "late" / file).write_bytes(content if isinstance(content, bytes) else content.encode())
-    if file == "metrics.csv":
+@pytest.mark.parametrize("fault", [*BROKEN_METRICS, *BROKEN_SUMMARIES])
+def test_a_broken_run_does_not_hide_the_others(folder, capsys, golden, fault):
+    if fault in BROKEN_METRICS:
+        content = BROKEN_METRICS[fault]
+        (folder / "late" / "metrics.csv").write_bytes(content if isinstance(content, bytes) else content.encode())
         (folder / "late" / "summary.json").unlink()  # which has the last step, too
+    else:
+        (folder / "late" / "summary.json").write_text(BROKEN_SUMMARIES[fault])
     found = lines(capsys, folder)
     assert names(found) == ["deep/early", "number", "dead", "broken", "late"]
     assert found[6].split()[1] == "broken"
-    assert found[-1].startswith("late: ")
-    assert reason in found[-1]
+    golden(found[-1], hide=[r"(?<=metrics.csv: ).*"] if "binary" in fault else ())  # depends on the version of Python
     rows = json.loads("\n".join(lines(capsys, folder, "--json")), parse_constant=pytest.fail)
     assert [row["status"] for row in rows] == ["finished", "finished", "died", "broken", "broken"]
     assert len(lines(capsys, folder, "--where", "optim.name=adamw", "--sort=step")) == 7  # all but "broken", and why

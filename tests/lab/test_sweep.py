@@ -31,7 +31,7 @@ from trainer.errors import RecipeError
 from trainer.lab import sweep
 from trainer.lab.find_lr import curve_of
 from trainer.lab.measured_run import Trial
-from trainer.lab.sweep import NOT_COMPARED, CrossValidation, OptunaSearch, Sweep, TrialSource, device_slots, parsed
+from trainer.lab.sweep import CrossValidation, OptunaSearch, Sweep, TrialSource, device_slots, parsed
 from trainer.system.processes import trainer_command
 
 RECIPE = """
@@ -60,6 +60,7 @@ recipe = Recipe(
     run=Run(predict=False, progress=False),
 )
 """
+HUGE = int("9" * 400)
 OVER = ["--over=optim.lr=1e-3..1.0", "--over=memory.micro_batch_size=4,8"]
 
 
@@ -323,87 +324,74 @@ def test_folds_without_a_finite_value_are_left_out_of_the_mean_and_counted(recip
 
 
 @pytest.mark.parametrize(
-    ("flags", "message"),
+    "flags",
     [
-        ([], "sweep needs something to vary: give --over KEY=LOW..HIGH"),
-        (["--over=optim.lr"], "--over 'optim.lr' must be KEY=LOW..HIGH or KEY=A,B,C"),
-        (["--over=optim.lrr=1,2"], "--over 'optim.lrr' is not a setting of the recipe; did you mean optim.lr?"),
-        (["--over=optim.lr=1..1"], "has nothing to choose from"),
-        (["--over=optim.lr=1e-3..1", "--over=optim.lr=1,2"], "--over has a setting twice"),
-        (["--over=optim.lr=1..0.1"], "must have two finite numbers"),
-        (
-            ["--over=optim.schedule=cosine..linear"],
-            "optim.schedule takes no numbers: give its values",
-        ),
-        (["--over=optim.schedule=cosine,cosin"], "cosin"),
-        (["--over=optim.lr=-1..1"], "optim.lr=-1.0 must be greater than 0"),
-        (["--over=run.dir=a,b"], "--over run.dir is set by the sweep or compares its trials"),
-        (["--over=optim.lr=1,2", "--folds=3"], "sweep needs something to vary"),
-        (["--over=optim.lr=1,2", "--run.best=last"], "a sweep compares trials by run.best: leave out run.best=last"),
-        (["--over=optim.lr=1,2", "--run.dir=x"], "--run.dir is set by the sweep: use --out"),
-        (
-            ["--over=optim.lr=1,2", "--data.val_fraction=0"],
-            NOT_COMPARED[:70],
-        ),
-        (["--over=data.val_fraction=0,0.5"], NOT_COMPARED[:70]),
-        (["--folds=1"], "--folds=1 must be at least 2: each fold is validated"),
-        (
-            ["--folds=2", "--data.val_fold=1", "--data.val_fraction=0.3"],
-            "data.val_fold=1 with data.val_fraction=0.3: the fraction must be",
-        ),
+        "",
+        "--over=optim.lr",
+        "--over=optim.lrr=1,2",
+        "--over=optim.lr=1..1",
+        "--over=optim.lr=1e-3..1 --over=optim.lr=1,2",
+        "--over=optim.lr=1..0.1",
+        "--over=optim.schedule=cosine..linear",
+        "--over=optim.schedule=cosine,cosin",
+        "--over=optim.lr=-1..1",
+        "--over=run.dir=a,b",
+        "--over=optim.lr=1,2 --folds=3",
+        "--over=optim.lr=1,2 --run.best=last",
+        "--over=optim.lr=1,2 --run.dir=x",
+        "--over=optim.lr=1,2 --data.val_fraction=0",
+        "--over=data.val_fraction=0,0.5",
+        "--folds=1",
+        "--folds=2 --data.val_fold=1 --data.val_fraction=0.3",
     ],
 )
-def test_what_cannot_be_varied_is_refused_before_anything_runs(recipe_file, flags, message, tmp_path, capsys):
-    assert run(["sweep", str(recipe_file), f"--out={tmp_path / 's'}", *flags]) == 2
-    assert message in capsys.readouterr().err
+def test_what_cannot_be_varied_is_refused_before_anything_runs(recipe_file, flags, golden, tmp_path, capsys):
+    assert run(["sweep", str(recipe_file), f"--out={tmp_path / 's'}", *flags.split()]) == 2
+    golden(capsys.readouterr().err)
     assert not list(tmp_path.glob("s/trial*"))
     assert not (tmp_path / "s/sweep.json").exists()
 
 
 @pytest.mark.parametrize(
-    ("changes", "why"),
+    "changes",
     [
-        ({"settings": {"optim.lr": 7.0}}, "trial 2: ValueError: "),
-        ({"score": "best"}, "trial 2: invalid score"),
-        ({"score": int("9" * 400)}, "trial 2: invalid score"),
-        ({"scores": [0.5, math.nan]}, "trial 2: invalid scores"),
-        ({"value": None, "step": None}, "trial 2: invalid value, step"),
-        ({"number": 3}, "trial 2: invalid number"),
-        ({"status": "running", "settings": {"optim.lr": "fast"}}, "trial 2: ValueError: "),
-        ({"status": "running", "settings": {"optim.lr": int("9" * 400)}}, "trial 2: "),
-        ({"scores": ["x"]}, "trial 2: invalid scores"),
-        (None, "trial 1: it is not a JSON object"),
+        {"settings": {"optim.lr": 7.0}},
+        {"score": "best"},
+        {"score": HUGE},
+        {"scores": [0.5, math.nan]},
+        {"value": None, "step": None},
+        {"number": 3},
+        {"status": "running", "settings": {"optim.lr": "fast"}},
+        {"status": "running", "settings": {"optim.lr": HUGE}},
+        {"scores": ["x"]},
+        None,
     ],
+    ids=lambda changes: str(changes).replace(str(HUGE), "HUGE"),
 )
-def test_a_sweep_that_somebody_has_changed_is_refused(recipe_file, tmp_path, changes, why):
+def test_a_sweep_that_somebody_has_changed_is_refused(recipe_file, tmp_path, golden, changes):
     command = {"command": ["x"], "over": ["optim.lr=1e-3..1.0"]}
     content = json.dumps(command | {"trials": [DONE | {"number": 1}, DONE | (changes or {})]})
     (tmp_path / "sweep.json").write_text(content[: None if changes else -1])
     recipe, source = load_recipe(str(recipe_file))
     space = dict([parsed(recipe, source, command["over"][0])])
-    with pytest.raises(RecipeError) as caught:
+    with golden.raises(RecipeError, hide=[r"(?<=Error: ).*?(?=\): restore)"]):
         Sweep(recipe, ["x"], tmp_path, OptunaSearch(space, 0), command)
-    assert f"{tmp_path / 'sweep.json'} is damaged ({why}" in str(caught.value)
-    assert str(caught.value).endswith("restore a copy of it, or start again in another folder with --out")
 
 
-def test_folds_of_another_recipe_are_refused(recipe_file, tmp_path):
+def test_folds_of_another_recipe_are_refused(recipe_file, tmp_path, golden):
     recipe, _ = load_recipe(str(recipe_file))
     command = {"command": ["x"], "over": [], "folds": 2}
     running = DONE | {"number": 1, "status": "running", "settings": {"data.val_fold": 7}}
     (tmp_path / "sweep.json").write_text(json.dumps(command | {"trials": [running]}))
-    with pytest.raises(RecipeError, match="trial 1: its settings differ from those of its fold"):
+    with golden.raises(RecipeError):
         Sweep(recipe, ["x"], tmp_path, CrossValidation(recipe, 2), command)
 
 
 def test_ranges_are_of_the_kind_of_their_setting_and_each_trial_at_once_has_a_device(recipe_file, monkeypatch):
     recipe, source = load_recipe(str(recipe_file))
     kinds = {text: parsed(recipe, source, text)[1] for text in ("optim.lr=1e-3..1", "batch_size=4..64", "seed=1..9")}
-    assert [(type(kind).__name__[:3], kind.log) for kind in kinds.values()] == [
-        ("Flo", True),
-        ("Int", True),
-        ("Int", False),
-    ]
+    found = [(type(kind).__name__[:3], kind.log) for kind in kinds.values()]
+    assert found == [("Flo", True), ("Int", True), ("Int", False)]
     monkeypatch.setattr(sweep, "probe_machine", lambda: {"accelerator": "cuda", "devices": 2})
     assert device_slots(recipe, 2) == [{"CUDA_VISIBLE_DEVICES": "0"}, {"CUDA_VISIBLE_DEVICES": "1"}]
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,7")
@@ -413,14 +401,8 @@ def test_ranges_are_of_the_kind_of_their_setting_and_each_trial_at_once_has_a_de
 
 
 def test_a_learning_rate_is_found_where_the_loss_falls_fastest(recipe_file, tmp_path, capsys):
-    words = [
-        "sweep",
-        str(recipe_file),
-        "--find-lr",
-        "--run.accelerator=cpu",
-        "--optim.schedule=cosine",
-        "--run.patience=2",
-    ]
+    flags = ["--run.accelerator=cpu", "--optim.schedule=cosine", "--run.patience=2"]
+    words = ["sweep", str(recipe_file), "--find-lr", *flags]
     assert run([*words, f"--out={tmp_path / 'lr'}"]) == 0
     told = capsys.readouterr().out
     with open(tmp_path / "lr/lr.csv", newline="") as file:

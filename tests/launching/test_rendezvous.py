@@ -16,8 +16,8 @@ from torch.distributed import PrefixStore, TCPStore
 from trainer.errors import RecipeError, RunError
 from trainer.launching.rendezvous import INTERFACE, interface_for_address, rendezvous, route_to
 from trainer.report.summary import versions
-from trainer.run import directory as shared_dir
-from trainer.run.session import all_gather_json, broadcast_json
+from trainer.run import collectives
+from trainer.run.collectives import all_gather_json, broadcast_json
 
 
 def torchrun(rank, at, size=2):
@@ -83,19 +83,19 @@ def look(folders, rank_is_alone):
     rank = torch.distributed.get_rank()
     local, device = rank if rank_is_alone else 0, torch.device("cpu")
     fabric = SimpleNamespace(local_rank=local, world_size=2, global_rank=rank, device=device)
-    patience, shared_dir.PROBE_TIMEOUT = shared_dir.PROBE_TIMEOUT, 0.5
+    patience, collectives.PROBE_TIMEOUT = collectives.PROBE_TIMEOUT, 0.5
     try:
-        shared_dir.require_shared_filesystem(fabric, folders[rank])
+        collectives.require_shared_filesystem(fabric, folders[rank])
     except RecipeError as refusal:
         return str(refusal)
     finally:
-        shared_dir.PROBE_TIMEOUT = patience
+        collectives.PROBE_TIMEOUT = patience
     return None
 
 
 def test_one_directory_of_two_machines_is_fine_and_left_as_it_was_and_ranks_of_one_are_not_asked(ranks, tmp_path):
     assert ranks(2).run(look, [tmp_path, tmp_path], False) == [None, None]
-    assert list(tmp_path.glob(f"{shared_dir.PREFIX}*")) == []
+    assert list(tmp_path.glob(f"{collectives.PREFIX}*")) == []
     assert ranks(2).run(look, [tmp_path, tmp_path / "nowhere"], True) == [None, None]
 
 
@@ -105,7 +105,7 @@ def test_two_directories_are_refused_on_all_ranks(ranks, tmp_path):
     here = socket.gethostname()
     for folder, refusal in zip(folders, ranks(2).run(look, folders, False), strict=True):
         assert f"run.dir={folder} is not one directory for all machines: {here} does not see what" in refusal
-    assert list(tmp_path.glob(f"**/{shared_dir.PREFIX}*")) == []
+    assert list(tmp_path.glob(f"**/{collectives.PREFIX}*")) == []
 
 
 def exchange(value):

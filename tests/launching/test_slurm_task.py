@@ -55,20 +55,17 @@ def test_tasks_of_one_node_meet_at_the_port_of_their_step(monkeypatch, wish):
 
 
 @pytest.mark.parametrize(
-    ("changed", "gpus", "message"),
-    [
-        ({"SLURM_STEP_TASKS_PER_NODE": "2,1(x2)"}, None, r"Slurm put 2, 1, 1 tasks on the nodes n\[1-2\]"),
-        ({"SLURM_NODEID": "0"}, None, "use --distribution=block"),
-        ({}, 1, r"started 2 tasks on this node, and this one sees 1 GPU\(s\): .*--gpus-per-node=2"),
-    ],
+    ("changed", "gpus"),
+    [({"SLURM_STEP_TASKS_PER_NODE": "2,1(x2)"}, None), ({"SLURM_NODEID": "0"}, None), ({}, 1)],
+    ids=["uneven", "cyclic", "few GPUs"],
 )
-def test_what_cannot_work_is_refused_with_the_fix(changed, gpus, message):
-    with pytest.raises(RecipeError, match=message):
+def test_what_cannot_work_is_refused_with_the_fix(changed, gpus, golden):
+    with golden.raises(RecipeError):
         devices_per_node(task(**changed), gpus)
 
 
-def test_a_job_of_several_tasks_without_srun_is_refused():
-    with pytest.raises(RecipeError, match=r"has 4 tasks, but srun did not start this process"):
+def test_a_job_of_several_tasks_without_srun_is_refused(golden):
+    with golden.raises(RecipeError):
         require_srun({"SLURM_JOB_ID": "17", "SLURM_NTASKS": "4"})
     for fine in ({"SLURM_JOB_ID": "17", "SLURM_NTASKS": "1"}, {"SLURM_NTASKS": "4"}, STEP | {"SLURM_NTASKS": "4"}):
         require_srun(fine)

@@ -16,9 +16,10 @@ from transformers import DistilBertConfig, DistilBertForSequenceClassification
 from trainer import Memory, Optim, Recipe, RecipeError
 from trainer.contract import Data
 from trainer.engine.step import PhaseHooks
-from trainer.memory import stack
-from trainer.memory.plan import decide_plan, plan_warnings
+from trainer.memory.compilation import compile_module
+from trainer.memory.plan import decide_plan
 from trainer.models import MLP
+from trainer.run.description import plan_warnings
 
 MOST_GRAPHS = 6
 """For training and evaluation: of one shape, of any length, of any length and number of samples, and of one sample."""
@@ -39,7 +40,7 @@ def test_texts_of_any_length_compile_a_bounded_number_of_graphs(monkeypatch):
     counters.clear()
     config = DistilBertConfig(dim=16, n_heads=2, n_layers=2, hidden_dim=32, vocab_size=50)
     module = DistilBertForSequenceClassification(config)
-    stack._compile(list(module.distilbert.transformer.layer), graphs=True)
+    compile_module(module, list(module.distilbert.transformer.layer), "cuda_graphs")
     assert modes == ["reduce-overhead"] * 2
     generator, shapes = random.Random(0), set()
     for step in range(16):

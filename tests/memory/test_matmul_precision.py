@@ -15,10 +15,11 @@ from torch import nn
 from trainer import Memory, Recipe, RecipeError, Run
 from trainer.api import evaluate, fit
 from trainer.data import Digits
-from trainer.memory.plan import decide_plan, plan_warnings
+from trainer.memory.plan import decide_plan
 from trainer.memory.precision import matmul_precision
 from trainer.models import MLP
 from trainer.planner.knobs import lossy_steps
+from trainer.run.description import plan_warnings
 from trainer.run.identity import PLANNED, flat_settings
 from trainer.values import Loss
 

@@ -13,8 +13,9 @@ from trainer.cli import run
 from trainer.commands.flags import RecipeParser, split_argv
 from trainer.contract import Data
 from trainer.memory.oom import describe_oom, is_out_of_memory, next_knobs, sample_lengths, shapes_of
-from trainer.memory.plan import decide_plan, plan_warnings
+from trainer.memory.plan import decide_plan
 from trainer.models import MLP
+from trainer.run.description import plan_warnings
 from trainer.settings import change
 
 CUDA_MESSAGE = (

@@ -17,6 +17,7 @@ from transformers import AutoModelForSequenceClassification
 
 from trainer import Memory, Optim, Recipe
 from trainer.engine.cut import Cut, cut_batch, largest_micro_batch, tokens_of
+from trainer.engine.memory_rehearsal import longest_window
 from trainer.engine.window import Windows
 from trainer.errors import RecipeError
 from trainer.models import BigBird, TextClassifier, padding_free
@@ -218,7 +219,10 @@ def test_the_longest_micro_batch_is_that_of_the_most_tokens() -> None:
     cut = Cut(len(lengths), len(lengths), 1, micro_batch_tokens=64)
     for packs, most in ((True, 62), (False, 64)):  # 290 tokens in five packs
         windows = Windows(len(lengths), lambda _: cut, iter, lambda _: {"loss": 1.0}, 0, lengths=lengths, packs=packs)
-        assert [tokens_of(micro.indices, lengths, packs) for micro in windows.longest(1).micro_batches] == [most, most]
+        assert [tokens_of(micro.indices, lengths, packs) for micro in longest_window(windows, 1).micro_batches] == [
+            most,
+            most,
+        ]
     assert largest_micro_batch(cut_batch(range(24), Cut(24, 24, 1), 1, lengths), lengths) == [*range(24)]
 
 

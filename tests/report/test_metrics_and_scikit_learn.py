@@ -24,7 +24,8 @@ from trainer.recipe import METRICS_BY_TASK
 from trainer.report.metrics import EvaluationMetrics
 from trainer.report.mistakes import TopMistakes
 from trainer.report.whole_set_metrics import WholeSetMetrics
-from trainer.run.session import EvaluationAccumulators, gather_rows, run_on_rank_zero
+from trainer.run.collectives import gather_rows, run_on_rank_zero
+from trainer.run.evaluation import EvaluationAccumulators
 from trainer.values import IGNORED_LABEL
 
 LOSS = 0.5

@@ -235,22 +235,15 @@ def test_a_saturated_metric_keeps_the_lowest_loss_then_the_later_step(tmp_path):
         assert resumed.step == expected
 
 
-@pytest.mark.parametrize(
-    ("run", "message"),
-    [
-        ({"best": "loss", "patience": None}, "run.best=loss needs a validation set: a test set that chooses"),
-        (
-            {"patience": 2},
-            r"run.patience=2 needs a validation set.*data.val_fraction 0.1\), or set run.best te",
-        ),
-        ({"best": "test_mae"}, "run.best=test_mae is not for single_label models: choose one of"),
-    ],
-)
-def test_a_test_set_does_not_choose_and_what_the_model_has_not_is_refused(run, message, tmp_path):
-    with pytest.raises(RecipeError, match=message):
+@pytest.mark.parametrize("run", [{"best": "loss", "patience": None}, {"patience": 2}, {"best": "test_mae"}], ids=str)
+def test_a_test_set_does_not_choose_and_what_the_model_has_not_is_refused(run, golden, tmp_path):
+    with golden.raises(RecipeError, hide=[r"(?<=choose one of ).*"]):
         fit(wild(tmp_path / "r", run, data=FewDigits(test_fraction=0.97)))
-    with pytest.raises(RecipeError, match=r"run.best=test_loss, but there is a validation set: set run.best loss"):
-        fit(wild(tmp_path / "other", {"best": "test_loss"}))
+
+
+def test_a_test_set_does_not_choose_beside_a_validation_set(golden, tmp_path):
+    with golden.raises(RecipeError):
+        fit(wild(tmp_path, {"best": "test_loss"}))
 
 
 def test_the_last_step_is_the_model_without_a_validation_set_and_where_a_recipe_says_so(tmp_path):
@@ -287,7 +280,7 @@ class Heard(Listener):
         self.heard.append(("end", counters.step))
 
 
-def test_own_listeners_hear_everything_and_their_errors_name_them(tmp_path):
+def test_own_listeners_hear_everything_and_their_errors_name_them(tmp_path, golden):
     listener = Heard()
     fit(wild(tmp_path / "r", max_steps=2, listeners=[listener]))
     first, second = losses(tmp_path / "r")
@@ -295,9 +288,9 @@ def test_own_listeners_hear_everything_and_their_errors_name_them(tmp_path):
     heard = [("start", 0, 2), (1, first), ("evaluated", 1, evaluated), (2, second), ("evaluated", 2, evaluated)]
     assert listener.heard == [*heard, ("end", 2)]
     assert "listeners" not in (tmp_path / "r/recipe.yaml").read_text()
-    with pytest.raises(RunError, match=r"listener Heard.on_step after step 2: ZeroDivisionError: of mine"):
+    with golden.raises(RunError, "fails"):
         fit(wild(tmp_path / "failed", listeners=[Heard(fails=True)]))
-    with pytest.raises(RecipeError, match=r"listeners\[1\]=7 is not a trainer.Listener: give an instance of one"):
+    with golden.raises(RecipeError, "no listener"):
         fit(wild(tmp_path / "none", listeners=[listener, 7]))
 
 

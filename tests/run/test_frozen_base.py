@@ -72,7 +72,7 @@ def test_a_checkpoint_holds_what_trains_and_is_resumed_bit_for_bit(count, base, 
     assert (rest / "model" / "model.safetensors").read_bytes() == (whole / "model" / "model.safetensors").read_bytes()
 
 
-def test_another_file_is_refused_by_name_and_so_is_an_export_beside_it(weights, tmp_path, capsys):
+def test_another_file_is_refused_by_name_and_so_is_an_export_beside_it(weights, tmp_path, capsys, golden):
     model = adapted(weights)
     fit(recipe(tmp_path / "run", model=model))
     assert command(["checkpoint", "export", str(tmp_path / "run"), "--out", str(tmp_path / "exported")]) == 0
@@ -82,9 +82,7 @@ def test_another_file_is_refused_by_name_and_so_is_an_export_beside_it(weights, 
     content = bytearray(weights.read_bytes())
     content[-1] ^= 1
     weights.write_bytes(content)
-    with pytest.raises(
-        RecipeError, match=r"base: the files of model\.weights have changed \(changed: base\.safetensors"
-    ):
+    with golden.raises(RecipeError):
         resume(tmp_path / "run", tmp_path / "rest", 2, model=model)
     capsys.readouterr()
     assert command(["checkpoint", "export", str(tmp_path / "run"), "--out", str(tmp_path / "other")]) == 2
@@ -126,7 +124,7 @@ def test_what_is_frozen_and_in_no_file_is_saved(weights, tmp_path):
     assert saved(tmp_path / "rest", 6) == saved(tmp_path / "whole", 6)
 
 
-def test_what_is_in_nf4_cannot_be_thawed(weights, tmp_path):
+def test_what_is_in_nf4_cannot_be_thawed(weights, tmp_path, golden):
     optim = Optim("adamw", groups={"*.codes": {"frozen": False}})
-    with pytest.raises(RecipeError, match=r"optim\.groups cannot train .*codes, stored in NF4"):
+    with golden.raises(RecipeError):
         fit(recipe(tmp_path / "run", model=adapted(weights), optim=optim))

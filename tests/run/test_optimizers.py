@@ -6,7 +6,7 @@ import dataclasses
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -338,6 +338,12 @@ WORLDS: dict[str, tuple[int, dict[str, Any]]] = {
 }
 
 
+@cache
+def plain_of(case: str) -> Plain:
+    """The plain run of a case, which several tests compare with."""
+    return plain_run(*CASES[case])
+
+
 def train(run_dir: Path, **changes: Any) -> None:
     fit(recipe(run_dir, **changes))
 
@@ -360,11 +366,10 @@ QUICK |= {(case, "single") for case in CASES if case != "averaged"}
     ],
 )
 def test_a_run_equals_the_plain_loop(case, world, ranks, tmp_path):
-    optim, book = CASES[case]
-    settings, (size, memory) = settings_of(optim), WORLDS[world]
+    settings, (size, memory) = settings_of(CASES[case][0]), WORLDS[world]
     call = partial(train, tmp_path, **settings | {"memory": settings["memory"] | memory})
     call() if size == 1 else ranks(size).run(call)
-    plain = plain_run(optim, book)
+    plain = plain_of(case)
     assert distance(weights_of(tmp_path), plain.weights) <= plain.moved
     assert far(losses(tmp_path), plain.losses) <= plain.losses_moved
 
@@ -382,7 +387,7 @@ def test_gradients_that_were_rounded_to_fp32_are_found(case):
             parameter.register_post_accumulate_grad_hook(rounded)
         return book(module)
 
-    plain, found = plain_run(optim, book), plain_loop(optim, faulty)
+    plain, found = plain_of(case), plain_loop(optim, faulty)
     assert distance(found.weights, plain.weights) > 100 * plain.moved
     assert far(found.losses, plain.losses) > 50 * plain.losses_moved
 
@@ -408,12 +413,12 @@ def test_layers_are_counted_from_the_embeddings_to_the_head():
             assert number is None or layer == int(number[1]) + 1
 
 
-def test_averages_may_be_begun_and_left_on_resume_and_are_what_export_gives(tmp_path):
+def test_averages_may_be_begun_and_left_on_resume_and_are_what_export_gives(tmp_path, golden):
     settings, plain = settings_of(AVERAGED), settings_of(dataclasses.replace(AVERAGED, ema=None))
     allowed = {"run": EVALUATED | {"allow_change": ["optim.ema"]}}
     train(tmp_path / "plain", **plain)
     train(tmp_path / "averaged", **settings)
-    with pytest.raises(RecipeError, match=r"optim\.ema: null in the checkpoint, 0\.8 now"):
+    with golden.raises(RecipeError):
         resume(tmp_path / "plain", tmp_path / "refused", 4, **settings)
     resume(tmp_path / "plain", tmp_path / "begun", 4, **settings | allowed)
     resume(tmp_path / "averaged", tmp_path / "left", 4, **plain | allowed)
@@ -453,72 +458,39 @@ def test_the_planner_counts_the_averages_where_they_are(offload):
     assert any(note.startswith("optim.ema: ") for note in averaged.notes)
 
 
-OWN_BAD: list[tuple[dict[str, Any], dict[str, Any], str]] = [
-    (
-        {"name": "adamx"},
-        {},
-        "optim.name='adamx' must be adamw|adam|sgd|adafactor|adagrad|rmsprop|lion, or a full name such as torch.op",
-    ),
-    (
-        {"name": "torch.optim.NAdm"},
-        {},
-        "optim.name=torch.optim.NAdm is not an optimizer of this torch; did you mean torch.o",
-    ),
-    (
-        {"name": "torch.optim.LBFGS"},
-        {},
-        "optim.name=torch.optim.LBFGS needs a closure, but the trainer runs forward and backward itself",
-    ),
-    (
-        {"name": "torch.optim.SparseAdam"},
-        {},
-        "optim.name=torch.optim.SparseAdam fails in a trial on two small matrices",
-    ),
-    ({"name": "nowhere.Lion"}, {}, "optim.name=nowhere.Lion cannot be imported (ModuleNotFoundError: No module named"),
-    ({"name": "os.path"}, {}, "optim.name=os.path is neither a class nor a function"),
-    ({"name": "pathlib.Path"}, {}, "optim.name=pathlib.Path with optim.arguments={}: TypeError"),
-    ({"factory": lambda groups, lr: 3}, {}, "optim.factory=<lambda> returns a int, not a torch.optim.Optimizer"),
-    (
-        {"arguments": {"betas": [0.9, 0.9]}},
-        {},
-        "optim.arguments={'betas': [0.9, 0.9]} are for an optimizer by its full",
-    ),
-    (
-        {"name": "torch.optim.NAdam", "betas": [0.9, 0.9]},
-        {},
-        "optim.betas is for the built-in optimizers",
-    ),
-    (
-        {"name": "torch.optim.NAdam", "arguments": {"lr": 1}},
-        {},
-        "optim.arguments has lr: that is optim.lr",
-    ),
-    ({"name": "torch.optim.NAdam", "arguments": {"lr": 1}}, {}, "optim.arguments has lr: that is optim.lr"),
-    (
-        {"name": "torch.optim.Rprop", "weight_decay": 0.1},
-        {},
-        "optim.name=torch.optim.Rprop does not support weight_decay",
-    ),
-    ({"factory": Counting}, {}, "optim.factory=Counting keeps param_groups.k outside the state"),
-    ({"factory": Private}, {}, "optim.factory=Private keeps _count outside the state"),
-    ({"factory": Common}, {}, "optim.factory=Common keeps state['all'] outside the state"),
-    ({"factory": Wrapper}, {}, "optim.factory=Wrapper keeps _inner.state outside the state"),
-    ({"factory": ByNorm}, {"strategy": "fsdp"}, "optim.factory=ByNorm needs whole tensors"),
-    ({"factory": Together}, {"cpu_offload": "optimizer"}, "optim.factory=Together reads several parameters to"),
-    ({"factory": SignMomentum}, {"optimizer_state_bits": 8}, "memory.optimizer_state_bits=8 requires adam or adamw"),
+def short(settings: dict[str, Any]) -> str:
+    """An identifier without addresses of functions."""
+    return " ".join(f"{key}={getattr(value, '__name__', value)}" for key, value in settings.items())
+
+
+OWN_BAD: list[tuple[dict[str, Any], dict[str, Any]]] = [
+    ({"name": "adamx"}, {}),
+    ({"name": "torch.optim.NAdm"}, {}),
+    ({"name": "torch.optim.LBFGS"}, {}),
+    ({"name": "torch.optim.SparseAdam"}, {}),
+    ({"name": "nowhere.Lion"}, {}),
+    ({"name": "os.path"}, {}),
+    ({"name": "pathlib.Path"}, {}),
+    ({"factory": lambda groups, lr: 3}, {}),
+    ({"arguments": {"betas": [0.9, 0.9]}}, {}),
+    ({"name": "torch.optim.NAdam", "betas": [0.9, 0.9]}, {}),
+    ({"name": "torch.optim.NAdam", "arguments": {"lr": 1}}, {}),
+    ({"name": "torch.optim.NAdam", "arguments": {"momentum_decy": 0.1}}, {}),
+    ({"name": "torch.optim.Rprop", "weight_decay": 0.1}, {}),
+    ({"factory": Counting}, {}),
+    ({"factory": Private}, {}),
+    ({"factory": Common}, {}),
+    ({"factory": Wrapper}, {}),
+    ({"factory": ByNorm}, {"strategy": "fsdp"}),
+    ({"factory": Together}, {"cpu_offload": "optimizer"}),
+    ({"factory": SignMomentum}, {"optimizer_state_bits": 8}),
 ]
 
 
-@pytest.mark.parametrize(("optim", "memory", "message"), OWN_BAD, ids=[case[2][:60] for case in OWN_BAD])
-def test_an_optimizer_that_could_not_be_exact_is_refused_by_its_name(optim, memory, message, tmp_path):
-    with pytest.raises(RecipeError, match=f"^{re.escape(message)}"):
+@pytest.mark.parametrize(("optim", "memory"), OWN_BAD, ids=short)
+def test_an_optimizer_that_could_not_be_exact_is_refused_by_its_name(optim, memory, golden, tmp_path):
+    with golden.raises(RecipeError, hide=[r"(?<=TypeError: ).*?(?=; did you mean|$)", r"(?<=matrices: ).*"]):
         decide_plan(recipe(tmp_path, optim=Optim(**optim), memory={"precision": "32-true"} | memory), 1)
-
-
-def test_an_argument_that_is_not_taken_is_named_with_the_nearest(tmp_path):
-    optim = replace(NADAM, arguments={"momentum_decy": 0.1})
-    with pytest.raises(RecipeError, match=r"^optim\.name=torch\.optim\.NAdam with .*did you mean momentum_decay\?$"):
-        decide_plan(recipe(tmp_path, optim=optim), 1)
 
 
 def test_optimizers_of_whole_tensors_train_where_tensors_are_whole():
@@ -559,35 +531,22 @@ def test_an_optimizer_that_a_file_names_is_imported_only_if_the_file_is_trusted(
     assert (tmp_path / "imported").exists()
 
 
-UNMATCHED = [
-    ("head", r"optim.groups: no parameter is called 'head': a pattern must match the whole name, write '*head*'"),
-    (
-        "encoder.layer.0.*",
-        r"optim.groups: no parameter is called 'encoder.layer.0.*'; the nearest names are encoder.l",
-    ),
-]
+@pytest.mark.parametrize("pattern", ["head", "encoder.layer.0.*"])
+def test_a_pattern_of_nothing_is_refused_with_the_nearest_names(pattern, golden, tmp_path):
+    with golden.raises(RecipeError):
+        train(tmp_path, **settings_of(Optim(groups={pattern: {"lr_scale": 2}})))
 
 
-@pytest.mark.parametrize(("pattern", "message"), UNMATCHED)
-def test_a_pattern_of_nothing_is_refused_with_the_nearest_names(pattern, message, tmp_path):
-    settings = settings_of(Optim(groups={pattern: {"lr_scale": 2}}))
-    with pytest.raises(RecipeError, match=f"^{re.escape(message)}"):
-        train(tmp_path, **settings)
-
-
-def test_groups_of_what_is_frozen_and_layers_of_what_has_none_are_refused(tmp_path):
+def test_groups_of_what_is_frozen_and_layers_of_what_has_none_are_refused(tmp_path, golden):
     model = VisionTransformer("custom", **TINY, train_last_blocks=1)
-    pattern = {"conv_proj.*": {"lr_scale": 2}}
-    with pytest.raises(RecipeError, match=r"^optim.groups: all parameters that match 'conv_proj\.\*' are frozen"):
-        train(tmp_path / "one", model=model, optim=Optim(groups=pattern))
+    with golden.raises(RecipeError, "frozen group"):
+        train(tmp_path / "one", model=model, optim=Optim(groups={"conv_proj.*": {"lr_scale": 2}}))
     train(tmp_path / "two", model=model, optim=Optim(groups={"conv_proj.*": {"lr_scale": 2, "frozen": False}}))
-    with pytest.raises(
-        RecipeError, match=r"^optim\.layer_decay=0\.5 works on repeated modules, but none were found in Flat"
-    ):
+    with golden.raises(RecipeError, "no layers"):
         set_requires_grad(Flat(), make_model("mlp"), Optim(layer_decay=0.5))
-    with pytest.raises(RecipeError, match=r"^optim\.layer_decay=1e-200 sets the learning rate of layer 0 of 3 to 0"):
+    with golden.raises(RecipeError, "rate of 0"):
         train(tmp_path / "low", optim=Optim(layer_decay=1e-200))
-    with pytest.raises(RecipeError, match=r"^every parameter is frozen: .*optim\.groups"):
+    with golden.raises(RecipeError, "all frozen"):
         train(tmp_path / "three", model=model, optim=Optim(groups={"*": {"frozen": True}}))
 
 
@@ -599,11 +558,11 @@ class Flat(nn.Module):
         self.layer = nn.Linear(2, 2)
 
 
-def test_another_layer_decay_is_refused_on_resume_until_it_is_allowed(tmp_path):
+def test_another_layer_decay_is_refused_on_resume_until_it_is_allowed(tmp_path, golden):
     settings = settings_of(GROUPED)
     train(tmp_path / "whole", **settings)
     settings["optim"] = dataclasses.replace(GROUPED, layer_decay=0.9)
-    with pytest.raises(RecipeError, match=r"optim\.layer_decay: 0\.5 in the checkpoint, 0\.9 now"):
+    with golden.raises(RecipeError):
         resume(tmp_path / "whole", tmp_path / "refused", 4, **settings)
     settings["run"] |= {"allow_change": ["optim"]}
     resume(tmp_path / "whole", tmp_path / "rest", 4, **settings)
@@ -619,7 +578,7 @@ USUAL = ("averaged",)
     "case", [case if case in USUAL else pytest.param(case, marks=pytest.mark.slow) for case in CASES]
 )
 def test_a_resumed_run_is_the_undisturbed_one_bit_for_bit(case, ranks, tmp_path):
-    settings, plain = settings_of(CASES[case][0]), plain_run(*CASES[case])
+    settings, plain = settings_of(CASES[case][0]), plain_of(case)
     train(tmp_path / "whole", **settings)
     resume(tmp_path / "whole", tmp_path / "rest", 4, **settings)
     assert saved(tmp_path / "rest", STEPS) == saved(tmp_path / "whole", STEPS)
@@ -642,10 +601,10 @@ def test_a_plateau_of_two_ranks_resumes_bit_for_bit(ranks, tmp_path):
     assert state["plateau"]["factor"] < 1  # or nothing would have been at stake
 
 
-def test_a_plateau_needs_a_validation_set(tmp_path):
-    with pytest.raises(RecipeError, match=r"^optim\.schedule=plateau needs a validation set: .*data\.val_fraction"):
+def test_a_plateau_needs_a_validation_set(tmp_path, golden):
+    with golden.raises(RecipeError, "no set"):
         train(tmp_path, optim=PLATEAU, run={"evaluate": True})
-    with pytest.raises(RecipeError, match=r"^optim\.schedule=plateau needs evaluations, and run\.evaluate is fals"):
+    with golden.raises(RecipeError, "no evaluations"):
         recipe(tmp_path, optim=PLATEAU)
 
 
@@ -670,29 +629,29 @@ def test_one_cycle_is_torchs(settings, total):
             schedule.step()
 
 
-BAD: list[tuple[dict[str, Any], str]] = [
-    ({"betas": [0.9]}, r"optim.betas=[0.9] must be two numbers in [0, 1)"),
-    ({"betas": [0.9, 1.0]}, r"optim.betas=[0.9, 1.0] must be two numbers in [0, 1)"),
-    ({"name": "sgd", "betas": [0.9, 0.99]}, "optim.betas=[0.9, 0.99] has no meaning for sgd"),
-    ({"eps": 0.0}, "optim.eps=0.0 must be greater than 0"),
-    ({"name": "lion", "eps": 1e-8}, "optim.eps=1e-08 has no meaning for lion"),
-    ({"nesterov": True}, "optim.nesterov=true needs optim.name sgd and optim.momentum"),
-    ({"min_lr": 1.0, "schedule": "cosine"}, "optim.min_lr=1.0 must be between 0 and optim.lr=0.001"),
-    ({"min_lr": 1e-5}, "optim.min_lr=1e-05 has no meaning for optim.schedule=constant"),
-    ({"warmup_ratio": 1.0}, "optim.warmup_ratio=1.0 must be in [0, 1); it is a fraction of all steps"),
-    ({"warmup_ratio": 0.1, "warmup_steps": 5}, "optim.warmup_steps=5 and optim.warmup_ratio=0.1 exclude each other"),
-    ({"ema": 1.0}, "optim.ema=1.0 must be in [0, 1); null is no average"),
-    ({"layer_decay": 0.0}, "optim.layer_decay=0.0 must be in (0, 1]"),
-    ({"groups": {"*": {"lr": 2}}}, "optim.groups['*'] has no lr; did you mean lr_scale?"),
-    ({"groups": {"*": {"lr_scale": 0}}}, "optim.groups['*'].lr_scale=0 must be a factor greater than 0; frozen: true"),
-    ({"groups": {"*": {"frozen": 1}}}, "optim.groups['*'].frozen=1 must be true or false"),
-    ({"groups": {"*": 3}}, "optim.groups['*']=3 must be a mapping with any of lr_scale, weight_decay, frozen"),
-    ({"plateau_patience": -1}, "optim.plateau_patience=-1 must be at least 0"),
-    ({"plateau_factor": 1.0}, "optim.plateau_factor=1.0 must be in (0, 1)"),
+BAD: list[dict[str, Any]] = [
+    {"betas": [0.9]},
+    {"betas": [0.9, 1.0]},
+    {"name": "sgd", "betas": [0.9, 0.99]},
+    {"eps": 0.0},
+    {"name": "lion", "eps": 1e-8},
+    {"nesterov": True},
+    {"min_lr": 1.0, "schedule": "cosine"},
+    {"min_lr": 1e-5},
+    {"warmup_ratio": 1.0},
+    {"warmup_ratio": 0.1, "warmup_steps": 5},
+    {"ema": 1.0},
+    {"layer_decay": 0.0},
+    {"groups": {"*": {"lr": 2}}},
+    {"groups": {"*": {"lr_scale": 0}}},
+    {"groups": {"*": {"frozen": 1}}},
+    {"groups": {"*": 3}},
+    {"plateau_patience": -1},
+    {"plateau_factor": 1.0},
 ]
 
 
-@pytest.mark.parametrize(("settings", "message"), BAD, ids=str)
-def test_what_makes_no_sense_is_refused_by_its_name(settings, message):
-    with pytest.raises(RecipeError, match=f"^{re.escape(message)}"):
+@pytest.mark.parametrize("settings", BAD, ids=str)
+def test_what_makes_no_sense_is_refused_by_its_name(settings, golden):
+    with golden.raises(RecipeError):
         dataclasses.replace(Optim(), **settings)

@@ -72,13 +72,13 @@ def test_a_cpu_computes_in_fp32_and_a_card_is_asked_for_only_where_it_matters(mo
         assert decided(asked, GPU_WORLD)[0] is asked
 
 
-def test_nobody_plans_with_a_precision_that_is_open() -> None:
-    with pytest.raises(RecipeError, match=r"memory\.precision=auto must be resolved first"):
+def test_nobody_plans_with_a_precision_that_is_open(golden) -> None:
+    with golden.raises(RecipeError):
         decide_plan(auto(), 1)
 
 
-def test_predictions_are_asked_for_in_a_precision() -> None:
-    with pytest.raises(RecipeError, match=r"--precision='auto' is not one of 32-true"):
+def test_predictions_are_asked_for_in_a_precision(golden) -> None:
+    with golden.raises(RecipeError):
         PredictOptions(precision="auto").check()
 
 
@@ -107,9 +107,7 @@ def test_what_was_decided_is_printed_and_stored_and_resumed(tmp_path: Path, caps
     assert "resuming from" in "".join(capsys.readouterr())
 
 
-def test_a_resume_on_another_kind_of_card_is_refused_and_names_the_flag(
-    tmp_path: Path,
-) -> None:
+def test_a_resume_on_another_kind_of_card_is_refused_and_names_the_flag(tmp_path: Path, golden) -> None:
     """A run that began on a card with units for bfloat16, and goes on where there are none."""
     begun = recipe(tmp_path / "run", memory={"precision": "bf16-mixed"}, max_steps=2)
     fit(begun)
@@ -119,29 +117,21 @@ def test_a_resume_on_another_kind_of_card_is_refused_and_names_the_flag(
         max_steps=4,
         run=dataclasses.replace(begun.run, resume="auto", allow_change=["max_steps"]),
     )
-    with pytest.raises(RecipeError) as caught:
+    with golden.raises(RecipeError):
         fit(again)
-    assert (
-        'memory.precision: "bf16-mixed" in the checkpoint, "32-true" now (--memory.precision bf16-mixed keeps it)'
-        in (str(caught.value))
-    )
     fit(again.replace(memory=begun.memory))  # as it says
     assert of_run(tmp_path / "run")[2] == {"bf16-mixed"}
 
 
-def test_machines_whose_cards_differ_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_machines_whose_cards_differ_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, golden) -> None:
     monkeypatch.setattr(setup, "all_gather_json", lambda fabric, value: [value, "bf16-mixed"])
-    with pytest.raises(
-        RecipeError, match=r"memory\.precision=auto is 32-true and bf16-mixed on different machines: set one"
-    ):
+    with golden.raises(RecipeError):
         fit(recipe(tmp_path, memory={"precision": "auto"}))
 
 
-def test_settings_that_contradict_what_is_decided_are_refused_and_others_are_not() -> None:
+def test_settings_that_contradict_what_is_decided_are_refused_and_others_are_not(golden) -> None:
     rounds = with_precision(auto(stochastic_rounding=True), (9, 0))
-    with pytest.raises(
-        RecipeError, match=r"stochastic_rounding rounds bfloat16 weights, but memory\.precision=bf16-mixed"
-    ):
+    with golden.raises(RecipeError):
         decide_plan(rounds, 1)
     plain = with_precision(auto(), (9, 0))
     same_bits = plain.replace(run=dataclasses.replace(plain.run, deterministic=True))

@@ -218,35 +218,31 @@ def names_in(checkpoints: Path) -> list[str]:
 STEP, AUTO = "copy/checkpoints/step-0000000", {"resume": "auto"}
 
 
-@pytest.mark.parametrize(
-    ("spoil", "run", "changes", "message"),
-    [
-        (
-            lambda path: [damage(one / "state.json") for one in path.iterdir()],
-            AUTO,
-            {},
-            r"step-00000006/state\.json is corrupt.*2 older checkpoints are not valid",
-        ),
-        (
-            lambda path: damage(path / "step-00000004/metrics.csv"),
-            {"resume": f"{STEP}4"},
-            {},
-            r"4/metrics\.csv is corr",
-        ),
-        (make_later, AUTO, {}, r"has format 99.*resume with the version that wrote it"),
-        (shutil.rmtree, AUTO, {}, "holds a finished run without a checkpoint to resume from"),
-        (None, {"resume": f"{STEP}2"}, {"batch_size": 12}, "batch_size: 24 in the checkpoint, 12 now"),
-        (None, AUTO | {"dir": None}, {}, "run.resume=auto needs run.dir"),
-        (None, {"resume": "nowhere", "dir": "new"}, {}, "run.resume=nowhere: there is no checkpoint in nowhere"),
-        (None, {}, {}, "already holds a run: resume it with --run.resume auto"),
-    ],
-)
-def test_what_cannot_be_resumed_is_refused_and_stays(copied, spoil, run, changes, message, monkeypatch):
+def damage_all(checkpoints: Path) -> None:
+    for one in checkpoints.iterdir():
+        damage(one / "state.json")
+
+
+REFUSED: dict[str, tuple[Any, dict[str, Any], dict[str, Any]]] = {
+    "all are corrupt": (damage_all, AUTO, {}),
+    "the named one is corrupt": (lambda path: damage(path / "step-00000004/metrics.csv"), {"resume": f"{STEP}4"}, {}),
+    "of a later version": (make_later, AUTO, {}),
+    "no checkpoint": (shutil.rmtree, AUTO, {}),
+    "another batch size": (None, {"resume": f"{STEP}2"}, {"batch_size": 12}),
+    "no directory": (None, AUTO | {"dir": None}, {}),
+    "a missing folder": (None, {"resume": "nowhere", "dir": "new"}, {}),
+    "a directory of a run": (None, {}, {}),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_cannot_be_resumed_is_refused_and_stays(copied, case, golden, monkeypatch):
+    spoil, run, changes = REFUSED[case]
     monkeypatch.chdir(copied.parent)
     if spoil is not None:
         spoil(copied / "checkpoints")
     before = names_in(copied / "checkpoints"), (copied / "metrics.csv").read_bytes()
-    with pytest.raises(RecipeError, match=message):
+    with golden.raises(RecipeError):
         fit(recipe(copied, run=run, **changes))
     assert (names_in(copied / "checkpoints"), (copied / "metrics.csv").read_bytes()) == before
 

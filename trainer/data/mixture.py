@@ -15,7 +15,8 @@ from trainer.data.base import Loading
 from trainer.data.images import CIFAR10, Digits, FashionMNIST, ImageFolder
 from trainer.data.language import Conversations, Documents
 from trainer.data.text import HubText, IMDb, TextFiles
-from trainer.errors import RecipeError, require, require_types
+from trainer.errors import RecipeError, require
+from trainer.system.field_types import require_types
 from trainer.values import MixupConfig, Task
 
 DATASET_CLASSES: dict[str, Any] = {

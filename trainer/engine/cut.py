@@ -1,17 +1,16 @@
 """Divide a batch into micro-batches and ranks: pure functions of counts and lengths, without torch.
 
-A step is exact however its batch is cut, so a cut may serve speed and memory: by count, by length or by tokens.
+A step has the same gradient for every cut of its batch. The cut only decides speed and memory.
 """
 
 from __future__ import annotations
 
-from bisect import bisect_left, insort
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from heapq import heappop, heappush
 
 from trainer.contract import PADDING_MULTIPLE
+from trainer.engine.packing import deal, pack_tokens
 from trainer.errors import RecipeError
 from trainer.recipe import Memory, Recipe
 
@@ -22,9 +21,9 @@ class Cut:
 
     batch_size: int  # samples per step over all ranks
     micro_batch_size: int  # max samples of a micro-batch
-    accumulate: int  # micro-batches per step and rank in a full batch (a token budget may require more)
+    accumulate: int  # micro-batches per step and rank in a full batch; micro_batch_tokens may make more
     micro_batch_tokens: int | None = None  # max tokens of a micro-batch, including padding
-    rank_independent: bool = False  # the same micro-batches on any number of ranks, plus empty ones if needed
+    rank_independent: bool = False  # whether micro-batches are the same on any number of ranks, plus empty ones
 
     def halved(self, world_size: int) -> Cut | None:
         """Return the same batches in micro-batches of half the size, or ``None`` if these hold one sample already."""
@@ -43,7 +42,7 @@ def decide_cut(
     micro_batch_tokens: int | None = None,
     any_ranks: bool = False,
 ) -> Cut:
-    """Derive those of batch size, micro-batch size and accumulation that are ``None``."""
+    """Return the cut. Batch size, micro-batch size and accumulation are derived from each other if ``None``."""
     if batch_size is None:
         if accumulate is None or micro_batch_size is None:
             raise RecipeError("batch_size is not set: set it, or set both accumulate and memory.micro_batch_size")
@@ -65,7 +64,7 @@ def decide_cut(
 
 
 def data_parallel_rank(memory: Memory, rank: int, world_size: int) -> tuple[int, int]:
-    """Return which share of a batch ``rank`` and its tensor-parallel neighbours take, and the number of shares."""
+    """Return the share of a batch that ``rank`` computes, and the number of shares; tensor-parallel ranks share one."""
     copies = memory.tensor_parallel
     return rank // copies, max(1, world_size // copies)  # too few ranks are rejected elsewhere
 
@@ -91,9 +90,10 @@ def cut_batch(
 ) -> list[list[int]]:
     """Cut a batch into a multiple of ``world_size`` micro-batches; rank r takes every ``world_size``-th, from r on.
 
-    Their sizes differ by at most one sample, so all ranks have the same peak. They are empty only if there are too few
-    samples. With ``lengths``, samples of similar length share a micro-batch, the longest first: the peak comes first,
-    and ranks pad by similar amounts. ``packs`` have no padding, so lengths are mixed to equal numbers of tokens.
+    Without a limit on tokens, their sizes differ by at most one sample, so all ranks have the same peak; they are empty
+    only if there are too few samples. With ``lengths``, samples of similar length share a micro-batch, and the longest
+    come first: the first micro-step has the peak, and all ranks pad by similar amounts. ``packs`` means micro-batches
+    without padding. They mix lengths instead, so that all have similar numbers of tokens.
     """
     if cut.rank_independent:
         pieces = cut_batch(indices, replace(cut, rank_independent=False), 1, lengths, packs)
@@ -102,10 +102,10 @@ def cut_batch(
     if lengths is None or cut.micro_batch_tokens is None:
         bounds = _equal_bounds(len(order), cut.micro_batch_size, world_size)
         if lengths is not None and packs:
-            return _dealt(order, len(bounds), -(-len(order) // len(bounds)), lengths)
+            return deal(order, len(bounds), -(-len(order) // len(bounds)), lengths)
         return [order[start:end] for start, end in bounds]
     if packs:
-        return _packs(order, cut.micro_batch_tokens, cut.micro_batch_size, world_size, lengths)
+        return pack_tokens(order, cut.micro_batch_tokens, cut.micro_batch_size, world_size, lengths)
     return _pieces_by_tokens(order, cut, world_size, lengths)
 
 
@@ -117,74 +117,11 @@ def _equal_bounds(size: int, micro_batch_size: int, world_size: int) -> list[tup
     return list(zip(bounds, bounds[1:], strict=False))
 
 
-def _dealt(by_length: Sequence[int], count: int, max_samples: int, lengths: Sequence[int]) -> list[list[int]]:
-    """Put each sample, the longest first, into the micro-batch with the fewest tokens that has room (Graham 1969)."""
-    pieces: list[list[int]] = [[] for _ in range(count)]
-    waiting = [(0, number) for number in range(count)]
-    for index in by_length:
-        tokens, number = heappop(waiting)
-        pieces[number].append(index)
-        if len(pieces[number]) < max_samples:
-            heappush(waiting, (tokens + lengths[index], number))
-    return sorted(pieces, key=lambda piece: -tokens_of(piece, lengths, packs=True))
-
-
-def _packs(
-    by_length: Sequence[int], budget: int, max_samples: int, world_size: int, lengths: Sequence[int]
-) -> list[list[int]]:
-    """Make as few packs of at most ``budget`` tokens and ``max_samples`` samples as best-fit decreasing finds.
-
-    Their number is rounded up to a multiple of ``world_size``: filled evenly if all fit, else the fullest are halved.
-    """
-    packs = _best_fit(by_length, budget, max_samples, lengths)
-    count = len(packs) + -len(packs) % world_size
-    even = _dealt(by_length, count, max_samples, lengths)
-    if all(tokens_of(pack, lengths, True) <= budget for pack in even if len(pack) > 1):
-        packs = even
-    while len(packs) < count:
-        fullest = max(range(len(packs)), key=lambda i: (len(packs[i]) > 1, tokens_of(packs[i], lengths, True)))
-        packs += _dealt(packs.pop(fullest), 2, max_samples, lengths)
-    packs.sort(key=lambda pack: -tokens_of(pack, lengths, True))
-    # The ranks compute the packs of one micro-step at the same time; these have similar sizes. Give the fullest of
-    # them to the rank that has had the fewest tokens so far.
-    totals, dealt = [0] * world_size, []
-    for start in range(0, count, world_size):
-        takers = sorted(range(world_size), key=totals.__getitem__)
-        taken = dict(zip(takers, packs[start : start + world_size], strict=True))
-        totals = [total + tokens_of(taken[rank], lengths, True) for rank, total in enumerate(totals)]
-        dealt += [taken[rank] for rank in range(world_size)]
-    return dealt
-
-
-def _best_fit(by_length: Sequence[int], budget: int, max_samples: int, lengths: Sequence[int]) -> list[list[int]]:
-    """Pack by best-fit decreasing (Johnson 1974); a sample longer than ``budget`` gets its own pack."""
-    packs: list[list[int]] = []
-    with_room: dict[int, list[int]] = {}  # from a number of tokens to the packs with room for exactly that many
-    rooms: list[int] = []  # the keys in order; at most as many as tokens in the budget, for any number of samples
-    for index in by_length:
-        place = bisect_left(rooms, lengths[index])
-        room = rooms[place] if place < len(rooms) else budget
-        if place == len(rooms):
-            packs.append([])
-            number = len(packs) - 1
-        else:
-            number = with_room[room].pop()
-            if not with_room[room]:
-                del with_room[room], rooms[place]
-        packs[number].append(index)
-        left = room - lengths[index]
-        if left > 0 and len(packs[number]) < max_samples:
-            if left not in with_room:
-                insort(rooms, left)
-            with_room.setdefault(left, []).append(number)
-    return packs
-
-
 def _pieces_by_tokens(by_length: list[int], cut: Cut, world_size: int, lengths: Sequence[int]) -> list[list[int]]:
-    """Fill micro-batches greedily, then halve the largest in place until ``world_size`` divides their number."""
+    """Fill micro-batches one by one, then halve the largest until ``world_size`` divides their number."""
     assert cut.micro_batch_tokens is not None
     pieces: list[list[int]] = []
-    tokens = longest = 0  # in the last micro-batch; a sample longer than the budget is alone in its micro-batch
+    tokens = longest = 0  # in the last micro-batch; a sample with more tokens than allowed gets its own
     for index in by_length:
         if not pieces or len(pieces[-1]) == cut.micro_batch_size or tokens + longest > cut.micro_batch_tokens:
             pieces.append([])
@@ -206,7 +143,7 @@ def tokens_of(piece: Sequence[int], lengths: Sequence[int], packs: bool = False)
 
 
 def largest_micro_batch(pieces: Sequence[list[int]], lengths: Sequence[int] | None, packs: bool = False) -> list[int]:
-    """Return the first micro-batch with the most tokens; ``pieces`` are in the order of :func:`cut_batch`."""
+    """Return the micro-batch with the most tokens; ``pieces`` are in the order of :func:`cut_batch`."""
     return pieces[0] if lengths is None else max(pieces, key=lambda piece: tokens_of(piece, lengths, packs))
 
 

@@ -12,7 +12,7 @@ from trainer.contract import Data, DrawnInputs, Model, Packable, Preparable, as_
 from trainer.engine.cut import Cut, cut_at, data_parallel_rank
 from trainer.engine.quarantine import Quarantine, Reduce
 from trainer.engine.window import Fetch, MicroBatch, OnLoad, Windows, make_micro_batch
-from trainer.errors import RecipeError, format_list, require
+from trainer.errors import RecipeError, format_list
 from trainer.recipe import Recipe
 from trainer.values import BadSample, Request, SampleWeights
 
@@ -24,11 +24,12 @@ def fill_from_data(model: Model, data: Data) -> Model:
     names, classes = data.class_names or (), data.num_classes
     # A name that cannot be encoded comes from a folder name that is not UTF-8, or from broken JSON.
     broken = [ascii(name) for name in names if str(name).encode(errors="replace").decode() != str(name)]
-    require(not broken, f"data: class {format_list(broken)} is not UTF-8 text: rename its folder or label")
-    require(
-        not names or classes is None or len(names) == classes,
-        f"{type(data).__name__} has {len(names)} class_names for num_classes={classes}: give each class a name",
-    )
+    if broken:
+        raise RecipeError(f"data: class {format_list(broken)} is not UTF-8 text: rename its folder or label")
+    if names and classes is not None and len(names) != classes:
+        raise RecipeError(
+            f"{type(data).__name__} has {len(names)} class_names for num_classes={classes}: give each class a name"
+        )
     changes = {}
     pairs = {
         "num_classes": (model.num_classes, classes),
@@ -42,8 +43,8 @@ def fill_from_data(model: Model, data: Data) -> Model:
             continue
         if own is None:
             changes[name] = known
-        elif name != "class_names":
-            require(own == known, f"model.{name}={own} does not fit the data, which has {known}: set it to null")
+        elif name != "class_names" and own != known:
+            raise RecipeError(f"model.{name}={own} does not fit the data, which has {known}: set it to null")
     model = dataclasses.replace(model, **changes) if changes else model  # type: ignore[type-var]
     return model.suited_to(data) if isinstance(model, Preparable) else model
 
@@ -62,18 +63,17 @@ def make_windows(
     """
     train, drawn = as_samples(recipe.data.train), capability(recipe.model, DrawnInputs)
     lengths = train.lengths
-    require(
-        recipe.memory.micro_batch_tokens is None or lengths is not None,
-        f"memory.micro_batch_tokens={recipe.memory.micro_batch_tokens} needs the length of every sample, which "
-        f"{type(recipe.data).__name__} does not know before reading it: leave it out",
-    )
-    mixing = recipe.data.mixup_config()
-    name = type(recipe.model).__name__
-    require(
-        mixing is None or drawn.mixes,
-        f"data.mixup, data.cutmix: {name}.losses() supports one label per sample: set both to 0, or read "
-        "batch['mixed_labels'] and batch['lam'] in it (docs/augmentation.md) and set mixes = True",
-    )
+    if recipe.memory.micro_batch_tokens is not None and lengths is None:
+        raise RecipeError(
+            f"memory.micro_batch_tokens={recipe.memory.micro_batch_tokens} needs the length of every sample, which "
+            f"{type(recipe.data).__name__} does not know before reading it: leave it out"
+        )
+    mixing, name = recipe.data.mixup_config(), type(recipe.model).__name__
+    if mixing is not None and not drawn.mixes:
+        raise RecipeError(
+            f"data.mixup, data.cutmix: {name}.losses() supports one label per sample: set both to 0, or read "
+            "batch['mixed_labels'] and batch['lam'] in it (docs/augmentation.md) and set mixes = True"
+        )
     share, shares = data_parallel_rank(recipe.memory, rank, world_size)
     return Windows(
         size=len(train),

@@ -21,17 +21,38 @@ from torch.distributed.fsdp._fully_shard._fsdp_api import ReduceScatter
 from torch.distributed.tensor import DTensor
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from trainer.engine.loss_totals import LossTotals
 from trainer.engine.sync import GradientSync
 from trainer.engine.window import Window
-from trainer.errors import RecipeError, RunError, require
+from trainer.errors import RecipeError, RunError
 
 BUCKET = 2**23  # max elements of gradients sent at once (32 MB in fp32), unless one gradient is larger
+
+
+class DeterministicLossTotals(LossTotals):
+    """Adds the losses of all ranks in the order of the micro-batches: the same bits on any number of ranks.
+
+    Gradients are summed, so backward starts from 1 / weight: ranks / ranks would be inexact for denormal numbers.
+    """
+
+    def __init__(self, window: Window, world_size: int, copies: int = 1) -> None:
+        super().__init__(window, world_size, copies)
+        self.factor = 1
+
+    def gather(self, norm: Tensor) -> Tensor:
+        own = torch.stack([torch.stack(parts) for parts in self.parts.values()]).double()
+        places = own.new_zeros(*own.shape, self.world_size)  # one rank fills each place; adding zeros does not round
+        places[..., torch.distributed.get_rank() if self.world_size > 1 else 0] = own
+        return self._over_ranks(norm, places.flatten())
+
+    def _counts(self) -> list[int]:
+        return [len(parts) * self.world_size for parts in self.parts.values()]
 
 
 class TreeSync(GradientSync):
     """Sums the gradients of micro-batches along the tree. The number of ranks is a power of two."""
 
-    deterministic = True
+    loss_totals = DeterministicLossTotals
 
     def __init__(self, parameters: Sequence[Tensor], world_size: int = 1) -> None:
         super().__init__(parameters)
@@ -172,11 +193,11 @@ class TreeReduceScatter(ReduceScatter):
 
 def make_tree_sync(module: nn.Module, parameters: Sequence[Tensor], world_size: int) -> TreeSync:
     """Return the synchronisation for ``module``, which is sharded or replicated without DDP."""
-    require(
-        not any(isinstance(part, _BatchNorm) and part.track_running_stats for part in module.modules()),
-        "run.deterministic=true: the model has BatchNorm, whose running statistics depend on the micro-batches of a "
-        "single rank: use run.deterministic false, or a model with another norm",
-    )
+    if any(isinstance(part, _BatchNorm) and part.track_running_stats for part in module.modules()):
+        raise RecipeError(
+            "run.deterministic=true: the model has BatchNorm, whose running statistics depend on the micro-batches of "
+            "a single rank: use run.deterministic false, or a model with another norm"
+        )
     if isinstance(module, FSDPModule):
         return ShardedTreeSync(module, parameters, world_size)
     return (ReplicatedTreeSync if world_size > 1 else TreeSync)(parameters, world_size)

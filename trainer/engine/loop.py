@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-from bisect import bisect_right
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict
 from functools import partial
-from itertools import accumulate
 from typing import Any
 
 import torch
 
 from trainer.engine.events import Counters, Listener
 from trainer.engine.forward import Forward
-from trainer.engine.memory_rehearsal import rehearse
+from trainer.engine.memory_rehearsal import longest_window, rehearse
 from trainer.engine.step import Stepper, StepResult, skip_reason
 from trainer.engine.sync import reshard
 from trainer.engine.window import MicroBatch, Window, Windows
@@ -30,17 +28,14 @@ def count_steps(windows: Windows, epochs: int, max_steps: int | None) -> int:
     return total if max_steps is None else min(total, max_steps)
 
 
-def epoch_at(windows: Windows, epochs: int) -> Callable[[int], int]:
-    """Return a function from a step (from 0, over the whole run) to its epoch; later steps map to the last epoch."""
-    spans = windows.epoch_ranges(epochs)
-    steps = [windows.steps(span.start) for span in spans]
-    begins = list(accumulate((len(span) * each for span, each in zip(spans, steps, strict=True)), initial=0))[:-1]
-
-    def epoch_of(step: int) -> int:
-        at = bisect_right(begins, step) - 1
-        return min(spans[at].start + (step - begins[at]) // steps[at], epochs - 1)
-
-    return epoch_of
+def epoch_at(windows: Windows, epochs: int, step: int) -> int:
+    """Return the epoch of a ``step`` of the run (from 0); the last epoch for steps after the end."""
+    for span in windows.epoch_ranges(epochs):
+        steps_per_epoch = windows.steps(span.start)
+        if step < len(span) * steps_per_epoch:
+            return span.start + step // steps_per_epoch
+        step -= len(span) * steps_per_epoch
+    return epochs - 1
 
 
 @torch.no_grad()
@@ -136,16 +131,16 @@ class Engine:
         """Try the largest micro-batch of ``epochs`` before training, so that memory does not run out hours later."""
         while True:
             try:
-                rehearse(self.stepper, self.windows.longest(epochs))
+                rehearse(self.stepper, longest_window(self.windows, epochs))
                 break
             except Exception as error:
                 if not self._recovered(error):
                     raise
 
     def _recovered(self, error: Exception) -> bool:
-        """Count the step before the one that ``error`` ended; return whether that one can be retried.
+        """Count the step before the failed one, and return whether the failed one can be retried.
 
-        If collectives were aborted, the step before may also have failed: no weight has moved, and it is not counted.
+        If collectives were aborted, the step before may have failed too. Then it moved no weight and is not counted.
         """
         try:
             self.settle()
@@ -187,7 +182,7 @@ class Engine:
             self._evaluate()
 
     def _evaluate(self) -> None:
-        """Evaluate once per step at most: ``eval_every`` and the end of an epoch may coincide."""
+        """Evaluate, unless this step has been evaluated: ``eval_every`` and the end of an epoch may coincide."""
         if self.evaluation is not None and self.counters.evaluated_at != self.steps:
             self.settle()
             self.last_result = self.evaluation()

@@ -20,7 +20,7 @@ from trainer.engine.forward import Forward
 from trainer.engine.model_state import ModelState
 from trainer.engine.sync import reshard
 from trainer.engine.window import Window
-from trainer.errors import RecipeError, require
+from trainer.errors import RecipeError
 from trainer.values import Loss
 
 ITEMS = "the sum of the losses of the micro-batch's items, and the number of items"
@@ -63,17 +63,17 @@ class LossCheck:
             yield loss
 
     def _require_loss(self, loss: Any) -> None:
-        require(isinstance(loss, Loss), f"{self.kind}: losses() yields a {type(loss).__name__}: {YIELD}")
+        if not isinstance(loss, Loss):
+            raise RecipeError(f"{self.kind}: losses() yields a {type(loss).__name__}: {YIELD}")
         total, where = loss.total, f"{self.kind}: loss {loss.name!r}"
-        require(
-            isinstance(total, Tensor) and total.numel() == 1,
-            f"{where} has a total of {_kind_of(total)}: give the sum as a scalar tensor (reduction='sum')",
-        )
-        require(
-            total.requires_grad,
-            f"{where} has no gradient graph, so the model cannot learn from it: compute its total from module(...) "
-            "without .item(), .detach() or torch.no_grad(), and leave some parameters trainable",
-        )
+        if not isinstance(total, Tensor) or total.numel() != 1:
+            fix = "give the sum as a scalar tensor (reduction='sum')"
+            raise RecipeError(f"{where} has a total of {_kind_of(total)}: {fix}")
+        if not total.requires_grad:
+            raise RecipeError(
+                f"{where} has no gradient graph, so the model cannot learn from it: compute its total from module(...) "
+                "without .item(), .detach() or torch.no_grad(), and leave some parameters trainable"
+            )
 
     def check_loss(self, loss: Loss, batch: Any) -> None:
         """Require that the loss has a declared name and reports the weight that it is divided by."""

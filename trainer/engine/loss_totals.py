@@ -12,18 +12,21 @@ from trainer.values import Loss
 
 
 class LossTotals:
-    """Sums the losses of one window on the device."""
+    """Sums the losses of one window on the device.
+
+    ``world_size`` is the number of shares of a batch. With tensor parallelism, ``copies`` ranks compute each share.
+    """
 
     def __init__(self, window: Window, world_size: int, copies: int = 1) -> None:
-        self.weights, self.world_size, self.factor, self.copies = window.weights, world_size, world_size, copies
-        self.everybody = world_size * copies
+        self.weights, self.world_size, self.copies = window.weights, world_size, copies
+        self.factor, self.ranks = world_size, world_size * copies
         self.parts: dict[str, list[Tensor]] = {name: [] for name in window.weights}
         self.scales: dict[str, Tensor] = {}
 
     def scale(self, loss: Loss, is_empty: bool) -> Tensor:
         """Return the initial gradient of backward: ranks / weight of the batch, or 0 for an empty micro-batch.
 
-        The factor of ranks undoes DDP's mean. Scaling the loss instead would take three more operations.
+        The factor undoes DDP's mean over the ranks. Scaling the loss instead would take three more operations.
         """
         if loss.name not in self.scales:
             weight = self.weights[loss.name] or 1.0
@@ -39,17 +42,17 @@ class LossTotals:
     def gather(self, norm: Tensor) -> Tensor:
         """Return ``norm`` and the losses as one vector on the device.
 
-        One rank gives the losses of every micro-batch. Several give their sums over the ranks, from a collective, and
-        the number of ranks that took part in it.
+        With one rank, it has the loss of each micro-batch. With several, it has the sums over the ranks, and at its end
+        the number of ranks that took part in the collective.
         """
-        if self.everybody == 1:
+        if self.ranks == 1:
             return torch.stack([norm, *chain.from_iterable(self.parts.values())])
         # Use float64: a sum over thousands of samples would lose digits in float32.
         sums = [torch.stack(parts).sum(dtype=torch.float64) for parts in self.parts.values()]
         return self._over_ranks(norm, torch.stack(sums))
 
     def _over_ranks(self, norm: Tensor, numbers: Tensor) -> Tensor:
-        if self.everybody > 1:
+        if self.ranks > 1:
             numbers = torch.cat([numbers, numbers.new_ones(1)])
             torch.distributed.all_reduce(numbers)
         return torch.cat([norm.detach().to(numbers).reshape(1), numbers])
@@ -57,11 +60,11 @@ class LossTotals:
     def must_skip(self, gathered: Tensor) -> Tensor:
         """Return ``found_inf`` for torch's fused optimizers: 1 if ``gathered`` is not finite or lacks a rank, else 0.
 
-        DTensor takes a tensor without dimensions as equal on all ranks.
+        It is a scalar, because DTensor takes a scalar as equal on all ranks.
         """
         is_fine = gathered.isfinite().all()
-        if self.everybody > 1:
-            is_fine &= gathered[-1] == self.everybody
+        if self.ranks > 1:
+            is_fine &= gathered[-1] == self.ranks
         return is_fine.logical_not().to(torch.float32)
 
     def read(self, gathered: Tensor, arrived: torch.cuda.Event | None = None) -> tuple[float, dict[str, float]]:
@@ -73,31 +76,12 @@ class LossTotals:
             arrived.synchronize()
         norm, *numbers = gathered.tolist()
         # NCCL reports no error for a collective that was aborted while a rank waited.
-        if self.everybody > 1 and numbers.pop() != self.everybody:
+        if self.ranks > 1 and numbers.pop() != self.ranks:
             raise RuntimeError("not all ranks reached the end of the step: its collectives were aborted")
         left = (number / self.copies for number in numbers)
         sums = zip(self.weights.items(), self._counts(), strict=True)
         return norm, {name: sum(islice(left, count)) / (weight or 1.0) for (name, weight), count in sums}
 
     def _counts(self) -> list[int]:
-        return [1 if self.everybody > 1 else len(parts) for parts in self.parts.values()]
-
-
-class DeterministicLossTotals(LossTotals):
-    """Adds the losses of all ranks in the order of the micro-batches: the same bits on any number of ranks.
-
-    Gradients are summed, so backward starts from 1 / weight: ranks / ranks would be inexact for denormal numbers.
-    """
-
-    def __init__(self, window: Window, world_size: int, copies: int = 1) -> None:
-        super().__init__(window, world_size, copies)
-        self.factor = 1
-
-    def gather(self, norm: Tensor) -> Tensor:
-        own = torch.stack([torch.stack(parts) for parts in self.parts.values()]).double()
-        places = own.new_zeros(*own.shape, self.world_size)  # one rank fills each place; adding zeros does not round
-        places[..., torch.distributed.get_rank() if self.world_size > 1 else 0] = own
-        return self._over_ranks(norm, places.flatten())
-
-    def _counts(self) -> list[int]:
-        return [len(parts) * self.world_size for parts in self.parts.values()]
+        """Return how many of the gathered numbers belong to each loss."""
+        return [1 if self.ranks > 1 else len(parts) for parts in self.parts.values()]

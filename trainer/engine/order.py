@@ -36,11 +36,6 @@ def weighted_draws(seed: int, epoch: int, chances: SampleWeights) -> torch.Tenso
     return torch.searchsorted(bounds, places, right=True).clamp(max=last)
 
 
-def steps_in_epoch(size: int, batch_size: int) -> int:
-    """Count the batches of an epoch; the last one may have fewer than ``batch_size`` samples."""
-    return -(-size // batch_size)
-
-
 def batch_indices(
     seed: int,
     epoch: int,
@@ -52,9 +47,9 @@ def batch_indices(
 ) -> list[int]:
     """Return the samples of the ``step``-th batch (from 0) of ``epoch``.
 
-    With ``groups``, samples are ordered by group within their stretch of groups. A batch that spans two stretches
-    interleaves them by their relative positions. A rank always takes the same part of a batch, so it reads about the
-    same groups in consecutive steps. With ``chances``, each sample is drawn independently, with replacement.
+    With ``groups``, a batch is sorted by group within its block of groups. A batch that spans two blocks interleaves
+    them by their relative positions. A rank always takes the same part of a batch, so it reads about the same groups in
+    consecutive steps. With ``chances``, each sample is drawn independently, with replacement.
     """
     first, last = step * batch_size, min((step + 1) * batch_size, size)
     if chances is not None:
@@ -82,7 +77,8 @@ def draw_mix(
 ) -> tuple[list[int], float, tuple[float, float] | None]:
     """Draw how the ``size`` samples of a batch are mixed, with one share and one centre for all, like timm.
 
-    Return each sample's partner in the batch, the share that it keeps, and for CutMix the centre of the box (``Mix``).
+    Return each sample's partner in the batch, the share that it keeps, and for CutMix the centre of the box. They are
+    the fields of ``MixupDraw``.
     """
     drawn = derive_seed(seed, epoch, step, size, MIX)
     generator = np.random.RandomState([drawn & 0xFFFFFFFF, drawn >> 32])  # equal numbers in all versions of NumPy
@@ -98,9 +94,9 @@ def draw_mix(
 
 @lru_cache(maxsize=2)
 def _shuffle_blocks(seed: int, epoch: int, groups: ShuffleGroups) -> tuple[list[int], list[int], list[int]]:
-    """Return the order of the groups in ``epoch``, the first group of each stretch, and its first sample.
+    """Return the order of the groups in ``epoch``, the first group of each block, and its first sample.
 
-    A stretch is a run of groups with at least ``groups.mixed`` samples, which are shuffled together.
+    A block is a sequence of groups with at least ``groups.shuffle_buffer`` samples, which are shuffled together.
     """
     order, firsts, begins = permutation(seed, epoch, len(groups.sizes)).tolist(), [], []
     begin, held = 0, groups.shuffle_buffer
@@ -121,9 +117,9 @@ def _starts(groups: ShuffleGroups) -> list[int]:
 
 @lru_cache(maxsize=4)
 def _shuffle_block(seed: int, epoch: int, groups: ShuffleGroups, number: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the order of a stretch, and its samples group by group: int64, one entry per sample.
+    """Return the order of a block, and its samples group by group: int64, one entry per sample.
 
-    The k-th of n shuffled samples of a group gets a random position between k / n and (k + 1) / n of the stretch, so
+    The k-th of n shuffled samples of a group gets a random position between k / n and (k + 1) / n of the block, so
     every batch has samples of every group in proportion to its size.
     """
     (order, firsts, _), starts = _shuffle_blocks(seed, epoch, groups), _starts(groups)

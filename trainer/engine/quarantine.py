@@ -62,10 +62,6 @@ class Quarantine:
         if new:
             self._check(new)
 
-    def findings(self) -> list[BadSampleAt]:
-        """Return all bad samples in the order of detection."""
-        return [BadSampleAt(split, sample) for (split, _), sample in self.found.items()]
-
     def state_dict(self) -> dict[str, Any]:
         return {"samples": [{"split": split, **sample._asdict()} for (split, _), sample in self.found.items()]}
 
@@ -83,7 +79,8 @@ class Quarantine:
             self.announce(self, new)
         if self.limit is None or len(self.found) <= self.limit:
             return
-        shown = "; ".join(finding.describe() for finding in self.findings()[:SHOWN])
+        first = list(self.found.items())[:SHOWN]  # in the order of detection
+        shown = "; ".join(BadSampleAt(split, sample).describe() for (split, _), sample in first)
         more = f"; and {len(self.found) - SHOWN} more" if len(self.found) > SHOWN else ""
         raise RecipeError(
             f"{len(self.found)} samples cannot be loaded, which exceeds data.max_bad_samples={self.limit}: "

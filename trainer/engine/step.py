@@ -11,20 +11,19 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 from lightning_fabric import Fabric
 from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
 from torch.optim import Adam, AdamW, Optimizer
 
 from trainer.contract import Model
-from trainer.engine.batchnorm import BatchNormStatistics
 from trainer.engine.forward import Forward
 from trainer.engine.loss_check import LossCheck
-from trainer.engine.loss_totals import DeterministicLossTotals, LossTotals
+from trainer.engine.loss_totals import LossTotals
 from trainer.engine.sync import GradientSync, gradient_sync
 from trainer.engine.window import MicroBatch, Window
 from trainer.errors import RunError
 
 if TYPE_CHECKING:
     from trainer.engine.schedule import CheckpointableLambdaLR
-
 
 ASYNCHRONOUS = ("cuda",)
 """Types of devices that run operations asynchronously, so that reading a result makes the host wait."""
@@ -65,19 +64,18 @@ class Stepper(Forward):
         model: Model,
         module: nn.Module,
         optimizer: Optimizer,
-        scheduler: CheckpointableLambdaLR | None = None,  # stepped after every optimizer step that is not skipped
         *,
         sync: GradientSync | None = None,  # by default chosen from the strategy's wrapper
         clip_norm: float | None = None,  # max global gradient norm
         correct_batchnorm: bool = True,  # see BatchNormStatistics
         phases: PhaseHooks | None = None,
         copies: int = 1,  # ranks that take the same share of a batch: memory.tensor_parallel
-        average: Callable[[int], None] | None = None,  # optim.ema; called with the number of updates so far
+        average: Callable[[int], None] = lambda updates: None,  # optim.ema; called with the number of updates so far
     ) -> None:
         super().__init__(fabric, model, module)
-        self.scheduler, self.clip_norm, self.correct_batchnorm = scheduler, clip_norm, correct_batchnorm
-        self.phases, self.world_size = phases or PhaseHooks(), fabric.world_size // copies
-        self.copies, self.average = copies, average
+        self.scheduler: CheckpointableLambdaLR | None = None  # stepped after every step that is not skipped
+        self.clip_norm, self.correct_batchnorm, self.average = clip_norm, correct_batchnorm, average
+        self.phases, self.copies, self.world_size = phases or PhaseHooks(), copies, fabric.world_size // copies
         self.check = LossCheck(model)
         self.generator = torch.default_generator  # for dropout; seeding it is much faster than torch.manual_seed
         if self.device.type == "cuda":
@@ -92,22 +90,22 @@ class Stepper(Forward):
         self.optimizer = optimizer
         self.parameters = [p for group in optimizer.param_groups for p in group["params"]]
         self.sync = sync or gradient_sync(self.module, self.model, self.parameters)
-        batchnorm = BatchNormStatistics(self.module, self.correct_batchnorm)
-        self.batchnorm = batchnorm if batchnorm.layers else None
-        # The result of the last step until it is settled, or a function that waits for it; and its receiver.
+        self.batchnorm = BatchNormStatistics(self.module, self.correct_batchnorm)
+        # The last step until it is settled: its result, or a function that waits for it, and who receives the result.
         self.launched: tuple[StepResult | Callable[[], StepResult], Callable[[StepResult], None]] | None = None
         self.reads_late = self.device.type in ASYNCHRONOUS and self.can_read_late()
 
     def can_read_late(self) -> bool:
         """Return whether the next forward may start before the host knows the norm and the losses of a step.
 
-        The device must skip a step that is not finite (as fused Adam and AdamW do), or no step can be skipped. Fused
-        SGD would leave the momentum uninitialised after a skipped first step. The host updates scale and BatchNorm.
+        Either the device skips a step that is not finite by itself, as fused Adam and AdamW do, or no step can be
+        skipped. Fused SGD does not qualify: if it skips the first step, the momentum stays uninitialised. A loss scale
+        and BatchNorm statistics exclude it, because the host updates them.
         """
         is_fused = type(self.optimizer) in (Adam, AdamW) and all(g["fused"] for g in self.optimizer.param_groups)
         is_here = all(p.device.type == self.device.type for p in self.parameters)
         skips = is_fused or self.sync.updates_in_backward
-        return skips and is_here and self.scaler is None and self.batchnorm is None
+        return skips and is_here and self.scaler is None and not self.batchnorm.layers
 
     @property
     def scaler(self) -> Any:
@@ -135,7 +133,7 @@ class Stepper(Forward):
         return self.settle()
 
     def launch(self, window: Window, then: Callable[[StepResult], None] = lambda result: None) -> None:
-        """Start a step, and pass its result to ``then`` in the first forward of the next step, or in :meth:`settle`."""
+        """Start a step. ``then`` receives its result in the first forward of the next step, or in :meth:`settle`."""
         self.phases.begin_step()
         totals = self.accumulate(window)
         self.phases.enter("step")
@@ -175,15 +173,12 @@ class Stepper(Forward):
         return totals
 
     def begin(self, window: Window) -> LossTotals:
-        """Prepare a window; in the first steps, also check that its losses are sums over samples."""
+        """Prepare a window. In the first steps, also check that its losses are sums over samples."""
+        self.batchnorm.save()
         if self.check:
             self.compare(self.check, window)
         self.sync.begin(window)
-        if self.batchnorm:
-            self.batchnorm.save()
-        return (DeterministicLossTotals if self.sync.deterministic else LossTotals)(
-            window, self.world_size, self.copies
-        )
+        return self.sync.loss_totals(window, self.world_size, self.copies)
 
     def compare(self, check: LossCheck, window: Window) -> None:
         """Compare the losses of a few samples of ``window`` with the losses of their halves."""
@@ -191,11 +186,10 @@ class Stepper(Forward):
         check.check_additive(self, window, self.fabric.world_size, self.generator)
 
     def prepare(self, micro: MicroBatch, micro_steps: int) -> None:
-        """Set the seed, synchronisation on the last micro-step only, and the momentum of BatchNorm."""
+        """Set the seed of dropout, whether gradients are synchronised, and the momentum of BatchNorm."""
         self.generator.manual_seed(micro.seed)
         self.sync.before_forward(micro.is_last)
-        if self.batchnorm:
-            self.batchnorm.set_momentum(micro_steps, micro.is_empty)
+        self.batchnorm.set_momentum(micro_steps, micro.is_empty)
 
     def abandon(self) -> None:
         """Cancel a step at any point, as if it had not begun."""
@@ -203,9 +197,8 @@ class Stepper(Forward):
         for parameter in (*self.parameters, *self.module.parameters()):
             parameter.grad = None
         if self.scaler is not None and self.scaler._scale is not None:  # otherwise no gradient was unscaled
-            self.scaler.update(self.scaler.get_scale())  # keeps the scale, and forgets that gradients were unscaled
-        if self.batchnorm:
-            self.batchnorm.restore()
+            self.scaler.update(self.scaler.get_scale())  # same scale, but the gradients no longer count as unscaled
+        self.batchnorm.restore()
         if not self.steps_taken:
             self.check = LossCheck(self.model)
 
@@ -219,21 +212,21 @@ class Stepper(Forward):
         return norm.to(self.device)  # offloaded gradients are in host memory
 
     def update(self, norm: Tensor, totals: LossTotals, window: Window) -> StepResult | Callable[[], StepResult]:
-        """Update the weights or skip, equally on all ranks; return the result, or a function that waits for it."""
+        """Update the weights, or skip the step on all ranks. Return the result, or a function that waits for it."""
         first = self.optimizer.param_groups[0]
         lr = float(first["lr"]) / first.get("lr_scale", 1.0)  # with torchao, lr is a tensor on the CPU
         gathered = totals.gather(norm)
-        conclude = partial(self.conclude, totals, window, lr)
+        outcome: StepResult | Callable[[], StepResult]
         if self.reads_late:
-            arriving = gathered.to("cpu", non_blocking=True)  # torch allocates pinned memory for it
+            copy = gathered.to("cpu", non_blocking=True)  # torch allocates pinned memory for it
             arrived = torch.cuda.current_stream().record_event() if gathered.is_cuda else None
-            outcome: StepResult | Callable[[], StepResult] = partial(conclude, arriving, arrived)
+            outcome = partial(self.conclude, totals, window, lr, copy, arrived)
             if any(window.weights.values()):
                 self.optimizer.found_inf = totals.must_skip(gathered)  # type: ignore[attr-defined]
                 self.precision.optimizer_step(self.optimizer)
                 del self.optimizer.found_inf  # type: ignore[attr-defined]
         else:
-            outcome = conclude(gathered)
+            outcome = self.conclude(totals, window, lr, gathered)
         for parameter in self.parameters:  # same effect as optimizer.zero_grad, without its overhead
             parameter.grad = None
         return outcome
@@ -255,18 +248,16 @@ class Stepper(Forward):
             self.sync.skip()
             if self.scaler:
                 self.scaler.update()  # lowers the loss scale of fp16
-            if self.batchnorm:
-                self.batchnorm.restore()
+            self.batchnorm.restore()
             if self.scheduler is not None:  # the schedule now ends one step earlier
                 self.scheduler.refresh()
         else:
             if not self.reads_late:
                 self.precision.optimizer_step(self.optimizer)
-            if self.average is not None:
-                self.average(self.scheduler.last_epoch if self.scheduler is not None else self.steps_taken)
+            self.average(self.scheduler.last_epoch if self.scheduler is not None else self.steps_taken)
             if self.scheduler is not None:
                 self.scheduler.step()
-        if self.batchnorm and self.fabric.world_size > 1:
+        if self.fabric.world_size > 1:
             self.batchnorm.broadcast()
         self.steps_taken += 1
         # The mean over zero items is undefined, so report NaN. A loss of 0 would look perfect.
@@ -280,3 +271,46 @@ def skip_reason(grad_norm: float, losses: Mapping[str, float]) -> str:
     if not bad and not math.isfinite(grad_norm):
         bad = [f"the gradient norm is {grad_norm}"]
     return ", ".join(bad) or "all items of the batch have weight 0 (for example, all labels are -100)"
+
+
+class BatchNormStatistics:
+    """Makes k micro-steps move the running statistics exactly as far as one step over the whole batch.
+
+    Each update keeps a share (1 - m) of the running mean. With k updates per step, the momentum
+    m' = 1 - (1 - m)^(1/k) keeps (1 - m')^k = 1 - m per step, as in the whole-batch run. Activations are still
+    normalised with the statistics of their micro-batch; accumulation cannot change that. Without BatchNorm layers in
+    ``module``, all methods do nothing.
+    """
+
+    def __init__(self, module: nn.Module, correct_momentum: bool = True) -> None:
+        self.correct_momentum = correct_momentum
+        self.layers = [(layer, layer.momentum) for layer in module.modules() if isinstance(layer, _BatchNorm)]
+        self.before: list[Tensor] = []
+
+    @property
+    def buffers(self) -> list[Tensor]:
+        return [buffer for layer, _ in self.layers for buffer in layer.buffers()]
+
+    def set_momentum(self, micro_steps: int, is_empty: bool) -> None:
+        """Set the momentum for one of ``micro_steps``; an empty one must not change the statistics."""
+        for layer, momentum in self.layers:
+            if is_empty:
+                layer.momentum = 0.0
+            elif momentum is None or not self.correct_momentum:  # None is a cumulative average: no correction needed
+                layer.momentum = momentum
+            else:
+                layer.momentum = 1 - (1 - momentum) ** (1 / micro_steps)
+
+    def save(self) -> None:
+        """Save the running statistics before a step."""
+        self.before = [buffer.clone() for buffer in self.buffers]
+
+    def restore(self) -> None:
+        """Restore the running statistics after a skipped step."""
+        for buffer, value in zip(self.buffers, self.before, strict=True):
+            buffer.copy_(value)
+
+    def broadcast(self) -> None:
+        """Broadcast the statistics of the first rank, as DDP does before a forward, so that evaluations agree."""
+        for buffer in self.buffers:
+            torch.distributed.broadcast(buffer, 0)

@@ -13,6 +13,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from trainer.contract import Model
+from trainer.engine.loss_totals import LossTotals
 from trainer.engine.window import Window
 from trainer.errors import RunError
 
@@ -24,7 +25,7 @@ class GradientSync:
 
     updates_in_backward = False  # whether weights are updated before the norm is known, so no step can be skipped
     overlaps_update = False  # whether gradients are reduced during backward, after a first step allowed this
-    deterministic = False  # whether gradients and losses are summed, not averaged, in the order of the micro-batches
+    loss_totals: type[LossTotals] = LossTotals  # sums the losses of a step; must fit the reduction of gradients
 
     def __init__(self, parameters: Sequence[Tensor], model: Model | None = None) -> None:
         self.parameters = list(parameters)

@@ -9,8 +9,8 @@ from itertools import chain, tee
 from math import fsum
 from typing import Any
 
-from trainer.engine.cut import Cut, cut_batch, largest_micro_batch, tokens_of
-from trainer.engine.order import DRAW_SEED, batch_indices, derive_seed, draw_mix, steps_in_epoch
+from trainer.engine.cut import Cut, cut_batch, tokens_of
+from trainer.engine.order import DRAW_SEED, batch_indices, derive_seed, draw_mix
 from trainer.engine.quarantine import Quarantine, Reduce
 from trainer.errors import RecipeError
 from trainer.values import (
@@ -24,7 +24,6 @@ from trainer.values import (
     ShuffleGroups,
 )
 
-MAX_SEARCHED_SAMPLES = 2**18  # max samples searched for the fullest packed micro-batch; above, a bound is used
 MAX_HALVINGS = 64  # max halvings of a micro-batch, which never has 2 ** 64 samples
 
 Fetch = Callable[[Iterator[Request]], Iterator[Any]]
@@ -118,23 +117,9 @@ class Windows:
         self.cut.cache_clear()
         self.quarantine.load_state_dict(state["quarantine"])
 
-    def longest(self, epochs: int) -> Window:
-        """Return a window of the largest possible micro-batch, twice if steps can have two, for a trial of the peak."""
-        self.current_epoch = max(self.epoch_ranges(epochs), key=lambda s: self.cut(s.start).micro_batch_size).start
-        cut, lengths = self.cut(self.current_epoch), self.lengths
-        if self.packs and lengths is not None and epochs * self.size <= MAX_SEARCHED_SAMPLES:
-            every = ((epoch, step) for epoch in range(epochs) for step in range(self.steps(epoch)))
-            indices = largest_micro_batch([piece for at in every for piece in self.pieces(*at)], lengths, self.packs)
-        else:
-            order: Sequence[int] = [*self.longest_candidates, *range(min(self.size, cut.micro_batch_size))]
-            if lengths is not None:
-                order = sorted(range(self.size), key=lambda i: -lengths[i])
-            if cut.micro_batch_tokens is None:  # otherwise shorter samples may make more tokens
-                order = order[: cut.micro_batch_size]
-            indices = largest_micro_batch(cut_batch(order, cut, 1, lengths, self.packs), lengths, self.packs)
-        request = self._request(self.current_epoch, indices)
-        count = 2 if cut.accumulate > 1 or cut.micro_batch_tokens is not None else 1
-        fetched = enumerate(self.fetch(iter([request] * count)), start=1)
+    def repeated(self, indices: list[int], count: int) -> Window:
+        """Return a window of ``count`` micro-batches with the same samples, for a trial of the peak."""
+        fetched = enumerate(self.fetch(iter([self._request(self.current_epoch, indices)] * count)), start=1)
         micro_batches = [make_micro_batch(batch, indices, 0, number == count, False)[0] for number, batch in fetched]
         weights, present, _ = self._weights(micro_batches)
         return Window(micro_batches, weights, len(indices) * count * self.world_size, nonempty=present)
@@ -146,7 +131,7 @@ class Windows:
         return [range(start, min(end, epochs)) for start, end in zip(starts, ends, strict=True) if start < epochs]
 
     def steps(self, epoch: int) -> int:
-        return steps_in_epoch(self.size, self.cut_at(epoch).batch_size)
+        return -(-self.size // self.cut_at(epoch).batch_size)  # the last batch may have fewer samples
 
     def pieces(self, epoch: int, step: int) -> list[list[int]]:
         """Return all micro-batches of a batch, over all ranks."""
@@ -175,9 +160,8 @@ class Windows:
         self.current_epoch = epoch
         all_steps = self.steps(epoch)
         steps = range(first_step, all_steps if last_step is None else min(all_steps, last_step))
-        plans, ahead, first = tee((self._own(epoch, step) for step in steps), 3)  # workers read ahead of the steps
-        self.on_epoch(len(next(first, ())))
-        del first  # otherwise tee would keep the plans of the whole epoch for it
+        self.on_epoch(len(self._own(epoch, steps[0])) if steps else 0)
+        plans, ahead = tee(self._own(epoch, step) for step in steps)  # workers read ahead of the steps
         batches = self.fetch(request for own in ahead for request, _ in own)
         for step, own in zip(steps, plans, strict=True):
             micro_batches: list[MicroBatch] = []

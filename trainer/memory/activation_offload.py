@@ -30,10 +30,10 @@ def offload_activations(module: nn.Module, device: torch.device) -> None:
     def offloading(*args: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled():
             return forward(*args, **kwargs)
-        shelf = ActivationOffloader(
+        offloader = ActivationOffloader(
             device, MIN_OFFLOAD_BYTES, lambda tensor: tensor.numel() in sizes and _is_parameter(tensor, module)
         )
-        with saved_tensors_hooks(shelf.pack, shelf.unpack):
+        with saved_tensors_hooks(offloader.pack, offloader.unpack):
             return forward(*args, **kwargs)
 
     module.forward = offloading
@@ -75,7 +75,7 @@ class OffloadedTensor:
     """One tensor in host memory."""
 
     host: Tensor  # the copy, complete after the event ``arrived``
-    index: int  # index in ``Shelf.items``
+    index: int  # index in ``ActivationOffloader.items``
     refcount: int = 1  # number of operations that have saved it
     on_device: Tensor | None = None
     arrived: torch.cuda.Event | None = None

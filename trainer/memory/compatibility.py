@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from trainer.contract import Streamable
 from trainer.engine.cut import Cut
-from trainer.errors import RecipeError, require
+from trainer.errors import RecipeError
 from trainer.memory.knobs import ADAM, KNOBS, UNTESTED_WITH_TP, is_sharded, turned_off
 from trainer.recipe import Memory, Optim, Recipe
 from trainer.system.text import as_text
@@ -22,7 +22,6 @@ if TYPE_CHECKING:
 
 ADAPTIVE_OPTIMIZERS = (*ADAM, "adagrad", "rmsprop")  # by the root of squares plus an epsilon of at most 1e-8
 
-
 CONDITIONAL = "which is conditional (some micro-batches leave parameters without a gradient)"
 
 
@@ -31,16 +30,15 @@ def require_compatible(recipe: Recipe, world_size: int, cuts: Sequence[Cut]) -> 
     if recipe.optim.is_custom:
         from trainer.memory.custom_optimizer import custom_optimizer_conflicts
 
-        reason = next(custom_optimizer_conflicts(recipe.optim, recipe.memory), None)
-        require(reason is None, str(reason))
+        for reason in custom_optimizer_conflicts(recipe.optim, recipe.memory):
+            raise RecipeError(reason)
     checks: list[Callable[[Recipe, int, Sequence[Cut]], Iterator[str]]] = [_strategy, _state]
     checks += [_tensor_parallel] if recipe.memory.tensor_parallel > 1 else []
     checks += [_meta] if recipe.memory.init == "meta" else []
     checks += [_cuda_graphs] if recipe.memory.compile == "cuda_graphs" else []
-    checks += [knob.conflicts for knob in KNOBS if knob.values and knob.is_on(recipe.memory)]
+    checks += [_in_backward] if recipe.memory.optimizer_in_backward else []
     checks += [_deterministic] if recipe.run.deterministic else []
-    reason = next(chain.from_iterable(check(recipe, world_size, cuts) for check in checks), None)
-    if reason is not None:
+    for reason in chain.from_iterable(check(recipe, world_size, cuts) for check in checks):
         raise RecipeError(reason)
 
 
@@ -155,6 +153,27 @@ def _cuda_graphs(recipe: Recipe, _: int, __: Sequence[Cut]) -> Iterator[str]:
         yield f"{key} needs a single shape, but memory.micro_batch_tokens has many: use memory.compile blocks"
 
 
+def _in_backward(recipe: Recipe, world_size: int, cuts: Sequence[Cut]) -> Iterator[str]:
+    memory, key, most = recipe.memory, "memory.optimizer_in_backward", max(cut.accumulate for cut in cuts)
+    if recipe.optim.clip_norm is not None:
+        yield f"{key} updates weights before the norm of all gradients is known: leave optim.clip_norm at null"
+    if most > 1 or memory.micro_batch_tokens is not None:
+        fix = "accumulate 1" + (" and no memory.micro_batch_tokens" if memory.micro_batch_tokens else "")
+        yield f"{key} updates weights in every backward, and a batch of {most} micro-batches has several: use {fix}"
+    if len(recipe.model.loss_names) > 1:
+        yield f"{key} updates weights in every backward, and {type(recipe.model).__name__} has several losses per batch"
+    if memory.precision in ("16-mixed", "16-true"):
+        yield f"{key} cannot skip a step whose fp16 gradients overflow: use bf16-mixed or 32-true"
+    if world_size > 1 and memory.strategy != "fsdp":
+        yield f"{key} would update weights before DDP reduces their gradients: use memory.strategy fsdp, or one rank"
+    if memory.cpu_offload != "none":
+        yield f"{key} frees gradients that memory.cpu_offload={memory.cpu_offload} moves: use only one of the two"
+    if memory.compile == "cuda_graphs":
+        yield f"memory.compile=cuda_graphs replays code that {key}=true interrupts: use memory.compile blocks"
+    if recipe.run.deterministic:
+        yield f"run.deterministic=true needs the norm before the update, not after, as {key}=true: use false"
+
+
 def _deterministic(recipe: Recipe, world_size: int, _: Sequence[Cut]) -> Iterator[str]:
     memory, key, kind = recipe.memory, "run.deterministic=true", type(recipe.model).__name__
     if world_size & (world_size - 1):
@@ -208,20 +227,23 @@ def require_supported_parameters(module: nn.Module, plan: Plan) -> None:
             (parameter.is_complex(), "is complex: store it as real numbers and use torch.view_as_complex", real),
         ):
             for key, remedy, is_on in excluded:
-                require(not (is_so and is_on), f"{key} cannot train {name}, which {fault}, or {remedy}")
+                if is_so and is_on:
+                    raise RecipeError(f"{key} cannot train {name}, which {fault}, or {remedy}")
 
 
 def _require_local_norms(module: nn.Module, plan: Plan) -> None:
     """Reject SyncBatchNorm if it would synchronise. On a CPU its forward raises an error."""
     from torch.nn import SyncBatchNorm
 
-    names = [name for name, part in module.named_modules() if isinstance(part, SyncBatchNorm)]
-    require(
-        not names or (plan.world_size == 1 and plan.strategy == "single"),
-        f"memory.strategy={plan.strategy} cannot train {(names or [''])[0] or 'a module'}, a SyncBatchNorm, whose "
-        "statistics cover one micro-step of all ranks instead of the batch, and change with the cut: use BatchNorm, "
-        "whose running statistics are corrected and shared, or LayerNorm or GroupNorm",
-    )
+    if plan.world_size == 1 and plan.strategy == "single":
+        return
+    for name, part in module.named_modules():
+        if isinstance(part, SyncBatchNorm):
+            raise RecipeError(
+                f"memory.strategy={plan.strategy} cannot train {name or 'a module'}, a SyncBatchNorm, whose statistics "
+                "cover one micro-step of all ranks instead of the batch, and change with the cut: use BatchNorm, whose "
+                "running statistics are corrected and shared, or LayerNorm or GroupNorm"
+            )
 
 
 def require_first_order(output: Any, setting: str, remedy: str) -> None:
@@ -252,7 +274,6 @@ def require_sparse_support(module: nn.Module, optim: Optim) -> None:
 
 def sparse_parameters(module: nn.Module) -> set[str]:
     """Return the names of trained parameters with sparse gradients: embeddings with ``sparse=True``."""
-    sparse = {
-        id(part.weight) for part in module.modules() if getattr(part, "sparse", False) and hasattr(part, "weight")
-    }
+    layers = [part for part in module.modules() if getattr(part, "sparse", False)]
+    sparse = {id(layer.weight) for layer in layers if hasattr(layer, "weight")}
     return {name for name, p in module.named_parameters() if id(p) in sparse and p.requires_grad}

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from trainer.errors import RecipeError, closest_names, require, suggest_name
+from trainer.errors import RecipeError, closest_names, suggest_name
 from trainer.memory.knobs import KNOBS
 from trainer.recipe import TORCH_OPTIM_PREFIX, Memory, Optim
 from trainer.system.error_reports import describe_error
@@ -34,15 +34,14 @@ def build_custom_optimizer(groups: Any, optim: Optim) -> Optimizer:
         unknown = [name for name in optim.arguments if name not in names]
         close = [near for name in unknown for near in closest_names(name, names, 0.5)]
         hint = f"; did you mean {', '.join(close)}?" if close else ""
-        raise RecipeError(
-            f"{called} with optim.arguments={dict(optim.arguments)}: {describe_error(error)}{hint}"
-        ) from error
-    require(isinstance(made, Optimizer), f"{called} returns a {type(made).__name__}, not a torch.optim.Optimizer")
+        where = f"{called} with optim.arguments={dict(optim.arguments)}"
+        raise RecipeError(f"{where}: {describe_error(error)}{hint}") from error
+    if not isinstance(made, Optimizer):
+        raise RecipeError(f"{called} returns a {type(made).__name__}, not a torch.optim.Optimizer")
     decays = any(group.get("weight_decay") for group in made.param_groups)
-    require(
-        not decays or "weight_decay" in made.defaults,
-        f"{called} does not support weight_decay: leave optim.weight_decay at 0, and out of optim.groups",
-    )
+    if decays and "weight_decay" not in made.defaults:
+        fix = "leave optim.weight_decay at 0, and out of optim.groups"
+        raise RecipeError(f"{called} does not support weight_decay: {fix}")
     return made
 
 
@@ -59,11 +58,13 @@ def _maker(optim: Optim) -> Callable[..., Any]:
     if optim.name.startswith(TORCH_OPTIM_PREFIX):
         kinds = {name: kind for name, kind in vars(torch.optim).items() if _is_optimizer(kind)}
         hint = suggest_name(last, kinds, 0.5, TORCH_OPTIM_PREFIX) or f"; available: {', '.join(sorted(kinds))}"
-        require(last in kinds, f"{given} is not an optimizer of this torch{hint}")
+        if last not in kinds:
+            raise RecipeError(f"{given} is not an optimizer of this torch{hint}")
         kind: Any = kinds[last]
     else:
         kind = import_object(given, optim.name)
-        require(callable(kind), f"{given} is neither a class nor a function that returns an optimizer")
+        if not callable(kind):
+            raise RecipeError(f"{given} is neither a class nor a function that returns an optimizer")
     if _is_optimizer(kind):
         closure = inspect.signature(kind.step).parameters.get("closure")
         if closure is not None and closure.default is inspect.Parameter.empty:
@@ -168,11 +169,8 @@ def custom_optimizer_conflicts(optim: Optim, memory: Memory) -> Iterator[str]:
     """Yield the reasons why a user-defined optimizer cannot be used with ``memory``, found by its trial."""
     called, tried = describe_custom_optimizer(optim), probe_optimizer(optim)
     if tried.hidden_state:
-        yield (
-            f"{called} keeps {', '.join(tried.hidden_state)} outside the state of its parameters, which is not "
-            "saved in "
-            "checkpoints: keep it in self.state[parameter]"
-        )
+        where = f"{', '.join(tried.hidden_state)} outside the state of its parameters"
+        yield f"{called} keeps {where}, which is not saved in checkpoints: keep it in self.state[parameter]"
     for key, is_on in (
         ("memory.strategy=fsdp", memory.strategy == "fsdp" or memory.cpu_offload == "parameters"),
         (f"memory.tensor_parallel={memory.tensor_parallel}", memory.tensor_parallel > 1),

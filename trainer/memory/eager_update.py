@@ -29,11 +29,9 @@ class EagerOptimizerUpdate:
 
     The update of a parameter must not read other parameters; this holds for every ``optim.name``. Updates ahead start
     with the second step, when all other memory is allocated, and use at most this rank's share (of ``world_size``) of
-    half of the host's free memory. After a clipped or skipped step they pause until a step that was neither.
-
-    Args:
-        scaler: scaler of fp16 gradients, which arrive scaled.
-        pays: whether to update ahead at all. If the host itself computes, no core is idle.
+    half of the host's free memory. After a clipped or skipped step they pause until a step that was neither. fp16
+    gradients arrive scaled by ``scaler``. Nothing is updated ahead unless it ``pays``: if the host itself computes, no
+    core is idle.
     """
 
     def __init__(self, optimizer: Optimizer, scaler: Any = None, world_size: int = 1, pays: bool = True) -> None:

@@ -67,17 +67,11 @@ def build_on_meta(model: Model, seed: int, dtype: torch.dtype | None = None) -> 
 def materialise(
     module: nn.Module, model: Model, device: torch.device, dtype: torch.dtype | None = None, seed: int = 0
 ) -> None:
-    """Allocate the parameters of ``module`` on ``device`` and fill them from the files that ``model`` names, in place.
+    """Allocate the parameters of a ``module`` from :func:`build_on_meta` on ``device``, and fill them from files.
 
-    Each rank allocates and reads only its slices (of DTensors after ``fully_shard``), one tensor at a time. Create the
-    optimizer afterwards, because the parameters are new objects.
-
-    Args:
-        module: the result of :func:`build_on_meta`.
-        model: the model, which names the source of its weights.
-        device: device of the parameters: the CPU if they are offloaded.
-        dtype: as for :func:`build_on_meta`; ``None`` keeps the skeleton's dtypes.
-        seed: seed for parameters that are in no file; they get the values that ``model.build`` draws with it.
+    The files are those that ``model`` names. Parameters that are in no file get the values that ``model.build`` draws
+    with ``seed``. Without ``dtype``, the dtypes of the skeleton stay. Each rank allocates and reads only its slices (of
+    DTensors after ``fully_shard``), one tensor at a time. Create the optimizer afterwards: parameters are new objects.
     """
     allocate(module, device, dtype)
     load_into(module, _streamable(model), seed)

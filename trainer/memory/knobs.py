@@ -1,20 +1,17 @@
-"""The table of memory knobs: their values, effects, and what they cannot be combined with. Imports no torch.
+"""The table of memory knobs: their values and effects. Imports no torch.
 
 The plan, the planner, the advice after an out-of-memory error, the ladder and the tests read this table. A new
 technique takes four files: a field of ``recipe.Memory``, a row here, a file next to this one, and its call in
-``stack.py``. Checks that concern the strategy, the state or several knobs are in ``compatibility.py``.
+``stack.py``. ``compatibility.py`` has the settings that cannot be combined.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
-from trainer.recipe import Memory, Recipe
-
-if TYPE_CHECKING:
-    from trainer.engine.window import Cut
+from trainer.recipe import Memory
 
 PhaseNames = tuple[str, ...]
 GRAPH: PhaseNames = ("forward", "backward")
@@ -45,17 +42,17 @@ class Knob:
 
     name: str  # name of the field
     values: tuple[Any, ...] = ()  # the default first, then the fastest first; empty if any number is valid
-    description: str = ""  # description in a plan that uses it; ``{}`` is its value
+    description: str = ""  # how a plan that uses it describes it; ``{}`` is its value
     candidates: tuple[KnobValue, ...] = ()  # values to try by themselves, the cheapest first
     planned: bool = False  # whether the planner decides it if the recipe leaves it open
-    monotonic: bool = True  # whether each of ``values`` costs more work than the one before: it can only be slower
+    monotonic: bool = True  # whether each of ``values`` takes more work, so more time, than the one before
     lossy: bool = False  # whether it changes the result: the planner uses it only if the recipe allows it
-    to_host: bool = False  # whether it moves memory to the host: no gain if the host is the device
+    to_host: bool = False  # whether it moves memory to the host, which saves nothing if the host is the device
     needs_ranks: bool = False  # whether it has no effect on one rank
     optimizers: tuple[str, ...] = ()  # the optimizers that support it; empty for all
     noop_values: tuple[Any, ...] = ()  # other values with the effect of the default
     column: str = ""  # its column in the planner's table; for lossy knobs, the text in their common column
-    note: str = ""  # shown if a search has chosen it
+    note: str = ""  # shown to the user if a search has chosen it
     null: Any = None  # the value that null stands for in a plan
     evaluated: bool = False  # whether evaluations use it as training does
     only_with: str = ""  # the knob without which it has no effect
@@ -64,10 +61,8 @@ class Knob:
     one_micro_batch: bool = False  # whether a step must be a single micro-batch
     overlaps: bool = False  # whether with FSDP it may be faster or slower, because updates overlap communication
     lasting: Literal["state", "update", "forward"] = "state"
-    """The memory that it changes: that of weights and optimizer state, or only that of updates, or of forwards."""
-    pays: Callable[[Memory, int], bool] = lambda memory, ranks: True  # if used: whether a search should consider it
-    conflicts: Callable[[Recipe, int, Sequence[Cut]], Iterator[str]] = lambda recipe, ranks, cuts: iter(())
-    """Messages for the settings that it cannot be combined with; called if it is used. See ``require_compatible``."""
+    """Which memory it changes: ``state`` is that of weights and optimizer state, the others only their phase's."""
+    pays: Callable[[Memory, int], bool] = lambda memory, ranks: True  # whether a search considers it, if it is on
 
     @property
     def num_phases(self) -> int:
@@ -84,41 +79,10 @@ def is_sharded(memory: Memory, ranks: int = 2) -> bool:
     return memory.cpu_offload == "parameters" or (memory.strategy == "fsdp" and ranks > 1)
 
 
-def _in_backward(recipe: Recipe, world_size: int, cuts: Sequence[Cut]) -> Iterator[str]:
-    memory, key, most = recipe.memory, "memory.optimizer_in_backward", max(cut.accumulate for cut in cuts)
-    if recipe.optim.clip_norm is not None:
-        yield f"{key} updates weights before the norm of all gradients is known: leave optim.clip_norm at null"
-    if most > 1 or memory.micro_batch_tokens is not None:
-        fix = "accumulate 1" + (" and no memory.micro_batch_tokens" if memory.micro_batch_tokens else "")
-        yield f"{key} updates weights in every backward, and a batch of {most} micro-batches has several: use {fix}"
-    if len(recipe.model.loss_names) > 1:
-        yield f"{key} updates weights in every backward, and {type(recipe.model).__name__} has several losses per batch"
-    if memory.precision in ("16-mixed", "16-true"):
-        yield f"{key} cannot skip a step whose fp16 gradients overflow: use bf16-mixed or 32-true"
-    if world_size > 1 and memory.strategy != "fsdp":
-        yield f"{key} would update weights before DDP reduces their gradients: use memory.strategy fsdp, or one rank"
-    if memory.cpu_offload != "none":
-        yield f"{key} frees gradients that memory.cpu_offload={memory.cpu_offload} moves: use only one of the two"
-    if memory.compile == "cuda_graphs":
-        yield f"memory.compile=cuda_graphs replays code that {key}=true interrupts: use memory.compile blocks"
-    if recipe.run.deterministic:
-        yield f"run.deterministic=true needs the norm before the update, not after, as {key}=true: use false"
-
-
 MIXED = (
     KnobValue("bf16-mixed", WITH_EVALUATION, "bf16-mixed", stacks=True, not_with=("16-mixed", *HALF_TRUE)),
     KnobValue("16-mixed", ladder_name="16-mixed", needs_gpu=True),
 )
-CHECKPOINTING = (
-    KnobValue("selective", ladder_name="selective-checkpointing"),
-    KnobValue("full", GRAPH, "full-checkpointing", stacks=True, not_with=(1,)),
-)
-ACTIVATIONS = (KnobValue(True, GRAPH, "activation-offload", stacks=True),)
-OFFLOAD = (
-    KnobValue("optimizer", OPTIMIZER, "optimizer-offload", stacks=True, not_with=("parameters",)),
-    KnobValue("parameters", ALL, "parameter-offload", stacks=True),
-)
-IN_BACKWARD = (KnobValue(True, ladder_name="optimizer-in-backward"),)
 BITS = (KnobValue(8, OPTIMIZER, "8-bit-state", not_with=(4,)), KnobValue(4, OPTIMIZER, not_with=(32,)))
 TF32 = ("highest", "high", "medium")
 IN_TF32 = (KnobValue("high", needs_gpu=True), KnobValue("medium", needs_gpu=True))
@@ -136,7 +100,10 @@ KNOBS = (  # in the order in which to try them
         "activation_checkpointing",
         ("none", "selective", "full"),  # and any fraction of the blocks
         "{} checkpointing",
-        CHECKPOINTING,
+        (
+            KnobValue("selective", ladder_name="selective-checkpointing"),
+            KnobValue("full", GRAPH, "full-checkpointing", stacks=True, not_with=(1,)),
+        ),
         planned=True,
         noop_values=(0,),
         column="checkpointing",
@@ -146,7 +113,7 @@ KNOBS = (  # in the order in which to try them
         "activation_offload",
         (False, True),
         "activations offloaded",
-        ACTIVATIONS,
+        (KnobValue(True, GRAPH, "activation-offload", stacks=True),),
         planned=True,
         to_host=True,
         splits=False,
@@ -175,24 +142,28 @@ KNOBS = (  # in the order in which to try them
         needs_ranks=True,
         noop_values=(False,),
         lasting="update",
-        pays=lambda memory, ranks: is_sharded(memory, ranks) and memory.cpu_offload == "none",  # null includes offload
+        # With offloading, null already means true.
+        pays=lambda memory, ranks: is_sharded(memory, ranks) and memory.cpu_offload == "none",
     ),
     Knob(
         "cpu_offload",
         ("none", "optimizer", "parameters"),
         "{} offloaded",
-        OFFLOAD,
+        (
+            KnobValue("optimizer", OPTIMIZER, "optimizer-offload", stacks=True, not_with=("parameters",)),
+            KnobValue("parameters", ALL, "parameter-offload", stacks=True),
+        ),
         planned=True,
         to_host=True,
         splits=False,
         one_by_one=True,
-        pays=lambda memory, ranks: memory.strategy != "ddp" or memory.cpu_offload != "parameters",  # FSDP streams
+        pays=lambda memory, ranks: memory.strategy != "ddp" or memory.cpu_offload != "parameters",  # needs FSDP
     ),
     Knob(
         "optimizer_in_backward",
         (None, True, False),
         "optimizer in backward",
-        IN_BACKWARD,
+        (KnobValue(True, ladder_name="optimizer-in-backward"),),
         planned=True,
         noop_values=(False,),
         column="in backward",
@@ -209,7 +180,6 @@ KNOBS = (  # in the order in which to try them
             and memory.cpu_offload == "none"
             and (ranks == 1 or is_sharded(memory, ranks))
         ),
-        conflicts=_in_backward,
     ),
     Knob("optimizer_state_bits", (32, 8, 4), "{}-bit optimizer state", BITS, column="{}-bit", **LOSSY_STATE),
     Knob("stochastic_rounding", (False, True), "stochastic rounding", optimizers=ADAM, splits=False),
@@ -233,11 +203,8 @@ ONE_MICRO_BATCH = tuple(f"memory.{knob.name}" for knob in KNOBS if knob.one_micr
 
 LOSSY = tuple(sorted((k for k in KNOBS if k.lossy), key=lambda knob: -knob.num_phases))
 
-IMPLIED_SETTINGS = {
-    f"memory.{k.name}": tuple(f"memory.{name}" for name in t.implies) for k in KNOBS for t in k.candidates if t.implies
-}
-IMPLIED_NAMES = {name for names in IMPLIED_SETTINGS.values() for name in names}
-"""Settings that a search changes only along with another one: by that one, and all of them."""
+IMPLIED_NAMES = {f"memory.{name}" for knob in KNOBS for turn in knob.candidates for name in turn.implies}
+"""Settings that a search changes only together with another one."""
 
 
 def turned_off(name: str) -> dict[str, Any]:
@@ -252,12 +219,12 @@ def undecided_knobs(memory: Memory) -> list[str]:
 
 
 def describe_knobs(memory: Memory) -> list[str]:
-    """Describe the knobs that differ from their defaults."""
-    words = {knob.name: knob for knob in KNOBS if knob.description}
-    kept = memory.activation_checkpointing
-    shown = {"activation_checkpointing": kept if isinstance(kept, str) else f"{100 * kept:g} %"}
+    """Describe the knobs that differ from their defaults, in the order of the fields of ``memory``."""
+    knobs = {knob.name: knob for knob in KNOBS if knob.description}
+    mode = memory.activation_checkpointing
+    shown = {"activation_checkpointing": mode if isinstance(mode, str) else f"{100 * mode:g} %"}
     return [
-        words[name].description.format(shown.get(name, value))
+        knobs[name].description.format(shown.get(name, value))
         for name, value in vars(memory).items()
-        if name in words and value not in (words[name].values[0], *words[name].noop_values)
+        if name in knobs and knobs[name].is_on(memory)
     ]

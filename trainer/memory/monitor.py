@@ -15,7 +15,7 @@ import torch
 
 from trainer.engine.step import PhaseHooks
 from trainer.engine.window import MicroBatch
-from trainer.errors import require
+from trainer.errors import RecipeError
 from trainer.recipe import Recipe
 from trainer.system.files import staged_file
 from trainer.system.machine import HostMemory, process_peak
@@ -40,9 +40,8 @@ class Peaks(NamedTuple):
 
     def describe(self) -> str:
         """Describe the peak: reserved memory on a GPU, otherwise the host peak."""
-        return (
-            f"{format_bytes(self.reserved)} reserved" if self.reserved >= 0 else f"{format_bytes(self.host)} host peak"
-        )
+        on_gpu = self.reserved >= 0
+        return f"{format_bytes(self.reserved)} reserved" if on_gpu else f"{format_bytes(self.host)} host peak"
 
 
 class MemoryMonitor(PhaseHooks):
@@ -209,7 +208,7 @@ class LeakCheck:
         self.kind, self.least_bytes, self.least_share = kind, least_bytes, least_share
         # Number of values to ignore: optimizer state, caches and buffers are allocated during the first steps.
         self.warm_up = 3
-        self.first, self.told = (0, 0), False
+        self.first, self.has_warned = (0, 0), False
         self.levels: deque[int] = deque(maxlen=11)  # a leak grows in at least 9 of the last 10 steps
 
     def update(self, step: int, level: int) -> str | None:
@@ -223,14 +222,13 @@ class LeakCheck:
         levels = list(self.levels)
         still = sum(after <= before for before, after in zip(levels, levels[1:], strict=False))
         grown = level - first > max(self.least_bytes, self.least_share * first)
-        if self.told or len(levels) < 11 or still > 1 or not grown:
+        if self.has_warned or len(levels) < 11 or still > 1 or not grown:
             return None
-        self.told = True
+        self.has_warned = True
         return (
             f"{self.kind} memory grows by {(level - first) / (step - first_step) / MB:.2f} MB per step: from "
             f"{format_bytes(first)} after step {first_step} to {format_bytes(level)} after step {step}. The usual "
-            "cause is "
-            "a reference to tensors with their graph, such as a list of losses: store loss.detach() instead"
+            "cause is a reference to tensors with their graph, such as a list of losses: store loss.detach() instead"
         )
 
 
@@ -241,21 +239,17 @@ MAX_EVENTS = 100_000  # max allocations and frees to keep (the last ones): some 
 
 def require_recordable(recipe: Recipe, accelerator: str) -> None:
     """Reject ``run.snapshot`` on accelerators other than cuda, which have nothing to record."""
-    require(
-        not recipe.run.snapshot or accelerator == "cuda",
-        "run.snapshot=true records the history of torch's CUDA allocator, which a run on the CPU does not use: "
-        "remove it, or use run.accelerator cuda",
-    )
-
-
-def snapshot_path(run_dir: Path, rank: int, world_size: int) -> Path:
-    """Return the path that ``rank`` writes to: one file per rank."""
-    return run_dir / (f"memory_snapshot.rank{rank}.pickle" if world_size > 1 else "memory_snapshot.pickle")
+    if recipe.run.snapshot and accelerator != "cuda":
+        raise RecipeError(
+            "run.snapshot=true records the history of torch's CUDA allocator, which a run on the CPU does not use: "
+            "remove it, or use run.accelerator cuda"
+        )
 
 
 @contextmanager
-def record_memory_history(target: Path) -> Iterator[None]:
-    """Record allocations in this context, and write them as a pickle to ``target`` at its end, also after an error."""
+def record_memory_history(run_dir: Path, rank: int, world_size: int) -> Iterator[None]:
+    """Record allocations in this context. Write them as a pickle, one per rank, at its end, also after an error."""
+    target = run_dir / (f"memory_snapshot.rank{rank}.pickle" if world_size > 1 else "memory_snapshot.pickle")
     torch.cuda.memory._record_memory_history(max_entries=MAX_EVENTS, stacks="python")
     try:
         yield

@@ -55,12 +55,8 @@ def describe_oom(
 ) -> str:
     """Describe in one line where memory ran out, the micro-batch, the plan, and what to try next.
 
-    Args:
-        error: the error on ``rank``.
-        phase: init, forward, backward, step or evaluation; ``None`` between phases.
-        lengths: number of tokens of each sample in the micro-batch, for texts; else its ``shapes`` are used.
-        recipe: the recipe of ``plan``; without it no knob is named.
-        on_gpu: whether the device is a GPU. On the CPU, offloading to host memory saves nothing.
+    ``phase`` is that of the monitor, ``None`` between phases. ``lengths`` are the tokens of each sample of a text
+    micro-batch; for others, its ``shapes`` are shown. Without the ``recipe`` of ``plan``, no knob is named.
     """
     parts = [f"out of memory {f'in {phase}' if phase else 'between phases'} on rank {rank}{_wanted(str(error))}"]
     if lengths:
@@ -132,9 +128,8 @@ def _candidates(plan: Plan, recipe: Recipe) -> Iterator[Suggestion]:
         for turn in knob.candidates:
             if turn.lowers_peak_in and now not in (turn.value, *turn.not_with):
                 text = str(turn.value).lower() if isinstance(turn.value, bool) else turn.value
-                yield Suggestion(
-                    f"--memory.{knob.name} {text}", {knob.name: turn.value}, turn.lowers_peak_in, knob.to_host
-                )
+                flag = f"--memory.{knob.name} {text}"
+                yield Suggestion(flag, {knob.name: turn.value}, turn.lowers_peak_in, knob.to_host)
 
 
 def _smaller_micro_batches(plan: Plan, recipe: Recipe) -> Suggestion:
@@ -149,10 +144,8 @@ def _smaller_micro_batches(plan: Plan, recipe: Recipe) -> Suggestion:
         return Suggestion(flags, {"micro_batch_size": size}, WITH_EVALUATION, recipe=changes)
     size = cut.micro_batch_size // 2
     keeps = f"--batch_size {cut.batch_size} " if recipe.batch_size is None else ""
-    batch = {"batch_size": cut.batch_size, "accumulate": None}
-    return Suggestion(
-        f"{keeps}--memory.micro_batch_size {size}", {"micro_batch_size": size}, WITH_EVALUATION, recipe=batch
-    )
+    flags, batch = f"{keeps}--memory.micro_batch_size {size}", {"batch_size": cut.batch_size, "accumulate": None}
+    return Suggestion(flags, {"micro_batch_size": size}, WITH_EVALUATION, recipe=batch)
 
 
 def _wanted(message: str) -> str:

@@ -276,7 +276,8 @@ def in_pieces(like: Mapping[nn.Parameter, Tensor], pinned: bool) -> Iterator[tup
 class StreamedGradientSync(HostGradientSync):
     """Takes gradients of each FSDP part of ``module``, with shards in host memory, as soon as they are reduced.
 
-    All ``parameters`` have the same dtype, and gradients are accumulated in it, as FSDP does.
+    All ``parameters`` have the same dtype, and gradients are accumulated in it, as FSDP does. The ``options`` are those
+    of the base class.
     """
 
     @staticmethod
@@ -285,19 +286,8 @@ class StreamedGradientSync(HostGradientSync):
         dtypes = {parameter.dtype for parameter in parameters}
         return len(dtypes) == 1 and (dtypes != {torch.float64} or world_size <= 2)
 
-    def __init__(
-        self,
-        module: nn.Module,
-        parameters: Sequence[nn.Parameter],
-        device: torch.device,
-        optimizer: Optimizer,
-        world_size: int,
-        replicas: int = 1,
-        scaler: Any = None,
-    ) -> None:
-        super().__init__(
-            {p: local_shard(p.detach()) for p in parameters}, device, optimizer, world_size, replicas, scaler
-        )
+    def __init__(self, module: nn.Module, parameters: Sequence[nn.Parameter], *options: Any) -> None:
+        super().__init__({parameter: local_shard(parameter.detach()) for parameter in parameters}, *options)
         self.in_one, self.expected, self.unused = torch.empty(0), 0, torch.empty(0)
         self.shards: dict[nn.Parameter, DTensor] = {}
         parts = [part for part in module.modules() if isinstance(part, FSDPModule)]
@@ -352,13 +342,14 @@ class StreamedGradientSync(HostGradientSync):
 class TransferStream:
     """Moves tensors between a GPU and pinned host memory in chunks, concurrently with the computation.
 
-    One chunk comes from the host while the sum of another goes there (full duplex). ``max_norm`` is the size of the
-    largest tensor. If ``told``, the stream that allocates gradients calls ``wait_on_current_stream`` before the next
-    one, so that each can be freed at once. Otherwise the computing stream waits for the oldest copies.
+    One chunk comes from the host while the sum of another goes there (full duplex). ``largest`` is the number of
+    elements of the largest tensor. With ``caller_waits``, the stream that allocates gradients calls
+    ``wait_on_current_stream`` before the next one, so that each can be freed at once. Otherwise the computing stream
+    waits for the oldest copies.
     """
 
-    def __init__(self, device: torch.device, dtype: torch.dtype, told: bool = False, largest: int = 0) -> None:
-        self.device, self.told = device, told
+    def __init__(self, device: torch.device, dtype: torch.dtype, caller_waits: bool = False, largest: int = 0) -> None:
+        self.device, self.caller_waits = device, caller_waits
         self.chunk = chunk_size(largest)
         self.coming, self.going = torch.cuda.Stream(device), torch.cuda.Stream(device)
         self.staging = torch.empty(2, self.chunk, dtype=dtype, device=device)
@@ -372,7 +363,7 @@ class TransferStream:
     def gradient_to_host(self, gradient: Tensor, home: Tensor, adds: bool, held: bool = False) -> torch.cuda.Event:
         """Copy ``gradient`` to ``home``, or add it there on the device; return at once, with an event for the end.
 
-        With ``held``, ``gradient`` is not freed before the event, even if the carrier is ``told``.
+        With ``held``, ``gradient`` is not freed before the event, even if the ``caller_waits``.
         """
         current = torch.cuda.current_stream(self.device)
         self.going.wait_stream(current)
@@ -395,7 +386,7 @@ class TransferStream:
                 theirs.copy_(staged, non_blocking=True)
                 self.gone[self.turn] = self.going.record_event()
         gone = self.gone[self.turn]
-        if held or not self.told:
+        if held or not self.caller_waits:
             self.in_flight.append((gradient, gone))
         if len(self.in_flight) > IN_FLIGHT:
             _, done = self.in_flight.popleft()
@@ -446,7 +437,7 @@ def reduce_after_offload(module: nn.Module, sync: HostGradientSync) -> None:
 
 
 def chunk_size(largest: int) -> int:
-    """Return the elements of a chunk if the largest tensor has ``max_norm``: a multiple of 8, for vectorised code."""
+    """Return the elements of a chunk if the largest tensor has ``largest``: a multiple of 8, for vectorised code."""
     return max(CHUNK, min(largest // 64 * 8, MAX_CHUNK))
 
 

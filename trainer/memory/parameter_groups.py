@@ -10,7 +10,7 @@ from torch import Tensor, nn, uint8
 from torch.optim import Optimizer
 
 from trainer.contract import Model
-from trainer.errors import RecipeError, closest_names, require
+from trainer.errors import RecipeError, closest_names
 from trainer.models.base import parameters_after_blocks
 from trainer.recipe import Optim
 from trainer.weights.blocks import find_blocks, require_blocks
@@ -38,10 +38,9 @@ def set_requires_grad(module: nn.Module, model: Model, optim: Optim) -> None:
         found = [parameter for name, parameter in named.items() if fnmatchcase(name, pattern)]
         if not found:
             raise RecipeError(f"optim.groups: no parameter is called {pattern!r}{_nearest(pattern, list(named))}")
-        require(
-            "frozen" in settings or any(parameter.requires_grad for parameter in found),
-            f"optim.groups: all parameters that match {pattern!r} are frozen: remove it, or add frozen: false",
-        )
+        if "frozen" not in settings and not any(parameter.requires_grad for parameter in found):
+            fix = "remove it, or add frozen: false"
+            raise RecipeError(f"optim.groups: all parameters that match {pattern!r} are frozen: {fix}")
 
 
 def layer_depths(module: nn.Module, classes: Sequence[type] = ()) -> dict[str, int]:

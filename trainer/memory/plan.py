@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from trainer.contract import Plannable, capability
 from trainer.engine.cut import Cut, cut_at, data_parallel_rank
-from trainer.errors import RecipeError, require
+from trainer.errors import RecipeError
 from trainer.memory.compatibility import require_compatible
 from trainer.memory.knobs import EVALUATED, HALF_TRUE, KNOBS, describe_knobs, undecided_knobs
 from trainer.recipe import Memory, Recipe, Strategy
@@ -43,10 +43,10 @@ class Plan:
     def describe(self) -> str:
         """Describe the plan in one line."""
         cut, (_, shares) = self.initial_cut, data_parallel_rank(self.memory, 0, self.world_size)
-        groups = _count(shares, "group", "s") + f" of {self.memory.tensor_parallel} ranks"
+        groups = count_noun(shares, "group", "s") + f" of {self.memory.tensor_parallel} ranks"
         batch = (
-            f"batch {cut.batch_size} = {groups if shares < self.world_size else _count(shares, 'rank', 's')} × "
-            f"{_count(cut.accumulate, 'micro-batch', 'es')} of {cut.micro_batch_size}"
+            f"batch {cut.batch_size} = {groups if shares < self.world_size else count_noun(shares, 'rank', 's')} × "
+            f"{count_noun(cut.accumulate, 'micro-batch', 'es')} of {cut.micro_batch_size}"
         )
         batch += f" of at most {cut.micro_batch_tokens} tokens" if cut.micro_batch_tokens else ""
         deterministic = ["the same bits on any number of ranks"] if self.deterministic else []
@@ -54,7 +54,8 @@ class Plan:
         return ", ".join(words) + (f" (lossy: {', '.join(self.lossy)})" if self.lossy else "")
 
 
-def _count(number: int, noun: str, plural: str) -> str:
+def count_noun(number: int, noun: str, plural: str) -> str:
+    """Return a number with its noun, such as ``4 ranks``; ``plural`` is the ending of the plural."""
     return f"{number} {noun}{plural if number > 1 else ''}"
 
 
@@ -68,7 +69,8 @@ def decide_plan(recipe: Recipe, world_size: int) -> Plan:
     """Decide all settings that the recipe leaves open, and reject settings that cannot be combined."""
     for name in undecided_knobs(recipe.memory):
         raise RecipeError(f"memory.{name}=auto needs the planner, which did not run: use trainer fit or trainer plan")
-    require(recipe.memory.precision != "auto", "memory.precision=auto must be resolved first: call with_precision")
+    if recipe.memory.precision == "auto":
+        raise RecipeError("memory.precision=auto must be resolved first: call with_precision")
     epochs = sorted(recipe.accumulate) if isinstance(recipe.accumulate, dict) else [0]
     cuts = [cut_at(recipe, world_size, epoch) for epoch in epochs]  # every phase of a schedule is checked
     require_compatible(recipe, world_size, cuts)
@@ -98,44 +100,3 @@ def _lossy(recipe: Recipe) -> list[str]:
     if memory.matmul_precision != "highest":
         found.append(f"fp32 products rounded to {ROUNDED[memory.matmul_precision]}")
     return [*found, *capability(recipe.model, Plannable).lossy]
-
-
-def plan_warnings(recipe: Recipe, on_gpu: bool) -> list[str]:
-    """Return warnings to show before training with this plan, one line each."""
-    memory = recipe.memory
-    found = [CUT_MATTERS.format(type(recipe.model).__name__)] if recipe.model.samples_interact else []
-    if memory.precision in HALF_TRUE and memory.cpu_offload != "optimizer" and not memory.stochastic_rounding:
-        found.append(
-            f"memory.precision={memory.precision} loses updates that are smaller than the rounding of a weight. At lr "
-            f"1e-5 AdamW loses most of them, and lr is {recipe.optim.lr:g}: use memory.stochastic_rounding true, "
-            "memory.cpu_offload optimizer (fp32 master weights) or bf16-mixed"
-        )
-    if memory.matmul_precision != "highest" and (not on_gpu or memory.precision.endswith("-mixed")):
-        key = f"memory.matmul_precision={memory.matmul_precision}"
-        mixed = f"{key} rounds products of fp32, but memory.precision={memory.precision} computes almost none in fp32"
-        effect = "rounds only with bfloat16 units (AMX)" if memory.matmul_precision == "medium" else "has no effect"
-        found.append(mixed if on_gpu else f"{key} is for GPUs: on a CPU it {effect}")
-    if memory.compile == "cuda_graphs":
-        fact = "not yet tested on a GPU: compare the losses with memory.compile blocks"
-        found.append(f"memory.compile=cuda_graphs: {fact if on_gpu else 'on a CPU it is the same as blocks'}")
-    if not on_gpu and (memory.cpu_offload != "none" or memory.activation_offload):
-        key = "activation_offload" if memory.cpu_offload == "none" else f"cpu_offload={memory.cpu_offload}"
-        found.append(
-            f"memory.{key} moves data to host memory, where this run already computes: the result is correct, but no "
-            "memory is saved"
-        )
-    return found
-
-
-def idle_ranks(plan: Plan) -> str | None:
-    """Return a warning if ``run.deterministic`` leaves ranks idle in a full batch, otherwise ``None``."""
-    cut = plan.initial_cut
-    pieces = -(-cut.batch_size // cut.micro_batch_size)
-    idle = -pieces % plan.world_size
-    if not plan.deterministic or cut.micro_batch_tokens is not None or not idle:
-        return None
-    fix = "use a smaller memory.micro_batch_size" if cut.micro_batch_size > 1 else "use fewer ranks"
-    return (
-        f"run.deterministic cuts a batch of {cut.batch_size} into {_count(pieces, 'micro-batch', 'es')} regardless of "
-        f"the number of ranks, so {idle} of {plan.world_size} ranks are idle in the last micro-step: {fix}"
-    )

@@ -170,12 +170,12 @@ def local_shard(tensor: Tensor) -> Tensor:
 def make_device_mesh(plan: Plan, device: torch.device) -> DeviceMesh:
     """Return the mesh of ranks for FSDP and tensor parallelism; ranks that share blocks are neighbours, on one node."""
     world, replicas, copies = plan.world_size, plan.memory.replicas, plan.memory.tensor_parallel
-    shape, names = (replicas, world // replicas), ("replicate", "shard")
+    dimensions = {"shard": world}
     if copies > 1:
-        shape, names = (world // copies, copies), (DATA, TENSOR)
-    elif replicas == 1:
-        return device_mesh.init_device_mesh(device.type, (world,), mesh_dim_names=("shard",))
-    return device_mesh.init_device_mesh(device.type, shape, mesh_dim_names=names)
+        dimensions = {DATA: world // copies, TENSOR: copies}
+    elif replicas > 1:
+        dimensions = {"replicate": replicas, "shard": world // replicas}
+    return device_mesh.init_device_mesh(device.type, (*dimensions.values(),), mesh_dim_names=(*dimensions,))
 
 
 def _large_embeddings(module: nn.Module, blocks: Sequence[nn.Module]) -> list[nn.Module]:

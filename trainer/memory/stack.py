@@ -22,6 +22,7 @@ from trainer.errors import RecipeError
 from trainer.memory.activation_checkpointing import checkpoint_blocks
 from trainer.memory.activation_offload import offload_activations
 from trainer.memory.compatibility import require_sparse_support, require_supported_parameters, sparse_parameters
+from trainer.memory.compilation import compile_module
 from trainer.memory.ema import WeightEMA
 from trainer.memory.initialize import HOST, materialise
 from trainer.memory.optimizer import OptimizerInBackward, UpdateInBackwardSync, build_optimizer
@@ -59,8 +60,7 @@ class PreparedModel:
 
     def replace_with(self, other: PreparedModel) -> None:
         """Take over the contents of ``other`` in place, so that all references to this stack see them."""
-        self.module, self.wrapped, self.masters, self.mesh = other.module, other.wrapped, other.masters, other.mesh
-        self.layers, self.averages = other.layers, other.averages
+        vars(self).update(vars(other))
 
     def trainable_parameters(self) -> Iterator[tuple[str, nn.Parameter, Tensor]]:
         """Yield each trained parameter: its name in the model, the parameter, and the tensor to optimize."""
@@ -68,6 +68,17 @@ class PreparedModel:
         for name, parameter in self.module.named_parameters():
             if parameter.requires_grad:
                 yield packed[name].name if name in packed else name, parameter, masters.get(parameter, parameter)
+
+    @contextmanager
+    def averaged(self) -> Iterator[None]:
+        """Use the averages as weights in this context, if there are any."""
+        with self.averages.swapped_in() if self.averages is not None else nullcontext():
+            yield
+
+    def update_averages(self, updates: int) -> None:
+        """Update the averages, if there are any, after an optimizer step that followed ``updates`` other steps."""
+        if self.averages is not None:
+            self.averages.update(updates)
 
     @torch.no_grad()
     def copy_masters_to_device(self) -> None:
@@ -77,10 +88,8 @@ class PreparedModel:
 
     def update_rules(self, optim: Optim) -> dict[Tensor, UpdateRule]:
         """Return the update rule (decay, scale of the learning rate) of each tensor to optimize."""
-        return {
-            trained: update_rule_for(trained, optim, name, self.layers)
-            for name, _, trained in self.trainable_parameters()
-        }
+        named = {tensor: name for name, _, tensor in self.trainable_parameters()}
+        return {tensor: update_rule_for(tensor, optim, name, self.layers) for tensor, name in named.items()}
 
 
 def apply_stack(
@@ -108,18 +117,14 @@ def apply_stack(
         blocks = _blocks(model, module, plan)
     found = describe_blocks(blocks)  # before FSDP changes their classes
     checkpoint_blocks(module, blocks, memory.activation_checkpointing)
-    if memory.compile != "none":
-        _compile([module] if memory.compile == "model" else blocks, memory.compile == "cuda_graphs")
-    if memory.compile == "cuda_graphs":  # a forward over all blocks, with its backward, is one step for CUDA graphs
-        module.register_forward_pre_hook(lambda *_: torch.compiler.cudagraph_mark_step_begin())
-        keep_gradients(module)
+    compile_module(module, blocks, memory.compile)
     if memory.activation_offload:
         offload_activations(module, fabric.device)
-    over = mesh[DATA] if mesh is not None and splits else mesh
+    data_mesh = mesh[DATA] if mesh is not None and splits else mesh
     streamed = memory.cpu_offload == "parameters" and memory.init != "meta"
-    # FSDP would move each block to the device to shard it, and then move the shards back. Meta tensors avoid that.
+    # To shard a block, FSDP would move it to the device, and then move the shards back. Meta tensors avoid that.
     values = move_to_meta(module) if streamed else {}
-    warning = shard(module, blocks, plan, fabric.device, over) if sharded and over is not None else None
+    warning = shard(module, blocks, plan, fabric.device, data_mesh) if sharded and data_mesh is not None else None
     if streamed:
         restore_from_meta(module, values, HOST)
     if splits and not sharded:
@@ -136,7 +141,7 @@ def apply_stack(
 
 @contextmanager
 def raise_on_rank_zero_only(fabric: Fabric) -> Iterator[None]:
-    """Wrap checks that fail on every rank: only the first rank reports their ``RecipeError``."""
+    """Let only the first rank report a ``RecipeError`` that every rank raises in this context."""
     try:
         yield
     except RecipeError as error:
@@ -159,40 +164,43 @@ def build_optimizer_and_sync(
     fabric: Fabric, model: Model, stack: PreparedModel, optim: Optim, plan: Plan
 ) -> tuple[Optimizer, GradientSync]:
     """Build the optimizer, and the object that combines its gradients over ranks."""
-    memory, scaler = plan.memory, getattr(fabric.strategy.precision, "scaler", None)
     if optim.ema is not None:
         stack.averages = WeightEMA([t for *_, t in stack.trainable_parameters()], optim, stack.copy_masters_to_device)
+    require_sparse_support(stack.module, optim)
+    fused = not plan.deterministic and not sparse_parameters(stack.module)
+    device = HOST if plan.memory.cpu_offload != "none" else fabric.device
+    optimizer = build_optimizer(stack.update_rules(optim), optim, plan.memory, device, fused)
+    return optimizer, _build_sync(fabric, model, stack, optimizer, plan)
+
+
+def _build_sync(fabric: Fabric, model: Model, stack: PreparedModel, optimizer: Optimizer, plan: Plan) -> GradientSync:
+    memory, every = plan.memory, bool(plan.memory.sync_every_micro_step)
+    forward_module = getattr(stack.wrapped, "_forward_module", stack.wrapped)
+    parameters = [p for p in stack.module.parameters() if p.requires_grad]
     if stack.mesh is not None and stack.masters is not None:
-        require_sparse_support(stack.module, optim)
-        optimizer = build_optimizer(stack.update_rules(optim), optim, memory, fabric.device)
-        every = bool(memory.sync_every_micro_step)
-        return optimizer, TensorParallelSync(stack.module, stack.masters, stack.mesh, every, model)
+        return TensorParallelSync(stack.module, stack.masters, stack.mesh, every, model)
+    if isinstance(optimizer, OptimizerInBackward):
+        return UpdateInBackwardSync(optimizer)
+    if plan.deterministic:
+        return make_tree_sync(forward_module, parameters, plan.world_size)
+    offload = (
+        fabric.device,
+        optimizer,
+        plan.world_size,
+        memory.replicas,
+        getattr(fabric.strategy.precision, "scaler", None),
+    )
     if stack.masters is not None:
-        trained = {parameter: master for parameter, master in stack.masters.items() if parameter.requires_grad}
-        optimizer = build_optimizer(stack.update_rules(optim), optim, memory, HOST)
-        sync = HostGradientSync(trained, fabric.device, optimizer, plan.world_size, memory.replicas, scaler)
+        masters = {parameter: stack.masters[parameter] for parameter in parameters}
+        sync = HostGradientSync(masters, *offload)
+    elif memory.cpu_offload == "parameters" and StreamedGradientSync.serves(parameters, plan.world_size):
+        sync = StreamedGradientSync(stack.module, parameters, *offload)
     else:
-        parameters = [p for p in stack.module.parameters() if p.requires_grad]
-        require_sparse_support(stack.module, optim)
-        fused = not plan.deterministic and not sparse_parameters(stack.module)
-        device = HOST if memory.cpu_offload == "parameters" else fabric.device
-        optimizer = build_optimizer(stack.update_rules(optim), optim, memory, device, fused)
-        if isinstance(optimizer, OptimizerInBackward):
-            return optimizer, UpdateInBackwardSync(optimizer)
-        forward_module = getattr(stack.wrapped, "_forward_module", stack.wrapped)
-        if plan.deterministic:
-            return optimizer, make_tree_sync(forward_module, parameters, plan.world_size)
-        if memory.cpu_offload != "parameters" or not StreamedGradientSync.serves(parameters, plan.world_size):
-            every = bool(memory.sync_every_micro_step)
-            return optimizer, gradient_sync(
-                forward_module, model, parameters, every_micro_step=every, replicas=memory.replicas
-            )
-        ranks = plan.world_size, memory.replicas
-        sync = StreamedGradientSync(stack.module, parameters, fabric.device, optimizer, *ranks, scaler)
+        return gradient_sync(forward_module, model, parameters, every, memory.replicas)
     reduce_after_offload(stack.module, sync)
     if memory.compile != "model":  # the backward of a compiled model would not call the code that takes the rows
         offload_tied_gradient_by_rows(stack.module, sync)
-    return optimizer, sync
+    return sync
 
 
 def full_state_dict(stack: PreparedModel) -> dict[str, Tensor]:
@@ -204,22 +212,23 @@ def full_state_dict(stack: PreparedModel) -> dict[str, Tensor]:
     averages = stack.averages
     if any(isinstance(p, DTensor) for p in stack.module.parameters()):
         options = StateDictOptions(full_state_dict=True, cpu_offload=True)
-        alone = all(p.device_mesh.size() == 1 for p in stack.module.parameters() if isinstance(p, DTensor))
-        with averages.swapped_in() if averages is not None else nullcontext():
-            # A single rank already holds everything, on the host if offloaded. Gathering would copy it through the
-            # device.
-            whole = {name: local_shard(v).cpu() for name, v in stack.module.state_dict().items()} if alone else None
-            gathered: dict[str, Any] = whole or get_model_state_dict(stack.module, options=options)
+        is_whole = all(p.device_mesh.size() == 1 for p in stack.module.parameters() if isinstance(p, DTensor))
+        with stack.averaged():
+            if is_whole:  # on the host if offloaded; gathering would copy it through the device
+                shards = stack.module.state_dict().items()
+                gathered: dict[str, Any] = {name: local_shard(value).cpu() for name, value in shards}
+            else:
+                gathered = get_model_state_dict(stack.module, options=options)
             if averages is not None:  # tensors that were not gathered still share memory with the model
                 gathered = {name: value.clone() for name, value in gathered.items()}
         first = {name: names[0] for names in tied_names(stack.module) for name in names}
         state: dict[str, Any] = {name: gathered.get(first.get(name, name), value) for name, value in gathered.items()}
-        for name, stretch in find_packed_slices(stack.module).items():  # in the order of their rows
+        for name, part in find_packed_slices(stack.module).items():  # in the order of their rows
             if name in state:
-                rows = [state[stretch.name]] if stretch.name in state else []
-                state[stretch.name] = torch.cat([*rows, state.pop(name)])
+                rows = [state[part.name]] if part.name in state else []
+                state[part.name] = torch.cat([*rows, state.pop(name)])
         return state
-    own = {p: _alone(master.detach()) for p, master in (stack.masters or {}).items()}
+    own = {p: _with_own_storage(master.detach()) for p, master in (stack.masters or {}).items()}
     if stack.masters is not None:  # a frozen weight that half precision represents exactly has no master
         own |= {p: p.detach().cpu().float() for p in stack.module.parameters() if p not in own and p.itemsize == 2}
     if averages is not None:
@@ -228,41 +237,8 @@ def full_state_dict(stack: PreparedModel) -> dict[str, Tensor]:
     return stack.module.state_dict() | {name: own[p] for name, p in named if p in own}
 
 
-def _alone(part: Tensor) -> Tensor:
-    """Return a host tensor as one that fills its storage, without a copy: saving copies parts of larger storages."""
+def _with_own_storage(part: Tensor) -> Tensor:
+    """Return a view of a host tensor that fills its storage: saving a part of a larger storage would copy it."""
     if not part.numel():
         return part
     return torch.from_numpy(part.reshape(-1).view(torch.uint8).numpy()).view(part.dtype).view(part.shape)
-
-
-def keep_gradients(module: nn.Module) -> None:
-    """Accumulate the gradients of ``module`` in separate memory that is allocated once.
-
-    Autograd would keep the first gradient in a CUDA graph's memory pool, which the next replay overwrites.
-    """
-    kept: dict[int, Tensor] = {}  # by id: a hook that referred to its parameter would keep both alive
-
-    def leave_pool(parameter: Tensor) -> None:
-        gradient = parameter.grad
-        if gradient is not None and gradient is not kept.get(id(parameter)):
-            own = kept[id(parameter)] if id(parameter) in kept else torch.empty_like(gradient)
-            kept[id(parameter)] = parameter.grad = own.copy_(gradient)
-
-    for parameter in module.parameters():
-        if parameter.requires_grad:
-            parameter.register_post_accumulate_grad_hook(leave_pool)
-
-
-def _compile(parts: Sequence[nn.Module], graphs: bool = False) -> None:
-    """Compile ``parts`` in place at their first forward, without renaming parameters.
-
-    Blocks with the same code share one compiled graph. A second sequence length or number of samples triggers one
-    compilation for all sizes. With ``graphs``, only code for a single shape becomes a CUDA graph, because each shape
-    would need its own. Dropout draws the same masks as in eager mode.
-    """
-    import torch._inductor.config as inductor
-
-    inductor.fallback_random = True  # the compiler's own random numbers would not follow the seeds of the run
-    inductor.triton.cudagraph_skip_dynamic_graphs = True
-    for part in parts:
-        part.compile(mode="reduce-overhead" if graphs else None)

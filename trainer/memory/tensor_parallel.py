@@ -38,7 +38,7 @@ from torch.utils._pytree import tree_map
 
 from trainer.contract import Model, Plannable, capability
 from trainer.engine.sync import GradientSync, ShardedSync, add_missing, begin_mean, buckets, norm_over_ranks, total_norm
-from trainer.errors import RecipeError, RunError, require
+from trainer.errors import RecipeError, RunError
 from trainer.memory.sharding import DATA, TENSOR, local_shard
 from trainer.weights.blocks import find_blocks
 
@@ -56,17 +56,13 @@ def split_over_ranks(module: nn.Module, model: Model, mesh: DeviceMesh, by_token
     ``by_tokens`` also splits the rest of the blocks by tokens. Weights are whole, on any device or on meta, and the
     same on every rank. Weights keep their names, except in ``nn.MultiheadAttention``: see :class:`SplitAttention`.
     """
-    plan, region, key = (
-        capability(model, Plannable).tensor_parallel_plan(module),
-        _TensorParallelRegion(mesh),
-        f"memory.tensor_parallel={mesh.size()}",
-    )
-    kind = type(model).__name__
-    require(
-        bool(plan),
-        f"{key}: {kind} does not define how to split its layers: define tensor_parallel_plan(module) in its class "
-        "(docs/your-own-model.md), or use memory.strategy fsdp",
-    )
+    plan, region = capability(model, Plannable).tensor_parallel_plan(module), _TensorParallelRegion(mesh)
+    key, kind = f"memory.tensor_parallel={mesh.size()}", type(model).__name__
+    if not plan:
+        raise RecipeError(
+            f"{key}: {kind} does not define how to split its layers: define tensor_parallel_plan(module) in its class "
+            "(docs/your-own-model.md), or use memory.strategy fsdp"
+        )
     logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)  # gathering twice is rare here
     styles = _matched(module, plan, f"{key}: {kind}.tensor_parallel_plan")
     for name in [name for name, style in styles.items() if style == "attention"]:
@@ -81,11 +77,12 @@ def split_over_ranks(module: nn.Module, model: Model, mesh: DeviceMesh, by_token
     split = [name for name, style in styles.items() if style == "colwise"]
     holders = list(dict.fromkeys(_holder(module, name, blocks) for name in split))
     named = {_holder(module, name, blocks) for name, style in styles.items() if style == "sequence_parallel"}
-    require(
-        not by_tokens or named.issuperset(holders),
-        f"memory.sequence_parallel=true: {kind}.tensor_parallel_plan does not declare that blocks work token by token "
-        "outside split layers: give their norms the style sequence_parallel (docs/your-own-model.md), or use false",
-    )
+    if by_tokens and not named.issuperset(holders):
+        raise RecipeError(
+            f"memory.sequence_parallel=true: {kind}.tensor_parallel_plan does not declare that blocks work token by "
+            "token outside split layers: give their norms the style sequence_parallel (docs/your-own-model.md), or use "
+            "false"
+        )
     # For packed texts, the last block computes only the first token of each text.
     firsts = {name for name in holders if getattr(module.get_submodule(name), "reads_first", False)}
     shared = [name for name in holders if by_tokens and name not in firsts]
@@ -97,7 +94,8 @@ def split_over_ranks(module: nn.Module, model: Model, mesh: DeviceMesh, by_token
         for owner, attribute in product((getattr(parent, "config", None), parent), HEADS):
             heads = getattr(owner, attribute, None)
             if isinstance(heads, int):
-                require(heads % mesh.size() == 0, f"{key} does not divide the {heads} heads of {kind}: use a divisor")
+                if heads % mesh.size() != 0:
+                    raise RecipeError(f"{key} does not divide the {heads} heads of {kind}: use a divisor")
                 if owner is parent:
                     setattr(parent, attribute, heads // mesh.size())
     for name, following in zip(holders, [*holders[1:], ""], strict=True):
@@ -108,11 +106,10 @@ def split_over_ranks(module: nn.Module, model: Model, mesh: DeviceMesh, by_token
         if name not in holders:
             module.get_submodule(name).register_forward_pre_hook(region.assemble, with_kwargs=True)
     if shared:
-        module.forward = _told(module.forward, kind)
+        module.forward = _explain_dtensor_errors(module.forward, kind)
 
 
-def _told(forward: Callable[..., Any], kind: str) -> Callable[..., Any]:
-
+def _explain_dtensor_errors(forward: Callable[..., Any], kind: str) -> Callable[..., Any]:
     @wraps(forward)
     def within(*args: Any, **kwargs: Any) -> Any:
         try:
@@ -130,10 +127,12 @@ def _matched(module: nn.Module, plan: Mapping[str, str], where: str) -> dict[str
     names = [name for name, _ in module.named_modules()]
     found: dict[str, str] = {}
     for pattern, style in plan.items():
-        require(style in STYLES, f"{where} has {style!r} for {pattern}: use one of {', '.join(STYLES)}")
+        if style not in STYLES:
+            raise RecipeError(f"{where} has {style!r} for {pattern}: use one of {', '.join(STYLES)}")
         expression = r"\.".join("[^.]+" if token == "*" else token for token in pattern.split("."))
         matching = [name for name in names if fullmatch(expression, name)]
-        require(bool(matching), f"{where} names {pattern}, which matches no module: remove or correct it")
+        if not matching:
+            raise RecipeError(f"{where} names {pattern}, which matches no module: remove or correct it")
         found |= dict.fromkeys(matching, style)
     return found
 
@@ -160,7 +159,8 @@ def _split(
     if not isinstance(layer, nn.Linear):
         raise RecipeError(f"{key}: {name} is a {type(layer).__name__}, but only an nn.Linear can be split {style}")
     width = layer.out_features if style == "colwise" else layer.in_features
-    require(width % region.ranks == 0, f"{key} does not divide the {width} features of {name}: use a divisor of them")
+    if width % region.ranks != 0:
+        raise RecipeError(f"{key} does not divide the {width} features of {name}: use a divisor of them")
     begins = style == "colwise"
     # Each rank takes its part of the weights that it has: no communication.
     sums = RowwiseParallel(output_layouts=Replicate() if tokens is None else Shard(tokens))
@@ -284,7 +284,8 @@ class _TensorParallelRegion(TorchFunctionMode):
 
     def enter(self, _: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
         """Run before a layer split by columns; layers with the same input share a DTensor, to sum its gradient once."""
-        require(self.is_open, "memory.tensor_parallel: call the module that holds the split layers, not the layers")
+        if not self.is_open:
+            raise RecipeError("memory.tensor_parallel: call the module that holds the split layers, not the layers")
         if isinstance(args[0], DTensor):
             return args
         if self.entered is None or self.entered[0] is not args[0]:
@@ -311,15 +312,16 @@ class _TensorParallelRegion(TorchFunctionMode):
                 weights, (texts, heads, *rest), dropped = args
                 whole = func(weights, torch.Size([texts, heads * self.ranks, *rest]), dropped)
                 return whole.narrow(1, self.rank * heads, heads)
-            require(name not in OTHER_DROPOUTS, f"memory.tensor_parallel cannot split {name}: use dropout")
+            if name in OTHER_DROPOUTS:
+                raise RecipeError(f"memory.tensor_parallel cannot split {name}: use dropout")
             given = (*args, *kwargs.values())
             weights = [one for one in given if isinstance(one, nn.Parameter) and not isinstance(one, DTensor)]
             known = [one for part in self.partly if weights for one in part._parameters.values()]
-            require(
-                all(any(one is other for other in known) for one in weights),
-                f"memory.tensor_parallel: {name} applies a weight that every rank has to split activations: give its "
-                f"module the style {STYLES[3 if self.is_split else 4]} in tensor_parallel_plan",
-            )
+            if not all(any(one is other for other in known) for one in weights):
+                raise RecipeError(
+                    f"memory.tensor_parallel: {name} applies a weight that every rank has to split activations: give "
+                    f"its module the style {STYLES[3 if self.is_split else 4]} in tensor_parallel_plan"
+                )
         return func(*args, **kwargs)
 
     def dropout(self, input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:

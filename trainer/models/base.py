@@ -9,7 +9,8 @@ from itertools import chain
 from typing import TYPE_CHECKING, Any, Literal, cast
 
 from trainer.contract import Preparable, as_samples, mixed_sample_weights
-from trainer.errors import RecipeError, require, require_choice, require_positive, require_types
+from trainer.errors import RecipeError, require, require_choice, require_positive
+from trainer.system.field_types import require_types
 from trainer.values import IGNORED_LABEL, Loss, Task
 from trainer.weights.blocks import find_blocks
 

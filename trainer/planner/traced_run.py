@@ -27,7 +27,7 @@ from trainer.engine.data_feed import evaluation_cut, evaluation_micro_batches, m
 from trainer.engine.deterministic import Node, PartialSums, TreeSync
 from trainer.engine.loop import evaluate
 from trainer.engine.loss_check import LossCheck
-from trainer.engine.memory_rehearsal import rehearse
+from trainer.engine.memory_rehearsal import longest_window, rehearse
 from trainer.engine.quarantine import Quarantine
 from trainer.engine.step import PhaseHooks, Stepper
 from trainer.engine.window import MicroBatch, Window
@@ -74,7 +74,7 @@ def draw_samples(recipe: Recipe, plan: Plan) -> TracedSamples:
     if len(own) > most:
         own = [own[0], *own[len(own) // 2 :][: most - 2], own[-1]]
     first, skipped = replace(window, micro_batches=own), len(window) - len(own)
-    return TracedSamples(first, windows.longest(recipe.epochs), _evaluated(recipe, plan), skipped, varies)
+    return TracedSamples(first, longest_window(windows, recipe.epochs), _evaluated(recipe, plan), skipped, varies)
 
 
 def _evaluated(recipe: Recipe, plan: Plan) -> list[MicroBatch]:

@@ -8,7 +8,7 @@ from typing import Any
 
 from trainer.contract import Metric
 from trainer.engine.events import Counters, Listener
-from trainer.errors import RecipeError, require
+from trainer.errors import RecipeError
 from trainer.recipe import Recipe
 from trainer.report.whole_set_metrics import is_higher_better
 
@@ -50,7 +50,8 @@ class BestTracker(Listener):
         metrics = result.metrics()
         score = self.score_of(metrics)
         fix = f"use one of {', '.join(metrics)}"
-        require(self.name in metrics, f"run.best={self.name} is not a metric of this model: {fix}")
+        if self.name not in metrics:
+            raise RecipeError(f"run.best={self.name} is not a metric of this model: {fix}")
         self.since = 0 if score[0] > self.score[0] else self.since + 1
         self.last = metrics[str(self.name)]
         if score != WORST and score >= self.score:
@@ -85,15 +86,9 @@ class BestTracker(Listener):
     def state_dict(self) -> dict[str, Any]:
         """Return the state as JSON values."""
         score, loss = (self.score[0], -self.score[1]) if self.step else (0.0, 0.0)
-        last = self.last if self.last is not None and math.isfinite(self.last) else None
-        state = {
-            "figure": self.metric_column if self.step else "",
-            "score": score,
-            "loss": loss,
-            "step": self.step,
-            "since": self.since,
-        }
-        return state | ({} if last is None else {"last": last})
+        metric = self.metric_column if self.step else ""
+        state = {"figure": metric, "score": score, "loss": loss, "step": self.step, "since": self.since}
+        return state | ({"last": self.last} if self.last is not None and math.isfinite(self.last) else {})
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore the best evaluation so far. A value saved for another metric or split is ignored."""

@@ -24,7 +24,6 @@ from trainer.run.state import RunState
 from trainer.system.text import parse_duration
 
 FINISH_TIMEOUT = 5.0  # how long a failed run waits for a checkpoint in progress: a dead rank never writes its part
-
 POLL_INTERVAL = 1.0
 
 
@@ -61,8 +60,8 @@ class Checkpointer:
         return float(self.session.asked_to_stop() is not None), float(is_time), float(has_failed)
 
     def __call__(self, engine: Engine) -> None:
-        """Save what is due, before a step. Stopped on all ranks, if one of them was asked to stop; everything is saved
-        first. RunError: on all ranks, if a checkpoint could not be written."""
+        """Save what is due, before a step. Raise RunStoppedError on all ranks, after saving, if one was asked to stop.
+        Raise RunError on all ranks if a checkpoint could not be written."""
         stop, is_time, has_failed = self.session.agreement.agreed
         if has_failed:
             self._wait()

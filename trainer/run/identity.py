@@ -13,11 +13,11 @@ from typing import Any
 from trainer.checkpoint.manifest import Manifest, truncate
 from trainer.contract import Model, Preparable, Streamable, capability
 from trainer.data.fingerprint import data_files, fingerprint, tokenizer_hash
-from trainer.errors import RecipeError, format_list, require
+from trainer.errors import RecipeError, format_list
 from trainer.memory.knobs import KNOBS
 from trainer.recipe import Recipe
-from trainer.run.directory import with_absolute_paths
-from trainer.run.session import Session, broadcast_json
+from trainer.run.collectives import broadcast_json
+from trainer.run.session import Session
 from trainer.settings import did_you_mean, settings_of
 from trainer.system.files import hash_file
 from trainer.system.redact import redact_value
@@ -32,9 +32,8 @@ class RunIdentity:
         drawn = broadcast_json(session.fabric, [secrets.token_hex(8), secrets.token_hex(4)])
         self.run, self.attempt = run or drawn[0], drawn[1]
         self.recipe, self.defaults = flat_settings(session.recipe), default_settings(session.recipe)
-        self._data = session.recipe.data
-        self._tokenizer = capability(session.recipe.model, Preparable).tokenizer_or_none()
-        self._model = session.recipe.model
+        self._model, self._data = session.recipe.model, session.recipe.data
+        self._tokenizer = capability(self._model, Preparable).tokenizer_or_none()
 
     @cached_property
     def dataset(self) -> str:
@@ -72,7 +71,8 @@ def base_hashes(model: Model) -> dict[str, str]:
 def require_same_base(path: Path, manifest: Manifest, model: Model) -> None:
     """Reject frozen weights that differ from those of the checkpoint ``path``, if it leaves out frozen weights."""
     changed = _changed_files(manifest.base, base_hashes(model)) if manifest.base else ""
-    require(not changed, f"{path} needs frozen weights that model.weights no longer has{changed}: restore them")
+    if changed:
+        raise RecipeError(f"{path} needs frozen weights that model.weights no longer has{changed}: restore them")
 
 
 def flat_settings(recipe: Recipe) -> dict[str, Any]:
@@ -108,6 +108,30 @@ def _name_of(value: Any) -> Any:
     return getattr(value, "__qualname__", type(value).__qualname__)
 
 
+NAMES = ("config", "revision", "encoding", "separator", "task")
+"""Fields whose text is never a path, even if a file has that name."""
+
+
+def with_absolute_paths(recipe: Recipe) -> Recipe:
+    """Return the recipe with every existing path in its model and data made absolute."""
+    return recipe.replace(model=_absolute(recipe.model), data=_absolute(recipe.data))
+
+
+def _absolute(part: Any) -> Any:
+    """Make absolute every text field of a model or dataset that names a file, a folder or a pattern in a folder."""
+    paths = {}
+    for field in dataclasses.fields(part):
+        text = getattr(part, field.name) if field.init else None
+        is_name = field.name in NAMES or field.name.endswith(("_column", "_split"))
+        if isinstance(text, str) and text and not is_name:
+            path = Path(text)
+            if field.name == "name" and not (field.type in ("str", str) and path.is_dir()):  # a size, a model type
+                continue
+            if path.exists() or ("*" in text and path.parent.is_dir()):
+                paths[field.name] = str(path.absolute())
+    return dataclasses.replace(part, **paths)
+
+
 # Compare recipe, data and tokenizer of the checkpoint with those of the run that resumes it.
 
 IGNORED = ("run.dir", "run.resume", "run.allow_change")  # settings that control how to resume
@@ -128,7 +152,8 @@ def require_same_run(path: Path, manifest: Manifest, now: RunIdentity, allowed: 
     RecipeError for one that changes the training, unless its name or section is ``allowed``."""
     known = sorted({*now.recipe, *map(_section, now.recipe), "data", "tokenizer", "base"})
     for key in allowed:
-        require(key in known, f"run.allow_change={key!r} is not a setting{did_you_mean(key, known)}")
+        if key not in known:
+            raise RecipeError(f"run.allow_change={key!r} is not a setting{did_you_mean(key, known)}")
     is_planned = all(recipe.get("memory.budget") is not None for recipe in (manifest.recipe, now.recipe))
     free = {*LOADING, *allowed, *(PLANNED if is_planned else ())}
     lines: list[str] = []

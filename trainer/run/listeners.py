@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import is_dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -17,15 +17,18 @@ from trainer.engine.step import StepResult
 from trainer.engine.window import OnLoad
 from trainer.errors import RecipeError, RunError
 from trainer.memory.monitor import MemoryMonitor
+from trainer.recipe import Recipe
+from trainer.report.loggers import make_loggers
 from trainer.report.progress import Progress, warn
 from trainer.report.summary import Speed
 from trainer.system.error_reports import describe_error
 from trainer.system.files import write_atomic
-from trainer.system.redact import redact_value
+from trainer.system.redact import redact, redact_value
+from trainer.values import TASK_METRICS
 
 
 class ThroughputMeter(Listener):
-    """Training throughput so far, without the time of evaluations; ``peak_seconds`` is the method of ``Forecast``."""
+    """Training throughput so far, without the time of evaluations; ``peak_seconds`` is that of ``RunPrediction``."""
 
     def __init__(
         self, peak_seconds: Callable[[], float | None] = lambda: None, clock: Callable[[], float] = time.perf_counter
@@ -113,6 +116,18 @@ class ProgressListener(Listener):
 
     def on_fit_end(self, counters: Counters) -> None:
         self.progress.close()
+
+
+def open_loggers(recipe: Recipe, run_dir: Path, resumed_at: int, run: str) -> list[Logger]:
+    """Return the loggers of the recipe for ``run``, which starts at step ``resumed_at``; for the first rank only."""
+    names, task = recipe.model.loss_names, recipe.model.task or "single_label"
+    extra = [f"loss_{name}" for name in names] if len(names) > 1 else []
+    # Sections as text, without secrets.
+    config = {name: redact(str(p)) if is_dataclass(p) else p for name, p in vars(recipe).items()}
+    has_metrics = task == "language" or recipe.model.num_classes is not None
+    asked = [metric if isinstance(metric, str) else metric.name for metric in recipe.run.requested_metrics()]
+    metrics = [name for name in dict.fromkeys((*TASK_METRICS[task if has_metrics else None], *asked)) if name != "loss"]
+    return make_loggers(recipe.run.logger, run_dir, config, extra, metrics, resumed_at, recipe.run, run)
 
 
 class LoggingListener(Listener):

@@ -14,7 +14,7 @@ from typing import Any
 from trainer.errors import EXIT_REQUEUE, RecipeError, RunError, RunStoppedError
 from trainer.launching.world import resolve_world
 from trainer.recipe import Recipe
-from trainer.run.directory import with_absolute_paths
+from trainer.run.identity import with_absolute_paths
 from trainer.settings import class_spec, dump_recipe, settings_of
 from trainer.system.error_reports import ERROR, FailureReason
 from trainer.system.files import default_folder, write_atomic

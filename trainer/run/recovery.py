@@ -14,8 +14,9 @@ from trainer.errors import RunError
 from trainer.faults.process_group_recovery import ProcessGroupRecovery, can_recover
 from trainer.memory.oom import is_out_of_memory
 from trainer.memory.stack import PreparedModel
+from trainer.run.collectives import make_host_sum
 from trainer.run.directory import write_status
-from trainer.run.session import Session, make_host_sum
+from trainer.run.session import Session
 from trainer.run.state import TensorState
 
 GRAPH = ("forward", "backward")  # phases that a smaller micro-batch helps, before any weight is updated
@@ -45,14 +46,15 @@ class OOMRecovery:
 
     def __call__(self, error: Exception) -> bool:
         """Recover from ``error`` if possible; return whether the step can be retried."""
-        if (
-            not self.wanted or self.stepper.sync.updates_in_backward
-        ):  # with ``updates_in_backward``, some weights are already updated
-            return False
-        why = self._reason(error)
+        # With updates in backward, some weights are already updated.
+        can_retry = self.wanted and not self.stepper.sync.updates_in_backward
+        why = self._reason(error) if can_retry else None
         if why is None:
             return False
-        clear_traceback_frames(error)
+        cause: BaseException | None = error
+        while cause is not None:  # free what the frames of the failed step still hold, mainly activations
+            traceback.clear_frames(cause.__traceback__)
+            cause = cause.__cause__ or cause.__context__
         self.stepper.abandon()
         if self.session.plan.strategy != "single":
             self._rebuild()
@@ -108,10 +110,3 @@ class OOMRecovery:
         gc.collect()
         if self.session.fabric.device.type == "cuda":
             torch.cuda.empty_cache()
-
-
-def clear_traceback_frames(error: BaseException | None) -> None:
-    """Free what the frames in the traceback of ``error`` still hold, mainly activations."""
-    while error is not None:
-        traceback.clear_frames(error.__traceback__)
-        error = error.__cause__ or error.__context__

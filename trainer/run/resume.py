@@ -31,12 +31,13 @@ from trainer.checkpoint.tensor_parts import PartsReader
 from trainer.checkpoint.writer import HISTORY, done_marker
 from trainer.contract import Model, Streamable, capability, without_weights
 from trainer.engine.loop import Engine
-from trainer.engine.memory_rehearsal import rehearse
-from trainer.errors import RecipeError, RunError, require
+from trainer.engine.memory_rehearsal import longest_window, rehearse
+from trainer.errors import RecipeError, RunError
 from trainer.report.progress import Progress, warn
+from trainer.run.collectives import all_gather_json, broadcast_json, run_on_rank_zero
 from trainer.run.directory import write_status
 from trainer.run.identity import RunIdentity, require_same_base, require_same_run
-from trainer.run.session import Session, all_gather_json, broadcast_json, run_on_rank_zero
+from trainer.run.session import Session
 from trainer.run.state import RunState, TensorState
 from trainer.system.files import read_json_object, read_regular, staged_folder, write_atomic
 from trainer.weights.streaming import default_dtype
@@ -85,7 +86,8 @@ class ResumeState:
             if wanted != "auto":
                 folder = CheckpointFolder(path / FOLDER if os.path.isdir(path / FOLDER) else path)
             names = broadcast_json(self.session.fabric, list(map(str, folder.newest_first())))
-            require(bool(names) or wanted == "auto", f"run.resume={wanted}: there is no checkpoint in {folder.path}")
+            if not names and wanted != "auto":
+                raise RecipeError(f"run.resume={wanted}: there is no checkpoint in {folder.path}")
             candidates = list(map(Path, names))
         for path in candidates:
             problem = self._find_problem(path)
@@ -104,7 +106,8 @@ class ResumeState:
         error = find_corruption(path, fabric.global_rank, fabric.world_size)
         found = all_gather_json(fabric, (None if error is None else str(error), isinstance(error, UnknownFormatError)))
         problem, is_unknown = next((one for one in found if one[0] is not None), (None, False))
-        require(not is_unknown, f"{problem}: resume with the version that wrote it")
+        if is_unknown:
+            raise RecipeError(f"{problem}: resume with the version that wrote it")
         return problem
 
     def _set_aside(self, chosen: Path, corrupt: set[str], say: Callable[[str], None]) -> None:
@@ -139,11 +142,11 @@ class ResumeState:
             else:
                 (self.session.run_dir / HISTORY).unlink(missing_ok=True)
 
-    def _copy_best(self, best: int, is_first: bool) -> None:
+    def _copy_best(self, best: int) -> None:
         """Copy the checkpoint of the ``best`` step to this run's folder, if the run resumes from another run."""
         assert self.found is not None
         source, name = self.found.path.parent, folder_name(best)
-        if is_first and best and not (self.folder.path / name).exists() and (source / name).is_dir():
+        if self.session.is_first and best and not (self.folder.path / name).exists() and (source / name).is_dir():
             with staged_folder(self.folder.path / name) as folder:
                 shutil.copytree(source / name, folder, dirs_exist_ok=True)
 
@@ -169,19 +172,17 @@ class ResumeState:
             stated = {name: getattr(manifest, name) for name in ("step", "epoch", "step_in_epoch")}
             if any(getattr(engine.counters, name) != number for name, number in stated.items()):
                 raise ValueError(f"{engine.counters}, where the manifest has {stated}")
-        self._copy_best(state.best.step, session.is_first)
+        self._copy_best(state.best.step)
         if windows.halvings:  # evaluations use the same micro-batch size
             session.set_cut(windows.cut(engine.counters.epoch))
             write_status(session, "running")
         session.monitor.step = engine.counters.step
         if stepper.sync.overlaps_update and session.fabric.world_size > 2 and engine.counters.step > 1:
             # DDP reorders its buckets after the first gradients, and sums over 3 ranks depend on the buckets.
-            rehearse(stepper, windows.longest(session.recipe.epochs))
+            rehearse(stepper, longest_window(windows, session.recipe.epochs))
         if manifest.world_size == session.fabric.world_size:
-            rank = session.fabric.global_rank
-            sign = done_marker(
-                rank - rank % session.recipe.memory.tensor_parallel
-            )  # ranks of the same samples share it
+            rank, copies = session.fabric.global_rank, session.recipe.memory.tensor_parallel
+            sign = done_marker(rank - rank % copies)  # ranks of the same samples share it
             with self.found.name_errors(sign):
                 state.generators.load_state_dict(self.found.read_json(sign)["random"])
 
@@ -245,14 +246,15 @@ def restore_tensors(found: ValidCheckpoint, tensors: TensorState) -> None:
     missing = sorted(wanted - reader.shapes.keys())
     surplus = sorted(name for name in reader.shapes.keys() - wanted if "@" not in name)
     surplus = [name for name in surplus if averages is not None or not name.startswith("ema/")]
-    require(
-        not any("@" in name for name in missing),
-        f"{found.path}: the 8-bit or 4-bit optimizer state was quantised in other shards: resume with the "
-        f"memory.strategy and the number of ranks ({found.manifest.world_size}) with which it was saved",
-    )
+    if any("@" in name for name in missing):
+        raise RecipeError(
+            f"{found.path}: the 8-bit or 4-bit optimizer state was quantised in other shards: resume with the "
+            f"memory.strategy and the number of ranks ({found.manifest.world_size}) with which it was saved"
+        )
     faults = {"missing": missing, "not needed": surplus}
     text = "; ".join(f"{fault}: {', '.join(names[:3])}" for fault, names in faults.items() if names)
-    require(not text, f"{found.path} does not fit the model and its optimizer: {text}")
+    if text:
+        raise RecipeError(f"{found.path} does not fit the model and its optimizer: {text}")
     with torch.no_grad():
         for name, part in parts.items():
             reader.read_into(part.source_name or name, part)
@@ -287,10 +289,8 @@ def load_whole_model(found: ValidCheckpoint, model: Model) -> nn.Module:
     own = next((reader.read(name).dtype for name in reader.shapes if name.startswith("weights/")), None)
     with default_dtype(own if found.manifest.base else None):
         module = (model if found.manifest.base else without_weights(model)).build()
-    base, misfit = (
-        capability(model, Streamable).in_base(module) if found.manifest.base else (),
-        f"{found.path} does not fit the model",
-    )
+    misfit = f"{found.path} does not fit the model"
+    base = capability(model, Streamable).in_base(module) if found.manifest.base else ()
     wanted: dict[str, Tensor] = {
         f"ema/{name}" if f"ema/{name}" in reader.shapes else f"weights/{name}": parameter
         for name, parameter in module.named_parameters()
@@ -298,10 +298,12 @@ def load_whole_model(found: ValidCheckpoint, model: Model) -> nn.Module:
     }
     wanted |= {f"buffers/{name}": buffer for name, buffer in module.named_buffers()}
     missing = sorted(wanted.keys() - reader.shapes.keys())
-    require(not missing, f"{misfit}: missing: {', '.join(missing[:3])}")
+    if missing:
+        raise RecipeError(f"{misfit}: missing: {', '.join(missing[:3])}")
     for name, tensor in wanted.items():
         shape = reader.shapes[name]
-        require(shape == tuple(tensor.shape), f"{misfit}: {name} has shape {shape}, not {tuple(tensor.shape)}")
+        if shape != tuple(tensor.shape):
+            raise RecipeError(f"{misfit}: {name} has shape {shape}, not {tuple(tensor.shape)}")
         with found.name_errors(next((file for file, _ in reader.parts[name]), done_marker(0))):
             tensor.data = reader.read(name)
     return module

@@ -223,11 +223,8 @@ class RunPrediction:
 
 def start_prediction(recipe: Recipe, plan: Plan, world: World, known: Prediction | None = None) -> RunPrediction | None:
     """Start to predict the memory of the run in its first process if ``run.predict`` is set, unless it is ``known``."""
-    if (
-        not recipe.run.predict
-        or not is_local_rank_zero()
-        or os.environ.get("RANK", os.environ.get("SLURM_PROCID", "0")) != "0"
-    ):
+    is_first = is_local_rank_zero() and os.environ.get("RANK", os.environ.get("SLURM_PROCID", "0")) == "0"
+    if not recipe.run.predict or not is_first:
         return None
     device = this_device(world.accelerator)
     limit = budget_bytes(recipe.memory.budget, device, world.world_size)

@@ -26,9 +26,10 @@ from trainer.memory.plan import Plan, decide_plan
 from trainer.recipe import Recipe
 from trainer.report.loggers import require_loggers
 from trainer.report.progress import Progress, warn
+from trainer.run.collectives import all_gather_json, run_on_rank_zero
 from trainer.run.directory import create_run_dir, require_unused
 from trainer.run.run_prediction import RunPrediction, decided, remove_plan_file, resolve_plan, start_prediction
-from trainer.run.session import Session, all_gather_json, run_on_rank_zero
+from trainer.run.session import Session
 from trainer.system.environment import is_local_rank_zero
 from trainer.system.error_reports import error_location
 from trainer.system.status_line import show_status

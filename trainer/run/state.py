@@ -48,9 +48,8 @@ class TensorState:
                     offset, shape = stretch.to_packed(part.offset, part.shape)
                     found[full] = replace(part, source_name=whole_name, offset=offset, shape=shape)
                 else:  # an optimizer scalar, the same for query, key and value
-                    found[full] = replace(
-                        part, source_name=whole_name, writer_rank=-1 if stretch.number else part.writer_rank
-                    )
+                    writer = -1 if stretch.number else part.writer_rank
+                    found[full] = replace(part, source_name=whole_name, writer_rank=writer)
         return found
 
     def scalars(self) -> dict[str, Any]:
@@ -158,8 +157,7 @@ class RunState:
 
     def common(self, engine: Engine) -> dict[str, Any]:
         """Return the state that is the same on all ranks, as JSON values."""
-        parts = {"stopwatch": self.stopwatch.state_dict(), "best": self.best.state_dict()}
-        return {**engine.state_dict(), **parts}
+        return {**engine.state_dict(), "stopwatch": self.stopwatch.state_dict(), "best": self.best.state_dict()}
 
     def load_common(self, engine: Engine, state: Mapping[str, Any]) -> None:
         """Restore what :meth:`common` returned."""

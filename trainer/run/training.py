@@ -1,12 +1,12 @@
-"""One run: build its parts, train, evaluate, and write the results however it ends."""
+"""One run: build its parts, train, evaluate, and write the results, also if training fails."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
+from lightning_fabric.loggers import Logger
 from torch import Tensor
 from torch.optim import Optimizer
 
@@ -37,24 +37,23 @@ from trainer.report.summary import Summary, summary_text, versions
 from trainer.run.attention import record_attention_kernels
 from trainer.run.best_tracker import BestTracker
 from trainer.run.checkpoints import Checkpointer
-from trainer.run.directory import (
-    describe_run,
-    explain_disk_errors,
+from trainer.run.description import describe_run
+from trainer.run.directory import explain_disk_errors, report_text, status_after, write_recipe, write_results
+from trainer.run.evaluation import make_evaluation
+from trainer.run.listeners import (
+    LoggingListener,
+    ProgressListener,
+    ThroughputMeter,
     open_loggers,
-    report_text,
-    write_recipe,
-    write_results,
+    wrap_custom_listeners,
 )
-from trainer.run.listeners import LoggingListener, ProgressListener, ThroughputMeter, wrap_custom_listeners
 from trainer.run.profile import Profile, require_profilable
 from trainer.run.recovery import OOMRecovery
 from trainer.run.resume import ResumeState
-from trainer.run.session import Session, make_evaluation, training_windows
+from trainer.run.session import Session, training_windows
 from trainer.run.state import RNGState, RunState, TensorState, seed_random_state
 from trainer.system.error_reports import describe_error
 from trainer.system.status_line import show_status
-
-SPLITS = ("train", "val", "test")
 
 
 @dataclass(frozen=True)
@@ -89,11 +88,6 @@ def build(session: Session) -> Parts:
 
     seed_random_state(recipe.seed, data_parallel_rank(recipe.memory, fabric.global_rank, fabric.world_size)[0])
     stack, optimizer, sync = build_model(session)
-
-    def average(updates: int) -> None:
-        assert stack.averages is not None
-        stack.averages.update(updates)
-
     stepper = Stepper(
         fabric,
         recipe.model,
@@ -104,7 +98,7 @@ def build(session: Session) -> Parts:
         correct_batchnorm=recipe.memory.correct_batchnorm,
         phases=phases,
         copies=recipe.memory.tensor_parallel,
-        average=average if recipe.optim.ema is not None else None,
+        average=stack.update_averages,
     )
     monitor.enter(None)
     # If the whole module is compiled, a hook in it would be compiled too.
@@ -128,12 +122,11 @@ def build_model(session: Session) -> tuple[PreparedModel, Optimizer, GradientSyn
 def set_schedule(recipe: Recipe, windows: Windows, stepper: Stepper) -> None:
     """Give the stepper its learning-rate schedule over all steps of the run."""
     total = count_steps(windows, recipe.epochs, recipe.max_steps)
-    epoch_of = epoch_at(windows, recipe.epochs)
     plateau = ReduceOnPlateau(recipe.optim) if recipe.optim.schedule == "plateau" else None
     factor = lr_factor(
         recipe.optim,
         total,
-        batch_size_at=lambda step: windows.cut_at(epoch_of(step)).batch_size,
+        batch_size_at=lambda step: windows.cut_at(epoch_at(windows, recipe.epochs, step)).batch_size,
         skipped_steps=lambda: stepper.skipped_steps,
         plateau=plateau,
     )
@@ -141,15 +134,16 @@ def set_schedule(recipe: Recipe, windows: Windows, stepper: Stepper) -> None:
 
 
 class Training:
-    """Wires the parts of one run together, trains, evaluates, and writes the results however the run ends. ``source``
-    is the packaged name or the path of the recipe file, if there is one."""
+    """One run: connects its parts, trains, evaluates, and writes the results, also if training fails. ``source`` is
+    the packaged name or the path of the recipe file, if there is one."""
 
     def __init__(self, session: Session, source: str | None, progress: Progress, resumption: ResumeState) -> None:
         self.session, self.progress, self.resumption = session, progress, resumption
         self.parts = parts = build(session)
         resumption.restore_tensors(parts.tensors)
-        self.loggers = open_loggers(session, resumption.step, resumption.origin.run)
+        self.loggers: list[Logger] = []
         if session.is_first:
+            self.loggers = open_loggers(session.recipe, session.run_dir, resumption.step, resumption.origin.run)
             write_recipe(session, source)
             for line in [*describe_run(session, parts.stack, parts.windows), *describe_groups(parts.stepper.optimizer)]:
                 (progress.notice if line.startswith("warning: ") else progress.message)(line)
@@ -188,19 +182,18 @@ class Training:
         if run is None:
             return None
 
-        def averaged() -> EvaluationResult:
-            with stack.averages.swapped_in() if stack.averages is not None else nullcontext():
+        def evaluate() -> EvaluationResult:
+            with stack.averaged():
                 return run()
 
-        return averaged
+        return evaluate
 
     def run(self) -> Summary:
-        """Train and evaluate, and write the results however that ends."""
+        """Train, evaluate, and write the results, also if training fails."""
         session, engine, recipe, parts = self.session, self.engine, self.session.recipe, self.parts
         result: EvaluationResult | None = None
         state: dict[str, Tensor] = {}
-        status = "failed"
-        all_ranks = False  # whether every rank is known to end in this way
+        status, all_ranks = "failed", False  # ``all_ranks``: whether every rank is known to end with this status
         try:
             # Report an exception to the other ranks before writing results.
             with session.watched(), explain_disk_errors(session.run_dir):
@@ -216,14 +209,8 @@ class Training:
                     self.checkpointer.stop(engine)
                 state = full_state_dict(parts.stack)
             status, all_ranks = "finished", True
-        except NonFiniteError:
-            all_ranks = True
-            raise
-        except RunStoppedError:
-            status, all_ranks = "stopped", True
-            raise
-        except KeyboardInterrupt:
-            status = "interrupted"
+        except BaseException as error:
+            status, all_ranks = status_after(error), isinstance(error, NonFiniteError | RunStoppedError)
             raise
         finally:
             if parts.profile is not None:
@@ -278,9 +265,9 @@ class Training:
         )
 
     def _data(self, finished: bool) -> dict[str, Any]:
-        """Return the entry of ``summary.json`` about the data; the fingerprint takes seconds on the first rank."""
+        """Return the entry of ``summary.json`` about the data. The first rank may take seconds for its fingerprint."""
         data, origin = self.session.recipe.data, self.resumption.origin
-        sizes = dict.fromkeys(SPLITS) | {name: len(split) for name, split in splits_of(data).items()}
+        sizes = dict.fromkeys(("train", "val", "test")) | {name: len(split) for name, split in splits_of(data).items()}
         known = origin.known_dataset
         if finished and self.session.is_first:
             try:
@@ -290,7 +277,7 @@ class Training:
         return {"class": type(data).__name__, **sizes, "fingerprint": known}
 
     def _take_best(self) -> dict[str, Any] | None:
-        """Load the weights of the best step; return the entry of ``summary.json`` about it."""
+        """Load the weights of the best step. Return the entry of ``summary.json`` about it."""
         best, counters = self.parts.best, self.engine.counters
         if best.is_over():
             why = f"no {best.metric_column} better than {best.best_value:.4f} in {best.since} evaluations"
