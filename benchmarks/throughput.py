@@ -43,7 +43,7 @@ from transformers.trainer_pt_utils import LengthGroupedSampler
 
 import trainer.api  # before processes are forked: it is in the baseline of all
 from trainer.data import CIFAR10, IMDb
-from trainer.data.images import IMAGENET
+from trainer.data.images import IMAGENET_MEAN_STD
 from trainer.engine.order import permutation
 from trainer.models import BigBird, TextClassifier, VisionTransformer
 from trainer.recipe import Checkpoint, Memory, Optim, Recipe, Run
@@ -166,7 +166,7 @@ class Images:
             chosen = found["split"] == 0
             self.images, self.labels = found["images"][chosen], found["labels"][chosen].astype(np.int64)
         scaled = v2.ToDtype(torch.float32, scale=True)
-        self.transform = v2.Compose([v2.ToImage(), v2.Resize((224, 224)), scaled, v2.Normalize(*IMAGENET)])
+        self.transform = v2.Compose([v2.ToImage(), v2.Resize((224, 224)), scaled, v2.Normalize(*IMAGENET_MEAN_STD)])
 
     def __len__(self) -> int:
         return len(self.labels)

@@ -8,6 +8,7 @@ import pytest
 import torch
 from helpers.prepared import prepared
 
+import trainer
 from trainer import Data, Loss, Memory, Model, Recipe
 from trainer.contract import (
     CAPABILITIES,
@@ -89,6 +90,32 @@ def test_old_members_without_their_class_keep_working_and_are_deprecated():
     assert Older.starts_on_meta()
     assert isinstance(model, Streamable)
     assert not isinstance(Plain(), Packable)
+
+
+def test_members_with_a_former_name_keep_working_and_are_deprecated():
+    with pytest.warns(DeprecationWarning, match=r"Weighted\.chances is deprecated .* use Weighted\.sample_weights"):
+
+        class Weighted(Data):
+            def chances(self):
+                return [1.0, 2.0]
+
+    assert Weighted().sample_weights() == [1.0, 2.0]
+    with pytest.warns(DeprecationWarning, match=r"Digits\.mixing is deprecated .* use Digits\.mixup_config"):
+        assert Digits().mixing() is None
+    with pytest.warns(DeprecationWarning, match=r"subclass trainer\.contract\.Plannable|use Planned\.for_spec"):
+
+        class Planned(Plain):
+            def outlined(self, outline):
+                return Plain(weights="planned")
+
+    assert isinstance(Planned(), Plannable)
+    assert Planned().for_spec(None).weights == "planned"
+
+
+@pytest.mark.parametrize(("old", "new"), trainer._RENAMED.items())
+def test_former_names_of_the_package_are_deprecated(old, new):
+    with pytest.warns(DeprecationWarning, match=rf"trainer\.{old} is deprecated .* use trainer\.{new}"):
+        assert getattr(trainer, old) is getattr(trainer, new)
 
 
 def test_the_classes_of_the_package_name_their_capabilities():

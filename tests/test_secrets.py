@@ -97,8 +97,13 @@ def test_no_file_of_a_run_holds_a_secret(recipe_file, tmp_path, monkeypatch, cap
     written = yaml.safe_load((run_dir / "recipe.yaml").read_text())
     assert written["data"]["url"] == f"https://{REDACTED}@host/x?version=2&sig={REDACTED}"
 
-    repeated = ["fit", str(run_dir / "recipe.yaml"), f"--run.dir={tmp_path / 'again'}"]
-    repeated += ["--run.logger=csv", "--trust-recipe"]
+    repeated = [
+        "fit",
+        str(run_dir / "recipe.yaml"),
+        f"--run.dir={tmp_path / 'again'}",
+        "--run.logger=csv",
+        "--trust-recipe",
+    ]
     assert run(repeated) == 2
     message = "trainer: error: model.url was written without its credentials: give it again as --model.url\n"
     assert capfd.readouterr().err == message
@@ -126,7 +131,6 @@ def test_the_command_of_a_trial_holds_no_secret():
     assert trial.to_json()["command"].count(REDACTED) == 5
 
 
-EVALUATED = ("--run.evaluate=true", "--run.best=test_loss")
 LINES = {
     "fit": ["fit", "RECIPE", "--run.dir=out/run"],
     "run": ["run", "--restarts=1", "--backoff=0", "--", "RECIPE", "--run.dir=out/run"],
@@ -134,7 +138,15 @@ LINES = {
     "plan": ["plan", "RECIPE", "--gpu=cpu", "--out=out/plan"],
     "scale": ["plan", "RECIPE", "--gpu=a100-80gb", "--devices=1,2", "--out=out/scale"],
     "ladder": ["ladder", "RECIPE", "--steps=1", "--rungs=baseline", "--out=out/ladder"],
-    "sweep": ["sweep", "RECIPE", "--over=optim.weight_decay=0,0.1", "--trials=1", "--out=out/sweep", *EVALUATED],
+    "sweep": [
+        "sweep",
+        "RECIPE",
+        "--over=optim.weight_decay=0,0.1",
+        "--trials=1",
+        "--run.evaluate=true",
+        "--run.best=test_loss",
+        "--out=out/sweep",
+    ],
     "evaluate": ["evaluate", "run", "--trust-recipe"],
     "predict": ["predict", "run", "--trust-recipe", "--image=digit.png"],
     "export": ["export", "run", "--trust-recipe", "--to=hub", "--repo=me/model"],
@@ -177,8 +189,9 @@ def test_no_command_writes_or_prints_a_secret(request, recipe_file, tmp_path, mo
     if name in ("evaluate", "predict", "checkpoint", "export", "runs"):
         shutil.copytree(request.getfixturevalue("trained"), "run")
         Image.new("L", (8, 8)).save("digit.png")
-        # No network.
-        monkeypatch.setattr("trainer.after.export._to_hub", lambda folder, repo, public: f"{folder} is sent")
+        monkeypatch.setattr(
+            "trainer.after.export._to_hub", lambda folder, repo, public: f"{folder} is sent"
+        )  # no network
         if name == "checkpoint":  # its model comes of recipe.yaml, which lacks what was secret
             kept = (tmp_path / "run" / "recipe.yaml").read_text().partition("# sha256 ")[0]
             (tmp_path / "run" / "recipe.yaml").write_text(kept.replace(REDACTED, "given"))

@@ -13,9 +13,9 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from trainer.contract import Data, Metric, Model
-from trainer.errors import RecipeError
+from trainer.errors import RecipeError, deprecated
 from trainer.recipe import Checkpoint, Memory, Optim, Recipe, Run
-from trainer.values import Loss, Outline, Pretrained, Stored
+from trainer.values import DataSpec, Loss, PretrainedWeights, StoredTensor
 
 if TYPE_CHECKING:
     from trainer.after.predict import predict
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from trainer.integrations.accumulate import AccumulatingOptimizer
     from trainer.planner.report import PlanReport
     from trainer.planner.search import plan
-    from trainer.weights.streaming import stored_in
+    from trainer.weights.streaming import tensors_in
 
 __version__ = "0.1.0"
 
@@ -48,13 +48,14 @@ _LAZY = {
     "main": "trainer.cli",
     "plan": "trainer.planner.search",
     "predict": "trainer.after.predict",
-    "stored_in": "trainer.weights.streaming",
+    "tensors_in": "trainer.weights.streaming",
 }
 
 __all__ = [
     "AccumulatingOptimizer",
     "Checkpoint",
     "Data",
+    "DataSpec",
     "FinishedRun",
     "Listener",
     "Loss",
@@ -62,13 +63,12 @@ __all__ = [
     "Metric",
     "Model",
     "Optim",
-    "Outline",
     "PlanReport",
-    "Pretrained",
+    "PretrainedWeights",
     "Recipe",
     "RecipeError",
     "Run",
-    "Stored",
+    "StoredTensor",
     "evaluate",
     "fit",
     "load",
@@ -76,11 +76,23 @@ __all__ = [
     "main",
     "plan",
     "predict",
-    "stored_in",
+    "tensors_in",
 ]
 
 
+# Former names, deprecated.
+_RENAMED = {
+    "Outline": "DataSpec",
+    "Pretrained": "PretrainedWeights",
+    "Stored": "StoredTensor",
+    "stored_in": "tensors_in",
+}
+
+
 def __getattr__(name: str) -> Any:
+    if name in _RENAMED:
+        deprecated(f"trainer.{name}", f"trainer.{_RENAMED[name]}")
+        return globals().get(_RENAMED[name]) or __getattr__(_RENAMED[name])
     if name not in _LAZY:
         raise AttributeError(f"module 'trainer' has no attribute {name!r}")
     from trainer.system.imports import quick_imports

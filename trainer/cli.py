@@ -60,7 +60,7 @@ options:
   -h, --help                show this page; `trainer fit RECIPE --help` lists every flag, with its value in that recipe
   --version                 show the version
 """
-LOST_PEER = ("Connection closed by peer", "Connection reset by peer")
+PEER_LOST_MESSAGES = ("Connection closed by peer", "Connection reset by peer")
 """Parts of the message of a collective when another rank has ended."""
 
 COMMANDS = {
@@ -84,8 +84,8 @@ def entry() -> None:
     install_safe_streams()
     argv = sys.argv[1:]
     if argv[:1] and argv[0] in COMMANDS:
-        _begin(next((word for word in argv[1:2] if word[:1] != "-"), argv[0]))
-    _end(run(argv) or _output_lost(argv), fast=True)
+        _start_status_line(next((word for word in argv[1:2] if word[:1] != "-"), argv[0]))
+    _exit_process(run(argv) or _report_broken_stdout(argv), fast=True)
 
 
 def run(argv: Sequence[str]) -> int:
@@ -95,7 +95,7 @@ def run(argv: Sequence[str]) -> int:
     1. An error in user code during a run, including ``sys.exit()``, prints its place and its traceback and returns 1. A
     run that was asked to stop returns 75. Any other exception is raised.
     """
-    _quiet_libraries()
+    _silence_libraries()
     try:
         return _dispatch(list(argv))
     except BaseException as error:  # also SystemExit: a command that calls sys.exit() has not finished
@@ -105,8 +105,8 @@ def run(argv: Sequence[str]) -> int:
 def main(recipe: Recipe) -> None:
     """Train ``recipe``, with the flags of ``trainer fit``: for ``python my_recipe.py --epochs 3``."""
     install_safe_streams()
-    _begin(sys.argv[0])
-    _quiet_libraries()
+    _start_status_line(sys.argv[0])
+    _silence_libraries()
     code = 0
     try:
         require_numbers()
@@ -116,8 +116,8 @@ def main(recipe: Recipe) -> None:
     except BaseException as error:
         code = _exit_code(error)
     status_line.clear_status()
-    if code := code or _output_lost(["fit", *sys.argv[1:]]):
-        _end(code)
+    if code := code or _report_broken_stdout(["fit", *sys.argv[1:]]):
+        _exit_process(code)
 
 
 def fit_command(argv: Sequence[str]) -> None:
@@ -130,11 +130,11 @@ def _command(name: str) -> Callable[[list[str]], int | None]:
     return getattr(import_module(f"trainer.{module}"), function)
 
 
-def _begin(subject: str) -> None:
+def _start_status_line(subject: str) -> None:
     status_line.start_status(f"trainer {trainer.__version__} · {subject}")
 
 
-def _end(code: int, fast: bool = False) -> NoReturn:
+def _exit_process(code: int, fast: bool = False) -> NoReturn:
     """Exit with ``code``.
 
     ``fast`` waits for threads and runs atexit handlers, but skips the teardown of modules, which takes 1 s with torch.
@@ -155,7 +155,7 @@ def _end(code: int, fast: bool = False) -> NoReturn:
     sys.exit(code)
 
 
-def _output_lost(argv: Sequence[str]) -> int:
+def _report_broken_stdout(argv: Sequence[str]) -> int:
     """Report output that could not be written and return 1; return 0 for training, which does not depend on it."""
     trains = argv[:1] in (["fit"], ["run"]) and not {"-h", "--help", "--print_config"} & set(argv)
     error = None if trains else stdout_error()
@@ -178,7 +178,7 @@ def _exit_code(error: BaseException) -> int:
 
     if isinstance(error, RecipeError | RunError | SystemExit) or get_location(error) is not None:
         report(error)
-    elif isinstance(error, RuntimeError) and any(sign in str(error) for sign in LOST_PEER):
+    elif isinstance(error, RuntimeError) and any(sign in str(error) for sign in PEER_LOST_MESSAGES):
         print_error("another rank ended; its message says why")
     elif isinstance(error, OSError) and error.filename is not None:  # an invalid name, or a fault of the disk
         print_error(f"{error.filename}: {error.strerror}")
@@ -197,9 +197,9 @@ def _importing(error: BaseException) -> str:
     return "" if library in ("trainer", "__main__") else library
 
 
-def _quiet_libraries() -> None:
+def _silence_libraries() -> None:
     """Suppress progress bars of libraries in log files, and warnings about classes that users do not control."""
-    logging.getLogger("torch.utils._pytree").addFilter(_is_not_of_torchao)
+    logging.getLogger("torch.utils._pytree").addFilter(_drop_torchao_records)
     # DDP warns about strides of dimensions of size 1 (class tokens, convolutions of one pixel), which have no effect.
     warnings.filterwarnings("ignore", message="Grad strides do not match bucket view strides")
     os.environ["MPLBACKEND"] = "agg"  # for files; matplotlib cannot be imported with an unknown backend
@@ -208,7 +208,7 @@ def _quiet_libraries() -> None:
             os.environ.setdefault(f"{library}_DISABLE_PROGRESS_BARS", "1")
 
 
-def _is_not_of_torchao(record: logging.LogRecord) -> bool:
+def _drop_torchao_records(record: logging.LogRecord) -> bool:
     return not any(str(getattr(value, "__module__", "")).startswith("torchao.") for value in record.args or ())
 
 

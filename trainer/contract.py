@@ -13,29 +13,42 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 from trainer.errors import RecipeError, deprecated
-from trainer.values import IGNORED_LABEL, ImageInput, Loss, MixupConfig, Outline, Pretrained, ShuffleGroups, Task
+from trainer.values import IGNORED_LABEL, Task
 
 if TYPE_CHECKING:
     from pathlib import Path
 
     from torch import Tensor, nn
 
+    from trainer.values import DataSpec, ImageInput, Loss, MixupConfig, PretrainedWeights, ShuffleGroups
+
 PADDING_MULTIPLE = 8
 """Texts are padded to a multiple of this many tokens, because tensor cores need it for full speed."""
 
 
 class OptionalAttributes:
-    """Base class with typed attributes that a subclass may define. An undefined one has the value in ``DEFAULTS``. The
+    """Base class with typed attributes that a subclass may define. A missing one has its value in ``DEFAULTS``. The
     defaults are not class attributes: a dataclass would use those as defaults of its fields with the same names."""
 
     DEFAULTS: ClassVar[Mapping[str, Any]] = {}
+    _RENAMED: ClassVar[Mapping[str, str]] = {}  # members by their former names, which are deprecated
 
     if not TYPE_CHECKING:  # otherwise mypy would accept any attribute
 
         def __getattr__(self, name: str) -> Any:
             if name in self.DEFAULTS:
                 return self.DEFAULTS[name]
+            if name in self._RENAMED:
+                deprecated(f"{type(self).__name__}.{name}", f"{type(self).__name__}.{self._RENAMED[name]}")
+                return getattr(self, self._RENAMED[name])
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+
+    def __init_subclass__(cls, **options: Any) -> None:
+        super().__init_subclass__(**options)
+        for old, new in cls._RENAMED.items():
+            if old in vars(cls):
+                deprecated(f"{cls.__name__}.{old}", f"{cls.__name__}.{new}")
+                setattr(cls, new, vars(cls)[old])
 
 
 class Model(OptionalAttributes):
@@ -52,7 +65,7 @@ class Model(OptionalAttributes):
     DDP then reduces gradients after the last backward instead of during it: exact, but without overlap."""
     samples_interact: ClassVar[bool] = False
     """Whether the loss of a sample depends on other samples of its micro-batch (in-batch negatives, load balancing).
-    The size of micro-batches then changes the gradient, which the plan reports. By default such losses are refused."""
+    The size of micro-batches then changes the gradient, which the plan reports. By default such losses are rejected."""
     blocks: Sequence[type] = ()
     """Classes of the repeated modules (encoder layers): the unit of sharding, checkpointing and offload."""
 
@@ -97,9 +110,9 @@ class Model(OptionalAttributes):
         return dict.fromkeys(self.loss_names, float(entries - ignored))
 
     def __init_subclass__(cls, **options: Any) -> None:
-        super().__init_subclass__(**options)
         if cls.__module__ != __name__:
             _add_capabilities(cls)
+        super().__init_subclass__(**options)
 
 
 # Optional capabilities of a model. A model subclasses those that it needs, as in ``class Net(Streamable, Exportable)``.
@@ -114,7 +127,7 @@ class Streamable(Model):
         """Create the module as ``build`` does, without loading weights. Parameters go to meta; buffers are real."""
         raise RecipeError(f"{type(self).__name__} cannot start on meta: define skeleton() and pretrained()")
 
-    def pretrained(self) -> Pretrained:
+    def pretrained(self) -> PretrainedWeights:
         """Return where each value of the adapted ``skeleton`` comes from. Reads only the headers of files."""
         raise RecipeError(f"{type(self).__name__} cannot start on meta: define skeleton() and pretrained()")
 
@@ -212,11 +225,13 @@ class Preparable(Model):
 class Plannable(Model):
     """A model that supports tensor parallelism, plans without data, or training of only a part."""
 
-    lossy: Sequence[str] = ()
-    """Why training differs from training the whole model, in words ("LoRA of rank 8"); shown in the plan."""
+    _RENAMED: ClassVar[Mapping[str, str]] = {"outlined": "for_spec"}
 
-    def outlined(self, outline: Outline) -> Model:
-        """Return the model to plan with if the data is missing and only ``outline`` is known."""
+    lossy: Sequence[str] = ()
+    """The lossy techniques of this model, such as "LoRA of rank 8"; shown in the plan."""
+
+    def for_spec(self, spec: DataSpec) -> Model:
+        """Return the model to plan with if the data is missing and only ``spec`` is known."""
         return self
 
     def tensor_parallel_plan(self, module: nn.Module) -> Mapping[str, str]:
@@ -261,7 +276,7 @@ def _add_capabilities(cls: type[Model]) -> None:
 
 
 def _members(kind: type[Model]) -> set[str]:
-    return {name for name in vars(kind) if not name.startswith("_")}
+    return {name for name in vars(kind) if not name.startswith("_")} | kind._RENAMED.keys()
 
 
 class Metric:
@@ -417,7 +432,7 @@ class Data(OptionalAttributes):
     text_column: str | None  # the column of tables with the text, for ``trainer predict``
     val_fraction: float | None  # the share of training samples held out for validation, if it is a setting
     answers: ClassVar[bool]  # whether a model answers a text or messages; otherwise it continues the text
-    belonging: ClassVar[Mapping[str, Sequence[str]]]  # by a setting, those to reset with it
+    belonging: ClassVar[Mapping[str, Sequence[str]]]  # for a setting, those that are reset with it
     load_image: Callable[[str], Tensor] | None  # read an image file for ``trainer predict``
     encode: Callable[[Sequence[Any], Any], Any] | None
     """Convert texts with a tokenizer to a batch without labels, for ``trainer predict``."""
@@ -429,6 +444,8 @@ class Data(OptionalAttributes):
         **dict.fromkeys(("text_column", "val_fraction", "load_image", "encode")),
     }
 
+    _RENAMED: ClassVar[Mapping[str, str]] = {"outline": "spec", "mixing": "mixup_config", "chances": "sample_weights"}
+
     _model: Model | None = None
 
     def require_files(self) -> None:
@@ -436,12 +453,12 @@ class Data(OptionalAttributes):
 
     def prepare(self, tokenizer: Any = None, model: Model | None = None) -> None:
         """Find, download, check and tokenise. Called on every rank, on the first rank of a node first. ``tokenizer``
-        is the model's, if it has one. The signature may leave out ``model``, given for ``task`` and ``image_input``."""
+        is the model's, if it has one. ``model`` is the recipe's; the signature may omit it."""
         raise NotImplementedError(f"{type(self).__name__} must define prepare(tokenizer, model)")
 
-    def use_model(self, model: Model) -> None:
-        """Remember the model that the samples are for. Called before ``outline``, ``prepare`` and predictions."""
-        self._model = model
+    def use_model(self, model: Model | None) -> None:
+        """Store the model that the samples are for. Called before ``spec``, ``prepare`` and predictions."""
+        self._model = model or self._model
 
     def for_evaluation(self, model: Model | None = None, path: str | None = None) -> Data:
         """Return the dataset that evaluates a trained ``model``, without the training files if possible.
@@ -454,21 +471,21 @@ class Data(OptionalAttributes):
             raise RecipeError(f"{type(self).__name__} cannot evaluate the file {path!r}: set its test set by flags")
         return self
 
-    def outline(self) -> Outline | None:
-        """Return what the dataset holds if its files are missing: ``trainer plan`` then creates fake samples. ``None``
-        if the files exist or nothing is known: they are then prepared as for a run."""
+    def spec(self) -> DataSpec | None:
+        """Return the shapes and sizes of the dataset if its files are missing, so that ``trainer plan`` can create
+        synthetic samples. ``None`` if the files exist, or if nothing is known."""
         return None
 
-    def mixing(self) -> MixupConfig | None:
-        """Return how a training batch, ``pixel_values`` (n, channels, H, W) and ``labels``, is mixed, if it is."""
+    def mixup_config(self) -> MixupConfig | None:
+        """Return the settings of mixup and CutMix, for batches of ``pixel_values`` and ``labels``; ``None`` is off."""
         return None
 
-    def chances(self) -> Sequence[float] | None:
-        """Return the probability weight of each training sample, drawn with replacement; ``None``: each once."""
+    def sample_weights(self) -> Sequence[float] | None:
+        """Return a weight per training sample, to draw with replacement; ``None`` draws each once per epoch."""
         return None
 
     def collate(self, samples: Sequence[Any]) -> Any:
-        """Make a micro-batch of samples: any nest of tensors; the built-in models read a dict with ``labels``."""
+        """Collate samples to any nested structure of tensors. Built-in models read a dict with ``labels``."""
         from torch.utils.data import default_collate
 
         return default_collate(list(samples))
@@ -491,9 +508,8 @@ class Data(OptionalAttributes):
 
 
 def prepare_data(data: Data, model: Model | None, tokenizer: Any) -> None:
-    """Call ``data.prepare`` with what it accepts: ``prepare(tokenizer)`` without the model keeps working."""
-    if model is not None:
-        data.use_model(model)
+    """Call ``data.prepare``, with the model if its signature accepts one."""
+    data.use_model(model)
     parameters = inspect.signature(data.prepare).parameters.values()
     if any(one.name == "model" or one.kind is one.VAR_KEYWORD for one in parameters):
         data.prepare(tokenizer, model=model)

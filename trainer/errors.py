@@ -51,12 +51,14 @@ def format_list(indices: Sequence[int | str]) -> str:
 
 
 def suggest_name(word: str, known: Iterable[str], cutoff: float = 0.6, prefix: str = "") -> str:
-    """Return "; did you mean NAME?" with the ``known`` name most similar to ``word``, or "" if none is similar.
+    """Return "; did you mean NAME?" with the ``known`` name most similar to ``word``, or "" if none is similar."""
+    return "".join(f"; did you mean {prefix}{name}?" for name in closest_names(word, known, cutoff))
 
-    Case is ignored; ``cutoff`` is the minimum similarity, from 0 to 1."""
+
+def closest_names(word: str, known: Iterable[str], cutoff: float = 0.6, count: int = 1) -> list[str]:
+    """Return up to ``count`` names with at least the similarity ``cutoff``, from 0 to 1, ignoring case."""
     names = {name.lower(): name for name in reversed(list(known))}  # the first of equal names wins
-    close = get_close_matches(word.lower(), names, 1, cutoff)
-    return f"; did you mean {prefix}{names[close[0]]}?" if close else ""
+    return [names[one] for one in get_close_matches(word.lower(), names, count, cutoff)]
 
 
 def deprecated(name: str, replacement: str) -> None:

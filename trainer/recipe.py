@@ -7,11 +7,10 @@ import math
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import KW_ONLY, dataclass, field
-from functools import cache
-from typing import Any, Literal, TypeVar, get_origin, get_type_hints
+from typing import Any, ClassVar, Literal, TypeVar, get_origin
 
-from trainer.contract import Data, Metric, Model
-from trainer.errors import RecipeError, deprecated, require, require_choice, require_positive, suggest_name
+from trainer.contract import Data, Metric, Model, OptionalAttributes
+from trainer.errors import RecipeError, require, require_choice, require_positive, suggest_name
 from trainer.system.field_types import require_types
 from trainer.system.text import parse_budget, parse_duration
 
@@ -23,26 +22,25 @@ Compile = Literal["none", "blocks", "model", "cuda_graphs"]
 MatmulPrecision = Literal["highest", "high", "medium"]
 ScaleLR = Literal["none", "linear", "sqrt"]
 LoggerName = Literal["csv", "tensorboard", "wandb", "mlflow"]
-_BY_CLASS = tuple(f"{metric}{mean}" for metric in ("f1", "precision", "recall") for mean in ("", "_macro", "_micro"))
-_OTHERS = ("auroc", "average_precision", "mcc", "r2", "pearson", "spearman")
+_PER_CLASS_METRICS = [f"{name}{mean}" for name in ("f1", "precision", "recall") for mean in ("", "_macro", "_micro")]
+_OTHER_METRICS = ("auroc", "average_precision", "mcc", "r2", "pearson", "spearman")
 _ACCURACIES = ("accuracy", "balanced_accuracy", "top5_accuracy", "subset_accuracy")
-HIGHER_IS_BETTER = (*_ACCURACIES, *_BY_CLASS, "f1_weighted", *_OTHERS)
+HIGHER_IS_BETTER = (*_ACCURACIES, *_PER_CLASS_METRICS, "f1_weighted", *_OTHER_METRICS)
 LOWER_IS_BETTER = ("loss", "perplexity", "bits_per_byte", "mae", "mse", "rmse")
 """The metrics of an evaluation by name: first those where higher is better, then those where lower is better."""
 _CLASS_MEANS = (name for name in HIGHER_IS_BETTER if name.startswith(("f1_", "precision_", "recall_")))
-_MEANS = (*_CLASS_MEANS, "auroc", "average_precision")
-_SINGLE = ("accuracy", "balanced_accuracy", "top5_accuracy", "mcc", "f1", "precision", "recall", *_MEANS, "perplexity")
+_AVERAGED_METRICS = (*_CLASS_MEANS, "auroc", "average_precision")
+_SINGLE_LABEL_METRICS = (*_ACCURACIES[:3], "mcc", "f1", "precision", "recall", *_AVERAGED_METRICS, "perplexity")
 REGRESSION_METRICS = ("mae", "mse", "rmse", "r2", "pearson", "spearman")
-REPORTED = {
-    "single_label": _SINGLE,
-    "token": _SINGLE,
-    "multi_label": (*_MEANS, "subset_accuracy"),
+METRICS_BY_TASK = {
+    "single_label": _SINGLE_LABEL_METRICS,
+    "token": _SINGLE_LABEL_METRICS,
+    "multi_label": (*_AVERAGED_METRICS, "subset_accuracy"),
     "regression": REGRESSION_METRICS,
     "language": ("perplexity", "bits_per_byte"),
 }
 """The metrics that each task supports, in addition to the loss."""
 
-_hints: Any = cache(get_type_hints)
 T = TypeVar("T")
 
 
@@ -78,18 +76,15 @@ VALUE_ALIASES = {
 }
 """Other names of values, accepted as flags, in YAML and in Python."""
 
-VALUE_SUGGESTIONS = {
-    ("run.resume", word): meant
-    for meant, words in (("auto", ("yes", "true")), ("none", ("no", "false", "null")))
-    for word in words
-}
+VALUE_SUGGESTIONS = {("run.resume", word): "auto" for word in ("yes", "true")}
+VALUE_SUGGESTIONS |= {("run.resume", word): "none" for word in ("no", "false", "null")}
 """Wrong values of a key, and the value to suggest."""
 
 MAX_SECONDS = 10**9  # maximum of any timeout, near the limit of threads
 
 
 @dataclass(frozen=True)
-class Optim:
+class Optim(OptionalAttributes):
     """The optimizer and its learning rate. See docs/optimizers.md.
 
     Args:
@@ -148,6 +143,8 @@ class Optim:
     scale_lr: ScaleLR = "none"
     reference_batch_size: int | None = None
 
+    _RENAMED: ClassVar[Mapping[str, str]] = {"is_own": "is_custom"}
+
     def __post_init__(self) -> None:
         _check("optim.", self, positive=("reference_batch_size",))
         self._check_name()
@@ -168,12 +165,6 @@ class Optim:
     def is_custom(self) -> bool:
         """Whether the optimizer is none of the built-in names."""
         return self.factory is not None or self.name not in OPTIMIZERS
-
-    @property
-    def is_own(self) -> bool:
-        """Deprecated: ``is_custom``."""
-        deprecated("Optim.is_own", "Optim.is_custom")
-        return self.is_custom
 
     @property
     def is_code(self) -> bool:
@@ -250,7 +241,7 @@ class Optim:
 
 @dataclass(frozen=True)
 class Memory:
-    """Settings about memory, which the plan makes definite. See docs/techniques.md for the cost of each.
+    """Settings of memory. The plan resolves the open ones. See docs/techniques.md for the cost of each.
 
     Args:
         budget: maximum memory of torch on each device, such as 2GB, 1.5GiB or 90%. The planner then decides all
@@ -355,7 +346,7 @@ class Checkpoint:
 
 
 @dataclass(frozen=True)
-class Run:
+class Run(OptionalAttributes):
     """Devices, logging, evaluation and recovery of a run.
 
     Args:
@@ -419,6 +410,12 @@ class Run:
     hang_after: float = within(f"(0, {MAX_SECONDS}]", 600.0, " seconds")
     deterministic: bool = False
 
+    _RENAMED: ClassVar[Mapping[str, str]] = {
+        "chosen": "best_metric",
+        "asked_figures": "requested_metrics",
+        "require_figures": "validate_metrics",
+    }
+
     def __post_init__(self) -> None:
         accelerator = VALUE_ALIASES.get(("run.accelerator", self.accelerator), self.accelerator)
         object.__setattr__(self, "accelerator", accelerator)
@@ -468,7 +465,7 @@ class Run:
     def validate_metrics(self, task: str | None, num_classes: int | None) -> None:
         """Reject metrics that a model of ``task`` cannot have; ``None`` is a custom model without a ``task``."""
         task = task or ("single_label" if num_classes else None)
-        offered = REPORTED.get(task or "", (*HIGHER_IS_BETTER, *LOWER_IS_BETTER))
+        offered = METRICS_BY_TASK.get(task or "", (*HIGHER_IS_BETTER, *LOWER_IS_BETTER))
         for name in (metric for metric in self.requested_metrics() if isinstance(metric, str)):
             key = f"run.metrics={name}" if name in self.metrics else f"run.best={self.best}"
             if name != "loss" and name not in offered:
@@ -476,21 +473,6 @@ class Run:
             if name in ("f1", "precision", "recall") and num_classes not in (None, 2):
                 fix = f"use {name}_macro, the mean over the classes, or {name}_micro"
                 raise RecipeError(f"{key} needs 2 classes, and there are {num_classes}: {fix}")
-
-    def chosen(self) -> str | None:
-        """Deprecated: ``best_metric``."""
-        deprecated("Run.chosen", "Run.best_metric")
-        return self.best_metric()
-
-    def asked_figures(self) -> list[str | Metric]:
-        """Deprecated: ``requested_metrics``."""
-        deprecated("Run.asked_figures", "Run.requested_metrics")
-        return self.requested_metrics()
-
-    def require_figures(self, task: str | None, num_classes: int | None) -> None:
-        """Deprecated: ``validate_metrics``."""
-        deprecated("Run.require_figures", "Run.validate_metrics")
-        self.validate_metrics(task, num_classes)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -580,8 +562,7 @@ def _require_metric(setting: str, name: str, known: list[str]) -> None:
 
 def _check(section: str, settings: Any, positive: tuple[str, ...]) -> None:
     """Check the types, choices and ranges of all fields, and that the ``positive`` ones are integers from 1."""
-    require_types(section, settings)
-    for name, hint in _hints(type(settings)).items():
+    for name, hint in require_types(section, settings).items():
         if get_origin(hint) is Literal:
             key, value = section + name, getattr(settings, name)
             if (key, value) in UNSUPPORTED_VALUES:
@@ -593,7 +574,8 @@ def _check(section: str, settings: Any, positive: tuple[str, ...]) -> None:
     for one in dataclasses.fields(settings):
         value, interval = getattr(settings, one.name), one.metadata.get("interval")
         if interval is not None and value is not None and not _is_within(value, interval):
-            raise RecipeError(f"{section}{one.name}={value} must be {_in_words(interval)}{one.metadata['note']}")
+            allowed = f"{_describe_interval(interval)}{one.metadata['note']}"
+            raise RecipeError(f"{section}{one.name}={value} must be {allowed}")
 
 
 def _is_within(value: float, interval: str) -> bool:
@@ -602,6 +584,6 @@ def _is_within(value: float, interval: str) -> bool:
     return is_above and (value < high or (interval[-1] == "]" and value == high))
 
 
-def _in_words(interval: str) -> str:
+def _describe_interval(interval: str) -> str:
     words = {"(0, inf)": "greater than 0, and finite", "(0, inf]": "greater than 0", "[0, inf)": "at least 0"}
     return words.get(interval, f"in {interval}")

@@ -8,14 +8,13 @@ import os
 import re
 import sys
 from collections.abc import Collection, Mapping
-from difflib import get_close_matches
 from enum import Enum
 from pathlib import Path, PurePath
 from typing import Any, NamedTuple
 
 import yaml
 
-from trainer.errors import RecipeError
+from trainer.errors import RecipeError, closest_names
 from trainer.recipe import Recipe
 from trainer.system.redact import redact_value
 
@@ -79,7 +78,7 @@ def foreign_switch(flag: str) -> str | None:
     return FOREIGN_SWITCHES.get(flag.rpartition(".")[2].replace("-", "_").lower())
 
 
-_OURS = {word: key for key, words in FOREIGN_NAMES.items() for word in words.split()}
+_OUR_NAME = {word: key for key, words in FOREIGN_NAMES.items() for word in words.split()}
 
 
 class Setting(NamedTuple):
@@ -110,11 +109,11 @@ def change(recipe: Recipe, *levels: Mapping[str, Any]) -> Recipe:
     before = {key: setting.value for key, setting in settings_of(recipe).items()}
     for asked in levels:
         now = {**before, **changes}
-        changes |= derive_batch(now, asked) | _of_other_data(recipe, now, asked) | _of_other_model(now, asked)
+        changes |= derive_batch(now, asked) | _defaults_for_other_data(recipe, now, asked) | _of_other_model(now, asked)
     return _replace(recipe, _nest(changes))
 
 
-def _of_other_data(recipe: Recipe, before: Mapping[str, Any], asked: Mapping[str, Any]) -> dict[str, Any]:
+def _defaults_for_other_data(recipe: Recipe, before: Mapping[str, Any], asked: Mapping[str, Any]) -> dict[str, Any]:
     """Return defaults for settings that were only set ``before`` and belong to other data, such as validation files."""
     data: Any = recipe.data
     left = [
@@ -141,7 +140,7 @@ def _of_other_model(before: Mapping[str, Any], asked: Mapping[str, Any]) -> dict
 
 
 def derive_batch(before: Mapping[str, Any], asked: Mapping[str, Any]) -> dict[str, Any]:
-    """Return ``asked`` and the settings that yield to it: batch_size = micro_batch_size × accumulate × ranks must hold.
+    """Return ``asked``, with what it changes so that batch_size = micro_batch_size × accumulate × ranks holds.
 
     If all three would be fixed, one that is only set ``before`` (in the recipe file, or in YAML below a flag) is
     derived: ``accumulate`` if it is not in ``asked``, then ``memory.micro_batch_size``, then ``batch_size``, which
@@ -176,15 +175,15 @@ def did_you_mean(name: str, names: Collection[str], dashes: str = "") -> str:
     """Return "; did you mean NAME?" with a similar name, first from the same section, or ""."""
     section, dot, last = name.replace("-", "_").lower().rpartition(".")
     parts = [(full.rpartition(".")[2], full) for full in names]
-    wanted = _OURS.get(last, "")
+    wanted = _OUR_NAME.get(last, "")
     if meant := [full for full in (wanted, wanted.rpartition(".")[2]) if full and full in names]:
         return f"; did you mean {dashes}{meant[0]}?"
     beside = {end: full for end, full in parts if full == section + dot + end}
     everywhere = dict(reversed(parts))  # the first of equal names wins
     exact = {last: everywhere[last]} if last in everywhere else {}
     for candidates, cutoff in ((exact, 1), (beside, 0.6), (everywhere, 0.75)):
-        if close := get_close_matches(last, candidates, 1, cutoff):
-            return f"; did you mean {dashes}{candidates[close[0]]}?"
+        for close in closest_names(last, candidates, cutoff):
+            return f"; did you mean {dashes}{candidates[close]}?"
     return ""
 
 

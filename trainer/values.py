@@ -16,8 +16,8 @@ if TYPE_CHECKING:
 IGNORED_LABEL = -100  # a label without weight, as in torch's cross entropy and in transformers
 
 Task = Literal["single_label", "multi_label", "regression", "token", "language"]
-"""The prediction for a sample: one of several classes, any number of labels, numbers, a class per token, or the next
-token of every token."""
+"""The prediction for a sample: one of several classes, any number of labels, numbers, a class per token, or the token
+that follows each token."""
 
 TASK_METRICS: Mapping[str | None, tuple[str, ...]] = {
     "single_label": ("accuracy",),
@@ -153,12 +153,12 @@ class PartialBatch(NamedTuple):
     """A micro-batch without the requested samples that could not be loaded."""
 
     batch: Any  # the other samples, collated or Packed; if none is left, another sample of the split
-    kept_indices: list[int]  # the requested samples in it, by index in the split
+    kept_indices: list[int]  # indices, in the split, of the requested samples in it
     bad: list[BadSample]
 
 
 @dataclass(frozen=True, slots=True)
-class Outline:
+class DataSpec:
     """The shapes and sizes of a dataset without its files: enough to plan with synthetic samples.
 
     Args:
@@ -180,7 +180,7 @@ class Outline:
 
 
 @dataclass(frozen=True, slots=True)
-class Stored:
+class StoredTensor:
     """The location of the value of a parameter or buffer.
 
     Args:
@@ -196,7 +196,7 @@ class Stored:
 
 
 @dataclass(frozen=True, slots=True)
-class Pretrained:
+class PretrainedWeights:
     """The sources of all values of a module.
 
     Args:
@@ -208,6 +208,6 @@ class Pretrained:
             ``reset_parameters()`` of each module that owns a new parameter.
     """
 
-    stored: Mapping[str, Stored]
+    stored: Mapping[str, StoredTensor]
     new: Collection[str] = ()
     initialise: Callable[[nn.Module], object] | None = None

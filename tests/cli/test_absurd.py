@@ -15,7 +15,7 @@ from PIL import Image
 
 from trainer.checkpoint.folder import CheckpointFolder, is_checkpoint
 from trainer.cli import run
-from trainer.commands.flags import RecipeParser, _members
+from trainer.commands.flags import RecipeParser, _union_members
 from trainer.commands.recipes import load_recipe, packaged_recipes
 from trainer.commands.runs import inputs
 from trainer.data import Digits
@@ -101,7 +101,7 @@ def test_an_absurd_number_is_refused_in_a_line_or_taken_as_it_is(refused):
     for name in packaged_recipes():
         recipe, source = load_recipe(name)
         parser = RecipeParser(recipe)
-        numeric = {key for key, one in parser.settings.items() if {int, float} & {*_members(one.hint)}} - seen
+        numeric = {key for key, one in parser.settings.items() if {int, float} & {*_union_members(one.hint)}} - seen
         seen |= numeric
         for key, text in itertools.product(sorted(numeric), ABSURD):
             try:

@@ -16,7 +16,7 @@ from safetensors.torch import save_file
 
 from trainer import Checkpoint, Data, Memory, Optim, Recipe, Run
 from trainer.cli import run
-from trainer.commands.doctor import examine
+from trainer.commands.doctor import run_checks
 from trainer.data import Digits, ImageFolder, TextFiles
 from trainer.doctor import machine, samples
 from trainer.doctor.context import CheckContext, findings
@@ -71,16 +71,28 @@ def crowd(folder):
     ("check", "subject", "patches", "status", "part"),
     [
         (machine.run_directory, lambda folder: at(folder / "a" / "b"), {}, "ok", "write, fsync, rename and lock work"),
-        (machine.run_directory, at, {"SLOW": 1e15}, "warning", "checkpoint.every"),
+        (machine.run_directory, at, {"SLOW_DISK_BYTES_PER_S": 1e15}, "warning", "checkpoint.every"),
         (machine.run_directory, lambda folder: at(folder / "file" / "b"), {}, "FAIL", "file is not a directory; "),
         (machine.run_directory, lambda _: at("/proc/doctor"), {}, "FAIL", "/proc"),
         (machine.disk_space, whole, {}, "ok", "3 checkpoints"),
         (machine.disk_space, hoarder, {}, "FAIL", "lower --checkpoint.keep_last"),
         (machine.disk_space, at, {}, "skipped", "unknown"),
         (machine.libraries, at, {}, "ok", "as required"),
-        (machine.libraries, at, {"required": lambda: ["torch>=99"]}, "FAIL", "fit >=99; pip install 'torch>=99'"),
-        (machine.libraries, at, {"required": lambda: ["absent>=1"]}, "FAIL", "absent is not installed"),
-        (machine.libraries, at, {"required": lambda: ["torch>=2", "absent; extra == 'lean'"]}, "ok", "1 as required"),
+        (
+            machine.libraries,
+            at,
+            {"required_versions": lambda: ["torch>=99"]},
+            "FAIL",
+            "fit >=99; pip install 'torch>=99'",
+        ),
+        (machine.libraries, at, {"required_versions": lambda: ["absent>=1"]}, "FAIL", "absent is not installed"),
+        (
+            machine.libraries,
+            at,
+            {"required_versions": lambda: ["torch>=2", "absent; extra == 'lean'"]},
+            "ok",
+            "1 as required",
+        ),
         (machine.devices, at, {}, "ok", "CPU"),
         (machine.devices, crowd, {}, "warning", "OMP_NUM_THREADS=1"),
         (machine.host_memory, whole, {}, "ok", "GB available"),
@@ -139,8 +151,8 @@ def test_a_checkpoint_takes_no_space_for_frozen_weights_of_a_file(tmp_path):
 
 def test_gpus_that_are_not_there_or_used_by_others():
     gpus = [{"name": "H200", "free": free, "total_memory": 150e9} for free in (140e9, 10e9)]
-    assert [finding.status for finding in machine.of_gpus(gpus, 3)] == ["FAIL", "ok", "warning"]
-    assert [finding.status for finding in machine.of_gpus(gpus, 1)] == ["ok"]
+    assert [finding.status for finding in machine.check_gpus(gpus, 3)] == ["FAIL", "ok", "warning"]
+    assert [finding.status for finding in machine.check_gpus(gpus, 1)] == ["ok"]
 
 
 def test_ranks_that_meet_also_from_within_a_group_and_ranks_that_do_not(monkeypatch):
@@ -286,7 +298,7 @@ def test_a_run_that_fits_when_torch_gives_its_cache_back(monkeypatch):
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a device")
 def test_without_a_device_nothing_else_is_looked_at():
     recipe = Recipe(model=vit(), data=Digits(), batch_size=24, run=Run(accelerator="cuda"))
-    (finding,) = examine(recipe, "own")
+    (finding,) = run_checks(recipe, "own")
     assert (finding.status, "no NVIDIA GPU found" in finding.text) == ("FAIL", True)
 
 

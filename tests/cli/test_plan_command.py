@@ -18,7 +18,7 @@ from helpers.page import embedded
 
 from trainer import PlanReport, plan
 from trainer.cli import run
-from trainer.commands.plan import SWITCHES, VALUED, chosen_command
+from trainer.commands.plan import SWITCHES, VALUED_FLAGS, command_for_plan
 from trainer.commands.recipes import load_recipe
 from trainer.fakegpu.gpus import GPUS
 from trainer.planner.report import Candidate
@@ -229,7 +229,7 @@ def test_a_launcher_is_refused(monkeypatch, golden, capsys):
 def test_help_lists_the_planners_flags_and_the_recipes(capsys):
     assert run(["plan", "vit_digits", "--help"]) == 0
     page = capsys.readouterr().out
-    assert all(f"--{name} " in page for name in (*VALUED, *SWITCHES, "optim.lr", "memory.budget"))
+    assert all(f"--{name} " in page for name in (*VALUED_FLAGS, *SWITCHES, "optim.lr", "memory.budget"))
 
 
 def test_a_folder_with_a_configuration_is_enough_for_a_text_model(tmp_path, sample_data, capsys):
@@ -265,7 +265,7 @@ def test_flags_that_were_given_stay_unless_the_plan_has_decided_them(golden):
     passed += [("data.url", "https://me:pass@host/x"), ("data.token", "abc")]
     chosen = Candidate({"memory.micro_batch_size": 8, "memory.activation_offload": True}, "", 1, 1, 1, 1.0, True)
     report = PlanReport(recipe, "A100", 8, 2, 1, 0.03, 0, chosen, [chosen])
-    golden("\n".join(chosen_command("my recipe.py", passed, recipe, report)))
+    golden("\n".join(command_for_plan("my recipe.py", passed, recipe, report)))
 
 
 def test_a_picture_is_drawn_wherever_the_budget_lies_and_keeps_a_long_title(tmp_path, monkeypatch):

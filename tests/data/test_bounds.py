@@ -14,7 +14,7 @@ from trainer.data import TextFiles
 from trainer.data.image_splits import check_images, read_image
 from trainer.data.shards import ShardReader, find_shards
 from trainer.data.tables import MAX_LINE_BYTES, open_parquet, open_table
-from trainer.data.tokens import CHARACTERS_AT_ONCE, MIN_CHARS_LIMIT, encode
+from trainer.data.tokens import CHARS_PER_BATCH, MIN_CHARS_LIMIT, encode
 from trainer.errors import RecipeError
 
 
@@ -71,7 +71,7 @@ def test_many_long_texts_are_given_to_the_tokenizer_a_few_at_a_time(tokenizer):
 
     many = ["short", LONG, "a", LONG, LONG, "b"]
     encoded = encode(many, counting, 16)
-    assert max(most) <= CHARACTERS_AT_ONCE
+    assert max(most) <= CHARS_PER_BATCH
     cut = [text[:100] for text in many]
     assert encoded["input_ids"] == tokenizer(cut, truncation=True, max_length=16)["input_ids"]
 

@@ -459,7 +459,7 @@ def test_a_chat_template_of_a_file_writes_what_the_known_one_writes_in_every_pro
 def test_a_conversation_of_too_many_messages_or_characters_is_not_rendered(chats, monkeypatch):
     module = "trainer.data.language_samples"
     monkeypatch.setattr(f"{module}.render_jinja_template", lambda **options: pytest.fail("rendered"))
-    monkeypatch.setattr(f"{module}.ChatReader._look_at_ends", lambda *args: None)
+    monkeypatch.setattr(f"{module}.ChatReader._probe_turn_end", lambda *args: None)
     many = [("user", "a"), ("assistant", "b")] * 2_501
     with pytest.raises(RecipeError, match=r"chats\.jsonl row 1 .*has 5,002 messages, and the max is 5,000: split it"):
         chats([{"messages": messages(many)}])
@@ -511,7 +511,7 @@ def test_a_mixture_draws_of_conversations_and_documents(chats, library, tmp_path
     assert data.tasks == ["language"]
     prepared(data, byte_tokenizer())
     assert len(data.train) == 3 + len(data.datasets[1].train)
-    chances = np.asarray(data.chances())
+    chances = np.asarray(data.sample_weights())
     assert chances[:3].sum() == pytest.approx(chances[3:].sum())
     batch = data.collate([data.train[0], data.train[5]])
     assert batch["labels"].shape == batch["input_ids"].shape
@@ -520,10 +520,10 @@ def test_a_mixture_draws_of_conversations_and_documents(chats, library, tmp_path
 
 def test_data_of_the_hub_that_is_not_here_has_an_outline():
     data = Conversations(name="nobody/has-this", max_length=32, val_fraction=0.1, test_split="test")
-    outline = data.outline()
+    outline = data.spec()
     assert (outline.train, outline.val, outline.test, outline.length) == (9_000, 1_000, 10_000, 32)
     assert set(outline.tensors) == {"input_ids", "attention_mask", "labels"}
-    assert Documents("docs").outline() is None
+    assert Documents("docs").spec() is None
 
 
 def test_the_tokens_of_bytes_are_saved_and_loaded_as_any(tmp_path):

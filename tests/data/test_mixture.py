@@ -46,7 +46,7 @@ def mixture(drawn, weights=(0.7, 0.3), **settings):
 def test_datasets_are_drawn_by_their_weights_whatever_their_sizes(drawn):
     data = prepared(mixture(drawn, (1.4, 0.6)))
     assert (len(data.train), data.val, len(data.test)) == (120, None, 20)
-    chances = np.asarray(data.chances())
+    chances = np.asarray(data.sample_weights())
     assert (chances[:30].sum() / chances.sum(), chances[30:].sum() / chances.sum()) == pytest.approx((0.7, 0.3))
     assert (data.class_names, data.num_classes, data.channels, data.image_size) == (["a", "b"], 2, 3, 8)
     assert "bright" not in data.train.describe(0)
@@ -82,7 +82,7 @@ def test_parts_are_named_in_yaml_and_flags_too():
 def test_a_dataset_keeps_its_own_sampling_and_augmentation(drawn):
     lopsided = drawn("dark", 40, 0, sampling={"a": 1.0, "b": 3.0})
     data = prepared(Mixture([(lopsided, 1.0), (drawn("bright", 100, 150, augment="flip"), 1.0)]))
-    chances = np.asarray(data.chances())
+    chances = np.asarray(data.sample_weights())
     assert chances[:30].sum() == pytest.approx(chances[30:].sum())
     assert chances[1] == pytest.approx(3 * chances[0])
     assert data.train.augmented

@@ -20,7 +20,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
-from trainer import Data, Memory, Model, Optim, Pretrained, Recipe, Run
+from trainer import Data, Memory, Model, Optim, PretrainedWeights, Recipe, Run
 from trainer.api import fit
 from trainer.data import Digits
 from trainer.memory.initialize import build_module, build_on_meta, materialise
@@ -28,7 +28,7 @@ from trainer.memory.plan import decide_plan
 from trainer.memory.precision import weights_dtype
 from trainer.models import VisionTransformer
 from trainer.weights.blocks import find_blocks
-from trainer.weights.streaming import WeightFiles, stored_in
+from trainer.weights.streaming import WeightFiles, tensors_in
 
 SEED = 4
 MAKE = {"vit": partial(vit, image_size=24), "text": partial(text, dropout=0.0, train_last_blocks=2)}
@@ -87,7 +87,7 @@ def assert_equal(sharded, whole):
 
 def check_reads(local, elements, model):
     """Of every tensor exactly the own rows; all of one that is interpolated, if any row of it is this rank's."""
-    pretrained, found = model.pretrained(), stored_in(model.weights)
+    pretrained, found = model.pretrained(), tensors_in(model.weights)
     expected = {}
     for name, place in pretrained.stored.items():
         size = local[name].numel()
@@ -102,7 +102,7 @@ def test_each_rank_reads_its_slices_and_together_they_are_the_model(ranks, tmp_p
     weights = saved(tmp_path, kind, num_classes=7)
     results = ranks(2).run(check_sharded, kind, weights, precision, 1)
     new = ("heads.", "classifier.")
-    for key, (_, shape) in stored_in(weights).items():
+    for key, (_, shape) in tensors_in(weights).items():
         total = sum(elements.get(key, 0) for elements in results)
         assert total == (0 if key.startswith(new) else torch.Size(shape).numel()), key
     whole = sum(sum(elements.values()) for elements in results)
@@ -135,7 +135,7 @@ class Tied(Model):
         return TiedNetwork()
 
     def pretrained(self):
-        return Pretrained({key: place for key, (place, _) in stored_in(self.file).items()})
+        return PretrainedWeights({key: place for key, (place, _) in tensors_in(self.file).items()})
 
 
 def check_tied(file):

@@ -97,7 +97,7 @@ def test_balanced_draws_classes_alike_and_a_mapping_as_it_says():
     rare = {str(digit): 1.0 if digit else 0.0 for digit in range(10)} | {"7": 4.0}
     for sampling, wanted in (("balanced", [0.1] * 10), (rare, [0.0] + [1 / 12] * 6 + [4 / 12] + [1 / 12] * 2)):
         data = prepared(Digits(sampling=sampling))
-        chances = torch.as_tensor(data.chances(), dtype=torch.float64)
+        chances = torch.as_tensor(data.sample_weights(), dtype=torch.float64)
         shares = torch.zeros(10, dtype=torch.float64).index_add(0, data.train.labels, chances) / chances.sum()
         counts = torch.bincount(data.train.labels).double()
         wanted = torch.tensor(wanted, dtype=torch.float64)
@@ -105,7 +105,7 @@ def test_balanced_draws_classes_alike_and_a_mapping_as_it_says():
             wanted = wanted * counts / (wanted * counts).sum()
         torch.testing.assert_close(shares, wanted)
     assert fingerprint(prepared(Digits())) != fingerprint(data)
-    assert Digits().chances() is None
+    assert Digits().sample_weights() is None
 
 
 class Own(Data):
@@ -115,16 +115,16 @@ class Own(Data):
         self.given = chances
         self.train = type("Split", (list,), {"groups": groups})([0] * 4)
 
-    def chances(self):
+    def sample_weights(self):
         return self.given
 
 
 @pytest.mark.parametrize(
     ("chances", "message"),
     [
-        ([1.0], r"Own\.chances\(\) returns 1 numbers for 4 training samples: return one per sample"),
-        ([1.0, -1.0, 1.0, 1.0], r"Own\.chances\(\) must return finite numbers of at least 0"),
-        ([0.0] * 4, r"Own\.chances\(\) must return finite numbers of at least 0, and not only zeros"),
+        ([1.0], r"Own\.sample_weights\(\) returns 1 numbers for 4 training samples: return one per sample"),
+        ([1.0, -1.0, 1.0, 1.0], r"Own\.sample_weights\(\) must return finite numbers of at least 0"),
+        ([0.0] * 4, r"Own\.sample_weights\(\) must return finite numbers of at least 0, and not only zeros"),
         ([1.0] * 4, r"Own reads groups of samples in sequence and cannot draw single ones"),
     ],
 )
@@ -147,4 +147,4 @@ def test_chances_that_cannot_be_are_refused(chances, message):
 )
 def test_sampling_that_cannot_be_is_refused(sampling, message):
     with pytest.raises(RecipeError, match=message):
-        prepared(Digits(sampling=sampling)).chances()
+        prepared(Digits(sampling=sampling)).sample_weights()

@@ -19,7 +19,7 @@ from helpers import LONG
 from helpers.resumed import TESTED, FewDigits, losses, recipe, saved
 
 from trainer.api import fit
-from trainer.data.workers import _begin
+from trainer.data.workers import _init_worker
 from trainer.engine.loss_check import COMPARED
 from trainer.errors import RunStoppedError
 from trainer.faults.signals import StopSignals, stop_signals
@@ -98,7 +98,7 @@ def test_a_standard_error_that_is_closed_or_none_is_no_error_of_the_handler(is_c
 
 
 def test_helpers_and_data_workers_do_not_hear_of_a_closed_terminal():
-    for begin in (detach_from_rank, partial(_begin, 0)):
+    for begin in (detach_from_rank, partial(_init_worker, 0)):
         child = os.fork()
         if child == 0:
             begin()

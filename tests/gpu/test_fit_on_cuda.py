@@ -202,14 +202,14 @@ def test_attention_takes_the_kernel_that_the_planner_names(precision, tmp_path):
 
 @pytest.mark.parametrize("training", [True, False])
 def test_flex_attention_is_bigbirds_kernel(training):
-    from trainer.models.block_sparse import attend, attention_counts, block_sparse_attention
+    from trainer.models.block_sparse import attention_counts, block_sparse_attention, block_sparse_forward
 
     torch.manual_seed(0)
     made = [torch.randn(2, 1024, 12, 64, device="cuda").transpose(1, 2).requires_grad_() for _ in range(3)]
     mask = torch.arange(1024, device="cuda") < torch.tensor([[1024], [700]], device="cuda")
     counts = torch.from_numpy(attention_counts(1, 12, 16, 3, 64, 4096, training))[0].cuda()
     rest, found = (mask, counts, 5 + 3 * training), []
-    for context in (attend(*made, *rest), block_sparse_attention(*made, *rest)[0]):
+    for context in (block_sparse_forward(*made, *rest), block_sparse_attention(*made, *rest)[0]):
         context = context * mask[:, None, :, None]
         found.append([context, *torch.autograd.grad(context.square().sum(), made)])
     for flex, ours in zip(*found, strict=True):

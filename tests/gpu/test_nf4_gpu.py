@@ -8,13 +8,13 @@ from torch import nn
 
 from trainer.weights import nf4
 from trainer.weights.fused import has_kernels
-from trainer.weights.nf4 import CHUNK_ROWS, GROUP, NF4Linear, dequantise, quantise
+from trainer.weights.nf4 import CHUNK_ROWS, WEIGHTS_PER_ROW, NF4Linear, dequantise, quantise
 
 TYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
 
 
 @pytest.mark.parametrize("fused", [True, False])
-@pytest.mark.parametrize("shape", [(66, 131), (33, 777), (512, 4096), (2 * CHUNK_ROWS, GROUP + 64)])
+@pytest.mark.parametrize("shape", [(66, 131), (33, 777), (512, 4096), (2 * CHUNK_ROWS, WEIGHTS_PER_ROW + 64)])
 def test_codes_and_weights_are_those_of_the_cpu_bit_for_bit(shape, fused, monkeypatch):
     weight = torch.randn(shape, generator=torch.Generator().manual_seed(0)) / 50
     codes = quantise(weight)

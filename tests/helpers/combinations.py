@@ -25,8 +25,8 @@ from trainer.memory.optimizer import OPTIMIZERS
 from trainer.memory.plan import Plan, decide_plan
 from trainer.models.base import classification_loss
 from trainer.recipe import Memory, Optim
-from trainer.values import Loss, Pretrained
-from trainer.weights.streaming import stored_in
+from trainer.values import Loss, PretrainedWeights
+from trainer.weights.streaming import tensors_in
 
 CLASSES, WIDTH, INNER, PIXELS = 5, 64, 128, 16
 
@@ -201,8 +201,8 @@ class Tower(Model):
             part.requires_grad_(not self.frozen)
         return module
 
-    def pretrained(self) -> Pretrained:
-        return Pretrained({name: stored for name, (stored, _) in stored_in(self.weights).items()})
+    def pretrained(self) -> PretrainedWeights:
+        return PretrainedWeights({name: stored for name, (stored, _) in tensors_in(self.weights).items()})
 
     def losses(self, module: nn.Module, batch: Any) -> Iterator[Loss]:
         yield classification_loss(module(batch["pixel_values"], "spoil" in batch), batch["labels"])

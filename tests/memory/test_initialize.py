@@ -16,12 +16,12 @@ from lightning_fabric import Fabric
 from safetensors.torch import load_file, save_file
 from torch import nn
 
-from trainer import Data, Memory, Model, Optim, Pretrained, Recipe, RecipeError, Stored
+from trainer import Data, Memory, Model, Optim, PretrainedWeights, Recipe, RecipeError, StoredTensor
 from trainer.memory.initialize import build_module, build_on_meta, materialise
 from trainer.memory.plan import decide_plan
 from trainer.memory.precision import weights_dtype
 from trainer.models import MLP, VisionTransformer
-from trainer.weights.streaming import PIECE, WeightFiles, skeleton_on_meta, stored_in
+from trainer.weights.streaming import PIECE_ELEMENTS, WeightFiles, skeleton_on_meta, tensors_in
 
 CPU = torch.device("cpu")
 SEED = 3
@@ -112,7 +112,7 @@ def test_a_wide_tensor_is_converted_piece_by_piece(tmp_path, monkeypatch):
 
     monkeypatch.setattr(WeightFiles, "read", spy)
     module = on_meta(Linear(2000, 5000, file=str(tmp_path / "w.safetensors")), "bf16-true")
-    assert max(sizes) <= 4 * PIECE < 4 * 5000 * 2000
+    assert max(sizes) <= 4 * PIECE_ELEMENTS < 4 * 5000 * 2000
     assert sum(sizes) == 4 * (5000 * 2000 + 5000)
     assert torch.equal(module.weight, load_file(tmp_path / "w.safetensors")["weight"].bfloat16())
 
@@ -239,9 +239,9 @@ class TiedModel(Model):
     def skeleton(self) -> nn.Module:
         return TiedNetwork(self.classes)
 
-    def pretrained(self) -> Pretrained:
-        stored = {key: place for key, (place, _) in stored_in(self.file).items() if key not in self.new}
-        return Pretrained(stored, self.new)
+    def pretrained(self) -> PretrainedWeights:
+        stored = {key: place for key, (place, _) in tensors_in(self.file).items() if key not in self.new}
+        return PretrainedWeights(stored, self.new)
 
 
 @dataclass
@@ -254,8 +254,8 @@ class Linear(Model):
     def skeleton(self) -> nn.Module:
         return nn.Linear(self.inputs, self.outputs)
 
-    def pretrained(self) -> Pretrained:
-        return Pretrained({name: Stored(Path(self.file), name) for name in self.names})
+    def pretrained(self) -> PretrainedWeights:
+        return PretrainedWeights({name: StoredTensor(Path(self.file), name) for name in self.names})
 
 
 def saved_network(folder: Path, **changes) -> tuple[str, TiedNetwork]:
@@ -297,13 +297,13 @@ class MetaBuffer(TiedModel):
 
 
 class NoReset(TiedModel):
-    def pretrained(self) -> Pretrained:
+    def pretrained(self) -> PretrainedWeights:
         found = super().pretrained()
-        return Pretrained({k: v for k, v in found.stored.items() if k != "scale"}, ["scale"])
+        return PretrainedWeights({k: v for k, v in found.stored.items() if k != "scale"}, ["scale"])
 
 
 class Forgetful(TiedModel):
-    def pretrained(self) -> Pretrained:
+    def pretrained(self) -> PretrainedWeights:
         return dataclasses.replace(super().pretrained(), initialise=lambda skeleton: skeleton.head.weight.zero_())
 
 

@@ -25,8 +25,17 @@ from trainer.memory.sharding import local_shard
 from trainer.memory.stack import apply_stack, full_state_dict
 from trainer.models import LoRA
 from trainer.models.lora import adapters_of, base_parameter_name, dequantised_in_place
-from trainer.weights.nf4 import BLOCK, GROUP, ROW, VALUES, NF4Linear, count_weights, dequantise, quantise
-from trainer.weights.streaming import WeightFiles, stored_in
+from trainer.weights.nf4 import (
+    BYTES_PER_ROW,
+    NF4_LEVELS,
+    WEIGHTS_PER_ROW,
+    WEIGHTS_PER_SCALE,
+    NF4Linear,
+    count_weights,
+    dequantise,
+    quantise,
+)
+from trainer.weights.streaming import WeightFiles, tensors_in
 
 MAKE = {"text": partial(text, dropout=0.0), "vit": partial(vit, image_size=8)}
 EXACT = {"64-true": ROUNDING, "32-true": 1e-6}
@@ -152,7 +161,7 @@ def state_of(model, count):
 @pytest.mark.parametrize("kind", ["vit", pytest.param("text", marks=pytest.mark.slow)])
 def test_the_codes_are_those_of_the_whole_file_on_any_number_of_ranks(kind, files, ranks):
     weights, _ = files[kind]
-    model, places = adapted(kind, weights), stored_in(weights)
+    model, places = adapted(kind, weights), tensors_in(weights)
     one = full_state_dict(built(model, 1))
     with WeightFiles() as opened:
         for name in [name for name in one if name.endswith(".codes")]:
@@ -200,9 +209,9 @@ def test_the_codes_are_those_of_torchao():
     """Which has the sixteen values to four digits, so that some few weights between two of them get the other one."""
     tensor = pytest.importorskip("torchao.quantization").NF4Tensor
     weight = torch.randn(128, 512, generator=torch.Generator().manual_seed(0)) / 50
-    codes, theirs = quantise(weight), tensor.from_tensor(weight, BLOCK, 256)
-    assert codes.shape == (weight.numel() // GROUP, ROW)
-    assert (codes[:, : GROUP // 2].flatten() != theirs.quantized_data).float().mean() < 1e-3
+    codes, theirs = quantise(weight), tensor.from_tensor(weight, WEIGHTS_PER_SCALE, 256)
+    assert codes.shape == (weight.numel() // WEIGHTS_PER_ROW, BYTES_PER_ROW)
+    assert (codes[:, : WEIGHTS_PER_ROW // 2].flatten() != theirs.quantized_data).float().mean() < 1e-3
     own = dequantise(codes, tuple(weight.shape), torch.float32)
     assert (own - weight).square().mean() < 1.01 * (theirs.get_original_weight() - weight).square().mean()
 
@@ -214,9 +223,11 @@ def test_a_weight_becomes_the_nearest_of_the_values_times_its_scale(shape, dtype
     found = dequantise(quantise(weight), shape, dtype)
     assert found.shape == weight.shape
     assert found.dtype == dtype
-    flat = nn.functional.pad(weight.flatten().double(), (0, -weight.numel() % BLOCK)).view(-1, BLOCK)
+    flat = nn.functional.pad(weight.flatten().double(), (0, -weight.numel() % WEIGHTS_PER_SCALE)).view(
+        -1, WEIGHTS_PER_SCALE
+    )
     scales = flat.abs().amax(1, keepdim=True)
-    nearest = torch.tensor(VALUES, dtype=torch.float64)
+    nearest = torch.tensor(NF4_LEVELS, dtype=torch.float64)
     textbook = nearest[(flat / scales).unsqueeze(-1).sub(nearest).abs().argmin(-1)] * scales
     apart = (found.double().flatten() - textbook.flatten()[: weight.numel()]).abs()
     # The scales are rounded to 1/255 of what they range over.
@@ -225,8 +236,11 @@ def test_a_weight_becomes_the_nearest_of_the_values_times_its_scale(shape, dtype
 
 def test_zeros_and_equal_weights_stay_what_they_are():
     for value in (0.0, -0.5, 3e-39):
-        weight = torch.full((GROUP + 3,), value)
-        assert torch.equal(dequantise(quantise(weight), (GROUP + 3,), torch.float32)[:GROUP], weight[:GROUP])
+        weight = torch.full((WEIGHTS_PER_ROW + 3,), value)
+        assert torch.equal(
+            dequantise(quantise(weight), (WEIGHTS_PER_ROW + 3,), torch.float32)[:WEIGHTS_PER_ROW],
+            weight[:WEIGHTS_PER_ROW],
+        )
 
 
 @pytest.mark.parametrize("family", ["gpt2", "llama", "qwen3", "gemma"])

@@ -19,7 +19,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from trainer.errors import RecipeError
 from trainer.models import block_sparse
-from trainer.models.block_sparse import NAME, attend, attention_counts, flex_pattern, workspace_bytes
+from trainer.models.block_sparse import NAME, attention_counts, block_sparse_forward, flex_pattern, workspace_bytes
 
 SMALL = {"max_position_embeddings": 128, "block_size": 4, "num_random_blocks": 3}
 op = getattr(torch.ops.trainer, NAME)
@@ -130,7 +130,7 @@ def test_flex_attention_is_given_the_same_pattern(tile, monkeypatch):
         score_mod, block_mask = flex_pattern(mask, counts, 15 * 64)
         context = flex_attention(query, key, value, score_mod=score_mod, block_mask=block_mask)
         real = mask[:, None, :, None]
-        ours = attend(query, key, value, mask, counts, width)
+        ours = block_sparse_forward(query, key, value, mask, counts, width)
         torch.testing.assert_close(context * real, ours * real, rtol=1e-7, atol=1e-7)
         dense, step = block_mask.to_dense()[0].bool(), tile // 64
         rows = [(counts > 0)[:, at : at + step].any(1) for at in range(0, 15, step)]
@@ -143,33 +143,33 @@ def test_autocast_computes_in_the_lower_type_and_the_backward_may_be_inside_of_i
     for dtype in (torch.bfloat16, torch.float16):
         given = arguments(dtype=torch.float32)
         with torch.autocast("cpu", dtype=dtype):
-            context = attend(*given)
+            context = block_sparse_forward(*given)
             assert context.dtype == dtype
             context.float().square().sum().backward()
-        attend(*exact).square().sum().backward()
+        block_sparse_forward(*exact).square().sum().backward()
         for ours, wanted in zip(given[:3], exact[:3], strict=True):
             assert ours.grad.dtype == torch.float32
             torch.testing.assert_close(ours.grad, wanted.grad, rtol=0.05, atol=0.05 * wanted.grad.abs().max().item())
             wanted.grad = None
     plain = arguments(dtype=torch.float32)
-    context = attend(*plain)
+    context = block_sparse_forward(*plain)
     with torch.autocast("cpu", dtype=torch.bfloat16):
         context.square().sum().backward()
-    attend(*exact).square().sum().backward()
+    block_sparse_forward(*exact).square().sum().backward()
     assert all(torch.equal(a.grad, b.grad) for a, b in zip(plain[:3], exact[:3], strict=True))
 
 
 def test_a_text_of_padding_alone_has_no_nan():
     *inputs, mask, counts, width = arguments()
     mask[1] = False
-    context = attend(*inputs, mask, counts, width)
+    context = block_sparse_forward(*inputs, mask, counts, width)
     assert all(part.isfinite().all() for part in (context, *grad(context.sum(), inputs)))
 
 
 def test_nothing_of_all_pairs_of_tokens_is_kept():
     kept = []
     with torch.autograd.graph.saved_tensors_hooks(lambda tensor: kept.append(tensor) or tensor, lambda tensor: tensor):
-        attend(*(given := arguments(blocks=64)))
+        block_sparse_forward(*(given := arguments(blocks=64)))
     assert max(tensor.numel() for tensor in kept) == given[0].numel() < 64 * 64 * 4
 
 

@@ -16,7 +16,7 @@ from trainer.data.loader import Loader
 from trainer.engine.order import derive_seed
 from trainer.errors import RecipeError
 from trainer.models import VisionTransformer
-from trainer.models.drop_path import DropPath, draw_paths, uniform
+from trainer.models.drop_path import DropPath, sample_drop_paths, uniform
 from trainer.values import Request
 
 RATE = 0.4
@@ -109,7 +109,7 @@ def test_a_block_that_is_computed_again_leaves_out_the_same():
     for block in again.encoder.layers:
         block.forward = partial(checkpoint, block.forward, use_reentrant=False)
     for module in (kept, again):
-        draw_paths(module, seeds)
+        sample_drop_paths(module, seeds)
         module(pixels).square().sum().backward()
     for one, other in zip(kept.parameters(), again.parameters(), strict=True):
         assert torch.equal(one.grad, other.grad)
@@ -124,7 +124,7 @@ def test_rates_rise_from_0_names_stay_and_evaluations_leave_out_nothing():
     pixels = torch.randn(5, 3, 8, 8, dtype=torch.float64)
     assert torch.equal(module.eval()(pixels), plain.eval()(pixels))
     module.train()
-    draw_paths(module, torch.arange(20_000))
+    sample_drop_paths(module, torch.arange(20_000))
     for part in parts:
         shares = (part.kept == 0).double().mean().item()
         assert abs(shares - part.rate) < 0.015

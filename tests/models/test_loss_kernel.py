@@ -17,12 +17,12 @@ from trainer.fakegpu.gpus import gpu_named
 from trainer.fakegpu.target import Target
 from trainer.fakegpu.tracer import tracing
 from trainer.models import chunked_loss as token_loss
-from trainer.models.chunked_loss import FUSED, LOGITS, PLAIN, LogitTransform, chunked_loss, default_chunk
+from trainer.models.chunked_loss import FUSED, MAX_LOGITS, NO_TRANSFORM, LogitTransform, chunked_loss, default_chunk
 from trainer.system.child_jobs import run_in_child
 
 needs_triton = pytest.mark.skipif(find_spec("triton") is None, reason="Triton is missing")
 TRANSFORMS = {
-    "plain": PLAIN,
+    "plain": NO_TRANSFORM,
     "scaled": LogitTransform(1 / 3),
     "capped": LogitTransform(1.0, 30.0),
     "both": LogitTransform(4.0, 3.0),
@@ -166,4 +166,4 @@ def test_chunks_are_multiples_of_128_tokens_where_kernels_read_them() -> None:
     assert sizes == [1280, 512, 384, 256]
     assert default_chunk(2**20, torch.bfloat16, fused=True) == 64  # fewer than 128: as many as there is memory for
     assert default_chunk(2**30, torch.float32, fused=True) == 1
-    assert default_chunk(151_936, torch.bfloat16, fused=False) == LOGITS // 151_936
+    assert default_chunk(151_936, torch.bfloat16, fused=False) == MAX_LOGITS // 151_936

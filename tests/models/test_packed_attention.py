@@ -22,9 +22,9 @@ from trainer.fakegpu.gpus import gpu_named
 from trainer.fakegpu.target import Target
 from trainer.fakegpu.tracer import tracing
 from trainer.models import CausalLM, packed_attention, padding_free
-from trainer.models.packed_attention import ARCHITECTURES, pack_documents
+from trainer.models.packed_attention import VERIFIED_ARCHITECTURES, pack_documents
 from trainer.models.padding_free import FULL, AttentionPattern, SequenceLengths, varlen_attention
-from trainer.models.text import PACKED
+from trainer.models.text import UNPADDING_MODEL_TYPES
 from trainer.system.child_jobs import run_in_child
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
@@ -41,12 +41,12 @@ def packing() -> Any:
 
 
 DEFAULT = ("gpt2", "gemma2", "qwen3_moe", "gpt_oss", "bert", "modernbert", "mamba", "phimoe", "gptj")
-OTHERS = sorted({*ARCHITECTURES, *PACKED} - {*DEFAULT})
+OTHERS = sorted({*VERIFIED_ARCHITECTURES, *UNPADDING_MODEL_TYPES} - {*DEFAULT})
 
 
 @pytest.mark.parametrize("kind", [*DEFAULT, *(pytest.param(kind, marks=pytest.mark.slow) for kind in OTHERS)])
 def test_documents_do_not_see_each_other_or_the_module_that_leaks_is_named(kind: str, packing: Any) -> None:
-    found, leaks = packing.certify(kind), ARCHITECTURES.get(kind)
+    found, leaks = packing.certify(kind), VERIFIED_ARCHITECTURES.get(kind)
     assert found.certified == (leaks is None)
     assert (found.module or "").partition(" (")[0] == (leaks or "")
 
@@ -55,13 +55,15 @@ def test_the_table_is_the_recorded_certificate(packing: Any) -> None:
     record = json.loads((BENCHMARKS / "results/packing.json").read_text())
     recorded, encoders = record["certificates"], record["encoders"]
     found = {kind: row["module"] and row["module"].partition(" ")[0] for kind, row in recorded.items()}
-    assert found == ARCHITECTURES
+    assert found == VERIFIED_ARCHITECTURES
     assert {kind for kind, row in recorded.items() if row["certified"]} == {
-        kind for kind, leak in ARCHITECTURES.items() if leak is None
+        kind for kind, leak in VERIFIED_ARCHITECTURES.items() if leak is None
     }
-    assert set(packing.TYPES) == set(ARCHITECTURES)
-    assert sum(leak is None for leak in ARCHITECTURES.values()) >= 20
-    assert [kind for kind, row in encoders.items() if row["certified"]] == [*packing.ENCODERS] == [*PACKED]
+    assert set(packing.TYPES) == set(VERIFIED_ARCHITECTURES)
+    assert sum(leak is None for leak in VERIFIED_ARCHITECTURES.values()) >= 20
+    assert (
+        [kind for kind, row in encoders.items() if row["certified"]] == [*packing.ENCODERS] == [*UNPADDING_MODEL_TYPES]
+    )
     page = (BENCHMARKS.parent / "docs/packing.md").read_text()
     assert packing.table(recorded) in page
     assert packing.table(encoders) in page
@@ -171,7 +173,11 @@ def test_a_row_has_the_documents_without_padding_and_predicts_nothing_across_a_b
 @pytest.mark.parametrize("name", ["bloom", "mamba", "xglm"])
 def test_who_may_leak_is_padded_or_refused_by_name(name: str) -> None:
     assert not CausalLM(name, tokenizer="none").packs()
-    why = f"its {ARCHITECTURES[name]} does not keep" if name in ARCHITECTURES else "has no certificate for"
+    why = (
+        f"its {VERIFIED_ARCHITECTURES[name]} does not keep"
+        if name in VERIFIED_ARCHITECTURES
+        else "has no certificate for"
+    )
     said = rf"model\.padding_free=true is not supported for model\.name='{name}'.*{why}"
     with pytest.raises(RecipeError, match=said):
         CausalLM(name, tokenizer="none", padding_free=True).packs()

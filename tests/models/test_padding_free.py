@@ -106,7 +106,7 @@ def test_dropout_follows_from_the_seed_and_the_texts(name: str) -> None:
 @pytest.mark.parametrize("rows", [64, 24])
 def test_attention_drops_as_many_weights_as_it_is_told(rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """With the identity as values, attention's output is its weights."""
-    monkeypatch.setattr(padding_free, "ROWS", rows)
+    monkeypatch.setattr(padding_free, "QUERY_CHUNK", rows)
     torch.manual_seed(0)
     query, key = torch.randn(2, 1, 4, 64, 64, dtype=torch.float64)
     weights = ((query * 64**-0.5) @ key.transpose(-2, -1)).softmax(-1)
@@ -124,7 +124,7 @@ def test_attention_drops_as_many_weights_as_it_is_told(rows: int, monkeypatch: p
 
 @pytest.mark.parametrize("rows", [3, 2])
 def test_gradients_of_dropped_attention_are_right(rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(padding_free, "ROWS", rows)
+    monkeypatch.setattr(padding_free, "QUERY_CHUNK", rows)
 
     def attention(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         torch.manual_seed(5)

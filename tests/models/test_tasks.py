@@ -80,9 +80,9 @@ def test_balanced_weights_are_those_of_scikit_learn():
     words = [labels[:4], [*labels[4:], -100], [-100]]
     assert balanced_weights("token", words, 3, None) == expected
     assert balanced_weights("multi_label", [(1.0, 0.0), (1.0, 1.0), (0.0, 1.0), (0.0, 1.0)], 2, None) == [1, 1 / 3]
-    outline = Digits().outline() or type("Outline", (), {"num_classes": 3, "train": 9, "val": 0, "test": 0})
-    outline.tensors, outline.length = {}, None
-    assert fill_from_data(MLP(loss=Objective("balanced")), SyntheticData(outline)).loss.class_weights == [1.0, 1.0, 1.0]
+    spec = Digits().spec() or type("Spec", (), {"num_classes": 3, "train": 9, "val": 0, "test": 0})
+    spec.tensors, spec.length = {}, None
+    assert fill_from_data(MLP(loss=Objective("balanced")), SyntheticData(spec)).loss.class_weights == [1.0, 1.0, 1.0]
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,7 @@ import torch
 from transformers import GPT2Config
 
 from trainer.cli import run
-from trainer.commands.plan import chosen_command
+from trainer.commands.plan import command_for_plan
 from trainer.commands.recipes import load_recipe
 from trainer.memory.plan import with_precision
 from trainer.models import CausalLM, LoRA
@@ -176,7 +176,7 @@ def test_a_classifier_of_texts_has_a_command_that_trains_it_so(tmp_path, monkeyp
     by, own = recipe_to_train("hf:./bert", ours)
     chosen = Candidate({"memory.micro_batch_size": 2, "memory.cpu_offload": "optimizer"}, "", 1, 1, 1, 1.0, True)
     report = PlanReport(with_precision(ours, (7, 0)), "V100 16 GB", 1, 1, 1, 0.03, 0, chosen, [chosen])
-    words = shlex.split(" ".join(chosen_command(by, [*own.items(), ("optim.lr", "1e-4")], ours, report)))
+    words = shlex.split(" ".join(command_for_plan(by, [*own.items(), ("optim.lr", "1e-4")], ours, report)))
     assert words[:3] == ["trainer", "fit", "distilbert_imdb"]
     assert run([*words[1:], "--print_config"]) == 0
     lines = set(map(str.strip, capsys.readouterr().out.splitlines()))

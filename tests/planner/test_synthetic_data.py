@@ -1,4 +1,4 @@
-"""Data that is not here: planned by its outline, with the peak that it has when it is here."""
+"""Data that is not here: planned by its spec, with the peak that it has when it is here."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pytest
 import torch
 from helpers.tiny import prediction_of
 
-from trainer import Data, Outline
+from trainer import Data, DataSpec
 from trainer.cli import run
 from trainer.commands.recipes import load_recipe
 from trainer.data import CIFAR10, FashionMNIST, ImageFolder, IMDb, TextFiles
@@ -50,8 +50,8 @@ def shapes(sample: dict[str, Any]) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("flags", "note"),
     [
-        (("mlp_fashion_mnist",), "60,000 synthetic samples of shape 1 × 28 × 28, from its outline"),
-        (("vit_cifar10",), "50,000 synthetic samples of shape 3 × 224 × 224, from its outline"),
+        (("mlp_fashion_mnist",), "60,000 synthetic samples of shape 1 × 28 × 28, from its spec"),
+        (("vit_cifar10",), "50,000 synthetic samples of shape 3 × 224 × 224, from its spec"),
         (
             ("distilbert_imdb", "--model.name", "distilbert"),
             "25,000 synthetic samples of 512 tokens, the maximum of data.max_length",
@@ -82,7 +82,7 @@ def test_a_plan_without_the_data_says_so_and_keeps_the_command(capsys):
     assert run([*argv, "--model.weights=null"]) == 0
     content = json.loads(capsys.readouterr().out)
     absent, faster = content["notes"]
-    assert absent == "the data is missing: planned with 50,000 synthetic samples of shape 3 × 32 × 32, from its outline"
+    assert absent == "the data is missing: planned with 50,000 synthetic samples of shape 3 × 32 × 32, from its spec"
     assert faster.startswith("faster than ")
     assert content["command"].startswith("trainer fit vit_cifar10 --model.name custom ")
 
@@ -111,17 +111,17 @@ def test_what_is_planned_of_an_outline_is_what_the_data_needs(kind, sample_data,
 
 def test_outlines_are_of_what_is_not_here(sample_data, tmp_path):
     fashion = FashionMNIST(root=str(sample_data / "fashion_mnist"), val_fraction=0.1)
-    assert fashion.outline() is None
-    outline = FashionMNIST(val_fraction=0.1).outline()
+    assert fashion.spec() is None
+    spec = FashionMNIST(val_fraction=0.1).spec()
     fashion.prepare()
-    assert (outline.train, outline.val, outline.test) == tuple(map(len, (fashion.train, fashion.val, fashion.test)))
-    assert outline.num_classes == fashion.num_classes
-    assert shapes(fashion.train[0]) == {name: shape for name, (_, shape) in outline.tensors.items()}
+    assert (spec.train, spec.val, spec.test) == tuple(map(len, (fashion.train, fashion.val, fashion.test)))
+    assert spec.num_classes == fashion.num_classes
+    assert shapes(fashion.train[0]) == {name: shape for name, (_, shape) in spec.tensors.items()}
     unknown: list[Data] = [CIFAR10(root="x.npz"), CIFAR10(download=False), IMDb(root="./x"), IMDb(root="my/reviews")]
     unknown += [TextFiles("x.csv"), ImageFolder("x")]
-    assert [data.outline() for data in unknown] == [None] * len(unknown)
+    assert [data.spec() for data in unknown] == [None] * len(unknown)
     (tmp_path / "datasets" / "stanfordnlp___imdb").mkdir(parents=True)  # as the datasets library keeps it
-    assert IMDb().outline() is None
+    assert IMDb().spec() is None
 
 
 def test_longer_texts_than_the_model_takes_are_refused_as_with_the_data():
@@ -157,12 +157,12 @@ class Photos(Data):
 
 
 class Outlined(Photos):
-    def outline(self) -> Outline:
-        return Outline({"pixel_values": ("float32", (1, 8, 8)), "labels": ("int64", ())}, train=24, num_classes=3)
+    def spec(self) -> DataSpec:
+        return DataSpec({"pixel_values": ("float32", (1, 8, 8)), "labels": ("int64", ())}, train=24, num_classes=3)
 
 
 def test_a_dataset_of_ones_own_is_told_the_method_to_write_and_planned_with_it():
-    with pytest.raises(RecipeError, match=r"Photos: /data/photos is not mounted; to plan .* define outline\(\) in Pho"):
+    with pytest.raises(RecipeError, match=r"Photos: /data/photos is not mounted; to plan .* define spec\(\) in Pho"):
         prepare_recipe(recipe_of(MLP(), Photos()), outlines=True)
     with pytest.raises(FileNotFoundError):  # a run says what it said
         prepare_recipe(recipe_of(MLP(), Photos()))

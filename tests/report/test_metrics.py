@@ -5,7 +5,7 @@ import torch
 from helpers.rounding import ROUNDING
 
 from trainer.errors import RecipeError
-from trainer.recipe import REPORTED
+from trainer.recipe import METRICS_BY_TASK
 from trainer.report.metrics import EvaluationMetrics, classification_report
 from trainer.report.mistakes import MAX_MISTAKES, TopMistakes
 from trainer.values import TASK_METRICS, Loss
@@ -83,7 +83,7 @@ def test_total_loss_is_the_sum_of_the_means_of_several_losses(golden):
 @pytest.mark.parametrize("task", ["single_label", "token", "multi_label", "regression"])
 def test_an_update_never_waits_for_the_device(task):
     # A meta tensor has no values: whatever needs one on the host (item, nonzero, bincount) raises.
-    metrics = EvaluationMetrics(CLASSES, "meta", task=task, wanted=REPORTED[task])
+    metrics = EvaluationMetrics(CLASSES, "meta", task=task, wanted=METRICS_BY_TASK[task])
     logits, targets = torch.zeros(4, CLASSES, device="meta"), torch.zeros(4, dtype=torch.long, device="meta")
     targets = torch.zeros_like(logits) if task in ("multi_label", "regression") else targets
     metrics.update(Loss(logits.sum(), (targets != -100).sum(), logits=logits, targets=targets))

@@ -20,7 +20,7 @@ from scipy.special import logsumexp
 from sklearn import metrics as sklearn
 
 from trainer import Checkpoint, Data, Loss, Memory, Model, Optim, Recipe, Run, fit
-from trainer.recipe import REPORTED
+from trainer.recipe import METRICS_BY_TASK
 from trainer.report.metrics import EvaluationMetrics
 from trainer.report.mistakes import TopMistakes
 from trainer.report.whole_set_metrics import WholeSetMetrics
@@ -79,7 +79,7 @@ class Case:
     def names(self) -> list[str]:
         """All that a recipe may ask for."""
         of_two = ("f1", "precision", "recall")
-        return [name for name in REPORTED[self.task] if name not in of_two or self.classes == 2]
+        return [name for name in METRICS_BY_TASK[self.task] if name not in of_two or self.classes == 2]
 
 
 def evaluation(case: Case, num_classes: int | None, **ranks: Any) -> EvaluationAccumulators:

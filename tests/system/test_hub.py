@@ -14,7 +14,7 @@ from transformers import AutoConfig
 
 from trainer.errors import RecipeError
 from trainer.models import BigBird, CausalLM, TextClassifier
-from trainer.models.hub import PUBLISHED, bundled_config_folder, from_hub
+from trainer.models.hub import BUNDLED_CONFIGS, bundled_config_folder, from_hub
 from trainer.system import hub
 
 NAME = "distilbert/distilbert-base-uncased"
@@ -104,7 +104,7 @@ def test_who_asked_to_be_offline_is_told_so():
         TextClassifier("nobody/absent", tokenizer="none").prepare()
 
 
-@pytest.mark.parametrize("name", [name for name in PUBLISHED if "bert" in name])
+@pytest.mark.parametrize("name", [name for name in BUNDLED_CONFIGS if "bert" in name])
 def test_the_configuration_of_a_packaged_recipe_is_here_and_is_that_of_transformers(name):
     folder = bundled_config_folder(name)
     assert folder is not None

@@ -168,7 +168,7 @@ def test_a_name_from_outside_is_one_line_that_steers_nothing(place, tmp_path, ca
 
 
 def test_a_program_gets_the_names_as_they_are(monkeypatch, capsys):
-    monkeypatch.setattr(command, "examine", lambda recipe, reference: iter([ok(NAME)]))
+    monkeypatch.setattr(command, "run_checks", lambda recipe, reference: iter([ok(NAME)]))
     command.report(SimpleNamespace(), NAME, as_json=True)
     out, err = capsys.readouterr()
     assert json.loads(out)["findings"][0]["text"] == NAME

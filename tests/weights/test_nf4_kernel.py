@@ -19,7 +19,7 @@ from trainer.fakegpu.target import Target
 from trainer.fakegpu.tracer import tracing
 from trainer.system.child_jobs import run_in_child
 from trainer.weights import fused, nf4
-from trainer.weights.nf4 import BLOCK, GROUP, ROW, dequantise, quantise, rows_of
+from trainer.weights.nf4 import BYTES_PER_ROW, WEIGHTS_PER_ROW, WEIGHTS_PER_SCALE, dequantise, num_code_rows, quantise
 
 needs_triton = pytest.mark.skipif(find_spec("triton") is None, reason="Triton is missing")
 SHAPES = [(66, 131), (16, 4096), (33, 777), (1, 1), (5, 4096)]
@@ -32,7 +32,7 @@ def weight_of(shape: tuple[int, ...]) -> Tensor:
 
 
 def by_kernel(codes: Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-    return torch.ops.trainer.nf4_weight(codes, nf4._pairs_where(codes), BLOCK, shape, dtype)
+    return torch.ops.trainer.nf4_weight(codes, nf4._pair_table_on(codes), WEIGHTS_PER_SCALE, shape, dtype)
 
 
 def unaligned(codes: Tensor) -> Tensor:
@@ -60,7 +60,7 @@ def compare() -> dict[str, Any]:
     found["unaligned"] = torch.equal(by_kernel(unaligned(codes), shape, dtype), dequantise(codes, shape, dtype))
     infinite = quantise(torch.full(shape, float("inf")))  # its weights are no numbers
     found["nan"] = torch.equal(by_kernel(infinite, shape, dtype).isnan(), dequantise(infinite, shape, dtype).isnan())
-    inputs = (codes, nf4._pairs_where(codes), BLOCK, shape, dtype)
+    inputs = (codes, nf4._pair_table_on(codes), WEIGHTS_PER_SCALE, shape, dtype)
     found["opcheck"] = torch.library.opcheck(nf4_kernel.nf4_weight, inputs, test_utils=CHECKS)
     return found
 
@@ -79,7 +79,7 @@ def test_it_compiles_for_every_gpu_and_rounds_as_torch_does(architecture: int, t
     from trainer.weights import nf4_kernel
 
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
-    constants = {"ROW": ROW, "BLOCKS": GROUP // BLOCK, "BLOCK": BLOCK}
+    constants = {"ROW": BYTES_PER_ROW, "BLOCKS": WEIGHTS_PER_ROW // WEIGHTS_PER_SCALE, "BLOCK": WEIGHTS_PER_SCALE}
     for kind in TYPES.values():
         types = {"codes": "*u8", "table": "*fp32", "out": f"*{kind}", "count": "i32"}
         # Also where fusing is allowed: the compiler of torch 2.11 ignores the option of the launch.
@@ -98,7 +98,7 @@ def traced(gpu: str, dtype: torch.dtype, hidden: bool = False) -> tuple[list[str
         sys.modules.pop("trainer.weights.nf4_kernel", None)
         sys.modules["triton"] = None  # type: ignore[assignment]
     with tracing(Target(gpu_named(gpu))) as it:
-        codes = torch.empty(rows_of(LARGE[0] * LARGE[1]), ROW, dtype=torch.uint8, device="cuda")
+        codes = torch.empty(num_code_rows(LARGE[0] * LARGE[1]), BYTES_PER_ROW, dtype=torch.uint8, device="cuda")
         it.records_work, before = True, len(it.trace.events)
         it.trace.work.clear()
         with Dispatches() as asked:
@@ -115,7 +115,7 @@ def test_a_plan_sees_one_operation_and_one_allocation(hidden: bool) -> None:
         assert names == ["nf4_weight.default"]
         count = LARGE[0] * LARGE[1]
         assert allocated == [count * dtype.itemsize]
-        assert sum(moved) / count == pytest.approx(ROW / GROUP + dtype.itemsize)
+        assert sum(moved) / count == pytest.approx(BYTES_PER_ROW / WEIGHTS_PER_ROW + dtype.itemsize)
     assert sum(moved) / count <= 2.6
 
 
@@ -141,7 +141,7 @@ def graph() -> tuple[list[str], list[str]]:
         return aot_autograd(fw_compiler=lambda inner, _: note(given, inner))(note(seen, module), inputs)
 
     with FakeTensorMode(allow_non_fake_inputs=True):
-        codes = torch.empty(2, ROW, dtype=torch.uint8, device="cuda")
+        codes = torch.empty(2, BYTES_PER_ROW, dtype=torch.uint8, device="cuda")
         nf4._pairs[codes.device] = torch.empty(256, 2, device="cuda")
         made = torch.compile(
             lambda codes: dequantise(codes, (64, 100), torch.bfloat16), backend=backend, fullgraph=True

@@ -7,7 +7,7 @@ from torch import nn
 
 from trainer.errors import RecipeError
 from trainer.weights.files import read_weights
-from trainer.weights.streaming import WeightFiles, stored_in
+from trainer.weights.streaming import WeightFiles, tensors_in
 
 QUANTISED = torch.quantize_per_tensor(torch.ones(4), 0.1, 0, torch.qint8)
 
@@ -54,6 +54,6 @@ def test_a_large_file_is_mapped_and_not_read(tmp_path):
     with path.open("wb") as file:
         file.write(len(header).to_bytes(8, "little") + header)
         file.truncate(8 + len(header) + 16_000_000_000)
-    assert stored_in(path)["a"][1] == (4_000_000_000,)
+    assert tensors_in(path)["a"][1] == (4_000_000_000,)
     with WeightFiles() as files:
         assert files.read(path, "a", (slice(3_999_999_990, 4_000_000_000),)).tolist() == [0.0] * 10

@@ -54,8 +54,9 @@ def export(recipe: Recipe, run_dir: str | Path, to: str, output: str | None, rep
     if to == "hub":
         return _to_hub(verified_model_folder(run_dir), repo, public)
     target = Path(output) if output else Path(run_dir) / ("model.onnx" if to == "onnx" else to)
-    kind = "file" if to == "onnx" else "folder"
-    require(not target.exists(), f"--output={target} exists: remove it or give another {kind}")
+    if target.exists():
+        kind = "file" if to == "onnx" else "folder"
+        raise RecipeError(f"--output={target} exists: remove it or give another {kind}")
     if to == "onnx":
         for package in ("onnx", "onnxscript", "onnxruntime"):
             require_package("--to onnx", package, "onnx")
@@ -108,8 +109,9 @@ class _Outputs(nn.Module):
         else:
             labels = torch.zeros(first.shape[: 2 if task == "token" else 1], dtype=torch.long)
         logits = next(iter(model.losses(self.module, {**batch, "labels": labels}))).logits
-        name = type(model).__name__
-        require(logits is not None, f"{name}.losses yields no logits to export: yield Loss(..., logits=...)")
+        if logits is None:
+            name = type(model).__name__
+            raise RecipeError(f"{name}.losses yields no logits to export: yield Loss(..., logits=...)")
         return logits
 
     @torch.no_grad()
@@ -167,11 +169,7 @@ def _to_onnx(outputs: _Outputs, batches: list[dict[str, Tensor]], folder: Path, 
     shapes = tuple({0: dynamic, 1: dynamic} if texts else {0: dynamic} for _ in largest)
     with staged_file(target) as part:
         try:
-            how: dict[str, Any] = {
-                "input_names": list(largest),
-                "output_names": ["logits"],
-                "dynamic_shapes": (shapes,),
-            }
+            how: Any = {"input_names": list(largest), "output_names": ["logits"], "dynamic_shapes": (shapes,)}
             how |= {"external_data": False, "dynamo": True, "verbose": False}
             torch.onnx.export(outputs, tuple(largest.values()), part, **how)
         except RecipeError:

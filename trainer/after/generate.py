@@ -8,7 +8,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from trainer.errors import require
+from trainer.errors import RecipeError, require
 from trainer.models.hub import max_positions
 from trainer.weights.blocks import kv_cache_restored
 
@@ -103,6 +103,7 @@ def _padded_left(ids: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
 
 def _listed(value: Any) -> list[int]:
     found = [] if value is None else list(value) if isinstance(value, list | tuple) else [value]
-    fix = "correct generation_config.json and config.json of the model"
-    require(all(type(one) is int for one in found), f"eos_token_id={value!r:.80} must be one or more integers: {fix}")
+    if not all(type(one) is int for one in found):
+        fix = "correct generation_config.json and config.json of the model"
+        raise RecipeError(f"eos_token_id={value!r:.80} must be one or more integers: {fix}")
     return found

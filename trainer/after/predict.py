@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_map_only
 
 from trainer.after.generate import DEFAULT_MAX_NEW_TOKENS, generate_texts, require_free_positions
 from trainer.checkpoint.export import load_model, restore_open_fields
@@ -217,8 +217,9 @@ class PredictOptions:
             raise RecipeError(f"--device={text!r} is unknown: use auto, cpu, cuda or cuda:1") from None
         count = torch.cuda.device_count() if device.type == "cuda" else 1
         require(device.type in ("cpu", "cuda"), f"--device={text!r} is not supported: use auto, cpu or cuda")
-        has = f"{count} GPU{'s' * (count > 1)}, starting at cuda:0" if count else "no GPU that torch can use"
-        require((device.index or 0) < count, f"--device={text!r}: this machine has {has}: use auto or cpu")
+        if (device.index or 0) >= count:
+            has = f"{count} GPU{'s' * (count > 1)}, starting at cuda:0" if count else "no GPU that torch can use"
+            raise RecipeError(f"--device={text!r}: this machine has {has}: use auto or cpu")
         return device
 
 
@@ -233,8 +234,9 @@ class InputReader:
         no_image = f"{source} has no load_image(path)"
         instead = "; it reads images: use --image" if reads_images else ""
         require(not texts or reads_texts, f"--text needs a text model: {no_text}{instead}")
-        instead = "; it reads texts: use --text" if reads_texts else ""
-        require(not images or reads_images, f"--image needs an image model: {no_image}{instead}")
+        if images and not reads_images:
+            instead = "; it reads texts: use --text" if reads_texts else ""
+            raise RecipeError(f"--image needs an image model: {no_image}{instead}")
         if not reads_texts and not reads_images:
             raise RecipeError(f"cannot read any input: {no_text}, and {no_image}: define one (docs/after-training.md)")
         self.of_images, self.answers = bool(images) or not reads_texts, data.answers
@@ -267,8 +269,9 @@ class InputReader:
             wanted = IMG_EXTENSIONS if self.of_images else (".txt",)
             inside = (file for file in path.rglob("*") if file.suffix.lower() in wanted and file.is_file())
             found = sorted(file for file in inside if not any(part[0] == "." for part in file.relative_to(path).parts))
-            kind = "images" if self.of_images else "texts"
-            require(bool(found), f"{text}: the folder has no {kind} ({', '.join(wanted)})")
+            if not found:
+                kind = "images" if self.of_images else "texts"
+                raise RecipeError(f"{text}: the folder has no {kind} ({', '.join(wanted)})")
             return found
         require(text.count("**") <= 8, f"{text[:200]!r}: ** matches any number of folders: use it at most 8 times")
         found = sorted(file for file in map(Path, glob(text, recursive=True)) if file.is_file())
@@ -284,10 +287,12 @@ class InputReader:
         rows = open_table(path, scratch)
         table = rows.read(str(scratch))
         name, has = column or self.data.text_column, ", ".join(map(repr, table.column_names))
-        kind = "images" if self.of_images else "texts"
-        require(name is not None, f"--column is missing: name the column of {path} with the {kind}; it has {has}")
-        hint = did_you_mean(str(name), table.column_names)
-        require(name in table.column_names, f"--column={name!r}: no such column in {path}; it has {has}{hint}")
+        if name is None:
+            kind = "images" if self.of_images else "texts"
+            raise RecipeError(f"--column is missing: name the column of {path} with the {kind}; it has {has}")
+        if name not in table.column_names:
+            hint = did_you_mean(str(name), table.column_names)
+            raise RecipeError(f"--column={name!r}: no such column in {path}; it has {has}{hint}")
         if self.of_images:
             _require_paths(path, str(name), table.select_columns([name])[:MAX_WARNINGS][name])
 
@@ -422,7 +427,7 @@ def _predict_batch(model: Any, module: nn.Module, batch: dict[str, Any], asked: 
     like["regression"] = torch.zeros(count, model.num_classes) if task == "regression" else None
     labels = torch.zeros_like(like[task]) if like.get(task) is not None else torch.zeros(count, dtype=torch.long)
     packed = capability(model, Packable).packed({**batch, "labels": labels})
-    packed = tree_map(partial(_placed, device=device, kind=asked.dtype), packed)
+    packed = tree_map_only(Tensor, lambda one: one.to(device, asked.dtype if one.is_floating_point() else None), packed)
     with asked.context(device):
         logits = next(iter(model.losses(module, packed))).logits
     name = type(model).__name__
@@ -464,12 +469,6 @@ def _of_words(shares: Tensor, words: Tensor) -> list[BatchPrediction]:
         tags = [None if place is None else classes[row][place] for place in places]
         found.append((tags, [0.0 if place is None else values[row][place] for place in places], []))
     return found
-
-
-def _placed(value: Any, device: torch.device, kind: torch.dtype | None) -> Any:
-    if not isinstance(value, Tensor):
-        return value
-    return value.to(device, kind if value.is_floating_point() else None)
 
 
 def run_predict_command(

@@ -76,7 +76,7 @@ def choose(path: Path, asked: Sequence[str]) -> list[Path]:
     """Return the checkpoints of ``path`` to export, the first choice first; ``asked`` has the given ``CHOICES``."""
     require(len(asked) <= 1, "checkpoint export: give --best or --last, not both")
     paths = find(path)
-    best = None if "last" in asked else best_of(paths)
+    best = None if "last" in asked else best_checkpoint(paths)
     if "best" in asked and best is None:
         missing = "no evaluation has chosen a best checkpoint (run.best, a validation set)"
         raise RecipeError(f"{path}: {missing}: leave out --best")
@@ -96,7 +96,7 @@ def find(path: Path) -> list[Path]:
     return found
 
 
-def best_of(newest_first: Sequence[Path]) -> Path | None:
+def best_checkpoint(newest_first: Sequence[Path]) -> Path | None:
     """Return the best checkpoint so far, as recorded in the newest one; ``None`` if not recorded, or removed."""
     best = read_json_object(newest_first[0] / STATE, MAX_JSON_BYTES).get("best")
     step = best.get("step") if isinstance(best, dict) else None
@@ -105,7 +105,7 @@ def best_of(newest_first: Sequence[Path]) -> Path | None:
 
 def list_checkpoints(paths: Sequence[Path]) -> None:
     """Print a line per checkpoint, from the manifests only."""
-    best = best_of(paths)
+    best = best_checkpoint(paths)
     for path in paths:
         try:
             print(escaped(f"{path}  {_described(read_manifest(path))}{' · best' * (path == best)}"))

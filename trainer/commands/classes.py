@@ -10,7 +10,7 @@ import trainer.data
 import trainer.models
 from trainer.commands import TRUST_RECIPE
 from trainer.contract import Data, Model
-from trainer.errors import RecipeError, require, suggest_name
+from trainer.errors import RecipeError, suggest_name
 from trainer.recipe import Recipe
 from trainer.settings import CLASS, class_spec
 from trainer.system.imports import import_object
@@ -51,9 +51,9 @@ def with_classes(recipe: Recipe, classes: Mapping[str, str], trusted: bool) -> t
     for part, name in classes.items():
         if name == class_spec(getattr(recipe, part)):
             continue
-        kind = known_classes(part).get(name) or _imported(part, name, trusted)
+        kind = known_classes(part).get(name) or _import_custom_class(part, name, trusted)
         required = [field.name for field in _init_fields(kind) if field.default is field.default_factory is MISSING]
-        recipe = recipe.replace(**{part: _at_defaults(kind) if required else kind()})
+        recipe = recipe.replace(**{part: _placeholder_instance(kind) if required else kind()})
         needed[part] = [f"{part}.{field}" for field in required]
     return recipe, needed
 
@@ -70,7 +70,7 @@ def _init_fields(kind: Any) -> list[Any]:
     return [field for field in fields(kind) if field.init]
 
 
-def _at_defaults(kind: type) -> Any:
+def _placeholder_instance(kind: type) -> Any:
     """Create an uninitialised instance with default values; fields without a default are ``None`` until set."""
     blank: Any = object.__new__(kind)
     for field in fields(blank):
@@ -79,7 +79,7 @@ def _at_defaults(kind: type) -> Any:
     return blank
 
 
-def _imported(part: str, name: str, trusted: bool) -> type:
+def _import_custom_class(part: str, name: str, trusted: bool) -> type:
     given, (_, base), known = f"{part}.{CLASS}={name!r}", SWAPPABLE_SECTIONS[part], known_classes(part)
     module = name.rpartition(".")[0]
     if module == "__main__":
@@ -88,8 +88,9 @@ def _imported(part: str, name: str, trusted: bool) -> type:
     if not module or not all(word.isidentifier() for word in name.split(".")):
         choices = f"{', '.join(sorted(known))}; or a custom class, as module.Class"
         raise RecipeError(f"{given} is unknown{suggest_name(name, known, 0.5)} ({choices})")
-    code = f"{given} is Python code named by a file and is not imported"
-    require(trusted, f"{code}: add --{TRUST_RECIPE} if you trust the file")
+    if not trusted:
+        code = f"{given} is Python code named by a file and is not imported"
+        raise RecipeError(f"{code}: add --{TRUST_RECIPE} if you trust the file")
     kind = import_object(given, name)
     if not (isinstance(kind, type) and issubclass(kind, base) and is_dataclass(kind)):
         raise RecipeError(f"{given} must be a dataclass and a trainer.{base.__name__}: see docs/your-own-model.md")

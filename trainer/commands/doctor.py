@@ -23,8 +23,9 @@ if TYPE_CHECKING:
 
 # Modules that import torch are imported inside the functions, so that --help is fast.
 
-ABOUT = "Check this machine, the data and the model before a run; each finding has a fix."
-FLAGS = CommandFlags(switches={"json": "print the findings as JSON, and nothing else, on stdout"}, description=ABOUT)
+DESCRIPTION = "Check this machine, the data and the model before a run; each finding has a fix."
+SWITCHES = {"json": "print the findings as JSON, and nothing else, on stdout"}
+FLAGS = CommandFlags(switches=SWITCHES, description=DESCRIPTION)
 
 
 def doctor(argv: list[str]) -> None:
@@ -40,7 +41,7 @@ def report(recipe: Recipe, reference: str, as_json: bool) -> None:
     began = time.perf_counter()
     found: list[Finding] = []
     with contextlib.redirect_stdout(sys.stderr) if as_json else contextlib.nullcontext():
-        for finding in examine(recipe, reference):
+        for finding in run_checks(recipe, reference):
             found.append(finding)
             print(finding.line(), flush=True)
     failed = [finding.check for finding in found if finding.status == "FAIL"]
@@ -51,7 +52,7 @@ def report(recipe: Recipe, reference: str, as_json: bool) -> None:
         raise RunError(f"{len(failed)} finding(s) would make the run fail: {', '.join(dict.fromkeys(failed))}")
 
 
-def examine(recipe: Recipe, reference: str) -> Iterator[Finding]:
+def run_checks(recipe: Recipe, reference: str) -> Iterator[Finding]:
     """Yield the findings one by one; ``reference`` names the recipe for ``trainer fit``."""
     with quick_imports():
         from trainer.doctor import machine, samples

@@ -33,8 +33,8 @@ MAX_YAML_BYTES = 1_000_000  # size limit of a YAML file; about 100 kB are parsed
 MAX_DEPTH, MAX_FOR_C = 100, 2_000  # levels; characters that may open one: at 40,000, PyYAML's C code crashes
 MAX_YAML_NODES = 100_000  # limit of nodes with aliases expanded: a few lines of aliases can expand to billions
 
-OF_A_SWEEP = dict.fromkeys(("folds", "n_folds", "num_folds", "k_folds", "kfold", "n_splits", "cv"), "folds")
-OF_A_SWEEP |= dict.fromkeys(("trials", "n_trials"), "trials")
+SWEEP_FLAG_HINTS = dict.fromkeys(("folds", "n_folds", "num_folds", "k_folds", "kfold", "n_splits", "cv"), "folds")
+SWEEP_FLAG_HINTS |= dict.fromkeys(("trials", "n_trials"), "trials")
 """Flags that users give to ``fit``, but that belong to ``sweep``."""
 
 Flags = list[tuple[str, str | None]]
@@ -99,7 +99,7 @@ class RecipeParser:
                 more = {"description": _others(section)} if section in SWAPPABLE_SECTIONS else {}
                 groups[section] = self.parser.add_argument_group(title, **more)
             shown = {"metavar": _describe(setting.hint), "help": _documentation(setting.owner).get(name) or None}
-            kind = _checked_as(setting.hint)
+            kind = _parser_type(setting.hint)
             groups[section].add_argument(f"--{key}", default=setting.value, type=kind, **shown)
 
     def read_yaml(self, nested: Mapping[Any, Any]) -> dict[str, Any]:
@@ -140,7 +140,7 @@ class RecipeParser:
         changes = self._convert(partial(self.parser.parse_args, argv, start, defaults=False), given)
         for key, texts in entries.items():
             value = changes.get(key, before[key])
-            named = {name: _value_of(f"{key}.{name}", text) for name, text in texts.items()}
+            named = {name: _parse_value(f"{key}.{name}", text) for name, text in texts.items()}
             tree = {key: {**(value if isinstance(value, dict) else {}), **named}}
             changes |= self._convert(partial(self.parser.parse_object, tree, defaults=False), tree)
         return changes
@@ -172,7 +172,7 @@ class RecipeParser:
     def _find_owner(self, key: str) -> str:
         """Format a hint about the owner of an unknown ``key``: another command, or classes of the same module."""
         section, _, name = key.rpartition(".")
-        if (flag := OF_A_SWEEP.get(name.replace("-", "_"))) and flag not in self.valued:
+        if (flag := SWEEP_FLAG_HINTS.get(name.replace("-", "_"))) and flag not in self.valued:
             return f"; it is a flag of another command: trainer sweep RECIPE --{flag}"
         if section not in SWAPPABLE_SECTIONS or not name:
             return ""
@@ -191,7 +191,7 @@ class RecipeParser:
             counted = _accepts(hint, int, float) and isinstance(value, int | str)
             if counted and fullmatch(r"[-+]?\d{20,}", str(value)):
                 raise RecipeError(f"{key} has {len(str(value).lstrip('+-'))} digits: give a smaller number")
-            tree = _value_of(key, value) if _accepts(hint, dict) else None
+            tree = _parse_value(key, value) if _accepts(hint, dict) else None
             if isinstance(tree, Mapping) and any(isinstance(name, float) for name in tree):  # 0.5 would become 0
                 raise SettingError(key, _explain(key, hint, value))
         try:
@@ -287,7 +287,7 @@ def _value(text: Any) -> Any:
         return text
 
 
-def _value_of(key: str, text: Any) -> Any:
+def _parse_value(key: str, text: Any) -> Any:
     try:
         return _value(text)
     except RecipeError as error:  # a duplicate key, too many aliases
@@ -341,7 +341,6 @@ def _describe(hint: Any) -> str:
 
 
 def _explain(key: str, hint: Any, value: Any) -> str:
-    """Return the error for an invalid ``value``, with the nearest choice."""
     if (reason := UNSUPPORTED_VALUES.get((key, str(value)))) is not None:
         return f"{key}={value} is not supported: {reason}"
     wanted, choices = _describe(hint), _choices(hint)
@@ -352,36 +351,35 @@ def _explain(key: str, hint: Any, value: Any) -> str:
 
 
 def _choices(hint: Any) -> list[str]:
-    """Return the literal values of ``hint``, without names of types such as float."""
     inner = get_args(hint)
     return list(map(str, inner)) if get_origin(hint) is Literal else [word for one in inner for word in _choices(one)]
 
 
-def _members(hint: Any) -> list[Any]:
+def _union_members(hint: Any) -> list[Any]:
     """Return the alternatives of ``hint`` other than null."""
     members = get_args(hint) if get_origin(hint) in UNIONS else (hint,)
     return [member for member in members if member is not type(None)]
 
 
 def _accepts(hint: Any, *kinds: type) -> bool:
-    return any((get_origin(member) or member) in kinds for member in _members(hint))
+    return any((get_origin(member) or member) in kinds for member in _union_members(hint))
 
 
 def _as_list(hint: Any, value: Any) -> Any:
     """Wrap one or several comma-separated words in brackets if the setting is a list: ``[tensorboard]``."""
-    if len(_members(hint)) != 1 or not _accepts(hint, list, tuple) or not isinstance(value, str):
+    if len(_union_members(hint)) != 1 or not _accepts(hint, list, tuple) or not isinstance(value, str):
         return value
     return value if value == "null" or value.startswith(("[", "(")) else f"[{value}]"
 
 
-def _checked_as(hint: Any) -> Any:
+def _parser_type(hint: Any) -> Any:
     """Return the type with which jsonargparse checks a value; ``_value`` (plain YAML) if it has other than plain types.
 
     For a class, a function or ``Any``, jsonargparse would import any module named by a text or a ``class_path``. For
     ``dict[str, Any]`` it would parse strings again, "2" as 2.
     """
     if get_origin(hint) in UNIONS:
-        members = tuple(map(_checked_as, get_args(hint)))
+        members = tuple(map(_parser_type, get_args(hint)))
         return _value if _value in members else Union[members]  # noqa: UP007
     if hint == dict[str, Any]:
         return dict

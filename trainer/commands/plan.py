@@ -32,13 +32,13 @@ if TYPE_CHECKING:
 
 # Modules that import torch are imported inside the functions, so that --help and errors in flags are fast.
 
-HUB = {
+HUB_FLAGS = {
     "task": "for hf:MODEL: causal-lm, masked-lm, sequence-classification, ... (default: from its config.json)",
     "tokens": "for hf:MODEL: tokens per text (default: the maximum of the model, but at most 4096)",
     "batch": "for hf:MODEL: samples per step (default: 8)",
     "lora": "for hf:MODEL: rank of LoRA adapters to train instead of the weights",
 }
-VALUED = {
+VALUED_FLAGS = {
     "gpu": "the GPU to plan for, such as a100-80gb, or cpu (default: the GPU of this machine)",
     "devices": "total ranks (default: run.devices, or 1 if that is auto); several, such as 1,8,64, make a table",
     "nodes": "number of machines; several, one for each of --devices, make a table (default: 1)",
@@ -46,18 +46,18 @@ VALUED = {
     "interconnect": "network between devices, such as 100gbe or pcie-4+25gbe (default: ib-hdr); several, such as "
     "100gbe,8x-ib-hdr, make a table",
     "lossy": "true: also consider plans that change the result: bf16 weights, 8-bit state, TF32 (default: false)",
-    **HUB,
+    **HUB_FLAGS,
     "out": "folder for plan.json and .html, or a table's scale.json (default: runs/RECIPE/plan-DATE-TIME-PID)",
 }
 SWITCHES = {
     "all": "also predict plans that cannot be chosen, because they are slower than one that fits, or too large",
     "json": "print only the content of plan.json on stdout",
 }
-ABOUT = (
+DESCRIPTION = (
     "Find the fastest plan that fits a memory budget; no GPU is needed. RECIPE may be hf:MODEL, or hf:FOLDER with a "
     "config.json. Several --devices make a table. To plan any training script: trainer plan --script FILE --help."
 )
-FLAGS = CommandFlags(VALUED, SWITCHES, description=ABOUT)
+FLAGS = CommandFlags(VALUED_FLAGS, SWITCHES, description=DESCRIPTION)
 
 
 def plan(argv: list[str]) -> None:
@@ -69,23 +69,23 @@ def plan(argv: list[str]) -> None:
 
         plan_script(argv)
         return
-    asked = parse_command("plan", "RECIPE", argv, FLAGS, make_recipe=_of_config)
+    asked = parse_command("plan", "RECIPE", argv, FLAGS, make_recipe=_recipe_from_hub_config)
     if asked is None:
         return
-    own = {name: text or "" for name, text in asked.flags if name in VALUED}
+    own = {name: text or "" for name, text in asked.flags if name in VALUED_FLAGS}
     as_json = ("json", None) in asked.flags
     # Several values of one of these make a table; otherwise the fastest plan is searched.
     several = any("," in own.get(name, "") for name in ("devices", "nodes", "interconnect"))
     with contextlib.redirect_stdout(sys.stderr) if as_json else contextlib.nullcontext():
-        content, missing = (_scaled if several else _planned)(asked, own)
+        content, missing = (_run_scale if several else _run_search)(asked, own)
     if as_json:
         print(json.dumps(content, indent=1))
     if missing:
         raise RunError(missing)
 
 
-def _of_config(reference: str, flags: Flags) -> Recipe | None:
-    given = {name: text or "" for name, text in flags if name in HUB}
+def _recipe_from_hub_config(reference: str, flags: Flags) -> Recipe | None:
+    given = {name: text or "" for name, text in flags if name in HUB_FLAGS}
     if not reference.startswith("hf:"):
         for name in given:
             raise RecipeError(f"--{name} is for hf:MODEL, and {reference} is a recipe that sets it: leave it out")
@@ -97,10 +97,10 @@ def _of_config(reference: str, flags: Flags) -> Recipe | None:
     return hub_recipe(reference.removeprefix("hf:"), given.get("task"), revision=revision, **numbers)
 
 
-def _planned(asked: ParsedCommand, own: dict[str, str]) -> tuple[dict[str, Any], str]:
+def _run_search(asked: ParsedCommand, own: dict[str, str]) -> tuple[dict[str, Any], str]:
     """Search, print and write files; return the content of ``plan.json``, and why there is no plan (or "")."""
     recipe, _, reference, flags = asked
-    cluster = _clusters(recipe, own, False)[-1]
+    cluster = _parse_clusters(recipe, own, False)[-1]
     lossy, gpu = own.get("lossy", "false"), own.get("gpu")
     require(lossy.lower() in ("true", "false"), f"--lossy={lossy!r} must be true or false")
     with quick_imports():
@@ -131,8 +131,8 @@ def _planned(asked: ParsedCommand, own: dict[str, str]) -> tuple[dict[str, Any],
         search.progress = lambda done, total, text: progress.count(done, total, text.partition(" × ")[2])
         report = search.run(lossy.lower() == "true", ("all", None) in flags)
     by, own_flags = recipe_to_train(reference, recipe)
-    passed = [(name, text) for name, text in flags if name not in (*VALUED, *SWITCHES, *own_flags)]
-    command = chosen_command(by, [*own_flags.items(), *passed], recipe, report) if by else []
+    passed = [(name, text) for name, text in flags if name not in (*VALUED_FLAGS, *SWITCHES, *own_flags)]
+    command = command_for_plan(by, [*own_flags.items(), *passed], recipe, report) if by else []
     print(redact(f"\n{table(report)}\n\n{explanation_text(report)}"))
     over = f", over {report.interconnect}" if report.interconnect else ""
     if command:
@@ -149,7 +149,7 @@ def _planned(asked: ParsedCommand, own: dict[str, str]) -> tuple[dict[str, Any],
     return content, next(line for line in report.explanations if line.startswith(NOTHING))
 
 
-def _clusters(recipe: Recipe, own: dict[str, str], several: bool) -> list[Cluster]:
+def _parse_clusters(recipe: Recipe, own: dict[str, str], several: bool) -> list[Cluster]:
     """Return the devices and nodes; invalid flags are rejected here, before anything slow."""
     from trainer.fakegpu.network import DEFAULT_NETWORKS, clusters, interconnects
     from trainer.planner.knobs import devices_of
@@ -178,7 +178,7 @@ def _write(path: Path, reference: str, found: dict[str, Any]) -> dict[str, Any]:
     return content
 
 
-def chosen_command(
+def command_for_plan(
     reference: str, passed: Sequence[tuple[str, str | None]], recipe: Recipe, report: PlanReport
 ) -> list[str]:
     """Return the command that trains the chosen plan, including the given flags; empty without a plan."""
@@ -200,11 +200,11 @@ def chosen_command(
     return [start, *(f"--{name} {shlex.quote(redact_value(text, name))}" for name, text in [*kept, *flags])]
 
 
-def _scaled(asked: ParsedCommand, own: dict[str, str]) -> tuple[dict[str, Any], str]:
+def _run_scale(asked: ParsedCommand, own: dict[str, str]) -> tuple[dict[str, Any], str]:
     recipe, _, reference, _ = asked
     for name in {"lossy", "all"} & {name for name, _ in asked.flags}:
         raise RecipeError(f"--{name} is for a search with one number of devices: leave it out, or give one number")
-    sizes = _clusters(recipe, own, True)
+    sizes = _parse_clusters(recipe, own, True)
     with quick_imports():
         from trainer.fakegpu.network import DEFAULT_NETWORKS, interconnects
         from trainer.planner.predict import prepare_recipe

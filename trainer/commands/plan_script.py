@@ -53,7 +53,7 @@ def plan_script(argv: Sequence[str]) -> None:
         return
     require(not positionals, f"unexpected {' '.join(positionals)}: {own}")
     configs = [text or "" for name, text in flags if name == "config"]
-    script = _script({name: text or "" for name, text in flags}, configs, args)
+    script = _parse_script({name: text or "" for name, text in flags}, configs, args)
     shown, date = redact_words(args), time.strftime("%Y-%m-%d %H:%M:%S %z")
     answer = scripts.plan_script(script)
     timeline, capacity, title = answer.pop("picture")
@@ -71,7 +71,7 @@ def plan_script(argv: Sequence[str]) -> None:
         raise RunError(f"it does not fit: {script.path} needs {needs}, and torch can use {limit}")
 
 
-def _script(own: dict[str, str], named: Sequence[str], args: Sequence[str]) -> scripts.Script:
+def _parse_script(own: dict[str, str], named: Sequence[str], args: Sequence[str]) -> scripts.Script:
     require(Path(own["script"]).is_file(), f"--script {own['script']}: no such file")
     if "gpu" in own:
         require(own["gpu"] != "cpu", "--gpu=cpu is not supported for scripts: give a GPU, such as --gpu rtx-4090")

@@ -60,7 +60,7 @@ def load_recipe(reference: str, *, trusted: bool = False) -> tuple[Recipe, str |
     """
     if not reference.endswith((".yaml", ".yml")):
         source = source_of(reference)
-        return import_recipe(_path_of(source)), source
+        return import_recipe(_source_path(source)), source
     from trainer.commands.flags import RecipeParser, load_yaml_file  # jsonargparse: not needed for `trainer --help`
 
     path = Path(reference)
@@ -73,7 +73,7 @@ def load_recipe(reference: str, *, trusted: bool = False) -> tuple[Recipe, str |
     if named is None and classes.keys() != SWAPPABLE_SECTIONS.keys():
         fix = "add a line `recipe: NAME` with a packaged recipe or a .py file, or give model.class and data.class"
         raise RecipeError(f"{path} names no recipe: {fix}")
-    base = import_recipe(_path_of(named)) if named is not None else Recipe(model=Model(), data=Data(), batch_size=1)
+    base = import_recipe(_source_path(named)) if named is not None else Recipe(model=Model(), data=Data(), batch_size=1)
     recipe, needed = _with_classes_of(path, base, classes, trusted)
     changes = yaml_changes(RecipeParser(recipe), path, tree, trusted)
     if named is None and changes.keys().isdisjoint({"batch_size", "accumulate"}):
@@ -122,8 +122,8 @@ def yaml_changes(parser: RecipeParser, path: Path, tree: Mapping[Any, Any], trus
     try:
         changes = parser.read_yaml({key: value for key, value in tree.items() if key != "recipe"})
         name = changes.get("optim.name", "adamw")
-        code = f"optim.name={name!r} is Python code named by a file and is not imported"
-        require(trusted or not Optim(name).is_code, f"{code}: add --{TRUST_RECIPE} if you trust the file")
+        unsafe = f"optim.name={name!r} is Python code named by a file and is not imported"
+        require(trusted or not Optim(name).is_code, f"{unsafe}: add --{TRUST_RECIPE} if you trust the file")
     except RecipeError as error:
         from trainer.commands.flags import find_line
 
@@ -151,7 +151,7 @@ def import_recipe(path: Path) -> Recipe:
             raise
         what = "" if isinstance(error, RecipeError) else f"{type(error).__name__}: "
         what += safe_message(error)
-        what += _keyword_meant(error, module) if isinstance(error, TypeError) else ""
+        what += _suggest_keyword(error, module) if isinstance(error, TypeError) else ""
         lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == str(path)]
         if isinstance(error, SyntaxError) and error.filename == str(path):
             lines = [error.lineno]
@@ -163,7 +163,7 @@ def import_recipe(path: Path) -> Recipe:
     return recipe
 
 
-def _keyword_meant(error: TypeError, module: ModuleType) -> str:
+def _suggest_keyword(error: TypeError, module: ModuleType) -> str:
     """Suggest the intended keyword, or the class that has it, if ``error`` reports an unknown keyword argument."""
     found = re.search(r"(\w+)\.__init__\(\) got an unexpected keyword argument '(\w+)'", str(error))
     kind = getattr(module, found[1], None) if found else None
@@ -176,7 +176,7 @@ def _keyword_meant(error: TypeError, module: ModuleType) -> str:
     return did_you_mean(found[2], names) or f"; it takes {', '.join(names)}"
 
 
-def _path_of(source: str) -> Path:
+def _source_path(source: str) -> Path:
     return Path(source) if os.path.isabs(source) else recipes_folder() / f"{source}.py"
 
 
@@ -204,7 +204,7 @@ def parse_command(
 
     positionals, flags = split_argv(argv, own)
     if not positionals and own.description and ("help", None) in flags:
-        print(_own_page(command, expected, own))
+        print(_command_help(command, expected, own))
         return None
     if not positionals and expected == "RECIPE":
         positionals = [text for name, text in flags if name == "config" and text][:1]  # the YAML file names its recipe
@@ -238,7 +238,7 @@ def _infer(command: str, reference: str, flags: Flags) -> tuple[str, Flags]:
     return found.recipe, list(found.flags.items())
 
 
-def _own_page(command: str, what: str, own: CommandFlags) -> str:
+def _command_help(command: str, what: str, own: CommandFlags) -> str:
     several = dict.fromkeys(own.multi_valued, " ...")
     rows = {f"--{name} {name.upper()}{several.get(name, '')}": text for name, text in own.valued.items()}
     rows |= {f"--{name}": text for name, text in own.switches.items()}

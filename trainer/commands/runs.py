@@ -93,7 +93,7 @@ def fit_script(recipe: Recipe) -> None:
 
 def evaluate(argv: list[str]) -> None:
     """Evaluate the trained model of a run directory."""
-    if asked := parse_command("evaluate", "RUN_DIR", argv, EVALUATE_FLAGS, named=_recipe_of):
+    if asked := parse_command("evaluate", "RUN_DIR", argv, EVALUATE_FLAGS, named=_load_run_recipe):
         files = [text for name, text in asked.flags if name == "file"]
         require(len(files) <= 1, f"evaluate takes one file, not {len(files)}")
         file = files[0] if files else None
@@ -105,7 +105,7 @@ def evaluate(argv: list[str]) -> None:
 
 def predict(argv: list[str]) -> None:
     """Classify texts, images, folders or tables with the trained model of a run directory."""
-    if asked := parse_command("predict", "RUN_DIR", argv, PREDICT_FLAGS, named=_recipe_of):
+    if asked := parse_command("predict", "RUN_DIR", argv, PREDICT_FLAGS, named=_load_run_recipe):
         texts, images, paths = inputs(asked.flags)
         options = {*PREDICT_FLAGS.valued, *PREDICT_FLAGS.switches} - {*PREDICT_FLAGS.multi_valued}
         chosen = [(name.replace("-", "_"), text) for name, text in asked.flags if name in options]
@@ -128,7 +128,7 @@ def _number(key: str, text: str) -> float:
 
 def export(argv: list[str]) -> None:
     """Export the trained model of a run directory to ONNX, transformers, peft or the hub."""
-    if asked := parse_command("export", "RUN_DIR", argv, EXPORT_FLAGS, named=_recipe_of):
+    if asked := parse_command("export", "RUN_DIR", argv, EXPORT_FLAGS, named=_load_run_recipe):
         given = {name: text for name, text in asked.flags if name in EXPORT_FLAGS.valued and text}
         to = given.get("to", "")
         require(bool(to), f"export needs --to {'|'.join(FORMATS)}")
@@ -149,9 +149,10 @@ def inputs(flags: Flags) -> tuple[list[str], list[str], list[str]]:
     for text in texts:
         require(text.strip() != "", "--text is empty: give a text")
         require(text.encode(errors="replace").decode() == text, f"--text {text[:40]!a} is not UTF-8 text")
-    several = ", not both" if sum(map(bool, found)) > 1 else ""
-    ways = "either --text TEXT or --image PATH, or files and folders after RUN_DIR"
-    require(sum(map(bool, found)) == 1, f"predict needs {ways}{several}")
+    if sum(map(bool, found)) != 1:
+        several = ", not both" if sum(map(bool, found)) > 1 else ""
+        ways = "either --text TEXT or --image PATH, or files and folders after RUN_DIR"
+        raise RecipeError(f"predict needs {ways}{several}")
     for image in images:  # unlike Path.is_dir, os.path accepts invalid names
         if not os.path.isfile(image):
             why = "is a folder: give it after RUN_DIR, without --image" if os.path.isdir(image) else "no such file"
@@ -170,7 +171,7 @@ def load(run_dir: str | Path, recipe: Recipe | None = None, *, trusted: bool = F
     Raises:
         RecipeError: if there is no finished run, or its recipe does not load.
     """
-    found = _recipe_of(str(run_dir))
+    found = _load_run_recipe(str(run_dir))
     if recipe is None:
         recipe = load_recipe(found, trusted=trusted)[0]
     from trainer import api
@@ -178,7 +179,7 @@ def load(run_dir: str | Path, recipe: Recipe | None = None, *, trusted: bool = F
     return api.FinishedRun(recipe, run_dir)
 
 
-def _recipe_of(reference: str) -> str:
+def _load_run_recipe(reference: str) -> str:
     run_dir = Path(reference)
     recipe, named = run_dir / "recipe.yaml", f"run directory {str(run_dir)!r}"
     require(run_dir.is_dir(), f"{named}: no such directory")

@@ -14,7 +14,8 @@ from urllib.request import url2pathname
 from trainer.contract import Data
 from trainer.errors import RecipeError, format_list, require, suggest_name
 from trainer.recipe import MAX_SECONDS
-from trainer.values import Outline, Task
+from trainer.system.error_reports import describe_error
+from trainer.values import DataSpec, Task
 
 if TYPE_CHECKING:
     from numpy import ndarray
@@ -69,15 +70,16 @@ class BuiltinDataset(Loading):
         require(bad >= 0, f"data.max_bad_samples={bad} must not be negative; 0 ends the run at the first bad sample")
         for name in ("val_file", "val_files", "val_split"):
             value = getattr(self, name, None)
-            both = f"data.{name}={value!r} and data.val_fraction={fraction} exclude each other: give one"
-            require(value is None or fraction == 0, both)
+            if value is not None and fraction != 0:
+                both = f"data.{name}={value!r} and data.val_fraction={fraction} exclude each other: give one"
+                raise RecipeError(both)
 
-    def _make_outline(
+    def _make_spec(
         self, train: int, test: int, num_classes: int, tensors: Mapping[str, tuple[str, tuple[int, ...]]], **more: Any
-    ) -> Outline:
-        """Return the outline of ``train`` samples, some of them held out, and ``test`` samples, with one label each."""
+    ) -> DataSpec:
+        """Return the spec of ``train`` samples, some of them held out, and ``test`` samples, with one label each."""
         held = math.ceil(self.val_fraction * train)
-        return Outline({**tensors, "labels": ("int64", ())}, train - held, held, test, num_classes, **more)
+        return DataSpec({**tensors, "labels": ("int64", ())}, train - held, held, test, num_classes, **more)
 
     def _set_classes(self, names: Sequence[str]) -> None:
         self.class_names, self.num_classes = list(names), len(names)
@@ -107,14 +109,15 @@ class ClassWeightedDataset(BuiltinDataset):
                 is_number = isinstance(weight, int | float) and not isinstance(weight, bool) and 0 <= weight < math.inf
                 require(is_number, f"data.sampling: {name}: {weight!r} must be a number of at least 0")
 
-    def chances(self) -> Sequence[float] | None:
+    def sample_weights(self) -> Sequence[float] | None:
         """Return the sample weights of the training samples according to ``sampling``."""
         if self.sampling == "uniform":
             return None
         import numpy as np
 
-        task = f"with model.task={self._task} use uniform"
-        require(self._task == "single_label", f"data.sampling={self.sampling!r} needs one class per sample: {task}")
+        if self._task != "single_label":
+            task = f"with model.task={self._task} use uniform"
+            raise RecipeError(f"data.sampling={self.sampling!r} needs one class per sample: {task}")
         labels = np.asarray(self.train.labels)
         if self.sampling == "balanced":
             return (1 / np.bincount(labels, minlength=self.num_classes).clip(min=1))[labels]
@@ -154,11 +157,10 @@ def separator_of(header: str) -> str:
 
 
 def root_cause(error: BaseException) -> str:
-    """Return type and first line of the root cause of a chain of exceptions."""
+    """Describe the root cause of a chain of exceptions."""
     while error.__cause__ is not None:
         error = error.__cause__
-    lines = str(error).strip().splitlines()
-    return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
+    return describe_error(error)
 
 
 def hold_out(
@@ -189,8 +191,8 @@ def hold_out(
         parts, dealt = round(1 / fraction), np.concatenate(classwise)
         place = np.arange(len(dealt)) % parts
         return sorted(dealt[place != fold].tolist()), sorted(dealt[place == fold].tolist())
-    kept_counts = _in_proportion(counts, sizes[0], generator)
-    held_counts = _in_proportion(counts - kept_counts, sizes[1], generator)
+    kept_counts = _apportion(counts, sizes[0], generator)
+    held_counts = _apportion(counts - kept_counts, sizes[1], generator)
     kept: list[int] = []
     held: list[int] = []
     for code, count in enumerate(counts):
@@ -200,7 +202,7 @@ def hold_out(
     return sorted(kept), sorted(held)
 
 
-def _in_proportion(counts: ndarray, draws: int, generator: RandomState) -> ndarray:
+def _apportion(counts: ndarray, draws: int, generator: RandomState) -> ndarray:
     """Distribute ``draws`` in proportion to ``counts``. The largest remainders are rounded up, ties at random."""
     import numpy as np
 

@@ -44,9 +44,9 @@ def get_or_build(root: Path, key: str, what: str, build: Callable[[Path], None])
     try:
         with room_in(root, "set data.cache_dir to a folder on another disk"):
             root.mkdir(parents=True, exist_ok=True)
-            if _fault(place) is not None:
-                with _locked(root / f"{key}.lock", what):
-                    if fault := _fault(place):
+            if _cache_problem(place) is not None:
+                with _file_lock(root / f"{key}.lock", what):
+                    if fault := _cache_problem(place):
                         _build(place, fault, build)
     except (OSError, NotImplementedError) as error:  # NotImplementedError if files cannot be locked
         why = getattr(error, "strerror", None) or error
@@ -55,7 +55,7 @@ def get_or_build(root: Path, key: str, what: str, build: Callable[[Path], None])
     return place
 
 
-def _locked(path: Path, what: str) -> AbstractContextManager[Any]:
+def _file_lock(path: Path, what: str) -> AbstractContextManager[Any]:
     lock = FileLock(path)  # the kernel releases it even if this process is killed
     try:
         return lock.acquire(timeout=2)
@@ -76,7 +76,7 @@ def _build(place: Path, fault: str, build: Callable[[Path], None]) -> None:
         (folder / MANIFEST).write_text(json.dumps(files))
 
 
-def _fault(place: Path) -> str | None:
+def _cache_problem(place: Path) -> str | None:
     """Return the reason why a folder of the cache is damaged, or ``None`` if it is intact."""
     try:
         files: Any = json.loads(read_regular(place / MANIFEST, MAX_CACHE_JSON_BYTES))

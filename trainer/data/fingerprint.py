@@ -18,7 +18,7 @@ from trainer.contract import Data, as_samples, splits_of
 from trainer.data.loader import preserve_rng_state, seed_everything
 from trainer.errors import RecipeError
 
-SAMPLES = 64  # number of samples that are hashed if a split defines no fingerprint
+NUM_HASHED_SAMPLES = 64  # number of samples that are hashed if a split defines no fingerprint
 
 
 def fingerprint(data: Data) -> str:
@@ -39,7 +39,7 @@ def fingerprint(data: Data) -> str:
     for name, split in (("train", data.train), ("val", data.val), ("test", data.test)):
         content.add(name)
         content.add(None if split is None else split_fingerprint(split))
-    if (chances := data.chances()) is not None:
+    if (chances := data.sample_weights()) is not None:
         content.add(np.asarray(chances, dtype=np.float64))
     return content.hexdigest()
 
@@ -68,7 +68,7 @@ def split_fingerprint(split: Any) -> str:
         for rows in sample_row_blocks(size, split.data.nbytes * size // max(1, split.data.num_rows)):
             add_rows(content, split, rows)
     with preserve_rng_state():
-        for index in evenly_spaced(size, SAMPLES):
+        for index in evenly_spaced(size, NUM_HASHED_SAMPLES):
             content.add(index)
             seed_everything(index)
             try:
@@ -100,7 +100,7 @@ def tokenizer_hash(tokenizer: Any) -> str | None:
 
 # A hash of numbers, texts, tensors and nested containers, equal in every process and on every machine.
 
-DEEPEST = 16  # max depth of nesting, because a sample may refer to itself
+MAX_DEPTH = 16  # max depth of nesting, because a sample may refer to itself
 
 
 class ContentHasher:
@@ -132,7 +132,7 @@ class ContentHasher:
             self._add_tensor(value)
         elif isinstance(value, np.ndarray | np.generic):
             self._add_array(np.asarray(value), depth)
-        elif depth > DEEPEST:
+        elif depth > MAX_DEPTH:
             self._update("deep", type(value).__qualname__.encode())
         else:
             self._add_nested(value, depth + 1)

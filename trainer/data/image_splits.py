@@ -25,7 +25,7 @@ from trainer.contract import DrawnSamples
 from trainer.data.base import root_cause
 from trainer.data.cache import inspect_cached
 from trainer.data.fingerprint import ContentHasher
-from trainer.errors import RecipeError, require
+from trainer.errors import RecipeError
 from trainer.system.files import open_regular, read_regular
 
 FORMATS = ("JPEG", "PNG", "PPM", "BMP", "TIFF", "WEBP", "GIF")
@@ -145,7 +145,6 @@ class ImageSplit(DrawnSamples):
         raise NotImplementedError
 
     def together(self, drawn: Sequence[tuple[Tensor, int]]) -> dict[str, Tensor]:
-        """Collate drawn samples to a micro-batch."""
         images, labels = zip(*drawn, strict=True)
         return {"pixel_values": self.pixels.normalize(torch.stack(images)), "labels": torch.tensor(labels)}
 
@@ -185,7 +184,6 @@ class ImageArrays(ImageSplit):
         return f"{self.source} image {self.rows[index]} (the first is image 0)"
 
     def fingerprint(self) -> str:
-        """Hash every pixel and label, in order, and the transform."""
         return ContentHasher("images", self.images, self.labels, self.pixels.settings).hexdigest()
 
 
@@ -221,14 +219,13 @@ class ImageFiles(ImageSplit):
     def draw(self, index: int) -> tuple[Tensor, int]:
         path, label = self.samples[index]
         if path in self.broken:  # a decoder may still return something
-            raise _unreadable(path, self.broken[path])
+            raise _unreadable_error(path, self.broken[path])
         return self.pixels.augment_bytes(read_image(path, "RGB")), label
 
     def describe(self, index: int) -> str:
         return self.samples[index][0]
 
     def fingerprint(self) -> str:
-        """Hash every byte of every checked file and its label, in order, and the transform."""
         return ContentHasher("files", b"".join(self.digests), np.asarray(self.labels), self.pixels.settings).hexdigest()
 
 
@@ -236,21 +233,21 @@ def read_image(path: str, mode: str) -> Tensor:
     """Decode a file to uint8 ``(channels, H, W)``; ``mode`` is PIL's, ``L`` or ``RGB``."""
     try:
         with open_regular(path, MAX_IMAGE_BYTES) as file, Image.open(file, formats=FORMATS) as image:
-            _refuse_bomb(image)
+            _reject_decompression_bomb(image)
             if image.format == "JPEG" and image.mode == mode == "RGB":  # PIL takes 1.5 times as long for the same bits
                 file.seek(0)
                 with suppress(RuntimeError):  # PIL may read it, or gives a better message
                     return decode_jpeg(torch.frombuffer(bytearray(file.read()), dtype=torch.uint8))
             return F.pil_to_tensor(image.convert(mode))
     except Exception as error:  # PIL raises OSError, SyntaxError, ValueError, struct.error... for broken files
-        raise _unreadable(path, root_cause(error)) from error
+        raise _unreadable_error(path, root_cause(error)) from error
 
 
-def _unreadable(path: str, why: str) -> RecipeError:
+def _unreadable_error(path: str, why: str) -> RecipeError:
     return RecipeError(f"{path} cannot be read as an image ({why}): replace or remove it")
 
 
-def _refuse_bomb(image: Image.Image) -> None:
+def _reject_decompression_bomb(image: Image.Image) -> None:
     """Reject an oversized image by its header, because a few bytes can expand to gigabytes."""
     width, height = image.size
     short, long = sorted(image.size)
@@ -276,10 +273,11 @@ def check_images(paths: Sequence[str], max_bad: int, cache: Path) -> dict[str, C
     answers = inspect_cached(cache, list(map(Path, paths)), look, "image files", worth_keeping=sound)
     checked = {path: CheckedFile(*answer) for path, answer in zip(paths, answers, strict=True)}
     faults = [f"{path} ({found.fault})" for path, found in checked.items() if found.fault]
-    shown = "; ".join(faults[:5]) + (f"; and {len(faults) - 5} more" if len(faults) > 5 else "")
-    allowed = f" (data.max_bad_samples={max_bad})" if max_bad else ""
-    unreadable = f"{len(faults)} of {len(paths)} images cannot be read{allowed}: {shown}"
-    require(len(faults) <= max_bad, f"{unreadable}. Replace or remove them")
+    if len(faults) > max_bad:
+        shown = "; ".join(faults[:5]) + (f"; and {len(faults) - 5} more" if len(faults) > 5 else "")
+        allowed = f" (data.max_bad_samples={max_bad})" if max_bad else ""
+        unreadable = f"{len(faults)} of {len(paths)} images cannot be read{allowed}: {shown}"
+        raise RecipeError(f"{unreadable}. Replace or remove them")
     return checked
 
 
@@ -289,7 +287,7 @@ def _check(path: Path) -> CheckedFile:
         content = read_regular(path, MAX_IMAGE_BYTES)
         digest = hashlib.sha256(content).hexdigest()
         with Image.open(io.BytesIO(content), formats=FORMATS) as image:
-            _refuse_bomb(image)
+            _reject_decompression_bomb(image)
             if image.format == "JPEG":  # verify() checks nothing here; decoding at an eighth of the size is cheap
                 image.draft("RGB", (1, 1))
                 image.load()

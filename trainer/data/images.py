@@ -12,27 +12,27 @@ from trainer.contract import Model, Preparable, capability
 from trainer.data.base import ClassWeightedDataset, hold_out, local_path, require_fraction, root_cause
 from trainer.errors import RecipeError, format_list, require, require_choice, require_positive
 from trainer.system.machine import available_bytes
-from trainer.values import ImageInput, MixupConfig, Outline
+from trainer.values import DataSpec, ImageInput, MixupConfig
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from trainer.data.image_splits import ImageTransform
 
-DRAWN = ("augment", "mirror", "random_resized_crop", "color_jitter", "erasing", "transform")
+RANDOM_SETTINGS = ("augment", "mirror", "random_resized_crop", "color_jitter", "erasing", "transform")
 """Settings of the random changes of each image."""
 
 MAX_MIXUP_ALPHA = 1000  # above it, all shares are close to 1/2
-USUAL_SIZE = 224
+DEFAULT_IMAGE_SIZE = 224
 MAX_IMAGE_SIZE = 20_000  # per side: one such image is 5 GB
 Augment = Literal["none", "flip", "crop_flip", "randaugment", "autoaugment", "trivialaugment"]
 Normalize = Literal["dataset", "imagenet", "model"]
 Statistics = tuple[tuple[float, ...], tuple[float, ...]]
-IMAGENET: Statistics = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
+IMAGENET_MEAN_STD: Statistics = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 """Mean and standard deviation of each channel: what torchvision's pretrained models expect."""
 
 
-class _Part(NamedTuple):
+class _ImageArraysPart(NamedTuple):
     images: Tensor  # uint8 (n, channels, H, W)
     labels: Tensor  # int64 (n,)
     source: str
@@ -74,7 +74,7 @@ class Augmentation:
     cutmix: float = 0.0
     mix_probability: float = 1.0
 
-    def mixing(self) -> MixupConfig | None:
+    def mixup_config(self) -> MixupConfig | None:
         """Return the settings of mixup and CutMix, or ``None`` if both are off."""
         is_mixed = self.mixup > 0 or self.cutmix > 0
         return MixupConfig(self.mixup, self.cutmix, self.mix_probability) if is_mixed else None
@@ -94,8 +94,9 @@ class Augmentation:
             if not is_number or not 0 <= alpha <= MAX_MIXUP_ALPHA:
                 raise RecipeError(f"data.{name}={alpha!r} must be a number from 0 to {MAX_MIXUP_ALPHA}; 0 is off")
         require_fraction("data.mix_probability", self.mix_probability)
-        unused = f"data.mix_probability={self.mix_probability} has no effect without data.mixup or data.cutmix: set one"
-        require(self.mix_probability == 1 or self.mixing() is not None, f"{unused}, such as data.mixup 0.2")
+        if self.mix_probability != 1 and self.mixup_config() is None:
+            unused = f"data.mix_probability={self.mix_probability} has no effect without data.mixup or data.cutmix"
+            raise RecipeError(f"{unused}: set one, such as data.mixup 0.2")
         if self.transform is not None and not callable(self.transform):
             wrong = f"data.transform={self.transform!r} is not a function"
             raise RecipeError(f"{wrong}: give one in a Python recipe, transform=my_function")
@@ -116,7 +117,7 @@ class _ImageDataset(Augmentation, ClassWeightedDataset):
     normalize: Normalize = "imagenet"
 
     _asked: tuple[Any, ImageInput | None] = (None, None)
-    _statistics: ClassVar[Statistics] = IMAGENET
+    _statistics: ClassVar[Statistics] = IMAGENET_MEAN_STD
     _mode: ClassVar[str] = "RGB"
 
     def __post_init__(self) -> None:
@@ -142,7 +143,7 @@ class _ImageDataset(Augmentation, ClassWeightedDataset):
         seen = self._pretrained_input() if self.normalize == "model" else None
         if seen is not None and seen.mean and seen.std:
             return seen.mean, seen.std
-        return self._statistics if self.normalize == "dataset" else IMAGENET
+        return self._statistics if self.normalize == "dataset" else IMAGENET_MEAN_STD
 
     def _pretrained_input(self) -> ImageInput | None:
         """Return the format of the model's training images, which it reads from files."""
@@ -154,13 +155,13 @@ class _ImageDataset(Augmentation, ClassWeightedDataset):
     def _transform(self, augmented: bool = False) -> ImageTransform:
         from trainer.data.image_splits import ImageTransform
 
-        changes = {name: getattr(self, name) for name in DRAWN} if augmented else {}
+        changes = {name: getattr(self, name) for name in RANDOM_SETTINGS} if augmented else {}
         if self.image_size is None:
             seen = self._pretrained_input()
-            self.image_size = seen.size if seen is not None and seen.size else USUAL_SIZE
+            self.image_size = seen.size if seen is not None and seen.size else DEFAULT_IMAGE_SIZE
         return ImageTransform(self.image_size, *self._mean_and_std, **changes)
 
-    def _set_splits(self, train: _Part, test: _Part) -> None:
+    def _set_splits(self, train: _ImageArraysPart, test: _ImageArraysPart) -> None:
         from trainer.data.image_splits import ImageArrays
 
         labels = train.labels.tolist()
@@ -196,9 +197,7 @@ class Digits(_ImageDataset):
         require(0 < fraction < 1, f"data.test_fraction={fraction} must be more than 0 and less than 1")
 
     def prepare(self, tokenizer: Any = None, model: Model | None = None) -> None:
-        """Read the images from scikit-learn's files and split them."""
-        if model is not None:
-            self.use_model(model)
+        self.use_model(model)
         import torch
 
         from trainer.data.image_splits import read_digits
@@ -207,11 +206,11 @@ class Digits(_ImageDataset):
         images = (pixels * (255 / 16)).round().to(torch.uint8)[:, None]
         self._set_classes([str(number) for number in range(10)])
         rows = hold_out(labels.tolist(), self.test_fraction, "data.test_fraction")
-        self._set_splits(*(_Part(images, labels, "scikit-learn digits", part) for part in rows))
+        self._set_splits(*(_ImageArraysPart(images, labels, "scikit-learn digits", part) for part in rows))
 
 
 @dataclass
-class _Downloaded(_ImageDataset):
+class _DownloadedImages(_ImageDataset):
     """Base class of public image datasets. ``_read`` returns the classes, and images and labels of train and test."""
 
     root: str = "data"
@@ -223,20 +222,19 @@ class _Downloaded(_ImageDataset):
     _place: ClassVar[str]  # path of the files in ``root``
     _counts: ClassVar[tuple[int, int]]  # number of samples of train and test
 
-    def outline(self) -> Outline | None:
+    def spec(self) -> DataSpec | None:
         if not self.download or self.root.endswith(".npz") or (local_path(self.root) / self._place).is_dir():
             return None
         shape = (self.channels, self.image_size, self.image_size)
-        return self._make_outline(*self._counts, 10, {"pixel_values": ("float32", shape)})
+        return self._make_spec(*self._counts, 10, {"pixel_values": ("float32", shape)})
 
     def prepare(self, tokenizer: Any = None, model: Model | None = None) -> None:
-        if model is not None:
-            self.use_model(model)
+        self.use_model(model)
         classes, train, test = self._read()
         self._set_classes(classes)
-        source, found = type(self).__name__, (("train", train), ("test", test))
-        parts = [_Part(images, labels, f"{source} {name}", range(len(labels))) for name, (images, labels) in found]
-        self._set_splits(*parts)
+        name, splits = type(self).__name__, (("train", train), ("test", test))
+        parts = [(*part, f"{name} {split}", range(len(part[1]))) for split, part in splits]
+        self._set_splits(*map(_ImageArraysPart._make, parts))
 
     def _read(self) -> tuple[Sequence[str], Any, Any]:
         raise NotImplementedError
@@ -257,7 +255,7 @@ class _Downloaded(_ImageDataset):
 
 
 @dataclass
-class FashionMNIST(_Downloaded):
+class FashionMNIST(_DownloadedImages):
     """Fashion-MNIST: 60,000 training and 10,000 test images of clothing, grey, 28 × 28 pixels.
 
     Args:
@@ -282,13 +280,14 @@ class FashionMNIST(_Downloaded):
             images, labels = part.data, part.targets
             fits = isinstance(images, Tensor) and isinstance(labels, Tensor) and images.dtype == uint8
             fits = fits and images.ndim == 3 and labels.shape == images.shape[:1]
-            wrong = f"data.root: {folder.parent} contains no grey images with labels"
-            require(fits, f"{wrong}: delete it to download it again")
+            if not fits:
+                wrong = f"data.root: {folder.parent} contains no grey images with labels"
+                raise RecipeError(f"{wrong}: delete it to download it again")
         return Source.classes, *((part.data[:, None], part.targets.long()) for part in (train, test))
 
 
 @dataclass
-class CIFAR10(_Downloaded):
+class CIFAR10(_DownloadedImages):
     """CIFAR-10: 50,000 training and 10,000 test images of animals and vehicles, 32 × 32 pixels.
 
     torchvision reads the public download and checks the MD5 of every file first.
@@ -341,7 +340,6 @@ class ImageFolder(_ImageDataset):
     workers: int | None = field(default=None, kw_only=True)
 
     def require_files(self) -> None:
-        """Check that the root contains class folders."""
         key, root = f"data.root={self.root!r}", local_path(self.root)
         wanted = "give one with train/CLASS/*.jpg and test/CLASS/*.jpg by --data.root FOLDER, or one with CLASS/*.jpg"
         require(root.is_dir(), f"{key}: there is no folder {root}: {wanted} and --data.val_fraction 0.1")
@@ -351,12 +349,10 @@ class ImageFolder(_ImageDataset):
         require(bool(_folders_in(train)), f"{key}: {train} contains no class folders: {wanted}")
 
     def prepare(self, tokenizer: Any = None, model: Model | None = None) -> None:
-        """List and check the files."""
         from trainer.data.cache import cache_folder
         from trainer.data.image_splits import ImageFiles, check_images
 
-        if model is not None:
-            self.use_model(model)
+        self.use_model(model)
         files = self._list()
         paths = [path for samples in files.values() for path, _ in samples]
         checked = check_images(paths, self.max_bad_samples, cache_folder(self.cache_dir))
@@ -391,8 +387,9 @@ class ImageFolder(_ImageDataset):
         index, samples = {name: number for number, name in enumerate(self.class_names)}, {}
         for part, folder in folders.items():
             differing = ", ".join(sorted(set(found[part]) ^ set(self.class_names)))
-            differ = f"{key}: the classes of train and {part} differ in {differing}"
-            require(not differing, f"{differ}: every class needs a folder with images in both")
+            if differing:
+                differ = f"{key}: the classes of train and {part} differ in {differing}"
+                raise RecipeError(f"{differ}: every class needs a folder with images in both")
             files = make_dataset(str(folder), index, IMG_EXTENSIONS, allow_empty=True)
             files = [file for file in files if "/." not in file[0].removeprefix(str(folder))]
             empty = sorted(index.keys() - {self.class_names[label] for _, label in files})
@@ -412,7 +409,7 @@ def _read_npz(path: Path) -> tuple[list[str], tuple[Any, Any], tuple[Any, Any]]:
     import numpy as np
 
     require(path.is_file(), f"data.root: there is no file {path}")
-    _require_room(path)
+    _require_disk_or_memory(path)
     keys = ("images", "labels", "split", "class_names")
     try:
         with np.load(path, allow_pickle=False) as arrays:
@@ -436,7 +433,7 @@ def _read_npz(path: Path) -> tuple[list[str], tuple[Any, Any], tuple[Any, Any]]:
     return [str(name) for name in names], train, test
 
 
-def _require_room(path: Path) -> None:
+def _require_disk_or_memory(path: Path) -> None:
     """Check the unpacked size in the zip directory, because a zip file of kilobytes may expand to terabytes."""
     try:
         with ZipFile(path) as file:
@@ -444,5 +441,6 @@ def _require_room(path: Path) -> None:
     except (BadZipFile, ValueError, OSError):  # the reader reports it
         return
     free = available_bytes()
-    needed = f"data.root: {path} needs {size / 1e9:.1f} GB, but this machine has {free / 1e9:.1f} GB free"
-    require(size < free, f"{needed}: use a folder of images")
+    if size >= free:
+        needed = f"data.root: {path} needs {size / 1e9:.1f} GB, but this machine has {free / 1e9:.1f} GB free"
+        raise RecipeError(f"{needed}: use a folder of images")

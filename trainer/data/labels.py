@@ -9,7 +9,7 @@ from itertools import chain
 from math import isfinite
 from typing import TYPE_CHECKING, Any
 
-from trainer.errors import RecipeError, require
+from trainer.errors import RecipeError
 from trainer.values import IGNORED_LABEL, Task
 
 if TYPE_CHECKING:
@@ -41,7 +41,7 @@ def parse_numbers(cell: Any, place: Callable[[], str], column: str) -> list[floa
     return found
 
 
-def words(cell: Any, place: Callable[[], str], column: str) -> list[str]:
+def parse_words(cell: Any, place: Callable[[], str], column: str) -> list[str]:
     """Return the words of a cell, or their tags: a list, or a text with spaces between them."""
     found = cell.split() if isinstance(cell, str) else cell
     is_list = isinstance(found, Sequence) and all(isinstance(word, str | int) and str(word).strip() for word in found)
@@ -56,7 +56,7 @@ def parse_tagged_words(
     cells: tuple[Any, Any], place: Callable[[], str], columns: tuple[str, str]
 ) -> tuple[list[str], list[str]]:
     """Return the words of a row, and one tag per word."""
-    text, tags = (words(cell, place, column) for cell, column in zip(cells, columns, strict=True))
+    text, tags = (parse_words(cell, place, column) for cell, column in zip(cells, columns, strict=True))
     if len(text) != len(tags):
         counts = f"{len(text)} words in {columns[0]!r} and {len(tags)} tags in {columns[1]!r}"
         raise RecipeError(f"{place()} has {counts}: give one tag per word for model.task=token")
@@ -83,8 +83,9 @@ def output_names(texts: Sequence[str], task: Task, source: str, column: str) -> 
         return list(dict.fromkeys(name for name in chain.from_iterable(found) if name is not None))
     counts = set(map(len, found))
     few, many = min(counts), max(counts)
-    differ = f"{source}: {column} has {few} numbers in one row and {many} in another"
-    require(few == many, f"{differ}: write the same number in all rows")
+    if few != many:
+        differ = f"{source}: {column} has {few} numbers in one row and {many} in another"
+        raise RecipeError(f"{differ}: write the same number in all rows")
     return [column] if many == 1 else [f"{column}_{number}" for number in range(1, many + 1)]
 
 
@@ -103,12 +104,12 @@ def row_labels(
         if strange:
             known = f"is not one of {', '.join(classes)}, the labels of the training data"
             raise RecipeError(f"{unknown(text, repr(strange[0]))} {known}")
-    return RowLabels(table, partial(_present if task == "multi_label" else _of_tokens, dict(classes)))
+    return RowLabels(table, partial(_multi_hot if task == "multi_label" else _encode_token_labels, dict(classes)))
 
 
-def _present(classes: Mapping[str, int], names: Sequence[str]) -> tuple[float, ...]:
+def _multi_hot(classes: Mapping[str, int], names: Sequence[str]) -> tuple[float, ...]:
     return tuple(float(name in names) for name in classes)
 
 
-def _of_tokens(classes: Mapping[str, int], names: Sequence[str | None]) -> list[int]:
+def _encode_token_labels(classes: Mapping[str, int], names: Sequence[str | None]) -> list[int]:
     return [IGNORED_LABEL if name is None else classes[name] for name in names]

@@ -25,7 +25,7 @@ from trainer.data.text import (
     shard_files,
 )
 from trainer.errors import RecipeError, format_list, require, require_choice, require_positive
-from trainer.values import Outline
+from trainer.values import DataSpec
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from trainer.data.tables import RowSource
 
 TABLES = (".jsonl", ".parquet", ".csv", ".tsv")
-_OF_HUB = ("config", "revision", "train_split", "val_split", "test_split")
+_HUB_SETTINGS = ("config", "revision", "train_split", "val_split", "test_split")
 
 DEFAULT_PLANNED_SAMPLES = 10_000
 """Number of samples that a plan assumes if it is unknown."""
@@ -87,24 +87,25 @@ class LanguageData(PaddedDataset):
     cache_dir: str | None = None
 
     belonging: ClassVar[Mapping[str, Sequence[str]]] = {
-        "train_files": ("name", *_OF_HUB, "val_files", "test_files"),
-        "name": ("train_files", "val_files", "test_files", *_OF_HUB),
+        "train_files": ("name", *_HUB_SETTINGS, "val_files", "test_files"),
+        "name": ("train_files", "val_files", "test_files", *_HUB_SETTINGS),
     }
     """Settings of a recipe that are dropped if a flag or YAML sets the key, unless they are set there as well."""
 
     answers: ClassVar[bool] = False
     """Whether the model answers a text or a list of messages; otherwise it continues the text."""
 
-    _kinds: ClassVar[Sequence[str]] = TABLES  # suffixes of files that are read from a folder
-    _called: ClassVar[str]  # word for a row in messages
+    _extensions: ClassVar[Sequence[str]] = TABLES  # suffixes of files that are read from a folder
+    _sample_noun: ClassVar[str]  # word for a row in messages
 
     def __post_init__(self) -> None:
         super().__post_init__()
         require(self.max_length > 1, "data.max_length=1 leaves nothing to predict: raise it")
         require_positive("data.shuffle_buffer", self.shuffle_buffer)
         self._separator = csv_format(self.encoding, self.separator)
-        both = f"data.train_files={self.train_files!r} and data.name={self.name!r} exclude each other: give one"
-        require(self.train_files is None or self.name is None, both)
+        if self.train_files is not None and self.name is not None:
+            both = f"data.train_files={self.train_files!r} and data.name={self.name!r} exclude each other: give one"
+            raise RecipeError(both)
         for key in ("val_files", "test_files") if self.name else ("val_split", "test_split", "config", "revision"):
             value, fits = getattr(self, key), "train_files" if self.name else "name"
             require(value is None, f"data.{key}={value!r} needs data.{fits}, which is not set: leave it out")
@@ -114,12 +115,12 @@ class LanguageData(PaddedDataset):
                 raise RecipeError(f"{cause}: give files for each part by data.train_files and data.val_files")
 
     def require_files(self) -> None:
-        """Check that the folders and patterns match files."""
         if self.name is not None:
             require_dataset_name(self.name)
             return
-        fix = "give a file, folder or pattern, or a dataset of the hub by data.name"
-        require(self.train_files is not None, f"data.train_files is missing: {fix}")
+        if self.train_files is None:
+            fix = "give a file, folder or pattern, or a dataset of the hub by data.name"
+            raise RecipeError(f"data.train_files is missing: {fix}")
         for part in ("train", "val", "test"):
             self._paths(part)
 
@@ -138,11 +139,11 @@ class LanguageData(PaddedDataset):
         return (
             shard_files(key, pattern)
             if self.streamed
-            else glob_files(key, pattern, [f"**/*{one}" for one in self._kinds])
+            else glob_files(key, pattern, [f"**/*{one}" for one in self._extensions])
         )
 
-    def outline(self) -> Outline | None:
-        """Return an outline of hub data that is not downloaded yet, with samples of ``max_length`` tokens."""
+    def spec(self) -> DataSpec | None:
+        """Return the spec of hub data that is not downloaded yet, with samples of ``max_length`` tokens."""
         from trainer.data.tables import is_cached
 
         if self.name is None or local_path(self.name).is_dir() or is_cached(self.name, self.cache_dir):
@@ -150,36 +151,37 @@ class LanguageData(PaddedDataset):
         held, parts = math.ceil(self.val_fraction * DEFAULT_PLANNED_SAMPLES), (self.val_split, self.test_split)
         val, test = (DEFAULT_PLANNED_SAMPLES if part else 0 for part in parts)
         tensors = dict.fromkeys(("input_ids", "attention_mask", "labels"), ("int64", (self.max_length,)))
-        return Outline(tensors, DEFAULT_PLANNED_SAMPLES - held, held or val, test, length=self.max_length)
+        return DataSpec(tensors, DEFAULT_PLANNED_SAMPLES - held, held or val, test, length=self.max_length)
 
     def prepare(self, tokenizer: Any = None, model: Model | None = None) -> None:
         """Read, check and tokenise the data, using the cache, and print a summary."""
         from trainer.data.cache import cache_folder
         from trainer.data.language_samples import Sequences, TruncationReport, make_padder, tokenize_rows
 
-        if model is not None:
-            self.use_model(model)
+        self.use_model(model)
         self.require_files()
         self._pad = make_padder(tokenizer, self.max_length)
         reader, cache = self._reader(tokenizer), cache_folder(self.cache_dir)
         if self.streamed:
             self._prepare_stream(reader, cache)
             return
-        found = load_hub_rows(self) if self.name else {part: self._rows(part, reader, cache) for part in self._given()}
-        survey, parts = TruncationReport(self._called, self.max_length), dict[str, Sequences]()
+        local = {part: self._rows(part, reader, cache) for part in self._sources()}
+        found = load_hub_rows(self) if self.name else local
+        survey, parts = TruncationReport(self._sample_noun, self.max_length), dict[str, Sequences]()
         for part, rows in found.items():
             several = rows if isinstance(rows, list) else [rows]
             every = Sequences([tokenize_rows(one, reader, cache) for one in several], several, self._pad)
             parts[part] = every.of(survey(part, every))
         survey.check(self.max_bad_samples)
         for part, split in parts.items():
-            files = getattr(self, f"{part}_files")
-            key = f"data.name={self.name!r}, {part}" if self.name else f"data.{part}_files={files!r}"
-            require(len(split) > 0, f"{key}: every {self._called} is empty: give other files")
+            if len(split) == 0:
+                files = getattr(self, f"{part}_files")
+                key = f"data.name={self.name!r}, {part}" if self.name else f"data.{part}_files={files!r}"
+                raise RecipeError(f"{key}: every {self._sample_noun} is empty: give other files")
         self.train, held = parts["train"].split_off(self.val_fraction, self.val_fold)
         self.val, self.test = parts.get("val", held), parts.get("test")
 
-    def _given(self) -> list[str]:
+    def _sources(self) -> list[str]:
         return [part for part in ("train", "val", "test") if getattr(self, f"{part}_files") is not None]
 
     def _rows(self, part: str, reader: Any, cache: Path) -> list[RowSource]:
@@ -195,11 +197,11 @@ class LanguageData(PaddedDataset):
             elif path.suffix.lower() in TABLES:
                 found.append(open_table(path, cache, CsvFormat(self.encoding, self._separator)))
             else:
-                require(self._called == "document", f"{path} must be one of {', '.join(TABLES)}: convert it")
+                require(self._sample_noun == "document", f"{path} must be one of {', '.join(TABLES)}: convert it")
                 texts.append(path)
         folder = local_path(str(getattr(self, f"{part}_files")))
         if folder.is_dir():
-            taken = {*self._kinds}
+            taken = {*self._extensions}
             others = Counter(
                 path.suffix or path.name for path in folder.rglob("*") if path.suffix not in taken and path.is_file()
             )
@@ -213,7 +215,7 @@ class LanguageData(PaddedDataset):
         from trainer.data.shards import StreamedSplit, find_shards
 
         for part in ("train", "val", "test"):
-            if part not in self._given():
+            if part not in self._sources():
                 continue
             shards = find_shards(self._paths(part), cache)
             columns = [reader.columns(shard.path, shard.columns) for shard in shards]
@@ -221,14 +223,14 @@ class LanguageData(PaddedDataset):
                 if names != columns[0]:
                     cause = f"{shard.path} has {format_list(names)}, but {shards[0].path} has {format_list(columns[0])}"
                     raise RecipeError(f"{cause}: a stream needs the same columns in all files")
-            files = format_list([shard.path for shard in shards])
-            require(any(shard.groups for shard in shards), f"data.{part}_files: no rows in {files}")
+            if not any(shard.groups for shard in shards):
+                files = format_list([shard.path for shard in shards])
+                raise RecipeError(f"data.{part}_files: no rows in {files}")
             # Evaluation reads from the first row to the last, so one row group at a time is enough.
             mixed = self.shuffle_buffer if part == "train" else 1
             setattr(self, part, StreamedSplit(shards, FirstSamplePerRow(reader, columns[0]), self._pad, mixed))
 
     def _reader(self, tokenizer: Any) -> Any:
-        """Return the reader that tokenises rows."""
         raise NotImplementedError
 
     def encode(self, texts: Sequence[Any], tokenizer: Any) -> dict[str, Tensor]:
@@ -265,7 +267,7 @@ class Conversations(LanguageData):
     loss_on: Literal["assistant", "all"] = "assistant"
 
     answers = True
-    _called = "conversation"
+    _sample_noun = "conversation"
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -300,8 +302,8 @@ class Documents(LanguageData):
 
     text_column: str = "text"
 
-    _kinds = (*TABLES, ".txt", ".md", ".rst", ".py")
-    _called = "document"
+    _extensions = (*TABLES, ".txt", ".md", ".rst", ".py")
+    _sample_noun = "document"
 
     def _reader(self, tokenizer: Any) -> Any:
         from trainer.data.language_samples import DocumentReader

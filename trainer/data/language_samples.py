@@ -26,7 +26,7 @@ from trainer.data.cache import hash_of
 from trainer.data.fingerprint import ContentHasher, add_rows, sample_row_blocks
 from trainer.data.tables import RowSource, brief_places, check_columns
 from trainer.data.tokens import (
-    CHARACTERS_A_TOKEN,
+    MAX_CHARS_PER_TOKEN,
     MIN_CHARS_LIMIT,
     Padder,
     build_table,
@@ -52,8 +52,8 @@ MAX_MESSAGES, SECONDS, MEMORY = 5_000, 10.0, 800_000_000
 WRITERS: dict[str, Bounded] = {}
 """Renderers of chat templates in this process, by a hash of everything that determines their output."""
 
-ROWS_AT_ONCE, MAX_TEMPLATE_BYTES, SHOWN = 128, 1_000_000, 5
-EMPTY, CUT = "is empty", "has no text of the assistant within data.max_length"
+ROWS_AT_ONCE, MAX_TEMPLATE_BYTES, MAX_SHOWN = 128, 1_000_000, 5
+EMPTY_REASON, TRUNCATED_REASON = "is empty", "has no text of the assistant within data.max_length"
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
 TOOLS = "tools"
@@ -106,7 +106,7 @@ def make_padder(tokenizer: Any, max_length: int) -> Padder:
     return Padder(tokenizer, max_length)
 
 
-def ids_of(texts: Sequence[str], tokenizer: Any) -> Iterator[ndarray]:
+def encode_texts(texts: Sequence[str], tokenizer: Any) -> Iterator[ndarray]:
     """Yield the tokens of each text, without special tokens except those written in the text."""
     for chunk in text_batches(texts) if texts else ():
         encoded = run_tokenizer(tokenizer, chunk, add_special_tokens=False, return_token_type_ids=False)
@@ -135,18 +135,18 @@ class DocumentReader:
         return [self.column]
 
     def __call__(self, rows: Sequence[Mapping[str, Any]]) -> list[list[Sample] | str]:
-        problems = [self._problem(*cells.values()) for cells in rows]
+        problems = [self._find_problem(*cells.values()) for cells in rows]
         texts = [next(iter(cells.values())) for cells, why in zip(rows, problems, strict=True) if not why]
-        found = zip(texts, ids_of(texts, self.tokenizer), strict=True)
-        return [why or self._pieces(*next(found)) or EMPTY for why in problems]
+        found = zip(texts, encode_texts(texts, self.tokenizer), strict=True)
+        return [why or self._pieces(*next(found)) or EMPTY_REASON for why in problems]
 
-    def _problem(self, text: Any, problem: str = "") -> str:
+    def _find_problem(self, text: Any, problem: str = "") -> str:
         try:
             if text is not None and not problem:
                 _require_text(text, MAX_DOCUMENT_CHARS)
         except RecipeError as error:
             return str(error)
-        return problem or ("" if text and text.strip() else EMPTY)
+        return problem or ("" if text and text.strip() else EMPTY_REASON)
 
     def _pieces(self, text: str, words: ndarray) -> list[Sample]:
         ids, size = np.array([*self.begin, *words, self.end], dtype=np.int32), len(text.encode())
@@ -155,7 +155,7 @@ class DocumentReader:
         return [Sample(piece, piece, 0, place, 0 if place else size) for place, piece in enumerate(pieces)]
 
     def prompts(self, texts: Sequence[str]) -> list[list[int]]:
-        return [[*self.begin, *ids.tolist()] for ids in ids_of(texts, self.tokenizer)]
+        return [[*self.begin, *ids.tolist()] for ids in encode_texts(texts, self.tokenizer)]
 
 
 class _RenderedChat(NamedTuple):
@@ -187,16 +187,16 @@ class ChatReader:
         self.special = {*added.values(), *tokenizer.all_special_ids}
         self.special_texts = tuple(filter(None, {*added, *tokenizer.all_special_tokens}))
         self.settings = ["conversations", column, *pair, max_length, self.template, loss_on]
-        self.most = max(MIN_CHARS_LIMIT, CHARACTERS_A_TOKEN * max_length)
+        self.most = max(MIN_CHARS_LIMIT, MAX_CHARS_PER_TOKEN * max_length)
         own = f"the chat template of model.tokenizer ({tokenizer.name_or_path})"
         self.named = own if template is None else f"data.chat_template={template[:300]!r}"
         self.write: Callable[..., Any] = self._write
         if self.template != CHATML:  # a template is a program, possibly from an untrusted source
             key = hash_of(*self.settings, tokenizer.special_tokens_map, sorted(self.special_texts))
             self.write = WRITERS.setdefault(key, Bounded(self._write, SECONDS, MEMORY))
-        self._look_at_ends(template)
+        self._probe_turn_end(template)
 
-    def _look_at_ends(self, given: str | None) -> None:
+    def _probe_turn_end(self, given: str | None) -> None:
         """Render a short conversation to find how the template ends a turn of the assistant."""
         probe = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
         (found,) = self([{"messages": probe}])
@@ -228,12 +228,12 @@ class ChatReader:
         return [*(self.pair if messages is None else [messages]), *tools]
 
     def __call__(self, rows: Sequence[Mapping[str, Any]]) -> list[list[Sample] | str]:
-        written = [self._written(cells) for cells in rows]
+        written = [self._render_row(cells) for cells in rows]
         texts: list[str] = []
         for one in written:
             if isinstance(one, _RenderedChat):
                 texts += [one.text, *(one.text[start:end] for start, end in one.parts())]
-        ids = ids_of(texts, self.tokenizer)
+        ids = encode_texts(texts, self.tokenizer)
         return [one if isinstance(one, str) else self._sample(one, ids) for one in written]
 
     def _message_cells(self, cells: Mapping[str, Any]) -> list[Any]:
@@ -245,7 +245,7 @@ class ChatReader:
             prompt = f"{prompt}\n\n{context}"
         return [prompt, answer]
 
-    def _written(self, cells: Mapping[str, Any]) -> _RenderedChat | str:
+    def _render_row(self, cells: Mapping[str, Any]) -> _RenderedChat | str:
         try:
             messages = messages_of(self._message_cells(cells))
             tools = _tools(cells.get(TOOLS))
@@ -331,7 +331,7 @@ class ChatReader:
         learned = np.repeat([start in starts for start, _ in parts], list(map(len, pieces)))
         if not np.array_equal(tokens, whole) and self._decoded(tokens) != self._decoded(whole):
             # A tokenizer that adds a space before every text, such as SentencePiece's.
-            tokens, found = whole, self._by_characters(written)
+            tokens, found = whole, self._mask_from_offsets(written)
             if found is None:
                 return "has text of the assistant that shares a token with the text before it: fix the template"
             learned = found
@@ -342,7 +342,7 @@ class ChatReader:
     def _decoded(self, ids: ndarray) -> str:
         return self.tokenizer.decode(ids.tolist(), clean_up_tokenization_spaces=False)
 
-    def _by_characters(self, written: _RenderedChat) -> ndarray | None:
+    def _mask_from_offsets(self, written: _RenderedChat) -> ndarray | None:
         """Return which tokens of the whole text are predicted; ``None`` if a token has characters of two parts."""
         if not self.tokenizer.is_fast:
             return None
@@ -354,18 +354,16 @@ class ChatReader:
         return np.any([(start <= places[:, 0]) & (places[:, 1] <= end) for start, end in written.spans], axis=0)
 
     def prompts(self, texts: Sequence[Any]) -> list[list[int]]:
-        chats = [_said(one, "prompt") for one in texts]
-        for chat in chats:
-            while (
-                chat and chat[-1]["role"] == "assistant"
-            ):  # drop existing answers, because the model generates its own
+        chats = [_parse_content(one, "prompt") for one in texts]
+        for chat in chats:  # drop existing answers, because the model generates its own
+            while chat and chat[-1]["role"] == "assistant":
                 chat.pop()
         texts = []
         for found in (self._bounded(chat, prompt=True) for chat in chats):
             if isinstance(found, str):
                 raise RecipeError(f"the conversation without an answer {found}")
             texts.append(found.text)
-        return [ids.tolist() for ids in ids_of(texts, self.tokenizer)]
+        return [ids.tolist() for ids in encode_texts(texts, self.tokenizer)]
 
 
 def _template(tokenizer: Any, given: str | None) -> str:
@@ -398,14 +396,11 @@ def _template(tokenizer: Any, given: str | None) -> str:
 def messages_of(cells: Sequence[Any]) -> list[dict[str, Any]]:
     """Return the messages of a row, from one cell, or from a prompt and a completion."""
     if len(cells) == 2:
-        return [
-            message for cell, name in zip(cells, ("prompt", "completion"), strict=True) for message in _said(cell, name)
-        ]
-    return _listed(_parsed(cells[0], "messages"), "messages")
+        return [*_parse_content(cells[0], "prompt"), *_parse_content(cells[1], "completion")]
+    return _parse_messages(_parsed(cells[0], "messages"), "messages")
 
 
 def _tools(cell: Any) -> list[Any] | None:
-    """Return the JSON schemas of functions that the model may call, or ``None``."""
     found = _parsed(cell, TOOLS) or None
     if found is not None and not (isinstance(found, list) and all(isinstance(one, dict) for one in found)):
         raise RecipeError(f"has {found!r:.40} instead of a list of {TOOLS}")
@@ -421,21 +416,21 @@ def _parsed(cell: Any, name: str) -> Any:
     return cell
 
 
-def _said(cell: Any, name: str) -> list[dict[str, Any]]:
+def _parse_content(cell: Any, name: str) -> list[dict[str, Any]]:
     if isinstance(cell, str):
         require(bool(cell.strip()), f"has an empty {name}")
         return [{"role": "user" if name == "prompt" else "assistant", "content": cell}]
-    return _listed(cell, name)
+    return _parse_messages(cell, name)
 
 
-def _listed(cell: Any, name: str) -> list[dict[str, Any]]:
+def _parse_messages(cell: Any, name: str) -> list[dict[str, Any]]:
     if not isinstance(cell, list) or not cell:
         raise RecipeError(f"has no {name}" if cell in (None, []) else f"has {cell!r:.40} instead of a list of messages")
     require(len(cell) <= MAX_MESSAGES, f"has {len(cell):,} messages, and the max is {MAX_MESSAGES:,}: split it")
-    return [_message(one, f"message {number} of {name}") for number, one in enumerate(cell, start=1)]
+    return [_parse_message(one, f"message {number} of {name}") for number, one in enumerate(cell, start=1)]
 
 
-def _message(given: Any, name: str) -> dict[str, Any]:
+def _parse_message(given: Any, name: str) -> dict[str, Any]:
     require(isinstance(given, Mapping), f"has {given!r:.40} for {name}, which must have a role and a content")
     found = {key: value for key, value in given.items() if value is not None}  # keys that only other rows use
     if "from" in found and "role" not in found:
@@ -581,7 +576,7 @@ class FirstSamplePerRow:
                 raise RecipeError(f"{place()} {found}")
             samples.append(found[0])
             if not (samples[-1].labels[1:] != IGNORED_LABEL).any():
-                raise RecipeError(f"{place()} {_unlabelled(samples[-1].num_truncated)}")
+                raise RecipeError(f"{place()} {_no_label_message(samples[-1].num_truncated)}")
         return {"input_ids": [one.ids.tolist() for one in samples], "labels": [one.labels.tolist() for one in samples]}
 
 
@@ -594,8 +589,8 @@ def warn_once(message: str) -> None:
         print(escaped(f"trainer: warning: {message}"), file=sys.stderr, flush=True)
 
 
-def _unlabelled(lost: int) -> str:
-    return CUT if lost else "has no text of the assistant"
+def _no_label_message(lost: int) -> str:
+    return TRUNCATED_REASON if lost else "has no text of the assistant"
 
 
 class TruncationReport:
@@ -607,7 +602,7 @@ class TruncationReport:
     def __call__(self, part: str, every: Sequences) -> list[int]:
         """Return the positions of the samples of ``every`` that have tokens to predict."""
         problems = every.table.data.column("problem")
-        usable, empty = pc.equal(problems, "").to_numpy(), pc.equal(problems, EMPTY).to_numpy()
+        usable, empty = pc.equal(problems, "").to_numpy(), pc.equal(problems, EMPTY_REASON).to_numpy()
         predicted, lost, first = every.column("predicted"), every.column("lost"), every.column("place") == 0
         silent, learned = usable & (predicted == 0), usable & (predicted > 0)
         tokens = int(every.column("length")[learned].sum()) - int((learned & ~first).sum())
@@ -622,7 +617,7 @@ class TruncationReport:
         self._report_split(part, every, cut, f"are truncated, by {int(lost[cut].sum()):,} tokens: {fix}")
         self._report_split(part, every, empty, "are empty and skipped")
         for index in np.flatnonzero(silent | ~(usable | empty)).tolist():
-            why = problems[index].as_py() or _unlabelled(int(lost[index]))
+            why = problems[index].as_py() or _no_label_message(int(lost[index]))
             self.bad.append(f"{every.describe(index)} {why}")
         self.learned &= bool(learned.any())
         return np.flatnonzero(learned).tolist()
@@ -632,16 +627,18 @@ class TruncationReport:
 
     def _report_split(self, part: str, every: Sequences, chosen: ndarray, what: str) -> None:
         if chosen.any():
-            found = brief_places([every.describe(index) for index in np.flatnonzero(chosen)[:SHOWN].tolist()])
-            names = ", ".join(found) + (", …" if chosen.sum() > SHOWN else "")
+            found = brief_places([every.describe(index) for index in np.flatnonzero(chosen)[:MAX_SHOWN].tolist()])
+            names = ", ".join(found) + (", …" if chosen.sum() > MAX_SHOWN else "")
             warn_once(f"{part}: {int(chosen.sum()):,} of {len(every):,} {self.called}s {what} ({names})")
 
     def check(self, max_bad: int) -> None:
         """Warn about the samples that are skipped, or reject them if they are more than ``max_bad``."""
         count = len(self.bad)
-        shown = "; ".join(brief_places(self.bad[:SHOWN])) + (f"; and {count - SHOWN:,} more" if count > SHOWN else "")
+        shown = "; ".join(brief_places(self.bad[:MAX_SHOWN]))
+        shown += f"; and {count - MAX_SHOWN:,} more" if count > MAX_SHOWN else ""
         said = f"{self._format_count(count)} cannot be learned from"
-        fix = f", raise data.max_length={self.max_length}" if any(why.endswith(CUT) for why in self.bad) else ""
+        is_short = any(why.endswith(TRUNCATED_REASON) for why in self.bad)
+        fix = f", raise data.max_length={self.max_length}" if is_short else ""
         fix += f", or skip them with --data.max_bad_samples {count}" if self.learned else ""
         if count > max_bad:
             raise RecipeError(f"{said}, more than data.max_bad_samples={max_bad}: {shown}. Fix or remove them{fix}")

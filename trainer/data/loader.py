@@ -106,7 +106,7 @@ class Loader:
         except RecipeError:
             if not self.max_bad_samples:
                 raise
-            return self._without_bad(request)
+            return self._drop_bad(request)
 
     def _load(self, request: Request) -> Any:
         batch = self._mixed(request)
@@ -122,9 +122,10 @@ class Loader:
         if request.mix is None:
             return self._checked(request)
         # A partner that is also in the micro-batch is loaded once.
-        own, partners = _paired(request.indices, request.seeds), _paired(request.mix.partners, request.mix.seeds)
+        own = _with_seeds(request.indices, request.seeds)
+        partners = _with_seeds(request.mix.partners, request.mix.seeds)
         rows = {sample: row for row, sample in enumerate(dict.fromkeys([*own, *partners]))}
-        loaded = self._checked(Request(*_unpaired(list(rows), request.seeds)))
+        loaded = self._checked(Request(*_without_seeds(list(rows), request.seeds)))
         return apply_mixup(loaded, [rows[sample] for sample in own], [rows[sample] for sample in partners], request.mix)
 
     def _checked(self, request: Request) -> Any:
@@ -158,7 +159,7 @@ class Loader:
 
     def _require_all(self, batch: Any, indices: Sequence[int]) -> None:
         """Check that all requested samples were returned; a collated batch may have a multiple of rows."""
-        counted = batch if isinstance(batch, list) else _first_of(batch)
+        counted = batch if isinstance(batch, list) else _first_tensor(batch)
         found, asked = len(counted) if counted is not None else len(indices), len(indices)
         if found != asked and (counted is batch or not found or found % asked):
             method = f"{type(self.split.original).__name__}.__getitems__"
@@ -178,25 +179,25 @@ class Loader:
         shown = ", ".join(self.split.describe(i) for i in indices[:4])
         return shown if len(indices) <= 4 else f"{shown} or one of the {len(indices) - 4} after it"
 
-    def _without_bad(self, request: Request) -> Any:
+    def _drop_bad(self, request: Request) -> Any:
         """Load the micro-batch without bad samples. A sample with a bad partner is mixed with itself."""
-        own, mix = _paired(request.indices, request.seeds), request.mix
-        faults = [self._fault(*sample) for sample in own]
+        own, mix = _with_seeds(request.indices, request.seeds), request.mix
+        faults = [self._try_sample(*sample) for sample in own]
         bad, good = [fault for fault in faults if fault], [not fault for fault in faults]
         if not any(good):
             return PartialBatch(self._zero_weight_batch(bad), [], bad)
         own = list(compress(own, good))
         if mix is not None:
-            pairs = zip(own, compress(_paired(mix.partners, mix.seeds), good), strict=True)
-            found = [sample if self._fault(*partner) else partner for sample, partner in pairs]
-            partners, seeds = _unpaired(found, mix.seeds)
+            pairs = zip(own, compress(_with_seeds(mix.partners, mix.seeds), good), strict=True)
+            found = [sample if self._try_sample(*partner) else partner for sample, partner in pairs]
+            partners, seeds = _without_seeds(found, mix.seeds)
             mix = mix._replace(partners=partners, seeds=seeds)
         # Samples that fail only together, such as images of different sizes, raise an error here.
-        asked = Request(*_unpaired(own, request.seeds), mix)
+        asked = Request(*_without_seeds(own, request.seeds), mix)
         batch = self._load(asked)
         return PartialBatch(batch, asked.indices, bad) if bad else batch
 
-    def _fault(self, index: int, seed: int) -> BadSample | None:
+    def _try_sample(self, index: int, seed: int) -> BadSample | None:
         try:
             self._load(Request([index], [seed]))
         except RecipeError as error:
@@ -209,7 +210,7 @@ class Loader:
         size, failed = len(self.split), list(bad)
         for step in range(1, min(self.max_bad_samples + 1, size - 1) + 1):
             index = (bad[-1].position + step) % size
-            if not (fault := self._fault(index, 0)):
+            if not (fault := self._try_sample(index, 0)):
                 return self._load(Request([index], [0]))
             failed.append(fault)
         cause = f"{len(failed)} samples in a row cannot be loaded (data.max_bad_samples={self.max_bad_samples})"
@@ -233,15 +234,15 @@ def make_loader(recipe: Recipe, split: Any, workers: int = 0, pin_memory: bool =
     )
 
 
-def _paired(indices: Sequence[int], seeds: Sequence[int] | None) -> list[tuple[int, int]]:
+def _with_seeds(indices: Sequence[int], seeds: Sequence[int] | None) -> list[tuple[int, int]]:
     return list(zip(indices, seeds or [0] * len(indices), strict=True))
 
 
-def _unpaired(samples: Sequence[tuple[int, int]], like: Any) -> tuple[list[int], list[int] | None]:
+def _without_seeds(samples: Sequence[tuple[int, int]], like: Any) -> tuple[list[int], list[int] | None]:
     return [index for index, _ in samples], None if like is None else [seed for _, seed in samples]
 
 
-def _first_of(batch: Any) -> Any:
+def _first_tensor(batch: Any) -> Any:
     """Return the part of a collated batch to count: its ``labels``, otherwise the first; ``None`` if there is none."""
     if isinstance(batch, Mapping):
         batch = [batch["labels"]] if "labels" in batch else list(batch.values())
@@ -250,7 +251,7 @@ def _first_of(batch: Any) -> Any:
 
 
 # Labels out of range: detected on the host, before a kernel reads out of bounds.
-SMALL = 64  # max number of labels for which a list is faster than tensor operations
+LIST_THRESHOLD = 64  # max number of labels for which a list is faster than tensor operations
 
 
 def out_of_range_labels(batch: Any, num_classes: int) -> list[tuple[int, int | None]]:
@@ -258,7 +259,7 @@ def out_of_range_labels(batch: Any, num_classes: int) -> list[tuple[int, int | N
     labels = batch.get("labels") if isinstance(batch, Mapping) else None
     if not isinstance(labels, Tensor) or labels.is_floating_point() or labels.dtype == torch.bool or labels.is_cuda:
         return []
-    found = labels.flatten() if labels.numel() <= SMALL else torch.stack(torch.aminmax(labels))
+    found = labels.flatten() if labels.numel() <= LIST_THRESHOLD else torch.stack(torch.aminmax(labels))
     # Compare Python integers: in a comparison with an 8-bit tensor, torch would truncate num_classes to 8 bits.
     if all(0 <= label < num_classes for label in found.tolist()):
         return []

@@ -19,13 +19,13 @@ from trainer.errors import RecipeError, require
 from trainer.system.field_types import require_types
 from trainer.values import MixupConfig, Task
 
-KINDS: dict[str, Any] = {
+DATASET_CLASSES: dict[str, Any] = {
     kind.__name__: kind
     for kind in (CIFAR10, Conversations, Digits, Documents, FashionMNIST, HubText, IMDb, ImageFolder, TextFiles)
 }
 """Datasets of this package that a flag can name. Streams are missing, because their samples cannot be drawn singly."""
 
-GIVE = "give a dataset and its weight for each part, or [CLASS, {settings}, weight]"
+PARTS_HELP = "give a dataset and its weight for each part, or [CLASS, {settings}, weight]"
 
 
 @dataclass
@@ -46,7 +46,8 @@ class Mixture(Loading):
     workers: int | None = field(default=None, kw_only=True)
 
     def __post_init__(self) -> None:
-        require(isinstance(self.parts, list | tuple) and len(self.parts) > 0, f"data.parts={self.parts!r}: {GIVE}")
+        if not isinstance(self.parts, list | tuple) or not self.parts:
+            raise RecipeError(f"data.parts={self.parts!r}: {PARTS_HELP}")
         self._built = [_built(number, part) for number, part in enumerate(self.parts, start=1)]
         total = sum(weight for _, weight in self._built)
         require(total < math.inf, "data.parts: the sum of the weights overflows: give smaller weights")
@@ -61,11 +62,9 @@ class Mixture(Loading):
 
     @property
     def datasets(self) -> list[Data]:
-        """The datasets of the parts."""
         return [data for data, _ in self.__dict__.get("_built", ())]  # none before the fields are set
 
-    def use_model(self, model: Model) -> None:
-        """Store the model here and in every dataset."""
+    def use_model(self, model: Model | None) -> None:
         super().use_model(model)
         for data in self.datasets:
             data.use_model(model)
@@ -77,12 +76,10 @@ class Mixture(Loading):
         return [task for task in known[0] if all(task in tasks for tasks in known)] if known else ()
 
     def require_files(self) -> None:
-        """Check the files of all datasets."""
         for data in self.datasets:
             data.require_files()
 
     def prepare(self, tokenizer: Any = None, model: Model | None = None) -> None:
-        """Prepare all datasets, and check that they match."""
         for data in self.datasets:
             prepare_data(data, model or self._model, tokenizer)
         first = self.datasets[0]
@@ -92,35 +89,35 @@ class Mixture(Loading):
                 require(ours == theirs, f"Mixture: {names} differ in {key}, {ours} and {theirs}: make them the same")
             if type(data).collate is not type(first).collate:
                 raise RecipeError(f"Mixture: {names} collate batches differently: mix datasets of one kind")
-            if data.mixing() != first.mixing():
+            if data.mixup_config() != first.mixup_config():
                 cause = f"Mixture: {names} differ in data.mixup, data.cutmix or data.mix_probability, but share batches"
                 raise RecipeError(f"{cause}: make them the same")
         for number, data in enumerate(self.datasets, start=1):
             grouped = as_samples(data.train).groups is not None
-            cause = f"Mixture: part {number} ({type(data).__name__}) reads its samples group by group"
-            require(not grouped, f"{cause}, so single samples cannot be drawn: use a dataset that is not streamed")
-        self.train = ConcatSplit([data.train for data in self.datasets], self.mixing())
+            if grouped:
+                cause = f"Mixture: part {number} ({type(data).__name__}) reads its samples group by group"
+                raise RecipeError(f"{cause}, so single samples cannot be drawn: use a dataset that is not streamed")
+        self.train = ConcatSplit([data.train for data in self.datasets], self.mixup_config())
         splits = [splits_of(data) for data in self.datasets]
         held = ([found[part] for found in splits if part in found] for part in ("val", "test"))
         self.val, self.test = (ConcatSplit(found) if found else None for found in held)
 
-    def chances(self) -> Sequence[float]:
+    def sample_weights(self) -> Sequence[float]:
         """Return the sample weights: the dataset's weight times the sample's share within its dataset."""
         import numpy as np
 
         found = []
         for data, weight in self._built:
-            own = data.chances()
+            own = data.sample_weights()
             relative = np.ones(len(data.train)) if own is None else np.asarray(own, dtype=np.float64)
             found.append(weight * relative / relative.sum())
         return cast(Any, np.concatenate(found))
 
-    def mixing(self) -> MixupConfig | None:
+    def mixup_config(self) -> MixupConfig | None:
         """Return the mixup and CutMix settings, which are equal in all datasets."""
-        return self._built[0][0].mixing()
+        return self._built[0][0].mixup_config()
 
     def collate(self, samples: Sequence[Any]) -> Any:
-        """Collate as every dataset does."""
         return self._built[0][0].collate(samples)
 
 
@@ -136,14 +133,14 @@ def _alike(data: Data) -> dict[str, Any]:
 
 
 def _built(number: int, part: Any) -> tuple[Data, float]:
-    """Build a dataset and its weight from an entry of ``data.parts``."""
     *given, weight = part if isinstance(part, tuple | list) and part else (None, None)
     data, named = given[0] if given else None, f"data.parts: part {number}"
     if isinstance(data, str) and len(given) < 3:
-        require(data in KINDS, f"{named}: there is no dataset {data}: use one of {', '.join(KINDS)}")
+        if data not in DATASET_CLASSES:
+            raise RecipeError(f"{named}: there is no dataset {data}: use one of {', '.join(DATASET_CLASSES)}")
         settings = given[1] if len(given) == 2 else {}
         require(isinstance(settings, dict), f"{named}: {settings!r} must be a mapping of settings of {data}")
-        kind = KINDS[data]
+        kind = DATASET_CLASSES[data]
         names = [field.name for field in fields(kind) if field.init]
         for key in settings:
             require(key in names, f"{named}: {data} has no setting {key}: use one of {', '.join(names)}")
@@ -154,10 +151,11 @@ def _built(number: int, part: Any) -> tuple[Data, float]:
         draft.__dict__ |= {field.name: field.default for field in fields(kind)} | settings
         require_types(f"{named}: {data}.", draft)
         data = kind(**settings)
-    require(isinstance(data, Data) and len(given) in (1, 2), f"{named} is {part!r}: {GIVE}")
+    require(isinstance(data, Data) and len(given) in (1, 2), f"{named} is {part!r}: {PARTS_HELP}")
     is_number = isinstance(weight, int | float) and not isinstance(weight, bool) and 0 < weight <= sys.float_info.max
-    wrong = f"{named} ({type(data).__name__}) has the weight {weight!r:.40}"
-    require(is_number, f"{wrong}: it must be a finite number greater than 0")
+    if not is_number:
+        wrong = f"{named} ({type(data).__name__}) has the weight {weight!r:.40}"
+        raise RecipeError(f"{wrong}: it must be a finite number greater than 0")
     return cast(Data, data), float(weight)
 
 
@@ -195,7 +193,6 @@ class ConcatSplit(Samples):
         return f"{described} {self.splits.index(split) + 1}" if is_default else described
 
     def fingerprint(self) -> str:
-        """Hash the content of all splits, in order."""
         from trainer.data.fingerprint import ContentHasher, split_fingerprint
 
         return ContentHasher("joined", self.settings, *map(split_fingerprint, self.splits)).hexdigest()

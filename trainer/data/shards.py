@@ -27,7 +27,7 @@ from trainer.data.tokens import Padder, encode, require_label, require_text
 from trainer.errors import RecipeError
 from trainer.values import ShuffleGroups
 
-MAX_LABELS, MAX_LONGEST_SAMPLES, OPEN_FILES = 10_000, 1024, 8
+MAX_LABELS, MAX_LONGEST_SAMPLES, MAX_OPEN_FILES = 10_000, 1024, 8
 """Max labels, max candidates for the longest samples, and max files that a process keeps open."""
 
 
@@ -48,14 +48,14 @@ def find_shards(paths: Sequence[Path], cache: Path, label_column: str | None = N
 
     def look(path: Path) -> list[Any]:
         most = math.inf if total <= MAX_HASHED_BYTES else MAX_HASHED_BYTES * path.stat().st_size / total
-        groups, columns, labels = _look_into(path, label_column)
+        groups, columns, labels = _read_footer(path, label_column)
         return [groups, columns, checksum(path, most), labels]
 
     found = inspect_cached(cache, paths, lambda files: list(map(look, files)), "parquet", label_column, total)
     return [Shard(str(path), *answer) for path, answer in zip(paths, found, strict=True)]
 
 
-def _look_into(path: Path, label_column: str | None) -> tuple[list[tuple[int, int]], list[str], list[str]]:
+def _read_footer(path: Path, label_column: str | None) -> tuple[list[tuple[int, int]], list[str], list[str]]:
     labels: set[str] = set()
     try:
         with open_parquet(path) as file:
@@ -71,11 +71,11 @@ def _look_into(path: Path, label_column: str | None) -> tuple[list[tuple[int, in
     except RecipeError:
         raise
     except Exception as error:  # pyarrow raises OSError, ArrowInvalid and others for damaged files
-        raise _unreadable(str(path), error) from error
+        raise _unreadable_error(str(path), error) from error
     return rows, columns, sorted(labels)
 
 
-def _unreadable(place: str, error: BaseException) -> RecipeError:
+def _unreadable_error(place: str, error: BaseException) -> RecipeError:
     return RecipeError(
         f"{place} cannot be read as Parquet ({root_cause(error)}): it is damaged or incomplete; write it again or "
         "remove it"
@@ -131,7 +131,7 @@ class ShardReader:
         except RecipeError:
             raise
         except Exception as error:
-            raise _unreadable(f"{path} row group {group} (the first is 0)", error) from error
+            raise _unreadable_error(f"{path} row group {group} (the first is 0)", error) from error
         if len(table) != self.sizes[number]:
             cause = f"{path} row group {group} has {len(table)} rows instead of {self.sizes[number]}"
             raise RecipeError(f"{cause}: the file has changed since the run began; restart the run")
@@ -141,7 +141,7 @@ class ShardReader:
     def _file(self, path: str) -> pq.ParquetFile:
         if path not in self._files:
             self._files[path] = open_parquet(path, pre_buffer=False, page_checksum_verification=True)
-            if len(self._files) > OPEN_FILES:
+            if len(self._files) > MAX_OPEN_FILES:
                 self._files.popitem(last=False)[1].close()
         self._files.move_to_end(path)
         return self._files[path]

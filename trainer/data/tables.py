@@ -45,7 +45,7 @@ NO_ROWS = "add some, or give another file"
 MAX_LINE_BYTES, MAX_DECODED_BYTES = 32_000_000, 4_000_000_000
 """Max bytes of a line, a cell or a text file; and of the decoded texts of a row group, which are in memory at once."""
 
-GROWTH, VALUES_PER_BYTE, MAX_VALUES, MAX_COLUMNS = 1_000, 100, 500_000, 10_000
+MAX_COMPRESSION_RATIO, VALUES_PER_BYTE, MAX_VALUES, MAX_COLUMNS = 1_000, 100, 500_000, 10_000
 """Max ratio of unpacked to packed bytes of a Parquet column, of its values to the bytes of the file, max texts per row
 in a column of lists, and max columns whose names are compared."""
 
@@ -89,10 +89,10 @@ class CsvFormat(NamedTuple):
     separator: str | None = None
 
 
-FOUND = CsvFormat()
+AUTO_FORMAT = CsvFormat()
 
 
-def open_table(path: Path, cache: Path, csv_format: CsvFormat = FOUND) -> RowSource:
+def open_table(path: Path, cache: Path, csv_format: CsvFormat = AUTO_FORMAT) -> RowSource:
     """Return the rows of a .csv, .tsv, .parquet or .jsonl file. Reading them later checks that they are valid."""
     kind = path.suffix.lower()
     require(path.is_file(), f"there is no file {path}: check the path")
@@ -107,7 +107,7 @@ def open_table(path: Path, cache: Path, csv_format: CsvFormat = FOUND) -> RowSou
 def _read_file(path: Path, kind: str, written: CsvFormat, cache_dir: str) -> datasets.Dataset:
     logging.getLogger("datasets.packaged_modules").setLevel(logging.CRITICAL)  # our errors include theirs
     try:
-        _refuse_bombs(path, kind)
+        _reject_decompression_bombs(path, kind)
         options = {"cache_dir": cache_dir} | (_csv_options(path, written) if _KINDS[kind][0] == "csv" else {})
         with no_progress_bar():
             table = datasets.load_dataset(_KINDS[kind][0], data_files=str(path), split="train", **options)
@@ -132,12 +132,12 @@ def no_progress_bar() -> Iterator[None]:
             datasets.enable_progress_bars()
 
 
-def _lines(path: Path) -> Iterator[dict[str, Any]]:
+def _iter_json_lines(path: Path) -> Iterator[dict[str, Any]]:
     """Yield every parsed row. A row with thousands of nested levels would crash the process within datasets."""
     empty = True
     with open_regular(path) as file:
         for number, line in enumerate(iter(partial(file.readline, MAX_LINE_BYTES + 1), b""), start=1):
-            _require_short(f"line {number}", line)
+            _require_line_length(f"line {number}", line)
             try:
                 row = json.loads(line) if line.strip() else {}
             except (ValueError, RecursionError) as error:
@@ -160,10 +160,8 @@ def open_json_lines(path: Path, cache: Path, pick: Callable[[Sequence[str]], Seq
 
 def _read_lines(path: Path, pick: Callable[[Sequence[str]], Sequence[str]], cache_dir: str) -> datasets.Dataset:
     try:
-        columns = tuple(
-            pick(list(dict.fromkeys(name for row in _lines(path) for name in row)))
-        )  # a tuple, because from_generator splits lists
-        told: Any = {"path": path, "columns": columns}
+        columns = pick(list(dict.fromkeys(name for row in _iter_json_lines(path) for name in row)))
+        told: Any = {"path": path, "columns": tuple(columns)}  # from_generator splits lists
         features = datasets.Features({name: datasets.Value("large_string") for name in columns})
         with no_progress_bar():
             return datasets.Dataset.from_generator(_read_cells, features, cache_dir=cache_dir, gen_kwargs=told)
@@ -174,7 +172,7 @@ def _read_lines(path: Path, pick: Callable[[Sequence[str]], Sequence[str]], cach
 
 
 def _read_cells(path: Path, columns: Sequence[str]) -> Iterator[dict[str, str]]:
-    for row in _lines(path):
+    for row in _iter_json_lines(path):
         yield {name: json.dumps(row.get(name)) for name in columns}
 
 
@@ -204,16 +202,16 @@ def _documents(paths: Sequence[str], encoding: str) -> Iterator[dict[str, str]]:
         yield {"text": text, "problem": problem}
 
 
-def _require_short(what: str, line: bytes) -> None:
+def _require_line_length(what: str, line: bytes) -> None:
     if len(line) > MAX_LINE_BYTES:
         raise ValueError(f"{what} has more than {MAX_LINE_BYTES / 1e6:g} MB, the max for a text")
 
 
-def _refuse_bombs(path: Path, kind: str) -> None:
+def _reject_decompression_bombs(path: Path, kind: str) -> None:
     """Reject archives and oversized content before datasets reads the file: a few kB can expand to gigabytes."""
     if Extractor.infer_extractor_format(path) is not None:  # datasets would unpack it, regardless of its name
         raise RecipeError(f"{path} is compressed or an archive: unpack it first, and check its content")
-    for _ in _lines(path) if kind == ".jsonl" else ():
+    for _ in _iter_json_lines(path) if kind == ".jsonl" else ():
         pass
     if kind == ".parquet":
         with open_parquet(path, pre_buffer=False) as file:
@@ -244,7 +242,7 @@ def require_sane_growth(path: Path, metadata: pq.FileMetaData) -> None:
         for at, column in enumerate(map(group.column, range(group.num_columns))):
             unpacked, packed, name = column.total_uncompressed_size, column.total_compressed_size, column.path_in_schema
             place, values[at] = f"{path} row group {number}: {name}", values[at] + column.num_values
-            if unpacked > max(MAX_LINE_BYTES, GROWTH * packed):
+            if unpacked > max(MAX_LINE_BYTES, MAX_COMPRESSION_RATIO * packed):
                 grown = f"{place} of {packed:,} bytes would be unpacked to {unpacked:,}"
                 raise RecipeError(f"{grown}: write the file again, or remove it")
             if values[at] > most:
@@ -272,8 +270,9 @@ def read_group(path: Path | str, file: pq.ParquetFile, group: int, columns: Sequ
                         told = f"{path} row {row + at + 1} (the first is row 1): {name} has {counts[at]:,} {what}"
                         raise RecipeError(f"{told}, and the max is {most:,}: split or remove the row")
             row += len(chunk)
-        large = f"{path} row group {group}: {column} would be decoded to {decoded:,} bytes"
-        require(decoded <= MAX_DECODED_BYTES, f"{large}: write smaller row groups")
+        if decoded > MAX_DECODED_BYTES:
+            large = f"{path} row group {group}: {column} would be decoded to {decoded:,} bytes"
+            raise RecipeError(f"{large}: write smaller row groups")
     return table
 
 
@@ -297,10 +296,10 @@ def _texts_of(place: str, name: str, array: Any, starts: np.ndarray) -> Iterator
 
 def _csv_options(path: Path, written: CsvFormat) -> dict[str, Any]:
     """Return options that read every cell as text: "null" does not become missing, and a label 1 not 1.0."""
-    encoding = _encoding_of(path, written.encoding)
+    encoding = _detect_encoding(path, written.encoding)
     with open_regular(path) as file:
         header = io.TextIOWrapper(file, encoding).readline(MAX_LINE_BYTES + 1)
-    _require_short("the header", header.encode())
+    _require_line_length("the header", header.encode())
     common = {"sep": written.separator or separator_of(header), "encoding": encoding}
     asked: Any = {**common, "dtype": str, "keep_default_na": False}
     given = pandas.read_csv(path, nrows=1, header=None, **asked).iloc[0].tolist()
@@ -313,7 +312,7 @@ def _csv_options(path: Path, written: CsvFormat) -> dict[str, Any]:
     return {**common, "features": features, "keep_default_na": False}
 
 
-def _encoding_of(path: Path, declared: str | None) -> str:
+def _detect_encoding(path: Path, declared: str | None) -> str:
     """Return the encoding of a file: ``declared`` if given, otherwise that of its first bytes, or UTF-8.
 
     The whole file must decode. Another encoding is suggested but never used, because latin-1 accepts any bytes.
@@ -390,7 +389,7 @@ def open_hub_dataset(
     try:
         for path in map(Path, sorted(glob(f"{escape(name)}/**", recursive=True)) if here else ()):
             if path.is_file():
-                _refuse_bombs(path, path.suffix.lower())
+                _reject_decompression_bombs(path, path.suffix.lower())
         with room_in(cache_folder(cache_dir).parent, "set data.cache_dir to a folder on another disk"):
             tables = datasets.load_dataset(name, config, **options)
     except Exception as error:  # many classes: connection, authentication, missing dataset, missing split

@@ -16,7 +16,7 @@ from trainer.data.base import BuiltinDataset, ClassWeightedDataset, format_count
 from trainer.errors import RecipeError, format_list, require, require_choice, require_positive
 from trainer.system.environment import is_local_rank_zero
 from trainer.system.text import escaped
-from trainer.values import Outline
+from trainer.values import DataSpec
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -104,7 +104,7 @@ class Texts(PaddedDataset):
 
 
 @dataclass(kw_only=True)
-class _Tokenised(ClassWeightedDataset, Texts):
+class _TokenizedDataset(ClassWeightedDataset, Texts):
     """Base class of text datasets that are tokenised before training.
 
     Args:
@@ -120,7 +120,6 @@ class _Tokenised(ClassWeightedDataset, Texts):
         require_choice("data.missing", self.missing, Literal["error", "drop"])
 
     def prepare(self, tokenizer: Any = None, model: Model | None = None) -> None:
-        """Read, check and tokenise the data, using the cache."""
         from trainer.data.cache import cache_folder
         from trainer.data.labels import output_names
         from trainer.data.tokens import (
@@ -133,15 +132,15 @@ class _Tokenised(ClassWeightedDataset, Texts):
             tokenize_table,
         )
 
-        if model is not None:
-            self.use_model(model)
+        self.use_model(model)
         check_tokenizer(tokenizer, self.max_length)
         cache, columns = cache_folder(self.cache_dir), (self.text_column, self.label_column)
         found = self._find(cache)
         task, source = self._task, found["train"].source
         pair = self.pair_column
-        wrong = f"data.pair_column={pair!r} is not for model.task=token, which has one label per word: leave it out"
-        require(pair is None or task != "token", wrong)
+        if pair is not None and task == "token":
+            wrong = f"data.pair_column={pair!r} is not for model.task=token, which has one label per word: leave it out"
+            raise RecipeError(wrong)
         common: Any = partial(tokenize_table, tokenizer=tokenizer, max_length=self.max_length, cache=cache, task=task)
         read = partial(common, pair_column=pair)
         tables = {part: read(rows, *columns) for part, rows in found.items()}
@@ -192,7 +191,6 @@ class _Tokenised(ClassWeightedDataset, Texts):
         return ", ".join(parts)
 
     def _find(self, cache: Path) -> dict[str, RowSource]:
-        """Return the rows of every existing split."""
         raise NotImplementedError
 
     def _classes(self, source: str, labels: Sequence[str]) -> dict[str, int]:
@@ -225,7 +223,7 @@ def sort_classes(labels: Iterable[str]) -> list[str]:
 
 
 @dataclass
-class IMDb(_Tokenised):
+class IMDb(_TokenizedDataset):
     """IMDb film reviews, negative (0) or positive (1): 25,000 for training, 25,000 for testing.
 
     Args:
@@ -242,14 +240,14 @@ class IMDb(_Tokenised):
         looks_local = self.root.startswith((".", "/", "~", "file:")) or self.root.count("/") != 1
         require(root.is_dir() or not looks_local, f"data.root={self.root!r}: there is no folder {root}")
 
-    def outline(self) -> Outline | None:
-        """Return the outline of the reviews to download, with ``max_length`` tokens each."""
+    def spec(self) -> DataSpec | None:
+        """Return the spec of the reviews to download, with ``max_length`` tokens each."""
         from trainer.data.tables import is_cached
 
         if self.root != PUBLIC_IMDB or local_path(self.root).is_dir() or is_cached(self.root, self.cache_dir):
             return None
         tokens = dict.fromkeys(("input_ids", "attention_mask"), ("int64", (self.max_length,)))
-        return self._make_outline(25_000, 25_000, 2, tokens, length=self.max_length)
+        return self._make_spec(25_000, 25_000, 2, tokens, length=self.max_length)
 
     def _find(self, cache: Path) -> dict[str, RowSource]:
         from trainer.data.tables import open_class_folders, open_hub_dataset, open_table
@@ -273,7 +271,7 @@ class IMDb(_Tokenised):
 
 
 @dataclass
-class TextFiles(_Tokenised):
+class TextFiles(_TokenizedDataset):
     """Custom texts with labels, in .csv, .tsv, .parquet or .jsonl files.
 
     Classes are the distinct labels of the training file, sorted, numbers by value. The format of a label depends on
@@ -305,7 +303,6 @@ class TextFiles(_Tokenised):
         self._separator = csv_format(self.encoding, self.separator)
 
     def require_files(self) -> None:
-        """Check that the files exist."""
         for part, path in self._paths().items():
             key = f"data.{part}_file={getattr(self, f'{part}_file')!r}"
             require(not path.is_dir(), f"{key}: {path} is a folder: give a file in it by --data.{part}_file FILE")
@@ -347,7 +344,7 @@ def csv_format(encoding: str | None, separator: str | None) -> str | None:
 
 
 @dataclass
-class HubText(_Tokenised):
+class HubText(_TokenizedDataset):
     """Texts with one label each, from any dataset of the Hugging Face hub, or a folder that datasets can load.
 
     Classes are those that the dataset names, otherwise the distinct labels of the training split as in TextFiles.
@@ -372,7 +369,6 @@ class HubText(_Tokenised):
     pair_column: str | None = None
 
     def require_files(self) -> None:
-        """Check that a local folder exists."""
         require_dataset_name(self.name)
 
     def _find(self, cache: Path) -> dict[str, RowSource]:
@@ -435,7 +431,6 @@ class StreamedText(Texts):
         require_positive("data.shuffle_buffer", self.shuffle_buffer)
 
     def require_files(self) -> None:
-        """Check that the folders and patterns match files."""
         for key in ("train_files", "val_files", "test_files"):
             if (pattern := getattr(self, key)) is not None:
                 shard_files(f"data.{key}={pattern!r}", pattern)
@@ -445,8 +440,7 @@ class StreamedText(Texts):
         from trainer.data.shards import MAX_LABELS, StreamedSplit, TokenizedWithLabels
         from trainer.data.tokens import Padder, check_tokenizer
 
-        if model is not None:
-            self.use_model(model)
+        self.use_model(model)
         check_tokenizer(tokenizer, self.max_length)
         found = {part: self._find(part) for part in ("train", "val", "test") if getattr(self, f"{part}_files")}
         key = f"data.label_column={self.label_column!r}"
@@ -457,8 +451,9 @@ class StreamedText(Texts):
             names = self.classes
             require(len(set(names)) == len(names), "data.classes contains a label twice: give each label once")
         self._set_classes(names)
-        only = f"data.train_files={self.train_files!r}: the only class is {self.class_names}"
-        require(len(names) >= 2, f"{only}, but a classifier needs two or more: add rows of another class")
+        if len(names) < 2:
+            only = f"data.train_files={self.train_files!r}: the only class is {self.class_names}"
+            raise RecipeError(f"{only}, but a classifier needs two or more: add rows of another class")
         if len(names) > MAX_LABELS:
             raise RecipeError(f"{key} has more than {MAX_LABELS:,} different labels: name the column of the classes")
         columns, numbers = (self.text_column, self.label_column), {name: number for number, name in enumerate(names)}
@@ -481,8 +476,9 @@ class StreamedText(Texts):
         shards = find_shards(shard_files(key, pattern), cache_folder(self.cache_dir), asked)
         for shard in shards:
             check_columns(shard.path, shard.columns, text_column=self.text_column, label_column=self.label_column)
-        paths = format_list([shard.path for shard in shards])
-        require(any(shard.groups for shard in shards), f"{key}: no rows in {paths}")
+        if not any(shard.groups for shard in shards):
+            paths = format_list([shard.path for shard in shards])
+            raise RecipeError(f"{key}: no rows in {paths}")
         return shards
 
 
@@ -497,8 +493,9 @@ def glob_files(key: str, pattern: str, kinds: Sequence[str]) -> list[Path]:
     require(pattern.count("**") <= 8, f"{key:.200}: the pattern contains ** more than 8 times: use it at most 8 times")
     if path.is_dir():
         names = {name for kind in kinds for name in glob(f"{escape(str(path))}/{kind}", recursive=True)}
-        suffixes = format_list([Path(kind).suffix for kind in kinds])
-        require(len(names) > 0, f"{key}: the folder {path} contains no {suffixes} files: add some")
+        if not names:
+            suffixes = format_list([Path(kind).suffix for kind in kinds])
+            raise RecipeError(f"{key}: the folder {path} contains no {suffixes} files: add some")
     else:
         names = {name for name in glob(str(path), recursive=True) if not Path(name).is_dir()}
         require(len(names) > 0, f"{key}: there is no such folder or file: give one by --{key.partition('=')[0]}")

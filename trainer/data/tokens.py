@@ -30,7 +30,7 @@ from trainer.system.environment import is_local_rank_zero
 from trainer.system.text import escaped
 from trainer.values import IGNORED_LABEL, Task
 
-CHARACTERS_AT_ONCE, CHARACTERS_A_TOKEN, MIN_CHARS_LIMIT = 2_000_000, 1_000, 1_000_000
+CHARS_PER_BATCH, MAX_CHARS_PER_TOKEN, MIN_CHARS_LIMIT = 2_000_000, 1_000, 1_000_000
 """Max characters that a tokenizer gets at once, which takes some hundred MB; and the limit of one text: this number
 per token of ``max_length``, or the last number, about a whole book, if that is larger."""
 
@@ -64,11 +64,10 @@ class Padder:
         for name in ("labels", "words"):  # values per text, or lists with one value per token
             if name in columns:
                 values = columns[name]
-                batch[name] = torch.tensor(self._beside(values, length) if isinstance(values[0], list) else values)
+                batch[name] = torch.tensor(self._pad_values(values, length) if isinstance(values[0], list) else values)
         return dict(batch)
 
-    def _beside(self, values: Sequence[list[int]], length: int) -> list[list[int]]:
-        """Pad lists of values per token to ``length``."""
+    def _pad_values(self, values: Sequence[list[int]], length: int) -> list[list[int]]:
         gaps = [[IGNORED_LABEL] * (length - len(one)) for one in values]
         left = self.tokenizer.padding_side == "left"
         return [gap + one if left else one + gap for one, gap in zip(values, gaps, strict=True)]
@@ -147,8 +146,9 @@ def encode(texts: Sequence[Any], tokenizer: Any, max_length: int) -> dict[str, l
     """
     found: dict[str, list[list[int]]] = {}
     cut = bool(texts) and isinstance(texts[0], list)
-    slow = "maps tokens to words, but that of model.tokenizer is slow: choose another"
-    require(not cut or tokenizer.is_fast, f"model.task=token needs a fast tokenizer, which {slow}")
+    if cut and not tokenizer.is_fast:
+        slow = "maps tokens to words, but that of model.tokenizer is slow: choose another"
+        raise RecipeError(f"model.task=token needs a fast tokenizer, which {slow}")
     for chunk in text_batches(texts):
         read = list(map(list, zip(*chunk, strict=True))) if isinstance(chunk[0], tuple) else [chunk]
         encoded = run_tokenizer(tokenizer, *read, truncation=True, max_length=max_length, is_split_into_words=cut)
@@ -156,7 +156,7 @@ def encode(texts: Sequence[Any], tokenizer: Any, max_length: int) -> dict[str, l
             if key in encoded:
                 found.setdefault(key, []).extend(encoded[key])
         if cut:
-            found.setdefault("words", []).extend(_firsts(encoded.word_ids(row)) for row in range(len(chunk)))
+            found.setdefault("words", []).extend(_first_subwords(encoded.word_ids(row)) for row in range(len(chunk)))
     return found
 
 
@@ -169,19 +169,19 @@ def run_tokenizer(tokenizer: Any, *texts: Sequence[Any], **options: Any) -> Any:
         raise RecipeError(said) from error
 
 
-def _firsts(words: Sequence[int | None]) -> list[int]:
+def _first_subwords(words: Sequence[int | None]) -> list[int]:
     """Return the word index of each token that starts a word, and -100 for other and special tokens."""
     pairs = zip(words, [None, *words[:-1]], strict=True)
     return [IGNORED_LABEL if word is None or word == before else word for word, before in pairs]
 
 
 def text_batches(texts: Sequence[Any]) -> Iterator[list[Any]]:
-    """Split ``texts`` into chunks of up to :data:`CHARACTERS_AT_ONCE` characters; a longer text is alone."""
+    """Split ``texts`` into chunks of up to :data:`CHARS_PER_BATCH` characters; a longer text is alone."""
     chunk: list[Any] = []
     characters = 0
     for text in texts:
         size = len(text) if isinstance(text, str) else sum(map(len, text))
-        if chunk and characters + size > CHARACTERS_AT_ONCE:
+        if chunk and characters + size > CHARS_PER_BATCH:
             yield chunk
             chunk, characters = [], 0
         chunk.append(text)
@@ -197,7 +197,7 @@ def has_text(text: Any) -> bool:
 def require_text(text: Any, place: Callable[[], str], max_length: int, column: str) -> None:
     """Reject a missing, empty or long text at ``place``: a tokenizer needs 100 bytes per character to truncate it."""
     require(has_text(text), f"{place()} has no text in {column!r}: add it or remove the row")
-    most = max(MIN_CHARS_LIMIT, CHARACTERS_A_TOKEN * max_length)
+    most = max(MIN_CHARS_LIMIT, MAX_CHARS_PER_TOKEN * max_length)
     if len(text) > most:
         cause = f"{place()} has {len(text):,} characters in {column!r}, and the max is {most:,}"
         raise RecipeError(f"{cause} with data.max_length={max_length}: cut it, or remove the row")

@@ -30,7 +30,7 @@ process by default), and the current window is in memory too."""
 POLL_INTERVAL = 1.0  # interval of checks that workers are alive while waiting for a micro-batch
 SHM_PATH, MIN_SHM_BYTES = Path("/dev/shm"), 1e9  # free bytes below which workers may run out; containers have 64 MB
 
-HINTS: dict[int, str] = {
+SIGNAL_HINTS: dict[int, str] = {
     signal.SIGKILL: "; the kernel does this when memory runs out: lower data.workers, or check the kernel's log",
     signal.SIGBUS: "; shared memory (/dev/shm) may be full: lower data.workers, or enlarge it",
     signal.SIGSEGV: "; a library that decodes samples has crashed: set data.workers 0 to see where",
@@ -72,7 +72,7 @@ def load_in_workers(
         prefetch_factor=max(2, min(-(-at_once // workers) + 1, MAX_AHEAD // workers)) if workers else None,
         pin_memory=pin_memory,
         timeout=POLL_INTERVAL if workers else 0,
-        worker_init_fn=_begin if workers else None,
+        worker_init_fn=_init_worker if workers else None,
         generator=torch.Generator(),  # otherwise it would draw a number from the global generator
     )
     if not workers:
@@ -95,7 +95,7 @@ def load_in_workers(
         watch.close()
 
 
-ENDED_IN_BETWEEN = (EOFError, ConnectionError, FileNotFoundError)  # raised if a worker ends while passing a batch
+WORKER_GONE_ERRORS = (EOFError, ConnectionError, FileNotFoundError)  # raised if a worker ends while passing a batch
 
 WORKER_EXIT_TIMEOUT, WORKER_CLOSE_TIMEOUT = 60.0, 2.0
 """Seconds to wait for such a worker to be gone, generous for a busy machine; and for all workers to leave after their
@@ -129,7 +129,7 @@ class _WorkerMonitor:
                 batch = next(self.batches)
             except StopIteration:
                 return
-            except (RuntimeError, *ENDED_IN_BETWEEN) as error:
+            except (RuntimeError, *WORKER_GONE_ERRORS) as error:
                 self._diagnose(error, time.monotonic() - since)
                 continue
             self.under_way.popleft()
@@ -140,7 +140,7 @@ class _WorkerMonitor:
     def _diagnose(self, error: Exception, waited: float) -> None:
         """Raise the cause of ``error``; return if the wait can continue."""
         # Torch prefixes an error that a worker has passed on with "Caught"; otherwise the worker is ending.
-        if isinstance(error, ENDED_IN_BETWEEN) and not str(error).startswith("Caught "):
+        if isinstance(error, WORKER_GONE_ERRORS) and not str(error).startswith("Caught "):
             gone = wait([process.sentinel for process in self.processes], WORKER_EXIT_TIMEOUT)
             for process in self.processes:
                 if process.sentinel in gone:  # the sentinel is ready shortly before the exit code
@@ -158,7 +158,7 @@ class _WorkerMonitor:
         if code >= 0:
             advice = "; set data.workers 0 to see where it ends"
             return self._worker_error(number, f"exited with code {code}", advice)
-        return self._worker_error(number, f"was killed by {signal.Signals(-code).name}", HINTS.get(-code, ""))
+        return self._worker_error(number, f"was killed by {signal.Signals(-code).name}", SIGNAL_HINTS.get(-code, ""))
 
     def _hang_error(self) -> str:
         advice = ": check these samples and the storage, or raise data.worker_timeout"
@@ -193,7 +193,7 @@ class _WorkerMonitor:
             self.kill()  # otherwise the exit of this process would wait for a stopped worker
 
 
-def _begin(worker: int) -> None:
+def _init_worker(worker: int) -> None:
     detach_from_rank()
     install_safe_streams()  # a worker that was not forked has Python's default streams
     # Ignore signals, because Slurm sends them to every process of a job regardless of its group. A worker is ended by

@@ -41,13 +41,14 @@ DISTRIBUTION = "exactbatch-trainer"
 PROJECT = Path(__file__).parents[2] / "pyproject.toml"
 
 GPU_PROBE_TIMEOUT = 60.0  # how long a new process may take to import torch and query each GPU
-BUSY = 0.1  # minimum share of a GPU's memory in use by others that causes a warning
+BUSY_GPU_SHARE = 0.1  # minimum share of a GPU's memory in use by others that causes a warning
 
 
 def libraries(subject: CheckContext) -> Finding:
     """Check that the installed versions meet the project's requirements."""
     wrong = []
-    needed = [one for one in map(Requirement, required()) if one.marker is None or one.marker.evaluate({"extra": ""})]
+    known = map(Requirement, required_versions())
+    needed = [one for one in known if one.marker is None or one.marker.evaluate({"extra": ""})]
     for one in needed:
         try:
             version = metadata.version(one.name)
@@ -62,7 +63,7 @@ def libraries(subject: CheckContext) -> Finding:
     return fail("; ".join(text for text, _ in wrong), f"pip install {install}")
 
 
-def required() -> list[str]:
+def required_versions() -> list[str]:
     """Return the project's requirements from its metadata, or from ``pyproject.toml`` if it is not installed."""
     try:
         return metadata.requires(DISTRIBUTION) or []
@@ -79,10 +80,10 @@ def devices(subject: CheckContext) -> Iterator[Finding]:
         fits = ranks * threads <= cores()
         yield ok(text) if fits else warning(text, f"OMP_NUM_THREADS={max(1, cores() // ranks)}")
     else:
-        yield from of_gpus(query_gpus_in_child(free=True, seconds=GPU_PROBE_TIMEOUT), ranks)
+        yield from check_gpus(query_gpus_in_child(free=True, seconds=GPU_PROBE_TIMEOUT), ranks)
 
 
-def of_gpus(gpus: Sequence[dict[str, Any]], wanted: int) -> Iterator[Finding]:
+def check_gpus(gpus: Sequence[dict[str, Any]], wanted: int) -> Iterator[Finding]:
     """Check the first ``wanted`` GPUs of those that :func:`trainer.system.machine.query_gpus` returned."""
     version = Path("/proc/driver/nvidia/version")
     known = re.search(r"Module[^\d]+([\d.]+)", version.read_text()) if version.exists() else None
@@ -94,7 +95,7 @@ def of_gpus(gpus: Sequence[dict[str, Any]], wanted: int) -> Iterator[Finding]:
         free, total = gpu["free"], gpu["total_memory"]
         text = f"GPU {number}: {gpu['name']}, {free / GB:.1f} of {total / GB:.1f} GB free, driver {driver}"
         fix = "end the other processes on it, or choose another by CUDA_VISIBLE_DEVICES"
-        yield warning(text, fix) if free < (1 - BUSY) * total else ok(text)
+        yield warning(text, fix) if free < (1 - BUSY_GPU_SHARE) * total else ok(text)
 
 
 def host_memory(subject: CheckContext) -> Finding:
@@ -133,7 +134,7 @@ def shared_memory(subject: CheckContext) -> Finding:
 # Check that checkpoints can be written to the run directory and fit on its disk.
 
 PROBE_BYTES = 8 * 2**20
-SLOW = 20e6  # bytes per second, below which a disk counts as slow
+SLOW_DISK_BYTES_PER_S = 20e6  # bytes per second, below which a disk counts as slow
 
 
 def run_directory(subject: CheckContext) -> Iterator[Finding]:
@@ -159,7 +160,7 @@ def run_directory(subject: CheckContext) -> Iterator[Finding]:
         yield fail(f"{disk}: {error.strerror or error}", "free some space, or another --run.dir")
         return
     text = f"{disk}: write, fsync, rename and lock work, {speed / 1e6:.0f} MB/s"
-    yield warning(text, "a local disk, or a larger --checkpoint.every") if speed < SLOW else ok(text)
+    yield warning(text, "a local disk, or a larger --checkpoint.every") if speed < SLOW_DISK_BYTES_PER_S else ok(text)
     if (folder / NAME).exists():
         lock = RunLock(folder)
         lock.acquire()  # raises a RecipeError if another run uses the directory
@@ -197,7 +198,7 @@ def disk_space(subject: CheckContext) -> Finding:
 # Ports and process group: start the requested number of ranks in separate processes and run an all-reduce.
 
 RENDEZVOUS_TIMEOUT = 20.0
-MEETING_FIX = "check firewall, hostname and GLOO_SOCKET_IFNAME or NCCL_SOCKET_IFNAME; NCCL_DEBUG=INFO shows details"
+RENDEZVOUS_FIX = "check firewall, hostname and GLOO_SOCKET_IFNAME or NCCL_SOCKET_IFNAME; NCCL_DEBUG=INFO shows details"
 
 
 def process_group(subject: CheckContext) -> Finding:
@@ -209,7 +210,7 @@ def process_group(subject: CheckContext) -> Finding:
         return fail(f"no port can be opened on {ADDRESS}: {error}", "check the network of this container")
     backend = "nccl" if on_gpu else "gloo"
     began = time.perf_counter()
-    jobs = [partial(_add_up, backend, rank, size, listener) for rank in range(size)]
+    jobs = [partial(_all_reduce_ranks, backend, rank, size, listener) for rank in range(size)]
     ranks = [ChildJob(job, sees_gpu=on_gpu, anew=on_gpu) for job in jobs]
     listener.close()
     problems = []
@@ -220,11 +221,11 @@ def process_group(subject: CheckContext) -> Finding:
         elif isinstance(found := child.result(), Exception):
             problems.append(f"rank {rank}: {found}")
     if problems:
-        return fail(f"{backend}, {size} rank(s): {problems[0]}", MEETING_FIX)
+        return fail(f"{backend}, {size} rank(s): {problems[0]}", RENDEZVOUS_FIX)
     return ok(f"{backend}, {size} rank(s) met and added up in {time.perf_counter() - began:.1f} s")
 
 
-def _add_up(backend: str, rank: int, size: int, listener: socket.socket) -> bool:
+def _all_reduce_ranks(backend: str, rank: int, size: int, listener: socket.socket) -> bool:
     if backend == "nccl":
         torch.cuda.set_device(rank)
     for name in ("MASTER_ADDR", "MASTER_PORT", "RANK", "WORLD_SIZE"):
@@ -250,7 +251,7 @@ def _add_up(backend: str, rank: int, size: int, listener: socket.socket) -> bool
 
 MAX_ROUND_TRIP_BYTES = 2e9  # maximum bytes of weights for the checkpoint check
 CHECK_TIMEOUT = 30.0  # time limit of the estimate and of the checkpoint check
-FIX = "--memory.budget 90% or trainer plan finds a plan that fits; or --memory.activation_checkpointing full"
+MEMORY_FIX = "--memory.budget 90% or trainer plan finds a plan that fits; or --memory.activation_checkpointing full"
 
 
 class PeakMemory:
@@ -285,9 +286,9 @@ class PeakMemory:
         peak, kind = found.reserved * self.sharing, "CPU memory" if self.device.name == "cpu" else "reserved memory"
         text = f"estimated {kind} for the longest samples: {format_bytes(peak)} of {format_bytes(self.limit)}"
         if found.retries is None:
-            return fail(text, FIX)
+            return fail(text, MEMORY_FIX)
         text += f"; fits after {found.retries} retries of torch's allocator" if found.retries else ""
-        return warning(text, FIX) if peak * (1 + BUDGET_MARGIN) > self.limit else ok(text)
+        return warning(text, MEMORY_FIX) if peak * (1 + BUDGET_MARGIN) > self.limit else ok(text)
 
 
 def round_trip(subject: CheckContext) -> Finding:
@@ -297,7 +298,7 @@ def round_trip(subject: CheckContext) -> Finding:
         return skipped(f"{weights / GB:.1f} GB of weights: checked only up to {MAX_ROUND_TRIP_BYTES / GB:g} GB")
     with tempfile.TemporaryDirectory(prefix=".doctor-", dir=subject.existing_folder) as name:
         try:
-            taken = run_in_child(partial(_there_and_back, subject, Path(name)), seconds=CHECK_TIMEOUT)
+            taken = run_in_child(partial(_save_and_load, subject, Path(name)), seconds=CHECK_TIMEOUT)
         except TimeoutError:
             text = f"{format_bytes(weights)} took more than {CHECK_TIMEOUT:g} s"
             return warning(text, "a faster disk, or a larger --checkpoint.every")
@@ -307,7 +308,7 @@ def round_trip(subject: CheckContext) -> Finding:
     return ok(f"{format_bytes(taken['bytes'])} of weights {rates}, bit for bit")
 
 
-def _there_and_back(subject: CheckContext, folder: Path) -> dict[str, Any]:
+def _save_and_load(subject: CheckContext, folder: Path) -> dict[str, Any]:
     """Save and load the weights of a new model; return the seconds of each and the name of a tensor that differs."""
     torch.manual_seed(subject.recipe.seed)
     module = without_weights(subject.recipe.model).build()

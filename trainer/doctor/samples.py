@@ -22,9 +22,9 @@ from trainer.system.error_reports import describe_error
 from trainer.system.files import open_regular
 from trainer.weights.nf4 import count_weights
 
-LOOKED_AT = 200  # samples of each split that are loaded
-COMPARED = 100_000  # maximum number of samples of a split that are compared with another split
-PLAIN = ("RGB", "L", "1")  # image modes that convert to RGB or grey without loss
+SAMPLES_PER_SPLIT = 200  # samples of each split that are loaded
+MAX_COMPARED = 100_000  # maximum number of samples of a split that are compared with another split
+LOSSLESS_MODES = ("RGB", "L", "1")  # image modes that convert to RGB or grey without loss
 MAX_SHOWN = 3
 BAD_FIX = "replace or remove it, or data.max_bad_samples"
 SPLITS = ("train", "val", "test")
@@ -37,7 +37,7 @@ def samples(subject: CheckContext) -> Iterator[Finding]:
     classes = data.num_classes if model.num_classes is None else model.num_classes
     classes = None if model.task == "regression" else classes
     for name, split in splits_of(data).items():
-        check, positions = f"{name} samples", evenly_spaced(len(split), LOOKED_AT)
+        check, positions = f"{name} samples", evenly_spaced(len(split), SAMPLES_PER_SPLIT)
         unloadable: list[Problem] = []
         problems: list[Problem] = []
         for position in positions:
@@ -94,7 +94,8 @@ def _image_modes(check: str, split: Samples, positions: Sequence[int]) -> Iterat
         path = str(files[position][0])
         with suppress(Exception), open_regular(path) as file, Image.open(file) as image:  # reported by samples()
             found[image.mode].append(path)
-    odd = [f"{len(paths)} of mode {mode} (such as {paths[0]})" for mode, paths in found.items() if mode not in PLAIN]
+    lossy = {mode: paths for mode, paths in found.items() if mode not in LOSSLESS_MODES}
+    odd = [f"{len(paths)} of mode {mode} (such as {paths[0]})" for mode, paths in lossy.items()]
     if odd:
         fix = "convert them to RGB yourself if transparency, 16 bits or CMYK matter"
         count = sum(map(len, found.values()))
@@ -105,11 +106,11 @@ def duplicates(subject: CheckContext) -> Iterator[Finding]:
     """Check that no training sample is also in the validation or test set."""
     splits = splits_of(subject.recipe.data)
     train = splits.pop("train")
-    known = {key: position for position, key in reversed(list(keys(train).items()))}
+    known = {key: position for position, key in reversed(list(content_hashes(train).items()))}
     if not splits:
         yield skipped("no validation set and no test set")
     for name, split in splits.items():
-        of_split = keys(split)
+        of_split = content_hashes(split)
         found = [position for position, key in of_split.items() if key in known]
         if not found:
             yield ok(f"no {name} sample is in the training set")
@@ -120,21 +121,22 @@ def duplicates(subject: CheckContext) -> Iterator[Finding]:
         yield warning(text, "remove them from one of the two, otherwise the metrics are too good")
 
 
-def keys(split: Samples) -> dict[int, bytes]:
-    """Return a hash of each sample's content without its label, by position. Covers the first ``COMPARED`` samples of
-    files, arrays and texts, and ``LOOKED_AT`` samples of other splits."""
+def content_hashes(split: Samples) -> dict[int, bytes]:
+    """Return a hash of each sample's content without its label, by position.
+
+    Covers ``MAX_COMPARED`` samples of files, arrays and texts, and ``SAMPLES_PER_SPLIT`` of other splits."""
     if split.digests is not None:
-        return dict(enumerate(split.digests[:COMPARED]))
+        return dict(enumerate(split.digests[:MAX_COMPARED]))
     if isinstance(split.images, Tensor):
-        images = split.images[:COMPARED].contiguous()
+        images = split.images[:MAX_COMPARED].contiguous()
         return {position: hashlib.sha256(image.numpy()).digest() for position, image in enumerate(images)}
     if split.table is not None and split.chosen is not None:
-        tokens = split.table.select(list(split.chosen)[:COMPARED])["input_ids"]
+        tokens = split.table.select(list(split.chosen)[:MAX_COMPARED])["input_ids"]
         return {position: hashlib.sha256(repr(list(ids)).encode()).digest() for position, ids in enumerate(tokens)}
     if split.augmented:
         return {}
     found = {}
-    for position in evenly_spaced(len(split), LOOKED_AT):
+    for position in evenly_spaced(len(split), SAMPLES_PER_SPLIT):
         try:
             sample = split[position]
         except (Exception, SystemExit):  # reported by samples()

@@ -68,7 +68,7 @@ def make_windows(
             f"memory.micro_batch_tokens={recipe.memory.micro_batch_tokens} needs the length of every sample, which "
             f"{type(recipe.data).__name__} does not know before reading it: leave it out"
         )
-    mixing, name = recipe.data.mixing(), type(recipe.model).__name__
+    mixing, name = recipe.data.mixup_config(), type(recipe.model).__name__
     if mixing is not None and not drawn.mixes:
         raise RecipeError(
             f"data.mixup, data.cutmix: {name}.losses() supports one label per sample: set both to 0, or read "
@@ -97,10 +97,10 @@ def make_windows(
 
 
 def _chances(data: Data) -> SampleWeights | None:
-    relative, name = data.chances(), type(data).__name__
+    relative, name = data.sample_weights(), type(data).__name__
     if relative is None:
         return None
-    size, said = len(data.train), f"{name}.chances()"
+    size, said = len(data.train), f"{name}.sample_weights()"
     if len(relative) != size:
         raise RecipeError(f"{said} returns {len(relative)} numbers for {size} training samples: return one per sample")
     array = np.asarray(relative, dtype=np.float64)
@@ -108,7 +108,7 @@ def _chances(data: Data) -> SampleWeights | None:
     if not fits:
         raise RecipeError(f"{said} must return finite numbers of at least 0, and not only zeros")
     if as_samples(data.train).groups is not None:
-        raise RecipeError(f"{name} reads groups of samples in sequence and cannot draw single ones: omit chances()")
+        raise RecipeError(f"{name} reads groups of samples in sequence and cannot draw single ones: omit {said}")
     return SampleWeights(relative)
 
 

@@ -8,10 +8,9 @@ import os
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
-from difflib import get_close_matches
 from typing import Any
 
-from trainer.errors import RecipeError
+from trainer.errors import RecipeError, closest_names
 from trainer.system.machine import cores
 
 # Fraction of a link's nominal rate that a large transfer reaches: 25 of 31.5 GB/s on PCIe 4.0 with pinned memory,
@@ -80,7 +79,7 @@ def gpu_named(name: str) -> GPU:
     squashed = _squash(name)
     if squashed in names:
         return names[squashed]
-    near = get_close_matches(squashed, names, 1)
+    near = closest_names(squashed, names)
     hint = f"; did you mean {names[near[0]].name}?" if near else "."
     raise RecipeError(f"--gpu={name} is not in the planner's table{hint} It has: {', '.join(sorted(GPUS))}")
 

@@ -146,8 +146,9 @@ def choose(rungs: Sequence[LadderStep], wanted: str | None) -> list[LadderStep]:
     names = [name.strip() for name in wanted.split(",") if name.strip()]
     known = [rung.name for rung in rungs]
     for name in names:
-        hint = f"{did_you_mean(name, known)} (rungs: {', '.join(known)})"
-        require(name in known, f"--rungs: no rung {name!r} here{hint}")
+        if name not in known:
+            hint = f"{did_you_mean(name, known)} (rungs: {', '.join(known)})"
+            raise RecipeError(f"--rungs: no rung {name!r} here{hint}")
     return [rung for rung in rungs if rung.name in ("baseline", *names)]
 
 

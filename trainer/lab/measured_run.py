@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import csv
-import json
 import math
 import os
 import re
@@ -22,7 +21,7 @@ from typing import Any, TextIO
 import trainer
 from trainer.errors import RecipeError
 from trainer.system.error_reports import find_failure_reason
-from trainer.system.files import open_writable
+from trainer.system.files import open_writable, read_json_object
 from trainer.system.machine import query_gpus_in_child
 from trainer.system.processes import ProcessSession, trainer_command
 from trainer.system.redact import redact, redact_words
@@ -34,7 +33,7 @@ OUT_OF_MEMORY = re.compile(r"out of memory|OutOfMemoryError|Can(no|')t allocate 
 MALLOC_TRIM_ENV = {"MALLOC_MMAP_THRESHOLD_": "131072", "MALLOC_TRIM_THRESHOLD_": "131072"}
 """For runs on a CPU: otherwise glibc keeps freed memory, and resident memory shows the largest use so far."""
 CPU = {"accelerator": "cpu", "devices": 1, "device": "CPU", "device_memory_gb": None}
-POLL_INTERVAL = 1.0
+POLL_INTERVAL, MAX_JSON_BYTES = 1.0, 64 * 2**20
 GRACE_SECONDS = 10.0  # time for an interrupted run to write its summary
 Watch = Callable[[], str | None]  # returns the status with which to end the run, or ``None``
 
@@ -191,10 +190,8 @@ def _outcome(code: int | str | None, text: str, seconds: float | None) -> tuple[
 
 
 def _measurements(run_dir: Path) -> dict[str, Any]:
-    found: dict[str, Any] = {}
-    if (run_dir / "summary.json").is_file():
-        summary = json.loads((run_dir / "summary.json").read_text())
-        found = {"memory": summary["memory"], "steps": summary["steps"]}
+    summary = read_json_object(run_dir / "summary.json", MAX_JSON_BYTES)
+    found: dict[str, Any] = {name: summary[name] for name in ("memory", "steps") if name in summary}
     if (run_dir / "metrics.csv").is_file():
         with open(run_dir / "metrics.csv", newline="") as file:
             rows = [row for row in csv.DictReader(file) if row.get("loss")]

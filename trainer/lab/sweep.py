@@ -77,8 +77,9 @@ def sweep(argv: list[str]) -> None:
     chosen = recipe.run.best_metric()
     compares = recipe.run.evaluate and chosen != "last"
     require(compares, "a sweep compares trials by run.best: leave out run.best=last and run.evaluate=false")
-    ways = "--over KEY=LOW..HIGH (or KEY=A,B,C), once or more, or --folds 5, or --find-lr"
-    require(bool(over) != ("folds" in own), f"sweep needs something to vary: give {ways}")
+    if bool(over) == ("folds" in own):
+        ways = "--over KEY=LOW..HIGH (or KEY=A,B,C), once or more, or --folds 5, or --find-lr"
+        raise RecipeError(f"sweep needs something to vary: give {ways}")
     if "folds" in own:
         trials = parse_count("folds", own["folds"])
         chooser: TrialSource = CrossValidation(recipe, trials)
@@ -242,8 +243,8 @@ class Sweep:
         try:
             require(bool(before) or not os.path.lexists(out / "sweep.json"), "it is not a JSON object")
             for row in before.get("trials", []):
-                wrong = [name for name, kind in ROW.items() if not _fits(row[name], kind)]
-                wrong += [] if all(_fits(score, (int, float)) for score in row["scores"]) else ["scores"]
+                wrong = [name for name, kind in ROW.items() if not _matches_type(row[name], kind)]
+                wrong += [] if all(_matches_type(score, (int, float)) for score in row["scores"]) else ["scores"]
                 wrong += [] if row["number"] == len(self.rows) + 1 else ["number"]
                 wrong += [name for name in FOUND if (row[name] is None) != (row["score"] is None)]
                 require(not wrong, f"invalid {', '.join(wrong)}")
@@ -424,7 +425,7 @@ def evaluations(run_dir: Path, recipe: Recipe) -> list[tuple[str, float, int]]:
     return []
 
 
-def _fits(value: Any, kind: Any) -> bool:
+def _matches_type(value: Any, kind: Any) -> bool:
     """Return whether a value of ``sweep.json`` has the type ``kind``, and is finite if it is a number."""
     return isinstance(value, kind) and not (isinstance(value, int | float) and not abs(value) <= sys.float_info.max)
 

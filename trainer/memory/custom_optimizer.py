@@ -6,7 +6,6 @@ import copy
 import inspect
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from difflib import get_close_matches
 from functools import partial
 from typing import Any
 
@@ -14,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from trainer.errors import RecipeError, suggest_name
+from trainer.errors import RecipeError, closest_names, suggest_name
 from trainer.memory.knobs import KNOBS
 from trainer.recipe import TORCH_OPTIM_PREFIX, Memory, Optim
 from trainer.system.error_reports import describe_error
@@ -33,7 +32,7 @@ def build_custom_optimizer(groups: Any, optim: Optim) -> Optimizer:
     except Exception as error:  # user code can raise anything
         names = list(inspect.signature(make).parameters)
         unknown = [name for name in optim.arguments if name not in names]
-        close = [near for name in unknown for near in get_close_matches(name, names, 1, 0.5)]
+        close = [near for name in unknown for near in closest_names(name, names, 0.5)]
         hint = f"; did you mean {', '.join(close)}?" if close else ""
         where = f"{called} with optim.arguments={dict(optim.arguments)}"
         raise RecipeError(f"{where}: {describe_error(error)}{hint}") from error

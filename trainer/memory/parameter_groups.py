@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from difflib import get_close_matches
 from fnmatch import fnmatchcase
 
 from torch import Tensor, nn, uint8
 from torch.optim import Optimizer
 
 from trainer.contract import Model
-from trainer.errors import RecipeError
+from trainer.errors import RecipeError, closest_names
 from trainer.models.base import parameters_after_blocks
 from trainer.recipe import Optim
 from trainer.weights.blocks import find_blocks, require_blocks
@@ -113,5 +112,5 @@ def _nearest(pattern: str, names: Sequence[str]) -> str:
     bare = pattern.strip("*.")
     if any(bare in name for name in names):
         return f": a pattern must match the whole name, write '*{bare}*'"
-    close = get_close_matches(bare, names, 3, 0.3) or [names[0], names[-1]]
+    close = closest_names(bare, names, 0.3, 3) or [names[0], names[-1]]
     return f"; the nearest names are {', '.join(close)} (* stands for any part of a name)"

@@ -26,7 +26,7 @@ MAX_LAYERS = 10_000  # each is built separately
 
 ImageTask = Literal["single_label", "multi_label", "regression"]
 Distance = Literal["mse", "mae", "huber"]
-CLASSES_OF = {"single_label": "class", "token": "class", "multi_label": "label"}
+OUTPUT_NOUN = {"single_label": "class", "token": "class", "multi_label": "label"}
 
 
 @dataclass(frozen=True)
@@ -59,12 +59,14 @@ class Objective:
         valid = weights in (None, "balanced")
         if not valid and not isinstance(weights, str):
             valid = all(0 <= weight < math.inf for weight in weights or ()) and any(weights or ())
-        allowed = "must be balanced, or a list of numbers of at least 0, not all 0"
-        require(valid, f"model.loss.class_weights={weights!r} {allowed}")
+        if not valid:
+            allowed = "must be balanced, or a list of numbers of at least 0, not all 0"
+            raise RecipeError(f"model.loss.class_weights={weights!r} {allowed}")
         require(0 <= smoothing < 1, f"model.loss.label_smoothing={smoothing} must be at least 0 and less than 1")
         require(0 <= gamma < math.inf, f"model.loss.focal_gamma={gamma} must be at least 0; the paper uses 2")
-        given = f"model.loss.focal_gamma={gamma} and model.loss.label_smoothing={smoothing}"
-        require(not gamma or not smoothing, f"{given} exclude each other: set one to 0")
+        if gamma and smoothing:
+            given = f"model.loss.focal_gamma={gamma} and model.loss.label_smoothing={smoothing}"
+            raise RecipeError(f"{given} exclude each other: set one to 0")
         require(0 < self.huber_delta < math.inf, f"model.loss.huber_delta={self.huber_delta} must be greater than 0")
 
     def require_fit(self, task: Task) -> None:
@@ -102,11 +104,14 @@ class SupervisedModel(Preparable):
             return self
         if weights == "balanced":
             labels = as_samples(data.train).labels
-            cause = f"model.loss.class_weights=balanced needs the training labels, and {type(data).__name__}'s train"
-            require(labels is not None, f"{cause} has no attribute labels: add it, or give the weights as a list")
+            if labels is None:
+                cause = f"needs the training labels, and {type(data).__name__}'s train has no attribute labels"
+                fix = "add it, or give the weights as a list"
+                raise RecipeError(f"model.loss.class_weights=balanced {cause}: {fix}")
             weights = balanced_weights(self.task, cast(Any, labels), self.num_classes or 0, self.class_names)
-        given = f"model.loss.class_weights has {len(weights)} weights for {self.num_classes} classes"
-        require(len(weights) == self.num_classes, f"{given}: give one for each")
+        if len(weights) != self.num_classes:
+            given = f"model.loss.class_weights has {len(weights)} weights for {self.num_classes} classes"
+            raise RecipeError(f"{given}: give one for each")
         return replace(cast(Any, self), loss=replace(self.loss, class_weights=list(weights)))
 
     def weigh(self, batch: Any) -> dict[str, float]:
@@ -201,7 +206,6 @@ class SupervisedModel(Preparable):
                 raise RecipeError(f"{cause}: for one class per sample use --model.task single_label")
 
     def _sum_class_weights(self, labels: Tensor) -> Tensor:
-        """Sum the class weights of ``labels``, in float64."""
         import torch
 
         weights = self._weights(labels, torch.float64)
@@ -238,7 +242,7 @@ def balanced_weights(task: Task, labels: Sequence[Any], classes: int, names: Seq
         counts, samples = np.bincount(flat, minlength=classes).astype(np.float64), len(flat)
     empty = [names[number] if names else str(number) for number, count in enumerate(counts) if not count]
     if empty:
-        cause = f"no training sample has the {CLASSES_OF[task]} {', '.join(empty[:1])}"
+        cause = f"no training sample has the {OUTPUT_NOUN[task]} {', '.join(empty[:1])}"
         raise RecipeError(f"model.loss.class_weights=balanced: {cause}: give the weights as a list")
     return ((samples - counts) / counts if task == "multi_label" else samples / (classes * counts)).tolist()
 
@@ -275,6 +279,7 @@ def parameters_after_blocks(module: nn.Module, blocks: Sequence[nn.Module]) -> l
 def require_filled(model: str, **fields: object) -> None:
     """Check that fields that the dataset fills are set and are valid sizes."""
     for name, value in fields.items():
-        known = "is not set and cannot be derived from the dataset"
-        require(value is not None, f"model.{name} of {model} {known}: give --model.{name}")
+        if value is None:
+            known = "is not set and cannot be derived from the dataset"
+            raise RecipeError(f"model.{name} of {model} {known}: give --model.{name}")
         require_positive(f"model.{name}", value, MAX_FEATURES)

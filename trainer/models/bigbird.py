@@ -48,7 +48,7 @@ class BigBird(TextClassifier):
         module.config.attention_type = ATTENTION_TYPES[self.attention]  # type: ignore[union-attr]
         return module
 
-    def _has_known_blocks(self, config: Any) -> bool:
+    def _supports_unpadding(self, config: Any) -> bool:
         """Only full attention: the pattern of block_sparse depends on the padded length."""
         return self.attention == "full" and config.model_type == "big_bird"
 

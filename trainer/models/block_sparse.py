@@ -24,9 +24,9 @@ from transformers.models.big_bird.modeling_big_bird import BigBirdModel, BigBird
 from trainer.errors import require
 from trainer.fakegpu.events import INNER_BYTES
 
-ROWS = 16  # blocks of queries at once: their keys, values and scores stay in a core's cache
-NEVER = -1e30  # added to the score of a masked key; finite, so that a text of only padding gives no NaN
-LONG_PLANS = (1024, 3072, 4096)  # lengths in tokens whose random blocks are drawn as in the paper's experiments
+BLOCKS_AT_ONCE = 16  # blocks of queries at once: their keys, values and scores stay in a core's cache
+MASK_VALUE = -1e30  # added to the score of a masked key; finite, so that a text of only padding gives no NaN
+LONG_SEQUENCE_LENGTHS = (1024, 3072, 4096)  # tokens; their random blocks are drawn as in the paper's experiments
 NAME = "block_sparse_attention"
 
 
@@ -51,19 +51,19 @@ def attention_counts(
         counts[..., 1:-1, 0] += num_random_blocks
         return counts
     for layer in range(layers):
-        for head, row, chosen in _drawn_blocks(layer, heads, blocks, num_random_blocks, size, longest):
+        for head, row, chosen in _random_blocks(layer, heads, blocks, num_random_blocks, size, longest):
             counts[layer, head, row, chosen] += 1
     return counts
 
 
-def _drawn_blocks(
+def _random_blocks(
     layer: int, heads: int, blocks: int, drawn: int, size: int, longest: int
 ) -> Iterator[tuple[int, int, Any]]:
     """Yield head, query block, and the key blocks drawn for it, in the order in which transformers draws."""
     permuted = np.random.RandomState(
         layer
     ).permutation  # as after np.random.seed(layer), without changing the global state
-    if blocks * size in LONG_PLANS:
+    if blocks * size in LONG_SEQUENCE_LENGTHS:
         last = 1024 // size - 1 if 2 * size < 1024 else longest // size - 1
         middle = np.arange(1, longest // size - 1)
         for head in range(heads):
@@ -154,13 +154,14 @@ def block_sparse_attention_backward(
 def _parts(mask: Tensor, counts: Tensor, width: int, dtype: torch.dtype) -> Iterator[tuple[slice, Tensor, Tensor]]:
     """Yield groups of query blocks of one head, the key blocks of each, and the bias on their scores."""
     blocks = len(counts)
-    padding = torch.zeros(mask.shape, dtype=dtype, device=mask.device).masked_fill_(~mask, NEVER).view(blocks, -1)
-    weight = counts.to(dtype).log_().clamp_(min=NEVER)
+    padding = torch.zeros(mask.shape, dtype=dtype, device=mask.device).masked_fill_(~mask, MASK_VALUE).view(blocks, -1)
+    weight = counts.to(dtype).log_().clamp_(min=MASK_VALUE)
     top = counts[1:-1].int().topk(width).indices
     every = torch.arange(blocks, device=mask.device).expand(2, -1)
     chosen = [(slice(0, None, blocks - 1), every)]
     chosen += [
-        (slice(at + 1, min(at + ROWS, blocks - 2) + 1), top[at : at + ROWS]) for at in range(0, blocks - 2, ROWS)
+        (slice(at + 1, min(at + BLOCKS_AT_ONCE, blocks - 2) + 1), top[at : at + BLOCKS_AT_ONCE])
+        for at in range(0, blocks - 2, BLOCKS_AT_ONCE)
     ]
     for rows, index in chosen:
         yield rows, index, (weight[rows].gather(1, index).unsqueeze(-1) + padding[index]).view(len(index), 1, -1)
@@ -197,7 +198,7 @@ def _like(query: Tensor, number: int) -> list[Tensor]:
     return [query.new_empty(batch, tokens, heads, size).transpose(1, 2) for _ in range(number)]
 
 
-def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
     *tensors, ctx.width = inputs
     ctx.save_for_backward(*tensors, *output)
     ctx.mark_non_differentiable(output[1])
@@ -209,7 +210,7 @@ def _backward(ctx: Any, grad: Tensor, _: Any) -> tuple[Tensor | None, ...]:
         return *block_sparse_attention_backward(grad, *inputs, ctx.width, out, sums), None, None, None
 
 
-block_sparse_attention.register_autograd(_backward, setup_context=_keep)
+block_sparse_attention.register_autograd(_backward, setup_context=_setup_context)
 _rules = torch.library.Library("trainer", "FRAGMENT")
 
 
@@ -251,8 +252,9 @@ def workspace_bytes(op: Any, args: tuple[Any, ...], capability: tuple[int, int] 
     if _has_flex(query, capability):
         return (batch * heads * tokens * exact,) if backward else ()
     blocks, block = counts.shape[-1], tokens // counts.shape[-1]
-    rows, each = max(2, min(ROWS, blocks - 2)), query.element_size()
-    near = max(2 * blocks, min(ROWS, blocks - 2) * width) * block  # keys of one part, for all its query blocks
+    rows, each = max(2, min(BLOCKS_AT_ONCE, blocks - 2)), query.element_size()
+    # The keys of one part, for all its query blocks.
+    near = max(2 * blocks, min(BLOCKS_AT_ONCE, blocks - 2) * width) * block
     gathered, scores, is_half = near * size * each, near * block * exact, exact > each
     in_half = near * block * each * is_half
     of_head = 2 * tokens * size * each * (heads > 1)  # contiguous copies of the head's keys and values
@@ -270,7 +272,7 @@ INNER_BYTES[torch.ops.trainer.block_sparse_attention_backward.default] = workspa
 # FlexAttention, on GPUs.
 
 
-def attend(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, counts: Tensor, width: int) -> Tensor:
+def block_sparse_forward(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, counts: Tensor, width: int) -> Tensor:
     """Return the context of :func:`block_sparse_attention` from the fastest kernel for these tensors."""
     real = query.is_cuda and type(query) is Tensor  # the planner's tensors are fake
     if (
@@ -357,7 +359,7 @@ class SelfAttention(BigBirdSelfAttention):
         projections = (self.query, self.key, self.value)
         query, key, value = (linear(hidden_states).view(heads).transpose(1, 2) for linear in projections)
         if counts is not None:  # the model's definition has no dropout here
-            context = attend(query, key, value, attention_mask, counts[self.layer_idx], width)
+            context = block_sparse_forward(query, key, value, attention_mask, counts[self.layer_idx], width)
         else:
             dropout = self.dropout.p if self.training else 0.0
             context = scaled_dot_product_attention(query, key, value, attention_mask, dropout)

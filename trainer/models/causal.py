@@ -66,7 +66,6 @@ class CausalLM(TextModel):
         self._can_pack: bool | None = None  # not determined yet
 
     def packs(self) -> bool:
-        """Return whether micro-batches are packed into one row; see ``padding_free``."""
         if self._can_pack is None and self.padding_free is not False:
             from trainer.models.packed_attention import unsupported_reason
 
@@ -74,9 +73,7 @@ class CausalLM(TextModel):
             if why is not None and self.padding_free is not None:
                 cause = f"model.padding_free=true is not supported for model.name={self.name!r}, because {why}"
                 raise RecipeError(f"{cause}: leave it at null, which pads")
-            own = ("build", "skeleton", "losses")
-            plain = all(getattr(type(self), name) is getattr(CausalLM, name) for name in own)
-            self._can_pack = why is None and (plain or self.padding_free is True)
+            self._can_pack = why is None and (self.padding_free is True or self._is_unmodified(CausalLM))
         return bool(self._can_pack)
 
     def weigh(self, batch: Any) -> dict[str, float]:
@@ -106,12 +103,12 @@ class CausalLM(TextModel):
         """Write a folder that ``AutoModelForCausalLM`` and serving engines load. Wrong weights raise ``RunError``."""
         self._complete_generation(cast(Any, module))
         super().save(module, folder, state)
-        wrong = self._misread(folder, self.merged_state(module, state))
+        wrong = self._find_mismatch(folder, self.merged_state(module, state))
         if wrong is not None:
             cause = f"{folder} does not match the trained weights: {wrong} would be loaded with different values"
             raise RunError(f"{cause}: check the disk, and write the folder again with trainer checkpoint export")
 
-    def _misread(self, folder: Path, merged: Mapping[str, Tensor]) -> str | None:
+    def _find_mismatch(self, folder: Path, merged: Mapping[str, Tensor]) -> str | None:
         """Return the first tensor that ``folder`` would load unlike ``merged``, reading single ones if possible."""
         import torch
         from transformers.conversion_mapping import get_model_conversion_mapping
@@ -140,10 +137,8 @@ class CausalLM(TextModel):
         if tokenizer is None:
             return {}
         special = {key: getattr(tokenizer, key) for key in ("bos_token_id", "eos_token_id", "pad_token_id")}
-        if (
-            special["pad_token_id"] == special["eos_token_id"]
-        ):  # otherwise the end token's embedding would get no gradient
-            special["pad_token_id"] = None
+        if special["pad_token_id"] == special["eos_token_id"]:
+            special["pad_token_id"] = None  # otherwise the end token's embedding would get no gradient
         return {"vocab_size": len(tokenizer), **special}
 
     def _finalize_module(self, module: nn.Module) -> nn.Module:
@@ -152,7 +147,7 @@ class CausalLM(TextModel):
         from trainer.models.liger import use_kernels
 
         module = super()._finalize_module(module)
-        ahead = _sees_ahead(module.config)
+        ahead = _find_bidirectional_setting(module.config)
         if ahead is not None:
             cause = f"model.name={self.name!r} sees the tokens that it must predict ({ahead})"
             raise RecipeError(f"{cause}: use a decoder, or change that setting with model.config")
@@ -190,7 +185,7 @@ class CausalLM(TextModel):
             config.do_sample = True
 
 
-def _sees_ahead(config: Any) -> str | None:
+def _find_bidirectional_setting(config: Any) -> str | None:
     """Return the setting that lets a token see later tokens, as in encoders, or ``None``."""
     entries = {"is_decoder": False, "is_causal": False, "causal": False, "use_bidirectional_attention": True}
     if "gpt_neox" in config.model_type:  # GPT-NeoX ignores this setting

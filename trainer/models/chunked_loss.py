@@ -23,11 +23,11 @@ from trainer.errors import RecipeError
 from trainer.values import IGNORED_LABEL
 from trainer.weights.fused import has_kernels
 
-LOGITS = 2**24  # logits held at once by default: 64 MiB in fp32, plus the products they are computed from
+MAX_LOGITS = 2**24  # logits held at once by default: 64 MiB in fp32, plus the products they are computed from
 FUSED = 2**27  # bytes of products held at once by default with our kernels, which need no further memory
 
-SCALES: dict[str, int] = {"logit_scale": 1, "logits_scaling": -1, "lm_head_multiplier": 1}
-CAPS = ("final_logit_softcapping", "logits_soft_cap")
+SCALE_CONFIG_KEYS: dict[str, int] = {"logit_scale": 1, "logits_scaling": -1, "lm_head_multiplier": 1}
+SOFTCAP_CONFIG_KEYS = ("final_logit_softcapping", "logits_soft_cap")
 """Settings of configurations that scale the products of a head (with the power of each), and that cap them."""
 
 
@@ -50,7 +50,7 @@ class LogitTransform(NamedTuple):
         return gradient if self.scale == 1.0 else gradient.mul_(self.scale)
 
 
-PLAIN = LogitTransform()
+NO_TRANSFORM = LogitTransform()
 
 
 def patch_forward_to_return_loss(module: nn.Module, chunk: int | None) -> None:
@@ -73,11 +73,11 @@ def patch_forward_to_return_loss(module: nn.Module, chunk: int | None) -> None:
         cause = f"{kind.__name__} computes more than a linear head and a known scale or cap{named}"
         raise RecipeError(f"model.loss_chunk={chunk}: {cause}: use 0, which holds the logits of all tokens, or null")
     module.loss_chunk, module.logit_transform = chunk, found  # type: ignore[assignment]
-    module.__class__ = _with_loss(kind)
+    module.__class__ = _make_loss_class(kind)
 
 
 @cache
-def _with_loss(kind: type[nn.Module]) -> type[nn.Module]:
+def _make_loss_class(kind: type[nn.Module]) -> type[nn.Module]:
     plain: Callable[..., Any] = kind.forward
 
     @wraps(plain)
@@ -112,7 +112,7 @@ def token_loss(logits: Tensor, labels: Tensor) -> Tensor:
 
 @torch.compiler.disable  # the number of predicted tokens differs in every micro-batch
 def chunked_loss(
-    hidden: Tensor, head: nn.Module, targets: Tensor, transform: LogitTransform = PLAIN, chunk: int | None = None
+    hidden: Tensor, head: nn.Module, targets: Tensor, transform: LogitTransform = NO_TRANSFORM, chunk: int | None = None
 ) -> Tensor:
     """Return the summed cross entropy of ``targets``, a scalar in at least fp32, without holding all logits.
 
@@ -142,8 +142,8 @@ def chunked_loss(
 
 
 def default_chunk(words: int, dtype: torch.dtype, fused: bool) -> int:
-    """Return the tokens held at once: ``LOGITS`` logits or ``FUSED`` bytes, so that products are compute-bound."""
-    tokens = max(1, FUSED // (words * dtype.itemsize) if fused else LOGITS // words)
+    """Return the tokens held at once: ``MAX_LOGITS`` logits or ``FUSED`` bytes, so that products are compute-bound."""
+    tokens = max(1, FUSED // (words * dtype.itemsize) if fused else MAX_LOGITS // words)
     return tokens - tokens % 128 if fused and tokens > 128 else tokens
 
 
@@ -171,7 +171,7 @@ class _ChunkedLoss(torch.autograd.Function):
         with torch.autocast(targets.device.type, enabled=False):
             for start in range(0, len(targets), chunk):
                 rows = slice(start, start + chunk)
-                logits = _products([state[rows] for state in states], weights, bias)
+                logits = _head_logits([state[rows] for state in states], weights, bias)
                 if ctx.kernels is not None:
                     found = ctx.kernels.token_losses(logits, targets[rows], *transform)
                 else:
@@ -204,7 +204,7 @@ class _ChunkedLoss(torch.autograd.Function):
         with torch.autocast(targets.device.type, enabled=False):
             for start, stop in pairwise([*range(0, words, size), words]):
                 parts = [weight[start:stop].to(dtype) for weight in weights]
-                logits = _products(states, parts, None if bias is None else bias[start:stop])
+                logits = _head_logits(states, parts, None if bias is None else bias[start:stop])
                 if ctx.kernels is not None:
                     ctx.kernels.token_errors_(logits, log_sums, targets, gradient, start, *ctx.transform)
                     errors, capped = logits, None
@@ -236,8 +236,7 @@ class _ChunkedLoss(torch.autograd.Function):
         )
 
 
-def _products(states: Sequence[Tensor], weights: Sequence[Tensor], bias: Tensor | None) -> Tensor:
-    """Compute the head's products, ``(tokens, words)``."""
+def _head_logits(states: Sequence[Tensor], weights: Sequence[Tensor], bias: Tensor | None) -> Tensor:
     (state, *others), (weight, *more) = states, weights
     found = linear(state, weight, None if bias is None else bias.to(weight.dtype))
     for other, one in zip(others, more, strict=True):
@@ -295,9 +294,9 @@ def detect_logit_transform(module: nn.Module) -> LogitTransform | None:
     if not passes or len(read) != 1 or not torch.equal(read[0].float(), hidden) or logits.shape != products.shape:
         return None
     config = model.config
-    entries = [(getattr(config, key, None), power) for key, power in SCALES.items()]
+    entries = [(getattr(config, key, None), power) for key, power in SCALE_CONFIG_KEYS.items()]
     scales = [1.0, *(entry ** (sign * power) for entry, power in entries if entry for sign in (1, -1))]
-    caps = dict.fromkeys([None, *(getattr(config, key, None) for key in CAPS)])
+    caps = dict.fromkeys([None, *(getattr(config, key, None) for key in SOFTCAP_CONFIG_KEYS)])
     for found in (LogitTransform(scale, cap) for scale in scales for cap in caps):
         if torch.allclose(found(products.clone()), logits, rtol=1e-5, atol=1e-5):
             return found

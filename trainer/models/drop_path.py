@@ -10,13 +10,14 @@ from torch import Tensor, nn
 from torchvision.ops import stochastic_depth
 
 # Constants of SplitMix64 (Steele et al. 2014), as signed integers, because torch has no unsigned ones.
-STEP, FIRST, SECOND = (number - 2**64 for number in (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB))
+_UNSIGNED = (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB)
+SPLITMIX_GAMMA, FIRST, SECOND = (number - 2**64 for number in _UNSIGNED)
 
 
 class DropPath(nn.Module):
     """Drops a residual branch per sample at ``rate`` and scales kept ones by 1 / (1 - ``rate``) (Huang et al. 2016).
 
-    :func:`draw_paths` chooses the samples. In a loop that does not call it, torchvision draws.
+    :func:`sample_drop_paths` chooses the samples. In a loop that does not call it, torchvision draws.
     """
 
     def __init__(self, rate: float) -> None:
@@ -41,7 +42,7 @@ def add_drop_path(blocks: Sequence[Any], rate: float) -> None:
         block.mlp[-1] = nn.Sequential(block.mlp[-1], DropPath(own))
 
 
-def draw_paths(module: nn.Module, seeds: Tensor) -> None:
+def sample_drop_paths(module: nn.Module, seeds: Tensor) -> None:
     """Draw which branches each :class:`DropPath` drops for the samples with these ``seeds``, int64 ``(n,)``.
 
     A draw depends only on seed and position in the module. It stays until the next call, for recomputation in backward.
@@ -56,7 +57,7 @@ def draw_paths(module: nn.Module, seeds: Tensor) -> None:
 
 def uniform(seeds: Tensor, count: int) -> Tensor:
     """Return ``count`` numbers in [0, 1) per seed, int64 ``(n,)``, as float64 ``(count, n)``, by SplitMix64."""
-    state = seeds + STEP * torch.arange(1, count + 1, device=seeds.device)[:, None]
+    state = seeds + SPLITMIX_GAMMA * torch.arange(1, count + 1, device=seeds.device)[:, None]
     for shift, factor in ((30, FIRST), (27, SECOND)):
         state = (state ^ _shifted(state, shift)) * factor
     return _shifted(state ^ _shifted(state, 31), 11).double() * 2.0**-53

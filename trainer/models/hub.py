@@ -19,17 +19,18 @@ from trainer.system.environment import is_first_process
 from trainer.system.files import read_json_object, require_regular, room_in
 from trainer.system.hub import offline_advice, offline_reason, warn_offline_cache
 from trainer.system.text import escaped
-from trainer.values import Pretrained
+from trainer.values import PretrainedWeights
 from trainer.weights.blocks import disable_kv_cache, find_blocks
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
     from typing_extensions import Self
 
-POSITIONS = ("max_position_embeddings", "n_positions", "max_seq_len", "max_sequence_length")
-FROM_PADDING = ("roberta", "camembert", "longformer", "mpnet", "luke", "ibert", "xmod")  # in names of model types
+POSITION_KEYS = ("max_position_embeddings", "n_positions", "max_seq_len", "max_sequence_length")
+POSITIONS_FROM_PADDING_IDX = ("roberta", "camembert", "longformer", "mpnet", "luke", "ibert", "xmod")
+"""Parts of model types whose positions start after the padding token's id."""
 
-NO_DROPOUT = ("layerdrop", "path", "connect", "token")
+NOT_FEATURE_DROPOUT = ("layerdrop", "path", "connect", "token")
 """Parts of setting names with ``drop`` that are not a dropout rate of features or attention weights."""
 
 PROBLEM_TYPES = {name: f"{name}_classification" for name in ("single_label", "multi_label")}
@@ -52,7 +53,7 @@ def local_folder(source: str) -> str:
     return source.removeprefix("file://")
 
 
-PUBLISHED = {
+BUNDLED_CONFIGS = {
     **dict.fromkeys(("distilbert/distilbert-base-uncased", "distilbert-base-uncased"), "distilbert-base-uncased"),
     "google/bigbird-roberta-base": "bigbird-roberta-base",
     **{f"HuggingFaceTB/SmolLM2-{size}": f"SmolLM2-{size}" for size in ("135M", "135M-Instruct", "360M", "1.7B")},
@@ -64,7 +65,7 @@ PUBLISHED = {
 
 def bundled_config_folder(source: str) -> Path | None:
     """Return the packaged folder with the ``config.json`` of the hub id ``source``, or ``None``."""
-    name = None if is_local(source) else PUBLISHED.get(source)
+    name = None if is_local(source) else BUNDLED_CONFIGS.get(source)
     return None if name is None else Path(__file__).parent / "published" / name
 
 
@@ -128,15 +129,16 @@ def _require_files(folder: Path) -> None:
             except OSError as error:
                 raise RecipeError(f"{path} cannot be read: {error.strerror}") from error
             too_large = path.suffix in (".json", ".txt") and path.stat().st_size > MAX_CONFIG_BYTES
-            most = f"{MAX_CONFIG_BYTES / 1e6:g} MB, the max for settings or vocabularies"
-            require(not too_large, f"{path} is larger than {most}")
+            if too_large:
+                most = f"{MAX_CONFIG_BYTES / 1e6:g} MB, the max for settings or vocabularies"
+                raise RecipeError(f"{path} is larger than {most}")
 
 
 def max_positions(config: Mapping[str, Any]) -> int | None:
     """Return the max number of tokens of a model from its ``config.json``, or ``None`` if there is no limit."""
     kind = str(config.get("model_type"))
-    found = next((config[name] for name in POSITIONS if isinstance(config.get(name), int)), 0)
-    if any(name in kind for name in FROM_PADDING):  # their positions start after the padding token's id
+    found = next((config[name] for name in POSITION_KEYS if isinstance(config.get(name), int)), 0)
+    if any(name in kind for name in POSITIONS_FROM_PADDING_IDX):  # their positions start after the padding token's id
         found -= 1 + (config.get("pad_token_id") or 0)
     return found if found > 0 and "t5" not in kind else None  # T5 has the entry, but only relative positions
 
@@ -203,14 +205,16 @@ def reject_remote_code(name: str, config: Any) -> None:
     wished = [getattr(config, key, None) for key in ("_attn_implementation", "_experts_implementation")]
     kernels = [text for text in map(str, wished) if "/" in text]
     asks = f"model.name={name!r}: its configuration asks for"
-    kernel = f"the kernel {', '.join(kernels)}, which is code from the hub and is never executed"
-    require(not kernels, f"{asks} {kernel}: remove attn_implementation from its config.json")
+    if kernels:
+        kernel = f"the kernel {', '.join(kernels)}, which is code from the hub and is never executed"
+        raise RecipeError(f"{asks} {kernel}: remove attn_implementation from its config.json")
     quantised = f"{asks} quantised weights, which cannot be trained and may need code from the hub"
     fix = "use a model without quantization_config in its config.json"
     require(getattr(config, "quantization_config", None) is None, f"{quantised}: {fix}")
-    checkpoint = f"{asks} timm's checkpoint_path, a file that may be a pickle"
-    fix = "remove it from model_args, and give a folder of weights with model.weights"
-    require("checkpoint_path" not in (getattr(config, "model_args", None) or {}), f"{checkpoint}: {fix}")
+    if "checkpoint_path" in (getattr(config, "model_args", None) or {}):
+        checkpoint = f"{asks} timm's checkpoint_path, a file that may be a pickle"
+        fix = "remove it from model_args, and give a folder of weights with model.weights"
+        raise RecipeError(f"{checkpoint}: {fix}")
 
 
 class HubModel(SupportsLoRA, Preparable):
@@ -242,7 +246,6 @@ class HubModel(SupportsLoRA, Preparable):
         self.lora.require_alone(self.train_last_blocks)
 
     def prepare(self) -> None:
-        """Fetch configuration and weights into the hub's cache."""
         import transformers.modeling_utils  # noqa: F401  now, so that its host memory is not attributed to the run
 
         self._configuration()
@@ -262,8 +265,9 @@ class HubModel(SupportsLoRA, Preparable):
 
         self._require_complete()
         adapter = Path(local_folder(weights), "adapter_config.json")  # transformers would load the base that it names
-        cause = f"model.weights={weights} is or contains a PEFT adapter"
-        require(not adapter.exists(), f"{cause}: merge it into its model and save the result")
+        if adapter.exists():
+            cause = f"model.weights={weights} is or contains a PEFT adapter"
+            raise RecipeError(f"{cause}: merge it into its model and save the result")
         with quiet_transformers():
             module, found = self._load(
                 "weights",
@@ -278,7 +282,7 @@ class HubModel(SupportsLoRA, Preparable):
             )
         wrong = [*found["missing_keys"], *found["mismatched_keys"]]
         new = {key if isinstance(key, str) else key[0] for key in wrong} & dict(module.named_parameters()).keys()
-        self._require_body(module, new)
+        self._require_only_head_new(module, new)
         if new and is_first_process():
             from trainer.weights.files import format_names
 
@@ -288,7 +292,6 @@ class HubModel(SupportsLoRA, Preparable):
         return module
 
     def skeleton(self) -> nn.Module:
-        """Build the module with random weights, without adapters."""
         self._require_complete()
         return self._finalize_module(self._from_configuration(self.auto))
 
@@ -306,19 +309,19 @@ class HubModel(SupportsLoRA, Preparable):
     def _load(self, key: str, source: str, load: Any, **options: Any) -> Any:
         return from_hub(key, source, load, local_folder(source), revision=self.revision, **options)
 
-    def pretrained(self) -> Pretrained:
+    def pretrained(self) -> PretrainedWeights:
         """Return the tensors of ``weights`` under their names in the module; the head may be new."""
-        from trainer.weights.streaming import on_meta, stored_in, tied_names
+        from trainer.weights.streaming import on_meta, tensors_in, tied_names
 
         require(self.weights is not None, "there is nothing to stream: model.weights is null")
         skeleton = on_meta(self.skeleton)
         own = skeleton.state_dict()
-        name_of = _renaming(skeleton, own)
-        found = [(name_of(key), *value) for key, value in stored_in(self._folder(self.weights or "")).items()]
+        name_of = _key_mapping(skeleton, own)
+        found = [(name_of(key), *value) for key, value in tensors_in(self._folder(self.weights or "")).items()]
         stored = {name: place for name, place, shape in found if name in own and tuple(own[name].shape) == shape}
         new = {names[0] for names in tied_names(skeleton) if not stored.keys() & set(names)}
-        self._require_body(skeleton, new)
-        return self.map_to_adapted(Pretrained(stored, new, _initialise), skeleton)
+        self._require_only_head_new(skeleton, new)
+        return self.map_to_adapted(PretrainedWeights(stored, new, _initialise), skeleton)
 
     def _folder(self, weights: str) -> Path:
         """Return the local folder of ``weights``, downloaded to the hub's cache if necessary."""
@@ -330,10 +333,9 @@ class HubModel(SupportsLoRA, Preparable):
         return Path(from_hub("weights", weights, snapshot_download, weights, **options))
 
     def weight_files(self) -> Sequence[Path]:
-        """Return the safetensors files of ``weights``."""
-        from trainer.weights.streaming import stored_in
+        from trainer.weights.streaming import tensors_in
 
-        found = stored_in(self._folder(self.weights)) if self.weights is not None else {}
+        found = tensors_in(self._folder(self.weights)) if self.weights is not None else {}
         return sorted({place.file for place, _ in found.values()})
 
     def _finalize_module(self, module: nn.Module) -> nn.Module:
@@ -343,7 +345,7 @@ class HubModel(SupportsLoRA, Preparable):
             train_last_blocks(module, self.train_last_blocks, self.blocks)
         return module
 
-    def _require_body(self, module: nn.Module, new: Collection[str]) -> None:
+    def _require_only_head_new(self, module: nn.Module, new: Collection[str]) -> None:
         """Check that only the head is new. transformers would also fill other missing weights with random numbers."""
         from trainer.weights.files import format_names
 
@@ -409,7 +411,7 @@ class HubModel(SupportsLoRA, Preparable):
         changes = dict(self.config)
         if self.dropout is not None:
             rates = {key for key, value in config.to_dict().items() if "drop" in key and type(value) in (int, float)}
-            rates = {key for key in rates if not any(part in key for part in NO_DROPOUT)}
+            rates = {key for key in rates if not any(part in key for part in NOT_FEATURE_DROPOUT)}
             changes = dict.fromkeys(rates, self.dropout) | changes
         if kind is not None:  # other settings are derived from these, so they must be set at construction
             config = AutoConfig.for_model(kind, **{**of_data, **changes})
@@ -459,7 +461,7 @@ def _initialise(skeleton: Any) -> None:
     reset_adapters(skeleton)
 
 
-def _renaming(skeleton: Any, own: Mapping[str, Any]) -> Callable[[str], str]:
+def _key_mapping(skeleton: Any, own: Mapping[str, Any]) -> Callable[[str], str]:
     """Return a function from keys of a file to names in ``own``: prefixes and old names, as transformers maps them."""
     from transformers.conversion_mapping import get_model_conversion_mapping
     from transformers.core_model_loading import WeightConverter, rename_source_key

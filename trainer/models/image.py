@@ -21,7 +21,7 @@ from trainer.values import ImageInput, Loss
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
-PROCESSOR = "preprocessor_config.json"
+PROCESSOR_FILE = "preprocessor_config.json"
 MAX_CONFIG_BYTES = 1_000_000
 TIMM = "timm/"
 
@@ -83,16 +83,16 @@ class ImageClassifier(HubClassifier, DrawnInputs):
         """Write a folder that ``AutoModelForImageClassification.from_pretrained`` loads, with the image processor."""
         super().save(module, folder, state)
         if (path := self._processor()) is not None:
-            shutil.copyfile(path, folder / PROCESSOR)
+            shutil.copyfile(path, folder / PROCESSOR_FILE)
 
     def _processor(self) -> Path | None:
         from transformers.utils import cached_file
 
         if self.weights is None and self._type() is not None:  # a model type has no files
             return None
-        source = self.weights or self.name
+        key, source = ("weights", self.weights) if self.weights else ("name", self.name)
         missing = {"_raise_exceptions_for_missing_entries": False, "_raise_exceptions_for_connection_errors": False}
-        found = self._load("weights" if self.weights else "name", source, cached_file, filename=PROCESSOR, **missing)
+        found = self._load(key, source, cached_file, filename=PROCESSOR_FILE, **missing)
         return None if found is None else Path(found)
 
     def _type(self) -> str | None:

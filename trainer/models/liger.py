@@ -12,11 +12,8 @@ from torch.distributed.tensor import DTensor
 
 from trainer.errors import require, require_package
 
-NORMS = {
-    "llama": (0.0, "llama"),
-    "gemma": (1.0, "gemma"),
-    "olmo2": (0.0, "gemma"),
-}  # offset added to the weight, casting mode
+NORMS = {"llama": (0.0, "llama"), "gemma": (1.0, "gemma"), "olmo2": (0.0, "gemma")}
+"""The offset added to the weight, and the casting mode."""
 ACTIVATIONS = {"SiLU": "SiLUMul", "SiLUActivation": "SiLUMul", "GELUTanh": "GELUMul"}
 ROTATE = "apply_rotary_pos_emb"  # transformers' function
 # fmt: off

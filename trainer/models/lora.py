@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 from trainer.contract import Exportable, Plannable, Streamable
 from trainer.errors import RecipeError, require, require_choice, require_package
 from trainer.models.base import parameters_after_blocks
-from trainer.values import Pretrained
+from trainer.values import PretrainedWeights
 from trainer.weights.blocks import find_blocks
 
 if TYPE_CHECKING:
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
 
 ADAPTER = "default"
-BASE, LORA_KEY, CODES = ".base_layer.", ".lora_", ".codes"
+BASE_LAYER_KEY, LORA_KEY, NF4_KEY = ".base_layer.", ".lora_", ".codes"
 """Parts of parameter names: a layer that peft has wrapped, a parameter that it has added, a quantised weight."""
 
 ADAPTERS = "adapter_model.safetensors"
@@ -85,7 +85,7 @@ class SupportsLoRA(Streamable, Exportable, Plannable):
         add_adapters(module, self.lora, self.blocks, self.adapted, self.head_is_new)
         return module
 
-    def map_to_adapted(self, found: Pretrained, skeleton: nn.Module) -> Pretrained:
+    def map_to_adapted(self, found: PretrainedWeights, skeleton: nn.Module) -> PretrainedWeights:
         """Rename ``found`` for the adapted module and add new adapters; ``skeleton``, on meta, gets them in place."""
         import torch
 
@@ -94,7 +94,7 @@ class SupportsLoRA(Streamable, Exportable, Plannable):
         with torch.device("meta"):
             names = {base_parameter_name(name): name for name, _ in self.adapt(skeleton).named_parameters()}
         stored = {names.get(name, name): place for name, place in found.stored.items()}
-        return Pretrained(stored, {*found.new, *adapters_of(skeleton)}, found.initialise)
+        return PretrainedWeights(stored, {*found.new, *adapters_of(skeleton)}, found.initialise)
 
     def weight_files(self) -> Sequence[Path]:
         """Return the files of ``weights``; empty for random weights."""
@@ -171,10 +171,9 @@ def add_adapters(
 
 
 def _quantise(module: nn.Module, layers: Sequence[nn.Module]) -> None:
-    """Replace each of ``layers`` by an ``NF4Linear`` everywhere in ``module``."""
     from trainer.weights.nf4 import NF4Linear
 
-    plain, made = set(map(id, _plain(layers))), dict[Any, NF4Linear]()
+    plain, made = set(map(id, _unmodified_linears(layers))), dict[Any, NF4Linear]()
     for part in list(module.modules()):
         for name, layer in part.named_children():
             if id(layer) in plain:
@@ -182,8 +181,7 @@ def _quantise(module: nn.Module, layers: Sequence[nn.Module]) -> None:
                 setattr(part, name, made[layer])
 
 
-def _plain(layers: Sequence[nn.Module]) -> list[Any]:
-    """Return the ``layers`` with the unmodified forward of their class."""
+def _unmodified_linears(layers: Sequence[nn.Module]) -> list[Any]:
     from torch import nn
     from transformers.pytorch_utils import Conv1D
 
@@ -195,14 +193,14 @@ def dequantised_in_place(module: nn.Module, blocks: Sequence[type] = ()) -> None
     from trainer.weights.nf4 import NF4Linear
 
     layers = _linear_layers(find_blocks(module, blocks))
-    for layer in _plain([layer for name, layer in layers if LORA_KEY not in name]):
+    for layer in _unmodified_linears([layer for name, layer in layers if LORA_KEY not in name]):
         layer.weight.data = NF4Linear(layer).weight
 
 
 def base_parameter_name(name: str) -> str:
     """Return the name of a parameter in the same module without adapters."""
-    plain = name.replace(BASE, ".")
-    return f"{plain.removesuffix(CODES)}.weight" if plain.endswith(CODES) else plain
+    plain = name.replace(BASE_LAYER_KEY, ".")
+    return f"{plain.removesuffix(NF4_KEY)}.weight" if plain.endswith(NF4_KEY) else plain
 
 
 def adapters_of(module: nn.Module) -> list[str]:
@@ -235,8 +233,8 @@ def merged_state(module: nn.Module, state: Mapping[str, Tensor]) -> dict[str, Te
         layer, dtype, whole = module.get_submodule(path), tensor.dtype, tensor
         if leaf == "codes" and isinstance(layer, NF4Linear):
             whole, dtype = dequantise(tensor, layer.shape, torch.float32), usual
-        if path.endswith(BASE[:-1]) and leaf != "bias":
-            whole = whole + _update(module, path.removesuffix(BASE[:-1]), state)
+        if path.endswith(BASE_LAYER_KEY[:-1]) and leaf != "bias":
+            whole = whole + _update(module, path.removesuffix(BASE_LAYER_KEY[:-1]), state)
         merged[base_parameter_name(name)] = whole.to(dtype)  # rounded once
     return merged
 
@@ -250,7 +248,7 @@ def save_adapters(module: nn.Module, state: Mapping[str, Tensor], folder: Path, 
     from safetensors.torch import save_file
 
     trained = [name for name, parameter in module.named_parameters() if parameter.requires_grad]
-    if any(BASE in name for name in trained):
+    if any(BASE_LAYER_KEY in name for name in trained):
         return
     layers = {name.rpartition(".")[0]: None for name in trained if LORA_KEY not in name}
     configured: Any = module.peft_config

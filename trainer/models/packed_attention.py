@@ -3,7 +3,7 @@
 The documents of a micro-batch are concatenated in one row without padding. All layers except attention work token by
 token. Attention calls our function through transformers' ``AttentionInterface``. It knows where each document begins
 and stores no (tokens x tokens) mask. A model may also mix tokens elsewhere, which only a test of that model can find:
-``ARCHITECTURES`` holds the results of benchmarks/packing.py.
+``VERIFIED_ARCHITECTURES`` holds the results of benchmarks/packing.py.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ NAME = "documents"
 """The ``attn_implementation`` that selects this attention."""
 
 # fmt: off
-ARCHITECTURES: dict[str, str | None] = {
+VERIFIED_ARCHITECTURES: dict[str, str | None] = {
     **dict.fromkeys((
         "biogpt", "cohere", "cohere2", "deepseek_v3", "gemma", "gemma2", "gemma3_text", "glm", "glm4", "gpt2",
         "gpt_bigcode", "gpt_neox", "gpt_oss", "granite", "granitemoe", "helium", "llama", "ministral", "mistral",
@@ -90,9 +90,9 @@ def register_packed_attention() -> None:
 def unsupported_reason(config: Any) -> str | None:
     """Return the reason why models of this configuration cannot use packed rows, or ``None`` if they can."""
     kind, implementation = config.model_type, config._attn_implementation
-    if kind not in ARCHITECTURES:
+    if kind not in VERIFIED_ARCHITECTURES:
         return f"benchmarks/packing.py has no certificate for model type {kind}"
-    if (leak := ARCHITECTURES[kind]) is not None:
+    if (leak := VERIFIED_ARCHITECTURES[kind]) is not None:
         return f"its {leak} does not keep packed documents apart"
     if implementation not in (None, "sdpa", "eager", NAME):
         return f"its attention is set to {implementation}"

@@ -26,9 +26,9 @@ from transformers.models.modernbert.modeling_modernbert import ModernBertEncoder
 from transformers.models.roberta.modeling_roberta import RobertaLayer
 from transformers.models.xlm_roberta.modeling_xlm_roberta import XLMRobertaLayer
 
-BITS = 16  # random bits per attention weight for dropout on a CPU: the rate is rounded to 2^-16
+DROPOUT_BITS = 16  # random bits per attention weight for dropout on a CPU: the rate is rounded to 2^-16
 MAX_PADDING = 4  # max ratio of padded rows to tokens for a single padded call of attention on a GPU
-ROWS = 256  # queries per chunk of attention with dropout on a CPU, because a long text's weights exceed the cache
+QUERY_CHUNK = 256  # queries at a time, for dropout on a CPU, because a long text's weights exceed the cache
 
 
 class SequenceLengths:
@@ -132,34 +132,34 @@ def _unpadded(kind: type[nn.Module]) -> type[nn.Module]:
     return type(kind.__name__, (kind,), {"forward": forward, "__module__": kind.__module__})
 
 
-def _of_distilbert(block: Any, rows: Tensor, hidden: Tensor, lengths: SequenceLengths, ends: Tensor) -> Tensor:
+def _distilbert_block(block: Any, rows: Tensor, hidden: Tensor, lengths: SequenceLengths, ends: Tensor) -> Tensor:
     attention = block.attention
     heads = attention.q_lin(rows), attention.k_lin(hidden), attention.v_lin(hidden)
     rate = attention.dropout.p if block.training else 0.0
-    attended = varlen_attention(*_by_heads(heads, attention.attention_head_size), lengths, ends, rate)
+    attended = varlen_attention(*_split_heads(heads, attention.attention_head_size), lengths, ends, rate)
     attended = block.sa_layer_norm(attention.out_lin(attended) + rows)
     return block.output_layer_norm(block.ffn(attended) + attended)
 
 
-def _of_bert(block: Any, rows: Tensor, hidden: Tensor, lengths: SequenceLengths, ends: Tensor) -> Tensor:
+def _bert_block(block: Any, rows: Tensor, hidden: Tensor, lengths: SequenceLengths, ends: Tensor) -> Tensor:
     attention = block.attention.self
     heads = attention.query(rows), attention.key(hidden), attention.value(hidden)
     rate = attention.dropout.p if block.training else 0.0
-    attended = varlen_attention(*_by_heads(heads, attention.attention_head_size), lengths, ends, rate)
+    attended = varlen_attention(*_split_heads(heads, attention.attention_head_size), lengths, ends, rate)
     return block.feed_forward_chunk(block.attention.output(attended, rows))
 
 
-def _by_heads(parts: Iterable[Tensor], size: int) -> tuple[Tensor, Tensor, Tensor]:
+def _split_heads(parts: Iterable[Tensor], size: int) -> tuple[Tensor, Tensor, Tensor]:
     query, key, value = (part.unflatten(-1, (-1, size)) for part in parts)
     return query, key, value
 
 
 BLOCK_FORWARDS: dict[type[nn.Module], Callable[..., Tensor] | None] = {
-    TransformerBlock: _of_distilbert,
-    BertLayer: _of_bert,
-    BigBirdLayer: _of_bert,
-    RobertaLayer: _of_bert,
-    XLMRobertaLayer: _of_bert,
+    TransformerBlock: _distilbert_block,
+    BertLayer: _bert_block,
+    BigBirdLayer: _bert_block,
+    RobertaLayer: _bert_block,
+    XLMRobertaLayer: _bert_block,
     ModernBertEncoderLayer: None,
 }
 """Forward function by block class, of ``(block, rows, hidden, lengths, ends)``: ``rows`` give the queries, ``hidden``
@@ -355,7 +355,7 @@ def eager_attention(
     query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, dropout: float, pattern: AttentionPattern
 ) -> Tensor:
     """Compute attention of ``(texts, heads, tokens, size)`` with softcap or sinks, which torch's kernels lack."""
-    key, value = _repeated(key, query, 1), _repeated(value, query, 1)
+    key, value = _repeat_kv(key, query, 1), _repeat_kv(value, query, 1)
     scores = query @ key.transpose(-2, -1) * (query.shape[-1] ** -0.5 if pattern.scale is None else pattern.scale)
     if pattern.softcap is not None:
         scores = pattern.softcap * torch.tanh(scores / pattern.softcap)
@@ -369,8 +369,7 @@ def eager_attention(
     return drop_out(weights.to(value.dtype), dropout) @ value
 
 
-def _repeated(keys: Tensor, query: Tensor, dim: int) -> Tensor:
-    """Repeat grouped keys or values once per query head."""
+def _repeat_kv(keys: Tensor, query: Tensor, dim: int) -> Tensor:
     return keys.repeat_interleave(query.shape[dim] // keys.shape[dim], dim)
 
 
@@ -378,20 +377,20 @@ class _DroppedAttention(torch.autograd.Function):
     """Attention with dropout on a CPU, for which torch has no fused kernel.
 
     Torch draws a random number per weight and keeps several tensors of weights. This needs an eighth of the random
-    numbers and keeps one byte per weight; the rest is recomputed for ``ROWS`` queries at a time.
+    numbers and keeps one byte per weight; the rest is recomputed for ``QUERY_CHUNK`` queries at a time.
     """
 
     @staticmethod
     def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, dropout: float) -> Tensor:
         """Compute ``scaled_dot_product_attention`` of ``(texts, heads, tokens, size)``."""
-        dropped = min(round(dropout * 2**BITS), 2**BITS - 1)
-        ctx.scales = query.shape[-1] ** -0.5, 1 / (1 - dropped / 2**BITS)
+        dropped = min(round(dropout * 2**DROPOUT_BITS), 2**DROPOUT_BITS - 1)
+        ctx.scales = query.shape[-1] ** -0.5, 1 / (1 - dropped / 2**DROPOUT_BITS)
         scaled, found, kept = value * ctx.scales[1], [], []
-        for rows in query.split(ROWS, 2):
+        for rows in query.split(QUERY_CHUNK, 2):
             weights = _weights(rows, key, ctx.scales[0])
             kept.append(draw_dropout_mask(weights, weights.shape, dropped))
             # Do not change a product in place, because selective checkpointing keeps it.
-            found.append(_drop(weights, kept[-1]) @ scaled)
+            found.append(_apply_dropout(weights, kept[-1]) @ scaled)
         ctx.save_for_backward(query, key, value, *kept)
         return torch.cat(found, 2)
 
@@ -401,13 +400,14 @@ class _DroppedAttention(torch.autograd.Function):
         query, key, value, *kept = ctx.saved_tensors
         scale, of_kept = ctx.scales
         of_query, of_key, of_value = [], torch.zeros_like(key), torch.zeros_like(value)
-        for rows, up, here in zip(query.split(ROWS, 2), (gradient * of_kept).split(ROWS, 2), kept, strict=True):
+        queries, gradients = (tensor.split(QUERY_CHUNK, 2) for tensor in (query, gradient * of_kept))
+        for rows, up, here in zip(queries, gradients, kept, strict=True):
             weights = _weights(rows, key, scale)
-            of_weights = _drop(up @ value.transpose(-2, -1), here)
+            of_weights = _apply_dropout(up @ value.transpose(-2, -1), here)
             of_scores = torch._softmax_backward_data(of_weights, weights, -1, weights.dtype).mul_(scale)
             of_query.append(of_scores @ key)
             of_key += of_scores.transpose(-2, -1) @ rows
-            of_value += _drop(weights, here).transpose(-2, -1) @ up
+            of_value += _apply_dropout(weights, here).transpose(-2, -1) @ up
         return torch.cat(of_query, 2), of_key, of_value, None
 
 
@@ -419,15 +419,15 @@ def draw_dropout_mask(weights: Tensor, shape: torch.Size, dropped: int) -> Tenso
     if has_torch_function_unary(weights):
         return handle_torch_function(draw_dropout_mask, (weights,), weights, shape, dropped)
     # Split 64 random bits into four 16-bit integers.
-    bits = torch.empty(-(-shape.numel() * BITS // 64), dtype=torch.int64, device=weights.device)
+    bits = torch.empty(-(-shape.numel() * DROPOUT_BITS // 64), dtype=torch.int64, device=weights.device)
     numbers = bits.random_(-(2**63), None).view(torch.int16)[: shape.numel()]
-    return (numbers >= dropped - 2 ** (BITS - 1)).view(shape)
+    return (numbers >= dropped - 2 ** (DROPOUT_BITS - 1)).view(shape)
 
 
 def _weights(query: Tensor, key: Tensor, scale: float) -> Tensor:
     return torch.softmax((query * scale) @ key.transpose(-2, -1), -1)
 
 
-def _drop(weights: Tensor, kept: Tensor) -> Tensor:
+def _apply_dropout(weights: Tensor, kept: Tensor) -> Tensor:
     """Zero the dropped ``weights`` in place. Bytes convert three times faster than bools."""
     return weights.mul_(kept.view(torch.uint8).to(weights.dtype))

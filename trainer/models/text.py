@@ -8,12 +8,12 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Literal, cast
 
 from trainer.contract import Packable
-from trainer.errors import RecipeError, require, require_choice
+from trainer.errors import RecipeError, require_choice
 from trainer.models.base import Objective
 from trainer.models.byte_tokenizer import BYTES, byte_tokenizer
 from trainer.models.hub import HubClassifier, HubModel, is_local, is_model_type, max_positions
 from trainer.models.lora import LoRA
-from trainer.values import Loss, Outline
+from trainer.values import DataSpec, Loss
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -29,17 +29,17 @@ _DISTILBERT = {f"transformer.layer.*.attention.{name}": "colwise" for name in ("
 _DISTILBERT |= {"transformer.layer.*.attention.out_lin": "rowwise", "transformer.layer.*.ffn.lin1": "colwise"}
 _DISTILBERT |= {"transformer.layer.*.ffn.lin2": "rowwise"}
 _DISTILBERT |= {f"transformer.layer.*.{part}_layer_norm": "sequence_parallel" for part in ("sa", "output")}
-ENCODERS = {  # tensor parallel plans of model types for which transformers has none
+ENCODER_TP_PLANS = {  # tensor parallel plans of model types for which transformers has none
     "distilbert": _DISTILBERT,
     **dict.fromkeys(("bert", "roberta", "xlm-roberta", "electra", "big_bird"), _BERT),
 }
-DECODERS = ("llama", "mistral", "qwen2", "qwen3")
+TP_DECODERS = ("llama", "mistral", "qwen2", "qwen3")
 _NORMS = {f"layers.*.{part}_layernorm": "sequence_parallel" for part in ("input", "post_attention")}
-"""Norms of ``DECODERS``, whose transformers plan splits the layers; the rest of a block works token by token."""
+"""Norms of ``TP_DECODERS``, whose transformers plan splits the layers; the rest of a block works token by token."""
 
 TextTask = Literal["single_label", "multi_label", "regression", "token"]
 NO_TOKENIZER = "none"
-PACKED = ("distilbert", "bert", "roberta", "xlm-roberta", "modernbert")  # model types that support packing
+UNPADDING_MODEL_TYPES = ("distilbert", "bert", "roberta", "xlm-roberta", "modernbert")  # types that support packing
 
 
 class TextModel(HubModel, Packable):
@@ -57,7 +57,6 @@ class TextModel(HubModel, Packable):
         self._cached_tokenizer: Any = None
 
     def prepare(self) -> None:
-        """Fetch configuration, tokenizer and weights into the hub's cache."""
         self.tokenizer_or_none()
         super().prepare()
 
@@ -65,13 +64,15 @@ class TextModel(HubModel, Packable):
         """Return the tokenizer, which is loaded once."""
         if self._cached_tokenizer is None and self.tokenizer != NO_TOKENIZER:
             source = self.tokenizer or self.weights or self.name
-            missing = f"model.tokenizer is missing, and model.name={source} is a model type without a tokenizer"
-            require(is_local(source) or not is_model_type(source), f"{missing}: give one")
+            if not is_local(source) and is_model_type(source):
+                missing = f"model.tokenizer is missing, and model.name={source} is a model type without a tokenizer"
+                raise RecipeError(f"{missing}: give one")
             self._cached_tokenizer = self._load_tokenizer(source)
             # For a folder with only a configuration, transformers creates a tokenizer to which every word is unknown.
             words = len(self._cached_tokenizer) - len(self._cached_tokenizer.all_special_tokens)
-            fix = "give a folder or hub id with a tokenizer"
-            require(words > 0, f"model.tokenizer={source!r} has no vocabulary: {fix}")
+            if not words:
+                fix = "give a folder or hub id with a tokenizer"
+                raise RecipeError(f"model.tokenizer={source!r} has no vocabulary: {fix}")
         return self._cached_tokenizer
 
     def _load_tokenizer(self, source: str, **options: Any) -> Any:
@@ -81,26 +82,30 @@ class TextModel(HubModel, Packable):
             return byte_tokenizer()
         return self._load("tokenizer", source, AutoTokenizer.from_pretrained, trust_remote_code=False, **options)
 
+    def _is_unmodified(self, kind: type[TextModel]) -> bool:
+        """Return whether module and losses are those of ``kind``, not of a subclass, which may read padding."""
+        return all(getattr(type(self), name) is getattr(kind, name) for name in ("build", "skeleton", "losses"))
+
     def unloaded(self) -> Self:
         """Return this model with random weights and the same tokenizer."""
         model = copy.copy(self)  # keeps the loaded tokenizer
         model.tokenizer, model.weights = self.tokenizer or self.weights, None
         return model
 
-    def outlined(self, outline: Outline) -> Self:
+    def for_spec(self, spec: DataSpec) -> Self:
         """Return this model without a tokenizer, unless one is set: the configuration has the vocabulary size."""
         model = self if self.tokenizer else replace(cast(Any, self), tokenizer=NO_TOKENIZER)
         most = max_positions(model.unloaded()._configuration().to_dict())  # a plan reads no weights
-        if most and outline.length and outline.length > most:
+        if most and spec.length and spec.length > most:
             limit = f"the max of {most} tokens of model.name={self.name!r}"
-            raise RecipeError(f"data.max_length={outline.length} is more than {limit}: lower it")
+            raise RecipeError(f"data.max_length={spec.length} is more than {limit}: lower it")
         return model
 
     def tensor_parallel_plan(self, module: nn.Module) -> Mapping[str, str]:
         """Split attention by heads and MLPs by hidden features: our plan if there is one, else transformers'."""
         config, prefix = cast(Any, module).config, cast(Any, module).base_model_prefix
-        layers = ENCODERS.get(config.model_type) or getattr(config, "base_model_tp_plan", None) or {}
-        layers = _NORMS | layers if config.model_type in DECODERS else layers
+        layers = ENCODER_TP_PLANS.get(config.model_type) or getattr(config, "base_model_tp_plan", None) or {}
+        layers = _NORMS | layers if config.model_type in TP_DECODERS else layers
         return {f"{prefix}.{name}": style for name, style in layers.items()}
 
     def _config_from_data(self) -> dict[str, Any]:
@@ -108,7 +113,6 @@ class TextModel(HubModel, Packable):
         return {} if tokenizer is None else {"vocab_size": len(tokenizer), "pad_token_id": tokenizer.pad_token_id}
 
     def save(self, module: nn.Module, folder: Path, state: Mapping[str, Tensor]) -> None:
-        """Write a folder that ``auto.from_pretrained`` and ``AutoTokenizer`` load."""
         super().save(module, folder, state)
         if (tokenizer := self.tokenizer_or_none()) is not None:
             tokenizer.save_pretrained(folder)
@@ -164,41 +168,33 @@ class TextClassifier(TextModel, HubClassifier):
     def _load_tokenizer(self, source: str, **options: Any) -> Any:
         found = super()._load_tokenizer(source, **options)
         if self.task == "token" and getattr(found, "add_prefix_space", None) is False:  # RoBERTa's
-            return super()._load_tokenizer(
-                source, add_prefix_space=True
-            )  # without it, it rejects text that is split into words
+            # Without the prefix, it rejects text that is split into words.
+            return super()._load_tokenizer(source, add_prefix_space=True)
         return found
 
     def packs(self) -> bool:
-        """Return whether micro-batches are packed; see ``padding_free``."""
         if self.padding_free is False or self.task == "token":
             return False
         if self._can_pack is None:
             config = self._configuration()
             whole = not getattr(config, "is_decoder", False) and not getattr(config, "chunk_size_feed_forward", 0)
             left = getattr(self.tokenizer_or_none(), "padding_side", "right") == "left"
-            known = self._has_known_blocks(config) and config._attn_implementation in (None, "sdpa")
-            self._can_pack = known and whole and not left and (self.padding_free or self._is_plain())
+            known = self._supports_unpadding(config) and config._attn_implementation in (None, "sdpa")
+            self._can_pack = known and whole and not left and (self.padding_free or self._is_unmodified(TextClassifier))
             self._padding_idx = config.pad_token_id if config.model_type.endswith("roberta") else None
             self._asks = config.model_type == "modernbert"
             if not self._can_pack and self.padding_free is not None:
-                encoders = f"{', '.join(PACKED)}; BigBird with model.attention full"
+                encoders = f"{', '.join(UNPADDING_MODEL_TYPES)}; BigBird with model.attention full"
                 cause = f"model.padding_free=true is for encoders ({encoders}) whose head reads the first token, with"
                 unlike = f"sdpa attention and padding on the right, unlike model.name={self.name!r}"
                 raise RecipeError(f"{cause} {unlike}: leave it at null")
         return self._can_pack
 
-    def _has_known_blocks(self, config: Any) -> bool:
-        """Return whether models/padding_free.py supports the blocks of this configuration."""
+    def _supports_unpadding(self, config: Any) -> bool:
         from trainer.models.packed_attention import length_dependent_rope
 
         first = getattr(config, "classifier_pooling", "cls") == "cls"  # some ModernBERT heads read the mean
-        return config.model_type in PACKED and first and length_dependent_rope(config) is None
-
-    def _is_plain(self) -> bool:
-        """Return whether module and losses are those of this class, which read only the first token and no mask."""
-        own = ("build", "skeleton", "losses")
-        return all(getattr(type(self), name) is getattr(TextClassifier, name) for name in own)
+        return config.model_type in UNPADDING_MODEL_TYPES and first and length_dependent_rope(config) is None
 
     def packed(self, batch: Any) -> Any:
         """Remove the padding of the micro-batch if the module supports that."""

@@ -21,7 +21,7 @@ from trainer.models.base import (
     train_last_blocks,
 )
 from trainer.models.lora import LoRA, SupportsLoRA, reset_adapters
-from trainer.values import Loss, Pretrained
+from trainer.values import Loss, PretrainedWeights
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -103,7 +103,6 @@ class VisionTransformer(SupervisedModel, SupportsLoRA, DrawnInputs):
 
     @property
     def seeded(self) -> bool:
-        """Whether the model draws per sample, for drop path."""
         return self.drop_path > 0
 
     @property
@@ -136,7 +135,6 @@ class VisionTransformer(SupervisedModel, SupportsLoRA, DrawnInputs):
         return module.to(torch.get_default_dtype())
 
     def skeleton(self) -> nn.Module:
-        """Build the module with random weights, without adapters."""
         from torchvision import models
 
         require_filled("VisionTransformer", num_classes=self.num_classes, image_size=self.image_size)
@@ -168,12 +166,11 @@ class VisionTransformer(SupervisedModel, SupportsLoRA, DrawnInputs):
         return plan | dict.fromkeys((f"{block}.ln_1", f"{block}.ln_2"), "sequence_parallel")
 
     def merged(self) -> VisionTransformer:
-        """Return this model without adapters, as it is saved."""
         return replace(self, lora=LoRA())
 
-    def pretrained(self) -> Pretrained:
+    def pretrained(self) -> PretrainedWeights:
         """Return the tensors of ``weights`` by name; position embeddings are interpolated, the head may be new."""
-        from trainer.weights.streaming import on_meta, stored_in
+        from trainer.weights.streaming import on_meta, tensors_in
 
         require(self.weights is not None, "there is nothing to stream: model.weights is null")
         file = self._weights_file()
@@ -181,26 +178,25 @@ class VisionTransformer(SupervisedModel, SupportsLoRA, DrawnInputs):
             cause = f"model.weights={self.weights} is a pickle, which cannot be read in slices"
             raise RecipeError(f"{cause}: convert it with safetensors.torch.save_file, or use memory.init device")
         skeleton: Any = on_meta(self.skeleton)
-        shapes, found = _shapes(skeleton.state_dict()), stored_in(file)
+        shapes, found = _shapes(skeleton.state_dict()), tensors_in(file)
         stored = {key: place for key, (place, _) in found.items()}
         known = {key: shape for key, (_, shape) in found.items()}
         if POSITIONS in stored and known[POSITIONS] != shapes[POSITIONS]:
-            transform = partial(self._interpolated, skeleton.patch_size)
+            transform = partial(self._interpolate_positions, skeleton.patch_size)
             stored[POSITIONS], known[POSITIONS] = replace(stored[POSITIONS], transform=transform), shapes[POSITIONS]
         new = self._new_parameters(shapes, known)
         places = {key: stored[key] for key in stored if key not in new}
-        return self.map_to_adapted(Pretrained(places, new, _initialise_head), skeleton)
+        return self.map_to_adapted(PretrainedWeights(places, new, _initialise_head), skeleton)
 
     def weight_files(self) -> Sequence[Path]:
-        """Return the file of ``weights``."""
         return () if self.weights is None else (self._weights_file(),)
 
     def losses(self, module: nn.Module, batch: Any) -> Iterator[Loss]:
         """Yield the task's loss for ``pixel_values`` (n, 1 or 3, height, width) and ``labels``."""
         if self.drop_path and module.training:
-            from trainer.models.drop_path import draw_paths
+            from trainer.models.drop_path import sample_drop_paths
 
-            draw_paths(module, batch["seeds"])
+            sample_drop_paths(module, batch["seeds"])
         pixels = batch["pixel_values"].expand(-1, 3, -1, -1)  # grey becomes three equal channels
         yield self.loss_of_batch(module(pixels), batch)
 
@@ -233,7 +229,7 @@ class VisionTransformer(SupervisedModel, SupportsLoRA, DrawnInputs):
                 raise RecipeError(f"model.weights={weights}: cannot download {url} ({error}): {fix}") from error
         return file
 
-    def _interpolated(self, patch_size: int, positions: Tensor) -> Tensor:
+    def _interpolate_positions(self, patch_size: int, positions: Tensor) -> Tensor:
         """Return position embeddings for ``image_size``, shape (1, 1 + patches, width)."""
         from torchvision.models.vision_transformer import interpolate_embeddings
 
@@ -242,7 +238,7 @@ class VisionTransformer(SupervisedModel, SupportsLoRA, DrawnInputs):
     def _load_pretrained(self, module: nn.Module, state: dict[str, Tensor]) -> None:
         own = module.state_dict()
         if POSITIONS in state:
-            state = state | {POSITIONS: self._interpolated(cast(int, module.patch_size), state[POSITIONS])}
+            state = state | {POSITIONS: self._interpolate_positions(cast(int, module.patch_size), state[POSITIONS])}
         new = self._new_parameters(_shapes(own), _shapes(state))
         module.load_state_dict(state | {key: own[key] for key in new})  # a new head stays zero
 

@@ -25,7 +25,7 @@ from trainer.planner.synthetic_data import SyntheticData
 from trainer.recipe import Memory, Optim, Recipe
 from trainer.system.files import parse_json_object, read_regular
 from trainer.system.hub import offline_advice, offline_reason
-from trainer.values import Loss, Outline
+from trainer.values import DataSpec, Loss
 
 if TYPE_CHECKING:
     from torch import nn
@@ -64,7 +64,7 @@ class FromConfig(TextClassifier):
         """Build the module that transformers has for the task, without adapters."""
         return self._finalize_module(self._from_configuration(f"AutoModelFor{TASKS[self.head]}"))
 
-    def _is_plain(self) -> bool:
+    def _is_unmodified(self, kind: Any) -> bool:
         return self.head == "sequence-classification"  # the other heads read every token
 
     def losses(self, module: nn.Module, batch: Any) -> Iterator[Loss]:
@@ -107,8 +107,8 @@ def hub_recipe(
     for name in SIZES:
         size = getattr(config.get_text_config(), name, None)
         require(not isinstance(size, int) or size > 0, f"{said}: its {CONFIG} has {name} {size}: give at least 1")
-    outline = _shape(said, chosen, tokens, config.to_dict() | {"num_labels": config.num_labels}, notes)
-    data, optim = SyntheticData(outline, notes=notes), Optim("adamw", lr=5e-5, schedule="linear", clip_norm=1.0)
+    spec = _shape(said, chosen, tokens, config.to_dict() | {"num_labels": config.num_labels}, notes)
+    data, optim = SyntheticData(spec, notes=notes), Optim("adamw", lr=5e-5, schedule="linear", clip_norm=1.0)
     return Recipe(model=model, data=data, optim=optim, batch_size=batch or BATCH, memory=Memory(precision="auto"))
 
 
@@ -170,8 +170,8 @@ def _class(said: str, config: Mapping[str, Any], task: str) -> type[FromConfig |
     return made
 
 
-def _shape(said: str, task: str, tokens: int | None, config: Mapping[str, Any], notes: list[str]) -> Outline:
-    """Return the outline of samples with ``tokens`` tokens or the model's image size; add each default to ``notes``."""
+def _shape(said: str, task: str, tokens: int | None, config: Mapping[str, Any], notes: list[str]) -> DataSpec:
+    """Return the spec of samples with ``tokens`` tokens or the model's image size; add each default to ``notes``."""
     classes = None if task.endswith("-lm") else config.get("num_labels")
     if task == "image-classification":
         require(tokens is None, f"{said}: --tokens is for text, and --task {task} takes images: leave it out")
@@ -188,7 +188,7 @@ def _shape(said: str, task: str, tokens: int | None, config: Mapping[str, Any], 
             why = f"its {CONFIG} has num_channels {channels!r}"
             raise RecipeError(f"{said}: {why}: give a number from 1 to {MAX_CHANNELS:,}")
         pixels = ("float32", (channels, height, width))
-        return Outline({"pixel_values": pixels, "labels": ("int64", ())}, SAMPLES, num_classes=classes)
+        return DataSpec({"pixel_values": pixels, "labels": ("int64", ())}, SAMPLES, num_classes=classes)
     if task == "causal-lm" and config.get("is_encoder_decoder"):
         why = f"{said} is an encoder-decoder, and --task {task} would use only its decoder"
         raise RecipeError(f"{why}: give --task seq2seq-lm")
@@ -201,7 +201,7 @@ def _shape(said: str, task: str, tokens: int | None, config: Mapping[str, Any], 
     names = ("input_ids", "attention_mask", *(("decoder_input_ids",) if task == "seq2seq-lm" else ()))
     row = ("int64", (tokens,))
     labels = ("int64", ()) if task == "sequence-classification" else row
-    return Outline({**dict.fromkeys(names, row), "labels": labels}, SAMPLES, 0, 0, classes, tokens)
+    return DataSpec({**dict.fromkeys(names, row), "labels": labels}, SAMPLES, 0, 0, classes, tokens)
 
 
 def recipe_to_train(reference: str, recipe: Recipe) -> tuple[str, dict[str, str]]:

@@ -108,32 +108,32 @@ class Prediction:
 def prepare_recipe(recipe: Recipe, outlines: bool = False) -> Recipe:
     """Return the recipe with prepared data and the model filled from it; no weights are downloaded or read.
 
-    With ``outlines``, missing data is replaced by synthetic samples from its outline, as ``notes`` say, and a text
+    With ``outlines``, missing data is replaced by synthetic samples from its spec, as ``notes`` say, and a text
     model needs no tokenizer."""
     recipe.data.use_model(recipe.model)
-    outline = recipe.data.outline() if outlines else None
+    spec = recipe.data.spec() if outlines else None
     recipe.data.require_files()
     try:
         model = recipe.model
-        if outline is not None and isinstance(model, Plannable):
-            model = model.outlined(outline)
+        if spec is not None and isinstance(model, Plannable):
+            model = model.for_spec(spec)
         bare = capability(without_weights(model), Preparable)
         bare.prepare()
     except RecipeError as error:
         if not isinstance(error.__cause__, OSError):
             raise
         needed = "give a folder with config.json as model.name and one with the tokenizer as model.tokenizer"
-        if outline is not None:
+        if spec is not None:
             needed = "give a folder with config.json as model.name, or a model type such as distilbert"
         raise RecipeError(f"{error}. A plan needs no weights: {needed}") from error
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # forked children must not wait for its threads
-    data = recipe.data if outline is None else SyntheticData(outline, recipe.data)
+    data = recipe.data if spec is None else SyntheticData(spec, recipe.data)
     try:
         prepare_data(data, recipe.model, bare.tokenizer_or_none())
     except (RecipeError, OSError) as error:
-        if not outlines or type(data).outline is not Data.outline or type(data).__module__.startswith("trainer."):
+        if not outlines or type(data).spec is not Data.spec or type(data).__module__.startswith("trainer."):
             raise
-        fix = f"to plan without the data, define outline() in {type(data).__name__} (docs/your-own-model.md)"
+        fix = f"to plan without the data, define spec() in {type(data).__name__} (docs/your-own-model.md)"
         raise RecipeError(f"{type(data).__name__}: {error}; {fix}") from error
     require(len(data.train) > 0, "the training set is empty")
     return recipe.replace(model=fill_from_data(model, data), data=data)

@@ -12,29 +12,31 @@ from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 from trainer.errors import RecipeError
 
 
-def require_types(section: str, settings: Any) -> None:
-    """Reject a dataclass with a field of the wrong type, for recipes written in Python.
+def require_types(section: str, settings: Any) -> dict[str, Any]:
+    """Reject a dataclass with a field of the wrong type, for recipes written in Python; return the types.
 
     Fields have plain types or classes. Messages put ``section``, such as ``"optim."``, before their names."""
-    for name, hint in _hints(settings.__class__).items():
-        if not _fits(value := getattr(settings, name), hint):  # the type is described only if it does not fit
-            raise RecipeError(f"{section}{name}={value!r} must be {_in_words(hint)}")
+    types = _field_types(settings.__class__)
+    for name, hint in types.items():
+        if not _matches_type(value := getattr(settings, name), hint):  # the type is described only if it does not fit
+            raise RecipeError(f"{section}{name}={value!r} must be {_describe_type(hint)}")
+    return types
 
 
 @lru_cache
-def _hints(kind: type) -> dict[str, Any]:
+def _field_types(kind: type) -> dict[str, Any]:
     hints = get_type_hints(kind, localns=dict.fromkeys(("Tensor", "ndarray"), Any))  # imported for type checkers only
     return {field.name: hints[field.name] for field in dataclasses.fields(kind)}
 
 
-def _fits(value: Any, hint: Any) -> bool:
+def _matches_type(value: Any, hint: Any) -> bool:
     origin, inner = get_origin(hint), get_args(hint)
     if origin in (Union, UnionType):
-        return any(_fits(value, member) for member in inner)
+        return any(_matches_type(value, member) for member in inner)
     if origin is Literal:  # the value itself is checked elsewhere, with a specific message
         return type(value) in map(type, inner)
     if origin is list:
-        return isinstance(value, list | tuple) and all(_fits(one, inner[0]) for one in value)
+        return isinstance(value, list | tuple) and all(_matches_type(one, inner[0]) for one in value)
     if origin is dict:
         return isinstance(value, Mapping)
     if isinstance(value, bool):
@@ -43,13 +45,13 @@ def _fits(value: Any, hint: Any) -> bool:
     return wider is Any or isinstance(value, wider)
 
 
-def _in_words(hint: Any) -> str:
+def _describe_type(hint: Any) -> str:
     origin, inner = get_origin(hint), get_args(hint)
     if origin in (Union, UnionType):
-        return " or ".join(map(_in_words, inner))
+        return " or ".join(map(_describe_type, inner))
     if origin is Literal:
         return ", ".join(map(str, inner))
     names = {int: "an integer", float: "a number", str: "a text", bool: "true or false", type(None): "null"}
     if origin is list:
-        return f"a list, each {_in_words(inner[0])}"
+        return f"a list, each {_describe_type(inner[0])}"
     return names.get(hint) or f"a {(origin or hint).__name__}"

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from torch import nn
 
 
-SHARE = 0.1  # a stack of other modules also holds blocks from this share of the largest stack's parameters
+MIN_STACK_SHARE = 0.1  # a stack of other modules also holds blocks from this share of the largest stack's parameters
 
 
 def find_blocks(module: nn.Module, classes: Sequence[type] = ()) -> list[nn.Module]:
@@ -26,12 +26,12 @@ def find_blocks(module: nn.Module, classes: Sequence[type] = ()) -> list[nn.Modu
     """
     if classes:
         return [m for m in module.modules() if isinstance(m, tuple(classes))]
-    stacks = _stacks(module)
+    stacks = _module_lists(module)
     largest = max(stacks, key=_size_of_all, default=[])
     taken = {part for block in largest for part in block.modules()}
     blocks: dict[nn.Module, None] = {}
     for stack in stacks:  # outer ones before inner ones
-        if stack is largest or (_like(stack, largest) and taken.isdisjoint(stack)):
+        if stack is largest or (_is_comparable_stack(stack, largest) and taken.isdisjoint(stack)):
             blocks |= dict.fromkeys(stack)
             taken.update(part for block in stack for part in block.modules())
     return list(blocks)
@@ -83,17 +83,18 @@ def kv_cache_restored(module: nn.Module) -> Iterator[None]:
             config.use_cache = False
 
 
-def _stacks(module: nn.Module) -> list[list[nn.Module]]:
+def _module_lists(module: nn.Module) -> list[list[nn.Module]]:
     from torch import nn
 
     lists = [list(dict.fromkeys(m)) for m in module.modules() if isinstance(m, nn.ModuleList | nn.Sequential)]
     return [children for children in lists if children and len({type(child) for child in children}) == 1]
 
 
-def _like(stack: Sequence[nn.Module], largest: Sequence[nn.Module]) -> bool:
+def _is_comparable_stack(stack: Sequence[nn.Module], largest: Sequence[nn.Module]) -> bool:
     if type(stack[0]) is type(largest[0]):
         return True
-    return next(stack[0].children(), None) is not None and _size_of_all(stack) >= SHARE * _size_of_all(largest)
+    min_size = MIN_STACK_SHARE * _size_of_all(largest)
+    return next(stack[0].children(), None) is not None and _size_of_all(stack) >= min_size
 
 
 def _size_of_all(modules: Sequence[nn.Module]) -> int:

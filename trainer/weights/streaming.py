@@ -17,17 +17,17 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 
 from trainer.errors import RecipeError, require
 from trainer.system.files import read_regular
-from trainer.values import Stored
+from trainer.values import StoredTensor
 from trainer.weights.files import format_names
-from trainer.weights.nf4 import CHUNK_ROWS, GROUP, NF4Linear, quantise
+from trainer.weights.nf4 import CHUNK_ROWS, WEIGHTS_PER_ROW, NF4Linear, quantise
 
 if TYPE_CHECKING:
     from trainer.contract import Streamable
 
-MAX_INDEX_BYTES, PIECE = 64 * 2**20, 1 << 22
+MAX_INDEX_BYTES, PIECE_ELEMENTS = 64 * 2**20, 1 << 22
 """Max bytes of an index file; and elements copied at a time, which bounds the extra memory of a dtype conversion."""
 
-SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
+SAFETENSORS_FILE, SAFETENSORS_INDEX_FILE = "model.safetensors", "model.safetensors.index.json"
 
 
 class WeightFiles(ExitStack):
@@ -62,19 +62,21 @@ class WeightFiles(ExitStack):
         return self._opened[file]
 
 
-def stored_in(path: str | Path) -> dict[str, tuple[Stored, tuple[int, ...]]]:
+def tensors_in(path: str | Path) -> dict[str, tuple[StoredTensor, tuple[int, ...]]]:
     """Return place and shape of every tensor in ``path`` by name. Only headers are read.
 
     ``path`` is a safetensors file, an index of shards, or a folder with one of them. A bad file raises ``RecipeError``.
     """
     path = Path(path)
     if path.is_dir():
-        found = [path / name for name in (SINGLE, INDEX) if (path / name).is_file()]
-        require(bool(found), f"{path} has neither {SINGLE} nor {INDEX}: weights can only be streamed from safetensors")
+        found = [path / name for name in (SAFETENSORS_FILE, SAFETENSORS_INDEX_FILE) if (path / name).is_file()]
+        if not found:
+            names = f"{SAFETENSORS_FILE} nor {SAFETENSORS_INDEX_FILE}"
+            raise RecipeError(f"{path} has neither {names}: weights can only be streamed from safetensors")
         path = found[0]
     with WeightFiles() as files:
         places = _places(path) if path.suffix == ".json" else dict.fromkeys(files.open(path).keys(), path)
-        return {key: (Stored(file, key), files.shape(file, key)) for key, file in places.items()}
+        return {key: (StoredTensor(file, key), files.shape(file, key)) for key, file in places.items()}
 
 
 def _places(path: Path) -> dict[str, Path]:
@@ -253,8 +255,8 @@ def load_into(module: nn.Module, model: Streamable, seed: int) -> None:
                 part = LocalSlice(part.local, offset)
             coded = leaf == "codes" and isinstance(layer, NF4Linear)
             for number, (name, place) in enumerate(stored.items()):
-                pieces = _codes(files, place, name, layer, part) if coded else _pieces(files, place, name, shape, part)
-                for rows, value in pieces:
+                iterate: Any = _iter_nf4_codes if coded else _iter_pieces
+                for rows, value in iterate(files, place, name, layer if coded else shape, part):
                     if number == 0:
                         part.local[rows].copy_(value)
                         continue
@@ -270,7 +272,9 @@ def load_into(module: nn.Module, model: Streamable, seed: int) -> None:
     require(not left, f"{left} are still on meta without a value: skeleton() must create real buffers")
 
 
-def _pieces(files: WeightFiles, stored: Stored, name: str, shape: tuple[int, ...], part: LocalSlice) -> Iterator[Any]:
+def _iter_pieces(
+    files: WeightFiles, stored: StoredTensor, name: str, shape: tuple[int, ...], part: LocalSlice
+) -> Iterator[Any]:
     """Yield the values of ``part``, a few rows at a time: the rows, and the tensor."""
     if not part.local.numel():  # more ranks than rows
         return
@@ -284,22 +288,24 @@ def _pieces(files: WeightFiles, stored: Stored, name: str, shape: tuple[int, ...
         yield ..., files.read(stored.file, stored.key)
         return
     first, *others = part.as_index()
-    step = max(1, PIECE // max(1, part.local[:1].numel()))
+    step = max(1, PIECE_ELEMENTS // max(1, part.local[:1].numel()))
     for start in range(first.start, first.stop, step):
         stop = min(start + step, first.stop)
         value = files.read(stored.file, stored.key, (slice(start, stop), *others))
         yield slice(start - first.start, stop - first.start), value
 
 
-def _codes(files: WeightFiles, stored: Stored, name: str, layer: NF4Linear, part: LocalSlice) -> Iterator[Any]:
+def _iter_nf4_codes(
+    files: WeightFiles, stored: StoredTensor, name: str, layer: NF4Linear, part: LocalSlice
+) -> Iterator[Any]:
     """Yield the codes of ``part`` in pieces, with their rows. They do not depend on ranks or precision."""
     first, count, width = part.offset[0], len(part.local), layer.shape[1]
     for start in range(first, first + count, CHUNK_ROWS):
         stop = min(start + CHUNK_ROWS, first + count)
-        begin, end = start * GROUP, min(stop * GROUP, math.prod(layer.shape))
+        begin, end = start * WEIGHTS_PER_ROW, min(stop * WEIGHTS_PER_ROW, math.prod(layer.shape))
         lines = slice(begin // width, -(-end // width))
         wanted = LocalSlice(torch.empty(lines.stop - lines.start, width, device="meta"), (lines.start, 0))
-        read = torch.cat([value for _, value in _pieces(files, stored, name, layer.shape, wanted)]).flatten()
+        read = torch.cat([value for _, value in _iter_pieces(files, stored, name, layer.shape, wanted)]).flatten()
         value = read[begin - lines.start * width : end - lines.start * width].to(part.local.device, torch.float32)
         if not value.isfinite().all():
             cause = f"{stored.key} in {stored.file} has values that are not finite, which NF4 cannot encode"
@@ -312,7 +318,7 @@ def init_new_parameters(
 ) -> dict[str, Tensor]:
     """Draw initial values of the parameters ``names``: float32 on the CPU, independent of device, dtype and sharding.
 
-    They become real in the ``skeleton``, which is on meta. ``initialise``, as in ``Pretrained``, must set all of them.
+    They become real in the ``skeleton``, which is on meta. ``PretrainedWeights.initialise`` must set all of them.
     """
     values = {}
     with torch.random.fork_rng(devices=[]), torch.device("cpu"), default_dtype(torch.float32), torch.no_grad():
@@ -328,7 +334,7 @@ def init_new_parameters(
             owner = skeleton.get_submodule(path)
             if not callable(getattr(owner, "reset_parameters", None)):
                 new = f"{path or 'the module'} is new, and {type(owner).__name__} has no reset_parameters()"
-                raise RecipeError(f"{new}: give Pretrained(initialise=...) for it")
+                raise RecipeError(f"{new}: give PretrainedWeights(initialise=...) for it")
             owner.reset_parameters()  # type: ignore[operator]
     empty_ones = [name for name, value in values.items() if value.isnan().any()]
     if empty_ones:
