@@ -11,7 +11,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from trainer.checkpoint.manifest import MANIFEST, CorruptCheckpointError, folder_name, read_manifest
-from trainer.errors import RunError, require
+from trainer.errors import RecipeError, RunError
 from trainer.system.files import remove, replace_folder, sync_to_disk, temporary_path
 from trainer.system.text import format_bytes
 
@@ -47,11 +47,11 @@ class CheckpointFolder:
     def require_not_linked(self) -> None:
         """Reject a link to another run's checkpoints, which would be resumed and deleted; other links are fine."""
         home = Path(os.path.realpath(self.path)).parent
-        require(
-            not self.path.is_symlink() or not (home / "recipe.yaml").exists(),
-            f"{self.path} is a link to the checkpoints of another run, {home}: remove it, and use --run.resume {home} "
-            "to resume from there",
-        )
+        if self.path.is_symlink() and (home / "recipe.yaml").exists():
+            raise RecipeError(
+                f"{self.path} is a link to the checkpoints of another run, {home}: remove it, and use --run.resume "
+                f"{home} to resume from there"
+            )
 
     def clean(self) -> list[str]:
         """Remove incomplete checkpoints of a dead run, and restore replaced ones; return a message for each failure."""

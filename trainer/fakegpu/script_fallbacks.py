@@ -177,9 +177,9 @@ class MissingFilePatches(MetaPathFinder):
             if not isinstance(config, module.PreTrainedConfig):
                 path = self.configs.get(str(config or name), config or name)
                 config, options = cls.config_class.from_pretrained(path, return_unused_kwargs=True, **options)
-            fix = f"give a config.json without quantization_config: --config {name}=FOLDER"
-            plain = not getattr(config, "quantization_config", None)
-            require(plain, f"{name} has quantised weights, which cannot be planned yet: {fix}")
+            if getattr(config, "quantization_config", None):
+                fix = f"give a config.json without quantization_config: --config {name}=FOLDER"
+                raise RecipeError(f"{name} has quantised weights, which cannot be planned yet: {fix}")
             own = {"attn_implementation", *inspect.signature(cls.__init__).parameters}  # others control loading
             kept = {key: value for key, value in options.items() if key in own}
             dtype = config.dtype or torch.float32 if dtype in ("auto", None) else dtype
@@ -237,8 +237,8 @@ class MissingFilePatches(MetaPathFinder):
         absent = isinstance(error, OSError) or "Couldn't find cache" in str(error)  # other errors need a file to exist
         if not absent or options.get("data_files") or options.get("data_dir") or Path(path).exists():
             raise error
-        flags = "--columns text:str:1000,label:int:2 --rows 1000"
         missing = f"the data set {path!r} is neither here nor available from the hub"
+        flags = "--columns text:str:1000,label:int:2 --rows 1000"
         require(bool(self.columns), f"{missing}: give its columns, for an outline: {flags} ({error})")
         import datasets
 

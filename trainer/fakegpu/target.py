@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 import torch
 
-from trainer.errors import RunError, require
+from trainer.errors import RecipeError, RunError
 from trainer.fakegpu.gpus import GPU, gpu_of, usable_memory
 from trainer.fakegpu.kernels import WITH_CUDNN, AttentionRules
 from trainer.fakegpu.network import DEFAULT_NETWORK, Interconnect, interconnects
@@ -40,9 +40,9 @@ class Target:
     joined_by: str = DEFAULT_NETWORK  # interconnect of the devices, as in ``--interconnect``
 
     def __post_init__(self) -> None:
-        named = (*self.torch_version, *OLDEST_KERNELS, *NEWEST)
-        known = OLDEST_KERNELS <= self.version <= max(NEWEST, installed_version())
-        require(known, "torch_version={}.{}: kernels are known for torch {}.{} to {}.{}".format(*named))
+        if not OLDEST_KERNELS <= self.version <= max(NEWEST, installed_version()):
+            named = (*self.torch_version, *OLDEST_KERNELS, *NEWEST)
+            raise RecipeError("torch_version={}.{}: kernels are known for torch {}.{} to {}.{}".format(*named))
 
     @classmethod
     def here(cls, gpu: GPU, joined_by: str = DEFAULT_NETWORK) -> Target:
@@ -112,6 +112,6 @@ def budget_bytes(text: str | None, gpu: GPU, ranks: int) -> int:
 def reduced_budget_note(text: str | None, gpu: GPU, ranks: int) -> list[str]:
     """Return a message if the budget ``text`` is more than :func:`budget_bytes`."""
     budget = budget_bytes(text, gpu, ranks)
-    cut = text is not None and int(parse_budget(text, gpu.memory)) > budget
-    own = f"memory.budget: {text} was asked for, and {gpu.title} has no more than {format_bytes(budget)} for torch"
-    return [own] if cut else []
+    if text is None or int(parse_budget(text, gpu.memory)) <= budget:
+        return []
+    return [f"memory.budget: {text} was asked for, and {gpu.title} has no more than {format_bytes(budget)} for torch"]

@@ -153,9 +153,8 @@ class Peers:
         if (last := self._last_beat) is None or last.leaving:
             return None
         # The box is exact; a heartbeat may be 1 s old.
-        return self._judge(
-            last.process, last.place if self._next_box is None else read_shared_status(self._next_box, self.next)
-        )
+        place = last.place if self._next_box is None else read_shared_status(self._next_box, self.next)
+        return self._judge(last.process, f"it was last {place.without_rank()}")
 
     @property
     def knows_next(self) -> bool:
@@ -183,26 +182,22 @@ class Peers:
         places = [beat.place for beat in beats if beat is not None]
         return min(places, key=lambda place: place.progress_key) if places else None
 
-    def _judge(self, process: ProcessId, place: RankStatus) -> EndReason | None:
+    def _judge(self, process: ProcessId, position: str) -> EndReason | None:
         name = self._name(process)
         silent = self._silent * POLL_INTERVAL
         state = process.state() if process.is_visible() else "unknown"
         if state == "gone":
-            return EndReason(f"{name} was killed or crashed: it was last {place.without_rank()}")
+            return EndReason(f"{name} was killed or crashed: {position}")
         if self._silent < MAX_MISSED_HEARTBEATS or (state == "running" and silent < self.patience):
             return None
         if state != "unknown":
             self._stopped = process
         if state == "stopped":
-            return EndReason(
-                f"{name} is stopped by a signal, for {silent:g} s now: it was last {place.without_rank()}", True
-            )
+            return EndReason(f"{name} is stopped by a signal, for {silent:g} s now: {position}", True)
         if state == "running":
-            return EndReason(
-                f"{name} gave no sign for {silent:g} s, but its process runs: it was last {place.without_rank()}", True
-            )
+            return EndReason(f"{name} gave no sign for {silent:g} s, but its process runs: {position}", True)
         gone = "it or its machine is gone, or cannot be reached"
-        return EndReason(f"{name} gave no sign for {silent:g} s: {gone}; it was last {place.without_rank()}")
+        return EndReason(f"{name} gave no sign for {silent:g} s: {gone}; {position}")
 
     def _name(self, process: ProcessId) -> str:
         return f"rank {self.next} (pid {process.pid} on {process.host})"

@@ -97,9 +97,8 @@ class Watchdog:
                 if not isinstance(error, KeyboardInterrupt):
                     report(error)
                 _leave_for_torchrun(error)
-                self.peers.announce_end(
-                    EndReason(f"rank {self.rank} ended {place.without_rank()}: {describe_error(error)}")
-                )
+                cause = f"rank {self.rank} ended {place.without_rank()}: {describe_error(error)}"
+                self.peers.announce_end(EndReason(cause))
                 self.peers.wait_for_acknowledgements(ACKNOWLEDGE_TIMEOUT)
         except (RuntimeError, ValueError) as gone:  # the store has ended, and with it other ranks
             if is_peer_loss(error):
@@ -173,9 +172,8 @@ class Watchdog:
         if self._still < (self.hang_after if is_usual else max(self.hang_after, SLOW_PHASE_TIMEOUT)):
             return
         if self.peers is not None and (other := self._waits_for(self.peers, place)):
-            if (
-                self.peers.wait_for_end_reason(EXIT_TIMEOUT) is not None
-            ):  # the other rank reports the hang itself, if it can
+            # The other rank reports the hang itself, if it can.
+            if self.peers.wait_for_end_reason(EXIT_TIMEOUT) is not None:
                 self._look_at_peers(self.peers)
                 return
             text = f"{place}: {other}, for {self._still:.0f} s now"

@@ -113,9 +113,8 @@ def exchange_with_peers(store: Store, rank: int, size: int, seconds: float, own:
     while missing := [other for other in missing if not meeting.check([str(other)])]:
         if time.monotonic() > until:
             raise RunError(
-                f"of {size} ranks, {format_list(missing[: MAX_LISTED_ITEMS + 1])} have not come within {seconds:g} "
-                "s: check "
-                "whether they or their machines have ended, or raise run.hang_after if they start slowly"
+                f"of {size} ranks, {format_list(missing[: MAX_LISTED_ITEMS + 1])} have not come within {seconds:g} s: "
+                "check whether they or their machines have ended, or raise run.hang_after if they start slowly"
             )
         time.sleep(POLL_INTERVAL)
     return [parse_json_object(meeting.get(str(other)), MAX_MESSAGE_BYTES) for other in range(size)]

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from lightning_fabric.plugins.environments import SLURMEnvironment
 
-from trainer.errors import require
+from trainer.errors import RecipeError
 from trainer.system.environment import read_int_variable
 
 FIRST_PORT, PORTS, PORTS_BETWEEN_STEPS = 15000, 10000, 1009
@@ -71,15 +71,16 @@ def started_by_srun(environment: Mapping[str, str]) -> bool:
 def devices_per_node(task: SlurmTask, gpus: int | None) -> int:
     """Return the number of ranks per node; reject unequal nodes, scattered ranks, or fewer ``gpus`` than ranks."""
     counts = sorted(set(task.tasks_per_node))
-    cause = f"Slurm put {', '.join(map(str, task.tasks_per_node))} tasks on the nodes {task.nodes}"
-    require(len(counts) == 1, f"{cause}: use the same number on each, with --nodes and --ntasks-per-node")
-    in_blocks = task.rank == task.node_rank * counts[0] + task.local_rank
-    require(in_blocks, "Slurm distributed the tasks cyclically: use --distribution=block for consecutive ranks")
-    require(
-        gpus is None or gpus >= counts[0],
-        f"Slurm started {counts[0]} tasks on this node, and this one sees {gpus} GPU(s): give the node as many with "
-        f"--gpus-per-node={counts[0]}, leave out --gpus-per-task, and add --gpu-bind=none",
-    )
+    if len(counts) != 1:
+        cause = f"Slurm put {', '.join(map(str, task.tasks_per_node))} tasks on the nodes {task.nodes}"
+        raise RecipeError(f"{cause}: use the same number on each, with --nodes and --ntasks-per-node")
+    if task.rank != task.node_rank * counts[0] + task.local_rank:
+        raise RecipeError("Slurm distributed the tasks cyclically: use --distribution=block for consecutive ranks")
+    if gpus is not None and gpus < counts[0]:
+        raise RecipeError(
+            f"Slurm started {counts[0]} tasks on this node, and this one sees {gpus} GPU(s): give the node as many "
+            f"with --gpus-per-node={counts[0]}, leave out --gpus-per-task, and add --gpu-bind=none"
+        )
     return counts[0]
 
 
@@ -87,5 +88,6 @@ def require_srun(environment: Mapping[str, str]) -> None:
     """Reject a single process in a job of several tasks: it would train alone while other devices are idle."""
     if "SLURM_JOB_ID" in environment and "SLURM_STEP_ID" not in environment:
         tasks = read_int_variable("SLURM_NTASKS", 1, environment)
-        cause = f"this job of Slurm has {tasks} tasks, but srun did not start this process"
-        require(tasks <= 1, f"{cause}: put srun before the command, or set --run.devices to use this node only")
+        if tasks > 1:
+            cause = f"this job of Slurm has {tasks} tasks, but srun did not start this process"
+            raise RecipeError(f"{cause}: put srun before the command, or set --run.devices to use this node only")

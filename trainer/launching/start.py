@@ -17,7 +17,7 @@ import torch.distributed as dist
 from lightning_fabric import Fabric
 from lightning_fabric.plugins.environments import ClusterEnvironment, LightningEnvironment, TorchElasticEnvironment
 
-from trainer.errors import RecipeError, require
+from trainer.errors import RecipeError
 from trainer.launching.local_store import RENDEZVOUS_TIMEOUT, join_local_store
 from trainer.launching.slurm import slurm_task, started_by_srun
 from trainer.launching.world import World
@@ -60,12 +60,11 @@ def launch(
     with _launching():
         fabric.launch()
     del store  # the process group uses it now
-    require(
-        fabric.world_size == world.world_size,
-        f"{world.world_size} rank(s) were requested and {fabric.world_size} started: check run.devices and the "
-        "launcher "
-        "(under Slurm, ntasks-per-node must equal run.devices)",
-    )
+    if fabric.world_size != world.world_size:
+        raise RecipeError(
+            f"{world.world_size} rank(s) were requested and {fabric.world_size} started: check run.devices and the "
+            "launcher (under Slurm, ntasks-per-node must equal run.devices)"
+        )
     return fabric
 
 

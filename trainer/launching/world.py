@@ -76,11 +76,11 @@ def resolve_world(recipe: Recipe, environment: MutableMapping[str, str] = os.env
     if world.accelerator == "cuda":
         found = _devices_here("cuda")
         asked = "run.devices asks for" if world.started_by_fabric else f"{world.launcher} started"
-        require(
-            world.devices <= found,
-            f"{asked} {world.devices} ranks on this node, and torch sees {found} GPU(s): use at most {found}, or check "
-            "CUDA_VISIBLE_DEVICES and which GPUs the scheduler gives to each process",
-        )
+        if world.devices > found:
+            raise RecipeError(
+                f"{asked} {world.devices} ranks on this node, and torch sees {found} GPU(s): use at most {found}, or "
+                "check CUDA_VISIBLE_DEVICES and which GPUs the scheduler gives to each process"
+            )
     return recipe, world
 
 
@@ -104,8 +104,10 @@ def _of_fabric_run(recipe: Recipe, environment: MutableMapping[str, str]) -> tup
         wanted = asked[name] or ""  # or a list of devices, or auto
         if wanted.isdigit() and int(wanted) != found:
             key = f"LT_{name.upper()}"
-            cause = f"{key}={wanted} asks for another world than fabric run has started, with {name}={found}"
-            raise RecipeError(f"{cause}: unset {key}, or use fabric run --{name.replace('_', '-')} {wanted}")
+            raise RecipeError(
+                f"{key}={wanted} asks for another world than fabric run has started, with {name}={found}: unset {key}, "
+                f"or use fabric run --{name.replace('_', '-')} {wanted}"
+            )
     return recipe, dataclasses.replace(world, launcher="fabric run")
 
 
@@ -122,14 +124,19 @@ def detect_world(recipe: Recipe, environment: Mapping[str, str] = os.environ) ->
         nodes = read_int_variable("GROUP_WORLD_SIZE", environment=environment)
         world = World(name, accelerator, devices, nodes)
         size = read_int_variable("WORLD_SIZE", world.world_size, environment)
-        cause = f"torchrun started {size} ranks on {nodes} node(s), {devices} of them on this one"
-        require(size == world.world_size, f"{cause}: use the same --nproc-per-node on every node")
+        if size != world.world_size:
+            raise RecipeError(
+                f"torchrun started {size} ranks on {nodes} node(s), {devices} of them on this one: use the same "
+                "--nproc-per-node on every node"
+            )
     elif all(name in environment for name in RAY_WORKER):
         workers = read_int_variable("WORLD_SIZE", environment=environment)
         devices = read_int_variable("LOCAL_WORLD_SIZE", environment=environment)
-        cause = f"Ray has put {devices} of {workers} workers on this node, and other numbers on others"
-        fix = "choose --workers and --cpus-per-worker so that every node has the same number"
-        require(devices > 0 and workers % devices == 0, f"{cause}: {fix}")
+        if not devices or workers % devices:
+            raise RecipeError(
+                f"Ray has put {devices} of {workers} workers on this node, and other numbers on others: choose "
+                "--workers and --cpus-per-worker so that every node has the same number"
+            )
         world = World("ray", accelerator, devices, workers // devices)
     elif (task := slurm_task(environment)) is not None:
         gpus = _devices_here(accelerator) if accelerator == "cuda" else None
@@ -140,9 +147,11 @@ def detect_world(recipe: Recipe, environment: Mapping[str, str] = os.environ) ->
         devices = _devices_here(accelerator) if wanted == "auto" else wanted
         world = World("accelerate launch" if accelerated else "python", accelerator, devices)
         _refuse_unknown_launcher(world, environment)
-    started = f"{world.launcher} started {world.devices} process(es) on this node"
-    cause = f"run.devices={wanted} contradicts the launcher: {started}"
-    require(wanted in ("auto", world.devices), f"{cause}; leave out run.devices, or start {wanted}")
+    if wanted not in ("auto", world.devices):
+        raise RecipeError(
+            f"run.devices={wanted} contradicts the launcher: {world.launcher} started {world.devices} process(es) on "
+            f"this node; leave out run.devices, or start {wanted}"
+        )
     return dataclasses.replace(world, fallback=fallback)
 
 
@@ -152,30 +161,32 @@ def _refuse_unknown_launcher(world: World, environment: Mapping[str, str]) -> No
         started = read_int_variable(name, 1, environment)
         # Fabric sets WORLD_SIZE to run.devices in the processes that it starts.
         joined = name == "WORLD_SIZE" and "LOCAL_RANK" in environment and started == world.world_size
-        cause = f"{name}={started} in the environment is from a launcher that is neither torchrun nor Slurm"
-        fix = "start the run with torchrun, fabric run, srun or --run.devices, or unset the variable"
-        require(started == 1 or joined, f"{cause}: {fix}")
+        if started != 1 and not joined:
+            raise RecipeError(
+                f"{name}={started} in the environment is from a launcher that is neither torchrun nor Slurm: start the "
+                "run with torchrun, fabric run, srun or --run.devices, or unset the variable"
+            )
     # For several processes on CPUs, accelerate launch starts only one, and sets MASTER_ADDR but not their number.
-    require(
-        world.launcher != "accelerate launch" or world.world_size > 1 or "MASTER_ADDR" not in environment,
-        "accelerate launch was asked for several processes and started one: start them with "
-        "torchrun --nproc-per-node N -m trainer fit RECIPE, or with trainer fit RECIPE --run.devices N",
-    )
+    if world.launcher == "accelerate launch" and world.world_size == 1 and "MASTER_ADDR" in environment:
+        raise RecipeError(
+            "accelerate launch was asked for several processes and started one: start them with "
+            "torchrun --nproc-per-node N -m trainer fit RECIPE, or with trainer fit RECIPE --run.devices N"
+        )
 
 
 def _refuse_options_of_accelerate(recipe: Recipe, environment: Mapping[str, str]) -> None:
     """Reject options of ``accelerate launch`` that are for the library accelerate: none is dropped silently."""
     name = environment.get("ACCELERATE_MIXED_PRECISION", "no")
     precision = ACCELERATE_PRECISION.get(name, "one of its values")
-    require(
-        precision in (None, recipe.memory.precision),
-        f"accelerate launch --mixed_precision {name} contradicts memory.precision={recipe.memory.precision}: "
-        f"use --memory.precision {precision}, and --mixed_precision no",
-    )
+    if precision not in (None, recipe.memory.precision):
+        raise RecipeError(
+            f"accelerate launch --mixed_precision {name} contradicts memory.precision={recipe.memory.precision}: "
+            f"use --memory.precision {precision}, and --mixed_precision no"
+        )
     for option in ("FSDP", "DEEPSPEED", "MEGATRON_LM"):
-        asked = environment.get(f"ACCELERATE_USE_{option}", "false").lower() in ("true", "1")
-        cause = f"accelerate launch --use_{option.lower()} is not for this trainer"
-        require(not asked, f"{cause}: leave it out, and use --memory.strategy fsdp")
+        if environment.get(f"ACCELERATE_USE_{option}", "false").lower() in ("true", "1"):
+            unused = f"accelerate launch --use_{option.lower()} is not for this trainer"
+            raise RecipeError(f"{unused}: leave it out, and use --memory.strategy fsdp")
 
 
 def _accelerator(recipe: Recipe, environment: Mapping[str, str]) -> tuple[str, str | None]:

@@ -161,8 +161,9 @@ def _class(said: str, config: Mapping[str, Any], task: str) -> type[FromConfig |
     own = transformers.CONFIG_MAPPING[kind]
     classes = {one: getattr(transformers, f"AutoModelFor{word}")._model_mapping for one, word in TASKS.items()}
     able = [one for one, known in classes.items() if own in known]
-    instead = f"give --task {' or '.join(able)}" if able else f"choose a model for one of {', '.join(TASKS)}"
-    require(task in able, f"{said}: transformers has no {kind} model for --task {task}: {instead}")
+    if task not in able:
+        instead = f"give --task {' or '.join(able)}" if able else f"choose a model for one of {', '.join(TASKS)}"
+        raise RecipeError(f"{said}: transformers has no {kind} model for --task {task}: {instead}")
     found = classes[task][own]
     name = (found[0] if isinstance(found, tuple) else found).__name__
     base = CausalLM if task == "causal-lm" else FromConfig

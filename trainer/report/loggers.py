@@ -167,15 +167,10 @@ def _wandb(run: Run, run_id: str | None, run_dir: Path, config: Mapping[str, Any
 
     # The metadata of the machine contains the command line, which may have secrets.
     settings = Settings(x_disable_meta=redact_words(sys.argv) != sys.argv)
-    where: dict[str, Any] = {"project": run.project, "name": run_dir.name, "save_dir": run_dir}
-    who: dict[str, Any] = {
-        "entity": run.entity,
-        "tags": list(run.tags) or None,
-        "id": run_id,
-        "resume": "allow",
-    }
+    options: dict[str, Any] = {"project": run.project, "name": run_dir.name, "save_dir": run_dir}
+    options |= {"entity": run.entity, "tags": list(run.tags) or None, "id": run_id, "resume": "allow"}
     try:
-        logger = WandbLogger(**where, **who, config=dict(config), settings=settings)
+        logger = WandbLogger(**options, config=dict(config), settings=settings)
         _ = logger.experiment  # logs in
     except Error as error:
         raise RecipeError(f"run.logger=wandb: {error} (or set WANDB_MODE=offline)") from error
@@ -195,15 +190,10 @@ def _mlflow(run: Run, run_id: str | None, run_dir: Path, config: Mapping[str, An
     where: dict[str, Any] = {"experiment_name": run.project, "tracking_uri": uri}
     try:
         logger = MLFlowLogger(**where, run_name=run_dir.name, tags=tags)
-        known = logger._mlflow_client.get_experiment_by_name(run.project)
-        before = (
-            known
-            and run_id
-            and logger._mlflow_client.search_runs(
-                [known.experiment_id], filter_string=f"tags.`{RUN_TAG}` = '{run_id}'", max_results=1
-            )
-        )
-        if before:
+        client = logger._mlflow_client
+        known = client.get_experiment_by_name(run.project)
+        same_run = f"tags.`{RUN_TAG}` = '{run_id}'"
+        if known and run_id and (before := client.search_runs([known.experiment_id], same_run, max_results=1)):
             return MLFlowLogger(**where, run_id=before[0].info.run_id)
         logger.log_hyperparams(dict(config))  # creates the run
     except MlflowException as error:

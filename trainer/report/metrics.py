@@ -39,9 +39,8 @@ class EvaluationResult:
 
     def metrics(self) -> dict[str, float]:
         """Return the metrics for loggers, progress and summary: loss, those of the task, and of ``run.metrics``."""
-        return (
-            {"loss": self.loss} | ({} if self.accuracy is None else {"accuracy": self.accuracy}) | self.custom_metrics
-        )
+        accuracy = {} if self.accuracy is None else {"accuracy": self.accuracy}
+        return {"loss": self.loss, **accuracy, **self.custom_metrics}
 
 
 class EvaluationMetrics:

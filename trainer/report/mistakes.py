@@ -65,15 +65,9 @@ class TopMistakes:
     def update(self, loss: Loss) -> None:
         """Add the mistakes of a loss of the micro-batch with the current ``samples``."""
         logits, targets, count = loss.logits, loss.targets, len(self.samples)
-        if (
-            not self.wanted
-            or logits is None
-            or targets is None
-            or logits.ndim != 2
-            or not len(logits) == len(targets) == count
-        ):
+        if not self.wanted or logits is None or targets is None:
             return
-        if targets.shape != (count,) or targets.is_floating_point():
+        if logits.ndim != 2 or len(logits) != count or targets.shape != (count,) or targets.is_floating_point():
             return
         shares = logits.float().softmax(-1)
         surest, predictions = shares.max(-1)

@@ -13,7 +13,8 @@ from trainer.recipe import Recipe
 from trainer.system.redact import redact
 from trainer.system.text import escaped
 
-NO_FENCE = "`" * 3
+FENCE = "`" * 3
+LINES = "\n"
 
 
 @dataclass(frozen=True)
@@ -37,10 +38,8 @@ def build_model_card(recipe: Recipe, run_dir: Path, trained: TrainingFacts) -> s
         kind = "image" if recipe.data.load_image is not None else ""
     weights = model.weights
     base = weights if isinstance(weights, str) and weights.count("/") == 1 and not Path(weights).exists() else None
-    library, task = (
-        "transformers" if capability(model, Exportable).own_format else None,
-        f"{kind}-classification" if kind else None,
-    )
+    library = "transformers" if capability(model, Exportable).own_format else None
+    task = f"{kind}-classification" if kind else None
     task = "text-generation" if model.task == "language" else task
     text = (run_dir / "recipe.yaml").read_text(encoding="utf-8").partition("\n# sha256")[0]
     return model_card(run_dir.name, trained, text, task, library, base)
@@ -81,25 +80,19 @@ def model_card(
         eval_results=results or None,
     )
     versions = {library: version for library, version in trained.versions.items() if version}
-    return redact(
-        "\n".join(
-            [
-                f"---\n{header.to_yaml()}\n---\n",
-                f"# {escaped(name)}\n",
-                "Fine-tuned with exact gradients: each step is that of the whole batch, however it was cut.\n",
-                _table(trained.facts),
-                "## Data\n",
-                _table({key: value for key, value in trained.data.items() if value is not None}),
-                "## Recipe\n",
-                f"{NO_FENCE}yaml\n{escaped(recipe.strip(), keep=LINES).replace(NO_FENCE, '')}\n{NO_FENCE}\n",
-                "## Versions\n",
-                _table(versions),
-            ]
-        )
-    )
-
-
-LINES = "\n"
+    parts = [
+        f"---\n{header.to_yaml()}\n---\n",
+        f"# {escaped(name)}\n",
+        "Fine-tuned with exact gradients: each step is that of the whole batch, however it was cut.\n",
+        _table(trained.facts),
+        "## Data\n",
+        _table({key: value for key, value in trained.data.items() if value is not None}),
+        "## Recipe\n",
+        f"{FENCE}yaml\n{escaped(recipe.strip(), keep=LINES).replace(FENCE, '')}\n{FENCE}\n",
+        "## Versions\n",
+        _table(versions),
+    ]
+    return redact("\n".join(parts))
 
 
 def _table(rows: Mapping[str, Any]) -> str:

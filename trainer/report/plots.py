@@ -64,9 +64,8 @@ def plot_memory(memory: Mapping[str, Any], history: Sequence[tuple[int, float]],
     peaks, levels = figure.subplots(1, 2)
     on_gpu, idle = memory.get("allocated_gb") is not None, memory.get("host_idle_gb")
     kind = "allocated" if on_gpu else "resident"
-    _draw_phases(
-        peaks, memory, {"allocated_gb": "allocated", "reserved_gb": "reserved"} if on_gpu else {"host_gb": kind}
-    )
+    kinds = {"allocated_gb": "allocated", "reserved_gb": "reserved"} if on_gpu else {"host_gb": kind}
+    _draw_phases(peaks, memory, kinds)
     if history:
         steps, values = np.array(history).T
         levels.plot(steps, values, color=BLUE, linewidth=2, marker="o", markersize=3, label=f"{kind}, first rank")

@@ -97,12 +97,8 @@ class Progress:
         speeds = {f"speed {place}": text for place, text in enumerate(speed.describe())}
         parts |= speeds | {"memory": f"memory {memory}"}
         parts |= {"trouble": f"{skipped} skipped step{'s' if skipped > 1 else ''}"} if skipped else {}
-        self._count(
-            step,
-            f"step {step}/{self._total_steps}{self._left(step)}",
-            parts,
-            ["memory", "lr", *reversed(speeds), "epoch"],
-        )
+        counted = f"step {step}/{self._total_steps}{self._left(step)}"
+        self._count(step, counted, parts, ["memory", "lr", *reversed(speeds), "epoch"])
 
     def count(self, done: int, total: int, text: str) -> None:
         """Show that ``done`` of ``total`` items are done, with a ``text``; ``total`` may change."""

@@ -54,11 +54,11 @@ class WholeSetMetrics:
         self.of_loss = {"loss", "perplexity", "bits_per_byte"}.intersection(names)
         self.names = [name for name in dict.fromkeys(names) if name not in self.of_loss]
         self.own = [metric for metric in wanted if isinstance(metric, Metric)]
-        require(
-            "bits_per_byte" not in names or bytes_per_token is not None,
-            "run.metrics=bits_per_byte needs whole documents (Documents, not streamed), but the data have none: remove "
-            "it, or use perplexity",
-        )
+        if "bits_per_byte" in names and bytes_per_token is None:
+            raise RecipeError(
+                "run.metrics=bits_per_byte needs whole documents (Documents, not streamed), but the data have none: "
+                "remove it, or use perplexity"
+            )
         self.gather, self.decide, self.split = gather, decide, split
         self.bytes_per_token = bytes_per_token or math.nan
         self.warned: list[str] = []

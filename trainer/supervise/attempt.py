@@ -118,10 +118,8 @@ class Attempt(ProcessSession):
             pass
         self._pipe.close()
         self._note(self._line)
-        code = self.process.returncode
-        return AttemptResult(
-            code, self.said.reason if code > 0 else self.said.trainer_error
-        )  # a killed run's last line is no cause
+        code = self.process.returncode  # the last line of a killed run is no cause
+        return AttemptResult(code, self.said.reason if code > 0 else self.said.trainer_error)
 
     def _pass_on(self, seconds: float) -> bool:
         """Forward the output of at most ``seconds``; return whether there was any."""

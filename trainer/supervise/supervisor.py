@@ -125,7 +125,6 @@ def announce(command: FitCommand) -> None:
 
 # The attempts.
 
-
 Outcome = tuple[str, int]  # final status and exit code
 
 
@@ -173,9 +172,8 @@ class Supervisor:
             return outcome
         decision = self._decide(ending, step, looks.count_oom_kills() - kills, before)
         newest = f"newest checkpoint: step {step}" if step >= 0 else "no checkpoint yet"
-        print_message(
-            f"the run ended after {time.time() - began:.0f} s ({ending.describe()}); {newest}; {decision.why}"
-        )
+        ended = f"the run ended after {time.time() - began:.0f} s ({ending.describe()})"
+        print_message(f"{ended}; {newest}; {decision.why}")
         if decision.wait is None:
             return "failed", ending.exit_code
         self._sleep(decision.wait)
@@ -290,9 +288,8 @@ class RestartPolicy:
 
     def _restart(self, how: str = "") -> Decision:
         if self.num_restarts >= self.max_restarts:
-            return Decision(
-                None, f"all {self.max_restarts} restarts are used up" if self.max_restarts else "no restart is allowed"
-            )
+            used_up = f"all {self.max_restarts} restarts are used up"
+            return Decision(None, used_up if self.max_restarts else "no restart is allowed")
         wait = min(MAX_BACKOFF, self.first_wait * 2**self.num_restarts)
         self.num_restarts += 1
         return Decision(wait, f"restart {self.num_restarts} of {self.max_restarts}{how} in {wait:g} s")
