@@ -68,7 +68,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[tuple]:
         "trainer.api",
         SimpleNamespace(
             fit=lambda recipe, source: made.append(("fit", recipe, source)),
-            evaluate=lambda recipe, run_dir: made.append(("evaluate", recipe, run_dir)),
+            evaluate=lambda recipe, run_dir, file=None: made.append(("evaluate", recipe, run_dir, file)),
         ),
     )
 

@@ -87,8 +87,8 @@ def test_a_custom_recipe_needs_the_switch_only_if_a_yaml_file_names_it(run_dir, 
 
 def test_evaluate_and_predict_take_flags_and_predict_texts_or_images(run_dir, calls, tmp_path):
     assert run(["evaluate", str(run_dir), "--trust-recipe", "--data.root", "elsewhere"]) == 0
-    command, recipe, folder = calls.pop()
-    assert (command, recipe.seed, recipe.data.root, folder) == ("evaluate", 7, "elsewhere", run_dir)
+    command, recipe, folder, file = calls.pop()
+    assert (command, recipe.seed, recipe.data.root, folder, file) == ("evaluate", 7, "elsewhere", run_dir, None)
     trusted = ["predict", str(run_dir), "--trust-recipe"]
     assert run([*trusted, "--text", "one", "two", "--seed", "3", "--text=--three"]) == 0
     image = tmp_path / "image.png"

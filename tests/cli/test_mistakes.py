@@ -527,7 +527,7 @@ def test_a_precision_is_what_it_is_called_everywhere_else(tmp_path: Path, capsys
             ["usage: trainer evaluate RUN_DIR", "--trust-recipe", "trainer evaluate RUN_DIR --help lists"],
         ),
         ("doctor", ["usage: trainer doctor RECIPE", "--json"]),
-        ("checkpoint", ["usage: trainer checkpoint list DIR", "export DIR [--best] [--out FOLDER]"]),
+        ("checkpoint", ["usage: trainer checkpoint list DIR", "export DIR [--best | --last] [--out FOLDER]"]),
     ],
 )
 def test_a_command_has_a_page_of_its_own(capsys: Any, command: str, parts: list[str]) -> None:

@@ -14,7 +14,6 @@ from urllib.request import url2pathname
 from trainer.contract import Data
 from trainer.errors import RecipeError, format_list, require, suggest_name
 from trainer.recipe import MAX_SECONDS
-from trainer.system.error_reports import describe_error
 from trainer.values import DataSpec, Task
 
 if TYPE_CHECKING:
@@ -157,10 +156,11 @@ def separator_of(header: str) -> str:
 
 
 def root_cause(error: BaseException) -> str:
-    """Describe the root cause of a chain of exceptions."""
+    """Return type and first line of the root cause of a chain of exceptions."""
     while error.__cause__ is not None:
         error = error.__cause__
-    return describe_error(error)
+    lines = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
 
 
 def hold_out(
