@@ -14,7 +14,8 @@ import torch
 from helpers.resumed import losses
 
 from trainer import Memory, Optim, Recipe, RecipeError, Run
-from trainer.api import evaluate, fit, predict
+from trainer.after.predict import predict
+from trainer.api import evaluate, fit
 from trainer.commands.recipes import load_recipe
 from trainer.data import Digits, TextFiles
 from trainer.engine.cut import Cut

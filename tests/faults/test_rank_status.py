@@ -15,7 +15,8 @@ from helpers import wait_until
 from trainer import Memory, Recipe, Run
 from trainer.api import fit
 from trainer.data import Digits
-from trainer.engine.loss_totals import DeterministicLossTotals, LossTotals
+from trainer.engine.deterministic import DeterministicLossTotals
+from trainer.engine.loss_totals import LossTotals
 from trainer.engine.window import Window
 from trainer.errors import RecipeError, RunError
 from trainer.faults.rank_status import RankStatus, SharedStatus, open_shared_status, read_shared_status

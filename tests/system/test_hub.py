@@ -56,7 +56,9 @@ def test_a_hub_that_says_nothing_is_asked_once_and_the_error_names_what_helps(on
     assert "set HF_ENDPOINT to a mirror of the hub, or HF_HUB_OFFLINE=1 to use only the cache" in text
     assert (constants.HF_HUB_OFFLINE, os.environ["HF_HUB_OFFLINE"]) == (True, "1")  # of processes that it starts, too
     monkeypatch.setattr(hub, "_answers", lambda endpoint: pytest.fail("it was asked again"))
-    with pytest.raises(RecipeError, match=r"model\.name='nobody/absent' .*, or a model type such as distilbert; "):
+    with pytest.raises(
+        RecipeError, match=r"model\.name='nobody/absent' .*, or a model type such as distilbert or vit; "
+    ):
         TextClassifier("nobody/absent", tokenizer="none").prepare()
 
 
