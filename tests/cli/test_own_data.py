@@ -180,6 +180,13 @@ def test_the_command_is_printed_and_can_be_repeated(tmp_path, capsys):
     assert capsys.readouterr().out.splitlines() == config
 
 
+def test_a_packaged_recipe_is_meant_where_a_folder_has_its_name(tmp_path, monkeypatch, capsys):
+    (tmp_path / "vit_digits").mkdir()
+    monkeypatch.chdir(tmp_path)
+    assert run(["fit", "vit_digits", "--print_config"]) == 0
+    assert "recipe: vit_digits" in capsys.readouterr().out
+
+
 def test_what_is_no_data_is_named(tmp_path, capsys):
     (tmp_path / "model").mkdir()
     (tmp_path / "model/config.json").write_text("{}")

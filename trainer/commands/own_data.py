@@ -21,6 +21,7 @@ from trainer.system.files import open_regular
 MAX_ROWS = 1_000
 MAX_LINE_BYTES = 1_000_000
 MAX_CLASSES = 50  # distinct values of a column that can be the label without being called so
+MIN_ROWS_TO_SPLIT = 20
 HELD_OUT = "0.1"  # share of the rows for validation if there is no file for it
 
 TABLES = (".csv", ".tsv", ".jsonl", ".parquet")
@@ -89,7 +90,8 @@ def _of_folder(path: Path, given: Mapping[str, str], command: str) -> Inferred:
         flags = {"data.root": str(path)} | ({"data.val_fraction": HELD_OUT} if whole else {})
         return Inferred("image_folder", flags, f"images of {format_counts(counts)}")
     if texts and not images:
-        return _documents(path, f"documents in {texts:,} file{'s' * (texts > 1)}{' or more' * (texts >= MAX_ROWS)}")
+        more = " or more" if texts >= MAX_ROWS else ""
+        return _documents(path, texts, f"documents in {texts:,} file{'s' * (texts > 1)}{more}")
     tables = sorted(file.name for file in path.iterdir() if file.suffix.lower() in TABLES)
     if tables:
         raise RecipeError(f"{path} has no train.csv, but {format_list(tables)}: trainer {command} {path / tables[0]}")
@@ -101,21 +103,20 @@ def _files(folder: Path) -> Iterator[Path]:
     return (file for file in folder.rglob("*") if file.is_file() and not file.name.startswith("."))
 
 
-def _documents(path: Path, data: str) -> Inferred:
-    flags = {"data": "Documents", "data.train_files": str(path), "data.val_fraction": HELD_OUT}
-    return Inferred("lm_chat", flags, data)
+def _documents(path: Path, count: int, data: str) -> Inferred:
+    return Inferred("lm_chat", {"data": "Documents", "data.train_files": str(path)} | _held_out({}, count), data)
 
 
 def _of_file(path: Path, given: Mapping[str, str], command: str) -> Inferred:
     if path.suffix.lower() not in TABLES:
-        return _documents(path, "one document")
+        return _documents(path, 1, "one document")
     rows = read_rows(path, given.get("data.separator"))
     columns = list(dict.fromkeys(name for row in rows for name in row))
     parts = _other_parts(path)
     asks_text = any(name in given for name in ("data.text_column", "data.label_column", "model.task"))
     if not asks_text and any(wanted <= {*columns} for wanted in CHATS):
         flags = {f"data.{part}_files": str(file) for part, file in parts.items()}
-        return Inferred("lm_chat", flags | _held_out(parts, rows), f"conversations, {_count(rows)}")
+        return Inferred("lm_chat", flags | _held_out(parts, len(rows)), f"conversations, {_count(rows)}")
     return _of_texts(path, rows, columns, parts, given, command)
 
 
@@ -134,11 +135,8 @@ def _of_texts(
     if label is None:
         candidates = _label_columns(rows, [name for name in columns if name not in taken])
         if not candidates and len(columns) == 1:
-            return Inferred(
-                "lm_chat",
-                {"data": "Documents", "data.train_files": reference, "data.text_column": text} | _held_out(parts, rows),
-                f"documents, {_count(rows)}",
-            )
+            found = _documents(path, len(rows), f"documents, {_count(rows)}")
+            return found._replace(flags=found.flags | {"data.text_column": text})
         label = _one(reference, "labels", "label_column", candidates, columns, command)
     flags = {f"data.{part}_file": str(file) for part, file in parts.items()}
     flags |= {"data.text_column": text} | ({"data.pair_column": pair[1]} if pair else {}) | {"data.label_column": label}
@@ -148,7 +146,7 @@ def _of_texts(
     counts = Counter(str(value) for value in values)
     about = format_counts(counts) if task == "single_label" else f"task {task}"
     data = f"{_count(rows)}; text in column {text!r}, label in column {label!r}: {about}"
-    return Inferred("text_files", flags | _held_out(parts, rows), data)
+    return Inferred("text_files", flags | _held_out(parts, len(rows)), data)
 
 
 def _one(path: str, what: str, key: str, found: Sequence[str], columns: Sequence[str], command: str) -> str:
@@ -213,8 +211,8 @@ def _other_parts(path: Path) -> dict[str, Path]:
     return found
 
 
-def _held_out(parts: Mapping[str, Path], rows: Rows) -> dict[str, str]:
-    return {} if "val" in parts or len(rows) < 20 else {"data.val_fraction": HELD_OUT}
+def _held_out(parts: Mapping[str, Path], count: int) -> dict[str, str]:
+    return {} if "val" in parts or count < MIN_ROWS_TO_SPLIT else {"data.val_fraction": HELD_OUT}
 
 
 def _count(rows: Rows) -> str:

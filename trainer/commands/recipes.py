@@ -218,7 +218,7 @@ def parse_command(
         value = value if equals else next(iter(others[1:]), "")
         meant = f"; did you mean --{name} {value}?" if value and name.replace(".", "").isidentifier() else ""
         raise RecipeError(f"unexpected {others[0]!r}: {command} takes one {expected}, then flags{meant}")
-    if expected == "RECIPE" and is_own_data(reference):
+    if expected == "RECIPE" and reference not in packaged_recipes() and is_own_data(reference):
         reference, inferred = _infer(command, reference, flags)
         flags = [*inferred, *flags]
     if (recipe := make_recipe(reference, flags)) is not None:
