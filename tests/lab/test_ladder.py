@@ -157,7 +157,10 @@ def test_an_interrupted_ladder_keeps_its_rows_and_leaves_no_process(tmp_path):
 
     while process.poll() is None and not begun():
         time.sleep(0.1)
-    process.send_signal(signal.SIGINT)
+    while process.poll() is None:  # again if the signal came in the midst of a fork, where Python may lose it
+        process.send_signal(signal.SIGINT)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(25)
     text, _ = process.communicate(timeout=240)
     assert process.returncode == 130, text
     content = json.loads((out / "ladder.json").read_text())
