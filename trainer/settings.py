@@ -75,7 +75,7 @@ FOREIGN_SWITCHES = {
 
 def foreign_switch(flag: str) -> str | None:
     """Return what to give instead of a switch of other trainers, or ``None``."""
-    return FOREIGN_SWITCHES.get(flag.rpartition(".")[2].replace("-", "_").lower())
+    return FOREIGN_SWITCHES.get(flag.replace("-", "_").lower())
 
 
 _OUR_NAME = {word: key for key, words in FOREIGN_NAMES.items() for word in words.split()}

@@ -180,6 +180,22 @@ def test_the_command_is_printed_and_can_be_repeated(tmp_path, capsys):
     assert capsys.readouterr().out.splitlines() == config
 
 
+def test_long_texts_are_read_whole(tmp_path):
+    long = "word " * 300_000  # more than the limit of the csv module, and than a buffer
+    path = table(tmp_path / "my.csv", [{"text": long, "label": n % 2} for n in range(3)])
+    assert flags_of(infer(str(path), {})) == "text_files data.text_column=text data.label_column=label"
+    path = json_lines(tmp_path / "my.jsonl", [{"messages": [{"role": "user", "content": long}]}] * 2)
+    assert infer(str(path), {}).recipe == "lm_chat"
+
+
+def test_a_parquet_file_that_expands_excessively_is_refused(tmp_path):
+    path = tmp_path / "bomb.parquet"
+    pq.write_table(pa.table({"text": ["a" * 40_000_000] * 3, "label": ["x", "y", "z"]}), path, compression="zstd")
+    assert path.stat().st_size < 200_000
+    with pytest.raises(RecipeError, match=r"bomb\.parquet"):
+        infer(str(path), {})
+
+
 def test_a_packaged_recipe_is_meant_where_a_folder_has_its_name(tmp_path, monkeypatch, capsys):
     (tmp_path / "vit_digits").mkdir()
     monkeypatch.chdir(tmp_path)

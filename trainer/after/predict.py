@@ -72,15 +72,9 @@ class Predictor:
         self.recipe, self.run_dir = recipe, run_dir
         self.loaded: tuple[object, Any, nn.Module] | None = None  # device and dtype, model, module
 
-    def predict(
-        self,
-        texts: Sequence[str] | str = (),
-        images: Sequence[str] | str = (),
-        paths: Sequence[str] | str = (),
-        **how: Any,
-    ) -> list[Any]:
-        """Predict like :func:`predict`."""
-        texts, images, paths = ([given] if isinstance(given, str) else given or () for given in (texts, images, paths))
+    def predict(self, *inputs: Sequence[str] | str, **how: Any) -> list[Any]:
+        """Predict like :func:`predict`; ``inputs`` are its texts, images and paths."""
+        texts, images, paths = ([given] if isinstance(given, str) else given or () for given in inputs)
         asked = PredictOptions(**how)
         asked.check()
         asked.check_task(self.recipe.model.task or "single_label")

@@ -14,12 +14,13 @@ from itertools import islice
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from trainer.data.base import format_counts, separator_of
+from trainer.data.base import MAX_LINE_BYTES, format_counts, separator_of
+from trainer.data.text import csv_format
 from trainer.errors import RecipeError, format_list, require
 from trainer.system.files import open_regular
 
 MAX_ROWS = 1_000
-MAX_LINE_BYTES = 1_000_000
+MAX_BYTES = 16_000_000  # enough lines; a single one may be longer
 MAX_CLASSES = 50  # distinct values of a column that can be the label without being called so
 MIN_ROWS_TO_SPLIT = 20
 HELD_OUT = "0.1"  # share of the rows for validation if there is no file for it
@@ -71,7 +72,10 @@ def infer(reference: str, given: Mapping[str, str], command: str = "fit") -> Inf
         RecipeError: if the data have no reading, or more than one; it names the flags that decide.
     """
     path = Path(reference)
-    found = _of_folder(path, given, command) if path.is_dir() else _of_file(path, given, command)
+    try:
+        found = _of_folder(path, given, command) if path.is_dir() else _of_file(path, given, command)
+    except OSError as error:
+        raise RecipeError(f"{error.filename or path} cannot be read ({error.strerror}): check it") from error
     return found._replace(flags={name: text for name, text in found.flags.items() if name not in given})
 
 
@@ -228,17 +232,15 @@ def read_rows(path: Path, separator: str | None = None) -> Rows:
     kind = path.suffix.lower()
     try:
         if kind == ".parquet":
-            from pyarrow import parquet
-
-            rows = next(parquet.ParquetFile(path).iter_batches(MAX_ROWS), None)
-            found = rows.to_pylist() if rows is not None else []
+            found = _parquet_rows(path)
         elif kind == ".jsonl":
             found = [json.loads(line) for line in islice(_lines(path), MAX_ROWS) if line.strip()]
             require(all(isinstance(row, dict) for row in found), f"{path}: a line is not a JSON object: fix the file")
         else:
             lines = _lines(path)
             header = next(lines, "")
-            reader = csv.DictReader([header, *lines], delimiter=_character(separator) or separator_of(header))
+            csv.field_size_limit(MAX_LINE_BYTES)
+            reader = csv.DictReader([header, *lines], delimiter=csv_format(None, separator) or separator_of(header))
             found = list(islice(reader, MAX_ROWS))
     except RecipeError:
         raise
@@ -248,8 +250,15 @@ def read_rows(path: Path, separator: str | None = None) -> Rows:
     return found
 
 
-def _character(separator: str | None) -> str | None:
-    return {"tab": "\t", "\\t": "\t"}.get(separator or "", separator)
+def _parquet_rows(path: Path) -> list[dict[str, Any]]:
+    """Return rows of the first row group, with the limits of the dataset's reader on what it expands to."""
+    from trainer.data.tables import open_parquet, read_group, require_sane_growth
+
+    with open_parquet(path, pre_buffer=False) as file:
+        require_sane_growth(path, file.metadata)
+        if file.metadata.num_row_groups == 0:
+            return []
+        return read_group(path, file, 0, file.schema_arrow.names).slice(0, MAX_ROWS).to_pylist()
 
 
 def _lines(path: Path) -> Iterator[str]:
@@ -259,10 +268,7 @@ def _lines(path: Path) -> Iterator[str]:
         file.seek(0)
         encoding = "utf-16" if start in (b"\xff\xfe", b"\xfe\xff") else "utf-8-sig"
         if encoding == "utf-16":
-            yield from file.read(MAX_LINE_BYTES).decode(encoding, "replace").splitlines(keepends=True)
+            yield from file.read(MAX_BYTES).decode(encoding, "replace").splitlines(keepends=True)
             return
-        for _ in range(2 * MAX_ROWS):
-            line = file.readline(MAX_LINE_BYTES)
-            if not line:
-                return
+        while file.tell() < MAX_BYTES and (line := file.readline(MAX_LINE_BYTES)):
             yield line.decode(encoding, "replace")

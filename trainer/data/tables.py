@@ -24,7 +24,7 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 from datasets.utils.extract import Extractor
 
-from trainer.data.base import root_cause, separator_of
+from trainer.data.base import MAX_LINE_BYTES, root_cause, separator_of
 from trainer.data.cache import cache_folder, checksums, hash_of, inspect_cached
 from trainer.errors import RecipeError, RunError, require, suggest_name
 from trainer.system.files import open_regular, read_regular, room_in
@@ -42,8 +42,8 @@ _KINDS = {
 MAX_REASON_CHARS = 400  # max characters of a library's message
 NO_ROWS = "add some, or give another file"
 
-MAX_LINE_BYTES, MAX_DECODED_BYTES = 32_000_000, 4_000_000_000
-"""Max bytes of a line, a cell or a text file; and of the decoded texts of a row group, which are in memory at once."""
+MAX_DECODED_BYTES = 4_000_000_000
+"""Max bytes of the decoded texts of a row group, which are in memory at once."""
 
 MAX_COMPRESSION_RATIO, VALUES_PER_BYTE, MAX_VALUES, MAX_COLUMNS = 1_000, 100, 500_000, 10_000
 """Max ratio of unpacked to packed bytes of a Parquet column, of its values to the bytes of the file, max texts per row
