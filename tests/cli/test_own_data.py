@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from datetime import datetime
 from pathlib import Path
 
 import pyarrow as pa
@@ -173,11 +174,22 @@ def test_broken_files_are_one_line(name, tmp_path, capsys):
 def test_the_command_is_printed_and_can_be_repeated(tmp_path, capsys):
     path = table(tmp_path / "my.csv", rows())
     assert run(["fit", str(path), "--epochs=2", "--print_config"]) == 0
-    data, same_as, *config = capsys.readouterr().out.splitlines()
+    said = capsys.readouterr()
+    config = said.out.splitlines()
+    data, same_as, *_ = said.err.splitlines()
     assert data.startswith(f"{path}: 60 rows; ")
     command = same_as.removeprefix("same as: trainer ").split()
     assert run([*command, "--epochs=2", "--print_config"]) == 0
     assert capsys.readouterr().out.splitlines() == config
+
+
+def test_ragged_rows_and_values_that_json_lacks(tmp_path):
+    path = table(tmp_path / "my.csv", rows())
+    path.write_text(path.read_text() + "60,a film of many words,gut,one cell too many\n")
+    assert flags_of(infer(str(path), {})) == REVIEWS
+    when = [row | {"when": datetime(2026, 1, 1 + n % 28)} for n, row in enumerate(rows())]
+    pq.write_table(pa.Table.from_pylist(when), tmp_path / "my.parquet")
+    assert flags_of(infer(str(tmp_path / "my.parquet"), {})) == REVIEWS
 
 
 def test_long_texts_are_read_whole(tmp_path):

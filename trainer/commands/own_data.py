@@ -57,7 +57,7 @@ def is_own_data(reference: str) -> bool:
     path = Path(reference)
     if os.path.isdir(reference):
         return not any(os.path.isfile(path / name) for name in ("recipe.yaml", "config.json"))
-    return path.suffix.lower() in (*TABLES, *DOCUMENTS[:-1]) and os.path.isfile(reference)
+    return path.suffix.lower() in {*TABLES, *DOCUMENTS} - {".py"} and os.path.isfile(reference)  # .py is a recipe
 
 
 def infer(reference: str, given: Mapping[str, str], command: str = "fit") -> Inferred:
@@ -115,7 +115,7 @@ def _of_file(path: Path, given: Mapping[str, str], command: str) -> Inferred:
     if path.suffix.lower() not in TABLES:
         return _documents(path, 1, "one document")
     rows = read_rows(path, given.get("data.separator"))
-    columns = list(dict.fromkeys(name for row in rows for name in row))
+    columns = list(dict.fromkeys(name for row in rows for name in row if name is not None))  # None: cells too many
     parts = _other_parts(path)
     asks_text = any(name in given for name in ("data.text_column", "data.label_column", "model.task"))
     if not asks_text and any(wanted <= {*columns} for wanted in CHATS):
@@ -188,7 +188,7 @@ def _label_columns(rows: Rows, columns: Sequence[str]) -> list[str]:
         return named
     if len(columns) == 1:
         return list(columns)
-    distinct = {name: len({json.dumps(row.get(name)) for row in rows}) for name in columns}
+    distinct = {name: len({repr(row.get(name)) for row in rows}) for name in columns}
     return [name for name, count in distinct.items() if 2 <= count <= min(MAX_CLASSES, len(rows) // 2)]
 
 

@@ -233,8 +233,8 @@ def _infer(command: str, reference: str, flags: Flags) -> tuple[str, Flags]:
     """Return the recipe and the flags for the user's data in ``reference``, and print the equivalent command."""
     found = infer(reference, {name: text for name, text in flags if text is not None}, command)
     if is_first_process():
-        print(escaped(f"{reference}: {found.data}"))
-        print(escaped(f"same as: {found.command(command)}"), flush=True)
+        print(escaped(f"{reference}: {found.data}"), file=sys.stderr)  # stdout is for --print_config
+        print(escaped(f"same as: {found.command(command)}"), file=sys.stderr, flush=True)
     return found.recipe, list(found.flags.items())
 
 
@@ -300,7 +300,7 @@ def _fit_max_length(recipe: Recipe) -> Recipe:
     if length is None or limit is None or length <= limit:
         return recipe
     if is_first_process():
-        print(escaped(f"data.max_length is {limit} instead of {length}: {name} supports no more tokens"), flush=True)
+        print(escaped(f"data.max_length is {limit} instead of {length}: {name} supports no more"), file=sys.stderr)
     return change(recipe, {"data.max_length": limit})
 
 
