@@ -105,6 +105,18 @@ def test_size_and_normalisation_that_the_data_leaves_open_are_the_models(tmp_pat
     assert prepared(ImageFolder(data.root)).image_size == 224  # with no model to ask
 
 
+@pytest.mark.parametrize("name", ["vit_tiny_patch16_224", "resnet10t"])  # with a fixed size of images, and without
+def test_timm_models_take_images_of_any_size(name):
+    model = ImageClassifier(f"timm/{name}", image_size=32, num_classes=3)
+    batch = {"pixel_values": torch.zeros(2, 3, 32, 32), "labels": torch.zeros(2).long()}
+    assert next(model.losses(model.build().eval(), batch)).logits.shape == (2, 3)
+
+
+def test_a_misspelt_timm_model_is_suggested_by_its_beginning():
+    with pytest.raises(RecipeError, match=r"did you mean timm/vit_tiny_patch16_224\?"):
+        ImageClassifier("timm/vit_tinny").prepare()
+
+
 def test_timm_says_which_images_its_models_were_trained_on(tmp_path):
     seen = ImageClassifier("timm/vit_tiny_patch16_224", num_classes=3).image_input()
     assert (seen.size, seen.mean) == (224, (0.5, 0.5, 0.5))
