@@ -550,3 +550,16 @@ def test_documents_know_the_bytes_of_each_token_that_is_predicted_and_conversati
             assert split.bytes_per_token == sum(len(text.encode()) for text in held) / predicted
     assert len(data.train) > 5, "in pieces"
     assert chats().train.bytes_per_token is None
+
+
+def test_an_evaluation_needs_the_test_files_alone(tmp_path):
+    tokenizer = byte_pairs()
+    test = jsonl(tmp_path / "test.jsonl", ROWS[:1])
+    how = {"chat_template": "chatml", "cache_dir": str(tmp_path / "cache")}
+    for data in (
+        Conversations("gone.jsonl", test_files=test, val_fraction=0.1, **how).for_evaluation(),
+        Conversations("gone.jsonl", **how).for_evaluation(path=test),
+    ):
+        assert samples(prepared(data, tokenizer).test) == samples(prepared(Conversations(test, **how), tokenizer).train)
+    with pytest.raises(RecipeError, match="Conversations cannot evaluate the file"):
+        Conversations(name="org/chats").for_evaluation(path=test)
