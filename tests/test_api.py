@@ -235,3 +235,10 @@ def test_a_working_directory_that_was_removed_is_named(tmp_path, monkeypatch):
     gone.rmdir()
     with pytest.raises(RunError, match=r"the working directory was removed: .* absolute --run\.dir"):
         fit(recipe("run"))
+
+
+def test_what_is_no_recipe_is_named_with_the_fix() -> None:
+    with pytest.raises(RecipeError, match=r"not 'vit_digits': recipe, _ = trainer\.load_recipe\('vit_digits'\)"):
+        fit("vit_digits")  # type: ignore[arg-type]
+    with pytest.raises(RecipeError, match=r"fit takes a Recipe, not MLP: give Recipe\("):
+        fit(MLP([4]))  # type: ignore[arg-type]

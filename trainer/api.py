@@ -140,13 +140,10 @@ def fit(recipe: Recipe, source: str | None = None) -> FinishedRun:
 
 def _require_recipe(given: object) -> None:
     if isinstance(given, str | Path):
-        raise RecipeError(
-            f"fit takes a Recipe, not {str(given)!r}: load a packaged recipe or a recipe file with "
-            f"recipe, _ = trainer.load_recipe({str(given)!r})"
-        )
+        fix = f"recipe, _ = trainer.load_recipe({str(given)!r}) loads a packaged recipe or a recipe file"
+        raise RecipeError(f"fit takes a Recipe, not {str(given)!r}: {fix}")
     if not isinstance(given, Recipe):
-        kind = type(given).__name__
-        raise RecipeError(f"fit takes a Recipe, not {kind}: give fit(Recipe(model=..., data=..., batch_size=...))")
+        raise RecipeError(f"fit takes a Recipe, not {type(given).__name__}: give Recipe(model=..., data=..., ...)")
 
 
 def evaluate(recipe: Recipe, run_dir: str | Path, path: str | Path | None = None) -> EvaluationResult:

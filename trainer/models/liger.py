@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from functools import cache
 from importlib.util import find_spec
+from inspect import unwrap
 from typing import Any, cast
 
 import torch
@@ -44,7 +45,7 @@ def use_kernels(module: Any, wish: str) -> None:
             part.__class__ = _fused(kind, "RMSNorm", *NORMS[parts[0]])
         elif "mlp" in parts and gated and "down_proj" in layers and layers.keys() & {"up_proj", "gate_up_proj"}:
             part.__class__ = _fused(kind, gated)
-        elif "rotary" in parts and ROTATE in kind.forward.__code__.co_names:
+        elif "rotary" in parts and ROTATE in unwrap(kind.forward).__code__.co_names:
             part.__class__ = _fused(kind, "Rope")
 
 
@@ -57,7 +58,8 @@ def _fused(kind: Any, name: str, *norm: Any) -> type:
     """Create a subclass with the same name, which transformers reads. No effect on a CPU, if sharded, or in fp64."""
     from liger_kernel import ops
 
-    function, plain = getattr(ops, f"Liger{name}Function"), kind.forward
+    # Without decorators: those of transformers rename deprecated arguments, which its own modules never pass.
+    function, plain = getattr(ops, f"Liger{name}Function"), unwrap(kind.forward)
 
     def rotate(query: Tensor, key: Tensor, cos: Tensor, sin: Tensor) -> Any:
         if not _takes(query, key, cos):
