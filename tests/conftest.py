@@ -7,6 +7,7 @@ import shutil
 import signal
 import sys
 import tempfile
+from collections import Counter
 from multiprocessing.util import Finalize
 from pathlib import Path
 
@@ -131,10 +132,18 @@ def pytest_report_header() -> str:
 
 @pytest.hookimpl(tryfirst=True)  # before pytest selects by markers
 def pytest_collection_modifyitems(items) -> None:
-    """Mark the tests that read sample data, so that ``pytest -m samples`` runs them alone."""
+    """Mark the tests that read sample data, so that ``pytest -m samples`` runs them alone, and the slow cases of tests
+    with the marker ``first``."""
+    cases: Counter[str] = Counter()
     for item in items:
         if "sample_data" in item.fixturenames:
             item.add_marker("samples")
+        first = item.get_closest_marker("first")
+        if first is not None and item.get_closest_marker("slow") is None:
+            function = item.nodeid.partition("[")[0]
+            cases[function] += 1
+            if cases[function] > first.args[0]:
+                item.add_marker("slow")
 
 
 @pytest.fixture(scope="session")

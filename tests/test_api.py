@@ -156,6 +156,7 @@ def test_a_schedule_of_accumulation_changes_the_batch_and_without_a_test_set_fig
 PRECISIONS = ("64-true", "bf16-mixed", "16-mixed", "bf16-true")
 
 
+@pytest.mark.first(1)
 @quick
 @pytest.mark.parametrize("name", [*PRECISIONS, "adam", "sgd", "adafactor", "adagrad", "rmsprop"])
 def test_every_precision_and_every_optimizer_trains(name, tmp_path):

@@ -43,6 +43,7 @@ FSYNCS = ["recipe.yaml", "/run", "curves.png", "model.safetensors", "summary.jso
 CALLS = [("mkdir", "/checkpoints"), ("open", "/run/metrics.csv"), *(("fsync", ending) for ending in FSYNCS)]
 
 
+@pytest.mark.first(1)
 @pytest.mark.parametrize(("call", "ending"), CALLS)
 def test_a_failing_disk_is_named_and_what_stays(finished, tmp_path, monkeypatch, call, ending, capsys):
     """Every fsync (or open, or mkdir) of a path with this ending fails."""

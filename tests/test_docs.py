@@ -42,6 +42,7 @@ def test_the_recipe_in_the_readme_is_the_packaged_one():
     assert blocks("README.md")[0] == (ROOT / "recipes" / "vit_digits.py").read_text()
 
 
+@pytest.mark.slow
 def test_a_model_of_ones_own_runs_as_written(tmp_path):
     (tmp_path / "spirals.py").write_text(blocks("docs/your-own-model.md")[0])
     done = python("spirals.py", "--run.dir", "out", "--model.width", "32", "--data.size", "450", cwd=tmp_path)
@@ -79,6 +80,7 @@ def test_the_loop_of_ones_own_runs_as_written():
     assert not torch.equal(model.weight, before)
 
 
+@pytest.mark.slow
 def test_the_recipes_for_own_data_run_as_shown(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     rows = "review;stars\nw2 w3;5\nw4 w5 w6;1\nw7;5\nw8 w9;1\n"

@@ -8,6 +8,7 @@ import sys
 from importlib.metadata import version
 from pathlib import Path
 
+import pytest
 from helpers.golden import COMMAND, FILE, normalise, parse, read, render, unused_entries
 
 
@@ -56,6 +57,7 @@ def pytest_run(folder: Path, *flags: str) -> str:
     return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, check=False).stdout
 
 
+@pytest.mark.slow
 def test_the_file_is_rewritten_from_several_processes(tmp_path):
     (tmp_path / "pytest.ini").write_text("[pytest]\n")
     (tmp_path / "tests").mkdir()

@@ -85,6 +85,7 @@ GROUPS = {
 }
 
 
+@pytest.mark.first(1)
 @pytest.mark.parametrize("link", [os.symlink, os.link], ids=["symlink", "hard link"])
 @pytest.mark.parametrize("group", GROUPS)
 def test_a_resumed_run_writes_through_no_link(copied, victims, group, link, capsys):
@@ -96,6 +97,7 @@ def test_a_resumed_run_writes_through_no_link(copied, victims, group, link, caps
     assert "Traceback" not in capsys.readouterr().err
 
 
+@pytest.mark.first(1)
 @pytest.mark.parametrize("link", [os.symlink, os.link], ids=["symlink", "hard link"])
 def test_a_new_run_writes_through_no_link(copied, victims, link, tmp_path):
     for group in ("results", "checkpoints"):

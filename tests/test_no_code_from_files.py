@@ -261,6 +261,7 @@ def test_no_class_that_a_file_names_is_imported(foreign, capfd):
     assert marker.exists()
 
 
+@pytest.mark.first(1)
 @pytest.mark.parametrize("name", command_lines())
 def test_no_command_executes_what_came_with_files(name, foreign, capfd):
     run_dir, marker = foreign

@@ -386,6 +386,7 @@ def test_a_true_checkpoint_is_resumed_from_and_payloads_beside_it_are_not_execut
     run(RESUME.replace("HERE", str(tmp_path)).split())
 
 
+@pytest.mark.slow
 def test_pictures_to_classify_start_no_program(refused, marker, tmp_path):
     assert run(f"fit {SMALL} --max_steps=1 --run.dir=run".split()) == 0
     at("eps.png", content(payloads.POSTSCRIPT))(tmp_path, marker)

@@ -126,6 +126,7 @@ def test_the_rules(process):
     assert found == {program.__name__: [wanted] * bool(wanted) for program, wanted in PROGRAMS.items()}
 
 
+@pytest.mark.first(2)
 @pytest.mark.parametrize("name", [*USUAL, *(pytest.param(name, marks=pytest.mark.slow) for name in OTHERS)])
 def test_nothing_races_and_nobody_waits(name, seen):
     check(name, seen(name))
@@ -136,6 +137,7 @@ def test_every_wait_that_is_allowed_occurs(seen):
     assert not SYNCS.keys() - occurs
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("order", ORDERS)
 def test_no_order_can_be_forgotten(order, seen, process):
     """Each that our code gives is needed in some configuration, or is among ``SUPERFLUOUS``."""
@@ -155,6 +157,7 @@ def test_no_order_can_be_forgotten(order, seen, process):
     assert not missed, f"{order} could be missing without anybody seeing it: {missed}"
 
 
+@pytest.mark.first(1)
 @pytest.mark.parametrize("plant", [*UNORDERED, *WAITING], ids=lambda plant: plant.__name__)
 def test_a_planted_race_or_wait_is_found(plant, process):
     name, kind = (UNORDERED | WAITING)[plant]

@@ -64,6 +64,7 @@ def language_flags(name, folder):
     return [*small, *files, *none, *lora, "--model.name=llama", "--model.tokenizer=bytes", "--memory.precision=32-true"]
 
 
+@pytest.mark.first(1)
 @pytest.mark.parametrize("name", packaged_recipes())
 def test_a_packaged_recipe_trains_evaluates_and_predicts(name, sample_data, tmp_path, capsys, no_pictures):
     run_dir, more = tmp_path / "run", tmp_path / "more"

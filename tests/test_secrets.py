@@ -181,6 +181,7 @@ def test_every_command_is_among_those_tried_with_secrets():
     assert {line[0] for line in LINES.values()} == COMMANDS.keys()
 
 
+@pytest.mark.first(2)
 @pytest.mark.parametrize(("name", "end"), tried())
 def test_no_command_writes_or_prints_a_secret(request, recipe_file, tmp_path, monkeypatch, capfd, name, end):
     monkeypatch.chdir(tmp_path)

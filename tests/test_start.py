@@ -16,6 +16,7 @@ HEAVY = ("torchmetrics", "sklearn", "matplotlib", "transformers", "scipy", "pyto
 FABRIC = "lightning_fabric"
 
 
+@pytest.mark.slow
 def test_what_predicts_imports_torch_alone_and_what_trains_fabric_too():
     names = (*HEAVY, "lightning", FABRIC)
     code = "import sys"

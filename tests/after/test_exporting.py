@@ -83,6 +83,7 @@ def test_a_folder_of_transformers_is_checked_by_loading_it(tmp_path):
 BF16 = torch.bfloat16
 
 
+@pytest.mark.first(1)
 @pytest.mark.parametrize(
     ("kind", "base", "dtype"),
     [("text", "full", None), ("text", "nf4", None), ("language", "full", None), ("language", "nf4", BF16)],

@@ -276,6 +276,7 @@ def faulty(fault: str) -> type:
     return Faulty
 
 
+@pytest.mark.first(1)
 @pytest.mark.parametrize(
     "settings",
     [
@@ -291,6 +292,7 @@ def test_a_right_gradient_passes(settings, plain, tmp_path):
     assert set(row["difference"]["tensors"]) >= {"heads.head.weight", "class_token"}
 
 
+@pytest.mark.first(1)
 @pytest.mark.parametrize(
     ("fault", "precision"), [("too long", "bf16-mixed"), ("one left out", "32-true"), ("one left out", "bf16-mixed")]
 )

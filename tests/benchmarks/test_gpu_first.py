@@ -148,6 +148,7 @@ def test_counts_of_tests_are_those_so_far(tmp_path, monkeypatch):
     assert found["reason"] == "the time was up after 3 tests"
 
 
+@pytest.mark.slow
 def test_a_dry_run_times_a_kernel_on_the_cpu(tmp_path):
     assert gpu_first.main(["--dry", "--only", "NF4 to", "--results", str(tmp_path)]) == 0
     (row,) = json.loads((tmp_path / "gpu_first_dry.json").read_text())["rows"]

@@ -40,6 +40,7 @@ def recording(
     return plain
 
 
+@pytest.mark.slow
 @settings(max_examples=80)
 @given(st.integers(0, 10**9), st.booleans(), st.booleans(), st.sampled_from([None, 150 * MiB]))
 def test_no_difference_to_a_recording(seed: int, expandable: bool, release: bool, capacity: int | None) -> None:

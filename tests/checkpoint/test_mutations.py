@@ -110,6 +110,7 @@ def mutate(path: Path, other: Path, draw: random.Random) -> str:
     return f"{kind} {victim.name}"
 
 
+@pytest.mark.slow
 def test_no_mutation_is_accepted_and_the_file_is_named(originals, tmp_path):
     draw, accepted, kinds = random.Random(0), [], set()
     for trial in range(MUTATIONS):

@@ -50,6 +50,7 @@ def save(folder, tensors, ranks):
     return made.PartsReader(folder, indices)
 
 
+@pytest.mark.slow
 @given(
     size=st.integers(0, 13),
     inner=st.lists(st.integers(1, 4), max_size=2),

@@ -95,6 +95,7 @@ def test_a_variable_of_ours_that_nobody_wrote_is_refused(monkeypatch, refused, t
 ABSURD = [str(10**12), "-1", "0", "nan", "inf", "1e308", "1e-320", "9" * 400, "1" * 5000]
 
 
+@pytest.mark.slow
 def test_an_absurd_number_is_refused_in_a_line_or_taken_as_it_is(refused):
     """Every setting that may be a number, of some recipe that has it."""
     seen = set()
@@ -151,6 +152,7 @@ def test_epochs_that_are_cut_alike_are_counted_together():
             assert of(total) == of(total + 5) == epochs - 1
 
 
+@pytest.mark.slow
 def test_counts_that_nobody_has_epochs_between_two_and_brackets_without_end_are_refused(refused):
     for flag, text in (("devices", "9" * 5000), ("nodes", "1000001"), ("devices", "٣")):
         refused("plan", "vit_digits", f"--{flag}={text}", parts=[f"--{flag}=", "from 1 to 1,000,000"])

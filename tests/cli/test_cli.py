@@ -141,6 +141,7 @@ def test_looking_loads_nothing_heavy():
     assert result.stderr.splitlines() == ["loaded set()", *["loaded {'jsonargparse'}"] * 3]
 
 
+@pytest.mark.slow
 def test_a_recipe_is_a_script_with_the_same_flags_and_exit_codes(recipe_file):
     printed = python(recipe_file, "--print_config", "--epochs", "3")
     assert printed.returncode == 0, printed.stderr

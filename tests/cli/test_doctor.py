@@ -281,6 +281,7 @@ def test_texts_that_say_nothing_or_are_there_twice_and_a_tokenizer_of_more_words
     assert found_by(samples.vocabulary, subject_of()) == []
 
 
+@pytest.mark.slow
 def test_a_run_that_does_not_fit_the_device(monkeypatch):
     monkeypatch.setattr("trainer.fakegpu.target.usable_memory", lambda device, size: 1000)
     status, text = finding_of(machine.PeakMemory(subject_of()).finding)
@@ -302,6 +303,7 @@ def test_without_a_device_nothing_else_is_looked_at():
     assert (finding.status, "no NVIDIA GPU found" in finding.text) == ("FAIL", True)
 
 
+@pytest.mark.slow
 def test_the_packaged_recipe_is_well_and_a_failed_check_is_exit_code_1(capsys, tmp_path):
     words = ["doctor", "vit_digits", "--model.layers=1", "--run.dir", str(tmp_path)]
     assert run([*words, "--json"]) == 0

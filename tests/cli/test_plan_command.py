@@ -126,6 +126,7 @@ def test_json_is_all_that_is_on_stdout_and_what_is_in_the_file(tmp_path, capfd):
     ), error
 
 
+@pytest.mark.slow
 def test_a_table_is_printed_and_written(tmp_path, capfd):
     argv = [*VIT, *HYBRID, "--devices", "16,128", "--interconnect", "100gbe", "--json"]
     assert run([*argv, "--out", str(tmp_path)]) == 0
@@ -232,6 +233,7 @@ def test_help_lists_the_planners_flags_and_the_recipes(capsys):
     assert all(f"--{name} " in page for name in (*VALUED_FLAGS, *SWITCHES, "optim.lr", "memory.budget"))
 
 
+@pytest.mark.slow
 def test_a_folder_with_a_configuration_is_enough_for_a_text_model(tmp_path, sample_data, capsys):
     """No weights: neither of them are there, nor is a hub asked."""
     folder = tmp_path / "model"
@@ -288,6 +290,7 @@ def test_a_picture_is_drawn_wherever_the_budget_lies_and_keeps_a_long_title(tmp_
     assert max(map(len, titles[0].splitlines())) <= 95
 
 
+@pytest.mark.slow
 def test_from_python_a_budget_may_be_an_argument():
     recipe = load_recipe("vit_digits")[0]
     fixed = {"activation_checkpointing": "full", "cpu_offload": "optimizer", "activation_offload": True}

@@ -193,6 +193,7 @@ _values = st.recursive(_scalars, lambda inner: st.lists(inner) | st.dictionaries
 _numbers = st.from_regex(r"\A[-+]?[0-9.]{1,4}e[-+]?[0-9]{1,2}\Z")
 
 
+@pytest.mark.slow
 def test_what_is_written_to_yaml_is_what_is_read(recipe_file):
     recipe = load_recipe(str(recipe_file))[0]
     parser = RecipeParser(recipe)

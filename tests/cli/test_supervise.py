@@ -192,6 +192,7 @@ def forked(tmp_path, monkeypatch, capfd):
     return supervise
 
 
+@pytest.mark.slow
 def test_a_killed_run_is_finished_by_the_next_attempt(forked, tmp_path):
     code, journal, text = forked("--model.what=kill", f"--model.done={tmp_path / 'done'}")
     assert (code, journal["status"]) == (0, "finished")

@@ -62,6 +62,7 @@ def test_every_pixel_label_and_setting_of_arrays_counts(tmp_path):
     assert len({fingerprint(data) for data in others} | {before}) == len(others) + 1
 
 
+@pytest.mark.slow
 def test_texts_are_the_same_from_another_folder_and_differ_by_a_word_a_label_or_the_tokenisation(tmp_path, tokenizer):
     rows = [("good film", 1), ("bad film", 0), ("dull", 0), ("great", 1)]
 
@@ -221,6 +222,7 @@ def test_kinds_are_told_apart():
     assert ContentHasher(itself).hexdigest()
 
 
+@pytest.mark.slow
 def test_a_tokenizers_hash_does_not_follow_its_use(tokenizer, sample_data):
     from transformers import AutoTokenizer
 

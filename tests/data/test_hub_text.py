@@ -48,6 +48,7 @@ def test_splits_columns_and_named_classes_are_those_of_the_dataset(folder, token
     assert data.train.describe(2).startswith(f"{folder}/pairs train row 2 (the first is row 0")
 
 
+@pytest.mark.slow
 def test_a_pair_is_encoded_as_one_sample_of_two_texts(folder, tokenizer):
     PAIRS.to_csv(folder / "pairs.csv", index=False)
     common = {"text_column": "first", "pair_column": "second", "cache_dir": str(folder / "cache")}
@@ -97,6 +98,7 @@ def test_a_folder_that_is_missing_is_no_name_of_the_hub(tmp_path):
         HubText("a/b", val_split="v", val_fraction=0.1)
 
 
+@pytest.mark.slow
 def test_files_of_a_folder_that_would_take_the_machine_are_refused_by_name(folder, tokenizer):
     with zipfile.ZipFile(folder / "pairs" / "train-more.csv", "w", zipfile.ZIP_DEFLATED) as archive:
         archive.writestr("train.csv", "first,label\n" + "a,0\n" * 1_000)

@@ -91,6 +91,7 @@ def test_a_label_that_the_task_cannot_have_is_named_by_its_row(task, text, label
         prepared(tmp_path, task, [("w2", good), (text, label)])
 
 
+@pytest.mark.first(1)
 @pytest.mark.parametrize("task", ["multi_label", "token"])
 def test_a_label_that_training_has_not_is_named_by_its_row(task, tmp_path):
     data = prepared(tmp_path, task, [("w2", "a"), ("w3", "b")])

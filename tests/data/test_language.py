@@ -78,6 +78,7 @@ WANTED = [
 ]
 
 
+@pytest.mark.first(2)
 @pytest.mark.parametrize("make", [byte_pairs, byte_tokenizer])
 @pytest.mark.parametrize("template", ["chatml", PLAIN])
 def test_the_assistants_words_and_the_end_of_its_turn_are_learned_and_nothing_else(chats, make, template):
@@ -164,6 +165,7 @@ def test_the_beginning_of_text_stands_once(chats, tmp_path):
     assert data.train[0]["input_ids"].count(tokenizer.bos_token_id) == 1
 
 
+@pytest.mark.slow
 def test_rows_of_every_form_and_file_make_the_same_samples(chats, tmp_path):
     tokenizer, chat = byte_pairs(), messages(CHATS[0])
     expected = samples(chats(ROWS[:1], tokenizer).train)
@@ -417,6 +419,7 @@ CALLED = "{% macro f(n) %}{% if n %}{{ f(n - 1) }}{{ f(n - 1) }}{% endif %}{% en
 TIME, SPACE = r"takes more than 0\.3 s of CPU time", r"takes more than 0\.2 GB of memory"
 
 
+@pytest.mark.first(1)
 @pytest.mark.parametrize(
     ("template", "said"),
     [

@@ -66,6 +66,7 @@ def kill_and_resume(tmp_path, sample_data, ranks, workers):
     return calm, killed
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("ranks", "workers"), [("1,2,1", 0), pytest.param("2,4,1", 2, marks=pytest.mark.slow)])
 def test_killed_on_changing_ranks(tmp_path, sample_data, ranks, workers):
     calm, killed = kill_and_resume(tmp_path, sample_data, ranks, workers)

@@ -50,6 +50,7 @@ def load(act, **settings):
     return [batch for batch, _ in loader(7, act, **settings)(requests)]
 
 
+@pytest.mark.first(1)
 @pytest.mark.parametrize(
     ("act", "ended"),
     [

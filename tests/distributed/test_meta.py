@@ -97,6 +97,7 @@ def check_reads(local, elements, model):
     assert len(pretrained.new) > 0
 
 
+@pytest.mark.first(1)
 @pytest.mark.parametrize(("kind", "precision"), [("vit", "bf16-true"), ("text", "32-true")])
 def test_each_rank_reads_its_slices_and_together_they_are_the_model(ranks, tmp_path, kind, precision):
     weights = saved(tmp_path, kind, num_classes=7)

@@ -165,6 +165,7 @@ HARD = dataclasses.replace(ADAMW, clip_norm=0.1)
 ON_2 = [("single", 1), ("ddp", 2), ("fsdp", 2)]
 
 
+@pytest.mark.slow
 def test_the_same_bits_on_1_and_2_ranks_replicated_and_sharded(ranks):
     # Two epochs of batches of 8, 8 and 3 samples: 3 micro-batches or 1, which do not fill 2 ranks.
     case = CASES["vit"]

@@ -50,6 +50,7 @@ def compare(name: str, batch: str, cut: int, world_size: int, ranks) -> None:
         assert all(torch.equal(answer["after"], answers[0]["after"]) for answer in answers)
 
 
+@pytest.mark.first(1)
 @pytest.mark.parametrize(("name", "world_size"), [*product(MODELS, (1,)), *product(MODELS[:3], (2,))])
 def test_any_cut_equals_the_plain_loop(name, world_size, ranks):
     """Any two of model, batch and cut meet; ``-m slow`` has every combination."""
@@ -66,6 +67,7 @@ def test_every_cut_equals_the_plain_loop(name, batch, world_size, ranks):
         compare(name, batch, cut, world_size, ranks)
 
 
+@pytest.mark.first(2)
 @pytest.mark.parametrize("name", OBJECTIVES)
 def test_every_task_and_loss_equals_torchs_mean_over_the_whole_batch(name, ranks):
     clipped = Problem(name, *BATCHES["fewer than ranks"], micro_batch_size=2, clip_norm=0.05)
@@ -95,6 +97,7 @@ def check_on_one_and_two_ranks(problem, ranks):
         check(answer, wanted, "64-true")
 
 
+@pytest.mark.slow
 @settings(max_examples=15)
 @given(problem=problems)
 @example(problem=Problem("tagger", 13, 13, 4))

@@ -148,6 +148,7 @@ def outcome(folder: Path) -> list[Any]:
     return [losses(folder), checkpoints, [summary[name] for name in ("steps", "skipped_steps", "metrics", "best")]]
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("no_pictures")
 def test_a_run_writes_the_same_metrics_and_checkpoints_and_resumes_to_the_same_end(tmp_path, monkeypatch):
     settings = SETTINGS | {"data": FewDigits(test_fraction=0.97), "eval_every": 3, "run": {"evaluate": True}}

@@ -235,6 +235,7 @@ def plain_loop(kind):
     return module.state_dict()
 
 
+@pytest.mark.first(2)
 @pytest.mark.parametrize(
     ("kind", "size"),
     [
@@ -296,6 +297,7 @@ def test_the_comparison_changes_no_bit_of_a_run_of_one_rank_with_fsdp(tmp_path):
     assert _compared_and_not(tmp_path, WAYS[1:3], ("Counter", "Seen", "ActNorm", "Attribute")) == []
 
 
+@pytest.mark.slow
 def test_the_comparison_changes_no_bit_of_a_run_of_two_ranks(ranks, tmp_path):
     assert ranks(2).run(_compared_and_not, tmp_path, WAYS[:2], ("Seen", "ActNorm")) == [[], []]
 
@@ -605,6 +607,7 @@ def windows_of(kind, batch_size=8):
     return [[batch_of([0, 1, 2, 3, 0, 0, 2, 1][:batch_size], generator)] for _ in range(2)]
 
 
+@pytest.mark.first(11)
 @pytest.mark.parametrize("kind", EVERY, ids=lambda kind: kind.__name__)
 def test_a_sum_is_not_refused_and_the_module_is_as_it_was(kind, monkeypatch):
     """Whatever is drawn next, too."""

@@ -124,6 +124,7 @@ def test_every_cut_equals_the_plain_loop_over_whole_batches(kind):
             require_equal(engine_run(problem, 1, partial(mix, problem=problem, mixing=KINDS[kind])), plain)
 
 
+@pytest.mark.first(1)
 @pytest.mark.parametrize("kind", KINDS)
 def test_partners_of_other_ranks_and_uneven_shares_make_no_difference(kind, ranks):
     for size, cuts in ((19, (3, 1000)), (17, (1,))):

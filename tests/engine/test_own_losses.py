@@ -175,6 +175,7 @@ def require_line(code, error, message, kind="Own"):
     assert pytest.raises(ValueError, match=message).matches(ValueError(lines[0])), lines[0]
 
 
+@pytest.mark.first(9)
 @pytest.mark.parametrize(
     ("kind", "words"),
     [
@@ -205,6 +206,7 @@ def test_what_is_right_or_cannot_be_compared_trains(model, tmp_path):
     assert ("warning: Interacting.samples_interact: the loss of a sample" in out + error) == (model == "Interacting()")
 
 
+@pytest.mark.first(1)
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
 def test_a_mean_ends_two_ranks_alike(strategy, ranks, tmp_path):
     words = [f"--memory.strategy={strategy}", "--memory.micro_batch_size=3"]

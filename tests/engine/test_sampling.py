@@ -38,6 +38,7 @@ def draw(stepper, windows, problem):
         windows.augmented, windows.fetch = True, Loader(Noisy(make_samples(problem)), Data().collate)
 
 
+@pytest.mark.first(1)
 @pytest.mark.parametrize("name", ["vit", "distilbert"])
 def test_neither_the_cut_nor_the_ranks_change_what_is_trained(name, ranks):
     whole = Problem(name, 19, 8, 1000)

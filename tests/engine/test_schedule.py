@@ -158,6 +158,7 @@ def require_formula(found, name, scale, skipped):
     assert used == pytest.approx(taken, rel=1e-9, abs=1e-12, nan_ok=True), (name, scale, skipped)
 
 
+@pytest.mark.first(2)
 @pytest.mark.parametrize("name", SCHEDULES)
 def test_every_step_and_checkpoint_has_the_rate_of_the_formula_also_after_skipped_steps(name):
     """Any two of schedule, scale and skipped steps meet; ``-m slow`` has every combination."""
@@ -180,6 +181,7 @@ def _on_ranks():
     return [rates_of(*case, world_size=3) for case in CASES]
 
 
+@pytest.mark.slow
 def test_three_ranks_have_the_rates_of_the_formula_when_one_of_them_skips(ranks):
     for found in ranks(3).run(_on_ranks):
         for case, rates in zip(CASES, found, strict=True):

@@ -149,6 +149,7 @@ def tiny_steps(size: int) -> tuple[float, float, float]:
     return found.cost.step_ms, found.cost.launch_ms, found.peak_seconds
 
 
+@pytest.mark.slow
 def test_a_model_bound_by_launches_is_slower_in_more_micro_steps_of_the_same_products() -> None:
     (ones, launching, same), (eights, fewer, products) = tiny_steps(1), tiny_steps(8)
     assert same == pytest.approx(products, rel=1e-9)

@@ -126,6 +126,7 @@ def bytes_of(module: nn.Module) -> int:
     return sum(round_up(4 * parameter.numel(), MIN_BLOCK) for parameter in module.parameters())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("expandable", [False, True])
 def test_a_loop_has_the_figures_of_a_trace_by_hand_and_a_picture(expandable: bool) -> None:
     found, wanted = gpt_figures(expandable), run_in_child(partial(by_hand, gpt_loop, AllocatorSettings(expandable)))
@@ -181,6 +182,7 @@ def test_modules_from_outside_take_what_those_made_inside_take() -> None:
             assert found[name] == inside[name], name
 
 
+@pytest.mark.slow
 def test_accumulated_gradients_stay_and_activations_shrink() -> None:
     whole, cut = (gpt_figures(accumulate=count) for count in (1, 4))
     assert cut["categories"]["gradients"] == bytes_of(GPT())

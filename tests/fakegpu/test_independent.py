@@ -32,6 +32,7 @@ print(sorted(ours - {"fakegpu", "system", "errors"}))
 """
 
 
+@pytest.mark.slow
 def test_a_loop_needs_nothing_of_what_trains() -> None:
     """``import trainer`` itself brings the recipe and the contract, which import no torch."""
     done = subprocess.run([sys.executable, "-c", LOOP], capture_output=True, text=True, check=True)

@@ -39,6 +39,7 @@ def assert_as_promised(found, said):
         assert (row["orphans"], row["deviations"]) == (0, []), said
 
 
+@pytest.mark.slow
 def test_two_kills_one_of_them_in_a_save(tmp_path):
     code, said, found = chaos(tmp_path, "--trials", "2", "--only", "kill,kill-in-save")
     assert {name: row["trials"] for name, row in found.items()} == {"kill": 1, "kill-in-save": 1}

@@ -42,6 +42,7 @@ def test_one_rank_names_step_phase_samples_and_cause_then_the_traceback(start):
     assert run.text.count("Traceback") == 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("launcher", "ranks", "rank", "what"),
     [
@@ -75,6 +76,7 @@ NAMED = {
 
 
 # Where Fabric starts the ranks, the kernel ends them with the first one: nobody is left to say so.
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("what", "launcher", "ranks", "rank"),
     [
@@ -115,6 +117,7 @@ def test_when_what_started_the_ranks_is_killed_none_is_left(launcher, ranks, fla
     run.assert_nothing_left()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("launcher", "ranks"), [("forks", 2), slow("plain", 2), slow("torchrun", 2)])
 def test_ctrl_c_twice_leaves_no_process_and_no_traceback_of_a_worker(launcher, ranks, start):
     run = start(launcher, ranks, "--data.workers", "1")
@@ -131,6 +134,7 @@ def test_ctrl_c_twice_leaves_no_process_and_no_traceback_of_a_worker(launcher, r
         assert "Traceback" not in run.text
 
 
+@pytest.mark.first(1)
 @pytest.mark.parametrize(
     ("launcher", "ranks", "rank", "name"),
     [("plain", 1, 0, "SIGINT"), ("forks", 2, 1, "SIGTERM"), slow("plain", 2, 1, "SIGTERM")],

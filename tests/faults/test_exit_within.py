@@ -86,6 +86,7 @@ def test_it_is_a_failure_of_any_command(code, capsys):
     assert capsys.readouterr().err.splitlines()[0] == line
 
 
+@pytest.mark.first(1)
 @pytest.mark.parametrize(
     ("flags", "line"),
     [

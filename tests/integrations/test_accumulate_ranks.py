@@ -158,6 +158,7 @@ CASES = {
 }
 
 
+@pytest.mark.first(1)
 @pytest.mark.parametrize("case", CASES)
 def test_ranks_equal_each_other_and_the_whole_batch(case, ranks):
     for world_size in (2, 3) if CASES[case].cuts is RAGGED else (2,):

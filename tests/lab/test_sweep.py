@@ -198,6 +198,7 @@ def train_quickly(words, run_dir, *, watch, **_):
     return Trial("finished", None, [], 0.0)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("parallel", "kills"), [(1, 7), pytest.param(2, 13, marks=pytest.mark.slow)])
 def test_a_killed_sweep_tries_what_an_undisturbed_one_tries(recipe_file, tmp_path, monkeypatch, parallel, kills):
     monkeypatch.setattr(sweep, "run_trial", train_quickly)
@@ -323,6 +324,7 @@ def test_folds_without_a_finite_value_are_left_out_of_the_mean_and_counted(recip
     assert told in capsys.readouterr().out
 
 
+@pytest.mark.first(7)
 @pytest.mark.parametrize(
     "flags",
     [
@@ -400,6 +402,7 @@ def test_ranges_are_of_the_kind_of_their_setting_and_each_trial_at_once_has_a_de
         device_slots(recipe, 3)
 
 
+@pytest.mark.slow
 def test_a_learning_rate_is_found_where_the_loss_falls_fastest(recipe_file, tmp_path, capsys):
     flags = ["--run.accelerator=cpu", "--optim.schedule=cosine", "--run.patience=2"]
     words = ["sweep", str(recipe_file), "--find-lr", *flags]

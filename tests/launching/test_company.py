@@ -61,6 +61,7 @@ def slurms(port, size=3):
     return [shared | {"SLURM_STEP_NUM_NODES": "1", "SLURM_PROCID": str(rank)} for rank in range(size)]
 
 
+@pytest.mark.first(1)
 @pytest.mark.parametrize("variables", [torchruns, slurms])
 @pytest.mark.parametrize("victim", [0, 1])
 def test_a_rank_that_is_killed_before_the_others_have_met_it_ends_them(start, variables, victim):

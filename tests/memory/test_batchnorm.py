@@ -81,6 +81,7 @@ def evaluated(case: WithBatchNorm) -> dict[str, Any]:
     return {"statistics": statistics, "loss": float(loss.total)}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("accumulate", [1, 2])
 def test_all_ranks_evaluate_as_under_ddp(accumulate, ranks):
     results = [

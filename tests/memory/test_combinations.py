@@ -130,6 +130,7 @@ def test_many_combinations_have_a_plan_or_a_reason():
 ACCEPTED = accepted(1_500, False)
 
 
+@pytest.mark.first(2)
 @pytest.mark.parametrize("values", covering(ACCEPTED, 1), ids=name_of)
 def test_it_trains_three_steps(values, ranks):
     """Any value that any plan has; ``-m slow`` has any two of all knobs."""
@@ -170,6 +171,7 @@ def failure(values: dict, ranks: object) -> str:
     return ""
 
 
+@pytest.mark.first(1)
 @pytest.mark.parametrize(
     ("world_size", "strategy", "offload", "accumulate"),
     [

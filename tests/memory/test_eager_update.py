@@ -133,6 +133,7 @@ EVERY = covering(offloaded(3_000), 1)
 FIRST, MORE = EVERY[::5], [one for at, one in enumerate(EVERY) if at % 5]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("values", [*FIRST, *(pytest.param(one, marks=pytest.mark.slow) for one in MORE)], ids=name_of)
 def test_the_same_bits_with_updates_ahead(values, ranks):
     """Any value that any plan with an offload has; ``-m slow`` has any two of all knobs."""

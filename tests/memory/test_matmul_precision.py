@@ -65,6 +65,7 @@ def recipe(run_dir: Any = None, memory: Memory = HALF) -> Recipe:
     return Recipe(model=Spy(), data=data, batch_size=64, max_steps=1, memory=memory, run=run)
 
 
+@pytest.mark.first(1)
 @pytest.mark.parametrize("wish", ["highest", "high", "medium"])
 def test_a_run_computes_as_asked_and_leaves_torch_as_it_was(wish, tmp_path, no_pictures):
     wished = recipe(tmp_path / "run", Memory(micro_batch_size=16, matmul_precision=wish))
@@ -132,6 +133,7 @@ def test_the_planner_turns_it_only_at_a_loss_and_for_time_alone():
         assert high not in lossy_steps(asked, faster=True)
 
 
+@pytest.mark.slow
 def test_products_and_convolutions_are_traced_in_what_they_are_computed_in():
     wishes = {wish: (traced.own_recipe(Memory(matmul_precision=wish)), 1) for wish in ("highest", "high")}
     units = {wish: {work.dtype for work in trace.work if work.flops} for wish, trace in traced.traced(wishes).items()}

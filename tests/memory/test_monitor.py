@@ -95,6 +95,7 @@ def always() -> MemoryMonitor:
     return MemoryMonitor(torch.device("cpu"), share_of_time=1e9)
 
 
+@pytest.mark.first(1)
 @pytest.mark.parametrize("heavy", PHASES)
 def test_a_peak_is_credited_to_the_phase_that_it_happened_in(heavy):
     monitor = always()

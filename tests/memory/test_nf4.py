@@ -110,6 +110,7 @@ MORE = [
 ]
 
 
+@pytest.mark.first(1)
 @pytest.mark.parametrize(
     ("kind", "count", "knobs"), [*RUNS, *(pytest.param(*run, marks=pytest.mark.slow) for run in MORE)]
 )
@@ -123,6 +124,7 @@ def test_it_trains_as_beside_the_weights_that_the_codes_stand_for(kind, count, k
     assert max(found.values()) <= EXACT[case.memory.precision], found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("count", "knobs"),
     [
@@ -158,6 +160,7 @@ def state_of(model, count):
     return full_state_dict(built_sharded(model, count))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["vit", pytest.param("text", marks=pytest.mark.slow)])
 def test_the_codes_are_those_of_the_whole_file_on_any_number_of_ranks(kind, files, ranks):
     weights, _ = files[kind]
@@ -173,6 +176,7 @@ def test_the_codes_are_those_of_the_whole_file_on_any_number_of_ranks(kind, file
         assert all(torch.equal(found[name], tensor) for name, tensor in one.items()), count
 
 
+@pytest.mark.first(1)
 @pytest.mark.parametrize("kind", ["text", "vit", "pickle"])
 @pytest.mark.parametrize("offload", ["none", "optimizer"])
 def test_the_codes_are_of_the_file_in_any_precision_and_however_it_is_loaded(kind, offload, files, tmp_path):
@@ -243,6 +247,7 @@ def test_zeros_and_equal_weights_stay_what_they_are():
         )
 
 
+@pytest.mark.first(1)
 @pytest.mark.parametrize("family", ["gpt2", "llama", "qwen3", "gemma"])
 def test_language_models_stream_in_and_learn_as_beside_the_weights_that_the_codes_stand_for(family, tmp_path):
     plain = language_model(family)

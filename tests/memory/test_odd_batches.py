@@ -34,6 +34,7 @@ def case_at(place: str, precision: str = "32-true", **options: Any) -> Trained:
     return Trained("tower", memory, 2, optim=OPTIM, weights=tower_file(), **options)
 
 
+@pytest.mark.first(2)
 @pytest.mark.parametrize(("place", "accumulate"), ALTERNATING)
 def test_a_batch_of_fewer_samples_than_ranks_counts_as_what_it_is(place, accumulate, ranks):
     case = case_at(place, size=13, accumulate=accumulate)  # batches of 12 and of 1
@@ -79,6 +80,7 @@ def state_of(stepper: Any, stack: Any) -> list[Tensor]:
     return [local_shard(tensor.detach()).clone() for tensor in [*weights, *state, torch.tensor(rates)]]
 
 
+@pytest.mark.first(2)
 @pytest.mark.parametrize(("place", "accumulate"), [(place, 4 - count) for place, count in ALTERNATING])
 def test_a_gradient_that_is_not_finite_on_one_rank_skips_the_step_on_all(place, accumulate, ranks):
     case = case_at(place, accumulate=accumulate)
@@ -88,6 +90,7 @@ def test_a_gradient_that_is_not_finite_on_one_rank_skips_the_step_on_all(place, 
         assert result["losses"] == pytest.approx(plain, rel=1e-6)
 
 
+@pytest.mark.first(2)
 @pytest.mark.parametrize("place", ["ddp", "ddp-optimizer", "fsdp-replicas", "fsdp-parameters"])
 def test_all_ranks_lower_the_loss_scale_alike(place, ranks):
     """In fp16 a skipped step is how the scale is found: ranks with different ones would add up unlike gradients."""

@@ -251,6 +251,7 @@ def on_both_ways(case: Case) -> tuple[set[str], list[bool]]:
     return {ours, fsdps}, list(map(torch.equal, found, plain))
 
 
+@pytest.mark.first(1)
 @pytest.mark.parametrize("world_size", [1, pytest.param(2, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("precision", ["bf16-true", "16-true", "64-true"])
 def test_gradients_of_streamed_weights_are_those_of_fsdp(precision, world_size, ranks):
@@ -303,6 +304,7 @@ def accumulated(case: Case, carried: bool) -> tuple[list[Tensor], list[int], int
     return [local_shard(parameter.grad).clone() for parameter in stepper.parameters], sizes, whole
 
 
+@pytest.mark.first(1)
 @pytest.mark.parametrize("offload", ["optimizer", "parameters"])
 @pytest.mark.parametrize("family", ["gpt2", "smollm2"])
 def test_the_gradient_of_a_tied_embedding_arrives_in_rows(family, offload, streams, monkeypatch):

@@ -169,6 +169,7 @@ def _on_shards(name, replicas):
     return (torch.cat([part.detach().flatten() for part in whole]) - flat(plain)).norm().item(), norms, plain_norms
 
 
+@pytest.mark.first(1)
 @pytest.mark.parametrize(("name", "world_size", "replicas"), [("adagrad", 2, 1), ("sgd", 3, 1), ("adamw", 4, 2)])
 def test_shards_are_updated_after_their_reduction(name, world_size, replicas, ranks):
     for difference, norms, plain_norms in ranks(world_size).run(_on_shards, name, replicas):

@@ -140,6 +140,7 @@ def reference(model: Model) -> dict[str, torch.Tensor]:
     return {f"{precision} {name}": tensor for precision, state in states.items() for name, tensor in state.items()}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("count", "kind", "whole"),
     [

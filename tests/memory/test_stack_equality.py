@@ -42,6 +42,7 @@ def run(case: Case, ranks: object) -> dict:
     return stacked_run(case) if case.world_size == 1 else ranks(case.world_size).run(stacked_run, case)[0]
 
 
+@pytest.mark.first(1)
 @pytest.mark.parametrize("combination", COVERING, ids="-".join)
 def test_the_steps_are_those_of_a_plain_loop(combination, ranks):
     name, strategy, checkpointing, offload, cut = combination
@@ -52,6 +53,7 @@ def test_the_steps_are_those_of_a_plain_loop(combination, ranks):
     assert max(difference(run(case, ranks), plain_run(case)).values()) <= LIMITS[precision]
 
 
+@pytest.mark.first(2)
 @pytest.mark.parametrize(
     ("name", "precision", "strategy", "knobs"),
     [
@@ -70,6 +72,7 @@ def test_other_knobs_take_the_steps_of_a_plain_loop(name, precision, strategy, k
     assert max(difference(run(case, ranks), plain_run(case)).values()) <= LIMITS[precision]
 
 
+@pytest.mark.first(1)
 @pytest.mark.parametrize(("name", "strategy"), list(zip(MODELS, STRATEGIES, strict=True)))
 def test_mixed_precision_with_techniques_is_mixed_precision_without(name, strategy, ranks):
     """With the optimizer offloaded the device has half of the weights in bfloat16, and AdamW the same input."""
@@ -103,6 +106,7 @@ NO_BIT_CHANGES = (
 )
 
 
+@pytest.mark.first(1)
 @pytest.mark.parametrize(("name", "precision"), [("vit", "bf16-mixed"), ("distilbert", "32-true")])
 def test_not_a_bit_changes_on_one_rank(name, precision):
     plain = stacked_run(Case(name, memory_of("auto", precision), dropout=0.2))

@@ -89,6 +89,7 @@ def assert_steps_of_one_rank(case: Case, ranks: Any) -> None:
     assert max(difference(ranks(case.world_size).run(stacked_run, case)[0], plain_run(case)).values()) <= ROUNDING
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "knobs"),
     [
@@ -236,6 +237,7 @@ def streamed(model: Model, strategy: str) -> tuple[dict[str, torch.Tensor], int,
     return state, numbers.total(), sum(part.numel() for part in stack.masters.values())
 
 
+@pytest.mark.first(1)
 @pytest.mark.parametrize(("kind", "strategy"), [("vit", "ddp"), ("text", "fsdp")])
 def test_each_rank_reads_its_part_of_the_file(kind, strategy, ranks, tmp_path):
     config = {"n_layers": 3, "dim": 66, "hidden_dim": 132, "n_heads": 2, "max_position_embeddings": 64}
@@ -408,6 +410,7 @@ def test_memory_of_a_rank_is_predicted(ranks, tmp_path):
     assert found["sp2"] < found["tp2"]
 
 
+@pytest.mark.slow
 def test_sums_within_a_block_are_predicted(tmp_path):
     model = replace(recipe(tmp_path).model, dropout=0.0)
     asked = recipe(tmp_path, model=model, memory={"tensor_parallel": 2, "micro_batch_size": 24})
@@ -471,6 +474,7 @@ def assert_same_bits(ours: dict[str, Any], theirs: dict[str, Any]) -> None:
     assert all(torch.equal(tensor, theirs["state"][name]) for name, tensor in ours["state"].items())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("strategy", "bucket"), [("ddp", 2048), slow("fsdp", 64)])
 def test_gradients_are_reduced_while_the_last_backward_goes_on(strategy, bucket, ranks):
     case = case_of("vit", 4, strategy=strategy, precision="32-true")
@@ -490,6 +494,7 @@ def test_gradients_are_reduced_while_the_last_backward_goes_on(strategy, bucket,
         assert_same_bits(result, again)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("strategy", "collectives"), [("ddp", 2), slow("fsdp", 1)])
 def test_gradients_share_collectives(strategy, collectives, ranks):
     """Those of split weights, unless FSDP reduces them, and those of all others; before there was one for each."""

@@ -56,6 +56,7 @@ def texts(lengths):
     return {"input_ids": ids * mask, "attention_mask": mask}
 
 
+@pytest.mark.first(4)
 @pytest.mark.parametrize("training", [True, False])
 @pytest.mark.parametrize(
     ("tokens", "config"),
@@ -108,6 +109,7 @@ def test_the_export_is_a_block_sparse_model_of_transformers(tmp_path):
     torch.testing.assert_close(loaded(**batch).logits, module.eval()(**batch).logits, rtol=ROUNDING, atol=ROUNDING)
 
 
+@pytest.mark.first(1)
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
 def test_opcheck(dtype):
     given = arguments(dtype=dtype)
@@ -120,6 +122,7 @@ def test_opcheck(dtype):
     assert len(checks) == 4
 
 
+@pytest.mark.first(1)
 @pytest.mark.parametrize("tile", [64, 128])
 def test_flex_attention_is_given_the_same_pattern(tile, monkeypatch):
     """Its kernels for GPUs are not here; its eager way computes every score, masked and weighted as is said to it."""

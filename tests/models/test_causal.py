@@ -130,6 +130,7 @@ OTHERS = {
 }  # whose bias is tied, too
 
 
+@pytest.mark.first(1)
 @pytest.mark.parametrize("family", [*FAMILIES, *OTHERS])
 def test_transformers_loads_the_trained_model_and_a_tied_head_is_saved_once(tmp_path, tokenizer, family, monkeypatch):
     """Read again after writing: one that would be loaded with other values is refused."""

@@ -155,6 +155,7 @@ USUAL = (
 )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("values", USUAL, ids=name_of)
 def test_usual_steps_are_those_of_a_plain_loop_over_whole_logits(values, ranks):
     assert error(case_of(**values), ranks) <= LIMIT

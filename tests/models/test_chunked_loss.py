@@ -158,6 +158,7 @@ def peak(chunk: int, tokens: int = 4096, words: int = 50_000, width: int = 64) -
         return live.peak - before - head.weight.nbytes - hidden.nbytes
 
 
+@pytest.mark.slow
 def test_chunks_take_a_seventh_of_the_memory_of_whole_logits_at_least() -> None:
     """Of 4,096 tokens and 50,000 words."""
     whole, by_itself, few = peak(0), peak(2**24 // 50_000), peak(64)
@@ -192,6 +193,7 @@ def test_plans_see_what_chunks_save(on_gpu: bool) -> None:
     assert found["None"].guesses == 0
 
 
+@pytest.mark.first(3)
 @pytest.mark.parametrize("family", EXACT)
 @pytest.mark.parametrize(("chunk", "cut"), [(5, (3, None)), (0, (4, 90))], ids=str)
 def test_models_take_the_steps_of_whole_batches_and_whole_logits(family: str, chunk: int, cut: tuple[Any, Any]) -> None:

@@ -276,6 +276,7 @@ def traced(kernels: str) -> dict[str, Any]:
         }
 
 
+@pytest.mark.slow
 @needs_liger
 def test_a_plan_sees_fewer_operations_and_less_memory() -> None:
     plain, fused = run_in_child(partial(traced, "none")), run_in_child(partial(traced, "liger"))

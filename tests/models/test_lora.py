@@ -84,6 +84,7 @@ def engine_answer(problem, world_size):
     return engine_run(problem, world_size, of=(model, built(model).train()))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", MODELS)
 def test_accumulation_stays_exact_on_any_number_of_ranks(name, ranks):
     """Whole batches on one rank are those of a plain loop: tests/engine/test_equality.py."""

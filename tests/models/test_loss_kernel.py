@@ -107,6 +107,7 @@ def compare() -> dict[str, Any]:
     return found
 
 
+@pytest.mark.slow
 @needs_triton
 def test_losses_and_gradients_are_off_by_no_more_than_roundings() -> None:
     found = interpreted(compare)
@@ -116,6 +117,7 @@ def test_losses_and_gradients_are_off_by_no_more_than_roundings() -> None:
     assert {name: value for name, value in found.items() if value > 1} == {}
 
 
+@pytest.mark.slow
 @needs_triton
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 def test_they_compile_for_every_gpu(architecture: int, tmp_path, monkeypatch) -> None:

@@ -37,6 +37,7 @@ def text_batch(lengths, seed=0):
     return {"input_ids": ids, "attention_mask": (ids > 0).long(), "labels": torch.arange(len(lengths)) % 2}
 
 
+@pytest.mark.slow
 def test_what_is_heavy_is_not_imported_before_it_is_needed():
     heavy = "{'torch', 'torchvision', 'datasets', 'sklearn', 'transformers', 'numpy', 'pandas'}"
     code = f"""

@@ -46,6 +46,7 @@ DEFAULT = ("gpt2", "gemma2", "qwen3_moe", "gpt_oss", "bert", "modernbert", "mamb
 OTHERS = sorted({*VERIFIED_ARCHITECTURES, *UNPADDING_MODEL_TYPES} - {*DEFAULT})
 
 
+@pytest.mark.first(5)
 @pytest.mark.parametrize("kind", [*DEFAULT, *(pytest.param(kind, marks=pytest.mark.slow) for kind in OTHERS)])
 def test_documents_do_not_see_each_other_or_the_module_that_leaks_is_named(kind: str, packing: Any) -> None:
     found, leaks = packing.certify(kind), VERIFIED_ARCHITECTURES.get(kind)

@@ -76,6 +76,7 @@ def test_gradients_are_those_of_transformers_on_padded_texts(name: str) -> None:
 
 
 # Of distilbert and bigbird: tests/engine/test_equality.py.
+@pytest.mark.first(2)
 @pytest.mark.parametrize("name", ["bert", "roberta"])
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_steps_are_those_of_whole_padded_batches(name: str, world_size: int, ranks: Any) -> None:

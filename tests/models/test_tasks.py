@@ -142,6 +142,7 @@ def rows(task, count=40):
         yield {"text": words if task == "token" else " ".join(words), "label": label.get(task, tags[0])}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("task", [task for task in TASK_METRICS if task not in ("language", None)])
 def test_a_run_says_and_predicts_what_the_task_asks_for(task, tmp_path):
     (tmp_path / "a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows(task)))

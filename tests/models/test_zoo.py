@@ -63,6 +63,7 @@ def check(name: str, strategy: str, checkpointing: str | float, ranks: object, f
     return f"{off:.0e}"
 
 
+@pytest.mark.first(1)
 @pytest.mark.parametrize(
     ("name", "strategy", "checkpointing"),
     [
@@ -115,6 +116,7 @@ def test_parameters_that_a_technique_cannot_hold_are_refused(name, knobs, messag
         require_supported_parameters(make(name), plan_of(**knobs))
 
 
+@pytest.mark.slow
 def test_a_sharded_checkpointed_and_offloaded_model_is_saved_once_as_transformers_would(ranks, tmp_path):
     from transformers import GPT2LMHeadModel
 

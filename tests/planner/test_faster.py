@@ -68,6 +68,7 @@ def test_without_a_prediction_flags_are_named_without_times() -> None:
     assert faster(recipe(), 1, host_as_device(), None) == []
 
 
+@pytest.mark.slow
 def test_a_prediction_prices_them_on_the_same_trace() -> None:
     """A tiny model is bound by its launches, which only compiling spares."""
     asked = recipe()

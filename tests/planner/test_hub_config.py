@@ -130,6 +130,7 @@ def test_a_language_model_is_planned_as_it_is_trained(tmp_path):
     assert loss.total.isfinite()
 
 
+@pytest.mark.slow
 def test_a_plan_of_a_folder_prints_its_knobs(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     config_in(tmp_path / "tiny", TINY)
@@ -184,6 +185,7 @@ def test_a_classifier_of_texts_has_a_command_that_trains_it_so(tmp_path, monkeyp
     assert {"lr: 0.0001", "cpu_offload: optimizer", "devices: 1", "precision: 32-true"} <= lines
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("gpu", "precision"), [("h100-sxm", "bf16-mixed"), pytest.param("v100-16gb", "32-true", marks=pytest.mark.slow)]
 )

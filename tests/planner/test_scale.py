@@ -69,6 +69,7 @@ def test_ddp_reduces_each_gradient_once_a_step_in_whole_buckets() -> None:
     assert sum(reduced) == WEIGHTS
 
 
+@pytest.mark.slow
 def test_gradients_in_host_memory_are_reduced_by_the_host() -> None:
     by_op, _ = traffic("ddp, offloaded")
     assert by_op["all_reduce"] == pytest.approx(2 * 3 / 4 * WEIGHTS, abs=1000)
@@ -76,6 +77,7 @@ def test_gradients_in_host_memory_are_reduced_by_the_host() -> None:
     assert {item.stream for item in large} == {-1}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "gathers", "scatters"),
     [
@@ -93,6 +95,7 @@ def test_fsdp_gathers_in_every_pass_and_scatters_when_it_synchronises(name, gath
     assert by_op["all_reduce"] <= NORM
 
 
+@pytest.mark.slow
 def test_hsdp_gathers_within_a_node_and_reduces_shards_between_nodes() -> None:
     by_op, leaving = traffic("hsdp 16", nodes=2)
     whole = padded_bytes(8)

@@ -87,6 +87,7 @@ def test_a_plan_without_the_data_says_so_and_keeps_the_command(capsys):
     assert content["command"].startswith("trainer fit vit_cifar10 --model.name custom ")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["images", pytest.param("texts", marks=pytest.mark.slow)])
 def test_what_is_planned_of_an_outline_is_what_the_data_needs(kind, sample_data, tmp_path):
     """The peak is that of the real samples: of images, and of texts that are all longer than max_length."""

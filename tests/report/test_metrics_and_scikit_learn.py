@@ -215,6 +215,7 @@ HARD = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
 @settings(max_examples=60)
 @given(CLASSIFIED | NUMBERS, st.integers(1, 17))
@@ -234,6 +235,7 @@ def test_one_and_three_ranks_find_the_same(ranks):
         assert each == [same(found(case, 1, case.classes)) for case in few]
 
 
+@pytest.mark.first(4)
 @pytest.mark.parametrize("value", [0.1, 0.2, 0.3, 0.7, 1 / 3, 5.5, 123.456, 1e-3, 1.7e9 + 0.1])
 def test_r2_of_equal_targets_is_exactly_0_or_1(value):
     for items in range(2, 60):

@@ -50,6 +50,7 @@ def plain(run_dir: Path) -> tuple[np.ndarray, list[tuple[int, int, int, float, f
     return confusion, sorted(found, key=lambda one: -one[3]), test.describe
 
 
+@pytest.mark.slow
 def test_a_run_writes_the_mistakes_of_a_plain_loop(tmp_path):
     fit(recipe(tmp_path / "run"))
     confusion, mistakes, describe = plain(tmp_path / "run")

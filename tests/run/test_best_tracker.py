@@ -123,6 +123,7 @@ class Killed(Listener):
             os.kill(os.getpid(), signal.SIGKILL)
 
 
+@pytest.mark.first(1)
 @pytest.mark.parametrize("at", [BEST, 8])  # before it is evaluated, and while others are waited for
 def test_a_killed_run_decides_as_the_undisturbed_one(whole, tmp_path, at):
     run_dir, rest = whole[0], tmp_path / "r"
@@ -181,6 +182,7 @@ WORLDS: list[dict[str, Any]] = [
 ]
 
 
+@pytest.mark.first(1)
 @pytest.mark.parametrize("changes", WORLDS)
 def test_ranks_choose_alike_and_gather_the_same_weights(changes, ranks, tmp_path):
     own = {"metrics": ["f1_macro"], "best": "val_f1_macro"}

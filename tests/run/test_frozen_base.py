@@ -44,6 +44,7 @@ def train(run_dir, **changes):
     fit(recipe(run_dir, **changes))
 
 
+@pytest.mark.first(1)
 @pytest.mark.parametrize(
     ("count", "base", "memory"),
     [

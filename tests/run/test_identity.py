@@ -76,6 +76,7 @@ def changed(before: Recipe, key: str) -> Recipe | None:
     return None
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["vit_digits", "distilbert_streaming"])
 def test_every_setting_that_changes_is_noticed(name):
     before = load_recipe(name)[0]

@@ -357,6 +357,7 @@ QUICK = {
 QUICK |= {(case, "single") for case in CASES if case != "averaged"}
 
 
+@pytest.mark.first(1)
 @pytest.mark.parametrize(
     ("case", "world"),
     [
@@ -413,6 +414,7 @@ def test_layers_are_counted_from_the_embeddings_to_the_head():
             assert number is None or layer == int(number[1]) + 1
 
 
+@pytest.mark.slow
 def test_averages_may_be_begun_and_left_on_resume_and_are_what_export_gives(tmp_path, golden):
     settings, plain = settings_of(AVERAGED), settings_of(dataclasses.replace(AVERAGED, ema=None))
     allowed = {"run": EVALUATED | {"allow_change": ["optim.ema"]}}
@@ -447,6 +449,7 @@ def test_averages_of_half_precision_are_exchanged_and_put_back_bit_for_bit():
     assert torch.equal(averages.values[weights], before)
 
 
+@pytest.mark.first(1)
 @pytest.mark.parametrize("offload", ["none", "optimizer"])
 def test_the_planner_counts_the_averages_where_they_are(offload):
     optim, memory = Optim("sgd", lr=0.1), Memory(cpu_offload=offload)
@@ -505,6 +508,7 @@ def test_optimizers_of_whole_tensors_train_where_tensors_are_whole():
         assert not tried.hidden_state
 
 
+@pytest.mark.slow
 def test_the_planner_traces_the_state_of_an_optimizer_of_ones_own():
     peaks = {}
     for name, optim in {"sgd": Optim("sgd"), "one": replace(OWN, clip_norm=None), "two": NADAM}.items():
@@ -574,6 +578,7 @@ def test_another_layer_decay_is_refused_on_resume_until_it_is_allowed(tmp_path, 
 USUAL = ("averaged",)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "case", [case if case in USUAL else pytest.param(case, marks=pytest.mark.slow) for case in CASES]
 )

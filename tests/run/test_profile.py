@@ -99,6 +99,7 @@ def shares(text: str) -> dict[str, float]:
     return {line.split(" ms  ")[1]: float(line.split()[0]) for line in block}
 
 
+@pytest.mark.slow
 def test_a_profile_has_our_phases_and_a_table_whose_shares_are_those_of_all(tmp_path, capsys) -> None:
     summary = fit(profiled(tmp_path / "run", max_steps=5))
     assert summary.tokens_per_second is summary.mfu is None
@@ -135,6 +136,7 @@ def test_no_steps_are_refused(tmp_path, steps) -> None:
         recipe(tmp_path, run={"profile": steps})
 
 
+@pytest.mark.first(1)
 @pytest.mark.parametrize(("fails_in", "recorded"), [(2, None), (5, "1 steps")])
 def test_a_run_that_fails_leaves_the_steps_that_were_recorded_or_nothing(tmp_path, fails_in, recorded, monkeypatch):
     from trainer.engine.step import Stepper

@@ -96,6 +96,7 @@ SLOW = [("forward", {"strategy": "ddp"}), ("backward", {"strategy": "ddp"}), ("f
 SLOW += [("forward", {"strategy": "ddp", "cpu_offload": "optimizer"})]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("phase", "memory"),
     [
@@ -119,11 +120,13 @@ def test_a_resumed_run_keeps_to_the_smaller_micro_batches(tmp_path):
     assert (again["status"]["attempt"], again["status"]["status"]) == (2, "finished")
 
 
+@pytest.mark.first(1)
 @pytest.mark.parametrize("memory", [{}, {"strategy": "fsdp"}, {"cpu_offload": "optimizer"}], ids=str)
 def test_auto_finds_the_micro_batch_before_the_first_step_and_leaves_no_trace(memory, undisturbed):
     require_recovered(run({"most": 7}, memory | {"micro_batch_size": "auto"}), undisturbed, 6, 2)  # 24, 12, 6
 
 
+@pytest.mark.slow
 def test_auto_finds_it_on_all_ranks(undisturbed, ranks, tmp_path):
     memory = {"strategy": "ddp", "micro_batch_size": "auto"}
     auto = ranks.run(run, {"most": 7, "rank": 1, "phase": "backward"}, memory, str(tmp_path))[0]

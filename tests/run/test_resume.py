@@ -109,6 +109,7 @@ CASES: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.first(1)
 @pytest.mark.parametrize("case", CASES)
 def test_a_resumed_run_is_the_undisturbed_one_bit_for_bit(case, tmp_path):
     settings = CASES[case]
@@ -161,6 +162,7 @@ PAIRS = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("world", "target"), PAIRS)
 def test_any_world_resumes_what_any_other_saved(world, target, ranks, originals, tmp_path):
     whole, rest = originals / world, tmp_path / "rest"
@@ -176,6 +178,7 @@ def test_any_world_resumes_what_any_other_saved(world, target, ranks, originals,
 STRICT = {"run": {"deterministic": True, "allow_change": ["memory"]}}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("world", ["single", "fsdp×2", pytest.param("fsdp×4", marks=pytest.mark.slow)])
 def test_a_deterministic_run_is_the_same_bit_for_bit_on_any_ranks(world, ranks, originals, tmp_path):
     whole, rest = originals / "deterministic", tmp_path / "rest"
@@ -257,6 +260,7 @@ def test_auto_takes_the_newest_and_a_finished_run_has_nothing_left_to_do(copied,
     assert losses(tmp_path / "new") == losses(finished)
 
 
+@pytest.mark.first(1)
 @pytest.mark.parametrize(("data", "split"), [(Digits, "test"), (ValidatedDigits, "val")])
 def test_a_run_that_is_resumed_at_its_end_is_evaluated(data, split, tmp_path):
     settings: dict[str, Any] = {"data": data(test_fraction=0.97), "model": MLP([16]), "max_steps": 2}

@@ -71,6 +71,7 @@ sys.exit(run(sys.argv[1:]))
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("extra", [(), ("--run.predict=false",)])
 def test_a_run_on_a_gpu_prints_one_line_on_what_would_be_faster(tmp_path, extra) -> None:
     """The run is on a CPU; its forecast is for the card that it believes in."""
@@ -92,6 +93,7 @@ def test_a_run_on_a_gpu_prints_one_line_on_what_would_be_faster(tmp_path, extra)
         )
 
 
+@pytest.mark.slow
 def test_a_run_says_what_it_will_need_and_how_far_off_that_was(tmp_path) -> None:
     code, output, summary = in_fresh_process(tmp_path, "--data.test_fraction=0.9")
     assert code == 0, output
@@ -114,6 +116,7 @@ def test_a_budget_makes_the_planner_choose_for_all_ranks_alike(tmp_path) -> None
     assert summary["memory"]["predicted_reserved_gb"] <= 0.046
 
 
+@pytest.mark.slow
 def test_a_budget_that_nothing_fits_in_is_refused_with_what_is_missing(tmp_path) -> None:
     small = ["--memory.budget=1MB", "--batch_size=2", "--model.layers=1", "--optim.name=sgd"]  # few plans to propose
     code, output, _ = in_fresh_process(tmp_path, *small, *ONLY_MICRO_BATCHES)
@@ -244,6 +247,7 @@ def forecast_of(recipe, world=ALONE, known=None):
     return start_prediction(recipe, decide_plan(recipe, world.world_size), world, known)
 
 
+@pytest.mark.slow
 def test_only_the_first_rank_predicts_also_when_it_has_trained_on_its_cpu(monkeypatch, tmp_path) -> None:
     fit(digits(max_steps=1, run=Run(dir=str(tmp_path / "first"), progress=False, evaluate=False, predict=False)))
     assert forecast_of(digits()).warnings()[0].partition(" MB of host memory ")[0][-2:].strip().isdigit()

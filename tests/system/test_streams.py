@@ -58,6 +58,7 @@ ENDS = [
 UNBUFFERED = [end for end in ENDS if "full" in end[1].values()]
 
 
+@pytest.mark.first(1)
 @pytest.mark.parametrize(
     ("command", "ways", "code", "error", "unbuffered"),
     [*((*end, "") for end in ENDS), *((*end, "1") for end in UNBUFFERED)],
@@ -174,12 +175,14 @@ def assert_finished(process, folder):
 TRAINED = [({1: "full", 2: "full"}, False), (dict.fromkeys(range(3), "closed"), False), ({2: "no reader"}, True)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("ways", "as_script"), TRAINED)
 def test_training_goes_on_whatever_becomes_of_its_streams(tmp_path, ways, as_script):
     flags = [] if as_script else ["--data.workers", "1"]
     assert_finished(started(tmp_path, ways, *flags, as_script=as_script), tmp_path)
 
 
+@pytest.mark.slow
 def test_a_reader_that_leaves_in_the_middle_is_not_missed(tmp_path):
     pipe = str(tmp_path / "pipe")
     os.mkfifo(pipe)

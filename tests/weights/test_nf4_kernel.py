@@ -65,6 +65,7 @@ def compare() -> dict[str, Any]:
     return found
 
 
+@pytest.mark.slow
 @needs_triton
 def test_every_bit_is_that_of_the_reference() -> None:
     found = interpreted(compare)
@@ -73,6 +74,7 @@ def test_every_bit_is_that_of_the_reference() -> None:
     assert found == dict.fromkeys(found, True)
 
 
+@pytest.mark.first(1)
 @needs_triton
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 def test_it_compiles_for_every_gpu_and_rounds_as_torch_does(architecture: int, tmp_path, monkeypatch) -> None:
