@@ -132,6 +132,7 @@ def test_nothing_races_and_nobody_waits(name, seen):
     check(name, seen(name))
 
 
+@pytest.mark.slow
 def test_every_wait_that_is_allowed_occurs(seen):
     occurs = {(phase, file, function) for name in USUAL for phase, _, file, function, *_ in seen(name).syncs}
     assert not SYNCS.keys() - occurs

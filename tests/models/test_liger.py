@@ -81,6 +81,7 @@ def found() -> tuple[Any, ...]:
     return interpreted(everything)
 
 
+@pytest.mark.slow
 @needs_liger
 def test_gradients_are_those_of_transformers(found: Any) -> None:
     assert found[0] == {kind: ARCHITECTURES[kind] for kind in DEFAULT}

@@ -250,7 +250,7 @@ def forecast_of(recipe, world=ALONE, known=None):
 @pytest.mark.slow
 def test_only_the_first_rank_predicts_also_when_it_has_trained_on_its_cpu(monkeypatch, tmp_path) -> None:
     fit(digits(max_steps=1, run=Run(dir=str(tmp_path / "first"), progress=False, evaluate=False, predict=False)))
-    assert forecast_of(digits()).warnings()[0].partition(" MB of host memory ")[0][-2:].strip().isdigit()
+    assert forecast_of(digits()).lines(60)[0].partition(" MB of host memory ")[0][-2:].strip().isdigit()
     assert forecast_of(digits(run=Run(predict=False))) is None
     monkeypatch.setenv("RANK", "1")
     monkeypatch.setenv("LOCAL_RANK", "1")
@@ -271,7 +271,7 @@ def test_a_prediction_that_cannot_be_made_stops_nobody_and_says_why(why, monkeyp
         name = "torch.cuda.is_initialized" if "GPU" in why else "torch.distributed.is_initialized"
         monkeypatch.setattr(name, lambda: True)
         outlook = forecast_of(digits())
-    (line,) = outlook.warnings()
+    (line,) = outlook.lines(60)
     assert "unknown" in line
     assert why in line
     assert outlook.compare({"host_peak_gb": 2.0, "host_idle_gb": 1.0}) == {}

@@ -10,25 +10,27 @@ from itertools import chain
 from math import isnan
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
-import datasets
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 import torch
-from datasets.fingerprint import Hasher
 from torch import Tensor
 
 from trainer.contract import PADDING_MULTIPLE, Samples
 from trainer.data.cache import get_or_build, hash_of
 from trainer.data.fingerprint import ContentHasher, add_rows, sample_row_blocks, tokenizer_hash
 from trainer.data.labels import RowLabels, parse_labels, parse_numbers, parse_tagged_words, row_labels
-from trainer.data.tables import RowSource, brief_places, check_columns
 from trainer.errors import RecipeError, require
 from trainer.system.environment import is_local_rank_zero
 from trainer.system.text import escaped
 from trainer.values import IGNORED_LABEL, Task
+
+if TYPE_CHECKING:  # otherwise imported where used: predictions need neither datasets nor pandas
+    import datasets
+
+    from trainer.data.tables import RowSource
 
 CHARS_PER_BATCH, MAX_CHARS_PER_TOKEN, MIN_CHARS_LIMIT = 2_000_000, 1_000, 1_000_000
 """Max characters that a tokenizer gets at once, which takes some hundred MB; and the limit of one text: this number
@@ -234,6 +236,8 @@ def tokenize_table(
     ``label_text`` is the label, or JSON of the task's labels: names, numbers, or tags per token, null within words. It
     is null if the row has no text or no label.
     """
+    from trainer.data.tables import check_columns
+
     asked = ([] if task == "single_label" else [task]) + ([f"and {pair_column}"] if pair_column else [])
     columns = [text_column, label_column, *([pair_column] if pair_column else [])]
     key = hash_of(
@@ -301,11 +305,15 @@ def build_table(
                 **options,
             )
 
+    import datasets
+
     return datasets.Dataset.from_file(str(get_or_build(cache, key, f"the tokens of {rows.source}", build) / FILE))
 
 
 def tokenizer_state_hash(tokenizer: Any) -> str:
     """Return a hash of everything that determines a tokenizer's output; all of a tokenizer without a Rust backend."""
+    from datasets.fingerprint import Hasher
+
     whole = tokenizer if getattr(tokenizer, "backend_tokenizer", None) is None else None
     return Hasher.hash((type(tokenizer).__name__, tokenizer_hash(tokenizer), whole))
 
@@ -325,6 +333,8 @@ def complete_rows(table: datasets.Dataset, rows: RowSource, missing: Missing) ->
     gaps = np.flatnonzero(is_gap).tolist()
     if not gaps:
         return range(len(table))
+    from trainer.data.tables import brief_places
+
     shown = ", ".join(brief_places([rows.describe(index) for index in gaps[:MAX_SHOWN_GAPS]]))
     cause = f"{len(gaps):,} of {len(table):,} rows have no text or no label: {shown}"
     cause += f" and {len(gaps) - MAX_SHOWN_GAPS:,} more" if len(gaps) > MAX_SHOWN_GAPS else ""

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor, UntypedStorage, nn
 from torch.distributed.tensor import DTensor
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves
 
 from trainer.contract import Model
@@ -82,9 +82,10 @@ class ModelState(TorchDispatchMode):
         return [s for leaf, s in found if s is not None and (s._cdata in self.held or isinstance(leaf, nn.Parameter))]
 
     def copy(self, storages: Iterable[UntypedStorage]) -> None:
-        for one in storages:
-            if one._cdata not in self.copies and one.device.type != "meta":
-                self.copies[one._cdata] = one, one.clone() if one.device.type == "cpu" else one.cpu()
+        with _disable_current_modes():  # a plan on a CPU has real buffers, and its fake mode cannot copy storages
+            for one in storages:
+                if one._cdata not in self.copies and one.device.type != "meta":
+                    self.copies[one._cdata] = one, one.clone() if one.device.type == "cpu" else one.cpu()
 
     def copy_small(self) -> None:
         """Copy buffers and small parameters in advance, for a trial without this mode."""
@@ -106,9 +107,10 @@ class ModelState(TorchDispatchMode):
             now = _storage(tensor)
             if now is not None and now._cdata != storage._cdata:  # the forward assigned to tensor.data
                 tensor.data = data
-        for storage, content in self.copies.values():
-            if storage.nbytes():  # otherwise FSDP has freed it
-                storage.copy_(content)
+        with _disable_current_modes():
+            for storage, content in self.copies.values():
+                if storage.nbytes():  # otherwise FSDP has freed it
+                    storage.copy_(content)
         self.copies.clear()
         for put, state in self.generators if generators else ():
             put(state)

@@ -18,6 +18,7 @@ from trainer.models.lora import LORA_KEY, LoRA, SupportsLoRA, reset_adapters, sa
 from trainer.system.environment import is_first_process
 from trainer.system.files import read_json_object, require_regular, room_in
 from trainer.system.hub import offline_advice, offline_reason, warn_offline_cache
+from trainer.system.imports import quick_imports
 from trainer.system.text import escaped
 from trainer.values import PretrainedWeights
 from trainer.weights.blocks import disable_kv_cache, find_blocks
@@ -193,6 +194,12 @@ def require_moderate_config(said: str, config: Mapping[str, Any]) -> None:
                 raise RecipeError(f"{said}: {key} {value!r:.80} must be at least 1")
 
 
+def _import_transformers() -> None:
+    """Import what every model of transformers needs, which takes seconds."""
+    with quick_imports():
+        import transformers.modeling_utils  # noqa: F401
+
+
 def _read_config(source: str, **options: Any) -> Any:
     from transformers import AutoConfig, PretrainedConfig
 
@@ -246,14 +253,14 @@ class HubModel(SupportsLoRA, Preparable):
         self.lora.require_alone(self.train_last_blocks)
 
     def prepare(self) -> None:
-        import transformers.modeling_utils  # noqa: F401  now, so that its host memory is not attributed to the run
-
+        _import_transformers()  # now, so that its host memory is not attributed to the run
         self._configuration()
         if self.weights is not None:
             self._folder(self.weights)
 
     def build(self) -> nn.Module:
         """Build the module with transformers, and add adapters if requested."""
+        _import_transformers()
         if self.weights is None:
             return self.adapt(self.skeleton())
         # Quantised weights are never held in full precision, so they are streamed.

@@ -8,6 +8,7 @@ classifier's head reads no other. The result equals that of the padded micro-bat
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterable, Mapping
 from functools import cache
 from itertools import groupby
@@ -19,12 +20,6 @@ from torch.autograd.function import once_differentiable
 from torch.nn.functional import dropout as drop_out
 from torch.nn.functional import scaled_dot_product_attention
 from torch.overrides import handle_torch_function, has_torch_function_unary
-from transformers.models.bert.modeling_bert import BertLayer
-from transformers.models.big_bird.modeling_big_bird import BigBirdLayer
-from transformers.models.distilbert.modeling_distilbert import TransformerBlock
-from transformers.models.modernbert.modeling_modernbert import ModernBertEncoderLayer
-from transformers.models.roberta.modeling_roberta import RobertaLayer
-from transformers.models.xlm_roberta.modeling_xlm_roberta import XLMRobertaLayer
 
 DROPOUT_BITS = 16  # random bits per attention weight for dropout on a CPU: the rate is rounded to 2^-16
 MAX_PADDING = 4  # max ratio of padded rows to tokens for a single padded call of attention on a GPU
@@ -106,7 +101,7 @@ def pack(batch: Mapping[str, Any], padding_idx: int | None) -> dict[str, Any] | 
 
 def unpad(module: nn.Module) -> None:
     """Make the blocks of ``module`` accept packed micro-batches by swapping ``__class__``, which keeps names."""
-    blocks = [part for part in module.modules() if type(part) in BLOCK_FORWARDS]
+    blocks = [part for part in module.modules() if _block_name(type(part)) in BLOCK_FORWARDS]
     for block in blocks:
         block.__class__ = _unpadded(type(block))  # type: ignore[arg-type]
         block.reads_first = block is blocks[-1]  # type: ignore[assignment]
@@ -115,11 +110,12 @@ def unpad(module: nn.Module) -> None:
 @cache
 def _unpadded(kind: type[nn.Module]) -> type[nn.Module]:
     padded: Callable[..., Any] = kind.forward
+    compute = BLOCK_FORWARDS[_block_name(kind) or ""]
 
     def forward(self: Any, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
         if "cu_seq_lens" not in kwargs:
             return padded(self, hidden_states, *args, **kwargs)
-        hidden, ends, compute = hidden_states[0], kwargs["cu_seq_lens"], BLOCK_FORWARDS[kind]
+        hidden, ends = hidden_states[0], kwargs["cu_seq_lens"]
         if compute is None:
             found = padded(self, hidden_states, *args, **kwargs)[0]
             found = found[ends[:-1].long()] if self.reads_first else found
@@ -154,16 +150,23 @@ def _split_heads(parts: Iterable[Tensor], size: int) -> tuple[Tensor, Tensor, Te
     return query, key, value
 
 
-BLOCK_FORWARDS: dict[type[nn.Module], Callable[..., Tensor] | None] = {
-    TransformerBlock: _distilbert_block,
-    BertLayer: _bert_block,
-    BigBirdLayer: _bert_block,
-    RobertaLayer: _bert_block,
-    XLMRobertaLayer: _bert_block,
-    ModernBertEncoderLayer: None,
+BLOCK_FORWARDS: dict[str, Callable[..., Tensor] | None] = {
+    "distilbert.modeling_distilbert.TransformerBlock": _distilbert_block,
+    "bert.modeling_bert.BertLayer": _bert_block,
+    "big_bird.modeling_big_bird.BigBirdLayer": _bert_block,
+    "roberta.modeling_roberta.RobertaLayer": _bert_block,
+    "xlm_roberta.modeling_xlm_roberta.XLMRobertaLayer": _bert_block,
+    "modernbert.modeling_modernbert.ModernBertEncoderLayer": None,
 }
-"""Forward function by block class, of ``(block, rows, hidden, lengths, ends)``: ``rows`` give the queries, ``hidden``
-the keys and values. ``None``: transformers' forward for all tokens, with the attention of packed_attention.py."""
+"""Forward function by block class of transformers.models, of ``(block, rows, hidden, lengths, ends)``: ``rows`` give
+the queries, ``hidden`` the keys and values. ``None``: transformers' forward for all tokens, with the attention of
+packed_attention.py. Names, because importing all of these modules takes half a second."""
+
+
+def _block_name(kind: type[nn.Module]) -> str | None:
+    """Return the key of ``kind`` in ``BLOCK_FORWARDS``; ``None`` for a class that ``_unpadded`` has made."""
+    is_original = getattr(sys.modules.get(kind.__module__), kind.__name__, None) is kind
+    return f"{kind.__module__.removeprefix('transformers.models.')}.{kind.__name__}" if is_original else None
 
 
 def varlen_attention(

@@ -88,8 +88,11 @@ def _evaluated(recipe: Recipe, plan: Plan) -> list[MicroBatch]:
     return list(evaluation_micro_batches("val", [piece], make_loader(recipe, dataset), Quarantine(limit=None)))
 
 
-def trace_run(recipe: Recipe, plan: Plan, samples: TracedSamples, target: Target, nodes: int = 1) -> Trace:
-    """Trace a run of a prepared recipe with ``plan`` on ``target``, on the first of its ranks, over ``nodes``.
+def trace_run(
+    recipe: Recipe, plan: Plan, samples: TracedSamples, target: Target, nodes: int = 1, priced: bool = True
+) -> Trace:
+    """Trace a run of a prepared recipe with ``plan`` on ``target``, on the first of its ranks, over ``nodes``; without
+    the work of its operations unless it is to be ``priced``.
 
     This changes torch for the rest of the process: see :func:`trainer.fakegpu.torch_patches.install`.
     """
@@ -103,7 +106,7 @@ def trace_run(recipe: Recipe, plan: Plan, samples: TracedSamples, target: Target
             fabric = launch(plan, World(launcher, target.device.type, ranks // nodes, nodes))
             module = _empty(recipe, plan)
         patch_libraries(tracer.launch)
-        _Run(recipe, plan, fabric, tracer).run(module, samples)
+        _Run(recipe, plan, fabric, tracer).run(module, samples, priced)
     trace = tracer.trace
     trace.notes += _notes(recipe, plan, module)
     trace.skipped_micro_steps = samples.skipped
@@ -153,7 +156,7 @@ class _Run(PhaseHooks):
     def __init__(self, recipe: Recipe, plan: Plan, fabric: Fabric, tracer: Tracer) -> None:
         self.recipe, self.plan, self.fabric, self.tracer = recipe, plan, fabric, tracer
 
-    def run(self, module: nn.Module, samples: TracedSamples) -> None:
+    def run(self, module: nn.Module, samples: TracedSamples, priced: bool) -> None:
         """Build, rehearse, step, evaluate and gather the weights."""
         self.tracer.enter("init")
         self.stack = stack = self._build(module)
@@ -181,9 +184,10 @@ class _Run(PhaseHooks):
         stepper.launch(samples.first)
         if samples.varies:
             stepper.launch(samples.longest)
-        self.tracer.records_work = True
-        stepper.launch(samples.first)
-        self.tracer.records_work = False
+        if priced or not samples.varies:  # a second step, whose optimizer has its state
+            self.tracer.records_work = priced
+            stepper.launch(samples.first)
+            self.tracer.records_work = False
         stepper.settle()
         if samples.evaluation:
             self.tracer.enter("evaluation")

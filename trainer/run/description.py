@@ -14,6 +14,7 @@ from trainer.memory.plan import CUT_MATTERS, Plan, count_noun
 from trainer.memory.stack import PreparedModel
 from trainer.planner.predict import faster
 from trainer.recipe import Recipe
+from trainer.run.run_prediction import PATIENCE
 from trainer.run.session import Session
 from trainer.weights.nf4 import count_weights
 
@@ -33,7 +34,7 @@ def describe_run(session: Session, stack: PreparedModel, windows: Windows) -> li
     warnings = [*plan_warnings(recipe, on_gpu), *nonsense, idle_ranks(session.plan), stack.warning]
     lines += [f"warning: {text}" for text in warnings if text is not None]
     if session.forecast is not None:
-        lines += session.forecast.warnings()
+        lines += session.forecast.lines(PATIENCE if session.forecast.first else 0.0)
         lines += faster(recipe, session.plan.world_size, session.forecast.device, session.forecast.prediction)
     if windows.packs:  # also for streamed texts, whose lengths are unknown
         lines.append("padding: none, the model computes on real tokens only (model.padding_free)")

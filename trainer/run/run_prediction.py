@@ -16,6 +16,8 @@ from typing import Any
 
 import torch
 
+from trainer.engine.data_feed import fill_from_data
+from trainer.engine.events import Counters, Listener
 from trainer.errors import RecipeError, RunError
 from trainer.fakegpu.gpus import GPU, host_as_device
 from trainer.fakegpu.target import Target, budget_bytes, gpu_here
@@ -32,7 +34,7 @@ from trainer.system.files import read_json_object, write_atomic
 from trainer.system.processes import ProcessId
 from trainer.system.text import GB, format_bytes
 
-PATIENCE = 20.0  # max seconds that training waits for its prediction, which is otherwise shown at the end
+PATIENCE = 20.0  # max seconds that a run waits for its prediction: before training on a GPU, else after the last step
 MAX_SECONDS = 1800.0  # max wait of the other ranks for the plan, whose search may tokenise a large dataset
 MAX_BYTES = 1 << 20  # max size of a plan file
 
@@ -165,8 +167,10 @@ class RunPrediction:
     child: ChildJob | None  # the predicting process, if any
     device: GPU
     limit: int  # max bytes of the run: the budget, or the memory of the device
+    first: bool = True  # whether training waits for it
     prediction: Prediction | None = None
     failure: str | None = None
+    _is_shown: bool = False
 
     def wait(self, seconds: float = PATIENCE) -> bool:
         """Wait up to ``seconds`` for the prediction; return whether it is available."""
@@ -179,12 +183,14 @@ class RunPrediction:
                 self.prediction = Prediction.from_child(result)
         return self.prediction is not None
 
-    def warnings(self) -> list[str]:
-        """Return the lines that a user should read before training."""
-        found = self.prediction if self.wait() else None
+    def lines(self, seconds: float) -> list[str]:
+        """Return the lines that a user should read, once, if they are available within ``seconds``."""
+        found = self.prediction if self.wait(seconds) else None
+        if self._is_shown or (found is None and self.failure is None):
+            return []
+        self._is_shown = True
         if found is None:
-            late = "the prediction takes longer than usual and is shown at the end"
-            return [f"predicted peak: unknown: {self.failure or late}"]
+            return [f"predicted peak: unknown: {self.failure}"]
         kind = " of host memory for training" if self.device.name == "cpu" else " reserved"
         verdict = "DOES NOT FIT" if found.retries is None else "fits"
         near = " (barely)" if verdict == "fits" and found.reserved * (1 + BUDGET_MARGIN) > self.limit else ""
@@ -228,9 +234,33 @@ def start_prediction(recipe: Recipe, plan: Plan, world: World, known: Prediction
         return None
     device = this_device(world.accelerator)
     limit = budget_bytes(recipe.memory.budget, device, world.world_size)
+    first = device.name != "cpu" or recipe.memory.budget is not None  # otherwise memory is rarely short
     if known or torch.distributed.is_initialized():
-        return RunPrediction(None, device, limit, known, None if known else IN_A_GROUP)
-    job = ChildJob(
-        lambda: predict_in_process(prepare_recipe(recipe), plan, Target.here(device), world.nodes, capacity=limit)
-    )
-    return RunPrediction(job, device, limit)
+        return RunPrediction(None, device, limit, first, known, None if known else IN_A_GROUP)
+
+    def predict() -> dict[str, Any]:
+        if not first:
+            os.nice(10)  # it competes with training
+        is_prepared = recipe.data.train is not None
+        found = recipe.replace(model=fill_from_data(recipe.model, recipe.data)) if is_prepared else None
+        options: dict[str, Any] = {"capacity": limit, "priced": device.name != "cpu"}
+        return predict_in_process(found or prepare_recipe(recipe), plan, Target.here(device), world.nodes, **options)
+
+    return RunPrediction(ChildJob(predict), device, limit, first)
+
+
+class PredictionListener(Listener):
+    """Shows a prediction that training did not wait for."""
+
+    def __init__(self, prediction: RunPrediction, show: Callable[[str], None]) -> None:
+        self.prediction, self.show = prediction, show
+
+    def on_step(self, counters: Counters, result: Any) -> None:
+        self._show(0.0)
+
+    def on_fit_end(self, counters: Counters) -> None:
+        self._show(PATIENCE)
+
+    def _show(self, seconds: float) -> None:
+        for line in self.prediction.lines(seconds):
+            self.show(line)

@@ -50,6 +50,11 @@ def training_session(recipe: Recipe, source: str | None = None) -> Iterator[Sess
     unprepared = recipe.data.train
     recipe, known = resolve_plan(recipe, world, partial(print, flush=True))
     plan = decide_plan(recipe, world.world_size)  # reject invalid settings before other processes start
+    still = recipe.data.train is unprepared  # otherwise resolve_plan has prepared it
+    prepare = partial(_prepare, recipe, model=True, data=still)
+    if alone := world.world_size == 1:  # now, so that the prediction does not have to do it, too
+        _require_unused(recipe)
+        prepare()
     outlook = start_prediction(recipe, plan, world, known)
     if can_recover(recipe, plan):
         disable_nccl_error_handling()
@@ -57,13 +62,17 @@ def training_session(recipe: Recipe, source: str | None = None) -> Iterator[Sess
         found = sorted({*all_gather_json(fabric, recipe.memory.precision)})
         if len(found) > 1:
             raise RecipeError(f"memory.precision=auto is {' and '.join(found)} on different machines: set one of them")
-        if recipe.run.dir is not None:  # checked again on creation; preparing data may take long
-            run_on_rank_zero(fabric, partial(require_unused, _absolute(recipe.run.dir), recipe.run.resume))
-        still = recipe.data.train is unprepared  # otherwise planned() has prepared it
-        local_rank_zero_first(fabric, partial(_prepare, recipe, model=True, data=still))
+        if not alone:
+            run_on_rank_zero(fabric, partial(_require_unused, recipe))
+            local_rank_zero_first(fabric, prepare)
         have_met()
         remove_plan_file(world)
         yield Session(create_run_dir(_filled(recipe), fabric, source), plan, fabric, world, outlook)
+
+
+def _require_unused(recipe: Recipe) -> None:
+    if recipe.run.dir is not None:  # checked again on creation; preparing data may take long
+        require_unused(_absolute(recipe.run.dir), recipe.run.resume)
 
 
 def _absolute(folder: str) -> Path:

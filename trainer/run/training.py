@@ -50,6 +50,7 @@ from trainer.run.listeners import (
 from trainer.run.profile import Profile, require_profilable
 from trainer.run.recovery import OOMRecovery
 from trainer.run.resume import ResumeState
+from trainer.run.run_prediction import PredictionListener
 from trainer.run.session import Session, training_windows
 from trainer.run.state import RNGState, RunState, TensorState, seed_random_state
 from trainer.system.error_reports import describe_error
@@ -153,11 +154,12 @@ class Training:
         state = RunState(parts.tensors, parts.stopwatch, RNGState(session.fabric.device), parts.best)
         self.checkpointer = Checkpointer(session, resumption, state, self._history)
         first = (parts.stopwatch, PlateauListener(parts.stepper), parts.best)
+        late = PredictionListener(session.forecast, progress.message) if session.forecast else None
         self.engine = Engine(
             parts.stepper,
             parts.windows,
             self.evaluation(parts.split) if session.recipe.run.evaluate else None,
-            [*first, shown, self.logging, *parts.own, state.generators, *filter(None, [parts.profile])],
+            [*first, shown, self.logging, *parts.own, state.generators, *filter(None, [parts.profile, late])],
             self.recovery,
             self.checkpointer,
             parts.best.is_over,
