@@ -14,10 +14,10 @@ from torch.utils.data import TensorDataset
 
 from trainer.contract import Data
 from trainer.data import CIFAR10, Digits, ImageFolder, TextFiles
+from trainer.data.cache import evenly_spaced
 from trainer.data.fingerprint import (
     BLOCK,
     ContentHasher,
-    evenly_spaced,
     fingerprint,
     sample_row_blocks,
     split_fingerprint,

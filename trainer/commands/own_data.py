@@ -4,8 +4,6 @@ Nothing here imports torch, pandas or datasets. The full reader of the dataset s
 
 from __future__ import annotations
 
-import csv
-import json
 import os
 import shlex
 from collections import Counter
@@ -14,20 +12,17 @@ from itertools import islice
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from trainer.data.base import MAX_LINE_BYTES, format_counts, separator_of
+from trainer.data.base import IMAGES, format_counts
+from trainer.data.rows import MAX_ROWS, CsvFormat, first_rows
 from trainer.data.text import csv_format
 from trainer.errors import RecipeError, format_list, require
-from trainer.system.files import open_regular
 
-MAX_ROWS = 1_000
-MAX_BYTES = 16_000_000  # enough lines; a single one may be longer
 MAX_CLASSES = 50  # distinct values of a column that can be the label without being called so
 MIN_ROWS_TO_SPLIT = 20
 HELD_OUT = "0.1"  # share of the rows for validation if there is no file for it
 
 TABLES = (".csv", ".tsv", ".jsonl", ".parquet")
 DOCUMENTS = (".txt", ".md", ".rst", ".py")
-IMAGES = (".jpg", ".jpeg", ".png", ".ppm", ".bmp", ".pgm", ".tif", ".tiff", ".webp")  # as torchvision
 PARTS = {"val": ("val", "valid", "validation", "dev"), "test": ("test", "eval")}
 """Names of the files for validation and test in the folder of a train file."""
 
@@ -114,8 +109,8 @@ def _documents(path: Path, count: int, data: str) -> Inferred:
 def _of_file(path: Path, given: Mapping[str, str], command: str) -> Inferred:
     if path.suffix.lower() not in TABLES:
         return _documents(path, 1, "one document")
-    rows = read_rows(path, given.get("data.separator"))
-    columns = list(dict.fromkeys(name for row in rows for name in row if name is not None))  # None: cells too many
+    encoding = given.get("data.encoding")
+    rows, columns, _ = first_rows(path, CsvFormat(encoding, csv_format(encoding, given.get("data.separator"))))
     parts = _other_parts(path)
     asks_text = any(name in given for name in ("data.text_column", "data.label_column", "model.task"))
     if not asks_text and any(wanted <= {*columns} for wanted in CHATS):
@@ -216,57 +211,3 @@ def _held_out(parts: Mapping[str, Path], count: int) -> dict[str, str]:
 
 def _count(rows: Rows) -> str:
     return f"{len(rows):,} rows" if len(rows) < MAX_ROWS else f"more than {MAX_ROWS - 1:,} rows"
-
-
-def read_rows(path: Path, separator: str | None = None) -> Rows:
-    """Return the first rows of a table.
-
-    Raises:
-        RecipeError: if the file has no rows or cannot be read.
-    """
-    kind = path.suffix.lower()
-    try:
-        if kind == ".parquet":
-            found = _parquet_rows(path)
-        elif kind == ".jsonl":
-            found = [json.loads(line) for line in islice(_lines(path), MAX_ROWS) if line.strip()]
-            require(all(isinstance(row, dict) for row in found), f"{path}: a line is not a JSON object: fix the file")
-        else:
-            lines = _lines(path)
-            header = next(lines, "")
-            reader = csv.DictReader([header, *lines], delimiter=csv_format(None, separator) or separator_of(header))
-            limit = csv.field_size_limit(MAX_LINE_BYTES)
-            try:
-                found = list(islice(reader, MAX_ROWS))
-            finally:
-                csv.field_size_limit(limit)  # is global, and other readers of untrusted files rely on it
-    except RecipeError:
-        raise
-    except (OSError, ValueError, RecursionError, csv.Error) as error:
-        raise RecipeError(f"{path} cannot be read as {kind[1:]} ({error}): fix the file") from error
-    require(len(found) > 0, f"{path} has no rows: add some, or give another file")
-    return found
-
-
-def _parquet_rows(path: Path) -> list[dict[str, Any]]:
-    """Return rows of the first row group, with the limits of the dataset's reader on what it expands to."""
-    from trainer.data.tables import open_parquet, read_group, require_sane_growth
-
-    with open_parquet(path, pre_buffer=False) as file:
-        require_sane_growth(path, file.metadata)
-        if file.metadata.num_row_groups == 0:
-            return []
-        return read_group(path, file, 0, file.schema_arrow.names).slice(0, MAX_ROWS).to_pylist()
-
-
-def _lines(path: Path) -> Iterator[str]:
-    """Yield the first lines. Bytes that are not UTF-8 are replaced: the reader of the dataset reports them."""
-    with open_regular(path) as file:
-        start = file.read(2)
-        file.seek(0)
-        encoding = "utf-16" if start in (b"\xff\xfe", b"\xfe\xff") else "utf-8-sig"
-        if encoding == "utf-16":
-            yield from file.read(MAX_BYTES).decode(encoding, "replace").splitlines(keepends=True)
-            return
-        while file.tell() < MAX_BYTES and (line := file.readline(MAX_LINE_BYTES)):
-            yield line.decode(encoding, "replace")

@@ -58,13 +58,19 @@ EXPORT_FLAGS = CommandFlags(
 )
 
 
+def check_files(recipe: Recipe) -> None:
+    """Check the files of the data, before torch is imported."""
+    recipe.data.use_model(recipe.model)
+    recipe.data.require_files()
+
+
 def fit(argv: list[str]) -> None:
     """Train, evaluate and write a run directory."""
     from trainer.faults.signals import requeue_before_training
 
     requeue_before_training()
     if asked := parse_command("fit", "RECIPE", argv):
-        asked.recipe.data.require_files()
+        check_files(asked.recipe)
         from trainer.api import fit
 
         fit(asked.recipe, source=asked.source)
@@ -85,7 +91,7 @@ def fit_script(recipe: Recipe) -> None:
         raise RecipeError(f"unexpected {word!r}: python {sys.argv[0]} takes flags only")
     source = source_of(script)
     if resolved := resolve(recipe, source, flags, usage=f"python {sys.argv[0]} [flags]"):
-        resolved.data.require_files()
+        check_files(resolved)
         from trainer.api import fit
 
         fit(resolved, source=source)
@@ -97,7 +103,7 @@ def evaluate(argv: list[str]) -> None:
         files = [text for name, text in asked.flags if name == "file"]
         require(len(files) <= 1, f"evaluate takes one file, not {len(files)}")
         file = files[0] if files else None
-        asked.recipe.data.for_evaluation(path=file).require_files()
+        check_files(asked.recipe.replace(data=asked.recipe.data.for_evaluation(path=file)))
         from trainer.api import evaluate
 
         evaluate(asked.recipe, Path(asked.reference), file)

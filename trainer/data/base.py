@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from numpy.random import RandomState
 
 SEPARATORS = (",", ";", "\t", "|")  # between the cells of csv files
+IMAGES = (".jpg", ".jpeg", ".png", ".ppm", ".bmp", ".pgm", ".tif", ".tiff", ".webp")  # as torchvision
 MAX_LINE_BYTES = 32_000_000  # max size of a line, a cell or a text file
 MAX_SHOWN_CLASSES = 5
 

@@ -14,11 +14,11 @@ from typing import Any
 
 from filelock import FileLock, Timeout
 
-from trainer.data.fingerprint import MAX_HASHED_BYTES, evenly_spaced
 from trainer.errors import RecipeError
 from trainer.system.files import hash_file, open_regular, read_regular, room_in, staged_file, staged_folder
 from trainer.system.text import escaped
 
+MAX_HASHED_BYTES = 1 << 30  # max bytes read of a file or table
 MANIFEST = "manifest.json"
 CHUNK, MAX_CACHE_JSON_BYTES = 1 << 20, 1 << 30
 """Bytes of a file that are hashed at once; and max bytes of a note on files, which has some hundred bytes per file."""
@@ -98,6 +98,13 @@ def _cache_problem(place: Path) -> str | None:
 def checksums(paths: Sequence[Path]) -> list[str]:
     """Hash every byte of every file."""
     return list(map(hash_file, paths))
+
+
+def evenly_spaced(size: int, count: int) -> list[int]:
+    """Return up to ``count`` evenly spread numbers from 0 to ``size`` - 1, including both ends."""
+    if size <= count:
+        return list(range(size))
+    return [number * (size - 1) // (count - 1) for number in range(count)]
 
 
 def checksum(path: Path, max_bytes: float = MAX_HASHED_BYTES) -> str:

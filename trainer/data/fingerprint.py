@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from trainer.contract import Data, as_samples, splits_of
+from trainer.data.cache import MAX_HASHED_BYTES, evenly_spaced
 from trainer.data.loader import preserve_rng_state, seed_everything
 from trainer.errors import RecipeError
 
@@ -182,14 +183,7 @@ class ContentHasher:
 
 # The content of tables on disk, block by block, independent of the chunks in their files.
 
-MAX_HASHED_BYTES, BLOCK = 1 << 30, 1024  # max bytes read of a table; rows read at once
-
-
-def evenly_spaced(size: int, count: int) -> list[int]:
-    """Return up to ``count`` evenly spread numbers from 0 to ``size`` - 1, including both ends."""
-    if size <= count:
-        return list(range(size))
-    return [number * (size - 1) // (count - 1) for number in range(count)]
+BLOCK = 1024  # rows read at once
 
 
 def sample_row_blocks(size: int, total_bytes: int) -> list[range]:

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import os
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple
 from zipfile import BadZipFile, ZipFile
 
 from trainer.contract import Model, Preparable, capability
-from trainer.data.base import ClassWeightedDataset, hold_out, local_path, require_fraction, root_cause
+from trainer.data.base import IMAGES, ClassWeightedDataset, hold_out, local_path, require_fraction, root_cause
 from trainer.errors import RecipeError, format_list, require, require_choice, require_positive
 from trainer.system.machine import available_bytes
 from trainer.values import DataSpec, ImageInput, MixupConfig
@@ -347,12 +348,14 @@ class ImageFolder(_ImageDataset):
         require(not split or (root / "train").is_dir(), f"{key}: there is no folder {root / 'train'}: {wanted}")
         train = root / "train" if (root / "train").is_dir() else root
         require(bool(_folders_in(train)), f"{key}: {train} contains no class folders: {wanted}")
+        self._list()
 
     def prepare(self, tokenizer: Any = None, model: Model | None = None) -> None:
         from trainer.data.cache import cache_folder
         from trainer.data.image_splits import ImageFiles, check_images
 
         self.use_model(model)
+        self.require_files()
         files = self._list()
         paths = [path for samples in files.values() for path, _ in samples]
         checked = check_images(paths, self.max_bad_samples, cache_folder(self.cache_dir))
@@ -368,9 +371,6 @@ class ImageFolder(_ImageDataset):
 
     def _list(self) -> dict[str, list[tuple[str, int]]]:
         """Return the files of every part and their classes. Sets ``class_names`` and ``num_classes``."""
-        from torchvision.datasets.folder import IMG_EXTENSIONS, make_dataset
-
-        self.require_files()
         key, root = f"data.root={self.root!r}", local_path(self.root)
         folders = {part: root / part for part in ("train", "val", "test") if (root / part).is_dir()} or {"train": root}
         found = {part: _folders_in(folder) for part, folder in folders.items()}
@@ -390,14 +390,21 @@ class ImageFolder(_ImageDataset):
             if differing:
                 differ = f"{key}: the classes of train and {part} differ in {differing}"
                 raise RecipeError(f"{differ}: every class needs a folder with images in both")
-            files = make_dataset(str(folder), index, IMG_EXTENSIONS, allow_empty=True)
-            files = [file for file in files if "/." not in file[0].removeprefix(str(folder))]
+            files = [(path, label) for name, label in index.items() for path in _images_in(folder / name)]
             empty = sorted(index.keys() - {self.class_names[label] for _, label in files})
             if empty:
-                cause = f"{key}: {folder / format_list(empty)} contains no images ({' '.join(IMG_EXTENSIONS)})"
+                cause = f"{key}: {folder / format_list(empty)} contains no images ({' '.join(IMAGES)})"
                 raise RecipeError(f"{cause}: remove the folder, or add images")
             samples[part] = files
         return samples
+
+
+def _images_in(folder: Path) -> Iterator[str]:
+    """Yield the paths of the images in ``folder`` in the order of torchvision's ImageFolder, without hidden ones."""
+    for place, _, names in sorted(os.walk(folder, followlinks=True)):
+        for path in (os.path.join(place, name) for name in sorted(names)):
+            if path.lower().endswith(IMAGES) and "/." not in path.removeprefix(str(folder)):
+                yield path
 
 
 def _folders_in(folder: Path) -> list[str]:

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from trainer.contract import Data, Model
 from trainer.data.base import local_path
+from trainer.data.rows import CsvFormat, RowSource, first_rows
 from trainer.data.text import (
     PaddedDataset,
     csv_format,
@@ -30,8 +31,7 @@ from trainer.values import DataSpec
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from trainer.data.tables import RowSource
-
+MAX_CHECKED_ROWS = 10_000  # rows of a file that are checked before torch is imported
 TABLES = (".jsonl", ".parquet", ".csv", ".tsv")
 _HUB_SETTINGS = ("config", "revision", "train_split", "val_split", "test_split")
 
@@ -121,8 +121,9 @@ class LanguageData(PaddedDataset):
         if self.train_files is None:
             fix = "give a file, folder or pattern, or a dataset of the hub by data.name"
             raise RecipeError(f"data.train_files is missing: {fix}")
-        for part in ("train", "val", "test"):
-            self._paths(part)
+        for path in (path for part in ("train", "val", "test") for path in self._paths(part)):
+            if path.suffix.lower() == ".jsonl":
+                first_rows(path, most=MAX_CHECKED_ROWS)
 
     def for_evaluation(self, model: Model | None = None, path: str | None = None) -> Data:
         """Return a dataset of the test files alone."""
@@ -187,7 +188,7 @@ class LanguageData(PaddedDataset):
     def _rows(self, part: str, reader: Any, cache: Path) -> list[RowSource]:
         """Return the tables of a split; its text files form one table."""
         from trainer.data.language_samples import warn_once
-        from trainer.data.tables import CsvFormat, open_json_lines, open_table, open_text_files
+        from trainer.data.tables import open_json_lines, open_table, open_text_files
 
         found: list[RowSource] = []
         texts: list[Path] = []

@@ -24,7 +24,7 @@ from trainer.contract import Samples
 from trainer.data.base import hold_out, local_path, root_cause
 from trainer.data.cache import hash_of
 from trainer.data.fingerprint import ContentHasher, add_rows, sample_row_blocks
-from trainer.data.tables import RowSource, brief_places, check_columns
+from trainer.data.rows import RowSource, brief_places, check_columns
 from trainer.data.tokens import (
     MAX_CHARS_PER_TOKEN,
     MIN_CHARS_LIMIT,

@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-import codecs
 import io
 import json
 import logging
-import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from functools import partial
 from glob import escape, glob
 from itertools import product
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import datasets
 import numpy as np
@@ -26,81 +23,40 @@ from datasets.utils.extract import Extractor
 
 from trainer.data.base import MAX_LINE_BYTES, root_cause, separator_of
 from trainer.data.cache import cache_folder, checksums, hash_of, inspect_cached
-from trainer.errors import RecipeError, RunError, require, suggest_name
+from trainer.data.rows import (
+    AUTO_FORMAT,
+    KINDS,
+    MAX_COLUMNS,
+    NO_ROWS,
+    CsvFormat,
+    RowSource,
+    detect_encoding,
+    iter_json_lines,
+    require_line_length,
+)
+from trainer.errors import RecipeError, RunError, require
 from trainer.system.files import open_regular, read_regular, room_in
 from trainer.system.hub import offline_advice as of_hub
 from trainer.system.hub import offline_reason, warn_offline_cache
 
-_KINDS = {
-    ".csv": ("csv", 2, "the header is row 1, blank lines are not counted"),
-    ".tsv": ("csv", 2, "the header is row 1, blank lines are not counted"),
-    ".parquet": ("parquet", 1, "the first is row 1"),
-    ".jsonl": ("json", 1, "the first is row 1, blank lines are not counted"),
-}
-"""By suffix: the reader of ``datasets``, the number of the first row, and how rows are counted."""
-
 MAX_REASON_CHARS = 400  # max characters of a library's message
-NO_ROWS = "add some, or give another file"
-
 MAX_DECODED_BYTES = 4_000_000_000
 """Max bytes of the decoded texts of a row group, which are in memory at once."""
 
-MAX_COMPRESSION_RATIO, VALUES_PER_BYTE, MAX_VALUES, MAX_COLUMNS = 1_000, 100, 500_000, 10_000
-"""Max ratio of unpacked to packed bytes of a Parquet column, of its values to the bytes of the file, max texts per row
-in a column of lists, and max columns whose names are compared."""
-
-
-@dataclass(frozen=True)
-class RowSource:
-    """The rows of one split, not read yet."""
-
-    content: str  # hash of the content
-    read: Callable[[str], datasets.Dataset]  # reads the rows to disk, with a cache in the given folder
-    source: str
-    first_row: int = 0
-    row_numbering: str = ""  # how rows are counted, starting with ``first_row``
-    files: Sequence[str] = ()  # file of every row, if each row has its own
-    names: Mapping[str, Sequence[str]] = field(default_factory=dict)  # class names by column, if the source has them
-    as_json: bool = False  # whether cells are JSON texts
-
-    def describe(self, index: int) -> str:
-        if self.files:
-            return self.files[index]
-        return f"{self.source} row {index + self.first_row} ({self.row_numbering})"
-
-
-def brief_places(places: Sequence[str]) -> list[str]:
-    """Shorten descriptions of rows: only the first states how rows are counted."""
-    return [*places[:1], *(re.sub(r" \(the (first|header) is row[^)]*\)", "", place) for place in places[1:])]
-
-
-def check_columns(source: str, found: Sequence[str], **wanted: str) -> None:
-    """Check that the columns exist; ``text_column="text"`` maps the setting to its column."""
-    for key, name in wanted.items():
-        if name not in found:
-            missing = f"data.{key}={name!r}: {source} has no such column; it has {', '.join(map(repr, found))}"
-            raise RecipeError(missing + suggest_name(repr(name), map(repr, found)))
-
-
-class CsvFormat(NamedTuple):
-    """The format of a .csv file. ``None`` is detected."""
-
-    encoding: str | None = None
-    separator: str | None = None
-
-
-AUTO_FORMAT = CsvFormat()
+MAX_COMPRESSION_RATIO, VALUES_PER_BYTE, MAX_VALUES = 1_000, 100, 500_000
+"""Max ratio of unpacked to packed bytes of a Parquet column, of its values to the bytes of the file, and max texts per
+row in a column of lists."""
 
 
 def open_table(path: Path, cache: Path, csv_format: CsvFormat = AUTO_FORMAT) -> RowSource:
     """Return the rows of a .csv, .tsv, .parquet or .jsonl file. Reading them later checks that they are valid."""
     kind = path.suffix.lower()
     require(path.is_file(), f"there is no file {path}: check the path")
-    require(kind in _KINDS, f"{path} must be one of {', '.join(_KINDS)}: convert it")
+    require(kind in KINDS, f"{path} must be one of {', '.join(KINDS)}: convert it")
     (content,) = inspect_cached(cache, [path], checksums)
     told = f" {csv_format}" if any(csv_format) else ""
     return RowSource(
-        f"{kind} {content}{told}", partial(_read_file, path, kind, csv_format), str(path), *_KINDS[kind][1:]
+        f"{kind} {content}{told}", partial(_read_file, path, kind, csv_format), str(path), *KINDS[kind][1:]
     )
 
 
@@ -108,9 +64,9 @@ def _read_file(path: Path, kind: str, written: CsvFormat, cache_dir: str) -> dat
     logging.getLogger("datasets.packaged_modules").setLevel(logging.CRITICAL)  # our errors include theirs
     try:
         _reject_decompression_bombs(path, kind)
-        options = {"cache_dir": cache_dir} | (_csv_options(path, written) if _KINDS[kind][0] == "csv" else {})
+        options = {"cache_dir": cache_dir} | (_csv_options(path, written) if KINDS[kind][0] == "csv" else {})
         with no_progress_bar():
-            table = datasets.load_dataset(_KINDS[kind][0], data_files=str(path), split="train", **options)
+            table = datasets.load_dataset(KINDS[kind][0], data_files=str(path), split="train", **options)
     except RecipeError:
         raise
     except Exception as error:  # the readers of the formats raise different exceptions
@@ -132,35 +88,17 @@ def no_progress_bar() -> Iterator[None]:
             datasets.enable_progress_bars()
 
 
-def _iter_json_lines(path: Path) -> Iterator[dict[str, Any]]:
-    """Yield every parsed row. A row with thousands of nested levels would crash the process within datasets."""
-    empty = True
-    with open_regular(path) as file:
-        for number, line in enumerate(iter(partial(file.readline, MAX_LINE_BYTES + 1), b""), start=1):
-            _require_line_length(f"line {number}", line)
-            try:
-                row = json.loads(line) if line.strip() else {}
-            except (ValueError, RecursionError) as error:
-                raise ValueError(f"line {number}: {getattr(error, 'msg', error)}") from None
-            if not isinstance(row, dict):
-                raise ValueError(f"line {number} is not a JSON object")  # noqa: TRY004
-            if line.strip():
-                empty = False
-                yield row
-    require(not empty, f"{path} has no rows: {NO_ROWS}")
-
-
 def open_json_lines(path: Path, cache: Path, pick: Callable[[Sequence[str]], Sequence[str]]) -> RowSource:
     """Return the rows of a .jsonl file, each cell as JSON because types may change; ``pick`` selects columns."""
     (content,) = inspect_cached(cache, [path], checksums)
     return RowSource(
-        f"lines {content}", partial(_read_lines, path, pick), str(path), *_KINDS[".jsonl"][1:], as_json=True
+        f"lines {content}", partial(_read_lines, path, pick), str(path), *KINDS[".jsonl"][1:], as_json=True
     )
 
 
 def _read_lines(path: Path, pick: Callable[[Sequence[str]], Sequence[str]], cache_dir: str) -> datasets.Dataset:
     try:
-        columns = pick(list(dict.fromkeys(name for row in _iter_json_lines(path) for name in row)))
+        columns = pick(list(dict.fromkeys(name for row in iter_json_lines(path) for name in row)))
         told: Any = {"path": path, "columns": tuple(columns)}  # from_generator splits lists
         features = datasets.Features({name: datasets.Value("large_string") for name in columns})
         with no_progress_bar():
@@ -172,7 +110,7 @@ def _read_lines(path: Path, pick: Callable[[Sequence[str]], Sequence[str]], cach
 
 
 def _read_cells(path: Path, columns: Sequence[str]) -> Iterator[dict[str, str]]:
-    for row in _iter_json_lines(path):
+    for row in iter_json_lines(path):
         yield {name: json.dumps(row.get(name)) for name in columns}
 
 
@@ -202,16 +140,11 @@ def _documents(paths: Sequence[str], encoding: str) -> Iterator[dict[str, str]]:
         yield {"text": text, "problem": problem}
 
 
-def _require_line_length(what: str, line: bytes) -> None:
-    if len(line) > MAX_LINE_BYTES:
-        raise ValueError(f"{what} has more than {MAX_LINE_BYTES / 1e6:g} MB, the max for a text")
-
-
 def _reject_decompression_bombs(path: Path, kind: str) -> None:
     """Reject archives and oversized content before datasets reads the file: a few kB can expand to gigabytes."""
     if Extractor.infer_extractor_format(path) is not None:  # datasets would unpack it, regardless of its name
         raise RecipeError(f"{path} is compressed or an archive: unpack it first, and check its content")
-    for _ in _iter_json_lines(path) if kind == ".jsonl" else ():
+    for _ in iter_json_lines(path) if kind == ".jsonl" else ():
         pass
     if kind == ".parquet":
         with open_parquet(path, pre_buffer=False) as file:
@@ -296,10 +229,10 @@ def _texts_of(place: str, name: str, array: Any, starts: np.ndarray) -> Iterator
 
 def _csv_options(path: Path, written: CsvFormat) -> dict[str, Any]:
     """Return options that read every cell as text: "null" does not become missing, and a label 1 not 1.0."""
-    encoding = _detect_encoding(path, written.encoding)
+    encoding = detect_encoding(path, written.encoding)
     with open_regular(path) as file:
         header = io.TextIOWrapper(file, encoding).readline(MAX_LINE_BYTES + 1)
-    _require_line_length("the header", header.encode())
+    require_line_length("the header", header.encode())
     common = {"sep": written.separator or separator_of(header), "encoding": encoding}
     asked: Any = {**common, "dtype": str, "keep_default_na": False}
     given = pandas.read_csv(path, nrows=1, header=None, **asked).iloc[0].tolist()
@@ -310,31 +243,6 @@ def _csv_options(path: Path, written: CsvFormat) -> dict[str, Any]:
     columns = pandas.read_csv(path, nrows=0, **common).columns
     features = datasets.Features({name: datasets.Value("string") for name in columns})
     return {**common, "features": features, "keep_default_na": False}
-
-
-def _detect_encoding(path: Path, declared: str | None) -> str:
-    """Return the encoding of a file: ``declared`` if given, otherwise that of its first bytes, or UTF-8.
-
-    The whole file must decode. Another encoding is suggested but never used, because latin-1 accepts any bytes.
-    """
-    with open_regular(path) as file:
-        start = file.read(4)
-        marks = {codecs.BOM_UTF8: "utf-8-sig", codecs.BOM_UTF16_LE: "utf-16", codecs.BOM_UTF16_BE: "utf-16"}
-        found = next((name for mark, name in marks.items() if start.startswith(mark)), "utf-8")
-        encoding, fits, lines = declared or found, codecs.getincrementaldecoder(declared or found)(), 1
-        file.seek(0)
-        for part in iter(partial(file.read, 2**20), b""):
-            try:
-                fits.decode(part)
-            except UnicodeDecodeError as error:
-                line = lines + part.count(b"\n", 0, error.start)
-                beside = error.object[max(0, error.start - 12) : error.start + 12]
-                around = f"byte 0x{error.object[error.start]:02x} in {beside.decode('cp1252', 'replace')!r} as cp1252"
-                fix = "--data.encoding cp1252 (Excel's), otherwise give the file's encoding, or save it as UTF-8"
-                cause = f"{path} line {line} is not {encoding} ({around})"
-                raise RecipeError(f"{cause}: if that looks right, use {fix}") from None
-            lines += part.count(b"\n")
-    return encoding
 
 
 def open_class_folders(root: Path, part: str, classes: Sequence[tuple[str, int]], cache: Path) -> RowSource:

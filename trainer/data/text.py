@@ -13,6 +13,18 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from trainer.contract import Data, Model
 from trainer.data.base import BuiltinDataset, ClassWeightedDataset, format_counts, hold_out, local_path
+from trainer.data.rows import (
+    KINDS,
+    CsvFormat,
+    RowSource,
+    check_columns,
+    describe_row,
+    first_rows,
+    has_text,
+    is_missing,
+    reject_gaps,
+    reject_label,
+)
 from trainer.errors import RecipeError, format_list, require, require_choice, require_positive
 from trainer.system.environment import is_local_rank_zero
 from trainer.system.text import escaped
@@ -22,11 +34,12 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from trainer.data.shards import Shard
-    from trainer.data.tables import RowSource
     from trainer.data.tokens import Tokens
 
 
 PUBLIC_IMDB = "stanfordnlp/imdb"
+MAX_CHECKED_ROWS = 100_000
+CLASS_COLUMN = "name the column of the classes"
 MIN_ROWS_OF_IDS = 10
 """Min number of rows with one label each that are rejected, because the labels are not classes."""
 
@@ -155,10 +168,7 @@ class _TokenizedDataset(ClassWeightedDataset, Texts):
         else:
             known = texts if task == "single_label" else output_names(texts, task, source, self.label_column)
             require(len(known) > 0, f"{source}: no row has a label in data.label_column={self.label_column!r}")
-            classes = self._classes(source, known)
-            if task == "single_label" and len(known) == len(usable["train"]) >= MIN_ROWS_OF_IDS:
-                cause = f"{source}: data.label_column={self.label_column!r} has another value in each of {len(known):,}"
-                raise RecipeError(f"{cause} rows, like an id: name the column of the classes")
+            classes = self._classes(source, known, len(usable["train"]))
         self._pad = Padder(tokenizer, self.max_length)
         said = self.label_column, classes, task
         labels = {part: label_ids(tables[part], rows, *said) for part, rows in found.items()}
@@ -193,16 +203,19 @@ class _TokenizedDataset(ClassWeightedDataset, Texts):
     def _find(self, cache: Path) -> dict[str, RowSource]:
         raise NotImplementedError
 
-    def _classes(self, source: str, labels: Sequence[str]) -> dict[str, int]:
-        """Set the classes: the distinct labels, sorted, numbers by value. Return the class of every label text."""
+    def _classes(self, source: str, labels: Sequence[str], rows: int) -> dict[str, int]:
+        """Set the classes: the distinct ``labels`` of ``rows``, sorted, numbers by value. Return the class of every
+        label text."""
         column = f"{source}: data.label_column={self.label_column!r}"
         if self._task == "single_label" and _is_continuous(labels):
             cause = f"{column} has {len(labels):,} different numbers such as {labels[0]}, which looks like regression"
-            raise RecipeError(f"{cause}: use --model.task regression, or name the column of the classes")
+            raise RecipeError(f"{cause}: use --model.task regression, or {CLASS_COLUMN}")
         self._set_classes(sort_classes(labels))
         if self.num_classes <= 1 and self._task != "multi_label":
             cause = f"{column} is {self.class_names[0]!r} in every row, but a classifier needs two classes or more"
-            raise RecipeError(f"{cause}: add rows of another class, or name the column of the classes")
+            raise RecipeError(f"{cause}: add rows of another class, or {CLASS_COLUMN}")
+        if self._task == "single_label" and len(labels) == rows >= MIN_ROWS_OF_IDS:
+            raise RecipeError(f"{column} has another value in each of {rows:,} rows, like an id: {CLASS_COLUMN}")
         return {name: index for index, name in enumerate(self.class_names)}
 
 
@@ -265,7 +278,7 @@ class IMDb(_TokenizedDataset):
         require(found, f"{key}: {root} contains neither train.csv nor train/pos: {fix}")
         return {part: open_class_folders(root, part, (("neg", 0), ("pos", 1)), cache) for part in parts}
 
-    def _classes(self, source: str, labels: Sequence[str]) -> dict[str, int]:
+    def _classes(self, source: str, labels: Sequence[str], rows: int) -> dict[str, int]:
         self._set_classes(["negative", "positive"])
         return {"0": 0, "1": 1, "negative": 0, "positive": 1}
 
@@ -307,6 +320,36 @@ class TextFiles(_TokenizedDataset):
             key = f"data.{part}_file={getattr(self, f'{part}_file')!r}"
             require(not path.is_dir(), f"{key}: {path} is a folder: give a file in it by --data.{part}_file FILE")
             require(path.is_file(), f"{key}: there is no file {path}: give one by --data.{part}_file FILE")
+            if path.suffix.lower() in KINDS:
+                self._check_start(part, path)
+
+    def _check_start(self, part: str, path: Path) -> None:
+        """Check the columns of a table and, if it is small, its texts and classes, before torch is imported."""
+        kind = path.suffix.lower()
+        rows, columns, whole = first_rows(path, CsvFormat(self.encoding, self._separator), MAX_CHECKED_ROWS)
+        texts = {"text_column": self.text_column} | ({"pair_column": self.pair_column} if self.pair_column else {})
+        if whole or kind != ".jsonl":  # later lines may have other columns
+            check_columns(str(path), columns, **texts, label_column=self.label_column)
+        labels = [row.get(self.label_column) for row in rows]
+        plain = any({type(label) for label in labels} <= {kind, type(None)} for kind in (str, int))
+        if not (whole and plain and self._task == "single_label"):
+            return  # what arrow makes of these labels is not known here
+
+        def place(index: int) -> str:
+            return describe_row(str(path), index, *KINDS[kind][1:])
+
+        full = [
+            not is_missing(labels[at]) and all(has_text(row.get(name)) for name in texts.values())
+            for at, row in enumerate(rows)
+        ]
+        reject_gaps([at for at, is_full in enumerate(full) if not is_full], len(rows), place, self.missing)
+        used = {at: str(label) for at, label in enumerate(labels) if full[at]}
+        if part == "train" and self._known_classes is None:
+            self._classes(str(path), list(dict.fromkeys(used.values())), len(used))
+        classes = self._known_classes or self.class_names or used.values()
+        for at, label in used.items():
+            if label not in classes:
+                reject_label(place(at), self.label_column, label, classes)
 
     def for_evaluation(self, model: Model | None = None, path: str | None = None) -> Data:
         """Return a dataset of the test file alone: the trained model knows the classes."""
@@ -324,7 +367,7 @@ class TextFiles(_TokenizedDataset):
         return {part: local_path(file) for part, file in files.items() if file is not None}
 
     def _find(self, cache: Path) -> dict[str, RowSource]:
-        from trainer.data.tables import CsvFormat, open_table
+        from trainer.data.tables import open_table
 
         self.require_files()
         written = CsvFormat(self.encoding, self._separator)
@@ -376,10 +419,10 @@ class HubText(_TokenizedDataset):
         self._names = found["train"].names.get(self.label_column)
         return found
 
-    def _classes(self, source: str, labels: Sequence[str]) -> dict[str, int]:
+    def _classes(self, source: str, labels: Sequence[str], rows: int) -> dict[str, int]:
         named = self._names
         if named is None or self._task != "single_label":
-            return super()._classes(source, labels)
+            return super()._classes(source, labels, rows)
         self._set_classes(named)
         return {str(number): number for number in range(len(named))}
 
@@ -468,7 +511,6 @@ class StreamedText(Texts):
     def _find(self, part: str) -> list[Shard]:
         from trainer.data.cache import cache_folder
         from trainer.data.shards import find_shards
-        from trainer.data.tables import check_columns
 
         pattern = getattr(self, f"{part}_files")
         key = f"data.{part}_files={pattern!r}"

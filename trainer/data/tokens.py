@@ -7,7 +7,6 @@ from array import array
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import chain
-from math import isnan
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any, Literal
@@ -22,6 +21,7 @@ from trainer.contract import PADDING_MULTIPLE, Samples
 from trainer.data.cache import get_or_build, hash_of
 from trainer.data.fingerprint import ContentHasher, add_rows, sample_row_blocks, tokenizer_hash
 from trainer.data.labels import RowLabels, parse_labels, parse_numbers, parse_tagged_words, row_labels
+from trainer.data.rows import RowSource, check_columns, has_text, is_missing, reject_gaps, reject_label
 from trainer.errors import RecipeError, require
 from trainer.system.environment import is_local_rank_zero
 from trainer.system.text import escaped
@@ -29,8 +29,6 @@ from trainer.values import IGNORED_LABEL, Task
 
 if TYPE_CHECKING:  # otherwise imported where used: predictions need neither datasets nor pandas
     import datasets
-
-    from trainer.data.tables import RowSource
 
 CHARS_PER_BATCH, MAX_CHARS_PER_TOKEN, MIN_CHARS_LIMIT = 2_000_000, 1_000, 1_000_000
 """Max characters that a tokenizer gets at once, which takes some hundred MB; and the limit of one text: this number
@@ -40,7 +38,6 @@ _STORED = ("input_ids", "token_type_ids")
 FILE = "tokens.arrow"
 
 Missing = Literal["error", "drop"]
-MAX_SHOWN_GAPS = 5
 
 
 class Padder:
@@ -191,11 +188,6 @@ def text_batches(texts: Sequence[Any]) -> Iterator[list[Any]]:
     yield chunk
 
 
-def has_text(text: Any) -> bool:
-    """Return whether a cell is a text with more than white space."""
-    return isinstance(text, str) and bool(text.strip())
-
-
 def require_text(text: Any, place: Callable[[], str], max_length: int, column: str) -> None:
     """Reject a missing, empty or long text at ``place``: a tokenizer needs 100 bytes per character to truncate it."""
     require(has_text(text), f"{place()} has no text in {column!r}: add it or remove the row")
@@ -203,11 +195,6 @@ def require_text(text: Any, place: Callable[[], str], max_length: int, column: s
     if len(text) > most:
         cause = f"{place()} has {len(text):,} characters in {column!r}, and the max is {most:,}"
         raise RecipeError(f"{cause} with data.max_length={max_length}: cut it, or remove the row")
-
-
-def is_missing(label: Any) -> bool:
-    """Return whether a cell has no label."""
-    return label is None or label == "" or (isinstance(label, float) and isnan(label))
 
 
 def require_label(label: Any, place: Callable[[], str], column: str) -> None:
@@ -236,8 +223,6 @@ def tokenize_table(
     ``label_text`` is the label, or JSON of the task's labels: names, numbers, or tags per token, null within words. It
     is null if the row has no text or no label.
     """
-    from trainer.data.tables import check_columns
-
     asked = ([] if task == "single_label" else [task]) + ([f"and {pair_column}"] if pair_column else [])
     columns = [text_column, label_column, *([pair_column] if pair_column else [])]
     key = hash_of(
@@ -333,13 +318,7 @@ def complete_rows(table: datasets.Dataset, rows: RowSource, missing: Missing) ->
     gaps = np.flatnonzero(is_gap).tolist()
     if not gaps:
         return range(len(table))
-    from trainer.data.tables import brief_places
-
-    shown = ", ".join(brief_places([rows.describe(index) for index in gaps[:MAX_SHOWN_GAPS]]))
-    cause = f"{len(gaps):,} of {len(table):,} rows have no text or no label: {shown}"
-    cause += f" and {len(gaps) - MAX_SHOWN_GAPS:,} more" if len(gaps) > MAX_SHOWN_GAPS else ""
-    if missing == "error" or len(gaps) == len(table):
-        raise RecipeError(f"{cause}: add them, or leave these rows out with --data.missing drop")
+    cause = reject_gaps(gaps, len(table), rows.describe, missing)
     if is_local_rank_zero():
         print(escaped(f"data: leaving out rows: {cause}"), flush=True)
     return np.flatnonzero(~is_gap).tolist()
@@ -360,7 +339,6 @@ def label_ids(
     unknown = pc.and_(places.is_null(), texts.is_valid())
     if pc.any(unknown).as_py():
         index = pc.index(unknown, True).as_py()
-        label = f"{rows.describe(index)}: {column} {table[index]['label_text']!r}"
-        raise RecipeError(f"{label} is not one of {', '.join(classes)}, the labels of the training data")
+        reject_label(rows.describe(index), column, table[index]["label_text"], classes)
     numbers = np.array(list(classes.values()))[places.fill_null(0).to_numpy()]
     return to_int64_array(np.where(texts.is_valid().to_numpy(), numbers, IGNORED_LABEL))

@@ -13,7 +13,8 @@ from PIL import Image
 from torch import Tensor
 
 from trainer.contract import Preparable, Samples, capability, splits_of
-from trainer.data.fingerprint import ContentHasher, evenly_spaced
+from trainer.data.cache import evenly_spaced
+from trainer.data.fingerprint import ContentHasher
 from trainer.data.loader import out_of_range_labels
 from trainer.doctor.context import CheckContext, Finding, Status, fail, ok, skipped, warning
 from trainer.errors import format_list
