@@ -1,7 +1,7 @@
 """What a command costs before it has anything to show: CPU seconds to the first step of ``fit``, and to the end of
 ``predict``, ``evaluate`` and ``plan``, beside importing what each cannot do without; and when its first line comes.
 
-``python benchmarks/start.py --rounds 3 [--beside CHECKOUT]``: three minutes on two cores, twice that beside another
+``python benchmarks/start.py --rounds 3 [--beside CHECKOUT]``: five minutes on two cores, twice that beside another
 checkout of this repository. Nothing is downloaded.
 """
 
@@ -19,19 +19,32 @@ from typing import Any
 
 from common import Record, commit, table, workplace
 
+TEXT = ["fit", "text_files", "--data.train_file", "reviews.csv", "--model.name", "base", "--data.max_length", "64"]
+TEXT += ["--model.weights", "base", "--model.tokenizer", "base"]
 IMPORTS = {
     "import torch": "import torch",
     "import torch, Fabric": "import torch, lightning.fabric",
     "import torch, torchvision": "import torch, torchvision",
+    "import torch, transformers": "import torch, transformers",
+    "load with transformers": "import transformers as t; t.AutoModelForSequenceClassification.from_pretrained('base')",
 }
+ONE_STEP = ["--max_steps", "1", "--run.evaluate", "false", "--run.dir", "{out}"]
 COMMANDS = {
-    "fit": ["fit", "vit_digits", "--max_steps", "1", "--run.evaluate", "false", "--run.dir", "{out}"],
+    "fit": ["fit", "vit_digits", *ONE_STEP],
+    "fit text": [*TEXT, *ONE_STEP],
     "predict": ["predict", "{run}", "--image", "{image}"],
+    "predict text": ["predict", "{run}-text", "--text", "a good film"],
     "evaluate": ["evaluate", "{run}"],
     "plan": ["plan", "vit_digits", "--gpu", "rtx-3060", "--out", "{out}"],
 }
-BARS = {"fit": ("import torch, Fabric", 1.25), "predict": ("import torch, torchvision", 1.1)}
+BARS = {
+    "fit": ("import torch", 1.8),
+    "fit text": ("import torch, transformers", 1.5),
+    "predict": ("import torch, torchvision", 1.1),
+    "predict text": ("import torch, transformers", 1.3),
+}
 """Of which imports a command may cost how many times."""
+KEYS = ("cpu_seconds", "cpu_seconds_to_end", "first_line_seconds")
 TICKS = os.sysconf("SC_CLK_TCK")
 
 
@@ -54,7 +67,8 @@ def measured(command: list[str], checkout: Path | None, work: Path, until: str =
         process.returncode = os.waitstatus_to_exitcode(status)
     if process.returncode != 0 or (until and seconds is None):
         raise SystemExit(f"{' '.join(command)} ended with {process.returncode}:\n{''.join(said)}")
-    found = {"cpu_seconds": usage.ru_utime + usage.ru_stime if seconds is None else seconds}
+    whole = usage.ru_utime + usage.ru_stime  # also of the prediction, which goes on beside the first steps
+    found = {"cpu_seconds": whole if seconds is None else seconds, "cpu_seconds_to_end": whole}
     return found if first is None else found | {"first_line_seconds": first}
 
 
@@ -72,10 +86,12 @@ def main() -> None:
     found: dict[str, list[dict[str, float]]] = defaultdict(list)
     with workplace(None) as work:
         image = _image(work)
+        _text(work)
         runs = {name: work / f"run-{name}" for name in checkouts}
         for name, checkout in checkouts.items():  # which also warms the disk's cache
-            fit = ["fit", "vit_digits", "--max_steps", "1", "--run.dir", str(runs[name])]
-            measured([sys.executable, "-m", "trainer", *fit], checkout, work)
+            for fit, run in ((["fit", "vit_digits"], runs[name]), (TEXT, f"{runs[name]}-text")):
+                fit = [*fit, "--max_steps", "1", "--run.dir", str(run)]
+                measured([sys.executable, "-m", "trainer", *fit], checkout, work)
         for turn in range(asked.rounds):
             for name, code in IMPORTS.items():
                 found[name].append(measured([sys.executable, "-c", code], None, work))
@@ -83,7 +99,7 @@ def main() -> None:
                 for name, checkout in checkouts.items():
                     places = {"out": work / f"{command}-{name}-{turn}", "run": runs[name], "image": image}
                     own = [sys.executable, "-m", "trainer", *(word.format(**places) for word in words)]
-                    until = "step 1/" if command == "fit" else ""
+                    until = "step 1/" if command.startswith("fit") else ""
                     found[f"{command}, {name}"].append(measured(own, checkout, work, until))
             record.write(seconds=_medians(found), runs=dict(found))
     medians = _medians(found)
@@ -93,11 +109,8 @@ def main() -> None:
     }
     bars = {command: {"of": of, "at_most": most, "ratio": ratios[command]} for command, (of, most) in BARS.items()}
     record.write(complete=True, bars=bars)
-    rows = [
-        [name, *(f"{row.get(key, float('nan')):.2f}" for key in ("cpu_seconds", "first_line_seconds"))]
-        for name, row in medians.items()
-    ]
-    print(table(["what", "CPU seconds", "first line after s"], rows).replace("nan", "–"))
+    rows = [[name, *(f"{row.get(key, float('nan')):.2f}" for key in KEYS)] for name, row in medians.items()]
+    print(table(["what", "CPU seconds", "to the end", "first line after s"], rows).replace("nan", "–"))
     for command, bar in bars.items():
         met = "ok" if bar["ratio"] <= bar["at_most"] else "MISSED"
         print(f"{command}: {bar['ratio']:.2f} × {bar['of']}, at most {bar['at_most']}: {met}")
@@ -105,6 +118,20 @@ def main() -> None:
 
 def _medians(found: dict[str, list[dict[str, float]]]) -> dict[str, dict[str, float]]:
     return {name: {key: round(median(row[key] for row in rows), 3) for key in rows[0]} for name, rows in found.items()}
+
+
+def _text(work: Path) -> None:
+    """Write a table of 200 reviews, and a DistilBERT of two small layers with its tokenizer."""
+    from transformers import DistilBertConfig, DistilBertForSequenceClassification
+
+    from trainer.models.byte_tokenizer import byte_tokenizer
+
+    tokenizer = byte_tokenizer()
+    sizes = {"dim": 32, "hidden_dim": 64, "n_heads": 4, "n_layers": 2, "max_position_embeddings": 64}
+    DistilBertForSequenceClassification(DistilBertConfig(len(tokenizer), **sizes)).save_pretrained(work / "base")
+    tokenizer.save_pretrained(work / "base")
+    rows = (f"a film number {number},{'good' if number % 2 else 'bad'}" for number in range(200))
+    (work / "reviews.csv").write_text("\n".join(["text,label", *rows]) + "\n")
 
 
 def _image(work: Path) -> Path:

@@ -35,7 +35,7 @@ with quick_imports():
     from trainer.run.setup import evaluation_session, training_session
     from trainer.run.training import Training
     from trainer.system.lock import RunLock
-    from trainer.system.status_line import show_status
+    from trainer.system.status_line import show_status, silence
     from trainer.system.text import escaped
 
 
@@ -118,6 +118,7 @@ def fit(recipe: Recipe, source: str | None = None) -> FinishedRun:
         RunStoppedError: if the run was asked to stop. Everything is saved, so the run can be resumed.
     """
     _require_recipe(recipe)
+    silence(source is None and not recipe.run.progress)  # a command prints its result in any case
     if needs_subprocess(recipe):
         return FinishedRun(recipe, fit_in_subprocess(recipe))
     with training_session(recipe, source) as session, session.watched(), ExitStack() as closing:
@@ -141,6 +142,8 @@ def fit(recipe: Recipe, source: str | None = None) -> FinishedRun:
 def _require_recipe(given: object) -> None:
     if isinstance(given, str | Path):
         fix = f"recipe, _ = trainer.load_recipe({str(given)!r}) loads a packaged recipe or a recipe file"
+        if Path(given).suffix in (".csv", ".tsv", ".jsonl", ".parquet") or Path(given).is_dir():
+            fix = f"trainer fit {given} finds settings for it, and Recipe(data=TextFiles(...)) names them"
         raise RecipeError(f"fit takes a Recipe, not {str(given)!r}: {fix}")
     if not isinstance(given, Recipe):
         raise RecipeError(f"fit takes a Recipe, not {type(given).__name__}: give Recipe(model=..., data=..., ...)")

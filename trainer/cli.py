@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import atexit
-import logging
 import os
 import sys
 import threading
@@ -198,18 +197,13 @@ def _importing(error: BaseException) -> str:
 
 
 def _silence_libraries() -> None:
-    """Suppress progress bars of libraries in log files, and warnings about classes that users do not control."""
-    logging.getLogger("torch.utils._pytree").addFilter(_drop_torchao_records)
+    """Suppress progress bars of libraries in log files, and a warning that users cannot act on."""
     # DDP warns about strides of dimensions of size 1 (class tokens, convolutions of one pixel), which have no effect.
     warnings.filterwarnings("ignore", message="Grad strides do not match bucket view strides")
     os.environ["MPLBACKEND"] = "agg"  # for files; matplotlib cannot be imported with an unknown backend
     if not sys.stderr.isatty():
         for library in ("HF_HUB", "HF_DATASETS"):  # read when the libraries are imported later
             os.environ.setdefault(f"{library}_DISABLE_PROGRESS_BARS", "1")
-
-
-def _drop_torchao_records(record: logging.LogRecord) -> bool:
-    return not any(str(getattr(value, "__module__", "")).startswith("torchao.") for value in record.args or ())
 
 
 def _dispatch(argv: list[str]) -> int:
@@ -231,7 +225,7 @@ def _dispatch(argv: list[str]) -> int:
     elif first == "--version":
         print(f"trainer {trainer.__version__}")
     else:
-        from trainer.settings import did_you_mean
+        from trainer.system.names import did_you_mean
 
         kind = "flag" if first.startswith("-") else "command"
         suggestion = did_you_mean(first.lstrip("-"), COMMANDS)

@@ -13,6 +13,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 from trainer.errors import RecipeError, deprecated
+from trainer.system.names import unknown_keyword
 from trainer.values import IGNORED_LABEL, Task
 
 if TYPE_CHECKING:
@@ -26,7 +27,24 @@ PADDING_MULTIPLE = 8
 """Texts are padded to a multiple of this many tokens, because tensor cores need it for full speed."""
 
 
-class OptionalAttributes:
+class Settings:
+    """Base class of dataclasses with settings, which suggests a name for an unknown keyword."""
+
+    if not TYPE_CHECKING:  # otherwise checkers would accept any keyword
+
+        def __new__(cls, *args: Any, **keywords: Any) -> Settings:
+            known = (
+                [field.name for field in dataclasses.fields(cls) if field.init]
+                if "__dataclass_fields__" in vars(cls)
+                else keywords
+            )
+            for name in keywords:
+                if name not in known:
+                    raise RecipeError(unknown_keyword(cls.__name__, name, known))
+            return super().__new__(cls)
+
+
+class OptionalAttributes(Settings):
     """Base class with typed attributes that a subclass may define. A missing one has its value in ``DEFAULTS``. The
     defaults are not class attributes: a dataclass would use those as defaults of its fields with the same names."""
 

@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import KW_ONLY, dataclass, field
 from typing import Any, ClassVar, Literal, TypeVar, get_origin
 
-from trainer.contract import Data, Metric, Model, OptionalAttributes
+from trainer.contract import Data, Metric, Model, OptionalAttributes, Settings
 from trainer.errors import RecipeError, require, require_choice, require_positive, suggest_name
 from trainer.system.field_types import require_types
 from trainer.system.text import parse_budget, parse_duration
@@ -240,7 +240,7 @@ class Optim(OptionalAttributes):
 
 
 @dataclass(frozen=True)
-class Memory:
+class Memory(Settings):
     """Settings of memory. The plan resolves the open ones. See docs/techniques.md for the cost of each.
 
     Args:
@@ -321,7 +321,7 @@ class Memory:
 
 
 @dataclass(frozen=True)
-class Checkpoint:
+class Checkpoint(Settings):
     """When the state of training is saved, so that the run can be resumed. See docs/checkpoints.md.
 
     Args:
@@ -476,7 +476,7 @@ class Run(OptionalAttributes):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Recipe:
+class Recipe(Settings):
     """Everything that defines a run.
 
     Args:

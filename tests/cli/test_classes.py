@@ -52,8 +52,9 @@ def recipe_of(calls, *words):
 
 @pytest.mark.usefixtures("own_module")  # for its working directory
 def test_a_class_of_this_package_has_its_own_flags_and_defaults(recipe_file, calls, capsys):
-    for part in ("train", "test"):
-        Path("photos", part, "cat").mkdir(parents=True)
+    for place in (Path("photos", part, name) for part in ("train", "test") for name in ("cat", "dog")):
+        place.mkdir(parents=True)
+        (place / "1.png").touch()
     recipe = recipe_of(calls, recipe_file, "--data", "ImageFolder", "--data.root=photos", "--model=MLP", "--epochs", 3)
     assert (recipe.data, recipe.model, recipe.epochs) == (ImageFolder("photos"), MLP(), 3)
     assert recipe_of(calls, recipe_file, "--data.class", "Digits").data == Digits()
@@ -76,7 +77,7 @@ def test_a_class_of_this_package_has_its_own_flags_and_defaults(recipe_file, cal
 )
 def test_yaml_says_it_too_and_what_is_printed_gives_the_same_recipe_back(calls, capsys, monkeypatch, tmp_path, text):
     monkeypatch.chdir(tmp_path)
-    Path("a.csv").touch()
+    Path("a.csv").write_text("text,body,label\na,b,0\nc,d,1\n")
     path, again = tmp_path / "own.yaml", tmp_path / "again.yaml"
     path.write_text(text)
     wanted = TextFiles("a.csv")

@@ -154,7 +154,7 @@ BROKEN = {
     "empty.csv": ("", "has no rows: add some"),
     "header.csv": ("text,label\n", "has no rows: add some"),
     "broken.jsonl": ("{", "cannot be read as jsonl"),
-    "list.jsonl": ("[1]\n", "a line is not a JSON object"),
+    "list.jsonl": ("[1]\n", "line 1 is not a JSON object"),
     "bad.parquet": ("no parquet", "cannot be read as parquet"),
     "numbers.csv": ("a,b\n1,2\n", "no column looks like texts; it has 'a', 'b': name one by --data.text_column"),
 }

@@ -160,11 +160,12 @@ def test_files_that_are_missing_or_malformed_are_named(tmp_path, tokenizer):
     for name, content in (
         ("a.jsonl", '{"text": "x", "label": 1}\n{"text": '),
         ("a.csv", 'text,label\n"x,1\n'),
-        ("b.csv", ""),
         ("a.parquet", "no parquet"),
     ):
         (tmp_path / name).write_text(content)
         refused(f"{tmp_path}/{name} cannot be read as", files(tmp_path / name), tokenizer)
+    (tmp_path / "b.csv").touch()
+    refused(f"{tmp_path}/b.csv has no rows", files(tmp_path / "b.csv"), tokenizer)
 
 
 def test_a_review_that_is_not_utf8_is_named(tmp_path, tokenizer):

@@ -27,9 +27,9 @@ from trainer.contract import Packable, Preparable, capability
 from trainer.errors import RecipeError, require, require_choice, require_positive
 from trainer.recipe import DecidedPrecision, Recipe
 from trainer.report.progress import Progress, warn
-from trainer.settings import did_you_mean
 from trainer.system.environment import is_local_rank_zero
 from trainer.system.files import read_regular, room_in, scratch_folder, staged_file
+from trainer.system.names import did_you_mean
 from trainer.system.status_line import show_status
 from trainer.system.text import escaped
 from trainer.values import IGNORED_LABEL, Task

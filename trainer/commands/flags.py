@@ -22,9 +22,10 @@ from trainer.commands import NO_FLAGS, RECIPE_FLAGS, CommandFlags
 from trainer.commands.classes import SWAPPABLE_SECTIONS, known_classes
 from trainer.errors import RecipeError, require, suggest_name
 from trainer.recipe import UNSUPPORTED_VALUES, VALUE_ALIASES, VALUE_SUGGESTIONS, Recipe
-from trainer.settings import did_you_mean, foreign_switch, settings_of
+from trainer.settings import settings_of
 from trainer.system.error_reports import describe_error
 from trainer.system.files import read_regular
+from trainer.system.names import did_you_mean, foreign_switch
 
 SWITCHES = ("help", *RECIPE_FLAGS.switches)
 

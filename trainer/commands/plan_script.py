@@ -13,8 +13,8 @@ from trainer.errors import RunError, require
 from trainer.fakegpu import script as scripts
 from trainer.fakegpu.gpus import gpu_named
 from trainer.report.summary import versions
-from trainer.settings import did_you_mean
 from trainer.system.files import write_atomic
+from trainer.system.names import did_you_mean
 from trainer.system.redact import redact_value, redact_words
 from trainer.system.text import escaped, parse_budget, wrapped
 

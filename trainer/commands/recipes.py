@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import os
-import re
 import sys
 import traceback
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import fields, is_dataclass
 from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
-from types import ModuleType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from trainer.commands import NO_FLAGS, RECIPE_FLAGS, TRUST_RECIPE, CommandFlags
@@ -18,10 +15,11 @@ from trainer.commands.classes import SWAPPABLE_SECTIONS, require_settings, split
 from trainer.commands.own_data import TABLES, infer, is_own_data
 from trainer.contract import Data, Model
 from trainer.errors import MissingArgumentError, RecipeError, require, safe_message
-from trainer.recipe import Checkpoint, Memory, Optim, Recipe, Run
-from trainer.settings import CLASS, change, did_you_mean, dump_recipe, settings_of
+from trainer.recipe import Optim, Recipe
+from trainer.settings import CLASS, change, dump_recipe, settings_of
 from trainer.system.environment import is_first_process
 from trainer.system.files import default_folder, make_folder
+from trainer.system.names import did_you_mean
 from trainer.system.redact import refuse_redacted
 from trainer.system.text import escaped, wrapped
 
@@ -151,7 +149,6 @@ def import_recipe(path: Path) -> Recipe:
             raise
         what = "" if isinstance(error, RecipeError) else f"{type(error).__name__}: "
         what += safe_message(error)
-        what += _suggest_keyword(error, module) if isinstance(error, TypeError) else ""
         lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == str(path)]
         if isinstance(error, SyntaxError) and error.filename == str(path):
             lines = [error.lineno]
@@ -161,19 +158,6 @@ def import_recipe(path: Path) -> Recipe:
     if not isinstance(recipe, Recipe):
         raise RecipeError(f"recipe {path}: recipe is a {type(recipe).__name__}, not a trainer.Recipe")
     return recipe
-
-
-def _suggest_keyword(error: TypeError, module: ModuleType) -> str:
-    """Suggest the intended keyword, or the class that has it, if ``error`` reports an unknown keyword argument."""
-    found = re.search(r"(\w+)\.__init__\(\) got an unexpected keyword argument '(\w+)'", str(error))
-    kind = getattr(module, found[1], None) if found else None
-    if found is None or not isinstance(kind, type) or not is_dataclass(kind):
-        return ""
-    names = [field.name for field in fields(kind)]
-    having = [other.__name__ for other in (Optim, Memory, Checkpoint, Run) if found[2] in other.__dataclass_fields__]
-    if having and kind is Recipe:
-        return f"; it is {' and '.join(having)} that has {found[2]}"
-    return did_you_mean(found[2], names) or f"; it takes {', '.join(names)}"
 
 
 def _source_path(source: str) -> Path:

@@ -40,6 +40,7 @@ from trainer.errors import RecipeError, require, suggest_name
 from trainer.system.child_jobs import Bounded, ChildError
 from trainer.system.environment import is_local_rank_zero
 from trainer.system.files import read_regular
+from trainer.system.status_line import say
 from trainer.system.text import escaped
 from trainer.values import IGNORED_LABEL
 
@@ -611,7 +612,7 @@ class TruncationReport:
         if int((learned & ~first).sum()):
             said += f", in {int(learned.sum()):,} pieces of at most {self.max_length:,}"
         if is_local_rank_zero():
-            print(escaped(said), flush=True)
+            say(escaped(said))
         cut = learned & (lost > 0)
         fix = f"raise data.max_length={self.max_length}"
         self._report_split(part, every, cut, f"are truncated, by {int(lost[cut].sum()):,} tokens: {fix}")

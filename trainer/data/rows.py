@@ -31,6 +31,17 @@ KINDS = {
 """By suffix: the reader of ``datasets``, the number of the first row, and how rows are counted."""
 
 NO_ROWS = "add some, or give another file"
+COMPRESSED = "{} is compressed or an archive: unpack it first, and check its content"
+ARCHIVES = (
+    b"PK\x03\x04",
+    b"\x1f\x8b",
+    b"BZh",
+    b"\xfd7zXZ",
+    b"Rar!",
+    b"7z\xbc\xaf",
+    b"\x28\xb5\x2f\xfd",
+    b"\x04\x22\x4d\x18",
+)
 MAX_SHOWN_GAPS = 5  # max number of rows with a gap that are named
 MAX_ROWS = 1_000  # of a first look
 MAX_BYTES = 4_000_000  # of a first look; takes a tenth of a second
@@ -184,6 +195,7 @@ def first_rows(path: Path, written: CsvFormat = AUTO_FORMAT, most: int = MAX_ROW
         RecipeError: if the file has no rows or cannot be read, with the message of its full reader.
     """
     kind = path.suffix.lower()
+    _reject_archive(path)
     read = {"parquet": _first_of_parquet, "json": _first_of_json}.get(KINDS[kind][0], partial(_first_of_csv, written))
     try:
         found = read(path, most)
@@ -193,6 +205,13 @@ def first_rows(path: Path, written: CsvFormat = AUTO_FORMAT, most: int = MAX_ROW
         raise RecipeError(f"{path} cannot be read as {kind[1:]} ({root_cause(error)}): fix the file") from error
     require(len(found.rows) > 0, f"{path} has no rows: {NO_ROWS}")
     return found
+
+
+def _reject_archive(path: Path) -> None:
+    with open_regular(path) as file:
+        start = file.read(262)
+    if start.startswith(ARCHIVES) or start[257:] == b"ustar":
+        raise RecipeError(COMPRESSED.format(path))
 
 
 def _first_of_csv(written: CsvFormat, path: Path, most: int) -> FirstRows:
@@ -205,15 +224,24 @@ def _first_of_csv(written: CsvFormat, path: Path, most: int) -> FirstRows:
     require_line_length("the header", header.encode())
     limit = csv.field_size_limit(MAX_LINE_BYTES)
     try:
-        reader = csv.DictReader(io.StringIO(text, newline=""), delimiter=written.separator or separator_of(header))
-        rows = list(islice(reader, most))
-        columns = list(reader.fieldnames or ())
+        separator = written.separator or separator_of(header)
+        rows, columns = _parse_csv(text, separator, most, strict=whole)
     finally:
         csv.field_size_limit(limit)  # is global, and other readers of untrusted files rely on it
     twice = sorted({name for name in columns if name and columns.count(name) > 1}) if len(columns) < MAX_COLUMNS else []
     if twice:
         raise ValueError(f"the column {twice[0]!r} is twice in the header")
     return FirstRows(rows, columns, whole and len(rows) < most)
+
+
+def _parse_csv(text: str, separator: str, most: int, strict: bool) -> tuple[list[dict[str, Any]], list[str]]:
+    reader = csv.DictReader(io.StringIO(text, newline=""), delimiter=separator, strict=strict)
+    try:
+        return list(islice(reader, most)), list(reader.fieldnames or ())
+    except csv.Error as error:
+        if strict and "end of data" not in str(error):  # pandas accepts the rest
+            return _parse_csv(text, separator, most, strict=False)
+        raise ValueError("a quotation mark is never closed") from error
 
 
 def _first_of_json(path: Path, most: int) -> FirstRows:

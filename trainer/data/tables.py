@@ -25,6 +25,7 @@ from trainer.data.base import MAX_LINE_BYTES, root_cause, separator_of
 from trainer.data.cache import cache_folder, checksums, hash_of, inspect_cached
 from trainer.data.rows import (
     AUTO_FORMAT,
+    COMPRESSED,
     KINDS,
     MAX_COLUMNS,
     NO_ROWS,
@@ -143,7 +144,7 @@ def _documents(paths: Sequence[str], encoding: str) -> Iterator[dict[str, str]]:
 def _reject_decompression_bombs(path: Path, kind: str) -> None:
     """Reject archives and oversized content before datasets reads the file: a few kB can expand to gigabytes."""
     if Extractor.infer_extractor_format(path) is not None:  # datasets would unpack it, regardless of its name
-        raise RecipeError(f"{path} is compressed or an archive: unpack it first, and check its content")
+        raise RecipeError(COMPRESSED.format(path))
     for _ in iter_json_lines(path) if kind == ".jsonl" else ():
         pass
     if kind == ".parquet":

@@ -27,6 +27,7 @@ from trainer.data.rows import (
 )
 from trainer.errors import RecipeError, format_list, require, require_choice, require_positive
 from trainer.system.environment import is_local_rank_zero
+from trainer.system.status_line import say
 from trainer.system.text import escaped
 from trainer.values import DataSpec
 
@@ -188,7 +189,7 @@ class _TokenizedDataset(ClassWeightedDataset, Texts):
         if is_local_rank_zero():
             for part, one in (("train", self.train), ("val", self.val), ("test", self.test)):
                 if one is not None and (part == "test" or self._known_classes is None):
-                    print(escaped(f"data: {part}: {self._summary(one)}"), flush=True)
+                    say(escaped(f"data: {part}: {self._summary(one)}"))
 
     def _summary(self, split: Tokens) -> str:
         """Describe a split in a line: texts, truncated texts and, of classes, how many texts each has."""

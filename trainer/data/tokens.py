@@ -24,6 +24,7 @@ from trainer.data.labels import RowLabels, parse_labels, parse_numbers, parse_ta
 from trainer.data.rows import RowSource, check_columns, has_text, is_missing, reject_gaps, reject_label
 from trainer.errors import RecipeError, require
 from trainer.system.environment import is_local_rank_zero
+from trainer.system.status_line import say
 from trainer.system.text import escaped
 from trainer.values import IGNORED_LABEL, Task
 
@@ -320,7 +321,7 @@ def complete_rows(table: datasets.Dataset, rows: RowSource, missing: Missing) ->
         return range(len(table))
     cause = reject_gaps(gaps, len(table), rows.describe, missing)
     if is_local_rank_zero():
-        print(escaped(f"data: leaving out rows: {cause}"), flush=True)
+        say(escaped(f"data: leaving out rows: {cause}"))
     return np.flatnonzero(~is_gap).tolist()
 
 

@@ -20,10 +20,11 @@ from trainer.lab.measured_run import CPU, MALLOC_TRIM_ENV, Trial, probe_machine,
 from trainer.memory.knobs import KNOBS, Knob, KnobValue
 from trainer.recipe import Memory, Recipe
 from trainer.report.summary import versions
-from trainer.settings import did_you_mean, settings_of
+from trainer.settings import settings_of
 from trainer.system import status_line
 from trainer.system.files import write_atomic
 from trainer.system.machine import cores
+from trainer.system.names import did_you_mean
 from trainer.system.redact import redact_words
 from trainer.system.text import GB, as_text, escaped, format_bytes
 

@@ -15,10 +15,10 @@ from typing import Any
 
 from trainer.checkpoint.manifest import CorruptCheckpointError, verify_text_file
 from trainer.errors import RecipeError, require
-from trainer.settings import did_you_mean
 from trainer.system.error_reports import describe_error
 from trainer.system.files import open_regular, read_json_object
 from trainer.system.lock import NAME as LOCK
+from trainer.system.names import did_you_mean
 from trainer.system.processes import ProcessId
 from trainer.system.text import align_columns, as_text, escaped
 

@@ -27,12 +27,13 @@ from trainer.errors import RecipeError, RunError, require, require_package
 from trainer.lab.find_lr import as_words, find_lr
 from trainer.lab.measured_run import CPU, Trial, probe_machine, run_trial
 from trainer.recipe import HIGHER_IS_BETTER, Recipe
-from trainer.settings import did_you_mean, settings_of
+from trainer.settings import settings_of
 from trainer.system import status_line
 from trainer.system.error_reports import describe_error
 from trainer.system.files import make_folder, read_json_object, write_atomic
 from trainer.system.lock import RunLock
 from trainer.system.machine import cores
+from trainer.system.names import did_you_mean
 from trainer.system.redact import redact_words
 from trainer.system.text import align_columns, escaped
 

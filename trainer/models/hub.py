@@ -19,6 +19,7 @@ from trainer.system.environment import is_first_process
 from trainer.system.files import read_json_object, require_regular, room_in
 from trainer.system.hub import offline_advice, offline_reason, warn_offline_cache
 from trainer.system.imports import quick_imports
+from trainer.system.status_line import say
 from trainer.system.text import escaped
 from trainer.values import PretrainedWeights
 from trainer.weights.blocks import disable_kv_cache, find_blocks
@@ -293,7 +294,7 @@ class HubModel(SupportsLoRA, Preparable):
         if new and is_first_process():
             from trainer.weights.files import format_names
 
-            print(escaped(f"weights of {weights}; new in the model: {format_names(sorted(new))}"), flush=True)
+            say(escaped(f"weights of {weights}; new in the model: {format_names(sorted(new))}"))
         module = self.adapt(self._finalize_module(module.to(torch.get_default_device())))
         self.draw_new(module, _initialise, new)
         return module

@@ -18,8 +18,9 @@ from trainer.memory.knobs import KNOBS
 from trainer.recipe import Recipe
 from trainer.run.collectives import broadcast_json
 from trainer.run.session import Session
-from trainer.settings import did_you_mean, settings_of
+from trainer.settings import settings_of
 from trainer.system.files import hash_file
+from trainer.system.names import did_you_mean
 from trainer.system.redact import redact_value
 from trainer.system.status_line import show_status
 

@@ -19,6 +19,7 @@ from trainer.settings import class_spec, dump_recipe, settings_of
 from trainer.system.error_reports import ERROR, FailureReason
 from trainer.system.files import default_folder, write_atomic
 from trainer.system.processes import ProcessSession, trainer_command
+from trainer.system.status_line import say
 
 ALONE = "train on one device (Run(devices=1)), or write the recipe to a .py file and start trainer fit FILE.py"
 
@@ -70,7 +71,7 @@ def _relayed(process: subprocess.Popen[str], said: FailureReason) -> int:
             for line in process.stdout or ():
                 said.add_line(line)
                 if ERROR not in line:
-                    print(line, end="", flush=True)
+                    say(line.removesuffix("\n"))
             return process.wait()
         except KeyboardInterrupt:  # noqa: PERF203
             process.send_signal(signal.SIGINT)

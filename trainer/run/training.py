@@ -54,7 +54,7 @@ from trainer.run.run_prediction import PredictionListener
 from trainer.run.session import Session, training_windows
 from trainer.run.state import RNGState, RunState, TensorState, seed_random_state
 from trainer.system.error_reports import describe_error
-from trainer.system.status_line import show_status
+from trainer.system.status_line import say, show_status
 
 
 @dataclass(frozen=True)
@@ -225,12 +225,10 @@ class Training:
                 close_loggers(self.loggers, status)
                 write_results(session, parts.stack.module, state, summary, result)
         if session.is_first:
-            if result is not None:
-                print(report_text(result, session.recipe.data))
-            writes = recipe.model.task == "language"
-            print(summary_text(summary, session.run_dir, writes))
-            if parts.profile is not None and parts.profile.summary:
-                print(parts.profile.summary)
+            report = [] if result is None else [report_text(result, recipe.data)]
+            report.append(summary_text(summary, session.run_dir, writes=recipe.model.task == "language"))
+            profiled = parts.profile.summary if parts.profile else ""
+            say("\n".join([*report, *filter(None, [profiled])]))
         session.fabric.barrier()
         return summary
 

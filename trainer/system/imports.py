@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import logging
 import operator
 import os
 import sys
@@ -46,6 +47,7 @@ def quick_imports() -> Iterator[None]:
             return bool(imports.RequirementCache(f"torchmetrics>={version}"))
         return compare(package, op, version, use_base_version)
 
+    logging.getLogger("torch.utils._pytree").addFilter(_drop_torchao_records)
     collects = gc.isenabled()
     gc.disable()
     imports.compare_version = compare_installed
@@ -57,3 +59,7 @@ def quick_imports() -> Iterator[None]:
             gc.freeze()
             gc.unfreeze()  # moves the modules to the oldest generation, which is rarely collected
             gc.enable()
+
+
+def _drop_torchao_records(record: logging.LogRecord) -> bool:
+    return not any(str(getattr(value, "__module__", "")).startswith("torchao.") for value in record.args or ())

@@ -15,6 +15,7 @@ UPDATE_INTERVAL = 1.8  # minimum time between two lines
 
 _subject = ""
 _last = 0.0
+_silent = False
 
 
 def start_status(subject: str, environment: Mapping[str, str] = os.environ) -> None:
@@ -38,3 +39,15 @@ def clear_status() -> None:
     """Disable status lines: the command prints its own output from now on."""
     global _subject
     _subject = ""
+
+
+def silence(silent: bool) -> None:
+    """Let :func:`say` print nothing, or again what it is given."""
+    global _silent
+    _silent = silent
+
+
+def say(text: str) -> None:
+    """Print ``text`` about a run on standard output."""
+    if not _silent:
+        print(text, flush=True)
