@@ -128,7 +128,9 @@ def _text(work: Path) -> None:
 
     tokenizer = byte_tokenizer()
     sizes = {"dim": 32, "hidden_dim": 64, "n_heads": 4, "n_layers": 2, "max_position_embeddings": 64}
-    DistilBertForSequenceClassification(DistilBertConfig(len(tokenizer), **sizes)).save_pretrained(work / "base")
+    DistilBertForSequenceClassification(DistilBertConfig(vocab_size=len(tokenizer), **sizes)).save_pretrained(
+        work / "base"
+    )
     tokenizer.save_pretrained(work / "base")
     rows = (f"a film number {number},{'good' if number % 2 else 'bad'}" for number in range(200))
     (work / "reviews.csv").write_text("\n".join(["text,label", *rows]) + "\n")

@@ -6,8 +6,11 @@ import dataclasses
 import importlib
 import itertools
 import json
+import os
 import re
 import shlex
+import subprocess
+import sys
 from concurrent.futures import ProcessPoolExecutor
 from functools import partial
 from pathlib import Path
@@ -48,7 +51,7 @@ def test_a_model_of_ones_own_runs_as_written(tmp_path):
     done = python("spirals.py", "--run.dir", "out", "--model.width", "32", "--data.size", "450", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     assert "status" in done.stdout
-    accuracy = float(re.search(r"test accuracy +([\d.]+)", done.stdout)[1])
+    accuracy = float(re.search(r"test +accuracy ([\d.]+)", done.stdout)[1])
     assert accuracy > 80
 
 
@@ -78,6 +81,27 @@ def test_the_loop_of_ones_own_runs_as_written():
     exec(blocks("docs/techniques.md")[0], names)
     assert inner == {"steps": 1}  # 12 micro-batches: a window of 8, and the flushed rest
     assert not torch.equal(model.weight, before)
+
+
+@pytest.mark.slow
+def test_the_examples_pass_a_strict_type_checker(tmp_path):
+    """The package is typed (py.typed), so the examples of the pages are checked as a user's own code would be."""
+    pytest.importorskip("mypy")
+    fragments = {"techniques"}  # a loop whose names the reader has
+    for page in [ROOT / "README.md", *(ROOT / "docs").rglob("*.md")]:
+        if (found := blocks(page)) and page.stem not in fragments:
+            for number, text in enumerate(["\n".join(found)] if page.stem == "your-own-model" else found):
+                (tmp_path / f"{page.stem.replace('-', '_')}_{number}.py").write_text(text)
+    files = sorted(map(str, tmp_path.glob("*.py")))
+    assert len(files) > 8
+    flags = ["--strict", "--ignore-missing-imports", "--follow-imports=silent", "--cache-dir", str(tmp_path / "cache")]
+    flags += ["--disable-error-code", "no-untyped-call"]  # torch's Tensor.backward has no annotations
+    command = [sys.executable, "-m", "mypy", *flags, *files]
+    done = subprocess.run(
+        command, cwd=tmp_path, capture_output=True, text=True, check=False, env={**os.environ, "MYPYPATH": str(ROOT)}
+    )
+    assert done.returncode == 0, done.stdout
+    assert (ROOT / "trainer" / "py.typed").is_file()
 
 
 @pytest.mark.slow

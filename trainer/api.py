@@ -35,7 +35,7 @@ with quick_imports():
     from trainer.run.setup import evaluation_session, training_session
     from trainer.run.training import Training
     from trainer.system.lock import RunLock
-    from trainer.system.status_line import show_status, silence
+    from trainer.system.status_line import show_status, silence, start_clock
     from trainer.system.text import escaped
 
 
@@ -119,6 +119,7 @@ def fit(recipe: Recipe, source: str | None = None) -> FinishedRun:
     """
     _require_recipe(recipe)
     silence(source is None and not recipe.run.progress)  # a command prints its result in any case
+    start_clock(keep=source is not None)
     if needs_subprocess(recipe):
         return FinishedRun(recipe, fit_in_subprocess(recipe))
     with training_session(recipe, source) as session, session.watched(), ExitStack() as closing:

@@ -77,6 +77,7 @@ class Summary:
     data_share: float = 0.0
     mfu: float | None = None
     seconds: float  # wall time of training
+    total_seconds: float | None = None  # wall time since the command or fit() began, until results are written
     versions: Mapping[str, str | None]  # versions of Python and the libraries
     data: Mapping[str, Any] = field(default_factory=dict)
     """The ``class`` of the data, the number of samples of ``train``, ``val`` and ``test``, and the ``fingerprint`` of
@@ -133,13 +134,48 @@ def summary_rows(summary: Summary) -> list[tuple[str, str]]:
 
 
 def summary_text(summary: Summary, run_dir: Path, writes: bool = False) -> str:
-    """Return the text for the end of a run, with its files and, for a model that ``writes``, a command to show it."""
+    """Return the lines for the end of a run, with its files and, for a model that ``writes``, a command to show it."""
     files = ", ".join(sorted(file.name for file in run_dir.iterdir() if file.name[0] != "."))
-    rows = [*summary_rows(summary), ("files", f"{run_dir}: {files}")]
+    rows = [*_brief_rows(summary), ("files", f"{run_dir}: {files}")]
     if writes and summary.status == "finished":
         rows.append(("what it writes", f"trainer predict {shlex.quote(str(run_dir))} --text TEXT"))
     width = max(len(label) for label, _ in rows)
     return "\n".join(escaped(f"{label:<{width}}  {value}") for label, value in rows)
+
+
+def _brief_rows(summary: Summary) -> list[tuple[str, str]]:
+    """Return what a user wants to know first; ``summary.json`` and ``report.html`` have the rest."""
+    rows, total = dict(summary_rows(summary)), summary.total_seconds
+    trained = f"{_number(summary.seconds, ',.1f')} s of training"
+    speed = Speed(*(getattr(summary, name) for name in Speed._fields)).describe(0.0)
+    return [
+        (
+            "status",
+            f"{summary.status} after {rows['steps']} steps: {trained}{f', {total:,.1f} s in all' if total else ''}",
+        ),
+        *(
+            (split, ", ".join(f"{name} {_metric(name, value)}" for name, value in of_split.items()))
+            for split, of_split in summary.metrics.items()
+        ),
+        *((label, rows[label]) for label in ("model/",) if label in rows),
+        ("speed", f"{', '.join(speed)}; {rows['batch']}"),
+        ("memory", _brief_memory(summary.memory)),
+        *((label, rows[label]) for label in ("kernels",) if label in rows),
+    ]
+
+
+def _brief_memory(memory: Mapping[str, Any]) -> str:
+    values = {key: memory.get(f"{key}_gb") for key in ("reserved", "allocated", "host_peak", "host_idle")}
+    known = {key: format_bytes(value * GB) for key, value in values.items() if value}
+    predicted, error = memory.get("predicted_reserved_gb"), memory.get("prediction_error")
+    expected = f", predicted {format_bytes(predicted * GB)}" if predicted is not None else ""
+    if "reserved" in known:
+        share = f" ({100 * error:+.1f} %)" if error is not None else ""
+        return f"{known['reserved']} reserved{expected}{share}, {known.get('allocated', '0 MB')} allocated"
+    if "host_idle" in known and "host_peak" in known:
+        above = format_bytes((memory["host_peak_gb"] - memory["host_idle_gb"]) * GB)
+        return f"{above} of host memory for training{expected}; {known['host_peak']} with Python and libraries"
+    return _memory(memory)
 
 
 def _kept(summary: Summary) -> str:

@@ -54,7 +54,7 @@ from trainer.run.run_prediction import PredictionListener
 from trainer.run.session import Session, training_windows
 from trainer.run.state import RNGState, RunState, TensorState, seed_random_state
 from trainer.system.error_reports import describe_error
-from trainer.system.status_line import say, show_status
+from trainer.system.status_line import elapsed, say, show_status
 
 
 @dataclass(frozen=True)
@@ -259,6 +259,7 @@ class Training:
             memory=memory,
             **parts.stopwatch.speed._asdict(),
             seconds=parts.stopwatch.seconds,
+            total_seconds=elapsed(),
             versions=versions(),
             data=self._data(status == "finished"),
             attention=parts.attention,

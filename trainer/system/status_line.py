@@ -16,15 +16,14 @@ UPDATE_INTERVAL = 1.8  # minimum time between two lines
 _subject = ""
 _last = 0.0
 _silent = False
+_began: float | None = None
 
 
 def start_status(subject: str, environment: Mapping[str, str] = os.environ) -> None:
     """Enable status lines that start with ``subject``; only on the first rank, and not in notebooks."""
-    global _subject, _last
-    _subject, _last = (
-        redact(subject) if is_first_process(environment) and sys.stderr is sys.__stderr__ else "",
-        float("-inf"),
-    )
+    global _subject, _last, _began
+    is_shown = is_first_process(environment) and sys.stderr is sys.__stderr__
+    _subject, _last, _began = redact(subject) if is_shown else "", float("-inf"), time.monotonic()
 
 
 def show_status(what: str) -> None:
@@ -51,3 +50,14 @@ def say(text: str) -> None:
     """Print ``text`` about a run on standard output."""
     if not _silent:
         print(text, flush=True)
+
+
+def start_clock(keep: bool) -> None:
+    """Start to count the seconds of a run; with ``keep``, they are counted from the start of the command."""
+    global _began
+    _began = _began if keep and _began is not None else time.monotonic()
+
+
+def elapsed() -> float | None:
+    """Return the seconds since the start of the run, if they are counted."""
+    return None if _began is None else time.monotonic() - _began
