@@ -225,11 +225,9 @@ def test_what_is_said_of_predictions_is_what_was_found():
     for row in json.loads((results / "planner_cpu.json").read_text())["rows"]:
         cells = (row["name"], f"{row['measured_gb']:.3f}", f"{row['predicted_gb']:.3f}", f"{100 * row['error']:+.1f} %")
         assert any(all(cell in line for cell in cells) for line in page.splitlines()), row
-    claim = r"Thirteen published peaks of torch 2.4 to 2.6.*?median error of ([\d.]+) %, the worst ([\d.]+) %"
-    claimed = re.search(claim, readme.replace("\n", " ")).groups()
+    claimed = re.search(r"On (\d+) published runs it is within ([\d.]+) %", readme.replace("\n", " ")).groups()
     summary = found["summary"]["torch 2.4 to 2.6"]
-    assert summary["rows"] == 13
-    assert tuple(f"{100 * summary[name]:.1f}" for name in ("median", "worst")) == claimed
+    assert (str(summary["rows"]), f"{100 * summary['worst']:.1f}") == claimed
     assert found["summary"]["torch 2.1, in sample"]["rows"] == 10
     assert found["summary"]["torch 2.1, in sample"]["worst"] < 0.03
 
