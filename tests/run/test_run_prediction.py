@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import time
 from types import SimpleNamespace
 
 import pytest
@@ -14,6 +15,7 @@ from helpers.warm import python
 from trainer import Memory, Recipe, RecipeError, Run
 from trainer.api import fit
 from trainer.commands.recipes import load_recipe
+from trainer.engine.events import Counters
 from trainer.errors import RunError
 from trainer.fakegpu.gpus import host_as_device
 from trainer.launching.world import World
@@ -21,6 +23,7 @@ from trainer.memory.plan import decide_plan
 from trainer.planner.knobs import apply_settings, combinations, free_knobs, is_sensible, micro_batch_sizes, wants_plan
 from trainer.planner.report import Candidate
 from trainer.run.run_prediction import (
+    PredictionListener,
     RunPrediction,
     _awaited,
     _search,
@@ -303,3 +306,33 @@ def test_what_the_search_has_predicted_is_not_predicted_again_and_the_network_is
     assert (outlook.child, outlook.prediction) == (None, chosen.prediction)
     _search(auto, World("python", "cpu", 2, nodes=2), said.append)
     assert said[-1] == "planner: assumes ib-hdr between the nodes; trainer plan --interconnect compares others"
+
+
+def slow_failure() -> None:
+    time.sleep(0.5)
+    failing()
+
+
+def test_a_late_prediction_is_shown_once_and_at_the_latest_after_the_last_step() -> None:
+    shown: list[str] = []
+    outlook = RunPrediction(ChildJob(slow_failure), host_as_device(), 10**9, first=False)
+    listener = PredictionListener(outlook, shown.append)
+    listener.on_step(Counters(), None)
+    listener.on_fit_end(Counters())
+    listener.on_fit_end(Counters())
+    (line,) = shown
+    assert line.startswith("predicted peak: unknown: ValueError: this model cannot be traced")
+    outlook.close()
+
+
+@pytest.mark.slow
+def test_a_text_model_is_predicted_when_the_micro_batch_is_open(tmp_path) -> None:
+    """Its positions are real tensors also in a plan, and the rehearsal restores them."""
+    table = tmp_path / "r.csv"
+    table.write_text("text,label\n" + "".join(f"word number {n},{n % 2}\n" for n in range(40)))
+    flags = ["--model.name=distilbert", "--model.config={n_layers: 1, dim: 32, n_heads: 2, hidden_dim: 32}"]
+    flags += ["--model.tokenizer=bytes", "--model.weights=null", "--data.max_length=32", "--max_steps=1"]
+    flags += ["--memory.micro_batch_size=auto", f"--run.dir={tmp_path / 'run'}", f"--data.cache_dir={tmp_path / 'c'}"]
+    done = python("-m", "trainer", "fit", "text_files", f"--data.train_file={table}", *flags)
+    assert done.returncode == 0, done.stderr
+    assert re.search(r"predicted peak: \d+ MB of host memory", done.stdout + done.stderr), done.stderr

@@ -239,6 +239,7 @@ def start_prediction(recipe: Recipe, plan: Plan, world: World, known: Prediction
         return RunPrediction(None, device, limit, first, known, None if known else IN_A_GROUP)
 
     def predict() -> dict[str, Any]:
+        os.environ["TOKENIZERS_PARALLELISM"] = "false"  # its threads do not exist in a fork
         if not first:
             os.nice(10)  # it competes with training
         is_prepared = recipe.data.train is not None
@@ -260,6 +261,8 @@ class PredictionListener(Listener):
 
     def on_fit_end(self, counters: Counters) -> None:
         self._show(PATIENCE)
+        if not self.prediction.wait(0.0) and self.prediction.failure is None:
+            self.show("predicted peak: unknown: the prediction takes longer than the run")
 
     def _show(self, seconds: float) -> None:
         for line in self.prediction.lines(seconds):
