@@ -240,8 +240,6 @@ def start_prediction(recipe: Recipe, plan: Plan, world: World, known: Prediction
 
     def predict() -> dict[str, Any]:
         os.environ["TOKENIZERS_PARALLELISM"] = "false"  # its threads do not exist in a fork
-        if not first:
-            os.nice(10)  # it competes with training
         is_prepared = recipe.data.train is not None
         found = recipe.replace(model=fill_from_data(recipe.model, recipe.data)) if is_prepared else None
         options: dict[str, Any] = {"capacity": limit, "priced": device.name != "cpu"}
