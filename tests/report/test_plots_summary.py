@@ -10,7 +10,7 @@ import trainer.report.loggers as loggers
 from trainer.errors import RecipeError
 from trainer.report.loggers import CSVMetrics, make_loggers
 from trainer.report.plots import plot_curves, plot_memory
-from trainer.report.summary import DISTRIBUTIONS, Summary, summary_text, versions
+from trainer.report.summary import DISTRIBUTIONS, Summary, summary_rows, summary_text, versions
 
 
 def rows_of(path):
@@ -169,7 +169,8 @@ def strict(text):
 
 KEYS = (
     "status steps skipped_steps recoveries world_size launcher nodes backend batch_size micro_batch_size accumulate "
-    "metrics best memory samples_per_second tokens_per_second data_share mfu seconds versions data attention"
+    "metrics best memory samples_per_second tokens_per_second data_share mfu seconds total_seconds versions data "
+    "attention"
 )
 
 
@@ -212,5 +213,13 @@ def test_the_text_holds_every_figure_with_its_unit_and_the_files(tmp_path, golde
 
 
 @pytest.mark.parametrize("on_gpu", [True, False], ids=["GPU", "CPU"])
-def test_the_text_has_the_peaks_by_phase_with_unit_and_kind(tmp_path, golden, on_gpu):
-    golden(summary_text(a_summary(memory=memory_of(on_gpu)), tmp_path))
+def test_the_rows_have_the_peaks_by_phase_with_unit_and_kind(golden, on_gpu):
+    golden("\n".join(map(": ".join, summary_rows(a_summary(memory=memory_of(on_gpu))))))
+
+
+@pytest.mark.parametrize("on_gpu", [True, False], ids=["GPU", "CPU"])
+def test_the_text_is_six_lines_with_the_total_duration(tmp_path, golden, on_gpu):
+    predicted = {"predicted_reserved_gb": 0.1, "prediction_error": 0.02}
+    summary = a_summary(memory=memory_of(on_gpu) | predicted, total_seconds=75.0, attention=())
+    golden(summary_text(summary, tmp_path))
+    assert len(summary_text(summary, tmp_path).splitlines()) == 6

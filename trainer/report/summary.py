@@ -146,13 +146,11 @@ def summary_text(summary: Summary, run_dir: Path, writes: bool = False) -> str:
 def _brief_rows(summary: Summary) -> list[tuple[str, str]]:
     """Return what a user wants to know first; ``summary.json`` and ``report.html`` have the rest."""
     rows, total = dict(summary_rows(summary)), summary.total_seconds
-    trained = f"{_number(summary.seconds, ',.1f')} s of training"
+    steps = f"{summary.steps:,} steps" + (f", {summary.skipped_steps:,} skipped" if summary.skipped_steps else "")
+    took = f"{_number(summary.seconds, ',.1f')} s of training" + (f", {total:,.1f} s in all" if total else "")
     speed = Speed(*(getattr(summary, name) for name in Speed._fields)).describe(0.0)
     return [
-        (
-            "status",
-            f"{summary.status} after {rows['steps']} steps: {trained}{f', {total:,.1f} s in all' if total else ''}",
-        ),
+        ("status", f"{summary.status} after {steps}: {took}"),
         *(
             (split, ", ".join(f"{name} {_metric(name, value)}" for name, value in of_split.items()))
             for split, of_split in summary.metrics.items()
