@@ -11,9 +11,11 @@ from helpers.prepared import prepared, refused
 from PIL import Image
 
 from trainer.data import TextFiles
+from trainer.data.base import MAX_LINE_BYTES
 from trainer.data.image_splits import check_images, read_image
+from trainer.data.parquet_files import open_parquet
 from trainer.data.shards import ShardReader, find_shards
-from trainer.data.tables import MAX_LINE_BYTES, open_parquet, open_table
+from trainer.data.tables import open_table
 from trainer.data.tokens import CHARS_PER_BATCH, MIN_CHARS_LIMIT, encode
 from trainer.errors import RecipeError
 

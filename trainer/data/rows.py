@@ -1,4 +1,4 @@
-"""Rows of tables: where they come from, and the first of a file, read without torch, pandas or datasets."""
+"""Rows of tables: their sources, and the first rows of a file, read without torch, pandas or datasets."""
 
 from __future__ import annotations
 
@@ -43,8 +43,8 @@ ARCHIVES = (
     b"\x04\x22\x4d\x18",
 )
 MAX_SHOWN_GAPS = 5  # max number of rows with a gap that are named
-MAX_ROWS = 1_000  # of a first look
-MAX_BYTES = 4_000_000  # of a first look; takes a tenth of a second
+MAX_ROWS = 1_000  # max rows that are read to infer settings
+MAX_BYTES = 4_000_000  # max bytes that are read before torch is imported; takes 0.1 s
 MAX_COLUMNS = 10_000  # max columns whose names are compared
 
 
@@ -252,7 +252,7 @@ def _first_of_json(path: Path, most: int) -> FirstRows:
 
 def _first_of_parquet(path: Path, most: int) -> FirstRows:
     """Read the first row group, with the limits of the full reader on what it expands to."""
-    from trainer.data.tables import open_parquet, read_group, require_sane_growth
+    from trainer.data.parquet_files import open_parquet, read_group, require_sane_growth
 
     with open_parquet(path, pre_buffer=False) as file:
         require_sane_growth(path, file.metadata)

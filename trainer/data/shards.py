@@ -22,7 +22,7 @@ from trainer.contract import Samples
 from trainer.data.base import root_cause
 from trainer.data.cache import MAX_HASHED_BYTES, checksum, inspect_cached
 from trainer.data.fingerprint import ContentHasher
-from trainer.data.tables import open_parquet, read_group, require_sane_growth
+from trainer.data.parquet_files import open_parquet, read_group, require_sane_growth
 from trainer.data.tokens import Padder, encode, require_label, require_text
 from trainer.errors import RecipeError
 from trainer.values import ShuffleGroups
