@@ -135,8 +135,7 @@ def index_parts(file: str, parts: Mapping[str, TensorPart]) -> dict[str, Any]:
     for name, part in parts.items():
         place = {"file": file, "offset": list(part.offset), "size": list(part.tensor.shape)}
         place |= {"key": name} if part.source_name is not None else {}
-        entry = described.setdefault(part.source_name or name, {"shape": list(part.shape), "parts": []})
-        entry["parts"].append(place)
+        described.setdefault(part.source_name or name, {"shape": list(part.shape), "parts": []})["parts"].append(place)
     return described
 
 

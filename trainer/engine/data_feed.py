@@ -104,8 +104,7 @@ def _chances(data: Data) -> SampleWeights | None:
     if len(relative) != size:
         raise RecipeError(f"{said} returns {len(relative)} numbers for {size} training samples: return one per sample")
     array = np.asarray(relative, dtype=np.float64)
-    fits = bool(np.isfinite(array).all()) and array.min(initial=0) >= 0 and array.sum() > 0
-    if not fits:
+    if not (np.isfinite(array).all() and array.min(initial=0) >= 0 and array.sum() > 0):
         raise RecipeError(f"{said} must return finite numbers of at least 0, and not only zeros")
     if as_samples(data.train).groups is not None:
         raise RecipeError(f"{name} reads groups of samples in sequence and cannot draw single ones: omit {said}")

@@ -132,8 +132,7 @@ class ReplicatedTreeSync(TreeSync):
         shards = []
         for bucket in self.buckets:
             parts = [p.grad.reshape(-1) for p in bucket if p.grad is not None]
-            padding = -sum(len(part) for part in parts) % self.world_size
-            flat = torch.cat([*parts, parts[0].new_zeros(padding)])
+            flat = torch.cat([*parts, parts[0].new_zeros(-sum(map(len, parts)) % self.world_size)])
             shards.append(tree_reduce_scatter(flat, self.present).clone())  # a view would keep the whole buffer
         return shards
 

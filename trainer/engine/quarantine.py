@@ -94,5 +94,4 @@ def gather_texts(text: str, reduce: Reduce, rank: int, world_size: int) -> list[
     sizes = [int(size) for size in reduce([float(len(content) * (rank == other)) for other in range(world_size)])]
     padding = [0.0] * sum(sizes[:rank]), [0.0] * sum(sizes[rank + 1 :])
     whole = bytes(map(int, reduce([*padding[0], *map(float, content), *padding[1]])))
-    ends = accumulate(sizes)
-    return [whole[end - size : end].decode() for end, size in zip(ends, sizes, strict=True)]
+    return [whole[end - size : end].decode() for end, size in zip(accumulate(sizes), sizes, strict=True)]

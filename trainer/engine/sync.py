@@ -45,7 +45,6 @@ class GradientSync:
         """Called after the last backward of a window."""
 
     def clip(self, norm: Tensor, max_norm: float | None) -> None:
-        """Scale the gradients down to norm ``max_norm`` if their ``norm`` exceeds it."""
         if max_norm is not None:
             nn.utils.clip_grads_with_norm_(self.parameters, max_norm, norm)
 
@@ -129,7 +128,6 @@ class ShardedSync(GradientSync):
         self.module.set_is_last_backward(is_last or self.every_micro_step)
 
     def norm(self) -> Tensor:
-        """Return the norm from the shards of all ranks."""
         shards = [p.grad.to_local() for p in self.parameters if isinstance(p.grad, DTensor)]
         return norm_over_ranks(total_norm(shards, self.alike), self.replicas)
 

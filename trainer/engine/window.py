@@ -7,22 +7,16 @@ from dataclasses import dataclass, field
 from functools import lru_cache
 from itertools import chain, tee
 from math import fsum
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from trainer.engine.cut import Cut, cut_batch, tokens_of
 from trainer.engine.order import DRAW_SEED, batch_indices, derive_seed, draw_mix
 from trainer.engine.quarantine import Quarantine, Reduce
 from trainer.errors import RecipeError
-from trainer.values import (
-    BadSample,
-    MixupConfig,
-    MixupDraw,
-    Packed,
-    PartialBatch,
-    Request,
-    SampleWeights,
-    ShuffleGroups,
-)
+from trainer.values import BadSample, MixupDraw, Packed, PartialBatch, Request
+
+if TYPE_CHECKING:
+    from trainer.values import MixupConfig, SampleWeights, ShuffleGroups
 
 MAX_HALVINGS = 64  # max halvings of a micro-batch, which never has 2 ** 64 samples
 

@@ -38,8 +38,7 @@ def build_custom_optimizer(groups: Any, optim: Optim) -> Optimizer:
         raise RecipeError(f"{where}: {describe_error(error)}{hint}") from error
     if not isinstance(made, Optimizer):
         raise RecipeError(f"{called} returns a {type(made).__name__}, not a torch.optim.Optimizer")
-    decays = any(group.get("weight_decay") for group in made.param_groups)
-    if decays and "weight_decay" not in made.defaults:
+    if any(group.get("weight_decay") for group in made.param_groups) and "weight_decay" not in made.defaults:
         fix = "leave optim.weight_decay at 0, and out of optim.groups"
         raise RecipeError(f"{called} does not support weight_decay: {fix}")
     return made
@@ -102,8 +101,7 @@ def probe_optimizer(optim: Optim) -> _OptimizerTraits:
 
 
 def _trial(optim: Optim) -> _OptimizerTraits:
-    generator = torch.Generator().manual_seed(0)
-    draw = partial(torch.randn, generator=generator, dtype=torch.float64)
+    draw = partial(torch.randn, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     weights = [draw(shape) for shape in ((4, 6), (3, 5))]
     slopes = [[draw(weight.shape) for weight in weights] for _ in range(TRIED_STEPS)]
     with torch.random.fork_rng(devices=[]):
@@ -119,8 +117,7 @@ def _trial(optim: Optim) -> _OptimizerTraits:
             _take(one, parameters, slopes[-1:])
         goes_on = all(map(torch.equal, again, whole))
         changed = sorted(key for key, value in _outside(optimizer).items() if before.get(key) != value)
-        # A private attribute may be recomputed in every step. Any other attribute that changes may influence later
-        # steps.
+        # A private attribute may be recomputed in every step. Others that change may influence later steps.
         hidden = tuple(key for key in changed if not (goes_on and key[0] == "_")) or (() if goes_on else ("something",))
         values = optimizer.state.get(whole[0], {}).values()
         moments = sum(isinstance(value, Tensor) and value.shape == whole[0].shape for value in values)

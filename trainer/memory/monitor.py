@@ -35,7 +35,6 @@ class Peaks(NamedTuple):
     host: int = -1
 
     def raised_to(self, other: Peaks) -> Peaks:
-        """Return the element-wise maximum."""
         return Peaks(*map(max, self, other))
 
     def describe(self) -> str:
@@ -169,7 +168,6 @@ class MemoryMonitor(PhaseHooks):
             self._every *= 2
 
     def run_peaks(self) -> Peaks:
-        """Return the peaks of the run so far, on this rank."""
         return self.whole.raised_to(self._device_peaks()._replace(host=process_peak()))
 
     def report(self, all_ranks: bool) -> dict[str, Any]:

@@ -43,9 +43,8 @@ def build_optimizer(
     if not parameters:
         raise RecipeError("every parameter is frozen: raise model.train_last_blocks, or change optim.groups")
     rules = parameters if isinstance(parameters, Mapping) else {p: update_rule_for(p, optim) for p in parameters}
-    groups = to_param_groups(rules, optim.lr)
     fused = fused and _has_fused_kernel(optim.kind, device, list(rules))
-    optimizer = _optimizer_of(groups, optim, memory, device, fused)
+    optimizer = _optimizer_of(to_param_groups(rules, optim.lr), optim, memory, device, fused)
     return OptimizerInBackward(optimizer) if memory.optimizer_in_backward else optimizer
 
 

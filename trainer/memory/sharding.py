@@ -42,8 +42,7 @@ def fabric_strategy(plan: Plan, accelerator: str) -> Strategy:
     if plan.strategy == "single":
         return SingleDeviceStrategy(device="cuda:0" if accelerator == "cuda" else "cpu")
     # Offloaded gradients are reduced in host memory, which NCCL does not support.
-    both = accelerator == "cuda" and plan.memory.cpu_offload != "none"
-    backend = "cpu:gloo,cuda:nccl" if both else None
+    backend = "cpu:gloo,cuda:nccl" if accelerator == "cuda" and plan.memory.cpu_offload != "none" else None
     if plan.strategy == "fsdp" or plan.memory.tensor_parallel > 1:
         return ShardedStrategy(backend)
     if plan.memory.cpu_offload == "optimizer" or plan.deterministic:

@@ -457,8 +457,7 @@ class TensorParallelSync(GradientSync):
     def norm(self) -> Tensor:
         """Return the global norm: all parts of split weights, and one copy of other weights."""
         gradients = [[g for p in reversed(kind) if (g := self.trained[p].grad) is not None] for kind in self.kinds]
-        nothing = self.parameters[0].new_zeros(())
-        split, whole = (total_norm(one, self.alike) if one else nothing for one in gradients)
+        split, whole = (total_norm(one, self.alike) if one else self.parameters[0].new_zeros(()) for one in gradients)
         group = self.tensor if self.sharding is None else None
         return norm_over_ranks(torch.hypot(split, whole / self.ranks**0.5), group=group)
 

@@ -73,8 +73,7 @@ class Objective:
         """Reject settings that ``task`` does not use."""
         plain = Objective()
         of_classes = ("class_weights", "label_smoothing", "focal_gamma")
-        foreign = of_classes if task == "regression" else ("distance", "huber_delta")
-        for name in foreign:
+        for name in of_classes if task == "regression" else ("distance", "huber_delta"):
             value, unset = getattr(self, name), getattr(plain, name)
             if value != unset:
                 fix = "leave it out" if task == "regression" else "use model.task regression, or leave it out"
@@ -160,8 +159,7 @@ class SupervisedModel(Preparable):
         if self.loss.distance == "huber":
             total = torch.nn.functional.huber_loss(logits, labels, reduction="sum", delta=self.loss.huber_delta)
         else:
-            squared = self.loss.distance == "mse"
-            function = torch.nn.functional.mse_loss if squared else torch.nn.functional.l1_loss
+            function = torch.nn.functional.mse_loss if self.loss.distance == "mse" else torch.nn.functional.l1_loss
             total = function(logits, labels, reduction="sum")
         return Loss(total / logits.shape[-1], float(len(labels)), **shown)
 

@@ -157,8 +157,7 @@ def _parts(mask: Tensor, counts: Tensor, width: int, dtype: torch.dtype) -> Iter
     padding = torch.zeros(mask.shape, dtype=dtype, device=mask.device).masked_fill_(~mask, MASK_VALUE).view(blocks, -1)
     weight = counts.to(dtype).log_().clamp_(min=MASK_VALUE)
     top = counts[1:-1].int().topk(width).indices
-    every = torch.arange(blocks, device=mask.device).expand(2, -1)
-    chosen = [(slice(0, None, blocks - 1), every)]
+    chosen = [(slice(0, None, blocks - 1), torch.arange(blocks, device=mask.device).expand(2, -1))]
     chosen += [
         (slice(at + 1, min(at + BLOCKS_AT_ONCE, blocks - 2) + 1), top[at : at + BLOCKS_AT_ONCE])
         for at in range(0, blocks - 2, BLOCKS_AT_ONCE)

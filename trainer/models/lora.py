@@ -162,8 +162,7 @@ def add_adapters(
     trained = [parameter for parameter in parameters_after_blocks(module, found) if parameter.requires_grad and head]
     alpha: Any = lora.alpha or 2 * lora.rank
     settings: Any = {"lora_alpha": alpha, "lora_dropout": lora.dropout, "fan_in_fan_out": transposed}
-    config = LoraConfig(r=lora.rank, target_modules=names, **settings)
-    inject_adapter_in_model(config, module, ADAPTER)
+    inject_adapter_in_model(LoraConfig(r=lora.rank, target_modules=names, **settings), module, ADAPTER)
     for parameter in trained:  # peft froze everything except adapters
         parameter.requires_grad_(True)
     if lora.base == "nf4":

@@ -283,8 +283,7 @@ def _without_flash(
         elif not plain:
             text = eager_attention(queries, keys, values, pattern.mask(length, query.device), dropout, pattern)
         else:
-            whole = pattern.window is None or pattern.window >= length
-            mask = None if whole else pattern.mask(length, query.device)
+            mask = None if pattern.window is None or pattern.window >= length else pattern.mask(length, query.device)
             options |= {"is_causal": pattern.causal and mask is None, "scale": pattern.scale}
             text = scaled_dot_product_attention(queries, keys, values, mask, dropout, **options)
         found.append(text.transpose(1, 2).flatten(0, 1))
@@ -316,9 +315,8 @@ def _padded(
     queries, keys, values = (part.transpose(1, 2) for part in rows)  # (texts, heads, tokens, size)
     options: dict[str, Any] = {"enable_gqa": True} if key.shape[1] < query.shape[1] else {}
     # The padding after a text must be masked. A causal pattern never sees it.
-    seen = None if pattern.causal else mask
     found = scaled_dot_product_attention(
-        queries, keys, values, seen, dropout, pattern.causal, scale=pattern.scale, **options
+        queries, keys, values, None if pattern.causal else mask, dropout, pattern.causal, scale=pattern.scale, **options
     )
     found = found.transpose(1, 2).flatten(2)
     return found[:, 0] if first else _Gather.apply(found.flatten(0, 1), places)

@@ -80,8 +80,7 @@ def sum_over_data_parallel(memory: Memory, rank: int, total: Sum) -> Sum:
     def once(values: list[float]) -> list[float]:
         found = total([*(value * (rank % copies == 0) for value in values), *values])
         sums, everywhere = found[: len(values)], found[len(values) :]
-        alike = all(math.isclose(a * copies, b, rel_tol=1e-9) for a, b in zip(sums, everywhere, strict=True))
-        if not alike:
+        if not all(math.isclose(a * copies, b, rel_tol=1e-9) for a, b in zip(sums, everywhere, strict=True)):
             raise RunError(
                 f"memory.tensor_parallel={copies}: ranks that share every block have read different samples, or could "
                 "not read the same ones: look for a disk that only some of them reach, then use run.resume auto"

@@ -141,8 +141,7 @@ def write_results(
         write_evaluation(run_dir, result, session.recipe.data)
     try:
         if (run_dir / "metrics.csv").exists():
-            best = summary.best["step"] if summary.best else None
-            plot_curves(run_dir / "metrics.csv", run_dir / "curves.png", best)
+            plot_curves(run_dir / "metrics.csv", run_dir / "curves.png", summary.best["step"] if summary.best else None)
         plot_memory(summary.memory, session.monitor.history, run_dir / "memory.png")
     except OSError:
         raise

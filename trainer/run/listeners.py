@@ -137,13 +137,12 @@ class LoggingListener(Listener):
         self.loggers, self.stopwatch, self.split = loggers, stopwatch, split
 
     def on_step(self, counters: Counters, result: StepResult) -> None:
-        speed = self.stopwatch.speed._asdict()
         metrics = {
             "epoch": counters.epoch,
             "loss": result.loss,
             "lr": result.lr,
             "grad_norm": result.grad_norm,
-            **{name: round(value, 4) for name, value in speed.items() if value is not None},
+            **{name: round(value, 4) for name, value in self.stopwatch.speed._asdict().items() if value is not None},
         }
         if len(result.losses) > 1:
             metrics |= {f"loss_{name}": value for name, value in result.losses.items()}

@@ -94,9 +94,8 @@ class TensorState:
     def _named(self) -> Iterator[tuple[str, Any, nn.Parameter | None]]:
         """Yield every tensor and number, not copied, with its name and the parameter that defines its sharding. Names
         are ``weights/NAME``, ``ema/NAME``, ``buffers/NAME`` and ``optimizer/NAME/KEY``."""
-        masters = self.stack.masters or {}
         for name, parameter in self.stack.module.named_parameters():
-            yield f"weights/{name}", masters.get(parameter, parameter), parameter
+            yield f"weights/{name}", (self.stack.masters or {}).get(parameter, parameter), parameter
         for name, buffer in self.stack.module.named_buffers():
             yield f"buffers/{name}", buffer, None
         for name, parameter, trained in self._trainable():
@@ -110,10 +109,9 @@ class TensorState:
 
     def _trainable(self) -> Iterator[tuple[str, nn.Parameter, Tensor]]:
         """Yield for every parameter that the optimizer updates: name, module parameter, updated tensor."""
-        masters = self.stack.masters or {}
         updated = set(map(id, self.stepper.parameters))
         for name, parameter in self.stack.module.named_parameters():
-            trained = masters.get(parameter, parameter)
+            trained = (self.stack.masters or {}).get(parameter, parameter)
             if id(trained) in updated:
                 yield name, parameter, trained
 
@@ -216,8 +214,7 @@ class RNGState(Listener):
         np.random.set_state((name, np.array(keys, dtype=np.uint32), *rest))
         torch.set_rng_state(torch.tensor(list(bytes.fromhex(state["torch"])), dtype=torch.uint8))
         if self.device.type == "cuda" and "cuda" in state:
-            content = torch.tensor(list(bytes.fromhex(state["cuda"])), dtype=torch.uint8)
-            torch.cuda.set_rng_state(content, self.device)
+            torch.cuda.set_rng_state(torch.tensor(list(bytes.fromhex(state["cuda"])), dtype=torch.uint8), self.device)
 
     def _note(self) -> None:
         on_device = torch.cuda.get_rng_state(self.device) if self.device.type == "cuda" else None

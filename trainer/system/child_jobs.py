@@ -228,5 +228,4 @@ def innermost_user_frame(frames: Iterable[tuple[str, int]]) -> str:
     folders = Path(torch.__file__).parent, *(here / name for name in ("system", "fakegpu", "planner"))
     inner = tuple(f"{folder}{os.sep}" for folder in folders)
     seen = list(frames)
-    outer = (frame for frame in seen if not frame[0].startswith((*inner, "<")))
-    return "{}:{}".format(*next(outer, seen[0]))
+    return "{}:{}".format(*next((frame for frame in seen if not frame[0].startswith((*inner, "<"))), seen[0]))

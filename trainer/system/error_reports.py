@@ -20,8 +20,7 @@ MAX_MESSAGE_CHARS = 400
 
 def set_location(error: BaseException, place: str) -> None:
     """Attach the place where ``error`` happened; Python 3.11 and later show it below the traceback."""
-    notes = [*getattr(error, "__notes__", ()), place]
-    vars(error).update(__notes__=notes, trainer_place=place)
+    vars(error).update(__notes__=[*getattr(error, "__notes__", ()), place], trainer_place=place)
 
 
 def get_location(error: BaseException) -> str | None:

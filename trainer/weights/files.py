@@ -58,5 +58,4 @@ def _unsafe_reason(name: object, tensor: Tensor) -> str | None:
 
 def format_names(names: Collection[str]) -> str:
     """Return the first three names, and the number of the others."""
-    first = list(names)[:3]
-    return ", ".join(first) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+    return ", ".join(list(names)[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")

@@ -323,8 +323,7 @@ def init_new_parameters(
     values = {}
     with torch.random.fork_rng(devices=[]), torch.device("cpu"), default_dtype(torch.float32), torch.no_grad():
         for name in names:
-            empty = torch.full(skeleton.get_parameter(name).shape, torch.nan)
-            values[name] = nn.Parameter(empty, requires_grad=False)
+            values[name] = nn.Parameter(torch.full(skeleton.get_parameter(name).shape, torch.nan), requires_grad=False)
             _register(skeleton, name, values[name])
         torch.default_generator.manual_seed(seed)  # torch.manual_seed would seed GPUs, which fork_rng does not restore
         if initialise is not None:
