@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from trainer.checkpoint.manifest import MAX_JSON_BYTES, write_hashes
 from trainer.contract import Exportable, capability
-from trainer.errors import RecipeError
+from trainer.errors import require
 from trainer.system.files import errno_of, read_json_object, staged_file, write_atomic
 from trainer.system.redact import redact_value
 from trainer.weights.blocks import kv_cache_restored
@@ -90,8 +90,7 @@ def load_weights(module: nn.Module, path: Path) -> None:
         ],
     }
     text = "; ".join(f"{fault}: {format_names(names)}" for fault, names in faults.items() if names)
-    if text:
-        raise RecipeError(f"{path} does not fit the model ({text}): use the settings that it was trained with")
+    require(not text, f"{path} does not fit the model ({text}): use the settings that it was trained with")
     module.load_state_dict(found, strict=False)
 
 

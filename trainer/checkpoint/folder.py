@@ -109,8 +109,7 @@ class CheckpointFolder:
     def rename_aside(self, path: Path, why: str) -> Path:
         """Rename a checkpoint that must not be used again, to a name such as ``step-00000100.corrupt``."""
         target = path.with_name(f"{path.name}.{why}")
-        if target.exists():
-            target = path.with_name(f"{target.name}-{secrets.token_hex(4)}")
+        target = target.with_name(f"{target.name}-{secrets.token_hex(4)}") if target.exists() else target
         os.rename(path, target)
         return target
 

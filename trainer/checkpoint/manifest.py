@@ -105,7 +105,6 @@ def read_manifest(folder: Path) -> Manifest:
 
 
 def truncate(text: str) -> str:
-    """Shorten ``text`` to at most 60 characters."""
     return text if len(text) <= 60 else f"{text[:57]}..."
 
 
@@ -153,7 +152,6 @@ FIELDS: Mapping[str, Callable[[Any], bool]] = {
 
 
 def folder_name(step: int) -> str:
-    """Return the name of the checkpoint of ``step``."""
     return f"step-{step:08d}"
 
 

@@ -12,7 +12,7 @@ from trainer.contract import Data, DrawnInputs, Model, Packable, Preparable, as_
 from trainer.engine.cut import Cut, cut_at, data_parallel_rank
 from trainer.engine.quarantine import Quarantine, Reduce
 from trainer.engine.window import Fetch, MicroBatch, OnLoad, Windows, make_micro_batch
-from trainer.errors import RecipeError, format_list
+from trainer.errors import RecipeError, format_list, require
 from trainer.recipe import Recipe
 from trainer.values import BadSample, Request, SampleWeights
 
@@ -24,8 +24,7 @@ def fill_from_data(model: Model, data: Data) -> Model:
     names, classes = data.class_names or (), data.num_classes
     # A name that cannot be encoded comes from a folder name that is not UTF-8, or from broken JSON.
     broken = [ascii(name) for name in names if str(name).encode(errors="replace").decode() != str(name)]
-    if broken:
-        raise RecipeError(f"data: class {format_list(broken)} is not UTF-8 text: rename its folder or label")
+    require(not broken, f"data: class {format_list(broken)} is not UTF-8 text: rename its folder or label")
     if names and classes is not None and len(names) != classes:
         raise RecipeError(
             f"{type(data).__name__} has {len(names)} class_names for num_classes={classes}: give each class a name"

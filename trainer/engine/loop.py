@@ -128,7 +128,7 @@ class Engine:
         while True:
             try:
                 return work()
-            except Exception as error:
+            except Exception as error:  # noqa: PERF203
                 if not self._recovered(error):
                     raise
 

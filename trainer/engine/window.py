@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from trainer.engine.cut import Cut, cut_batch, tokens_of
 from trainer.engine.order import DRAW_SEED, batch_indices, derive_seed, draw_mix
 from trainer.engine.quarantine import Quarantine, Reduce
-from trainer.errors import RecipeError
+from trainer.errors import RecipeError, require
 from trainer.values import BadSample, MixupDraw, Packed, PartialBatch, Request
 
 if TYPE_CHECKING:
@@ -212,8 +212,7 @@ class Windows:
     def _placeholder_sample(self, pieces: Sequence[Sequence[int]]) -> list[int]:
         """Return the shortest sample of the first non-empty micro-batch, or else any loadable training sample."""
         others = next(filter(None, pieces), None) or self.quarantine.filter("train", range(self.size))[:1]
-        if not others:
-            raise RecipeError(f"none of the {self.size} training samples can be loaded: see quarantine.json")
+        require(bool(others), f"none of the {self.size} training samples can be loaded: see quarantine.json")
         return [max(others, key=lambda i: -self.lengths[i] if self.lengths else 0)]
 
     def _samples(self, epoch: int, step: int) -> tuple[int, int]:

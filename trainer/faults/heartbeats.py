@@ -125,7 +125,6 @@ class Peers:
         return EndReason.parse(found)
 
     def wait_for_end_reason(self, seconds: float) -> EndReason | None:
-        """Wait up to ``seconds`` for a published reason."""
         until = time.monotonic() + seconds
         while (told := self.end_reason()) is None and time.monotonic() < until:
             time.sleep(POLL_INTERVAL / 10)
@@ -158,7 +157,6 @@ class Peers:
 
     @property
     def knows_next(self) -> bool:
-        """Whether a heartbeat of the next rank was seen."""
         return bool(self._last)
 
     def diagnose_store(self) -> EndReason:

@@ -101,7 +101,6 @@ class ProcessGroupRecovery:
         )
 
     def close(self) -> None:
-        """Stop watching the store."""
         self.done.set()
 
     def _key(self, meeting: int) -> str:

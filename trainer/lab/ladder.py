@@ -57,7 +57,6 @@ class LadderStep:
 
     @property
     def label(self) -> str:
-        """The name and the note."""
         return f"{self.name} ({self.note})" if self.note else self.name
 
 
@@ -203,7 +202,6 @@ class LadderTable:
         self._write()
 
     def finish(self) -> None:
-        """Write and plot the rows so far."""
         self._write()
         if self.rows:
             from trainer.report.plots import plot_ladder

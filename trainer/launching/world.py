@@ -49,7 +49,6 @@ class World:
 
     @property
     def world_size(self) -> int:
-        """Number of ranks on all nodes."""
         return self.devices * self.nodes
 
     @property

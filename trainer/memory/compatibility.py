@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from trainer.contract import Streamable
 from trainer.engine.cut import Cut
-from trainer.errors import RecipeError
+from trainer.errors import RecipeError, require
 from trainer.memory.knobs import ADAM, KNOBS, UNTESTED_WITH_TP, is_sharded, turned_off
 from trainer.recipe import Memory, Optim, Recipe
 from trainer.system.text import as_text
@@ -227,8 +227,7 @@ def require_supported_parameters(module: nn.Module, plan: Plan) -> None:
             (parameter.is_complex(), "is complex: store it as real numbers and use torch.view_as_complex", real),
         ):
             for key, remedy, is_on in excluded:
-                if is_so and is_on:
-                    raise RecipeError(f"{key} cannot train {name}, which {fault}, or {remedy}")
+                require(not (is_so and is_on), f"{key} cannot train {name}, which {fault}, or {remedy}")
 
 
 def _require_local_norms(module: nn.Module, plan: Plan) -> None:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from trainer.contract import Plannable, capability
 from trainer.engine.cut import Cut, cut_at, data_parallel_rank
-from trainer.errors import RecipeError
+from trainer.errors import RecipeError, require
 from trainer.memory.compatibility import require_compatible
 from trainer.memory.knobs import EVALUATED, HALF_TRUE, KNOBS, describe_knobs, undecided_knobs
 from trainer.recipe import Memory, Recipe, Strategy
@@ -41,7 +41,6 @@ class Plan:
         return dataclasses.replace(self, memory=Memory(cpu_offload="parameters" if streamed else "none", **kept))
 
     def describe(self) -> str:
-        """Describe the plan in one line."""
         cut, (_, shares) = self.initial_cut, data_parallel_rank(self.memory, 0, self.world_size)
         groups = count_noun(shares, "group", "s") + f" of {self.memory.tensor_parallel} ranks"
         batch = (
@@ -69,8 +68,7 @@ def decide_plan(recipe: Recipe, world_size: int) -> Plan:
     """Decide all settings that the recipe leaves open, and reject settings that cannot be combined."""
     for name in undecided_knobs(recipe.memory):
         raise RecipeError(f"memory.{name}=auto needs the planner, which did not run: use trainer fit or trainer plan")
-    if recipe.memory.precision == "auto":
-        raise RecipeError("memory.precision=auto must be resolved first: call with_precision")
+    require(recipe.memory.precision != "auto", "memory.precision=auto must be resolved first: call with_precision")
     epochs = sorted(recipe.accumulate) if isinstance(recipe.accumulate, dict) else [0]
     cuts = [cut_at(recipe, world_size, epoch) for epoch in epochs]  # every phase of a schedule is checked
     require_compatible(recipe, world_size, cuts)

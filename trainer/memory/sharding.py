@@ -141,7 +141,6 @@ def _allow_uint8_shards() -> Iterator[None]:
 
 
 def move_buffers(module: nn.Module, device: torch.device) -> None:
-    """Move the buffers of ``module``, but no parameters."""
     for buffers in (part._buffers for part in module.modules()):
         for name, buffer in buffers.items():
             if buffer is not None:

@@ -38,7 +38,7 @@ from torch.utils._pytree import tree_map
 
 from trainer.contract import Model, Plannable, capability
 from trainer.engine.sync import GradientSync, ShardedSync, add_missing, begin_mean, buckets, norm_over_ranks, total_norm
-from trainer.errors import RecipeError, RunError
+from trainer.errors import RecipeError, RunError, require
 from trainer.memory.sharding import DATA, TENSOR, local_shard
 from trainer.weights.blocks import find_blocks
 
@@ -94,8 +94,7 @@ def split_over_ranks(module: nn.Module, model: Model, mesh: DeviceMesh, by_token
         for owner, attribute in product((getattr(parent, "config", None), parent), HEADS):
             heads = getattr(owner, attribute, None)
             if isinstance(heads, int):
-                if heads % mesh.size() != 0:
-                    raise RecipeError(f"{key} does not divide the {heads} heads of {kind}: use a divisor")
+                require(heads % mesh.size() == 0, f"{key} does not divide the {heads} heads of {kind}: use a divisor")
                 if owner is parent:
                     setattr(parent, attribute, heads // mesh.size())
     for name, following in zip(holders, [*holders[1:], ""], strict=True):
@@ -127,12 +126,10 @@ def _matched(module: nn.Module, plan: Mapping[str, str], where: str) -> dict[str
     names = [name for name, _ in module.named_modules()]
     found: dict[str, str] = {}
     for pattern, style in plan.items():
-        if style not in STYLES:
-            raise RecipeError(f"{where} has {style!r} for {pattern}: use one of {', '.join(STYLES)}")
+        require(style in STYLES, f"{where} has {style!r} for {pattern}: use one of {', '.join(STYLES)}")
         expression = r"\.".join("[^.]+" if token == "*" else token for token in pattern.split("."))
         matching = [name for name in names if fullmatch(expression, name)]
-        if not matching:
-            raise RecipeError(f"{where} names {pattern}, which matches no module: remove or correct it")
+        require(bool(matching), f"{where} names {pattern}, which matches no module: remove or correct it")
         found |= dict.fromkeys(matching, style)
     return found
 
@@ -159,8 +156,7 @@ def _split(
     if not isinstance(layer, nn.Linear):
         raise RecipeError(f"{key}: {name} is a {type(layer).__name__}, but only an nn.Linear can be split {style}")
     width = layer.out_features if style == "colwise" else layer.in_features
-    if width % region.ranks != 0:
-        raise RecipeError(f"{key} does not divide the {width} features of {name}: use a divisor of them")
+    require(width % region.ranks == 0, f"{key} does not divide the {width} features of {name}: use a divisor of them")
     begins = style == "colwise"
     # Each rank takes its part of the weights that it has: no communication.
     sums = RowwiseParallel(output_layouts=Replicate() if tokens is None else Shard(tokens))
@@ -270,7 +266,6 @@ class _TensorParallelRegion(TorchFunctionMode):
         return DTensor.from_local(mine, self.mesh, [Shard(along)], run_check=False, **size)
 
     def gather_tokens(self, mine: Tensor) -> DTensor:
-        """Gather the tokens of all ranks on every rank."""
         every = self.from_sharded_tokens(mine).redistribute(placements=[Replicate()])
         # Before torch 2.12, gathered uneven shares are a view that is not contiguous; linear layers need contiguous
         # ones.
@@ -284,8 +279,7 @@ class _TensorParallelRegion(TorchFunctionMode):
 
     def enter(self, _: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
         """Run before a layer split by columns; layers with the same input share a DTensor, to sum its gradient once."""
-        if not self.is_open:
-            raise RecipeError("memory.tensor_parallel: call the module that holds the split layers, not the layers")
+        require(self.is_open, "memory.tensor_parallel: call the module that holds the split layers, not the layers")
         if isinstance(args[0], DTensor):
             return args
         if self.entered is None or self.entered[0] is not args[0]:

@@ -70,7 +70,6 @@ class Objective:
         require(0 < self.huber_delta < math.inf, f"model.loss.huber_delta={self.huber_delta} must be greater than 0")
 
     def require_fit(self, task: Task) -> None:
-        """Reject settings that ``task`` does not use."""
         plain = Objective()
         of_classes = ("class_weights", "label_smoothing", "focal_gamma")
         for name in of_classes if task == "regression" else ("distance", "huber_delta"):
@@ -249,8 +248,7 @@ def classification_loss(logits: Tensor, labels: Tensor) -> Loss:
     """Sum the cross entropy: ``logits`` (items, classes), int64 ``labels`` (items,) except -100, in fp32 or wider."""
     import torch
 
-    if logits.dtype in (torch.float16, torch.bfloat16):
-        logits = logits.float()
+    logits = logits.float() if logits.dtype in (torch.float16, torch.bfloat16) else logits
     total = torch.nn.functional.cross_entropy(logits, labels, ignore_index=IGNORED_LABEL, reduction="sum")
     return Loss(total, logits=logits.detach(), targets=labels)
 

@@ -72,7 +72,6 @@ def bundled_config_folder(source: str) -> Path | None:
 
 
 def is_local(source: str) -> bool:
-    """Return whether ``source`` is a local folder."""
     return isdir(local_folder(source))  # Path.is_dir raises an error if the name is too long
 
 

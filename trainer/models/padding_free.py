@@ -267,9 +267,7 @@ def _without_flash(
     if not on_cpu and dropout and plain and is_seen and rows <= MAX_PADDING * len(key):
         return _padded(query, key, value, lengths, ends, dropout, pattern)
     # On a GPU, texts of equal length share a kernel. On a CPU, single texts make better use of the cache.
-    groups = [(n, 1) for n in lengths.tokens]
-    if not on_cpu:
-        groups = [(n, len(list(same))) for n, same in groupby(lengths.tokens)]
+    groups = [(n, 1) for n in lengths.tokens] if on_cpu else [(n, len([*same])) for n, same in groupby(lengths.tokens)]
     tokens = [length * count for length, count in groups]
     asked = [count for _, count in groups] if first else tokens
     own = on_cpu and dropout and pattern is FULL and query.dtype in (torch.float32, torch.float64)

@@ -18,7 +18,7 @@ from trainer.checkpoint.export import save_model
 from trainer.checkpoint.folder import CheckpointFolder
 from trainer.checkpoint.manifest import MAX_JSON_BYTES, append_hash
 from trainer.contract import splits_of
-from trainer.errors import RecipeError, RunError, RunStoppedError
+from trainer.errors import RecipeError, RunError, RunStoppedError, require
 from trainer.recipe import Recipe
 from trainer.report.html_report import write_report
 from trainer.report.metrics import EvaluationResult, classification_report
@@ -60,8 +60,7 @@ def require_unused(run_dir: Path, resume: str) -> None:
 def _make(run_dir: Path, resume: str) -> None:
     make_folder("run.dir", run_dir)
     require_unused(run_dir, resume)
-    if not os.access(run_dir, os.W_OK):
-        raise RecipeError(f"run.dir={run_dir} is not writable: choose another directory")
+    require(os.access(run_dir, os.W_OK), f"run.dir={run_dir} is not writable: choose another directory")
 
 
 @contextmanager

@@ -157,7 +157,6 @@ class LoggingListener(Listener):
             logger.save()
 
     def log(self, metrics: dict[str, Any], step: int) -> None:
-        """Write ``metrics`` to every logger."""
         for logger in self.loggers:
             logger.log_metrics(metrics, step)
 

@@ -53,7 +53,6 @@ class TensorState:
         return found
 
     def scalars(self) -> dict[str, Any]:
-        """Return the values that are not tensors."""
         return {name: value for name, value, _ in self._named() if not isinstance(value, Tensor)}
 
     @torch.no_grad()
@@ -158,7 +157,6 @@ class RunState:
         return {**engine.state_dict(), "stopwatch": self.stopwatch.state_dict(), "best": self.best.state_dict()}
 
     def load_common(self, engine: Engine, state: Mapping[str, Any]) -> None:
-        """Restore what :meth:`common` returned."""
         engine.load_state_dict(state)
         self.stopwatch.load_state_dict(state["stopwatch"])
         self.best.load_state_dict(state["best"])
@@ -197,7 +195,6 @@ class RNGState(Listener):
         self._note()
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state as JSON values."""
         (version, numbers, gauss), (name, keys, *rest), on_host, on_device = self._state
         state: dict[str, Any] = {"python": [version, list(numbers), gauss]}
         state |= {"numpy": [name, np.asarray(keys).tolist(), *rest], "torch": bytes(on_host.tolist()).hex()}

@@ -145,13 +145,11 @@ class Attempt(ProcessSession):
 
 
 def tell(content: bytes) -> None:
-    """Write to standard error."""
     sys.stderr.buffer.write(content)
     sys.stderr.buffer.flush()
 
 
 def print_message(text: str) -> None:
-    """Print a message without secrets."""
     tell(f"trainer run: {escaped(redact(text))}\n".encode())
 
 

@@ -69,7 +69,6 @@ def print_error(message: str) -> None:
 
 
 def one_line_message(error: BaseException) -> str:
-    """Return the error's message in one line."""
     return " ".join(line.strip() for line in safe_message(error).split("\n"))
 
 
@@ -97,7 +96,6 @@ class FailureReason:
         self._raised = self._last = ""
 
     def add_line(self, line: str) -> None:
-        """Process the next line."""
         line = line.strip()
         if ERROR in line:
             if not self.trainer_error or OTHER_RANK in self.trainer_error:

@@ -21,10 +21,8 @@ _silent = False
 def start_status(subject: str, environment: Mapping[str, str] = os.environ) -> None:
     """Enable status lines that start with ``subject``; only on the first rank, and not in notebooks."""
     global _subject, _last
-    _subject, _last = (
-        redact(subject) if is_first_process(environment) and sys.stderr is sys.__stderr__ else "",
-        float("-inf"),
-    )
+    is_shown = is_first_process(environment) and sys.stderr is sys.__stderr__
+    _subject, _last = redact(subject) if is_shown else "", float("-inf")
 
 
 def show_status(what: str) -> None:

@@ -93,8 +93,8 @@ def _module_lists(module: nn.Module) -> list[list[nn.Module]]:
 def _is_comparable_stack(stack: Sequence[nn.Module], largest: Sequence[nn.Module]) -> bool:
     if type(stack[0]) is type(largest[0]):
         return True
-    min_size = MIN_STACK_SHARE * _size_of_all(largest)
-    return next(stack[0].children(), None) is not None and _size_of_all(stack) >= min_size
+    is_large = _size_of_all(stack) >= MIN_STACK_SHARE * _size_of_all(largest)
+    return is_large and next(stack[0].children(), None) is not None
 
 
 def _size_of_all(modules: Sequence[nn.Module]) -> int:

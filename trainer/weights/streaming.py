@@ -52,7 +52,6 @@ class WeightFiles(ExitStack):
             raise RecipeError(f"{file} has no tensor {key}: {error}") from error
 
     def open(self, file: Path) -> Any:
-        """Open ``file`` with safetensors, once."""
         if file not in self._opened:
             require(file.is_file(), f"{file} does not exist: give the path of a safetensors file")
             try:
