@@ -48,10 +48,8 @@ class CheckpointFolder:
         """Reject a link to another run's checkpoints, which would be resumed and deleted; other links are fine."""
         home = Path(os.path.realpath(self.path)).parent
         if self.path.is_symlink() and (home / "recipe.yaml").exists():
-            raise RecipeError(
-                f"{self.path} is a link to the checkpoints of another run, {home}: remove it, and use --run.resume "
-                f"{home} to resume from there"
-            )
+            fix = f"remove it, and use --run.resume {home} to resume from there"
+            raise RecipeError(f"{self.path} is a link to the checkpoints of another run, {home}: {fix}")
 
     def clean(self) -> list[str]:
         """Remove incomplete checkpoints of a dead run, and restore replaced ones; return a message for each failure."""

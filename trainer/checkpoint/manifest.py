@@ -244,10 +244,8 @@ def verify_text_file(path: Path) -> str | None:
     if not line:
         return f"{path} has no hash: {UNCHECKED}"
     if append_hash(above) != text:
-        raise CorruptCheckpointError(
-            f"{path} was changed after the run: revert the change and use flags instead, or remove its last line, "
-            "the hash, if it was changed on purpose"
-        )
+        fix = "revert the change and use flags instead, or remove its last line, the hash, if it was changed on purpose"
+        raise CorruptCheckpointError(f"{path} was changed after the run: {fix}")
     return None
 
 

@@ -118,10 +118,8 @@ class CheckpointWriter:
             if failure.exists():
                 raise RunError(f"rank {rank}: {read_regular(failure, MAX_REASON_BYTES).decode(errors='replace')}")
             time.sleep(POLL_INTERVAL)
-        raise RunError(
-            f"rank {rank} has not written to its part of {staging.name.split('.')[1]} for {self.timeout:.0f} s: check "
-            f"that {self.folder.path} is the same folder on all machines"
-        )
+        cause = f"rank {rank} has not written to its part of {staging.name.split('.')[1]} for {self.timeout:.0f} s"
+        raise RunError(f"{cause}: check that {self.folder.path} is the same folder on all machines")
 
     def _abort(self, staging: Path, why: str) -> None:
         """Report the failure to the first rank; the first rank itself removes the folder."""

@@ -26,9 +26,8 @@ def fill_from_data(model: Model, data: Data) -> Model:
     broken = [ascii(name) for name in names if str(name).encode(errors="replace").decode() != str(name)]
     require(not broken, f"data: class {format_list(broken)} is not UTF-8 text: rename its folder or label")
     if names and classes is not None and len(names) != classes:
-        raise RecipeError(
-            f"{type(data).__name__} has {len(names)} class_names for num_classes={classes}: give each class a name"
-        )
+        fix = "give each class a name"
+        raise RecipeError(f"{type(data).__name__} has {len(names)} class_names for num_classes={classes}: {fix}")
     changes = {}
     pairs = {
         "num_classes": (model.num_classes, classes),
@@ -63,10 +62,8 @@ def make_windows(
     train, drawn = as_samples(recipe.data.train), capability(recipe.model, DrawnInputs)
     lengths = train.lengths
     if recipe.memory.micro_batch_tokens is not None and lengths is None:
-        raise RecipeError(
-            f"memory.micro_batch_tokens={recipe.memory.micro_batch_tokens} needs the length of every sample, which "
-            f"{type(recipe.data).__name__} does not know before reading it: leave it out"
-        )
+        cause = f"memory.micro_batch_tokens={recipe.memory.micro_batch_tokens} needs the length of every sample"
+        raise RecipeError(f"{cause}, which {type(recipe.data).__name__} does not know before reading it: leave it out")
     mixing, name = recipe.data.mixup_config(), type(recipe.model).__name__
     if mixing is not None and not drawn.mixes:
         raise RecipeError(

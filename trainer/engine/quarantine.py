@@ -82,10 +82,8 @@ class Quarantine:
         first = list(self.found.items())[:SHOWN]  # in the order of detection
         shown = "; ".join(BadSampleAt(split, sample).describe() for (split, _), sample in first)
         more = f"; and {len(self.found) - SHOWN} more" if len(self.found) > SHOWN else ""
-        raise RecipeError(
-            f"{len(self.found)} samples cannot be loaded, which exceeds data.max_bad_samples={self.limit}: "
-            f"{shown}{more}. Fix or remove them, or raise the limit"
-        )
+        cause = f"{len(self.found)} samples cannot be loaded, which exceeds data.max_bad_samples={self.limit}"
+        raise RecipeError(f"{cause}: {shown}{more}. Fix or remove them, or raise the limit")
 
 
 def gather_texts(text: str, reduce: Reduce, rank: int, world_size: int) -> list[str]:

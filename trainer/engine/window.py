@@ -233,10 +233,9 @@ class Windows:
                 for name in weights[0]
             ]
         except (TypeError, KeyError) as error:
-            raise RecipeError(
-                f"{type(getattr(self.weigh, '__self__', self.weigh)).__name__}: weigh() returns {weights[0]!r}: "
-                "return a dict from every name in loss_names to the number of items which that loss sums up"
-            ) from error
+            cause = f"{type(getattr(self.weigh, '__self__', self.weigh)).__name__}: weigh() returns {weights[0]!r}"
+            fix = "return a dict from every name in loss_names to the number of items which that loss sums up"
+            raise RecipeError(f"{cause}: {fix}") from error
         if not self.cut(self.current_epoch).rank_independent:
             *sums, found = self.reduce([*map(sum, rows), float(bad)])
             return dict(zip(weights[0], sums, strict=True)), [], found > 0

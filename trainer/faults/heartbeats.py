@@ -90,8 +90,7 @@ class Peers:
         # A script may train several times with one launcher store. A run must not read an earlier run's reports.
         self.run = self.store.add(f"watchdogs/{rank}", 1)
         self.next = (rank + 1) % size
-        self.own = ProcessId.current().to_dict()
-        self.box = SharedStatus(monitor)
+        self.own, self.box = ProcessId.current().to_dict(), SharedStatus(monitor)
         self.answers = 0  # number of answers from the store
         self._beats = self._silent = 0
         self._last = b""

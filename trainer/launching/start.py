@@ -61,10 +61,8 @@ def launch(
         fabric.launch()
     del store  # the process group uses it now
     if fabric.world_size != world.world_size:
-        raise RecipeError(
-            f"{world.world_size} rank(s) were requested and {fabric.world_size} started: check run.devices and the "
-            "launcher (under Slurm, ntasks-per-node must equal run.devices)"
-        )
+        fix = "check run.devices and the launcher (under Slurm, ntasks-per-node must equal run.devices)"
+        raise RecipeError(f"{world.world_size} rank(s) were requested and {fabric.world_size} started: {fix}")
     return fabric
 
 

@@ -92,9 +92,8 @@ def probe_optimizer(optim: Optim) -> _OptimizerTraits:
     except RecipeError:
         raise
     except Exception as error:  # user code can raise anything
-        raise RecipeError(
-            f"{describe_custom_optimizer(optim)} fails in a trial on two small matrices: {describe_error(error)}"
-        ) from error
+        cause = f"{describe_custom_optimizer(optim)} fails in a trial on two small matrices"
+        raise RecipeError(f"{cause}: {describe_error(error)}") from error
 
 
 def _trial(optim: Optim) -> _OptimizerTraits:

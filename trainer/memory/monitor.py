@@ -238,10 +238,8 @@ MAX_EVENTS = 100_000  # max allocations and frees to keep (the last ones): some 
 def require_recordable(recipe: Recipe, accelerator: str) -> None:
     """Reject ``run.snapshot`` on accelerators other than cuda, which have nothing to record."""
     if recipe.run.snapshot and accelerator != "cuda":
-        raise RecipeError(
-            "run.snapshot=true records the history of torch's CUDA allocator, which a run on the CPU does not use: "
-            "remove it, or use run.accelerator cuda"
-        )
+        cause = "run.snapshot=true records the history of torch's CUDA allocator, which a run on the CPU does not use"
+        raise RecipeError(f"{cause}: remove it, or use run.accelerator cuda")
 
 
 @contextmanager

@@ -59,10 +59,8 @@ def split_over_ranks(module: nn.Module, model: Model, mesh: DeviceMesh, by_token
     plan, region = capability(model, Plannable).tensor_parallel_plan(module), _TensorParallelRegion(mesh)
     key, kind = f"memory.tensor_parallel={mesh.size()}", type(model).__name__
     if not plan:
-        raise RecipeError(
-            f"{key}: {kind} does not define how to split its layers: define tensor_parallel_plan(module) in its class "
-            "(docs/your-own-model.md), or use memory.strategy fsdp"
-        )
+        fix = "define tensor_parallel_plan(module) in its class (docs/your-own-model.md), or use memory.strategy fsdp"
+        raise RecipeError(f"{key}: {kind} does not define how to split its layers: {fix}")
     logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)  # gathering twice is rare here
     styles = _matched(module, plan, f"{key}: {kind}.tensor_parallel_plan")
     for name in [name for name, style in styles.items() if style == "attention"]:
@@ -312,10 +310,9 @@ class _TensorParallelRegion(TorchFunctionMode):
             weights = [one for one in given if isinstance(one, nn.Parameter) and not isinstance(one, DTensor)]
             known = [one for part in self.partly if weights for one in part._parameters.values()]
             if not all(any(one is other for other in known) for one in weights):
-                raise RecipeError(
-                    f"memory.tensor_parallel: {name} applies a weight that every rank has to split activations: give "
-                    f"its module the style {STYLES[3 if self.is_split else 4]} in tensor_parallel_plan"
-                )
+                cause = f"memory.tensor_parallel: {name} applies a weight that every rank has to split activations"
+                fix = f"give its module the style {STYLES[3 if self.is_split else 4]} in tensor_parallel_plan"
+                raise RecipeError(f"{cause}: {fix}")
         return func(*args, **kwargs)
 
     def dropout(self, input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:

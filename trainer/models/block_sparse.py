@@ -60,9 +60,7 @@ def _random_blocks(
     layer: int, heads: int, blocks: int, drawn: int, size: int, longest: int
 ) -> Iterator[tuple[int, int, Any]]:
     """Yield head, query block, and the key blocks drawn for it, in the order in which transformers draws."""
-    permuted = np.random.RandomState(
-        layer
-    ).permutation  # as after np.random.seed(layer), without changing the global state
+    permuted = np.random.RandomState(layer).permutation  # as after np.random.seed(layer), whose state is global
     if blocks * size in LONG_SEQUENCE_LENGTHS:
         last = 1024 // size - 1 if 2 * size < 1024 else longest // size - 1
         middle = np.arange(1, longest // size - 1)

@@ -84,8 +84,7 @@ def pack(batch: Mapping[str, Any], padding_idx: int | None) -> dict[str, Any] | 
     others = {key: value for key, value in batch.items() if key not in ("attention_mask", "labels")}
     if mask.ndim != 2 or any(getattr(value, "shape", ())[:2] != mask.shape for value in others.values()):
         return None
-    tokens = mask.sum(1)
-    columns = torch.arange(mask.shape[1])
+    tokens, columns = mask.sum(1), torch.arange(mask.shape[1])
     if not (mask == (columns < tokens[:, None])).all() or not tokens.all():
         return None
     packed = {key: value[mask][None] for key, value in others.items()}

@@ -179,10 +179,8 @@ def require_shared_filesystem(fabric: Fabric, run_dir: Path) -> None:
     found = "; ".join(filter(None, problems))
     here = run_on_rank_zero(fabric, socket.gethostname)
     if found:
-        raise RecipeError(
-            f"run.dir={run_dir} is not one directory for all machines: {found}; {here} created it: choose a directory "
-            "on a file system that all machines share"
-        )
+        fix = "choose a directory on a file system that all machines share"
+        raise RecipeError(f"run.dir={run_dir} is not one directory for all machines: {found}; {here} created it: {fix}")
 
 
 def _leave(run_dir: Path) -> str:

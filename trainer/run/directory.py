@@ -73,10 +73,8 @@ def explain_disk_errors(run_dir: Path) -> Iterator[None]:
             raise
         kept = CheckpointFolder(run_dir / "checkpoints").newest_first()
         stays = f"older checkpoints stay, the newest is {kept[0]}" if kept else "no checkpoint was saved before"
-        raise RunError(
-            f"{error.filename}: {error.strerror}; {stays}. Fix the disk or free some space, then resume with "
-            f"--run.dir {run_dir} --run.resume auto"
-        ) from error
+        fix = f"Fix the disk or free some space, then resume with --run.dir {run_dir} --run.resume auto"
+        raise RunError(f"{error.filename}: {error.strerror}; {stays}. {fix}") from error
 
 
 @contextmanager

@@ -171,10 +171,8 @@ def require_same_run(path: Path, manifest: Manifest, now: RunIdentity, allowed: 
         if not is_free and key not in free and _section(key) not in allowed:
             rejected[key] = line
     if rejected:
-        raise RecipeError(
-            f"{path} was saved with a different recipe: {'; '.join(rejected.values())}. Revert the change, or allow it "
-            f"with --run.allow_change '{json.dumps([*rejected])}'"
-        )
+        fix = f"Revert the change, or allow it with --run.allow_change '{json.dumps([*rejected])}'"
+        raise RecipeError(f"{path} was saved with a different recipe: {'; '.join(rejected.values())}. {fix}")
     return lines
 
 
