@@ -133,10 +133,8 @@ class CheckpointWriter:
         if error.errno in (errno.ENOSPC, errno.EDQUOT):
             needed, missing = snapshot.nbytes, disk_space_shortfall(self.folder.path, snapshot.nbytes)
             return disk_full_message(self.folder.path, snapshot.step, needed, max(1, missing))
-        return RunError(
-            f"the checkpoint of step {snapshot.step} could not be written: {error.strerror or error} "
-            f"({error.filename or self.folder.path}). Older checkpoints are unchanged"
-        )
+        cause = f"{error.strerror or error} ({error.filename or self.folder.path}). Older checkpoints are unchanged"
+        return RunError(f"the checkpoint of step {snapshot.step} could not be written: {cause}")
 
 
 class BackgroundTask:

@@ -55,10 +55,7 @@ def make_windows(
     reduce: Reduce = list,
     quarantine: Quarantine | None = None,
 ) -> Windows:
-    """Return this rank's share of the training batches of a prepared recipe.
-
-    ``reduce`` sums over the shares. Without a ``quarantine``, bad samples are left out on this rank only.
-    """
+    """Return this rank's share of the training batches of a prepared recipe; ``reduce`` sums over the shares."""
     train, drawn = as_samples(recipe.data.train), capability(recipe.model, DrawnInputs)
     lengths = train.lengths
     if recipe.memory.micro_batch_tokens is not None and lengths is None:

@@ -43,10 +43,9 @@ class Plan:
     def describe(self) -> str:
         cut, (_, shares) = self.initial_cut, data_parallel_rank(self.memory, 0, self.world_size)
         groups = count_noun(shares, "group", "s") + f" of {self.memory.tensor_parallel} ranks"
-        batch = (
-            f"batch {cut.batch_size} = {groups if shares < self.world_size else count_noun(shares, 'rank', 's')} × "
-            f"{count_noun(cut.accumulate, 'micro-batch', 'es')} of {cut.micro_batch_size}"
-        )
+        ranks = groups if shares < self.world_size else count_noun(shares, "rank", "s")
+        micro_batches = f"{count_noun(cut.accumulate, 'micro-batch', 'es')} of {cut.micro_batch_size}"
+        batch = f"batch {cut.batch_size} = {ranks} × {micro_batches}"
         batch += f" of at most {cut.micro_batch_tokens} tokens" if cut.micro_batch_tokens else ""
         deterministic = ["the same bits on any number of ranks"] if self.deterministic else []
         words = [batch, self.strategy, self.memory.precision, *describe_knobs(self.memory), *deterministic]
@@ -87,8 +86,7 @@ def decide_plan(recipe: Recipe, world_size: int) -> Plan:
 
 
 def _lossy(recipe: Recipe) -> list[str]:
-    memory = recipe.memory
-    found = []
+    memory, found = recipe.memory, []
     if memory.precision in HALF_TRUE and memory.cpu_offload != "optimizer":
         found.append(f"{memory.precision} weights" + (" rounded at random" if memory.stochastic_rounding else ""))
     elif memory.precision == "16-true":

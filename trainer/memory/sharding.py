@@ -119,10 +119,8 @@ def shard(
     move_buffers(module, device)
     if len(alone) == len(blocks):
         return None
-    return (
-        f"memory.strategy=fsdp keeps {len(blocks) - len(alone)} of {len(blocks)} blocks whole during a micro-step, "
-        "like the rest of the model, because they share weights with each other or with the rest"
-    )
+    whole = f"{len(blocks) - len(alone)} of {len(blocks)} blocks whole during a micro-step, like the rest of the model"
+    return f"memory.strategy=fsdp keeps {whole}, because they share weights with each other or with the rest"
 
 
 @contextmanager
