@@ -28,10 +28,7 @@ class BadSampleAt(NamedTuple):
 
 
 class Quarantine:
-    """The bad samples of all splits, equal on every rank at every step.
-
-    Ranks share what they detect with the weights of a batch, or at the end of an evaluation. No rank requests it again.
-    """
+    """The bad samples of all splits, equal on every rank at every step."""
 
     def __init__(
         self,

@@ -112,10 +112,7 @@ class ReplicatedSync(GradientSync):
 
 
 class ShardedSync(GradientSync):
-    """FSDP: reduces each block's gradients to shards in the last micro-step or in ``every_micro_step``.
-
-    ``replicas`` ranks hold each shard.
-    """
+    """FSDP: reduces gradients to shards in the last micro-step, or in every one; ``replicas`` ranks hold each shard."""
 
     def __init__(
         self, module: FSDPModule, parameters: Sequence[Tensor], every_micro_step: bool = False, replicas: int = 1
@@ -141,10 +138,7 @@ def gradient_rank_counts(reached: Sequence[bool], device: torch.device) -> list[
 
 
 def add_missing(parameters: Sequence[Tensor], *facts: bool) -> list[int]:
-    """Give zero gradients to parameters that only other ranks have reached.
-
-    Return how many ranks reached each parameter, and on how many each of ``facts`` is true.
-    """
+    """Give zeros to parameters that only other ranks reached; count the ranks that reached each, and of each fact."""
     counts = gradient_rank_counts([*(p.grad is not None for p in parameters), *facts], parameters[0].device)
     for parameter, count in zip(parameters, counts, strict=False):
         if count and parameter.grad is None:

@@ -197,10 +197,7 @@ class MemoryMonitor(PhaseHooks):
 
 
 class LeakCheck:
-    """Compares memory of a ``kind`` at the ends of steps and warns once if it keeps growing.
-
-    Growth of up to ``least_bytes``, or up to ``least_share`` of the first level, is not a leak.
-    """
+    """Warns once if memory of a ``kind`` keeps growing from step to step, and by more than both ``least`` values."""
 
     def __init__(self, kind: str, least_bytes: float, least_share: float = 0.0) -> None:
         self.kind, self.least_bytes, self.least_share = kind, least_bytes, least_share

@@ -30,9 +30,6 @@ LONG_SEQUENCE_LENGTHS = (1024, 3072, 4096)  # tokens; their random blocks are dr
 NAME = "block_sparse_attention"
 
 
-# The pattern.
-
-
 @lru_cache(maxsize=64)
 def attention_counts(
     layers: int, heads: int, blocks: int, num_random_blocks: int, size: int, longest: int, training: bool
@@ -341,9 +338,6 @@ def _flex_attention() -> Any:
     from torch.nn.attention.flex_attention import flex_attention
 
     return torch.compile(flex_attention)
-
-
-# The modules.
 
 
 class SelfAttention(BigBirdSelfAttention):

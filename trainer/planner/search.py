@@ -447,8 +447,6 @@ class Search:
     def _micro_steps(self, samples: int) -> int:
         return -(-(self.arms[0].micro_batch_sizes[0] or 1) // samples) if samples else 1
 
-    # Predictions.
-
     def _trace(self, wanted: Sequence[tuple[PlanFamily, int | None]]) -> None:
         answers = self._predicted([with_size(arm.settings, size) for arm, size in wanted])
         first = bool(answers) and not any(arm.traced for arm in self.arms)

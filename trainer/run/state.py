@@ -191,8 +191,7 @@ class RNGState(Listener):
     def on_step(self, counters: Counters, result: StepResult) -> None:
         self._note()
 
-    def on_evaluation(self, counters: Counters, result: Any) -> None:
-        self._note()
+    on_evaluation = on_step
 
     def state_dict(self) -> dict[str, Any]:
         (version, numbers, gauss), (name, keys, *rest), on_host, on_device = self._state

@@ -121,8 +121,6 @@ def announce(command: FitCommand) -> None:
     print_message(f"run directory {command.run_dir}: trainer {shlex.join(redact_words(command.argv()))}")
 
 
-# The attempts.
-
 Outcome = tuple[str, int]  # final status and exit code
 
 

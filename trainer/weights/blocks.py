@@ -59,10 +59,7 @@ def require_blocks(module: nn.Module, classes: Sequence[type], setting: str) -> 
 
 
 def disable_kv_cache(module: nn.Module) -> None:
-    """Disable the KV cache of ``module``, which only generation needs.
-
-    A checkpointed block would append to the cache twice. :func:`kv_cache_restored` restores the original setting.
-    """
+    """Disable the KV cache, to which a checkpointed block would append twice; :func:`kv_cache_restored` undoes this."""
     configs: dict[int, Any] = {id(part.config): part.config for part in module.modules() if hasattr(part, "config")}
     on = [config for config in configs.values() if getattr(config, "use_cache", False) is True]
     for config in on:

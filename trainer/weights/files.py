@@ -17,10 +17,7 @@ PICKLED = (".pth", ".pt", ".bin")
 
 
 def read_weights(path: Path) -> dict[str, Tensor]:
-    """Read a weight file to the CPU, memory-mapped.
-
-    Reads ``.safetensors``; ``.pth``, ``.pt`` and ``.bin`` with ``weights_only``. A bad file raises ``RecipeError``.
-    """
+    """Read a weight file, a pickle by ``weights_only``, to the CPU, memory-mapped; a bad one raises ``RecipeError``."""
     require(path.is_file(), f"{path} does not exist: give the path of a weight file")
     if path.suffix == ".safetensors":
         try:
