@@ -12,7 +12,7 @@ import warnings
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
-from trainer.errors import RecipeError, deprecated
+from trainer.errors import RecipeError, deprecated, require
 from trainer.system.names import unknown_keyword
 from trainer.values import IGNORED_LABEL, Task
 
@@ -33,11 +33,8 @@ class Settings:
     if not TYPE_CHECKING:  # otherwise checkers would accept any keyword
 
         def __new__(cls, *args: Any, **keywords: Any) -> Settings:
-            known = (
-                [field.name for field in dataclasses.fields(cls) if field.init]
-                if "__dataclass_fields__" in vars(cls)
-                else keywords
-            )
+            is_dataclass = "__dataclass_fields__" in vars(cls)  # not only one of its bases
+            known = [field.name for field in dataclasses.fields(cls) if field.init] if is_dataclass else keywords
             for name in keywords:
                 if name not in known:
                     raise RecipeError(unknown_keyword(cls.__name__, name, known))
@@ -275,9 +272,7 @@ def without_weights(model: Model) -> Model:
     """Return ``model`` with random weights: what its ``unloaded`` returns, or a copy with ``weights=None``."""
     if isinstance(model, Streamable) and type(model).unloaded is not Streamable.unloaded:
         return model.unloaded()
-    if model.weights is None:
-        return model
-    return dataclasses.replace(model, weights=None)  # type: ignore[type-var]
+    return model if model.weights is None else dataclasses.replace(model, weights=None)  # type: ignore[type-var]
 
 
 def _add_capabilities(cls: type[Model]) -> None:
@@ -485,8 +480,7 @@ class Data(OptionalAttributes):
             model: the trained model; ``None`` before it is loaded, when only the files are checked.
             path: a file to evaluate instead of the test set.
         """
-        if path is not None:
-            raise RecipeError(f"{type(self).__name__} cannot evaluate the file {path!r}: set its test set by flags")
+        require(path is None, f"{type(self).__name__} cannot evaluate the file {path!r}: set its test set by flags")
         return self
 
     def spec(self) -> DataSpec | None:

@@ -49,6 +49,8 @@ def within(interval: str, default: T, note: str = "") -> T:
     return field(default=default, metadata={"interval": interval, "note": note})
 
 
+INTERVALS = {"(0, inf)": "greater than 0, and finite", "(0, inf]": "greater than 0", "[0, inf)": "at least 0"}
+
 MAX_WORKERS = 1024  # maximum number of processes of a run on one machine
 
 UNSUPPORTED_VALUES = {
@@ -307,9 +309,6 @@ class Memory(Settings):
     correct_batchnorm: bool = True
 
     def __post_init__(self) -> None:
-        if isinstance(self.precision, str):
-            precision = VALUE_ALIASES.get(("memory.precision", self.precision), self.precision)
-            object.__setattr__(self, "precision", precision)
         _check("memory.", self, positive=("tensor_parallel", "replicas", "micro_batch_size", "micro_batch_tokens"))
         if self.budget is not None:
             parse_budget(self.budget, 0)
@@ -417,8 +416,6 @@ class Run(OptionalAttributes):
     }
 
     def __post_init__(self) -> None:
-        accelerator = VALUE_ALIASES.get(("run.accelerator", self.accelerator), self.accelerator)
-        object.__setattr__(self, "accelerator", accelerator)
         _check("run.", self, positive=("max_skipped_steps", "profile", "patience"))
         for logger in self.logger:
             require_choice("run.logger", logger, LoggerName)
@@ -562,6 +559,10 @@ def _require_metric(setting: str, name: str, known: list[str]) -> None:
 
 def _check(section: str, settings: Any, positive: tuple[str, ...]) -> None:
     """Check the types, choices and ranges of all fields, and that the ``positive`` ones are integers from 1."""
+    for (key, alias), meant in VALUE_ALIASES.items():
+        name = key.removeprefix(section)
+        if getattr(settings, name, None) == alias:
+            object.__setattr__(settings, name, meant)
     for name, hint in require_types(section, settings).items():
         if get_origin(hint) is Literal:
             key, value = section + name, getattr(settings, name)
@@ -574,7 +575,7 @@ def _check(section: str, settings: Any, positive: tuple[str, ...]) -> None:
     for one in dataclasses.fields(settings):
         value, interval = getattr(settings, one.name), one.metadata.get("interval")
         if interval is not None and value is not None and not _is_within(value, interval):
-            allowed = f"{_describe_interval(interval)}{one.metadata['note']}"
+            allowed = INTERVALS.get(interval, f"in {interval}") + one.metadata["note"]
             raise RecipeError(f"{section}{one.name}={value} must be {allowed}")
 
 
@@ -582,8 +583,3 @@ def _is_within(value: float, interval: str) -> bool:
     low, high = map(float, interval[1:-1].split(","))
     is_above = low < value or (interval[0] == "[" and value == low)
     return is_above and (value < high or (interval[-1] == "]" and value == high))
-
-
-def _describe_interval(interval: str) -> str:
-    words = {"(0, inf)": "greater than 0, and finite", "(0, inf]": "greater than 0", "[0, inf)": "at least 0"}
-    return words.get(interval, f"in {interval}")

@@ -8,7 +8,7 @@ import json
 import math
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from safetensors import SafetensorError
@@ -16,15 +16,12 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from trainer.checkpoint.manifest import MAX_JSON_BYTES, write_hashes
-from trainer.contract import Exportable, capability
-from trainer.errors import RecipeError
+from trainer.contract import Exportable, Model, capability
+from trainer.errors import require
 from trainer.system.files import errno_of, read_json_object, staged_file, write_atomic
 from trainer.system.redact import redact_value
 from trainer.weights.blocks import kv_cache_restored
 from trainer.weights.files import format_names, read_weights
-
-if TYPE_CHECKING:
-    from trainer.contract import Model
 
 WEIGHTS = "model.safetensors"
 CONFIG = "config.json"
@@ -90,8 +87,7 @@ def load_weights(module: nn.Module, path: Path) -> None:
         ],
     }
     text = "; ".join(f"{fault}: {format_names(names)}" for fault, names in faults.items() if names)
-    if text:
-        raise RecipeError(f"{path} does not fit the model ({text}): use the settings that it was trained with")
+    require(not text, f"{path} does not fit the model ({text}): use the settings that it was trained with")
     module.load_state_dict(found, strict=False)
 
 

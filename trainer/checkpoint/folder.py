@@ -48,10 +48,8 @@ class CheckpointFolder:
         """Reject a link to another run's checkpoints, which would be resumed and deleted; other links are fine."""
         home = Path(os.path.realpath(self.path)).parent
         if self.path.is_symlink() and (home / "recipe.yaml").exists():
-            raise RecipeError(
-                f"{self.path} is a link to the checkpoints of another run, {home}: remove it, and use --run.resume "
-                f"{home} to resume from there"
-            )
+            fix = f"remove it, and use --run.resume {home} to resume from there"
+            raise RecipeError(f"{self.path} is a link to the checkpoints of another run, {home}: {fix}")
 
     def clean(self) -> list[str]:
         """Remove incomplete checkpoints of a dead run, and restore replaced ones; return a message for each failure."""
@@ -109,8 +107,7 @@ class CheckpointFolder:
     def rename_aside(self, path: Path, why: str) -> Path:
         """Rename a checkpoint that must not be used again, to a name such as ``step-00000100.corrupt``."""
         target = path.with_name(f"{path.name}.{why}")
-        if target.exists():
-            target = path.with_name(f"{target.name}-{secrets.token_hex(4)}")
+        target = target.with_name(f"{target.name}-{secrets.token_hex(4)}") if target.exists() else target
         os.rename(path, target)
         return target
 

@@ -105,7 +105,6 @@ def read_manifest(folder: Path) -> Manifest:
 
 
 def truncate(text: str) -> str:
-    """Shorten ``text`` to at most 60 characters."""
     return text if len(text) <= 60 else f"{text[:57]}..."
 
 
@@ -153,7 +152,6 @@ FIELDS: Mapping[str, Callable[[Any], bool]] = {
 
 
 def folder_name(step: int) -> str:
-    """Return the name of the checkpoint of ``step``."""
     return f"step-{step:08d}"
 
 
@@ -246,10 +244,8 @@ def verify_text_file(path: Path) -> str | None:
     if not line:
         return f"{path} has no hash: {UNCHECKED}"
     if append_hash(above) != text:
-        raise CorruptCheckpointError(
-            f"{path} was changed after the run: revert the change and use flags instead, or remove its last line, "
-            "the hash, if it was changed on purpose"
-        )
+        fix = "revert the change and use flags instead, or remove its last line, the hash, if it was changed on purpose"
+        raise CorruptCheckpointError(f"{path} was changed after the run: {fix}")
     return None
 
 

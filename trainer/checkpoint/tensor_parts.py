@@ -21,7 +21,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from trainer.checkpoint.manifest import CorruptCheckpointError
-from trainer.errors import RecipeError, RunError
+from trainer.errors import RecipeError, RunError, require
 
 NAMES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 NAMES |= {"F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2, "C64": torch.complex64, "BOOL": torch.bool}
@@ -135,8 +135,7 @@ def index_parts(file: str, parts: Mapping[str, TensorPart]) -> dict[str, Any]:
     for name, part in parts.items():
         place = {"file": file, "offset": list(part.offset), "size": list(part.tensor.shape)}
         place |= {"key": name} if part.source_name is not None else {}
-        entry = described.setdefault(part.source_name or name, {"shape": list(part.shape), "parts": []})
-        entry["parts"].append(place)
+        described.setdefault(part.source_name or name, {"shape": list(part.shape), "parts": []})["parts"].append(place)
     return described
 
 
@@ -180,8 +179,7 @@ class PartsReader:
             raise RecipeError(f"{self.folder}: {name} {found}, but the model needs shape {target.shape}")
         filled = sum(self._copy(name, part, target) for part in self.parts[name].values())
         wanted = target.tensor.numel()
-        if filled != wanted:
-            raise RecipeError(f"{self.folder}: {name} is incomplete: {filled} of {wanted} numbers were found")
+        require(filled == wanted, f"{self.folder}: {name} is incomplete: {filled} of {wanted} numbers were found")
 
     def read(self, name: str) -> Tensor:
         """Read the whole tensor ``name`` in its saved dtype, after checking that the files contain all of it."""

@@ -118,10 +118,8 @@ class CheckpointWriter:
             if failure.exists():
                 raise RunError(f"rank {rank}: {read_regular(failure, MAX_REASON_BYTES).decode(errors='replace')}")
             time.sleep(POLL_INTERVAL)
-        raise RunError(
-            f"rank {rank} has not written to its part of {staging.name.split('.')[1]} for {self.timeout:.0f} s: check "
-            f"that {self.folder.path} is the same folder on all machines"
-        )
+        cause = f"rank {rank} has not written to its part of {staging.name.split('.')[1]} for {self.timeout:.0f} s"
+        raise RunError(f"{cause}: check that {self.folder.path} is the same folder on all machines")
 
     def _abort(self, staging: Path, why: str) -> None:
         """Report the failure to the first rank; the first rank itself removes the folder."""
@@ -135,10 +133,8 @@ class CheckpointWriter:
         if error.errno in (errno.ENOSPC, errno.EDQUOT):
             needed, missing = snapshot.nbytes, disk_space_shortfall(self.folder.path, snapshot.nbytes)
             return disk_full_message(self.folder.path, snapshot.step, needed, max(1, missing))
-        return RunError(
-            f"the checkpoint of step {snapshot.step} could not be written: {error.strerror or error} "
-            f"({error.filename or self.folder.path}). Older checkpoints are unchanged"
-        )
+        cause = f"{error.strerror or error} ({error.filename or self.folder.path}). Older checkpoints are unchanged"
+        return RunError(f"the checkpoint of step {snapshot.step} could not be written: {cause}")
 
 
 class BackgroundTask:

@@ -77,8 +77,7 @@ def devices(subject: CheckContext) -> Iterator[Finding]:
     ranks, threads = subject.world.devices, torch.get_num_threads()
     if subject.world.accelerator == "cpu":
         text = f"CPU: {cores()} cores for {ranks} rank(s) of {threads} thread(s)"
-        fits = ranks * threads <= cores()
-        yield ok(text) if fits else warning(text, f"OMP_NUM_THREADS={max(1, cores() // ranks)}")
+        yield ok(text) if ranks * threads <= cores() else warning(text, f"OMP_NUM_THREADS={max(1, cores() // ranks)}")
     else:
         yield from check_gpus(query_gpus_in_child(free=True, seconds=GPU_PROBE_TIMEOUT), ranks)
 

@@ -52,8 +52,7 @@ def samples(subject: CheckContext) -> Iterator[Finding]:
         yield from _to_finding(check, unloadable, "warning" if len(unloadable) <= data.max_bad_samples else "FAIL")
         yield from _to_finding(check, problems, "FAIL")
         if not (problems or unloadable):
-            text = f"{len(positions):,} of {len(split):,} loaded, all labels valid"
-            yield ok(text, check=check)
+            yield ok(f"{len(positions):,} of {len(split):,} loaded, all labels valid", check=check)
         yield from _image_modes(check, split, positions)
 
 

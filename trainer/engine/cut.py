@@ -81,7 +81,6 @@ def cut_at(recipe: Recipe, world_size: int, epoch: int) -> Cut:
 
 
 def padded(length: int) -> int:
-    """Round ``length`` up to a multiple of ``PADDING_MULTIPLE``."""
     return -(-length // PADDING_MULTIPLE) * PADDING_MULTIPLE
 
 

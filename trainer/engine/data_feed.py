@@ -12,7 +12,7 @@ from trainer.contract import Data, DrawnInputs, Model, Packable, Preparable, as_
 from trainer.engine.cut import Cut, cut_at, data_parallel_rank
 from trainer.engine.quarantine import Quarantine, Reduce
 from trainer.engine.window import Fetch, MicroBatch, OnLoad, Windows, make_micro_batch
-from trainer.errors import RecipeError, format_list
+from trainer.errors import RecipeError, format_list, require
 from trainer.recipe import Recipe
 from trainer.values import BadSample, Request, SampleWeights
 
@@ -24,12 +24,10 @@ def fill_from_data(model: Model, data: Data) -> Model:
     names, classes = data.class_names or (), data.num_classes
     # A name that cannot be encoded comes from a folder name that is not UTF-8, or from broken JSON.
     broken = [ascii(name) for name in names if str(name).encode(errors="replace").decode() != str(name)]
-    if broken:
-        raise RecipeError(f"data: class {format_list(broken)} is not UTF-8 text: rename its folder or label")
+    require(not broken, f"data: class {format_list(broken)} is not UTF-8 text: rename its folder or label")
     if names and classes is not None and len(names) != classes:
-        raise RecipeError(
-            f"{type(data).__name__} has {len(names)} class_names for num_classes={classes}: give each class a name"
-        )
+        fix = "give each class a name"
+        raise RecipeError(f"{type(data).__name__} has {len(names)} class_names for num_classes={classes}: {fix}")
     changes = {}
     pairs = {
         "num_classes": (model.num_classes, classes),
@@ -57,17 +55,12 @@ def make_windows(
     reduce: Reduce = list,
     quarantine: Quarantine | None = None,
 ) -> Windows:
-    """Return this rank's share of the training batches of a prepared recipe.
-
-    ``reduce`` sums over the shares. Without a ``quarantine``, bad samples are left out on this rank only.
-    """
+    """Return this rank's share of the training batches of a prepared recipe; ``reduce`` sums over the shares."""
     train, drawn = as_samples(recipe.data.train), capability(recipe.model, DrawnInputs)
     lengths = train.lengths
     if recipe.memory.micro_batch_tokens is not None and lengths is None:
-        raise RecipeError(
-            f"memory.micro_batch_tokens={recipe.memory.micro_batch_tokens} needs the length of every sample, which "
-            f"{type(recipe.data).__name__} does not know before reading it: leave it out"
-        )
+        cause = f"memory.micro_batch_tokens={recipe.memory.micro_batch_tokens} needs the length of every sample"
+        raise RecipeError(f"{cause}, which {type(recipe.data).__name__} does not know before reading it: leave it out")
     mixing, name = recipe.data.mixup_config(), type(recipe.model).__name__
     if mixing is not None and not drawn.mixes:
         raise RecipeError(
@@ -104,8 +97,7 @@ def _chances(data: Data) -> SampleWeights | None:
     if len(relative) != size:
         raise RecipeError(f"{said} returns {len(relative)} numbers for {size} training samples: return one per sample")
     array = np.asarray(relative, dtype=np.float64)
-    fits = bool(np.isfinite(array).all()) and array.min(initial=0) >= 0 and array.sum() > 0
-    if not fits:
+    if not (np.isfinite(array).all() and array.min(initial=0) >= 0 and array.sum() > 0):
         raise RecipeError(f"{said} must return finite numbers of at least 0, and not only zeros")
     if as_samples(data.train).groups is not None:
         raise RecipeError(f"{name} reads groups of samples in sequence and cannot draw single ones: omit {said}")

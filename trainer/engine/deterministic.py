@@ -132,8 +132,7 @@ class ReplicatedTreeSync(TreeSync):
         shards = []
         for bucket in self.buckets:
             parts = [p.grad.reshape(-1) for p in bucket if p.grad is not None]
-            padding = -sum(len(part) for part in parts) % self.world_size
-            flat = torch.cat([*parts, parts[0].new_zeros(padding)])
+            flat = torch.cat([*parts, parts[0].new_zeros(-sum(map(len, parts)) % self.world_size)])
             shards.append(tree_reduce_scatter(flat, self.present).clone())  # a view would keep the whole buffer
         return shards
 
@@ -337,10 +336,8 @@ def deterministic_algorithms(wanted: bool) -> Iterator[None]:
         found = REFUSED.search(str(error))
         if found is None:
             raise
-        raise RecipeError(
-            f"run.deterministic=true: {found[1]} has no deterministic implementation on this device: use "
-            "run.deterministic false, or a model that does not use it"
-        ) from error
+        cause = f"run.deterministic=true: {found[1]} has no deterministic implementation on this device"
+        raise RecipeError(f"{cause}: use run.deterministic false, or a model that does not use it") from error
     finally:
         torch.use_deterministic_algorithms(before[0], warn_only=before[1])
         torch.utils.deterministic.fill_uninitialized_memory = filled  # type: ignore[attr-defined]

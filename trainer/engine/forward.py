@@ -33,7 +33,6 @@ class Forward:
         self.fabric = fabric
 
     def set_module(self, module: nn.Module) -> None:
-        """Compute with ``module`` from now on."""
         self.module: nn.Module = getattr(module, "_forward_module", module)
 
     def to_device(self, batch: Any) -> Any:

@@ -23,7 +23,6 @@ class NonFiniteError(RunError):
 
 
 def count_steps(windows: Windows, epochs: int, max_steps: int | None) -> int:
-    """Count the optimizer steps of a run."""
     total = sum(len(span) * windows.steps(span.start) for span in windows.epoch_ranges(epochs))
     return total if max_steps is None else min(total, max_steps)
 
@@ -111,13 +110,7 @@ class Engine:
             listener.on_fit_start(counters, total)
         for epoch in range(counters.epoch, epochs):
             counters.epoch = epoch
-            while True:
-                try:
-                    self._rest_of_epoch(total, eval_every, max_skipped)
-                    break
-                except Exception as error:
-                    if not self._recovered(error):
-                        raise
+            self._retry(partial(self._rest_of_epoch, total, eval_every, max_skipped))
             self._evaluate()
             if counters.step_in_epoch >= self.windows.steps(epoch):  # otherwise max_steps ended the epoch
                 counters.epoch, counters.step_in_epoch = epoch + 1, 0
@@ -129,11 +122,13 @@ class Engine:
 
     def rehearse(self, epochs: int) -> None:
         """Try the largest micro-batch of ``epochs`` before training, so that memory does not run out hours later."""
+        self._retry(lambda: rehearse(self.stepper, longest_window(self.windows, epochs)))
+
+    def _retry(self, work: Callable[[], None]) -> None:
         while True:
             try:
-                rehearse(self.stepper, longest_window(self.windows, epochs))
-                break
-            except Exception as error:
+                return work()
+            except Exception as error:  # noqa: PERF203
                 if not self._recovered(error):
                     raise
 

@@ -20,7 +20,7 @@ from trainer.engine.forward import Forward
 from trainer.engine.model_state import ModelState
 from trainer.engine.sync import reshard
 from trainer.engine.window import Window
-from trainer.errors import RecipeError
+from trainer.errors import RecipeError, require
 from trainer.values import Loss
 
 ITEMS = "the sum of the losses of the micro-batch's items, and the number of items"
@@ -63,8 +63,7 @@ class LossCheck:
             yield loss
 
     def _require_loss(self, loss: Any) -> None:
-        if not isinstance(loss, Loss):
-            raise RecipeError(f"{self.kind}: losses() yields a {type(loss).__name__}: {YIELD}")
+        require(isinstance(loss, Loss), f"{self.kind}: losses() yields a {type(loss).__name__}: {YIELD}")
         total, where = loss.total, f"{self.kind}: loss {loss.name!r}"
         if not isinstance(total, Tensor) or total.numel() != 1:
             fix = "give the sum as a scalar tensor (reduction='sum')"
@@ -101,8 +100,7 @@ class LossCheck:
         """End a step; require each declared loss once per micro-batch. Return whether all checks are done."""
         for name in self.model.loss_names if not self.steps else ():
             found = f"{self.kind}: losses() yielded {name!r} {self.seen[name]} times in {micro_steps} micro-batches"
-            if self.seen[name] != micro_steps:
-                raise RecipeError(f"{found}: {ONCE}")
+            require(self.seen[name] == micro_steps, f"{found}: {ONCE}")
         self.steps += 1
         return self.is_done or self.steps == WATCHED
 

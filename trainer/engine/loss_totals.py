@@ -12,10 +12,7 @@ from trainer.values import Loss
 
 
 class LossTotals:
-    """Sums the losses of one window on the device.
-
-    ``world_size`` is the number of shares of a batch. With tensor parallelism, ``copies`` ranks compute each share.
-    """
+    """Sums the losses of a window on the device; ``copies`` ranks compute each of ``world_size`` shares of a batch."""
 
     def __init__(self, window: Window, world_size: int, copies: int = 1) -> None:
         self.weights, self.world_size, self.copies = window.weights, world_size, copies

@@ -93,8 +93,9 @@ def draw_mix(
 
 
 @lru_cache(maxsize=2)
-def _shuffle_blocks(seed: int, epoch: int, groups: ShuffleGroups) -> tuple[list[int], list[int], list[int]]:
-    """Return the order of the groups in ``epoch``, the first group of each block, and its first sample.
+def _shuffle_blocks(seed: int, epoch: int, groups: ShuffleGroups) -> tuple[list[int], ...]:
+    """Return the order of the groups in ``epoch``, the first group of each block, its first sample in this order, and
+    the first sample of each group in the training set.
 
     A block is a sequence of groups with at least ``groups.shuffle_buffer`` samples, which are shuffled together.
     """
@@ -107,12 +108,7 @@ def _shuffle_blocks(seed: int, epoch: int, groups: ShuffleGroups) -> tuple[list[
             held = 0
         held += groups.sizes[group]
         begin += groups.sizes[group]
-    return order, firsts, begins
-
-
-@lru_cache(maxsize=2)
-def _starts(groups: ShuffleGroups) -> list[int]:
-    return [0, *accumulate(groups.sizes)]
+    return order, firsts, begins, [0, *accumulate(groups.sizes)]
 
 
 @lru_cache(maxsize=4)
@@ -122,7 +118,7 @@ def _shuffle_block(seed: int, epoch: int, groups: ShuffleGroups, number: int) ->
     The k-th of n shuffled samples of a group gets a random position between k / n and (k + 1) / n of the block, so
     every batch has samples of every group in proportion to its size.
     """
-    (order, firsts, _), starts = _shuffle_blocks(seed, epoch, groups), _starts(groups)
+    order, firsts, _, starts = _shuffle_blocks(seed, epoch, groups)
     own = order[firsts[number] : firsts[number + 1] if number + 1 < len(firsts) else None]
     samples = torch.cat([torch.arange(starts[group], starts[group + 1]) for group in own])
     sizes = torch.tensor([groups.sizes[group] for group in own])

@@ -28,10 +28,7 @@ class BadSampleAt(NamedTuple):
 
 
 class Quarantine:
-    """The bad samples of all splits, equal on every rank at every step.
-
-    Ranks share what they detect with the weights of a batch, or at the end of an evaluation. No rank requests it again.
-    """
+    """The bad samples of all splits, equal on every rank at every step."""
 
     def __init__(
         self,
@@ -82,10 +79,8 @@ class Quarantine:
         first = list(self.found.items())[:SHOWN]  # in the order of detection
         shown = "; ".join(BadSampleAt(split, sample).describe() for (split, _), sample in first)
         more = f"; and {len(self.found) - SHOWN} more" if len(self.found) > SHOWN else ""
-        raise RecipeError(
-            f"{len(self.found)} samples cannot be loaded, which exceeds data.max_bad_samples={self.limit}: "
-            f"{shown}{more}. Fix or remove them, or raise the limit"
-        )
+        cause = f"{len(self.found)} samples cannot be loaded, which exceeds data.max_bad_samples={self.limit}"
+        raise RecipeError(f"{cause}: {shown}{more}. Fix or remove them, or raise the limit")
 
 
 def gather_texts(text: str, reduce: Reduce, rank: int, world_size: int) -> list[str]:
@@ -94,5 +89,4 @@ def gather_texts(text: str, reduce: Reduce, rank: int, world_size: int) -> list[
     sizes = [int(size) for size in reduce([float(len(content) * (rank == other)) for other in range(world_size)])]
     padding = [0.0] * sum(sizes[:rank]), [0.0] * sum(sizes[rank + 1 :])
     whole = bytes(map(int, reduce([*padding[0], *map(float, content), *padding[1]])))
-    ends = accumulate(sizes)
-    return [whole[end - size : end].decode() for end, size in zip(ends, sizes, strict=True)]
+    return [whole[end - size : end].decode() for end, size in zip(accumulate(sizes), sizes, strict=True)]

@@ -85,7 +85,6 @@ class Stepper(Forward):
         self.attach(module, optimizer, sync)
 
     def attach(self, module: nn.Module, optimizer: Optimizer, sync: GradientSync | None = None) -> None:
-        """Train ``module`` with ``optimizer`` from now on."""
         self.set_module(module)
         self.optimizer = optimizer
         self.parameters = [p for group in optimizer.param_groups for p in group["params"]]
@@ -302,11 +301,9 @@ class BatchNormStatistics:
                 layer.momentum = 1 - (1 - momentum) ** (1 / micro_steps)
 
     def save(self) -> None:
-        """Save the running statistics before a step."""
         self.before = [buffer.clone() for buffer in self.buffers]
 
     def restore(self) -> None:
-        """Restore the running statistics after a skipped step."""
         for buffer, value in zip(self.buffers, self.before, strict=True):
             buffer.copy_(value)
 

@@ -45,7 +45,6 @@ class GradientSync:
         """Called after the last backward of a window."""
 
     def clip(self, norm: Tensor, max_norm: float | None) -> None:
-        """Scale the gradients down to norm ``max_norm`` if their ``norm`` exceeds it."""
         if max_norm is not None:
             nn.utils.clip_grads_with_norm_(self.parameters, max_norm, norm)
 
@@ -113,10 +112,7 @@ class ReplicatedSync(GradientSync):
 
 
 class ShardedSync(GradientSync):
-    """FSDP: reduces each block's gradients to shards in the last micro-step or in ``every_micro_step``.
-
-    ``replicas`` ranks hold each shard.
-    """
+    """FSDP: reduces gradients to shards in the last micro-step, or in every one; ``replicas`` ranks hold each shard."""
 
     def __init__(
         self, module: FSDPModule, parameters: Sequence[Tensor], every_micro_step: bool = False, replicas: int = 1
@@ -129,7 +125,6 @@ class ShardedSync(GradientSync):
         self.module.set_is_last_backward(is_last or self.every_micro_step)
 
     def norm(self) -> Tensor:
-        """Return the norm from the shards of all ranks."""
         shards = [p.grad.to_local() for p in self.parameters if isinstance(p.grad, DTensor)]
         return norm_over_ranks(total_norm(shards, self.alike), self.replicas)
 
@@ -143,10 +138,7 @@ def gradient_rank_counts(reached: Sequence[bool], device: torch.device) -> list[
 
 
 def add_missing(parameters: Sequence[Tensor], *facts: bool) -> list[int]:
-    """Give zero gradients to parameters that only other ranks have reached.
-
-    Return how many ranks reached each parameter, and on how many each of ``facts`` is true.
-    """
+    """Give zeros to parameters that only other ranks reached; count the ranks that reached each, and of each fact."""
     counts = gradient_rank_counts([*(p.grad is not None for p in parameters), *facts], parameters[0].device)
     for parameter, count in zip(parameters, counts, strict=False):
         if count and parameter.grad is None:

@@ -7,22 +7,16 @@ from dataclasses import dataclass, field
 from functools import lru_cache
 from itertools import chain, tee
 from math import fsum
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from trainer.engine.cut import Cut, cut_batch, tokens_of
 from trainer.engine.order import DRAW_SEED, batch_indices, derive_seed, draw_mix
 from trainer.engine.quarantine import Quarantine, Reduce
-from trainer.errors import RecipeError
-from trainer.values import (
-    BadSample,
-    MixupConfig,
-    MixupDraw,
-    Packed,
-    PartialBatch,
-    Request,
-    SampleWeights,
-    ShuffleGroups,
-)
+from trainer.errors import RecipeError, require
+from trainer.values import BadSample, MixupDraw, Packed, PartialBatch, Request
+
+if TYPE_CHECKING:
+    from trainer.values import MixupConfig, SampleWeights, ShuffleGroups
 
 MAX_HALVINGS = 64  # max halvings of a micro-batch, which never has 2 ** 64 samples
 
@@ -218,8 +212,7 @@ class Windows:
     def _placeholder_sample(self, pieces: Sequence[Sequence[int]]) -> list[int]:
         """Return the shortest sample of the first non-empty micro-batch, or else any loadable training sample."""
         others = next(filter(None, pieces), None) or self.quarantine.filter("train", range(self.size))[:1]
-        if not others:
-            raise RecipeError(f"none of the {self.size} training samples can be loaded: see quarantine.json")
+        require(bool(others), f"none of the {self.size} training samples can be loaded: see quarantine.json")
         return [max(others, key=lambda i: -self.lengths[i] if self.lengths else 0)]
 
     def _samples(self, epoch: int, step: int) -> tuple[int, int]:
@@ -240,10 +233,9 @@ class Windows:
                 for name in weights[0]
             ]
         except (TypeError, KeyError) as error:
-            raise RecipeError(
-                f"{type(getattr(self.weigh, '__self__', self.weigh)).__name__}: weigh() returns {weights[0]!r}: "
-                "return a dict from every name in loss_names to the number of items which that loss sums up"
-            ) from error
+            cause = f"{type(getattr(self.weigh, '__self__', self.weigh)).__name__}: weigh() returns {weights[0]!r}"
+            fix = "return a dict from every name in loss_names to the number of items which that loss sums up"
+            raise RecipeError(f"{cause}: {fix}") from error
         if not self.cut(self.current_epoch).rank_independent:
             *sums, found = self.reduce([*map(sum, rows), float(bad)])
             return dict(zip(weights[0], sums, strict=True)), [], found > 0

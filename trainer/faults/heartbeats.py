@@ -90,8 +90,7 @@ class Peers:
         # A script may train several times with one launcher store. A run must not read an earlier run's reports.
         self.run = self.store.add(f"watchdogs/{rank}", 1)
         self.next = (rank + 1) % size
-        self.own = ProcessId.current().to_dict()
-        self.box = SharedStatus(monitor)
+        self.own, self.box = ProcessId.current().to_dict(), SharedStatus(monitor)
         self.answers = 0  # number of answers from the store
         self._beats = self._silent = 0
         self._last = b""
@@ -125,7 +124,6 @@ class Peers:
         return EndReason.parse(found)
 
     def wait_for_end_reason(self, seconds: float) -> EndReason | None:
-        """Wait up to ``seconds`` for a published reason."""
         until = time.monotonic() + seconds
         while (told := self.end_reason()) is None and time.monotonic() < until:
             time.sleep(POLL_INTERVAL / 10)
@@ -158,7 +156,6 @@ class Peers:
 
     @property
     def knows_next(self) -> bool:
-        """Whether a heartbeat of the next rank was seen."""
         return bool(self._last)
 
     def diagnose_store(self) -> EndReason:

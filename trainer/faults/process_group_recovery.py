@@ -61,9 +61,7 @@ class ProcessGroupRecovery:
         self.own_store = self.store.clone()  # a separate connection for the thread
         # A script may train several times with one launcher store. A run must not read an earlier run's calls.
         self.run = self.own_store.add(f"regroupings/{fabric.global_rank}", 1)
-        self.meetings = 0
-        self.lock = threading.Lock()
-        self.done = threading.Event()
+        self.meetings, self.lock, self.done = 0, threading.Lock(), threading.Event()
         threading.Thread(target=self._watch, daemon=True).start()
 
     def request(self, why: str) -> None:
@@ -101,7 +99,6 @@ class ProcessGroupRecovery:
         )
 
     def close(self) -> None:
-        """Stop watching the store."""
         self.done.set()
 
     def _key(self, meeting: int) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import mmap
 import os
 import struct
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -31,7 +32,6 @@ class RankStatus:
 
     @classmethod
     def from_monitor(cls, rank: int, monitor: MemoryMonitor) -> RankStatus:
-        """Return the current place of ``rank`` according to its ``monitor``."""
         return cls(rank, monitor.step, monitor.activity, tuple(map(int, monitor.samples[:SAMPLES])), monitor.moves)
 
     @classmethod
@@ -47,11 +47,9 @@ class RankStatus:
             raise ValueError("rank, steps, moves and samples must be integers from 0")
         if activity is not None and not (isinstance(activity, str) and len(activity) <= MAX_ACTIVITY_BYTES):
             raise ValueError("activity must be a short string")
-        known = None if activity is None else escaped(activity)
-        return cls(**values | {"samples": tuple(samples), "activity": known})
+        return cls(**values | {"samples": tuple(samples), "activity": activity and escaped(activity)})
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the fields as a JSON-serialisable dict."""
         return asdict(self)
 
     @property
@@ -66,7 +64,6 @@ class RankStatus:
         return f"after step {self.steps}" if self.activity in AFTER_A_STEP else f"step {self.steps + 1}"
 
     def activity_text(self) -> str:
-        """Describe the activity."""
         return {"init": "building the model", None: "between steps"}.get(self.activity, self.activity or "")
 
     def __str__(self) -> str:
@@ -100,15 +97,11 @@ class SharedStatus:
         monitor.on_move = self.write
 
     def write(self) -> None:
-        """Write the current place."""
-        monitor = self.monitor
-        samples = monitor.samples[:SAMPLES]
-        count = len(samples)
-        activity = (monitor.activity or "").encode()
+        monitor, samples = self.monitor, self.monitor.samples[:SAMPLES]
+        activity, count = (monitor.activity or "").encode(), len(samples)
         LAYOUT.pack_into(self.memory, 0, monitor.step, monitor.moves, activity, count, *samples, *PADDING[count:])
 
     def close(self) -> None:
-        """Stop writing."""
         self.monitor.on_move = None
         if self._descriptor is not None:
             os.close(self._descriptor)
@@ -117,13 +110,11 @@ class SharedStatus:
 
 def open_shared_status(pid: int) -> mmap.mmap | None:
     """Open the shared memory of the rank with process id ``pid``; ``None`` if it is not accessible."""
-    try:
+    with suppress(OSError, ValueError):
         for link in Path(f"/proc/{pid}/fd").iterdir():
             if os.readlink(link) == f"/memfd:{NAME} (deleted)":
                 with open_regular(link, LAYOUT.size) as file:
                     return mmap.mmap(file.fileno(), LAYOUT.size, access=mmap.ACCESS_READ)
-    except (OSError, ValueError):
-        return None
     return None
 
 

@@ -69,7 +69,6 @@ class Watchdog:
             threading.Thread(target=self._watch_store, args=(self.peers,), name="store watch", daemon=True).start()
 
     def place(self) -> RankStatus:
-        """Return the current place of this rank."""
         return RankStatus.from_monitor(self.rank, self.monitor)
 
     def root_error(self, error: BaseException) -> BaseException:
@@ -86,11 +85,8 @@ class Watchdog:
     def _explained(self, error: BaseException) -> BaseException:
         place = self.place()
         try:
-            if (
-                self.peers is not None
-                and is_peer_loss(error)
-                and (told := self.peers.wait_for_end_reason(REASON_TIMEOUT)) is not None
-            ):
+            told = self.peers.wait_for_end_reason(REASON_TIMEOUT) if self.peers and is_peer_loss(error) else None
+            if told is not None:
                 return PeerError(told.text)
             set_location(error, str(place))
             if self.peers is not None:
@@ -129,8 +125,7 @@ class Watchdog:
 
     def _pause(self) -> float:
         """Return the seconds until the next check; fewer until the next rank was seen, as it may own the store."""
-        is_known = self.peers is None or self.peers.knows_next
-        return POLL_INTERVAL if is_known else POLL_INTERVAL / 10
+        return POLL_INTERVAL if self.peers is None or self.peers.knows_next else POLL_INTERVAL / 10
 
     def _watch_store(self, peers: Peers) -> None:
         """Detect a store that does not answer. A separate thread: a suspended store blocks every caller forever."""

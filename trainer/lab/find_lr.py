@@ -99,5 +99,4 @@ def curve_of(run_dir: Path) -> Curve:
 
 
 def as_words(flags: Sequence[tuple[str, str | None]]) -> list[str]:
-    """Return the flags as words of a command line."""
     return [f"--{name}" if text is None else f"--{name}={text}" for name, text in flags]

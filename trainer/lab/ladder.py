@@ -57,7 +57,6 @@ class LadderStep:
 
     @property
     def label(self) -> str:
-        """The name and the note."""
         return f"{self.name} ({self.note})" if self.note else self.name
 
 
@@ -165,8 +164,7 @@ class LadderTable:
         self.environment = ({} if self.cuda else MALLOC_TRIM_ENV) | given  # variables that change the measurements
         self.machine = {**machine, "cores": cores(), "system": f"{platform.system()} {platform.machine()}"}
         self.rows: list[tuple[LadderStep, Trial, float | None]] = []
-        self._date = time.strftime("%Y-%m-%d %H:%M:%S %z")
-        self._versions = versions()
+        self._date, self._versions = time.strftime("%Y-%m-%d %H:%M:%S %z"), versions()
         self._width = max(len(rung.label) for rung in rungs)
 
     def show_running(self, number: int, rung: LadderStep) -> None:
@@ -203,7 +201,6 @@ class LadderTable:
         self._write()
 
     def finish(self) -> None:
-        """Write and plot the rows so far."""
         self._write()
         if self.rows:
             from trainer.report.plots import plot_ladder

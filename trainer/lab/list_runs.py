@@ -40,7 +40,6 @@ WORDS = ("run", "status", "figure", "date")
 
 
 def runs(argv: Sequence[str]) -> None:
-    """``trainer runs``."""
     from trainer.commands import CommandFlags
     from trainer.commands.flags import split_argv
 
@@ -258,17 +257,14 @@ def table(rows: Sequence[Mapping[str, Any]]) -> str:
     return "\n".join([align_columns(heads, cells, WORDS), *map(escaped, broken)])
 
 
-def _shortened(text: str) -> str:
-    return text if len(text) <= MAX_VALUE_CHARS else f"{text[:MAX_VALUE_CHARS]}…"
-
-
 def diff_runs(first: Mapping[str, Any], second: Mapping[str, Any]) -> str:
     """Format a line per setting, then per metric, in which two runs differ."""
     heads, cells = ["", escaped(first["run"]), escaped(second["run"])], []
     for key in dict.fromkeys([*first["settings"], *second["settings"]]):
         both = [as_text(row["settings"][key]) if key in row["settings"] else "-" for row in (first, second)]
         if both[0] != both[1]:
-            cells.append([escaped(_shortened(text)) for text in (key, *both)])
+            shown = (text if len(text) <= MAX_VALUE_CHARS else f"{text[:MAX_VALUE_CHARS]}…" for text in (key, *both))
+            cells.append(list(map(escaped, shown)))
     for key in dict.fromkeys([*first, *second]):
         both = [_cell(key, row.get(key)) or "-" for row in (first, second)]
         if both[0] != both[1] and key not in ("run", "settings", "figure", "faults"):

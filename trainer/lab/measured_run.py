@@ -76,7 +76,6 @@ class Trial:
         return self.host_gb if allocated is None else allocated
 
     def to_json(self) -> dict[str, Any]:
-        """Return all fields in plain types."""
         plain = ("status", "reason", "plan", "steps", "losses", "samples_per_second", "peak_gb")
         content = {name: getattr(self, name) for name in plain}
         command = shlex.join(map(_strip_paths, redact_words(self.command)))

@@ -75,8 +75,7 @@ def sweep(argv: list[str]) -> None:
     for name in TAKEN[:2]:
         require(all(name != given for given, _ in flags), f"--{name} is set by the sweep: use --out")
     words = [reference, *as_words(passed)]
-    chosen = recipe.run.best_metric()
-    compares = recipe.run.evaluate and chosen != "last"
+    compares = recipe.run.evaluate and recipe.run.best_metric() != "last"
     require(compares, "a sweep compares trials by run.best: leave out run.best=last and run.evaluate=false")
     if bool(over) == ("folds" in own):
         ways = "--over KEY=LOW..HIGH (or KEY=A,B,C), once or more, or --folds 5, or --find-lr"
@@ -135,8 +134,7 @@ def device_slots(recipe: Recipe, parallel: int) -> list[dict[str, str]]:
         return [{}]
     machine: dict[str, Any] = CPU if recipe.run.accelerator == "cpu" else probe_machine()
     if machine["accelerator"] == "cpu":
-        threads = os.environ.get("OMP_NUM_THREADS", str(max(1, cores() // parallel)))
-        return [{"OMP_NUM_THREADS": threads}] * parallel
+        return [{"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", str(max(1, cores() // parallel)))}] * parallel
     found = machine["devices"]
     require(parallel <= found, f"--parallel={parallel} needs a GPU per run, and this machine has {found}: lower it")
     visible = os.environ.get("CUDA_VISIBLE_DEVICES") or ",".join(map(str, range(found)))
@@ -363,8 +361,7 @@ class Sweep:
         """Return the value of a metric with the sign for which higher is better."""
         name = column.partition("_")[2]
         own = [metric for metric in self.recipe.run.metrics if isinstance(metric, Metric) and metric.name == name]
-        higher = name in HIGHER_IS_BETTER or any(metric.higher_is_better for metric in own)
-        return value if higher else -value
+        return value if name in HIGHER_IS_BETTER or any(metric.higher_is_better for metric in own) else -value
 
     def _ranked(self) -> list[dict[str, Any]]:
         rated = [row for row in self.rows if row["score"] is not None and row["status"] in ("finished", "pruned")]

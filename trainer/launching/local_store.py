@@ -37,15 +37,10 @@ def loopback_store(at: int | socket.socket = 0, seconds: float = RENDEZVOUS_TIME
     """Host a store on 127.0.0.1, at a port (0: a free one) or a listening socket; ``seconds`` is the timeout of
     requests. Raise OSError if the port is in use, and DistError if this machine cannot reach itself."""
     listener = socket.create_server((ADDRESS, at)) if isinstance(at, int) else at
-    return TCPStore(
-        ADDRESS,
-        listener.getsockname()[1],
-        is_master=True,
-        wait_for_workers=False,
-        multi_tenant=True,  # torch finds it by its port when the process group is created
-        timeout=timedelta(seconds=seconds),
-        master_listen_fd=listener.detach(),
-    )
+    # Multi-tenant: torch finds it by its port when the process group is created.
+    options: dict[str, Any] = {"is_master": True, "wait_for_workers": False, "multi_tenant": True}
+    port, timeout = listener.getsockname()[1], timedelta(seconds=seconds)
+    return TCPStore(ADDRESS, port, timeout=timeout, master_listen_fd=listener.detach(), **options)
 
 
 def bind_to_loopback(environment: MutableMapping[str, str] = os.environ) -> None:

@@ -52,16 +52,9 @@ def _store(rank: int, size: int, seconds: float, environment: MutableMapping[str
         why = "a machine that leaves this run cannot come back, nor another one join"
         fix = "give torchrun TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1, as launch/nodes.sh does"
         print(f"warning: {why}: {fix}", file=sys.stderr, flush=True)
+    is_master, timeout = rank == 0 and not by_agent, timedelta(seconds=seconds)
     try:
-        return TCPStore(
-            address,
-            port,
-            size,
-            is_master=rank == 0 and not by_agent,
-            timeout=timedelta(seconds=seconds),
-            wait_for_workers=False,
-            multi_tenant=True,
-        )
+        return TCPStore(address, port, size, is_master, timeout, wait_for_workers=False, multi_tenant=True)
     except (DistError, RuntimeError) as error:
         raise RunError(
             f"rank {rank} on {socket.gethostname()} does not reach the first rank's machine, {address}, port {port} "

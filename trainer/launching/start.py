@@ -17,7 +17,7 @@ import torch.distributed as dist
 from lightning_fabric import Fabric
 from lightning_fabric.plugins.environments import ClusterEnvironment, LightningEnvironment, TorchElasticEnvironment
 
-from trainer.errors import RecipeError
+from trainer.errors import RecipeError, require
 from trainer.launching.local_store import RENDEZVOUS_TIMEOUT, join_local_store
 from trainer.launching.slurm import slurm_task, started_by_srun
 from trainer.launching.world import World
@@ -61,10 +61,8 @@ def launch(
         fabric.launch()
     del store  # the process group uses it now
     if fabric.world_size != world.world_size:
-        raise RecipeError(
-            f"{world.world_size} rank(s) were requested and {fabric.world_size} started: check run.devices and the "
-            "launcher (under Slurm, ntasks-per-node must equal run.devices)"
-        )
+        fix = "check run.devices and the launcher (under Slurm, ntasks-per-node must equal run.devices)"
+        raise RecipeError(f"{world.world_size} rank(s) were requested and {fabric.world_size} started: {fix}")
     return fabric
 
 
@@ -121,8 +119,7 @@ def local_rank_zero_first(fabric: Fabric, action: Callable[[], Any]) -> None:
         failed = bool(count.item())
     if error is not None:
         raise error
-    if failed:
-        raise RecipeError("preparing model and data failed on the first rank of a node: see that rank's error")
+    require(not failed, "preparing model and data failed on the first rank of a node: see that rank's error")
     if fabric.local_rank != 0:
         action()
 

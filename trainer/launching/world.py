@@ -49,7 +49,6 @@ class World:
 
     @property
     def world_size(self) -> int:
-        """Number of ranks on all nodes."""
         return self.devices * self.nodes
 
     @property
@@ -104,10 +103,8 @@ def _of_fabric_run(recipe: Recipe, environment: MutableMapping[str, str]) -> tup
         wanted = asked[name] or ""  # or a list of devices, or auto
         if wanted.isdigit() and int(wanted) != found:
             key = f"LT_{name.upper()}"
-            raise RecipeError(
-                f"{key}={wanted} asks for another world than fabric run has started, with {name}={found}: unset {key}, "
-                f"or use fabric run --{name.replace('_', '-')} {wanted}"
-            )
+            cause = f"{key}={wanted} asks for another world than fabric run has started, with {name}={found}"
+            raise RecipeError(f"{cause}: unset {key}, or use fabric run --{name.replace('_', '-')} {wanted}")
     return recipe, dataclasses.replace(world, launcher="fabric run")
 
 
@@ -125,18 +122,14 @@ def detect_world(recipe: Recipe, environment: Mapping[str, str] = os.environ) ->
         world = World(name, accelerator, devices, nodes)
         size = read_int_variable("WORLD_SIZE", world.world_size, environment)
         if size != world.world_size:
-            raise RecipeError(
-                f"torchrun started {size} ranks on {nodes} node(s), {devices} of them on this one: use the same "
-                "--nproc-per-node on every node"
-            )
+            fix = "use the same --nproc-per-node on every node"
+            raise RecipeError(f"torchrun started {size} ranks on {nodes} node(s), {devices} of them on this one: {fix}")
     elif all(name in environment for name in RAY_WORKER):
         workers = read_int_variable("WORLD_SIZE", environment=environment)
         devices = read_int_variable("LOCAL_WORLD_SIZE", environment=environment)
         if not devices or workers % devices:
-            raise RecipeError(
-                f"Ray has put {devices} of {workers} workers on this node, and other numbers on others: choose "
-                "--workers and --cpus-per-worker so that every node has the same number"
-            )
+            cause = f"Ray has put {devices} of {workers} workers on this node, and other numbers on others"
+            raise RecipeError(f"{cause}: choose --workers and --cpus-per-worker so that every node has the same number")
         world = World("ray", accelerator, devices, workers // devices)
     elif (task := slurm_task(environment)) is not None:
         gpus = _devices_here(accelerator) if accelerator == "cuda" else None
@@ -162,10 +155,9 @@ def _refuse_unknown_launcher(world: World, environment: Mapping[str, str]) -> No
         # Fabric sets WORLD_SIZE to run.devices in the processes that it starts.
         joined = name == "WORLD_SIZE" and "LOCAL_RANK" in environment and started == world.world_size
         if started != 1 and not joined:
-            raise RecipeError(
-                f"{name}={started} in the environment is from a launcher that is neither torchrun nor Slurm: start the "
-                "run with torchrun, fabric run, srun or --run.devices, or unset the variable"
-            )
+            cause = f"{name}={started} in the environment is from a launcher that is neither torchrun nor Slurm"
+            fix = "start the run with torchrun, fabric run, srun or --run.devices, or unset the variable"
+            raise RecipeError(f"{cause}: {fix}")
     # For several processes on CPUs, accelerate launch starts only one, and sets MASTER_ADDR but not their number.
     if world.launcher == "accelerate launch" and world.world_size == 1 and "MASTER_ADDR" in environment:
         raise RecipeError(
@@ -179,10 +171,8 @@ def _refuse_options_of_accelerate(recipe: Recipe, environment: Mapping[str, str]
     name = environment.get("ACCELERATE_MIXED_PRECISION", "no")
     precision = ACCELERATE_PRECISION.get(name, "one of its values")
     if precision not in (None, recipe.memory.precision):
-        raise RecipeError(
-            f"accelerate launch --mixed_precision {name} contradicts memory.precision={recipe.memory.precision}: "
-            f"use --memory.precision {precision}, and --mixed_precision no"
-        )
+        cause = f"accelerate launch --mixed_precision {name} contradicts memory.precision={recipe.memory.precision}"
+        raise RecipeError(f"{cause}: use --memory.precision {precision}, and --mixed_precision no")
     for option in ("FSDP", "DEEPSPEED", "MEGATRON_LM"):
         if environment.get(f"ACCELERATE_USE_{option}", "false").lower() in ("true", "1"):
             unused = f"accelerate launch --use_{option.lower()} is not for this trainer"

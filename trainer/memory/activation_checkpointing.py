@@ -23,10 +23,7 @@ from trainer.weights.blocks import disable_kv_cache
 
 aten = torch.ops.aten
 _ATTENTION = ("flash_attention", "efficient_attention", "cudnn_attention", "flash_attention_for_cpu")
-_EXPENSIVE = (
-    *("mm", "addmm", "bmm", "baddbmm", "convolution"),
-    *(f"_scaled_dot_product_{name}" for name in _ATTENTION),
-)
+_EXPENSIVE = ("mm", "addmm", "bmm", "baddbmm", "convolution", *(f"_scaled_dot_product_{name}" for name in _ATTENTION))
 KEPT = {getattr(aten, name).default for name in _EXPENSIVE if hasattr(aten, name)}  # some builds lack some
 """Operations that ``selective`` does not recompute: those that cost the most time for the memory of their output."""
 KEPT_BY_NAME = {"trainer::block_sparse_attention", "flex_attention"}  # operations that are registered at first use
@@ -56,8 +53,7 @@ def keep_expensive(_: Any, operation: Any, *args: Any, **kwargs: Any) -> Checkpo
 
     Attention with dropout is recomputed: if kept, later dropout would draw different masks in the second pass.
     """
-    kept = operation in KEPT and not _dropout(operation, args, kwargs)
-    keep = kept or operation.name() in KEPT_BY_NAME
+    keep = (operation in KEPT and not _dropout(operation, args, kwargs)) or operation.name() in KEPT_BY_NAME
     return CheckpointPolicy.MUST_SAVE if keep else CheckpointPolicy.PREFER_RECOMPUTE
 
 

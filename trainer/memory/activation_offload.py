@@ -135,8 +135,7 @@ class ActivationOffloader:
         else:
             self.stream.wait_stream(torch.cuda.current_stream(self.device))
             with torch.cuda.stream(self.stream):
-                # A tensor with gaps, such as a slice of packed queries, keys and values, would be copied through
-                # pageable memory.
+                # A tensor with gaps, such as a slice of packed queries, would be copied through pageable memory.
                 dense = tensor if tensor.stride() == saved.host.stride() else tensor.clone()
                 saved.host.copy_(dense, non_blocking=True)
                 saved.arrived = self.stream.record_event()

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from trainer.contract import Streamable
 from trainer.engine.cut import Cut
-from trainer.errors import RecipeError
+from trainer.errors import RecipeError, require
 from trainer.memory.knobs import ADAM, KNOBS, UNTESTED_WITH_TP, is_sharded, turned_off
 from trainer.recipe import Memory, Optim, Recipe
 from trainer.system.text import as_text
@@ -120,11 +120,9 @@ def _state(recipe: Recipe, _: int, __: Sequence[Cut]) -> Iterator[str]:
         key = f"memory.matmul_precision={memory.matmul_precision}"
         yield f"{key} rounds products of fp32, but memory.precision={memory.precision} has none: use highest"
     if memory.precision == "16-true" and memory.cpu_offload != "optimizer" and name in ADAPTIVE_OPTIMIZERS:
-        yield (
-            f"memory.precision=16-true cannot be used with optim.name={name}, which divides by squared gradients that "
-            "fp16 rounds to 0 with its epsilon: use 16-mixed or bf16-true, memory.cpu_offload optimizer (fp32 "
-            "masters), or optim.name sgd"
-        )
+        cause = "which divides by squared gradients that fp16 rounds to 0 with its epsilon"
+        fix = "use 16-mixed or bf16-true, memory.cpu_offload optimizer (fp32 masters), or optim.name sgd"
+        yield f"memory.precision=16-true cannot be used with optim.name={name}, {cause}: {fix}"
 
 
 def _meta(recipe: Recipe, _: int, __: Sequence[Cut]) -> Iterator[str]:
@@ -136,10 +134,8 @@ def _meta(recipe: Recipe, _: int, __: Sequence[Cut]) -> Iterator[str]:
     if weights is None:
         yield f"{key} streams pretrained weights, but model.weights is null: use memory.init device"
     if Path(str(weights)).suffix in PICKLED:
-        yield (
-            f"{key} reads slices of safetensors files, but model.weights={weights} is a pickle: convert it with "
-            "safetensors.torch.save_file, or use memory.init device"
-        )
+        fix = "convert it with safetensors.torch.save_file, or use memory.init device"
+        yield f"{key} reads slices of safetensors files, but model.weights={weights} is a pickle: {fix}"
 
 
 def _cuda_graphs(recipe: Recipe, _: int, __: Sequence[Cut]) -> Iterator[str]:
@@ -191,10 +187,8 @@ def _deterministic(recipe: Recipe, world_size: int, _: Sequence[Cut]) -> Iterato
     if memory.replicas > 1:
         yield f"{key} sums over all ranks along one tree, without memory.replicas={memory.replicas}: use replicas 1"
     if memory.optimizer_state_bits < 32 or memory.stochastic_rounding:
-        yield (
-            f"{key} excludes memory.optimizer_state_bits below 32 and memory.stochastic_rounding: their rounding "
-            "depends on the position of a weight in its shard; use 32 and false"
-        )
+        fix = "their rounding depends on the position of a weight in its shard; use 32 and false"
+        yield f"{key} excludes memory.optimizer_state_bits below 32 and memory.stochastic_rounding: {fix}"
     if memory.sync_every_micro_step is False:
         yield f"{key} reduces gradients in every micro-step: leave memory.sync_every_micro_step at null"
     if recipe.model.conditional:
@@ -227,8 +221,7 @@ def require_supported_parameters(module: nn.Module, plan: Plan) -> None:
             (parameter.is_complex(), "is complex: store it as real numbers and use torch.view_as_complex", real),
         ):
             for key, remedy, is_on in excluded:
-                if is_so and is_on:
-                    raise RecipeError(f"{key} cannot train {name}, which {fault}, or {remedy}")
+                require(not (is_so and is_on), f"{key} cannot train {name}, which {fault}, or {remedy}")
 
 
 def _require_local_norms(module: nn.Module, plan: Plan) -> None:
@@ -266,10 +259,9 @@ def require_sparse_support(module: nn.Module, optim: Optim) -> None:
     names = sparse_parameters(module)
     decays = optim.weight_decay or any(settings.get("weight_decay") for settings in optim.groups.values())
     if names and (optim.name not in ("sgd", "adagrad") or decays):
-        raise RecipeError(
-            f"optim.name={optim.kind} with optim.weight_decay={optim.weight_decay} cannot update {min(names)}, which "
-            "has sparse gradients: remove sparse=True, or use sgd or adagrad without decay"
-        )
+        cause = f"optim.name={optim.kind} with optim.weight_decay={optim.weight_decay} cannot update {min(names)}"
+        fix = "remove sparse=True, or use sgd or adagrad without decay"
+        raise RecipeError(f"{cause}, which has sparse gradients: {fix}")
 
 
 def sparse_parameters(module: nn.Module) -> set[str]:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from trainer.errors import RecipeError, closest_names, suggest_name
+from trainer.errors import RecipeError, closest_names, require, suggest_name
 from trainer.memory.knobs import KNOBS
 from trainer.recipe import TORCH_OPTIM_PREFIX, Memory, Optim
 from trainer.system.error_reports import describe_error
@@ -36,10 +36,8 @@ def build_custom_optimizer(groups: Any, optim: Optim) -> Optimizer:
         hint = f"; did you mean {', '.join(close)}?" if close else ""
         where = f"{called} with optim.arguments={dict(optim.arguments)}"
         raise RecipeError(f"{where}: {describe_error(error)}{hint}") from error
-    if not isinstance(made, Optimizer):
-        raise RecipeError(f"{called} returns a {type(made).__name__}, not a torch.optim.Optimizer")
-    decays = any(group.get("weight_decay") for group in made.param_groups)
-    if decays and "weight_decay" not in made.defaults:
+    require(isinstance(made, Optimizer), f"{called} returns a {type(made).__name__}, not a torch.optim.Optimizer")
+    if any(group.get("weight_decay") for group in made.param_groups) and "weight_decay" not in made.defaults:
         fix = "leave optim.weight_decay at 0, and out of optim.groups"
         raise RecipeError(f"{called} does not support weight_decay: {fix}")
     return made
@@ -58,13 +56,11 @@ def _maker(optim: Optim) -> Callable[..., Any]:
     if optim.name.startswith(TORCH_OPTIM_PREFIX):
         kinds = {name: kind for name, kind in vars(torch.optim).items() if _is_optimizer(kind)}
         hint = suggest_name(last, kinds, 0.5, TORCH_OPTIM_PREFIX) or f"; available: {', '.join(sorted(kinds))}"
-        if last not in kinds:
-            raise RecipeError(f"{given} is not an optimizer of this torch{hint}")
+        require(last in kinds, f"{given} is not an optimizer of this torch{hint}")
         kind: Any = kinds[last]
     else:
         kind = import_object(given, optim.name)
-        if not callable(kind):
-            raise RecipeError(f"{given} is neither a class nor a function that returns an optimizer")
+        require(callable(kind), f"{given} is neither a class nor a function that returns an optimizer")
     if _is_optimizer(kind):
         closure = inspect.signature(kind.step).parameters.get("closure")
         if closure is not None and closure.default is inspect.Parameter.empty:
@@ -96,14 +92,12 @@ def probe_optimizer(optim: Optim) -> _OptimizerTraits:
     except RecipeError:
         raise
     except Exception as error:  # user code can raise anything
-        raise RecipeError(
-            f"{describe_custom_optimizer(optim)} fails in a trial on two small matrices: {describe_error(error)}"
-        ) from error
+        cause = f"{describe_custom_optimizer(optim)} fails in a trial on two small matrices"
+        raise RecipeError(f"{cause}: {describe_error(error)}") from error
 
 
 def _trial(optim: Optim) -> _OptimizerTraits:
-    generator = torch.Generator().manual_seed(0)
-    draw = partial(torch.randn, generator=generator, dtype=torch.float64)
+    draw = partial(torch.randn, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     weights = [draw(shape) for shape in ((4, 6), (3, 5))]
     slopes = [[draw(weight.shape) for weight in weights] for _ in range(TRIED_STEPS)]
     with torch.random.fork_rng(devices=[]):
@@ -119,8 +113,7 @@ def _trial(optim: Optim) -> _OptimizerTraits:
             _take(one, parameters, slopes[-1:])
         goes_on = all(map(torch.equal, again, whole))
         changed = sorted(key for key, value in _outside(optimizer).items() if before.get(key) != value)
-        # A private attribute may be recomputed in every step. Any other attribute that changes may influence later
-        # steps.
+        # A private attribute may be recomputed in every step. Others that change may influence later steps.
         hidden = tuple(key for key in changed if not (goes_on and key[0] == "_")) or (() if goes_on else ("something",))
         values = optimizer.state.get(whole[0], {}).values()
         moments = sum(isinstance(value, Tensor) and value.shape == whole[0].shape for value in values)

@@ -29,7 +29,6 @@ class WeightEMA:
 
     @torch.no_grad()
     def begin(self) -> None:
-        """Set the averages to the weights."""
         for trained in self.trained:
             weights = local_shard(trained.detach())
             self.values[trained] = weights.to(torch.promote_types(weights.dtype, torch.float32), copy=True)
@@ -44,10 +43,11 @@ class WeightEMA:
         """Update the averages after an optimizer step that followed ``updates`` other steps."""
         averages, share = list(self.values.values()), 1 - self.decay(updates)
         weights = [local_shard(trained.detach()) for trained in self.trained]
-        if all(average.dtype == weight.dtype for average, weight in zip(averages, weights, strict=True)):
+        pairs = list(zip(averages, weights, strict=True))
+        if all(average.dtype == weight.dtype for average, weight in pairs):
             torch._foreach_lerp_(averages, weights, share)
             return
-        for average, weight in zip(averages, weights, strict=True):  # only one fp32 copy at a time
+        for average, weight in pairs:  # only one fp32 copy at a time
             average.lerp_(weight.to(average.dtype), share)
 
     @contextmanager

@@ -92,6 +92,8 @@ IN_HALF = (
 )
 LOSSY_STATE: Any = {"lossy": True, "optimizers": ADAM, "splits": False}
 OVER_RANKS: Any = {"monotonic": False, "needs_ranks": True, "evaluated": True}
+OFFLOAD: Any = {"planned": True, "to_host": True, "splits": False}
+OF_UPDATE: Any = {"planned": True, "lasting": "update"}
 KNOBS = (  # in the order in which to try them
     Knob("micro_batch_size", planned=True),
     Knob("micro_batch_tokens", evaluated=True),
@@ -114,9 +116,7 @@ KNOBS = (  # in the order in which to try them
         (False, True),
         "activations offloaded",
         (KnobValue(True, GRAPH, "activation-offload", stacks=True),),
-        planned=True,
-        to_host=True,
-        splits=False,
+        **OFFLOAD,
         lasting="forward",
         # With a fraction of the blocks checkpointed, only the activations of the other blocks could be offloaded.
         pays=lambda memory, ranks: not isinstance(memory.activation_checkpointing, float),
@@ -129,19 +129,17 @@ KNOBS = (  # in the order in which to try them
         "reshard_after_forward",
         (True, False),  # false is faster, and needs more memory
         "whole weights kept until backward",
-        planned=True,
+        **OF_UPDATE,
         monotonic=False,
-        lasting="update",
         pays=lambda memory, ranks: is_sharded(memory, ranks) and memory.cpu_offload != "parameters",
     ),
     Knob(
         "sync_every_micro_step",
         (None, True, False),
         "sync every micro-step",
-        planned=True,
+        **OF_UPDATE,
         needs_ranks=True,
         noop_values=(False,),
-        lasting="update",
         # With offloading, null already means true.
         pays=lambda memory, ranks: is_sharded(memory, ranks) and memory.cpu_offload == "none",
     ),
@@ -153,9 +151,7 @@ KNOBS = (  # in the order in which to try them
             KnobValue("optimizer", OPTIMIZER, "optimizer-offload", stacks=True, not_with=("parameters",)),
             KnobValue("parameters", ALL, "parameter-offload", stacks=True),
         ),
-        planned=True,
-        to_host=True,
-        splits=False,
+        **OFFLOAD,
         one_by_one=True,
         pays=lambda memory, ranks: memory.strategy != "ddp" or memory.cpu_offload != "parameters",  # needs FSDP
     ),
@@ -164,7 +160,7 @@ KNOBS = (  # in the order in which to try them
         (None, True, False),
         "optimizer in backward",
         (KnobValue(True, ladder_name="optimizer-in-backward"),),
-        planned=True,
+        **OF_UPDATE,
         noop_values=(False,),
         column="in backward",
         note="memory.optimizer_in_backward: the run ends at a step that is not finite, and it cannot recover from "
@@ -174,7 +170,6 @@ KNOBS = (  # in the order in which to try them
         one_by_one=True,
         one_micro_batch=True,
         overlaps=True,
-        lasting="update",
         pays=lambda memory, ranks: (
             not memory.sync_every_micro_step
             and memory.cpu_offload == "none"

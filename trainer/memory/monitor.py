@@ -35,7 +35,6 @@ class Peaks(NamedTuple):
     host: int = -1
 
     def raised_to(self, other: Peaks) -> Peaks:
-        """Return the element-wise maximum."""
         return Peaks(*map(max, self, other))
 
     def describe(self) -> str:
@@ -169,7 +168,6 @@ class MemoryMonitor(PhaseHooks):
             self._every *= 2
 
     def run_peaks(self) -> Peaks:
-        """Return the peaks of the run so far, on this rank."""
         return self.whole.raised_to(self._device_peaks()._replace(host=process_peak()))
 
     def report(self, all_ranks: bool) -> dict[str, Any]:
@@ -199,10 +197,7 @@ class MemoryMonitor(PhaseHooks):
 
 
 class LeakCheck:
-    """Compares memory of a ``kind`` at the ends of steps and warns once if it keeps growing.
-
-    Growth of up to ``least_bytes``, or up to ``least_share`` of the first level, is not a leak.
-    """
+    """Warns once if memory of a ``kind`` keeps growing from step to step, and by more than both ``least`` values."""
 
     def __init__(self, kind: str, least_bytes: float, least_share: float = 0.0) -> None:
         self.kind, self.least_bytes, self.least_share = kind, least_bytes, least_share
@@ -240,10 +235,8 @@ MAX_EVENTS = 100_000  # max allocations and frees to keep (the last ones): some 
 def require_recordable(recipe: Recipe, accelerator: str) -> None:
     """Reject ``run.snapshot`` on accelerators other than cuda, which have nothing to record."""
     if recipe.run.snapshot and accelerator != "cuda":
-        raise RecipeError(
-            "run.snapshot=true records the history of torch's CUDA allocator, which a run on the CPU does not use: "
-            "remove it, or use run.accelerator cuda"
-        )
+        cause = "run.snapshot=true records the history of torch's CUDA allocator, which a run on the CPU does not use"
+        raise RecipeError(f"{cause}: remove it, or use run.accelerator cuda")
 
 
 @contextmanager

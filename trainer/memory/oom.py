@@ -14,7 +14,7 @@ from trainer.errors import RecipeError, RunError
 from trainer.memory.knobs import KNOBS, WITH_EVALUATION
 from trainer.memory.plan import Plan, decide_plan
 from trainer.recipe import Recipe
-from trainer.system.text import format_bytes
+from trainer.system.text import as_text, format_bytes
 
 SIGNS = re.compile(
     r"""
@@ -127,8 +127,7 @@ def _candidates(plan: Plan, recipe: Recipe) -> Iterator[Suggestion]:
         now = getattr(recipe.memory, knob.name)
         for turn in knob.candidates:
             if turn.lowers_peak_in and now not in (turn.value, *turn.not_with):
-                text = str(turn.value).lower() if isinstance(turn.value, bool) else turn.value
-                flag = f"--memory.{knob.name} {text}"
+                flag = f"--memory.{knob.name} {as_text(turn.value)}"
                 yield Suggestion(flag, {knob.name: turn.value}, turn.lowers_peak_in, knob.to_host)
 
 

@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from trainer.engine.sync import GradientSync
-from trainer.errors import RecipeError, require_package
+from trainer.errors import require, require_package
 from trainer.memory.custom_optimizer import build_custom_optimizer
 from trainer.memory.parameter_groups import UpdateRule, to_param_groups, update_rule_for
 from trainer.memory.sharding import local_shard
@@ -40,12 +40,10 @@ def build_optimizer(
     torch's fused kernels if available, which support no complex parameters and no sparse gradients. On a CPU they round
     the last elements of a tensor differently, so an update depends on the position in its shard.
     """
-    if not parameters:
-        raise RecipeError("every parameter is frozen: raise model.train_last_blocks, or change optim.groups")
+    require(bool(parameters), "every parameter is frozen: raise model.train_last_blocks, or change optim.groups")
     rules = parameters if isinstance(parameters, Mapping) else {p: update_rule_for(p, optim) for p in parameters}
-    groups = to_param_groups(rules, optim.lr)
     fused = fused and _has_fused_kernel(optim.kind, device, list(rules))
-    optimizer = _optimizer_of(groups, optim, memory, device, fused)
+    optimizer = _optimizer_of(to_param_groups(rules, optim.lr), optim, memory, device, fused)
     return OptimizerInBackward(optimizer) if memory.optimizer_in_backward else optimizer
 
 
@@ -74,7 +72,6 @@ def _optimizer_of(groups: Any, optim: Optim, memory: Memory, device: torch.devic
 
 
 def explicit_adam_settings(optim: Optim) -> dict[str, Any]:
-    """Return the betas and the epsilon that the recipe sets."""
     betas = {} if optim.betas is None else {"betas": tuple(optim.betas)}
     return betas | ({} if optim.eps is None else {"eps": optim.eps})
 

@@ -65,9 +65,8 @@ def make_host_master_weights(module: nn.Module, plan: Plan, device: torch.device
             # Contiguous like the masters, because both are cut into chunks.
             parameter.data = parameter.detach().to(device, dtype, copy=True, memory_format=torch.contiguous_format)
 
-    kept = {
-        p: local_shard(p.detach()) for p in module.parameters() if p.requires_grad or not _survives(p, dtypes.get(p))
-    }
+    mastered = [p for p in module.parameters() if p.requires_grad or not _survives(p, dtypes.get(p))]
+    kept = {p: local_shard(p.detach()) for p in mastered}
     for parameter in [p for p in module.parameters() if p not in kept]:
         send(parameter)
     for _, parts in in_pieces(kept, device.type == "cuda"):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
@@ -92,10 +93,9 @@ def to_param_groups(rules: Mapping[Tensor, UpdateRule], lr: float) -> list[dict[
 
 def describe_groups(optimizer: Optimizer) -> list[str]:
     """Return one line about the groups if parameters differ in learning rate, or matrices in decay."""
-    sizes = [sum(p.numel() for p in group["params"]) for group in optimizer.param_groups]
-    kinds = {(group["lr_scale"], float(group["weight_decay"])): 0 for group in optimizer.param_groups}
-    for group, size in zip(optimizer.param_groups, sizes, strict=True):
-        kinds[group["lr_scale"], float(group["weight_decay"])] += size
+    kinds: Counter[tuple[float, float]] = Counter()
+    for group in optimizer.param_groups:
+        kinds[group["lr_scale"], float(group["weight_decay"])] += sum(p.numel() for p in group["params"])
     if len({scale for scale, _ in kinds}) == 1 and len(kinds) <= 2:
         return []
     parts = [f"{size:,} with lr × {scale:.3g}, decay {decay:g}" for (scale, decay), size in sorted(kinds.items())]

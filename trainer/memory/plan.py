@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from trainer.contract import Plannable, capability
 from trainer.engine.cut import Cut, cut_at, data_parallel_rank
-from trainer.errors import RecipeError
+from trainer.errors import RecipeError, require
 from trainer.memory.compatibility import require_compatible
 from trainer.memory.knobs import EVALUATED, HALF_TRUE, KNOBS, describe_knobs, undecided_knobs
 from trainer.recipe import Memory, Recipe, Strategy
@@ -41,13 +41,11 @@ class Plan:
         return dataclasses.replace(self, memory=Memory(cpu_offload="parameters" if streamed else "none", **kept))
 
     def describe(self) -> str:
-        """Describe the plan in one line."""
         cut, (_, shares) = self.initial_cut, data_parallel_rank(self.memory, 0, self.world_size)
         groups = count_noun(shares, "group", "s") + f" of {self.memory.tensor_parallel} ranks"
-        batch = (
-            f"batch {cut.batch_size} = {groups if shares < self.world_size else count_noun(shares, 'rank', 's')} × "
-            f"{count_noun(cut.accumulate, 'micro-batch', 'es')} of {cut.micro_batch_size}"
-        )
+        ranks = groups if shares < self.world_size else count_noun(shares, "rank", "s")
+        micro_batches = f"{count_noun(cut.accumulate, 'micro-batch', 'es')} of {cut.micro_batch_size}"
+        batch = f"batch {cut.batch_size} = {ranks} × {micro_batches}"
         batch += f" of at most {cut.micro_batch_tokens} tokens" if cut.micro_batch_tokens else ""
         deterministic = ["the same bits on any number of ranks"] if self.deterministic else []
         words = [batch, self.strategy, self.memory.precision, *describe_knobs(self.memory), *deterministic]
@@ -69,8 +67,7 @@ def decide_plan(recipe: Recipe, world_size: int) -> Plan:
     """Decide all settings that the recipe leaves open, and reject settings that cannot be combined."""
     for name in undecided_knobs(recipe.memory):
         raise RecipeError(f"memory.{name}=auto needs the planner, which did not run: use trainer fit or trainer plan")
-    if recipe.memory.precision == "auto":
-        raise RecipeError("memory.precision=auto must be resolved first: call with_precision")
+    require(recipe.memory.precision != "auto", "memory.precision=auto must be resolved first: call with_precision")
     epochs = sorted(recipe.accumulate) if isinstance(recipe.accumulate, dict) else [0]
     cuts = [cut_at(recipe, world_size, epoch) for epoch in epochs]  # every phase of a schedule is checked
     require_compatible(recipe, world_size, cuts)
@@ -89,8 +86,7 @@ def decide_plan(recipe: Recipe, world_size: int) -> Plan:
 
 
 def _lossy(recipe: Recipe) -> list[str]:
-    memory = recipe.memory
-    found = []
+    memory, found = recipe.memory, []
     if memory.precision in HALF_TRUE and memory.cpu_offload != "optimizer":
         found.append(f"{memory.precision} weights" + (" rounded at random" if memory.stochastic_rounding else ""))
     elif memory.precision == "16-true":

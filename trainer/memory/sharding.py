@@ -42,8 +42,7 @@ def fabric_strategy(plan: Plan, accelerator: str) -> Strategy:
     if plan.strategy == "single":
         return SingleDeviceStrategy(device="cuda:0" if accelerator == "cuda" else "cpu")
     # Offloaded gradients are reduced in host memory, which NCCL does not support.
-    both = accelerator == "cuda" and plan.memory.cpu_offload != "none"
-    backend = "cpu:gloo,cuda:nccl" if both else None
+    backend = "cpu:gloo,cuda:nccl" if accelerator == "cuda" and plan.memory.cpu_offload != "none" else None
     if plan.strategy == "fsdp" or plan.memory.tensor_parallel > 1:
         return ShardedStrategy(backend)
     if plan.memory.cpu_offload == "optimizer" or plan.deterministic:
@@ -120,10 +119,8 @@ def shard(
     move_buffers(module, device)
     if len(alone) == len(blocks):
         return None
-    return (
-        f"memory.strategy=fsdp keeps {len(blocks) - len(alone)} of {len(blocks)} blocks whole during a micro-step, "
-        "like the rest of the model, because they share weights with each other or with the rest"
-    )
+    whole = f"{len(blocks) - len(alone)} of {len(blocks)} blocks whole during a micro-step, like the rest of the model"
+    return f"memory.strategy=fsdp keeps {whole}, because they share weights with each other or with the rest"
 
 
 @contextmanager
@@ -142,7 +139,6 @@ def _allow_uint8_shards() -> Iterator[None]:
 
 
 def move_buffers(module: nn.Module, device: torch.device) -> None:
-    """Move the buffers of ``module``, but no parameters."""
     for buffers in (part._buffers for part in module.modules()):
         for name, buffer in buffers.items():
             if buffer is not None:

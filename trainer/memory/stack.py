@@ -183,16 +183,10 @@ def _build_sync(fabric: Fabric, model: Model, stack: PreparedModel, optimizer: O
         return UpdateInBackwardSync(optimizer)
     if plan.deterministic:
         return make_tree_sync(forward_module, parameters, plan.world_size)
-    offload = (
-        fabric.device,
-        optimizer,
-        plan.world_size,
-        memory.replicas,
-        getattr(fabric.strategy.precision, "scaler", None),
-    )
+    scaler = getattr(fabric.strategy.precision, "scaler", None)
+    offload = fabric.device, optimizer, plan.world_size, memory.replicas, scaler
     if stack.masters is not None:
-        masters = {parameter: stack.masters[parameter] for parameter in parameters}
-        sync = HostGradientSync(masters, *offload)
+        sync = HostGradientSync({parameter: stack.masters[parameter] for parameter in parameters}, *offload)
     elif memory.cpu_offload == "parameters" and StreamedGradientSync.serves(parameters, plan.world_size):
         sync = StreamedGradientSync(stack.module, parameters, *offload)
     else:

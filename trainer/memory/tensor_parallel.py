@@ -38,7 +38,7 @@ from torch.utils._pytree import tree_map
 
 from trainer.contract import Model, Plannable, capability
 from trainer.engine.sync import GradientSync, ShardedSync, add_missing, begin_mean, buckets, norm_over_ranks, total_norm
-from trainer.errors import RecipeError, RunError
+from trainer.errors import RecipeError, RunError, require
 from trainer.memory.sharding import DATA, TENSOR, local_shard
 from trainer.weights.blocks import find_blocks
 
@@ -59,10 +59,8 @@ def split_over_ranks(module: nn.Module, model: Model, mesh: DeviceMesh, by_token
     plan, region = capability(model, Plannable).tensor_parallel_plan(module), _TensorParallelRegion(mesh)
     key, kind = f"memory.tensor_parallel={mesh.size()}", type(model).__name__
     if not plan:
-        raise RecipeError(
-            f"{key}: {kind} does not define how to split its layers: define tensor_parallel_plan(module) in its class "
-            "(docs/your-own-model.md), or use memory.strategy fsdp"
-        )
+        fix = "define tensor_parallel_plan(module) in its class (docs/your-own-model.md), or use memory.strategy fsdp"
+        raise RecipeError(f"{key}: {kind} does not define how to split its layers: {fix}")
     logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)  # gathering twice is rare here
     styles = _matched(module, plan, f"{key}: {kind}.tensor_parallel_plan")
     for name in [name for name, style in styles.items() if style == "attention"]:
@@ -94,8 +92,7 @@ def split_over_ranks(module: nn.Module, model: Model, mesh: DeviceMesh, by_token
         for owner, attribute in product((getattr(parent, "config", None), parent), HEADS):
             heads = getattr(owner, attribute, None)
             if isinstance(heads, int):
-                if heads % mesh.size() != 0:
-                    raise RecipeError(f"{key} does not divide the {heads} heads of {kind}: use a divisor")
+                require(heads % mesh.size() == 0, f"{key} does not divide the {heads} heads of {kind}: use a divisor")
                 if owner is parent:
                     setattr(parent, attribute, heads // mesh.size())
     for name, following in zip(holders, [*holders[1:], ""], strict=True):
@@ -127,12 +124,10 @@ def _matched(module: nn.Module, plan: Mapping[str, str], where: str) -> dict[str
     names = [name for name, _ in module.named_modules()]
     found: dict[str, str] = {}
     for pattern, style in plan.items():
-        if style not in STYLES:
-            raise RecipeError(f"{where} has {style!r} for {pattern}: use one of {', '.join(STYLES)}")
+        require(style in STYLES, f"{where} has {style!r} for {pattern}: use one of {', '.join(STYLES)}")
         expression = r"\.".join("[^.]+" if token == "*" else token for token in pattern.split("."))
         matching = [name for name in names if fullmatch(expression, name)]
-        if not matching:
-            raise RecipeError(f"{where} names {pattern}, which matches no module: remove or correct it")
+        require(bool(matching), f"{where} names {pattern}, which matches no module: remove or correct it")
         found |= dict.fromkeys(matching, style)
     return found
 
@@ -159,8 +154,7 @@ def _split(
     if not isinstance(layer, nn.Linear):
         raise RecipeError(f"{key}: {name} is a {type(layer).__name__}, but only an nn.Linear can be split {style}")
     width = layer.out_features if style == "colwise" else layer.in_features
-    if width % region.ranks != 0:
-        raise RecipeError(f"{key} does not divide the {width} features of {name}: use a divisor of them")
+    require(width % region.ranks == 0, f"{key} does not divide the {width} features of {name}: use a divisor of them")
     begins = style == "colwise"
     # Each rank takes its part of the weights that it has: no communication.
     sums = RowwiseParallel(output_layouts=Replicate() if tokens is None else Shard(tokens))
@@ -270,7 +264,6 @@ class _TensorParallelRegion(TorchFunctionMode):
         return DTensor.from_local(mine, self.mesh, [Shard(along)], run_check=False, **size)
 
     def gather_tokens(self, mine: Tensor) -> DTensor:
-        """Gather the tokens of all ranks on every rank."""
         every = self.from_sharded_tokens(mine).redistribute(placements=[Replicate()])
         # Before torch 2.12, gathered uneven shares are a view that is not contiguous; linear layers need contiguous
         # ones.
@@ -284,8 +277,7 @@ class _TensorParallelRegion(TorchFunctionMode):
 
     def enter(self, _: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
         """Run before a layer split by columns; layers with the same input share a DTensor, to sum its gradient once."""
-        if not self.is_open:
-            raise RecipeError("memory.tensor_parallel: call the module that holds the split layers, not the layers")
+        require(self.is_open, "memory.tensor_parallel: call the module that holds the split layers, not the layers")
         if isinstance(args[0], DTensor):
             return args
         if self.entered is None or self.entered[0] is not args[0]:
@@ -318,10 +310,9 @@ class _TensorParallelRegion(TorchFunctionMode):
             weights = [one for one in given if isinstance(one, nn.Parameter) and not isinstance(one, DTensor)]
             known = [one for part in self.partly if weights for one in part._parameters.values()]
             if not all(any(one is other for other in known) for one in weights):
-                raise RecipeError(
-                    f"memory.tensor_parallel: {name} applies a weight that every rank has to split activations: give "
-                    f"its module the style {STYLES[3 if self.is_split else 4]} in tensor_parallel_plan"
-                )
+                cause = f"memory.tensor_parallel: {name} applies a weight that every rank has to split activations"
+                fix = f"give its module the style {STYLES[3 if self.is_split else 4]} in tensor_parallel_plan"
+                raise RecipeError(f"{cause}: {fix}")
         return func(*args, **kwargs)
 
     def dropout(self, input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:
@@ -457,8 +448,7 @@ class TensorParallelSync(GradientSync):
     def norm(self) -> Tensor:
         """Return the global norm: all parts of split weights, and one copy of other weights."""
         gradients = [[g for p in reversed(kind) if (g := self.trained[p].grad) is not None] for kind in self.kinds]
-        nothing = self.parameters[0].new_zeros(())
-        split, whole = (total_norm(one, self.alike) if one else nothing for one in gradients)
+        split, whole = (total_norm(one, self.alike) if one else self.parameters[0].new_zeros(()) for one in gradients)
         group = self.tensor if self.sharding is None else None
         return norm_over_ranks(torch.hypot(split, whole / self.ranks**0.5), group=group)
 

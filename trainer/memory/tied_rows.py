@@ -76,7 +76,6 @@ class TiedEmbeddingGradient:
         self.discard()
 
     def discard(self) -> None:
-        """Drop the rows that are being copied."""
         self.coming, self.held, self.is_first = [], [], False
 
 

@@ -70,11 +70,9 @@ class Objective:
         require(0 < self.huber_delta < math.inf, f"model.loss.huber_delta={self.huber_delta} must be greater than 0")
 
     def require_fit(self, task: Task) -> None:
-        """Reject settings that ``task`` does not use."""
         plain = Objective()
         of_classes = ("class_weights", "label_smoothing", "focal_gamma")
-        foreign = of_classes if task == "regression" else ("distance", "huber_delta")
-        for name in foreign:
+        for name in of_classes if task == "regression" else ("distance", "huber_delta"):
             value, unset = getattr(self, name), getattr(plain, name)
             if value != unset:
                 fix = "leave it out" if task == "regression" else "use model.task regression, or leave it out"
@@ -160,8 +158,7 @@ class SupervisedModel(Preparable):
         if self.loss.distance == "huber":
             total = torch.nn.functional.huber_loss(logits, labels, reduction="sum", delta=self.loss.huber_delta)
         else:
-            squared = self.loss.distance == "mse"
-            function = torch.nn.functional.mse_loss if squared else torch.nn.functional.l1_loss
+            function = torch.nn.functional.mse_loss if self.loss.distance == "mse" else torch.nn.functional.l1_loss
             total = function(logits, labels, reduction="sum")
         return Loss(total / logits.shape[-1], float(len(labels)), **shown)
 
@@ -251,8 +248,7 @@ def classification_loss(logits: Tensor, labels: Tensor) -> Loss:
     """Sum the cross entropy: ``logits`` (items, classes), int64 ``labels`` (items,) except -100, in fp32 or wider."""
     import torch
 
-    if logits.dtype in (torch.float16, torch.bfloat16):
-        logits = logits.float()
+    logits = logits.float() if logits.dtype in (torch.float16, torch.bfloat16) else logits
     total = torch.nn.functional.cross_entropy(logits, labels, ignore_index=IGNORED_LABEL, reduction="sum")
     return Loss(total, logits=logits.detach(), targets=labels)
 

@@ -30,9 +30,6 @@ LONG_SEQUENCE_LENGTHS = (1024, 3072, 4096)  # tokens; their random blocks are dr
 NAME = "block_sparse_attention"
 
 
-# The pattern.
-
-
 @lru_cache(maxsize=64)
 def attention_counts(
     layers: int, heads: int, blocks: int, num_random_blocks: int, size: int, longest: int, training: bool
@@ -60,9 +57,7 @@ def _random_blocks(
     layer: int, heads: int, blocks: int, drawn: int, size: int, longest: int
 ) -> Iterator[tuple[int, int, Any]]:
     """Yield head, query block, and the key blocks drawn for it, in the order in which transformers draws."""
-    permuted = np.random.RandomState(
-        layer
-    ).permutation  # as after np.random.seed(layer), without changing the global state
+    permuted = np.random.RandomState(layer).permutation  # as after np.random.seed(layer), whose state is global
     if blocks * size in LONG_SEQUENCE_LENGTHS:
         last = 1024 // size - 1 if 2 * size < 1024 else longest // size - 1
         middle = np.arange(1, longest // size - 1)
@@ -157,8 +152,7 @@ def _parts(mask: Tensor, counts: Tensor, width: int, dtype: torch.dtype) -> Iter
     padding = torch.zeros(mask.shape, dtype=dtype, device=mask.device).masked_fill_(~mask, MASK_VALUE).view(blocks, -1)
     weight = counts.to(dtype).log_().clamp_(min=MASK_VALUE)
     top = counts[1:-1].int().topk(width).indices
-    every = torch.arange(blocks, device=mask.device).expand(2, -1)
-    chosen = [(slice(0, None, blocks - 1), every)]
+    chosen = [(slice(0, None, blocks - 1), torch.arange(blocks, device=mask.device).expand(2, -1))]
     chosen += [
         (slice(at + 1, min(at + BLOCKS_AT_ONCE, blocks - 2) + 1), top[at : at + BLOCKS_AT_ONCE])
         for at in range(0, blocks - 2, BLOCKS_AT_ONCE)
@@ -344,9 +338,6 @@ def _flex_attention() -> Any:
     from torch.nn.attention.flex_attention import flex_attention
 
     return torch.compile(flex_attention)
-
-
-# The modules.
 
 
 class SelfAttention(BigBirdSelfAttention):

@@ -99,8 +99,7 @@ def _make_loss_class(kind: type[nn.Module]) -> type[nn.Module]:
 
 def target_positions(labels: Tensor) -> Tensor:
     """Return the int64 positions in the flattened ``labels``, ``(n, length)``, that predict a token. Syncs on GPUs."""
-    following = pad(labels[:, 1:] != IGNORED_LABEL, (0, 1))
-    return following.flatten().nonzero().flatten()
+    return pad(labels[:, 1:] != IGNORED_LABEL, (0, 1)).flatten().nonzero().flatten()
 
 
 def token_loss(logits: Tensor, labels: Tensor) -> Tensor:

@@ -72,7 +72,6 @@ def bundled_config_folder(source: str) -> Path | None:
 
 
 def is_local(source: str) -> bool:
-    """Return whether ``source`` is a local folder."""
     return isdir(local_folder(source))  # Path.is_dir raises an error if the name is too long
 
 
@@ -130,8 +129,7 @@ def _require_files(folder: Path) -> None:
                 require_regular(path.stat(), path)
             except OSError as error:
                 raise RecipeError(f"{path} cannot be read: {error.strerror}") from error
-            too_large = path.suffix in (".json", ".txt") and path.stat().st_size > MAX_CONFIG_BYTES
-            if too_large:
+            if path.suffix in (".json", ".txt") and path.stat().st_size > MAX_CONFIG_BYTES:
                 most = f"{MAX_CONFIG_BYTES / 1e6:g} MB, the max for settings or vocabularies"
                 raise RecipeError(f"{path} is larger than {most}")
 
@@ -369,11 +367,10 @@ class HubModel(SupportsLoRA, Preparable):
     def save(self, module: nn.Module, folder: Path, state: Mapping[str, Tensor]) -> None:
         """Write a folder that ``from_pretrained`` loads. Its subfolder ``adapter`` holds trained adapters for peft."""
         merged, own = self.merged_state(module, state), cast(Any, module)
-        dtype = next(value.dtype for value in merged.values() if value.is_floating_point())
         with quiet_transformers():
             own.save_pretrained(folder, state_dict=merged)
         config = copy.copy(own.config)  # its dtype is that of the device; master weights on the host are wider
-        config.dtype = dtype
+        config.dtype = next(value.dtype for value in merged.values() if value.is_floating_point())
         config.save_pretrained(folder)
         if self.lora.rank and self.weights is not None:
             self.save_adapters(module, state, folder / ADAPTER_FOLDER)

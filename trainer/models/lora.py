@@ -57,7 +57,6 @@ class LoRA:
             raise RecipeError("model.lora.base=nf4 needs frozen weights, but model.lora.rank=0 trains them: set a rank")
 
     def require_alone(self, train_last_blocks: int | None) -> None:
-        """Check that adapters and ``train_last_blocks`` are not combined."""
         if self.rank and train_last_blocks is not None:
             cause = f"model.lora.rank={self.rank} adapts all blocks, but model.train_last_blocks={train_last_blocks}"
             raise RecipeError(f"{cause} trains only the last blocks, as a whole: use one of the two")
@@ -81,7 +80,6 @@ class SupportsLoRA(Streamable, Exportable, Plannable):
         return (f"LoRA of rank {self.lora.rank}{on}",) if self.lora.rank else ()
 
     def adapt(self, module: nn.Module) -> nn.Module:
-        """Add adapters to ``module`` if ``lora.rank`` is set."""
         add_adapters(module, self.lora, self.blocks, self.adapted, self.head_is_new)
         return module
 
@@ -120,13 +118,11 @@ class SupportsLoRA(Streamable, Exportable, Plannable):
 
         if names := {*new, *adapters_of(module)}:
             with torch.no_grad():
-                for name, value in init_new_parameters(
-                    skeleton_on_meta(self), names, initialise, torch.initial_seed()
-                ).items():
+                drawn = init_new_parameters(skeleton_on_meta(self), names, initialise, torch.initial_seed())
+                for name, value in drawn.items():
                     module.get_parameter(name).copy_(value)
 
     def merged_state(self, module: nn.Module, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Return ``state`` with the adapters merged into the weights."""
         return merged_state(module, state) if self.lora.rank else dict(state)
 
 
@@ -162,8 +158,7 @@ def add_adapters(
     trained = [parameter for parameter in parameters_after_blocks(module, found) if parameter.requires_grad and head]
     alpha: Any = lora.alpha or 2 * lora.rank
     settings: Any = {"lora_alpha": alpha, "lora_dropout": lora.dropout, "fan_in_fan_out": transposed}
-    config = LoraConfig(r=lora.rank, target_modules=names, **settings)
-    inject_adapter_in_model(config, module, ADAPTER)
+    inject_adapter_in_model(LoraConfig(r=lora.rank, target_modules=names, **settings), module, ADAPTER)
     for parameter in trained:  # peft froze everything except adapters
         parameter.requires_grad_(True)
     if lora.base == "nf4":
@@ -204,7 +199,6 @@ def base_parameter_name(name: str) -> str:
 
 
 def adapters_of(module: nn.Module) -> list[str]:
-    """Return the names of the adapters' parameters."""
     return [name for name, _ in module.named_parameters() if LORA_KEY in name]
 
 
@@ -294,8 +288,7 @@ def _choose(layers: Sequence[tuple[str, nn.Module]], targets: Sequence[str] | No
     names = ", ".join(dict.fromkeys(name for name, _ in layers)) or "none"
     if targets is None:
         chosen = [layer for name, layer in layers if "attn" in name.lower() or "attention" in name.lower()]
-        if not chosen:
-            raise RecipeError(f"model.lora finds no attention layers in a block: set model.lora.targets, from {names}")
+        require(bool(chosen), f"model.lora finds no attention layers in a block: set model.lora.targets, from {names}")
         return chosen
     ends = {target: [layer for name, layer in layers if f".{name}".endswith(f".{target}")] for target in targets}
     for target, chosen in ends.items():

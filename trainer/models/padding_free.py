@@ -84,8 +84,7 @@ def pack(batch: Mapping[str, Any], padding_idx: int | None) -> dict[str, Any] | 
     others = {key: value for key, value in batch.items() if key not in ("attention_mask", "labels")}
     if mask.ndim != 2 or any(getattr(value, "shape", ())[:2] != mask.shape for value in others.values()):
         return None
-    tokens = mask.sum(1)
-    columns = torch.arange(mask.shape[1])
+    tokens, columns = mask.sum(1), torch.arange(mask.shape[1])
     if not (mask == (columns < tokens[:, None])).all() or not tokens.all():
         return None
     packed = {key: value[mask][None] for key, value in others.items()}
@@ -267,9 +266,7 @@ def _without_flash(
     if not on_cpu and dropout and plain and is_seen and rows <= MAX_PADDING * len(key):
         return _padded(query, key, value, lengths, ends, dropout, pattern)
     # On a GPU, texts of equal length share a kernel. On a CPU, single texts make better use of the cache.
-    groups = [(n, 1) for n in lengths.tokens]
-    if not on_cpu:
-        groups = [(n, len(list(same))) for n, same in groupby(lengths.tokens)]
+    groups = [(n, 1) for n in lengths.tokens] if on_cpu else [(n, len([*same])) for n, same in groupby(lengths.tokens)]
     tokens = [length * count for length, count in groups]
     asked = [count for _, count in groups] if first else tokens
     own = on_cpu and dropout and pattern is FULL and query.dtype in (torch.float32, torch.float64)
@@ -283,8 +280,7 @@ def _without_flash(
         elif not plain:
             text = eager_attention(queries, keys, values, pattern.mask(length, query.device), dropout, pattern)
         else:
-            whole = pattern.window is None or pattern.window >= length
-            mask = None if whole else pattern.mask(length, query.device)
+            mask = None if pattern.window is None or pattern.window >= length else pattern.mask(length, query.device)
             options |= {"is_causal": pattern.causal and mask is None, "scale": pattern.scale}
             text = scaled_dot_product_attention(queries, keys, values, mask, dropout, **options)
         found.append(text.transpose(1, 2).flatten(0, 1))
@@ -316,9 +312,8 @@ def _padded(
     queries, keys, values = (part.transpose(1, 2) for part in rows)  # (texts, heads, tokens, size)
     options: dict[str, Any] = {"enable_gqa": True} if key.shape[1] < query.shape[1] else {}
     # The padding after a text must be masked. A causal pattern never sees it.
-    seen = None if pattern.causal else mask
     found = scaled_dot_product_attention(
-        queries, keys, values, seen, dropout, pattern.causal, scale=pattern.scale, **options
+        queries, keys, values, None if pattern.causal else mask, dropout, pattern.causal, scale=pattern.scale, **options
     )
     found = found.transpose(1, 2).flatten(2)
     return found[:, 0] if first else _Gather.apply(found.flatten(0, 1), places)

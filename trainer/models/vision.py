@@ -107,7 +107,6 @@ class VisionTransformer(SupervisedModel, SupportsLoRA, DrawnInputs):
 
     @property
     def blocks(self) -> Sequence[type]:  # type: ignore[override]
-        """torchvision's encoder blocks."""
         from torchvision.models.vision_transformer import EncoderBlock
 
         return (EncoderBlock,)

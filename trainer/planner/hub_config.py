@@ -9,16 +9,9 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from trainer.data.images import MAX_IMAGE_SIZE
 from trainer.errors import RecipeError, format_list, require
+from trainer.models import hub
 from trainer.models.base import classification_loss
 from trainer.models.causal import CausalLM
-from trainer.models.hub import (
-    MAX_CONFIG_BYTES,
-    bundled_config_folder,
-    is_local,
-    local_folder,
-    max_positions,
-    require_moderate_config,
-)
 from trainer.models.lora import LoRA
 from trainer.models.text import NO_TOKENIZER, TextClassifier
 from trainer.planner.synthetic_data import SyntheticData
@@ -113,12 +106,12 @@ def hub_recipe(
 
 
 def _read(reference: str, name: str, revision: str | None) -> tuple[dict[str, Any], Path]:
-    folder = Path(local_folder(name)).expanduser()
-    if not name or not is_local(str(folder)):
+    folder = Path(hub.local_folder(name)).expanduser()
+    if not name or not hub.is_local(str(folder)):
         require(not name.startswith((".", "/", "~", "file:")), f"{reference}: no folder {folder}")
         from huggingface_hub import hf_hub_download
 
-        why_not = "" if (shipped := None if revision else bundled_config_folder(name)) else offline_reason()
+        why_not = "" if (shipped := None if revision else hub.bundled_config_folder(name)) else offline_reason()
         try:
             folder = shipped or Path(hf_hub_download(name, CONFIG, revision=revision)).parent
         except Exception as error:  # network error; gated, private or unknown model
@@ -127,12 +120,13 @@ def _read(reference: str, name: str, revision: str | None) -> tuple[dict[str, An
             fault = f"{reference}: no such folder, and its {CONFIG} could not be downloaded from the hub ({why})"
             raise RecipeError(f"{fault}: {fix}; {offline_advice()}") from error
     try:
-        config = parse_json_object(read_regular(folder / CONFIG, MAX_CONFIG_BYTES), MAX_CONFIG_BYTES) or {}
+        content = read_regular(folder / CONFIG, hub.MAX_CONFIG_BYTES)
+        config = parse_json_object(content, hub.MAX_CONFIG_BYTES) or {}
     except OSError as error:
         raise RecipeError(f"{reference}: {folder / CONFIG} cannot be read: {error.strerror}") from error
     if not isinstance(config.get("model_type"), str):
         raise RecipeError(f"{reference}: {folder / CONFIG} has no model_type: add the one that transformers writes")
-    require_moderate_config(reference, config)
+    hub.require_moderate_config(reference, config)
     if config.get("quantization_config"):
         quantized = f"{reference}: its {CONFIG} has a quantization_config, and quantized weights cannot be trained"
         raise RecipeError(f"{quantized}: name the original model")
@@ -193,7 +187,7 @@ def _shape(said: str, task: str, tokens: int | None, config: Mapping[str, Any], 
     if task == "causal-lm" and config.get("is_encoder_decoder"):
         why = f"{said} is an encoder-decoder, and --task {task} would use only its decoder"
         raise RecipeError(f"{why}: give --task seq2seq-lm")
-    most = max_positions(config.get("text_config") or config)
+    most = hub.max_positions(config.get("text_config") or config)
     if tokens is None:
         tokens = min(most or FEW_TOKENS, MAX_TOKENS)
         notes.append(f"--tokens is {tokens:,}: the model's maximum is {f'{most:,}' if most else 'unlimited'}")
@@ -213,7 +207,7 @@ def recipe_to_train(reference: str, recipe: Recipe) -> tuple[str, dict[str, str]
     if not isinstance(model, FromConfig) or model.head != "sequence-classification":
         return "", {}
     name = reference.removeprefix(PREFIX)
-    folder = Path(local_folder(name)).expanduser()
+    folder = Path(hub.local_folder(name)).expanduser()
     weights = name if not folder.is_dir() or any(folder.glob("*.safetensors")) else "null"
     rank = {"model.lora.rank": str(model.lora.rank)} if model.lora.rank else {}
     flags = {"data.max_length": str(recipe.data.train.lengths[0]), **rank, "batch_size": str(recipe.batch_size)}

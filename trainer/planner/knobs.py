@@ -128,25 +128,21 @@ def lossy_steps(recipe: Recipe, faster: bool = False) -> list[Settings]:
 
 
 def apply_settings(recipe: Recipe, settings: Mapping[str, Any]) -> Recipe:
-    """Return the recipe with ``settings`` of ``memory`` applied."""
     memory = {key.removeprefix("memory."): value for key, value in settings.items()}
     return recipe.replace(memory=dataclasses.replace(recipe.memory, **memory))
 
 
 def changed_settings(recipe: Recipe, settings: Mapping[str, Any]) -> Settings:
-    """Return the ``settings`` that differ from the recipe."""
     memory = recipe.memory
     return {key: value for key, value in settings.items() if getattr(memory, key.removeprefix("memory.")) != value}
 
 
 def non_default_settings(settings: Mapping[str, Any]) -> Settings:
-    """Return the settings that differ from their defaults."""
     default = {f"memory.{name}": value for name, value in UNSET_VALUES.items()}
     return {key: value for key, value in settings.items() if default.get(key, ...) != value}
 
 
 def without_size(settings: Mapping[str, Any]) -> Settings:
-    """Return the settings without the micro-batch."""
     return {key: value for key, value in settings.items() if key != "memory.micro_batch_size"}
 
 

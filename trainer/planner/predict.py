@@ -83,7 +83,6 @@ class Prediction:
 
     @property
     def sent(self) -> float:
-        """Bytes that this rank sends per step."""
         return sum(self.traffic.values())
 
     def to_json(self) -> dict[str, Any]:
@@ -93,11 +92,7 @@ class Prediction:
         sizes = {name: getattr(self, name) for name in ("allocated", "reserved", "host", "fragmentation")}
         times["total_ms"], times["step_phase_ms"] = times.pop("step_ms"), times.pop("update_ms")
         return {
-            "peak_phase": self.peak_phase,
-            "guesses": self.guesses,
-            "notes": self.notes,
-            "attention": self.attention,
-            "seconds": self.seconds,
+            **{name: getattr(self, name) for name in ("peak_phase", "guesses", "notes", "attention", "seconds")},
             "step_ms": cost.step_ms,
             "times": times,
             **peaks_to_json(sizes, self.phases, self.categories),

@@ -43,7 +43,6 @@ class Candidate:
 
     @property
     def command(self) -> str:
-        """The flags for the command line."""
         return " ".join(f"--{key} {shlex.quote(as_text(value))}" for key, value in self.flags.items())
 
     @property
@@ -66,13 +65,9 @@ class Candidate:
             "flags": dict(self.flags),
             "command": self.command,
             "plan": self.plan,
-            "predicted_allocated_gb": _gb(self.allocated),
-            "predicted_reserved_gb": _gb(self.reserved),
-            "predicted_host_gb": _gb(self.host),
+            **{f"predicted_{name}_gb": _gb(getattr(self, name)) for name in ("allocated", "reserved", "host")},
             "predicted_step_ms": None if self.step_ms is None else round(self.step_ms, 2),
-            "fits": self.fits,
-            "reason": self.reason,
-            "traced": self.traced,
+            **{name: getattr(self, name) for name in ("fits", "reason", "traced")},
         }
 
 
@@ -96,7 +91,6 @@ class PlanReport:
 
     @property
     def smallest(self) -> Candidate | None:
-        """The candidate that needs the least memory."""
         known = [one for one in self.candidates if one.reserved is not None]
         return min(known, key=lambda one: one.reserved or 0, default=None)
 
@@ -110,10 +104,7 @@ class PlanReport:
         chosen = self.chosen
         whole = {} if chosen is None or chosen.prediction is None else {"prediction": chosen.prediction.to_json()}
         return {
-            "device": self.device,
-            "devices": self.devices,
-            "nodes": self.nodes,
-            "interconnect": self.interconnect,
+            **{name: getattr(self, name) for name in ("device", "devices", "nodes", "interconnect")},
             "budget_gb": _gb(self.budget),
             "margin": self.margin,
             "outside_gb": _gb(self.outside),

@@ -189,7 +189,6 @@ def expected(row: ScaleRow) -> float:
 
 
 def size_of(row: ScaleRow) -> int:
-    """Return the samples of the row's micro-batch."""
     assert row.plan is not None
     return row.plan.initial_cut.micro_batch_size
 
@@ -243,14 +242,10 @@ def _cells(row: ScaleRow, report: ScaleReport) -> list[str]:
     found, plan = row.prediction, row.plan
     assert found is not None
     assert plan is not None
+    fits = "retries" if found.retries else "yes" if row.fits else "no"
     cells = [str(row.cluster.devices), str(row.cluster.nodes), row.strategy]
-    cells += [
-        f"{plan.initial_cut.accumulate} × {size_of(row)}",
-        format_bytes(found.reserved),
-        "retries" if found.retries else "yes" if row.fits else "no",
-        _short(found.sent / GB),
-        _short(found.leaving / GB),
-    ]
+    cells += [f"{plan.initial_cut.accumulate} × {size_of(row)}", format_bytes(found.reserved), fits]
+    cells += [_short(found.sent / GB), _short(found.leaving / GB)]
     for network in report.networks:
         efficiency = report.efficiency(row, network.name)
         cells += [f"{row.step_ms(network.name):,.1f}", "" if efficiency is None else f"{100 * efficiency:.0f} %"]

@@ -300,8 +300,7 @@ class Search:
             cut = cut_at(knobs.apply_settings(self.recipe, with_size({}, size)), self.devices, 0)
             batch = batch_indices(self.recipe.seed, 0, 0, len(lengths), cut.batch_size)
             packs = capability(self.recipe.model, Packable).packs()
-            shares = data_parallel_rank(self.recipe.memory, 0, self.devices)[1]
-            pieces = cut_batch(batch, cut, shares, lengths, packs)
+            pieces = cut_batch(batch, cut, data_parallel_rank(self.recipe.memory, 0, self.devices)[1], lengths, packs)
             tokens[size or 0] = sum(tokens_of(one, lengths, packs) for one in pieces)
         return {size or 0: tokens[size or 0] / max(tokens.values()) if tokens else 1.0 for size in sizes}
 
@@ -312,8 +311,7 @@ class Search:
         return [arm for arm in self.arms if not arm.bracketing]
 
     def _next(self) -> list[tuple[PlanFamily, int | None]]:
-        fitting = (one.step_ms or inf for arm in self.arms for one in arm.traced.values() if one.fits)
-        fastest = min(fitting, default=inf)
+        fastest = min((one.step_ms or inf for arm in self.arms for one in arm.traced.values() if one.fits), default=inf)
         if fastest == inf and 1 < self.done <= MAX_PARALLEL_TRACES + 1 and (last := self._last_resorts()):
             return last
         found = self._promising(self._whole, fastest) or self._between_ends(fastest)
@@ -448,8 +446,6 @@ class Search:
 
     def _micro_steps(self, samples: int) -> int:
         return -(-(self.arms[0].micro_batch_sizes[0] or 1) // samples) if samples else 1
-
-    # Predictions.
 
     def _trace(self, wanted: Sequence[tuple[PlanFamily, int | None]]) -> None:
         answers = self._predicted([with_size(arm.settings, size) for arm, size in wanted])

@@ -8,7 +8,7 @@ from typing import Any
 
 from trainer.contract import Metric
 from trainer.engine.events import Counters, Listener
-from trainer.errors import RecipeError
+from trainer.errors import RecipeError, require
 from trainer.recipe import Recipe
 from trainer.report.whole_set_metrics import is_higher_better
 
@@ -50,8 +50,7 @@ class BestTracker(Listener):
         metrics = result.metrics()
         score = self.score_of(metrics)
         fix = f"use one of {', '.join(metrics)}"
-        if self.name not in metrics:
-            raise RecipeError(f"run.best={self.name} is not a metric of this model: {fix}")
+        require(self.name in metrics, f"run.best={self.name} is not a metric of this model: {fix}")
         self.since = 0 if score[0] > self.score[0] else self.since + 1
         self.last = metrics[str(self.name)]
         if score != WORST and score >= self.score:
@@ -76,7 +75,6 @@ class BestTracker(Listener):
 
     @property
     def best_value(self) -> float:
-        """The best value of the metric."""
         return self.score[0] if is_higher_better(str(self.name), self.own) else -self.score[0]
 
     def is_over(self) -> bool:
@@ -84,7 +82,6 @@ class BestTracker(Listener):
         return self.patience is not None and self.since >= self.patience
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state as JSON values."""
         score, loss = (self.score[0], -self.score[1]) if self.step else (0.0, 0.0)
         metric = self.metric_column if self.step else ""
         state = {"figure": metric, "score": score, "loss": loss, "step": self.step, "since": self.since}

@@ -77,10 +77,8 @@ class Checkpointer:
             self.save(engine)
         self._wait()
         signal = self.session.asked_to_stop() or "a signal to another rank"
-        raise RunStoppedError(
-            f"stopped by {signal} after step {engine.counters.step}; everything is saved: resume with "
-            f"--run.dir {self.folder.path.parent} --run.resume auto"
-        )
+        fix = f"resume with --run.dir {self.folder.path.parent} --run.resume auto"
+        raise RunStoppedError(f"stopped by {signal} after step {engine.counters.step}; everything is saved: {fix}")
 
     def mark_saved(self, step: int) -> None:
         """Start at ``step``, whose state is already saved, or at step 0."""

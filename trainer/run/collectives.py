@@ -80,8 +80,7 @@ def sum_over_data_parallel(memory: Memory, rank: int, total: Sum) -> Sum:
     def once(values: list[float]) -> list[float]:
         found = total([*(value * (rank % copies == 0) for value in values), *values])
         sums, everywhere = found[: len(values)], found[len(values) :]
-        alike = all(math.isclose(a * copies, b, rel_tol=1e-9) for a, b in zip(sums, everywhere, strict=True))
-        if not alike:
+        if not all(math.isclose(a * copies, b, rel_tol=1e-9) for a, b in zip(sums, everywhere, strict=True)):
             raise RunError(
                 f"memory.tensor_parallel={copies}: ranks that share every block have read different samples, or could "
                 "not read the same ones: look for a disk that only some of them reach, then use run.resume auto"
@@ -180,10 +179,8 @@ def require_shared_filesystem(fabric: Fabric, run_dir: Path) -> None:
     found = "; ".join(filter(None, problems))
     here = run_on_rank_zero(fabric, socket.gethostname)
     if found:
-        raise RecipeError(
-            f"run.dir={run_dir} is not one directory for all machines: {found}; {here} created it: choose a directory "
-            "on a file system that all machines share"
-        )
+        fix = "choose a directory on a file system that all machines share"
+        raise RecipeError(f"run.dir={run_dir} is not one directory for all machines: {found}; {here} created it: {fix}")
 
 
 def _leave(run_dir: Path) -> str:

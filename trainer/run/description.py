@@ -95,10 +95,8 @@ def plan_warnings(recipe: Recipe, on_gpu: bool) -> list[str]:
         found.append(f"memory.compile=cuda_graphs: {fact if on_gpu else 'on a CPU it is the same as blocks'}")
     if not on_gpu and (memory.cpu_offload != "none" or memory.activation_offload):
         key = "activation_offload" if memory.cpu_offload == "none" else f"cpu_offload={memory.cpu_offload}"
-        found.append(
-            f"memory.{key} moves data to host memory, where this run already computes: the result is correct, but no "
-            "memory is saved"
-        )
+        effect = "the result is correct, but no memory is saved"
+        found.append(f"memory.{key} moves data to host memory, where this run already computes: {effect}")
     return found
 
 
@@ -111,7 +109,5 @@ def idle_ranks(plan: Plan) -> str | None:
         return None
     fix = "use a smaller memory.micro_batch_size" if cut.micro_batch_size > 1 else "use fewer ranks"
     count = count_noun(pieces, "micro-batch", "es")
-    return (
-        f"run.deterministic cuts a batch of {cut.batch_size} into {count} regardless of the number of ranks, so "
-        f"{idle} of {plan.world_size} ranks are idle in the last micro-step: {fix}"
-    )
+    cause = f"run.deterministic cuts a batch of {cut.batch_size} into {count} regardless of the number of ranks"
+    return f"{cause}, so {idle} of {plan.world_size} ranks are idle in the last micro-step: {fix}"

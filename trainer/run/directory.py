@@ -18,7 +18,7 @@ from trainer.checkpoint.export import save_model
 from trainer.checkpoint.folder import CheckpointFolder
 from trainer.checkpoint.manifest import MAX_JSON_BYTES, append_hash
 from trainer.contract import splits_of
-from trainer.errors import RecipeError, RunError, RunStoppedError
+from trainer.errors import RecipeError, RunError, RunStoppedError, require
 from trainer.recipe import Recipe
 from trainer.report.html_report import write_report
 from trainer.report.metrics import EvaluationResult, classification_report
@@ -60,8 +60,7 @@ def require_unused(run_dir: Path, resume: str) -> None:
 def _make(run_dir: Path, resume: str) -> None:
     make_folder("run.dir", run_dir)
     require_unused(run_dir, resume)
-    if not os.access(run_dir, os.W_OK):
-        raise RecipeError(f"run.dir={run_dir} is not writable: choose another directory")
+    require(os.access(run_dir, os.W_OK), f"run.dir={run_dir} is not writable: choose another directory")
 
 
 @contextmanager
@@ -74,10 +73,8 @@ def explain_disk_errors(run_dir: Path) -> Iterator[None]:
             raise
         kept = CheckpointFolder(run_dir / "checkpoints").newest_first()
         stays = f"older checkpoints stay, the newest is {kept[0]}" if kept else "no checkpoint was saved before"
-        raise RunError(
-            f"{error.filename}: {error.strerror}; {stays}. Fix the disk or free some space, then resume with "
-            f"--run.dir {run_dir} --run.resume auto"
-        ) from error
+        fix = f"Fix the disk or free some space, then resume with --run.dir {run_dir} --run.resume auto"
+        raise RunError(f"{error.filename}: {error.strerror}; {stays}. {fix}") from error
 
 
 @contextmanager
@@ -141,8 +138,7 @@ def write_results(
         write_evaluation(run_dir, result, session.recipe.data)
     try:
         if (run_dir / "metrics.csv").exists():
-            best = summary.best["step"] if summary.best else None
-            plot_curves(run_dir / "metrics.csv", run_dir / "curves.png", best)
+            plot_curves(run_dir / "metrics.csv", run_dir / "curves.png", summary.best["step"] if summary.best else None)
         plot_memory(summary.memory, session.monitor.history, run_dir / "memory.png")
     except OSError:
         raise

@@ -42,8 +42,7 @@ def make_evaluation(session: Session, forward: Forward, split: str) -> Callable[
 
     def micro_batches() -> Iterator[MicroBatch]:
         cut = evaluation_cut(session.plan.initial_cut, len(dataset))  # smaller after a recovery
-        packs = capability(model, Packable).packs()
-        pieces = cut_batch(range(len(dataset)), cut, shares, dataset.lengths, packs)
+        pieces = cut_batch(range(len(dataset)), cut, shares, dataset.lengths, capability(model, Packable).packs())
         own = pieces, loader, session.quarantine, share, shares, once
         for micro in evaluation_micro_batches(split, *own, on_load=partial(monitor.set_activity, "evaluation")):
             micro.is_empty |= rank % memory.tensor_parallel > 0  # another rank counts these samples

@@ -13,7 +13,7 @@ from typing import Any
 from trainer.checkpoint.manifest import Manifest, truncate
 from trainer.contract import Model, Preparable, Streamable, capability
 from trainer.data.fingerprint import data_files, fingerprint, tokenizer_hash
-from trainer.errors import RecipeError, format_list
+from trainer.errors import RecipeError, format_list, require
 from trainer.memory.knobs import KNOBS
 from trainer.recipe import Recipe
 from trainer.run.collectives import broadcast_json
@@ -72,8 +72,7 @@ def base_hashes(model: Model) -> dict[str, str]:
 def require_same_base(path: Path, manifest: Manifest, model: Model) -> None:
     """Reject frozen weights that differ from those of the checkpoint ``path``, if it leaves out frozen weights."""
     changed = _changed_files(manifest.base, base_hashes(model)) if manifest.base else ""
-    if changed:
-        raise RecipeError(f"{path} needs frozen weights that model.weights no longer has{changed}: restore them")
+    require(not changed, f"{path} needs frozen weights that model.weights no longer has{changed}: restore them")
 
 
 def flat_settings(recipe: Recipe) -> dict[str, Any]:
@@ -153,8 +152,7 @@ def require_same_run(path: Path, manifest: Manifest, now: RunIdentity, allowed: 
     RecipeError for one that changes the training, unless its name or section is ``allowed``."""
     known = sorted({*now.recipe, *map(_section, now.recipe), "data", "tokenizer", "base"})
     for key in allowed:
-        if key not in known:
-            raise RecipeError(f"run.allow_change={key!r} is not a setting{did_you_mean(key, known)}")
+        require(key in known, f"run.allow_change={key!r} is not a setting{did_you_mean(key, known)}")
     is_planned = all(recipe.get("memory.budget") is not None for recipe in (manifest.recipe, now.recipe))
     free = {*LOADING, *allowed, *(PLANNED if is_planned else ())}
     lines: list[str] = []
@@ -173,10 +171,8 @@ def require_same_run(path: Path, manifest: Manifest, now: RunIdentity, allowed: 
         if not is_free and key not in free and _section(key) not in allowed:
             rejected[key] = line
     if rejected:
-        raise RecipeError(
-            f"{path} was saved with a different recipe: {'; '.join(rejected.values())}. Revert the change, or allow it "
-            f"with --run.allow_change '{json.dumps([*rejected])}'"
-        )
+        fix = f"Revert the change, or allow it with --run.allow_change '{json.dumps([*rejected])}'"
+        raise RecipeError(f"{path} was saved with a different recipe: {'; '.join(rejected.values())}. {fix}")
     return lines
 
 

@@ -6,6 +6,7 @@ import json
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import is_dataclass, replace
+from functools import partialmethod
 from pathlib import Path
 from typing import Any
 
@@ -137,13 +138,12 @@ class LoggingListener(Listener):
         self.loggers, self.stopwatch, self.split = loggers, stopwatch, split
 
     def on_step(self, counters: Counters, result: StepResult) -> None:
-        speed = self.stopwatch.speed._asdict()
         metrics = {
             "epoch": counters.epoch,
             "loss": result.loss,
             "lr": result.lr,
             "grad_norm": result.grad_norm,
-            **{name: round(value, 4) for name, value in speed.items() if value is not None},
+            **{name: round(value, 4) for name, value in self.stopwatch.speed._asdict().items() if value is not None},
         }
         if len(result.losses) > 1:
             metrics |= {f"loss_{name}": value for name, value in result.losses.items()}
@@ -158,7 +158,6 @@ class LoggingListener(Listener):
             logger.save()
 
     def log(self, metrics: dict[str, Any], step: int) -> None:
-        """Write ``metrics`` to every logger."""
         for logger in self.loggers:
             logger.log_metrics(metrics, step)
 
@@ -169,24 +168,17 @@ class CustomListener(Listener):
     def __init__(self, listener: Listener) -> None:
         self.listener = listener
 
-    def on_fit_start(self, counters: Counters, total_steps: int) -> None:
-        self._call("on_fit_start", counters, total_steps)
-
-    def on_step(self, counters: Counters, result: StepResult) -> None:
-        self._call("on_step", counters, result)
-
-    def on_evaluation(self, counters: Counters, result: Any) -> None:
-        self._call("on_evaluation", counters, result)
-
-    def on_fit_end(self, counters: Counters) -> None:
-        self._call("on_fit_end", counters)
-
     def _call(self, event: str, counters: Counters, *values: Any) -> None:
         try:
             getattr(self.listener, event)(replace(counters), *values)  # a copy: only the engine may change counters
         except Exception as error:
             who = f"listener {type(self.listener).__name__}.{event} after step {counters.step}"
             raise RunError(f"{who}: {describe_error(error)}") from error
+
+    on_fit_start = partialmethod(_call, "on_fit_start")
+    on_step = partialmethod(_call, "on_step")
+    on_evaluation = partialmethod(_call, "on_evaluation")
+    on_fit_end = partialmethod(_call, "on_fit_end")
 
 
 def wrap_custom_listeners(listeners: Sequence[Any]) -> list[Listener]:

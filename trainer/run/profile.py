@@ -39,10 +39,8 @@ def require_profilable(steps: int | None, run_steps: int) -> None:
     available = run_steps - WARMUP_STEPS
     if steps is not None and steps > available:
         fix = f"lower it to {available}" if available > 0 else "leave it out"
-        raise RecipeError(
-            f"run.profile={steps} records {steps} steps after {WARMUP_STEPS} warm-up steps, but the run has only "
-            f"{run_steps}: {fix}, or raise max_steps or epochs"
-        )
+        cause = f"run.profile={steps} records {steps} steps after {WARMUP_STEPS} warm-up steps"
+        raise RecipeError(f"{cause}, but the run has only {run_steps}: {fix}, or raise max_steps or epochs")
 
 
 class Profile(PhaseHooks, Listener):

@@ -47,8 +47,7 @@ class OOMRecovery:
     def __call__(self, error: Exception) -> bool:
         """Recover from ``error`` if possible; return whether the step can be retried."""
         # With updates in backward, some weights are already updated.
-        can_retry = self.wanted and not self.stepper.sync.updates_in_backward
-        why = self._reason(error) if can_retry else None
+        why = self._reason(error) if self.wanted and not self.stepper.sync.updates_in_backward else None
         if why is None:
             return False
         cause: BaseException | None = error

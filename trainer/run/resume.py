@@ -32,7 +32,7 @@ from trainer.checkpoint.writer import HISTORY, done_marker
 from trainer.contract import Model, Streamable, capability, without_weights
 from trainer.engine.loop import Engine
 from trainer.engine.memory_rehearsal import longest_window, rehearse
-from trainer.errors import RecipeError, RunError
+from trainer.errors import RecipeError, RunError, require
 from trainer.report.progress import Progress, warn
 from trainer.run.collectives import all_gather_json, broadcast_json, run_on_rank_zero
 from trainer.run.directory import write_status
@@ -106,8 +106,7 @@ class ResumeState:
         error = find_corruption(path, fabric.global_rank, fabric.world_size)
         found = all_gather_json(fabric, (None if error is None else str(error), isinstance(error, UnknownFormatError)))
         problem, is_unknown = next((one for one in found if one[0] is not None), (None, False))
-        if is_unknown:
-            raise RecipeError(f"{problem}: resume with the version that wrote it")
+        require(not is_unknown, f"{problem}: resume with the version that wrote it")
         return problem
 
     def _set_aside(self, chosen: Path, corrupt: set[str], say: Callable[[str], None]) -> None:
@@ -200,7 +199,6 @@ class ValidCheckpoint:
     manifest: Manifest
 
     def read_json(self, name: str) -> Any:
-        """Read one of the checkpoint's JSON files."""
         with self.name_errors(name):
             return json.loads(read_regular(self.path / name, MAX_JSON_BYTES))
 
@@ -253,8 +251,7 @@ def restore_tensors(found: ValidCheckpoint, tensors: TensorState) -> None:
         )
     faults = {"missing": missing, "not needed": surplus}
     text = "; ".join(f"{fault}: {', '.join(names[:3])}" for fault, names in faults.items() if names)
-    if text:
-        raise RecipeError(f"{found.path} does not fit the model and its optimizer: {text}")
+    require(not text, f"{found.path} does not fit the model and its optimizer: {text}")
     with torch.no_grad():
         for name, part in parts.items():
             reader.read_into(part.source_name or name, part)
@@ -298,12 +295,10 @@ def load_whole_model(found: ValidCheckpoint, model: Model) -> nn.Module:
     }
     wanted |= {f"buffers/{name}": buffer for name, buffer in module.named_buffers()}
     missing = sorted(wanted.keys() - reader.shapes.keys())
-    if missing:
-        raise RecipeError(f"{misfit}: missing: {', '.join(missing[:3])}")
+    require(not missing, f"{misfit}: missing: {', '.join(missing[:3])}")
     for name, tensor in wanted.items():
         shape = reader.shapes[name]
-        if shape != tuple(tensor.shape):
-            raise RecipeError(f"{misfit}: {name} has shape {shape}, not {tuple(tensor.shape)}")
+        require(shape == tuple(tensor.shape), f"{misfit}: {name} has shape {shape}, not {tuple(tensor.shape)}")
         with found.name_errors(next((file for file, _ in reader.parts[name]), done_marker(0))):
             tensor.data = reader.read(name)
     return module

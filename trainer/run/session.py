@@ -55,11 +55,9 @@ class Session:
 
     @property
     def run_dir(self) -> Path:
-        """The run directory of a training run."""
         return Path(str(self.recipe.run.dir))
 
     def set_cut(self, cut: Cut) -> None:
-        """Set the cut of all later batches."""
         self.plan = replace(self.plan, initial_cut=cut)
 
     def asked_to_stop(self) -> str | None:
@@ -114,7 +112,6 @@ class Session:
 
 
 def loader_of(session: Session, split: Any) -> Loader:
-    """Return the loader of a split."""
     recipe, world = session.recipe, session.world
     workers = decide_workers(recipe.data, world.accelerator, world.devices)
     return make_loader(recipe, split, workers, pin_memory=session.fabric.device.type == "cuda")

@@ -53,7 +53,6 @@ class TensorState:
         return found
 
     def scalars(self) -> dict[str, Any]:
-        """Return the values that are not tensors."""
         return {name: value for name, value, _ in self._named() if not isinstance(value, Tensor)}
 
     @torch.no_grad()
@@ -94,9 +93,8 @@ class TensorState:
     def _named(self) -> Iterator[tuple[str, Any, nn.Parameter | None]]:
         """Yield every tensor and number, not copied, with its name and the parameter that defines its sharding. Names
         are ``weights/NAME``, ``ema/NAME``, ``buffers/NAME`` and ``optimizer/NAME/KEY``."""
-        masters = self.stack.masters or {}
         for name, parameter in self.stack.module.named_parameters():
-            yield f"weights/{name}", masters.get(parameter, parameter), parameter
+            yield f"weights/{name}", (self.stack.masters or {}).get(parameter, parameter), parameter
         for name, buffer in self.stack.module.named_buffers():
             yield f"buffers/{name}", buffer, None
         for name, parameter, trained in self._trainable():
@@ -110,10 +108,9 @@ class TensorState:
 
     def _trainable(self) -> Iterator[tuple[str, nn.Parameter, Tensor]]:
         """Yield for every parameter that the optimizer updates: name, module parameter, updated tensor."""
-        masters = self.stack.masters or {}
         updated = set(map(id, self.stepper.parameters))
         for name, parameter in self.stack.module.named_parameters():
-            trained = masters.get(parameter, parameter)
+            trained = (self.stack.masters or {}).get(parameter, parameter)
             if id(trained) in updated:
                 yield name, parameter, trained
 
@@ -160,7 +157,6 @@ class RunState:
         return {**engine.state_dict(), "stopwatch": self.stopwatch.state_dict(), "best": self.best.state_dict()}
 
     def load_common(self, engine: Engine, state: Mapping[str, Any]) -> None:
-        """Restore what :meth:`common` returned."""
         engine.load_state_dict(state)
         self.stopwatch.load_state_dict(state["stopwatch"])
         self.best.load_state_dict(state["best"])
@@ -195,11 +191,9 @@ class RNGState(Listener):
     def on_step(self, counters: Counters, result: StepResult) -> None:
         self._note()
 
-    def on_evaluation(self, counters: Counters, result: Any) -> None:
-        self._note()
+    on_evaluation = on_step
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state as JSON values."""
         (version, numbers, gauss), (name, keys, *rest), on_host, on_device = self._state
         state: dict[str, Any] = {"python": [version, list(numbers), gauss]}
         state |= {"numpy": [name, np.asarray(keys).tolist(), *rest], "torch": bytes(on_host.tolist()).hex()}
@@ -216,8 +210,7 @@ class RNGState(Listener):
         np.random.set_state((name, np.array(keys, dtype=np.uint32), *rest))
         torch.set_rng_state(torch.tensor(list(bytes.fromhex(state["torch"])), dtype=torch.uint8))
         if self.device.type == "cuda" and "cuda" in state:
-            content = torch.tensor(list(bytes.fromhex(state["cuda"])), dtype=torch.uint8)
-            torch.cuda.set_rng_state(content, self.device)
+            torch.cuda.set_rng_state(torch.tensor(list(bytes.fromhex(state["cuda"])), dtype=torch.uint8), self.device)
 
     def _note(self) -> None:
         on_device = torch.cuda.get_rng_state(self.device) if self.device.type == "cuda" else None

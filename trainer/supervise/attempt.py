@@ -103,10 +103,8 @@ class Attempt(ProcessSession):
         environment[SUPERVISOR] = json.dumps(ProcessId.current().to_dict())
         super().__init__(command, environment, stderr=subprocess.PIPE)
         assert self.process.stderr is not None
-        self._pipe = self.process.stderr
-        self._line = b""
-        self.said = FailureReason()
-        self.noted = False
+        self._pipe, self._line = self.process.stderr, b""
+        self.said, self.noted = FailureReason(), False
 
     def wait(self, seconds: float = POLL_INTERVAL) -> AttemptResult | None:
         """Forward output for about ``seconds``. If the run has ended, kill its processes and return its end."""
@@ -145,13 +143,11 @@ class Attempt(ProcessSession):
 
 
 def tell(content: bytes) -> None:
-    """Write to standard error."""
     sys.stderr.buffer.write(content)
     sys.stderr.buffer.flush()
 
 
 def print_message(text: str) -> None:
-    """Print a message without secrets."""
     tell(f"trainer run: {escaped(redact(text))}\n".encode())
 
 

@@ -53,7 +53,6 @@ Schedulers signal every process of a job, and a second signal would end the run 
 
 
 def run_command(argv: Sequence[str]) -> int:
-    """Run ``trainer run`` and return its exit code."""
     if not argv or argv[0] in ("-h", "--help"):
         print(USAGE, end="")
         return 0
@@ -119,11 +118,8 @@ def fit_command(words: Sequence[str], ranks: int | None) -> FitCommand:
 
 
 def announce(command: FitCommand) -> None:
-    """Print the command and its run directory."""
     print_message(f"run directory {command.run_dir}: trainer {shlex.join(redact_words(command.argv()))}")
 
-
-# The attempts.
 
 Outcome = tuple[str, int]  # final status and exit code
 
@@ -262,8 +258,8 @@ class RestartPolicy:
         if self.crashes < self.max_crashes or not self.max_restarts:
             return self._restart()
         since = f"step {self.last_step}" if self.last_step >= 0 else "the start"
-        why = f"{self.crashes} crashes in a row without a checkpoint after {since}: not restarting ({cause})"
-        return Decision(None, why)
+        crashes = f"{self.crashes} crashes in a row without a checkpoint after {since}"
+        return Decision(None, f"{crashes}: not restarting ({cause})")
 
     def after_out_of_memory(self, step: int, smaller: int | None) -> Decision:
         """Decide after out of memory; the next attempt, with micro-batches of ``smaller`` samples, resets earlier

@@ -84,7 +84,6 @@ class ChildJob:
         return ChildError(answer.get("error") or ended)
 
     def kill(self) -> None:
-        """Kill the process and wait for its end."""
         self.process.kill()
         self.process.join()
 
@@ -128,7 +127,6 @@ class Bounded:
                 raise ended
 
     def _serve(self, connection: Connection) -> None:
-        """Serve calls in the fork."""
         self.connection.close()  # otherwise the fork would not notice that the caller has ended
         for number in (signal.SIGTERM, signal.SIGPROF):
             signal.signal(number, signal.SIG_DFL)
@@ -228,5 +226,4 @@ def innermost_user_frame(frames: Iterable[tuple[str, int]]) -> str:
     folders = Path(torch.__file__).parent, *(here / name for name in ("system", "fakegpu", "planner"))
     inner = tuple(f"{folder}{os.sep}" for folder in folders)
     seen = list(frames)
-    outer = (frame for frame in seen if not frame[0].startswith((*inner, "<")))
-    return "{}:{}".format(*next(outer, seen[0]))
+    return "{}:{}".format(*next((frame for frame in seen if not frame[0].startswith((*inner, "<"))), seen[0]))

@@ -20,8 +20,7 @@ MAX_MESSAGE_CHARS = 400
 
 def set_location(error: BaseException, place: str) -> None:
     """Attach the place where ``error`` happened; Python 3.11 and later show it below the traceback."""
-    notes = [*getattr(error, "__notes__", ()), place]
-    vars(error).update(__notes__=notes, trainer_place=place)
+    vars(error).update(__notes__=[*getattr(error, "__notes__", ()), place], trainer_place=place)
 
 
 def get_location(error: BaseException) -> str | None:
@@ -70,7 +69,6 @@ def print_error(message: str) -> None:
 
 
 def one_line_message(error: BaseException) -> str:
-    """Return the error's message in one line."""
     return " ".join(line.strip() for line in safe_message(error).split("\n"))
 
 
@@ -98,7 +96,6 @@ class FailureReason:
         self._raised = self._last = ""
 
     def add_line(self, line: str) -> None:
-        """Process the next line."""
         line = line.strip()
         if ERROR in line:
             if not self.trainer_error or OTHER_RANK in self.trainer_error:

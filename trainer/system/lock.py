@@ -61,7 +61,6 @@ class RunLock:
         return None if before is None else f"the run of {_described(before)} has died: taking over its lock"
 
     def release(self) -> None:
-        """Release the lock if it is held."""
         if self._descriptor is None:
             return
         self.path.unlink(missing_ok=True)  # before unlocking, so that the next process creates a new file

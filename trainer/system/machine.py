@@ -135,7 +135,6 @@ class HostMemory:
         return HostReading(resident, anonymous, record if self.peaks == "exact" else resident, record)
 
     def reset_peak(self) -> None:
-        """Reset the peak."""
         if self.peaks == "exact":
             try:
                 self.clear_refs.write_bytes(b"5")  # resets VmHWM, see proc(5)

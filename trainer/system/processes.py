@@ -175,7 +175,6 @@ class ProcessId:
 
     @classmethod
     def current(cls) -> ProcessId:
-        """Return the identity of this process."""
         return cls.of(os.getpid())
 
     @classmethod
@@ -185,7 +184,6 @@ class ProcessId:
         return cls(socket.gethostname(), pid, boot_id(), _namespace(), found[1] if found else 0)
 
     def to_dict(self) -> dict[str, Any]:
-        """Return a dict that JSON can represent."""
         return asdict(self)
 
     @classmethod

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from enum import Enum
 from typing import Any
 
-from trainer.errors import RecipeError
+from trainer.errors import require
 
 REDACTED = "<redacted>"
 _MIN_SECRET_CHARS = 8  # shorter values of variables, such as "1" or "test", would match too often in texts
@@ -79,8 +79,7 @@ def redact_words(words: Sequence[str]) -> list[str]:
 def refuse_redacted(settings: Mapping[str, Any]) -> None:
     """Raise a RecipeError if a setting (by dotted name) was read from a file in which its secret was redacted."""
     for key, value in settings.items():
-        if REDACTED in str(value):
-            raise RecipeError(f"{key} was written without its credentials: give it again as --{key}")
+        require(REDACTED not in str(value), f"{key} was written without its credentials: give it again as --{key}")
 
 
 def _is_secret(name: str) -> bool:

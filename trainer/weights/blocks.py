@@ -59,10 +59,7 @@ def require_blocks(module: nn.Module, classes: Sequence[type], setting: str) -> 
 
 
 def disable_kv_cache(module: nn.Module) -> None:
-    """Disable the KV cache of ``module``, which only generation needs.
-
-    A checkpointed block would append to the cache twice. :func:`kv_cache_restored` restores the original setting.
-    """
+    """Disable the KV cache, to which a checkpointed block would append twice; :func:`kv_cache_restored` undoes this."""
     configs: dict[int, Any] = {id(part.config): part.config for part in module.modules() if hasattr(part, "config")}
     on = [config for config in configs.values() if getattr(config, "use_cache", False) is True]
     for config in on:
@@ -93,8 +90,8 @@ def _module_lists(module: nn.Module) -> list[list[nn.Module]]:
 def _is_comparable_stack(stack: Sequence[nn.Module], largest: Sequence[nn.Module]) -> bool:
     if type(stack[0]) is type(largest[0]):
         return True
-    min_size = MIN_STACK_SHARE * _size_of_all(largest)
-    return next(stack[0].children(), None) is not None and _size_of_all(stack) >= min_size
+    is_large = _size_of_all(stack) >= MIN_STACK_SHARE * _size_of_all(largest)
+    return is_large and next(stack[0].children(), None) is not None
 
 
 def _size_of_all(modules: Sequence[nn.Module]) -> int:

@@ -17,10 +17,7 @@ PICKLED = (".pth", ".pt", ".bin")
 
 
 def read_weights(path: Path) -> dict[str, Tensor]:
-    """Read a weight file to the CPU, memory-mapped.
-
-    Reads ``.safetensors``; ``.pth``, ``.pt`` and ``.bin`` with ``weights_only``. A bad file raises ``RecipeError``.
-    """
+    """Read a weight file, a pickle by ``weights_only``, to the CPU, memory-mapped; a bad one raises ``RecipeError``."""
     require(path.is_file(), f"{path} does not exist: give the path of a weight file")
     if path.suffix == ".safetensors":
         try:
@@ -58,5 +55,4 @@ def _unsafe_reason(name: object, tensor: Tensor) -> str | None:
 
 def format_names(names: Collection[str]) -> str:
     """Return the first three names, and the number of the others."""
-    first = list(names)[:3]
-    return ", ".join(first) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+    return ", ".join(list(names)[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")

@@ -32,10 +32,7 @@ def _launches(index: int) -> bool:
         nothing[(1,)]()
     except Exception as error:  # raised by the compiler, a subprocess or the system
         cause = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
-        warnings.warn(
-            f"Triton cannot run a kernel on GPU {index} ({cause}): NF4 weights and losses of language models use "
-            "several torch operations instead, which is slower",
-            stacklevel=2,
-        )
+        effect = "NF4 weights and losses of language models use several torch operations instead, which is slower"
+        warnings.warn(f"Triton cannot run a kernel on GPU {index} ({cause}): {effect}", stacklevel=2)
         return False
     return True

@@ -45,7 +45,6 @@ _pairs: dict[torch.device, Tensor] = {}
 
 
 def num_code_rows(count: int) -> int:
-    """Return the number of rows of codes for ``count`` weights."""
     return -(-count // WEIGHTS_PER_ROW)
 
 

@@ -52,7 +52,6 @@ class WeightFiles(ExitStack):
             raise RecipeError(f"{file} has no tensor {key}: {error}") from error
 
     def open(self, file: Path) -> Any:
-        """Open ``file`` with safetensors, once."""
         if file not in self._opened:
             require(file.is_file(), f"{file} does not exist: give the path of a safetensors file")
             try:
@@ -323,8 +322,7 @@ def init_new_parameters(
     values = {}
     with torch.random.fork_rng(devices=[]), torch.device("cpu"), default_dtype(torch.float32), torch.no_grad():
         for name in names:
-            empty = torch.full(skeleton.get_parameter(name).shape, torch.nan)
-            values[name] = nn.Parameter(empty, requires_grad=False)
+            values[name] = nn.Parameter(torch.full(skeleton.get_parameter(name).shape, torch.nan), requires_grad=False)
             _register(skeleton, name, values[name])
         torch.default_generator.manual_seed(seed)  # torch.manual_seed would seed GPUs, which fork_rng does not restore
         if initialise is not None:
