@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import os
 import warnings
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
@@ -27,11 +28,11 @@ Curve = tuple[np.ndarray, np.ndarray]
 
 def plot_curves(metrics_csv: Path, target: Path, best: int | None = None) -> None:
     """Draw ``metrics_csv`` as a PNG, 1200 pixels wide; ``best`` marks the step whose weights are kept."""
-    curves = _read(metrics_csv)
+    curves = read_metrics(metrics_csv)
     names = [name for name in dict.fromkeys(_evaluated(curves)) if name != "loss"]
     rows = len(names) // 2 + 1
-    height = 5 + 3 * rows
-    figure = _new_figure(metrics_csv.absolute().parent.name, height, (0.64 / height, 1 - 0.72 / height, 0.36))
+    height = 4.5 + 3.5 * rows
+    figure = _new_figure(metrics_csv.absolute().parent.name, height, (0.64 / height, 1 - 0.72 / height, 0.55))
     grid = figure.add_gridspec(rows + 1, 2, height_ratios=[3] * rows + [1])
     loss = figure.add_subplot(grid[0, 0] if names else grid[0, :])
     steps, values = curves["loss"]
@@ -60,7 +61,7 @@ def plot_memory(memory: Mapping[str, Any], history: Sequence[tuple[int, float]],
 
     ``memory`` is that of ``summary.json``: allocated and reserved on a GPU, otherwise resident.
     """
-    figure = _new_figure(target.absolute().parent.name, height=5, margins=(0.12, 0.85, 0.2))
+    figure = _new_figure(target.absolute().parent.name, height=5, margins=(0.23, 0.86, 0.2))
     peaks, levels = figure.subplots(1, 2)
     on_gpu, idle = memory.get("allocated_gb") is not None, memory.get("host_idle_gb")
     kind = "allocated" if on_gpu else "resident"
@@ -76,7 +77,7 @@ def plot_memory(memory: Mapping[str, Any], history: Sequence[tuple[int, float]],
     peaks.set_axisbelow(True)
     _finish(levels, "Memory at the end of a step", f"{kind} memory (GB)")
     for axes in (peaks, levels):
-        axes.set_ylim(0, 1.25 * axes.dataLim.y1 if axes.dataLim.y1 > 0 else 1)  # room for the legend
+        axes.set_ylim(0, 1.1 * axes.dataLim.y1 if axes.dataLim.y1 > 0 else 1)  # room for the numbers on the bars
     _save(figure, target)
 
 
@@ -101,8 +102,9 @@ def _save(figure: Figure, target: Path) -> None:
         figure.savefig(part, format="png")
 
 
-def _read(metrics_csv: Path) -> defaultdict[str, Curve]:
-    with open(metrics_csv, newline="") as file:
+def read_metrics(metrics_csv: Path) -> defaultdict[str, Curve]:
+    """Return the steps and values of each column of ``metrics_csv``; no column if there is no file."""
+    with open(metrics_csv if metrics_csv.exists() else os.devnull, newline="") as file:
         reader = csv.DictReader(file)
         rows, columns = list(reader), reader.fieldnames or ()
     steps = np.array([_number(row.get("step")) for row in rows])
@@ -173,7 +175,8 @@ def _finish(axes: Axes, title: str, unit: str, legend: bool = True, x_label: str
     if not axes.lines and not axes.patches:
         axes.text(0.5, 0.5, "nothing logged", transform=axes.transAxes, ha="center", va="center", color=GREY)
     elif legend:
-        axes.legend(fontsize=11)
+        # Below the axes, so that it hides no curve.
+        axes.legend(fontsize=11, loc="upper center", bbox_to_anchor=(0.5, -0.15), ncols=2, frameon=False)
 
 
 # ``confusion.png``: the confusion matrix.
@@ -207,7 +210,7 @@ def plot_lr_range_test(
     rates: Sequence[float], losses: Sequence[float], smoothed: Sequence[float], chosen_lr: float, target: Path
 ) -> None:
     """Draw the loss of a range test over learning rates, and the chosen rate, as a PNG of 1200 × 600 pixels."""
-    figure = _new_figure(target.absolute().parent.name, height=6, margins=(0.11, 0.88, 0.2))
+    figure = _new_figure(target.absolute().parent.name, height=6, margins=(0.19, 0.89, 0.2))
     axes = figure.add_subplot()
     axes.plot(rates, losses, color=BLUE, alpha=0.25, linewidth=1, label="each step")
     axes.plot(rates, smoothed, color=BLUE, linewidth=2, label="smoothed")

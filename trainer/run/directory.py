@@ -134,8 +134,7 @@ def write_results(
             card = build_model_card(session.recipe, run_dir, trained)
             write_atomic(folder / "README.md", card)  # not hashed: the user may edit it
     write_atomic(run_dir / "summary.json", summary.to_json())  # after the model: "finished" promises that it exists
-    if result is not None:
-        write_evaluation(run_dir, result, session.recipe.data)
+    names = [] if result is None else write_evaluation(run_dir, result, session.recipe.data)
     try:
         if (run_dir / "metrics.csv").exists():
             plot_curves(run_dir / "metrics.csv", run_dir / "curves.png", summary.best["step"] if summary.best else None)
@@ -144,16 +143,18 @@ def write_results(
         raise
     except Exception as error:  # values that no axis can show must not fail the run
         warn(f"the metrics of this run cannot be plotted ({describe_error(error)}): see metrics.csv and summary.json")
-    write_report(run_dir, summary_rows(summary), session.plan.describe(), summary.data, summary.versions)
+    write_report(run_dir, summary, session.plan.describe(), result and result.confusion, names)
 
 
-def write_evaluation(folder: Path, result: EvaluationResult, data: Any) -> None:
-    """Write the report of the final evaluation to ``folder`` and, for a classifier, its mistakes."""
+def write_evaluation(folder: Path, result: EvaluationResult, data: Any) -> list[str]:
+    """Write the report of the final evaluation and, for a classifier, its mistakes; return the names of its classes."""
     write_atomic(folder / "classification_report.txt", report_text(result, data) + "\n")
-    if result.confusion is not None:
-        split = "val" if data.test is None else "test"
-        samples, names = splits_of(data)[split], data.class_names or range(len(result.confusion))
-        write_mistakes(folder, result.confusion, result.mistakes, list(map(str, names)), split, samples.describe)
+    if result.confusion is None:
+        return []
+    split = "val" if data.test is None else "test"
+    names = list(map(str, data.class_names or range(len(result.confusion))))
+    write_mistakes(folder, result.confusion, result.mistakes, names, split, splits_of(data)[split].describe)
+    return names
 
 
 def report_text(result: EvaluationResult, data: Any) -> str:
