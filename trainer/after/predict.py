@@ -40,7 +40,8 @@ from trainer.values import IGNORED_LABEL, Task
 CUT_OFF = "_"  # tag of a word beyond the maximum length of the model
 THRESHOLD = 0.5  # minimum probability of a predicted label
 TABLES = (".csv", ".tsv", ".jsonl", ".parquet")  # suffixes of tables, for input and output
-STDIN, EMPTY_STDIN = "-", "standard input is empty: pipe a text into the command, as in echo TEXT | trainer predict …"
+STDIN = "standard input"
+EMPTY = f"{STDIN} is empty: pipe a text into the command, as in echo TEXT | trainer predict RUN_DIR -"
 OURS = "_predicted"  # suffix of a column of predictions whose name the table has already
 MAX_TEXT_BYTES = 32_000_000  # maximum bytes of a text file, or of a line of one
 MAX_WARNINGS = 5  # maximum number of warnings about unreadable inputs; an output file lists all of them, with reasons
@@ -262,11 +263,11 @@ class InputReader:
     def inputs(self, paths: Sequence[str], given: Sequence[str], column: str | None, lines: bool) -> Inputs:
         """Return the texts or images of ``given``, then those of ``paths``: files, folders, patterns and ``-``."""
         texts = "is read as text, and this model reads images: give files, folders or tables"
-        require(not self.of_images or STDIN not in paths, f"{STDIN}: standard input {texts}")
+        require(not self.of_images or "-" not in paths, f"-: {STDIN} {texts}")
         require(not self.of_images or not lines, f"--lines: every line {texts}")
         own = [self._image(text) if self.of_images else Input(text, "", partial(str, text)) for text in given]
         parts = [Inputs(len(own), own)] if own else []
-        for path in chain.from_iterable([None] if text == STDIN else self._files(text) for text in paths):
+        for path in chain.from_iterable([None] if text == "-" else self._files(text) for text in paths):
             if path is not None and path.suffix.lower() in TABLES:
                 parts.append(self._table(path, column))
             elif lines:
@@ -356,7 +357,7 @@ def _text_file(path: Path | None) -> Input:
             content = _stdin().read(MAX_TEXT_BYTES + 1) if path is None else read_regular(path, MAX_TEXT_BYTES)
         except OSError as error:
             raise RecipeError(f"it cannot be read: {error.strerror}") from error
-        require(path is not None or bool(content.strip()), EMPTY_STDIN)
+        require(path is not None or bool(content.strip()), EMPTY)
         return _decoded(content)
 
     return Input(str(path or STDIN), "", read)
@@ -378,7 +379,7 @@ def _stdin() -> Any:
 
 def _lines(path: Path | None) -> Iterator[Input]:
     """Yield an input per line of a file or, without ``path``, of standard input, as soon as the line has arrived."""
-    name, fault = str(path or STDIN), EMPTY_STDIN if path is None else "the file is empty"
+    name, fault = str(path or STDIN), EMPTY if path is None else "the file is empty"
     try:
         with nullcontext(_stdin()) if path is None else open_regular(path) as file:
             for number, line in enumerate(iter(partial(file.readline, MAX_TEXT_BYTES + 2), b""), 1):
