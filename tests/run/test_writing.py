@@ -62,8 +62,8 @@ def test_texts_are_gone_on_from_or_answered_and_files_hold_what_is_new(run, tmp_
         predict(recipe, folder, paths=[str(table)], column="say", output=str(out), max_new_tokens=NEW, batch_size=2)
     found = [json.loads(line) for line in out.read_text().splitlines()]
     assert [row["generated_text"] for row in found] == [*wanted, None]
-    assert [row["input"] for row in found][:2] == TEXTS
-    assert list(found[0]) == ["input", "source", "generated_text", "error"]
+    assert [row["say"] for row in found][:2] == TEXTS
+    assert list(found[0]) == ["say", "generated_text", "error"]
 
 
 @pytest.mark.parametrize("run", [Conversations], indirect=True)

@@ -5,7 +5,9 @@ from __future__ import annotations
 import csv
 import json
 import os
+import sys
 import time
+from base64 import b64encode
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, replace
@@ -13,8 +15,8 @@ from functools import partial
 from glob import glob
 from itertools import chain, islice
 from pathlib import Path
-from tempfile import gettempdir
-from typing import Any, NamedTuple
+from types import MappingProxyType, SimpleNamespace
+from typing import Any, NamedTuple, TextIO
 
 import torch
 from torch import Tensor, nn
@@ -28,18 +30,22 @@ from trainer.errors import RecipeError, require, require_choice, require_positiv
 from trainer.recipe import DecidedPrecision, Recipe
 from trainer.report.progress import Progress, warn
 from trainer.system.environment import is_local_rank_zero
-from trainer.system.files import read_regular, room_in, scratch_folder, staged_file
+from trainer.system.files import open_regular, read_regular, room_in, staged_file
 from trainer.system.names import did_you_mean
 from trainer.system.status_line import show_status
+from trainer.system.streams import flush_stdout
 from trainer.system.text import escaped
 from trainer.values import IGNORED_LABEL, Task
 
 CUT_OFF = "_"  # tag of a word beyond the maximum length of the model
 THRESHOLD = 0.5  # minimum probability of a predicted label
-TABLES = (".csv", ".jsonl", ".parquet")  # suffixes of tables, for input and output
-MAX_TEXT_BYTES = 32_000_000  # maximum bytes of a text file
+TABLES = (".csv", ".tsv", ".jsonl", ".parquet")  # suffixes of tables, for input and output
+STDIN = "standard input"
+EMPTY = f"{STDIN} is empty: pipe a text into the command, as in echo TEXT | trainer predict RUN_DIR -"
+OURS = "_predicted"  # suffix of a column of predictions whose name the table has already
+MAX_TEXT_BYTES = 32_000_000  # maximum bytes of a text file, or of a line of one
 MAX_WARNINGS = 5  # maximum number of warnings about unreadable inputs; an output file lists all of them, with reasons
-ROWS_A_GROUP = 10_000  # rows per row group of a Parquet file
+ROWS_A_GROUP, BYTES_A_GROUP = 10_000, 16_000_000  # maximum rows and bytes of a Parquet row group, which are in memory
 
 
 def predict(
@@ -52,8 +58,8 @@ def predict(
 ) -> list[Any]:
     """Predict with the model of ``run_dir`` on ``texts``, on ``images``, or on ``paths``.
 
-    ``paths`` are files, folders, patterns and tables; ``how`` has the fields of :class:`PredictOptions`. Answers are
-    printed, or written to a file. A string is one text, one image or one path.
+    ``paths`` are files, folders, patterns, tables and ``"-"`` (standard input); ``how`` has the fields of
+    :class:`PredictOptions`. Answers are printed, or written to a file. A string is one text, one image or one path.
 
     Returns:
         For each input the most probable class and its probability, or the result of :func:`run_predict_command` for the
@@ -107,20 +113,35 @@ def verified_model_folder(run_dir: str | Path) -> Path:
 
 
 class Input(NamedTuple):
-    """One sample to classify: its name, its row if it is from a table, and a function that reads it."""
+    """One sample to classify: its name, its row or line if its file has several, and a function that reads it."""
 
     name: str
     source: str
     read: Callable[[], Any]  # returns a text, or an image as a tensor; raises a RecipeError
+    row: Mapping[str, Any] = MappingProxyType({})  # the cells of its table
 
 
 @dataclass(frozen=True)
 class Inputs:
-    """All inputs: their number, the inputs in order, and whether any is from a table."""
+    """Inputs in order: their number, ``None`` if unknown; and of tables the columns, each with its Arrow type."""
 
-    count: int
+    count: int | None
     each: Iterable[Input]
-    tables: bool
+    sources: bool = False  # whether some are rows or lines
+    columns: Mapping[str, Any] | None = None
+
+    @classmethod
+    def joined(cls, parts: Sequence[Inputs]) -> Inputs:
+        """Return all inputs of ``parts``. If all are tables, they have the columns of all."""
+        counts, each = [part.count for part in parts], chain.from_iterable(part.each for part in parts)
+        count = None if None in counts else sum(filter(None, counts))
+        columns = dict[str, Any]()
+        for part in parts:
+            own = part.columns or {}
+            columns |= {name: kind if columns.get(name, kind) == kind else str for name, kind in own.items()}
+        tables = all(part.columns is not None for part in parts)
+        sources = any(part.sources for part in parts) and (not tables or len(parts) > 1)
+        return cls(count, each, sources, columns if tables else None)
 
 
 DTYPES = {"64": torch.float64, "32": torch.float32, "bf16": torch.bfloat16, "16": torch.float16}
@@ -131,7 +152,8 @@ class PredictOptions:
     """Options of a prediction.
 
     Args:
-        output: a .csv, .jsonl or .parquet file for the predictions; ``None`` prints them.
+        output: a .csv, .tsv, .jsonl or .parquet file for the predictions; ``None`` prints them.
+        lines: every line of standard input and of text files is one text.
         top_k: number of most probable classes to report per input; for single_label only. With more than one, the
             answer is a list of pairs.
         probabilities: also report the probabilities of all classes or labels.
@@ -144,9 +166,11 @@ class PredictOptions:
         device: auto (a GPU if available), cpu, cuda or cuda:1.
         precision: a value of memory.precision other than auto; independent of the precision of training.
         quiet: do not print answers.
+        collect: return the answers; otherwise memory does not grow with their number.
     """
 
     output: str | None = None
+    lines: bool = False
     top_k: int = 1
     probabilities: bool = False
     max_new_tokens: int | None = None
@@ -158,6 +182,7 @@ class PredictOptions:
     device: str = "auto"
     precision: str = "32-true"
     quiet: bool = False
+    collect: bool = True
 
     def check(self) -> None:
         """Reject invalid options before anything is loaded."""
@@ -235,17 +260,24 @@ class InputReader:
             raise RecipeError(f"cannot read any input: {no_text}, and {no_image}: define one (docs/after-training.md)")
         self.of_images, self.answers = bool(images) or not reads_texts, data.answers
 
-    def inputs(self, paths: Sequence[str], given: Sequence[str], column: str | None, scratch: Path) -> Inputs:
-        """Return the texts or images of ``given``, then those of ``paths``: files, folders and patterns."""
+    def inputs(self, paths: Sequence[str], given: Sequence[str], column: str | None, lines: bool) -> Inputs:
+        """Return the texts or images of ``given``, then those of ``paths``: files, folders, patterns and ``-``."""
+        texts = "is read as text, and this model reads images: give files, folders or tables"
+        require(not self.of_images or "-" not in paths, f"-: {STDIN} {texts}")
+        require(not self.of_images or not lines, f"--lines: every line {texts}")
         own = [self._image(text) if self.of_images else Input(text, "", partial(str, text)) for text in given]
-        parts = [Inputs(len(own), own, False)]
-        for path in chain.from_iterable(map(self._files, paths)):
-            if path.suffix.lower() in TABLES:
-                parts.append(self._table(path, column, scratch))
+        parts = [Inputs(len(own), own)] if own else []
+        for path in chain.from_iterable([None] if text == "-" else self._files(text) for text in paths):
+            if path is not None and path.suffix.lower() in TABLES:
+                parts.append(self._table(path, column))
+            elif lines:
+                parts.append(Inputs(None, _lines(path), True))
             else:
-                parts.append(Inputs(1, [self._image(path) if self.of_images else _text_file(path)], False))
-        each = chain.from_iterable(part.each for part in parts)
-        return Inputs(sum(part.count for part in parts), each, any(part.tables for part in parts))
+                read = self._image if self.of_images else _text_file
+                parts.append(Inputs(1, [_text_file(None) if path is None else read(path)]))
+        if lines and all(part.count is not None for part in parts):
+            raise RecipeError("--lines is for text files and standard input: give one, or leave --lines out")
+        return Inputs.joined(parts)
 
     def batch(self, samples: Sequence[Any]) -> dict[str, Any]:
         """Return a micro-batch without labels, from samples that were read."""
@@ -275,25 +307,25 @@ class InputReader:
     def _image(self, path: str | Path) -> Input:
         return Input(str(path), "", partial(self.data.load_image, str(path)))
 
-    def _table(self, path: Path, column: str | None, scratch: Path) -> Inputs:
-        from trainer.data.tables import open_table
+    def _table(self, path: Path, column: str | None) -> Inputs:
+        from trainer.data.rows import KINDS
+        from trainer.data.tables import stream_table
 
-        rows = open_table(path, scratch)
-        table = rows.read(str(scratch))
-        name, has = column or self.data.text_column, ", ".join(map(repr, table.column_names))
+        count, columns, rows = stream_table(path)
+        name, has = column or self.data.text_column, ", ".join(map(repr, columns))
         if name is None:
             kind = "images" if self.of_images else "texts"
             raise RecipeError(f"--column is missing: name the column of {path} with the {kind}; it has {has}")
-        if name not in table.column_names:
-            hint = did_you_mean(str(name), table.column_names)
+        if name not in columns:
+            hint = did_you_mean(str(name), columns)
             raise RecipeError(f"--column={name!r}: no such column in {path}; it has {has}{hint}")
         if self.of_images:
-            _require_paths(path, str(name), table.select_columns([name])[:MAX_WARNINGS][name])
+            _require_paths(path, str(name), [row.get(name) for row in islice(rows(), MAX_WARNINGS)])
 
         def each() -> Iterator[Input]:
-            cells = chain.from_iterable(part[name] for part in table.select_columns([name]).iter(1000))
             read: Callable[[], Any]
-            for number, cell in enumerate(cells, rows.first_row):
+            for number, row in enumerate(rows(), KINDS[path.suffix.lower()][1]):
+                cell = row.get(name)
                 if self.of_images:
                     read = partial(_cell_image, self.data, path.parent, cell)
                 elif self.answers and isinstance(cell, list):  # messages
@@ -301,9 +333,9 @@ class InputReader:
                 else:
                     cell = " ".join(map(str, cell)) if isinstance(cell, list) else cell  # words
                     read = partial(_cell_text, cell)
-                yield Input(str("" if cell is None else cell), f"{path} row {number}", read)
+                yield Input(str("" if cell is None else cell), f"{path} row {number}", read, row)
 
-        return Inputs(len(table), each(), True)
+        return Inputs(count, each(), True, columns)
 
 
 def _require_paths(path: Path, column: str, first: Sequence[Any]) -> None:
@@ -317,16 +349,49 @@ def _require_paths(path: Path, column: str, first: Sequence[Any]) -> None:
         raise RecipeError(f"{why}, and this model reads images: name the column with the paths")
 
 
-def _text_file(path: Path) -> Input:
+def _text_file(path: Path | None) -> Input:
+    """Return the text of a file or, without ``path``, of standard input."""
+
     def read() -> str:
         try:
-            return read_regular(path, MAX_TEXT_BYTES).decode()
-        except UnicodeDecodeError:
-            raise RecipeError("it is not UTF-8 text: save it as UTF-8 or leave it out") from None
+            content = _stdin().read(MAX_TEXT_BYTES + 1) if path is None else read_regular(path, MAX_TEXT_BYTES)
         except OSError as error:
             raise RecipeError(f"it cannot be read: {error.strerror}") from error
+        require(path is not None or bool(content.strip()), EMPTY)
+        return _decoded(content)
 
-    return Input(str(path), "", read)
+    return Input(str(path or STDIN), "", read)
+
+
+def _decoded(content: bytes) -> str:
+    if len(content) > MAX_TEXT_BYTES:
+        raise RecipeError(f"it has more than {MAX_TEXT_BYTES / 1e6:g} MB, the max for a text: split it or leave it out")
+    try:
+        return content.decode()
+    except UnicodeDecodeError:
+        raise RecipeError("it is not UTF-8 text: save it as UTF-8 or leave it out") from None
+
+
+def _stdin() -> Any:
+    """Return standard input as bytes; a notebook or a test may have replaced it."""
+    return getattr(sys.stdin, "buffer", sys.stdin)
+
+
+def _lines(path: Path | None) -> Iterator[Input]:
+    """Yield an input per line of a file or, without ``path``, of standard input, as soon as the line has arrived."""
+    name, fault = str(path or STDIN), EMPTY if path is None else "the file is empty"
+    try:
+        with nullcontext(_stdin()) if path is None else open_regular(path) as file:
+            for number, line in enumerate(iter(partial(file.readline, MAX_TEXT_BYTES + 2), b""), 1):
+                rest, fault = line, ""
+                while rest and not rest.endswith(b"\n"):  # the rest of a line that is too long
+                    rest = file.readline(MAX_TEXT_BYTES)
+                text = line.removesuffix(b"\n").removesuffix(b"\r")
+                yield Input(text.decode(errors="replace"), f"{name} line {number}", partial(_decoded, text))
+    except OSError as error:
+        fault = f"it cannot be read: {error.strerror}"
+    if fault:
+        yield Input("", name, partial(require, False, fault))
 
 
 def _cell_text(cell: Any) -> str:
@@ -489,43 +554,44 @@ def run_predict_command(
     possible = not classes or options.top_k <= classes
     require(possible, f"--top-k={options.top_k} is more than the {classes} classes of the model")
     task: Task = model.task or "single_label"
-    found, bad, done, begun = list[Any](), list[str](), 0, time.monotonic()
+    found, bad, faults, done, begun = list[Any](), 0, list[str](), 0, time.monotonic()
 
     def name_of(number: int | None) -> str:
         if number is None:
             return CUT_OFF
         return names[number] if number < len(names) else str(number)
 
-    place = Path(options.output or f"{gettempdir()}/trainer-predict")
-    fix = "give another file with --output" if options.output else "set TMPDIR to a folder on another disk"
-    with room_in(place.absolute().parent, fix), ExitStack() as closing:
-        scratch = closing.enter_context(scratch_folder(place))
-        inputs = reader.inputs(paths, samples, options.column, scratch)
-        write = closing.enter_context(_writer(options, task, inputs.tables, list(map(name_of, range(classes)))))
-        progress = Progress(enabled=options.output is not None or inputs.count > options.batch_size)
+    inputs = reader.inputs(paths, samples, options.column, options.lines)
+    folder = Path(options.output or ".").absolute().parent
+    with room_in(folder, "give another file with --output"), ExitStack() as closing:
+        write = closing.enter_context(_writer(options, task, inputs, list(map(name_of, range(classes)))))
+        shown = options.output is not None or (inputs.count or 0) > options.batch_size
+        progress = Progress(enabled=shown)
         closing.callback(progress.close)
-        progress.start(inputs.count)
+        progress.start(inputs.count or 0)
         for chunk in answers(model, module, reader, inputs.each, options):
             for answer in chunk:
                 labels = list(map(name_of, answer.classes))
                 if answer.error:
-                    bad.append(_fault(answer))
-                    if inputs.count > 1 and len(bad) <= MAX_WARNINGS:
-                        warn(f"left out: {bad[-1]}")
-                elif options.output is None:
+                    bad += 1
+                    if bad <= MAX_WARNINGS:
+                        faults.append(_fault(answer))
+                        if inputs.count != 1:
+                            warn(f"left out: {faults[-1]}")
+                elif options.output is None and options.collect:
                     pairs: Any = list(zip(labels, answer.values, strict=True))
                     result = {"regression": answer.values, "language": answer.generated}.get(task, pairs)
                     found.append(pairs[0] if task == "single_label" and options.top_k == 1 else result)
                 write(answer, labels)
             done += len(chunk)
             progress.count(done, inputs.count, f"{done / max(1e-9, time.monotonic() - begun):,.1f} inputs/s")
+            if options.output is None and not options.quiet and not flush_stdout():
+                return found  # as in | head
     if options.output is not None:
-        print(f"{inputs.count - len(bad):,} predictions: {escaped(options.output)}")
+        print(f"{done - bad:,} predictions: {escaped(options.output)}")
     if bad:
-        several = f"{len(bad)} of {inputs.count} inputs could not be read"
-        several += f", the other {inputs.count - len(bad)} were predicted"
-        faults = "; ".join(bad[:MAX_WARNINGS])
-        raise RecipeError(f"{several}: {faults}" if inputs.count > 1 else faults)
+        several = f"{bad} of {done} inputs could not be read, the other {done - bad} were predicted: "
+        raise RecipeError(f"{several if done > 1 else ''}{'; '.join(faults)}")
     return found
 
 
@@ -539,10 +605,10 @@ Write = Callable[[PredictionRow, Sequence[str]], None]
 """Writes an answer with the names of its classes."""
 
 
-def _writer(asked: PredictOptions, task: Task, tables: bool, names: Sequence[str]) -> AbstractContextManager[Write]:
+def _writer(asked: PredictOptions, task: Task, inputs: Inputs, names: Sequence[str]) -> AbstractContextManager[Write]:
     if asked.output is None:
         return nullcontext((lambda answer, labels: None) if asked.quiet else partial(_print, task))
-    return _file(Path(asked.output), asked, task, tables, names)
+    return _file(Path(asked.output), asked, task, inputs, names)
 
 
 def _print(task: Task, answer: PredictionRow, labels: Sequence[str]) -> None:
@@ -561,9 +627,10 @@ def _print(task: Task, answer: PredictionRow, labels: Sequence[str]) -> None:
 
 
 @contextmanager
-def _file(path: Path, asked: PredictOptions, task: Task, tables: bool, names: Sequence[str]) -> Iterator[Write]:
-    """Write rows to ``path``, which appears only when it is complete."""
-    texts = ["input", *(["source"] if tables else [])]
+def _file(path: Path, asked: PredictOptions, task: Task, inputs: Inputs, names: Sequence[str]) -> Iterator[Write]:
+    """Write rows to ``path``, which appears only when it is complete. Those of tables keep their columns."""
+    theirs = inputs.columns or {}
+    texts = [*(["input"] if inputs.columns is None else []), *(["source"] if inputs.sources else [])]
     best = [("label", "probability"), *((f"label_{k}", f"probability_{k}") for k in range(2, asked.top_k + 1))]
     all_of = [f"p_{name}" for name in names] if asked.probabilities else []
     columns: dict[str, type] = dict.fromkeys(texts, str)
@@ -577,6 +644,10 @@ def _file(path: Path, asked: PredictOptions, task: Task, tables: bool, names: Se
     else:
         columns |= {name: kind for pair in best for name, kind in zip(pair, (str, float), strict=True)}
     columns |= dict.fromkeys(all_of, float) | {"error": str}
+    ours, suffix = {name: name for name in columns}, ""
+    while len({*theirs, *ours.values()}) < len(theirs) + len(ours):
+        suffix += OURS
+        ours = {name: name + suffix if name in theirs else name for name in columns}
 
     def row(answer: PredictionRow, labels: Sequence[str]) -> dict[str, Any]:
         values: dict[str, Any] = {"input": _printable(answer.input.name), "source": _printable(answer.input.source)}
@@ -588,48 +659,84 @@ def _file(path: Path, asked: PredictOptions, task: Task, tables: bool, names: Se
         values |= {f"predicted_{label}": value for label, value in zip(labels, answer.values, strict=True)}
         values |= zip(all_of, answer.probabilities, strict=False)
         values["generated_text"] = None if answer.error else _printable(answer.generated)
-        return {name: values.get(name) for name in columns} | {"error": _printable(answer.error) or None}
+        values["error"] = _printable(answer.error) or None
+        cells = answer.input.row if theirs else {}
+        return {**cells, **{name: values.get(key) for key, name in ours.items()}}
 
+    types = {**theirs, **{ours[key]: kind for key, kind in columns.items()}}
     with staged_file(path) as part, ExitStack() as closing:
-        kind = path.suffix.lower()
-        if kind == ".parquet":
-            write = closing.enter_context(_parquet(part, columns))
+        if (kind := path.suffix.lower()) == ".parquet":
+            write = closing.enter_context(_parquet(part, types))
         else:
-            file = closing.enter_context(open(part, "w", newline="", encoding="utf-8"))
-            if kind == ".csv":
-                table = csv.DictWriter(file, list(columns), lineterminator="\n")
-                table.writeheader()
-                write = table.writerow
-            else:
-
-                def write(values: Mapping[str, Any]) -> None:
-                    file.write(json.dumps(values, ensure_ascii=False) + "\n")
-
+            # What backslashreplace makes of a lone surrogate is also how JSON escapes it.
+            file = closing.enter_context(open(part, "w", newline="", encoding="utf-8", errors="backslashreplace"))
+            write = _jsonl(file) if kind == ".jsonl" else _csv(file, list(types), "\t" if kind == ".tsv" else ",")
         yield lambda answer, labels: write(row(answer, labels))
 
 
+WriteRow = Callable[[Mapping[str, Any]], None]
+
+
+def _jsonl(file: TextIO) -> WriteRow:
+    def write(values: Mapping[str, Any]) -> None:
+        file.write(json.dumps(values, ensure_ascii=False, default=_plain) + "\n")
+
+    return write
+
+
+def _csv(file: TextIO, columns: Sequence[str], separator: str) -> WriteRow:
+    # csv quotes a cell with a carriage return only if the line terminator has one.
+    ended: Any = SimpleNamespace(write=lambda line: file.write(f"{line[:-2]}\n"))
+    table = csv.writer(ended, delimiter=separator, lineterminator="\r\n")
+
+    def write(values: Mapping[str, Any]) -> None:
+        table.writerow([_as_text(values.get(name)) for name in columns])
+
+    table.writerow(columns)
+    return write
+
+
+def _plain(cell: Any) -> str:
+    """Return a cell that JSON has no type for as text, such as a date; bytes in Base64."""
+    return b64encode(cell).decode() if isinstance(cell, bytes) else str(cell)
+
+
+def _as_text(cell: Any) -> str | None:
+    """Return a cell as text: a number, a list or an object as JSON."""
+    if cell is None or isinstance(cell, str):
+        return cell
+    is_json = isinstance(cell, (bool, int, float, list, dict))
+    return json.dumps(cell, ensure_ascii=False, default=_plain) if is_json else _plain(cell)
+
+
 @contextmanager
-def _parquet(path: Path, columns: Mapping[str, type]) -> Iterator[Callable[[Mapping[str, Any]], None]]:
+def _parquet(path: Path, columns: Mapping[str, Any]) -> Iterator[WriteRow]:
     import pyarrow as pa
     import pyarrow.parquet as pq
 
     kinds = {str: pa.string(), float: pa.float64()}
-    schema, waiting = pa.schema([(name, kinds[kind]) for name, kind in columns.items()]), list[Mapping[str, Any]]()
+    schema = pa.schema([(name, kinds.get(kind, kind)) for name, kind in columns.items()])
+    texts = [field.name for field in schema if field.type == pa.string()]
+    waiting, size = list[Mapping[str, Any]](), 0
     with pq.ParquetWriter(path, schema) as file:
 
         def flush() -> None:
+            nonlocal size
             file.write_table(pa.Table.from_pylist(waiting, schema))
             waiting.clear()
+            size = 0
 
         def write(values: Mapping[str, Any]) -> None:
-            waiting.append(values)
-            if len(waiting) == ROWS_A_GROUP:
+            nonlocal size
+            waiting.append({**values, **{name: _printable(_as_text(values.get(name))) for name in texts}})
+            size += sum(len(cell) for cell in waiting[-1].values() if isinstance(cell, str | bytes))
+            if len(waiting) == ROWS_A_GROUP or size > BYTES_A_GROUP:
                 flush()
 
         yield write
         flush()
 
 
-def _printable(name: str) -> str:
-    """Escape what UTF-8 cannot encode, such as bytes in the name of a file."""
-    return name.encode(errors="backslashreplace").decode()
+def _printable(name: Any) -> Any:
+    """Escape what UTF-8 cannot encode, such as bytes in the name of a file; keep ``None``."""
+    return name.encode(errors="backslashreplace").decode() if name else name

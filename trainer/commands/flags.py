@@ -51,7 +51,7 @@ def split_argv(argv: Sequence[str], own: CommandFlags = NO_FLAGS) -> tuple[list[
         name, equals, text = rest.pop(0).partition("=")
         if (name == "-h" or name[2:] in (*SWITCHES, *own.switches)) and not equals:
             flags.append(("help" if name == "-h" else name[2:], None))
-        elif not name.startswith("-"):
+        elif not name.startswith("-") or name + equals == "-":  # a dash alone is standard input
             positionals.append(name + equals + text)
         elif not name.startswith("--"):
             raise RecipeError(f"unknown flag {name}: flags start with two dashes")

@@ -27,10 +27,12 @@ EVALUATE_FLAGS = CommandFlags(
 )
 PREDICT_FLAGS = CommandFlags(
     {
-        "path": "files, folders, patterns and tables (.csv, .jsonl, .parquet) to classify; --path may be omitted",
+        "path": "files, folders, patterns and tables (.csv, .tsv, .jsonl, .parquet) to classify, or - for standard "
+        "input; --path may be omitted",
         "text": "texts to classify, or to continue with a language model",
         "image": "image files to classify",
-        "output": "write the predictions to a .csv, .jsonl or .parquet file instead of printing them",
+        "output": "write the predictions to a .csv, .tsv, .jsonl or .parquet file instead of printing them; the "
+        "columns of a table are kept",
         "top-k": "number of most probable classes to report (default: 1)",
         "max-new-tokens": "maximum number of tokens that a language model generates (default: 128)",
         "temperature": "sample tokens from scores divided by this, with --seed (default: 0, the most probable)",
@@ -40,10 +42,13 @@ PREDICT_FLAGS = CommandFlags(
         "device": "auto, cpu, cuda or cuda:1 (default: auto, a GPU if available)",
         "precision": "precision of the computation, as memory.precision (default: 32-true)",
     },
-    {"probabilities": "report the probability of every class"},
+    {
+        "probabilities": "report the probability of every class",
+        "lines": "every line of standard input and of text files is one text",
+    },
     multi_valued=("path", "text", "image"),
     positional="path",
-    description="Classify files, folders, tables, texts or images with the model of a run, or continue texts.",
+    description="Classify files, folders, tables, texts, images or standard input with a run's model.",
 )
 FORMATS = ("onnx", "hf", "peft", "hub")
 EXPORT_FLAGS = CommandFlags(
@@ -121,7 +126,7 @@ def predict(argv: list[str]) -> None:
         given |= {key: _number(key, given[key]) for key in ("temperature", "top_p") if key in given}
         from trainer import predict
 
-        predict(asked.recipe, Path(asked.reference), texts, images, paths, **given)
+        predict(asked.recipe, Path(asked.reference), texts, images, paths, collect=False, **given)
 
 
 def _number(key: str, text: str) -> float:
@@ -154,6 +159,7 @@ def inputs(flags: Flags) -> tuple[list[str], list[str], list[str]]:
     ]
     for text in texts:
         require(text.strip() != "", "--text is empty: give a text")
+        require(text != "-", "--text - is not a text: to read standard input, give - after RUN_DIR, without --text")
         require(text.encode(errors="replace").decode() == text, f"--text {text[:40]!a} is not UTF-8 text")
     if sum(map(bool, found)) != 1:
         several = ", not both" if sum(map(bool, found)) > 1 else ""

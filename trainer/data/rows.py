@@ -195,7 +195,7 @@ def first_rows(path: Path, written: CsvFormat = AUTO_FORMAT, most: int = MAX_ROW
         RecipeError: if the file has no rows or cannot be read, with the message of its full reader.
     """
     kind = path.suffix.lower()
-    _reject_archive(path)
+    reject_archive(path)
     read = {"parquet": _first_of_parquet, "json": _first_of_json}.get(KINDS[kind][0], partial(_first_of_csv, written))
     try:
         found = read(path, most)
@@ -207,7 +207,8 @@ def first_rows(path: Path, written: CsvFormat = AUTO_FORMAT, most: int = MAX_ROW
     return found
 
 
-def _reject_archive(path: Path) -> None:
+def reject_archive(path: Path) -> None:
+    """Reject a file that starts like an archive or a compressed file, regardless of its name."""
     with open_regular(path) as file:
         start = file.read(262)
     if start.startswith(ARCHIVES) or start[257:] == b"ustar":

@@ -19,7 +19,13 @@ from datasets.utils.extract import Extractor
 
 from trainer.data.base import MAX_LINE_BYTES, root_cause, separator_of
 from trainer.data.cache import cache_folder, checksums, hash_of, inspect_cached
-from trainer.data.parquet_files import open_parquet, read_group, require_sane_growth, text_columns
+from trainer.data.parquet_files import (
+    open_parquet,
+    read_group,
+    require_sane_growth,
+    require_sane_texts,
+    text_columns,
+)
 from trainer.data.rows import (
     AUTO_FORMAT,
     COMPRESSED,
@@ -30,6 +36,7 @@ from trainer.data.rows import (
     RowSource,
     detect_encoding,
     iter_json_lines,
+    reject_archive,
     require_line_length,
 )
 from trainer.errors import RecipeError, RunError, require
@@ -37,6 +44,7 @@ from trainer.system.files import open_regular, read_regular, room_in
 from trainer.system.hub import offline_advice as of_hub
 from trainer.system.hub import offline_reason, warn_offline_cache
 
+BLOCK_ROWS, BLOCK_BYTES = 250, 16_000_000  # maximum rows of a streamed table, and of Parquet bytes, in memory at once
 MAX_REASON_CHARS = 400  # max characters of a library's message
 
 
@@ -54,18 +62,99 @@ def open_table(path: Path, cache: Path, csv_format: CsvFormat = AUTO_FORMAT) -> 
 
 def _read_file(path: Path, kind: str, written: CsvFormat, cache_dir: str) -> datasets.Dataset:
     logging.getLogger("datasets.packaged_modules").setLevel(logging.CRITICAL)  # our errors include theirs
-    try:
+    with _explain_faults(path):
         _reject_decompression_bombs(path, kind)
         options = {"cache_dir": cache_dir} | (_csv_options(path, written) if KINDS[kind][0] == "csv" else {})
         with no_progress_bar():
             table = datasets.load_dataset(KINDS[kind][0], data_files=str(path), split="train", **options)
-    except RecipeError:
-        raise
-    except Exception as error:  # the readers of the formats raise different exceptions
-        require("corresponds to no data" not in str(error), f"{path} has no rows: {NO_ROWS}")
-        raise RecipeError(f"{path} cannot be read as {kind[1:]} ({root_cause(error)}): fix the file") from error
     require(len(table) > 0, f"{path} has no rows: {NO_ROWS}")
     return table
+
+
+@contextmanager
+def _explain_faults(path: Path) -> Iterator[None]:
+    try:
+        yield
+    except RecipeError:
+        raise
+    except Exception as error:  # the readers of the formats raise different exceptions; datasets wraps them
+        require("corresponds to no data" not in str(error), f"{path} has no rows: {NO_ROWS}")
+        kind = path.suffix.lower()[1:]
+        raise RecipeError(f"{path} cannot be read as {kind} ({root_cause(error)}): fix the file") from error
+
+
+Rows = Callable[[], Iterator[dict[str, Any]]]
+"""Reads the rows of a table from the start, of which a block at a time is in memory."""
+
+
+def stream_table(path: Path) -> tuple[int, dict[str, pa.DataType], Rows]:
+    """Return the number of rows of a .csv, .tsv, .parquet or .jsonl file, its columns with their types, and its rows.
+
+    Text files are parsed once before, so that a fault at the end of a large one is found at the start."""
+    kind = KINDS[path.suffix.lower()][0]
+    with _explain_faults(path):
+        reject_archive(path)
+        if kind == "parquet":
+            read: Rows = partial(_parquet_rows, path)
+            count, columns = _shape_of_parquet(path)
+        else:
+            csv_rows = partial(_csv_rows, path, _csv_options(path, AUTO_FORMAT)) if kind == "csv" else None
+            read = csv_rows or partial(iter_json_lines, path)
+            count, columns = _shape_of(read())
+    require(count > 0, f"{path} has no rows: {NO_ROWS}")
+    return count, columns, partial(_explained, path, read)
+
+
+def _explained(path: Path, read: Rows) -> Iterator[dict[str, Any]]:
+    with _explain_faults(path):
+        yield from read()
+
+
+def _shape_of(rows: Iterator[dict[str, Any]]) -> tuple[int, dict[str, pa.DataType]]:
+    """Return the number of rows and a type for each column; a column of other or mixed JSON values is text."""
+    number, found = 0, dict[str, set[type]]()
+    for row in rows:
+        number += 1
+        for name, cell in row.items():
+            large = type(cell) is int and abs(cell) > 2**53  # a float64 may not represent it
+            found.setdefault(name, set()).add(object if large else type(cell))
+        require(len(found) <= MAX_COLUMNS, f"row {number} and those before have more than {MAX_COLUMNS:,} columns")
+    single = {name: kinds - {type(None)} for name, kinds in found.items()}
+    exact = [{bool}, {int}, {float}, {int, float}]
+    values = {name: [kind() for kind in kinds] if kinds in exact else [""] for name, kinds in single.items()}
+    return number, {name: pa.array(cells).type for name, cells in values.items()}
+
+
+def _shape_of_parquet(path: Path) -> tuple[int, dict[str, pa.DataType]]:
+    with pq.ParquetFile(path, arrow_extensions_enabled=False) as file:
+        require_sane_growth(path, file.metadata)
+        columns = {field.name: field.type for field in file.schema_arrow}
+        require(len(columns) == len(file.schema_arrow), f"{path} has two columns with one name: rename one")
+        return file.metadata.num_rows, columns
+
+
+def _csv_rows(path: Path, options: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    options, names = {**options, "dtype": str}, list(options["features"])
+    del options["features"]
+    header = pandas.read_csv(path, nrows=1, header=None, **options).iloc[0].tolist()
+    names = header if len({*header}) == len(names) else names  # pandas names columns without a name
+    with pandas.read_csv(path, chunksize=BLOCK_ROWS, **options) as blocks:
+        for block in blocks:
+            if len(block) and not isinstance(block.index, pandas.RangeIndex):  # made of the first cells
+                raise ValueError(f"a row has more cells than the {len(names)} of the header")
+            yield from (dict(zip(names, cells, strict=True)) for cells in block.itertuples(index=False, name=None))
+
+
+def _parquet_rows(path: Path) -> Iterator[dict[str, Any]]:
+    row = 0
+    with open_parquet(path, pre_buffer=False, buffer_size=2**20) as file:
+        groups = map(file.metadata.row_group, range(file.metadata.num_row_groups))
+        widest = max((group.total_byte_size // max(1, group.num_rows) for group in groups), default=0)
+        for batch in file.iter_batches(max(1, min(BLOCK_ROWS, BLOCK_BYTES // max(1, widest))), use_threads=False):
+            block = pa.Table.from_batches([batch])
+            require_sane_texts(path, f"{path} from row {row + 1}", block, row)
+            row += len(block)
+            yield from block.to_pylist()
 
 
 @contextmanager
@@ -89,16 +178,12 @@ def open_json_lines(path: Path, cache: Path, pick: Callable[[Sequence[str]], Seq
 
 
 def _read_lines(path: Path, pick: Callable[[Sequence[str]], Sequence[str]], cache_dir: str) -> datasets.Dataset:
-    try:
+    with _explain_faults(path):
         columns = pick(list(dict.fromkeys(name for row in iter_json_lines(path) for name in row)))
         told: Any = {"path": path, "columns": tuple(columns)}  # from_generator splits lists
         features = datasets.Features({name: datasets.Value("large_string") for name in columns})
         with no_progress_bar():
             return datasets.Dataset.from_generator(_read_cells, features, cache_dir=cache_dir, gen_kwargs=told)
-    except RecipeError:
-        raise
-    except Exception as error:  # datasets wraps what the generator raises
-        raise RecipeError(f"{path} cannot be read as jsonl ({root_cause(error)}): fix the file") from error
 
 
 def _read_cells(path: Path, columns: Sequence[str]) -> Iterator[dict[str, str]]:

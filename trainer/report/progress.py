@@ -100,12 +100,12 @@ class Progress:
         counted = f"step {step}/{self._total_steps}{self._left(step)}"
         self._count(step, counted, parts, ["memory", "lr", *reversed(speeds), "epoch"])
 
-    def count(self, done: int, total: int, text: str) -> None:
-        """Show that ``done`` of ``total`` items are done, with a ``text``; ``total`` may change."""
-        self._total_steps = total
+    def count(self, done: int, total: int | None, text: str) -> None:
+        """Show that ``done`` of ``total`` items are done, with a ``text``; ``total`` may change, or be unknown."""
+        self._total_steps = total or 0
         if self._bar is not None:
             self._bar.total = total
-        self._count(done, f"{done}/{total}", {"text": text})
+        self._count(done, f"{done}/{total}" if total else f"{done}", {"text": text})
         if self._bar is not None:
             self._bar.refresh()
 

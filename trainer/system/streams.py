@@ -24,6 +24,7 @@ class SafeFile(io.FileIO):
     The first error is kept in ``lost``, unless the reader is gone."""
 
     lost: OSError | None = None
+    has_reader = True
 
     def write(self, content: Any) -> int:
         """Write all of ``content``, waiting for a slow reader, and return its size even if output was dropped."""
@@ -38,6 +39,7 @@ class SafeFile(io.FileIO):
                     left = left[written:]
         except OSError as error:
             if error.errno in READER_GONE:
+                self.has_reader = False
                 redirect_to_devnull(self.fileno())  # also for C code
             else:
                 self.lost = self.lost or error
@@ -94,9 +96,18 @@ def redirect_to_devnull(number: int) -> None:
 
 def stdout_error() -> OSError | None:
     """Return the error because of which standard output is incomplete; ``None`` if it is complete or has no reader."""
-    buffer = getattr(sys.stdout, "buffer", None)
-    descriptor = getattr(buffer, "raw", buffer)
-    if not isinstance(descriptor, SafeFile):
-        return None
+    file = _flushed_stdout()
+    return file.lost if file is not None else None
+
+
+def flush_stdout() -> bool:
+    """Flush standard output, and return whether it still has a reader: that of ``| head`` ends early."""
+    file = _flushed_stdout()
+    return file is None or file.has_reader
+
+
+def _flushed_stdout() -> SafeFile | None:
     sys.stdout.flush()
-    return descriptor.lost
+    buffer = getattr(sys.stdout, "buffer", None)
+    file = getattr(buffer, "raw", buffer)
+    return file if isinstance(file, SafeFile) else None
