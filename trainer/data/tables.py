@@ -15,6 +15,8 @@ from typing import Any
 
 import datasets
 import pandas
+import pyarrow as pa
+import pyarrow.parquet as pq
 from datasets.utils.extract import Extractor
 
 from trainer.data.base import MAX_LINE_BYTES, root_cause, separator_of
