@@ -113,10 +113,8 @@ def _own_memory(tensor: Tensor) -> Tensor:
 def _config(model: Any) -> dict[str, Any]:
     kind = type(model)
     names = [field.name for field in dataclasses.fields(model)] if dataclasses.is_dataclass(model) else []
-    return {
-        "class": f"{kind.__module__}.{kind.__qualname__}",
-        "fields": {name: redact_value(getattr(model, name), name) for name in names if _is_json(getattr(model, name))},
-    }
+    fields = {name: redact_value(getattr(model, name), name) for name in names if _is_json(getattr(model, name))}
+    return {"class": f"{kind.__module__}.{kind.__qualname__}", "fields": fields}
 
 
 def _is_json(value: Any) -> bool:

@@ -273,9 +273,8 @@ class PeakMemory:
             return skipped(asked if self.subject.ready else "model or data could not be prepared")
         if not self.child.wait(CHECK_TIMEOUT):
             self.child.kill()
-            return skipped(
-                f"the estimate takes more than {CHECK_TIMEOUT:g} s: use trainer plan, which has no time limit"
-            )
+            text = f"the estimate takes more than {CHECK_TIMEOUT:g} s: use trainer plan, which has no time limit"
+            return skipped(text)
         result: Any = self.child.result()
         if isinstance(result, ChildError):
             return skipped(f"no estimate is possible: {result}")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
+from typing import Any
 
 import numpy as np
 
@@ -29,12 +30,9 @@ def fill_from_data(model: Model, data: Data) -> Model:
         fix = "give each class a name"
         raise RecipeError(f"{type(data).__name__} has {len(names)} class_names for num_classes={classes}: {fix}")
     changes = {}
-    pairs = {
-        "num_classes": (model.num_classes, classes),
-        "image_size": (model.image_size, data.image_size),
-        "channels": (model.channels, data.channels),
-        "class_names": (model.class_names, data.class_names),
-    }
+    pairs: dict[str, Any] = {"num_classes": (model.num_classes, classes)}
+    pairs |= {"image_size": (model.image_size, data.image_size), "channels": (model.channels, data.channels)}
+    pairs["class_names"] = model.class_names, data.class_names
     fields = {field.name for field in dataclasses.fields(model)} if dataclasses.is_dataclass(model) else ()
     for name, (own, known) in pairs.items():
         if known is None or (own is None and name not in fields):

@@ -227,11 +227,9 @@ class Windows:
         """Sum over the ranks: return ``Window.weights``, ``Window.nonempty``, and whether any rank has bad samples."""
         weights = [self.weigh(micro.batch) for micro in micro_batches]
         present: list[float] = [float(not micro.is_empty) for micro in micro_batches]
+        pairs = list(zip(weights, present, strict=True))
         try:
-            rows = [
-                [weight[name] if there else 0.0 for weight, there in zip(weights, present, strict=True)]
-                for name in weights[0]
-            ]
+            rows = [[weight[name] if there else 0.0 for weight, there in pairs] for name in weights[0]]
         except (TypeError, KeyError) as error:
             cause = f"{type(getattr(self.weigh, '__self__', self.weigh)).__name__}: weigh() returns {weights[0]!r}"
             fix = "return a dict from every name in loss_names to the number of items which that loss sums up"

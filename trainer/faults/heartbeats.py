@@ -214,6 +214,5 @@ def is_peer_loss(error: BaseException) -> bool:
     if not dist.is_initialized():  # the group was aborted
         return True
     signs = ("gloo", "NCCL", "Connection closed by peer", "Connection reset by peer", "collectives were aborted")
-    return isinstance(error, dist.DistError) or (
-        isinstance(error, RuntimeError) and any(sign in str(error) for sign in signs)
-    )
+    is_known = isinstance(error, RuntimeError) and any(sign in str(error) for sign in signs)
+    return is_known or isinstance(error, dist.DistError)

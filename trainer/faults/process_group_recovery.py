@@ -12,6 +12,7 @@ import os
 import threading
 import time
 from contextlib import suppress
+from typing import Any
 
 import torch.distributed as dist
 from lightning_fabric import Fabric
@@ -89,14 +90,10 @@ class ProcessGroupRecovery:
         _forget_groups_of_meshes()
         with suppress(Exception):  # the group is broken, so any error is expected
             dist.destroy_process_group()
-        dist.init_process_group(
-            getattr(fabric.strategy, "process_group_backend", None),
-            store=dist.PrefixStore(f"meeting{self.meetings}", self.store),
-            rank=fabric.global_rank,
-            world_size=fabric.world_size,
-            timeout=getattr(fabric.strategy, "_timeout", None),
-            device_id=device,
-        )
+        backend, timeout = (getattr(fabric.strategy, name, None) for name in ("process_group_backend", "_timeout"))
+        ranks: dict[str, Any] = {"rank": fabric.global_rank, "world_size": fabric.world_size, "device_id": device}
+        store = dist.PrefixStore(f"meeting{self.meetings}", self.store)
+        dist.init_process_group(backend, store=store, timeout=timeout, **ranks)
 
     def close(self) -> None:
         self.done.set()

@@ -68,10 +68,8 @@ def _known(rank: int, said: Any) -> dict[str, Any]:
     host, found = (said.get("host"), said.get("versions")) if isinstance(said, dict) else (None, None)
     if not isinstance(host, str) or not isinstance(found, dict):
         raise RunError(FOREIGN.format(rank=rank))
-    return {
-        "host": escaped(host)[:MAX_NAME_CHARS],
-        "versions": {name: escaped(found[name])[:MAX_NAME_CHARS] for name in found},
-    }
+    libraries = {name: escaped(found[name])[:MAX_NAME_CHARS] for name in found}
+    return {"host": escaped(host)[:MAX_NAME_CHARS], "versions": libraries}
 
 
 def _require_same_versions(found: list[dict[str, Any]]) -> None:

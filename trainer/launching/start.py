@@ -47,13 +47,9 @@ def launch(
     store = None
     if plan.strategy != "single" and world.nodes == 1 and world.launcher != "ray" and not dist.is_initialized():
         store = join_local_store(world, seconds)
-    fabric = Fabric(
-        accelerator=world.accelerator,
-        devices=world.devices,
-        num_nodes=world.nodes,
-        strategy=fabric_strategy(plan, world.accelerator),
-        plugins=[precision_plugin(plan.memory, world.accelerator), *environment],
-    )
+    options: dict[str, Any] = {"accelerator": world.accelerator, "devices": world.devices, "num_nodes": world.nodes}
+    plugins: Any = [precision_plugin(plan.memory, world.accelerator), *environment]
+    fabric = Fabric(strategy=fabric_strategy(plan, world.accelerator), plugins=plugins, **options)
     started = getattr(fabric.strategy.launcher, "procs", None)
     if started is not None and world.world_size > 1:
         watch(started)

@@ -184,13 +184,11 @@ class MemoryMonitor(PhaseHooks):
             torch.distributed.all_reduce(values, torch.distributed.ReduceOp.MAX)
         idle, *others = [value / GB if value >= 0 else None for value in values.tolist()]
         run, *phases = [others[at : at + 3] for at in range(0, len(others), 3)]
-        kinds = "allocated_gb", "reserved_gb"
+        names = "allocated_gb", "reserved_gb", "host_gb"
         return {
-            **dict(zip((*kinds, "host_peak_gb"), run, strict=True)),
+            **dict(zip((*names[:2], "host_peak_gb"), run, strict=True)),
             "host_idle_gb": idle,
-            "phases": {
-                p: dict(zip((*kinds, "host_gb"), values, strict=True)) for p, values in zip(PHASES, phases, strict=True)
-            },
+            "phases": {p: dict(zip(names, one, strict=True)) for p, one in zip(PHASES, phases, strict=True)},
             "host_phase_peaks": self.host.peaks,
             "ranks_measured": torch.distributed.get_world_size() if joined else 1,
         }

@@ -96,11 +96,8 @@ def shard(
     """
     memory, half = plan.memory, plan.memory.precision in AMP_DTYPES
     streamed = memory.cpu_offload == "parameters"
-    options: dict[str, Any] = {
-        "mesh": mesh,
-        "reshard_after_forward": memory.reshard_after_forward,
-        "offload_policy": CPUOffloadPolicy(pin_memory=device.type == "cuda") if streamed else OffloadPolicy(),
-    }
+    options: dict[str, Any] = {"mesh": mesh, "reshard_after_forward": memory.reshard_after_forward}
+    options["offload_policy"] = CPUOffloadPolicy(pin_memory=device.type == "cuda") if streamed else OffloadPolicy()
     # Weights are gathered and used in half precision, gradients reduced in fp32.
     policy = MixedPrecisionPolicy(AMP_DTYPES[memory.precision], torch.float32) if half else MixedPrecisionPolicy()
     if half and any(p.dtype == torch.float32 for p in module.parameters()):

@@ -93,12 +93,7 @@ class PreparedModel:
 
 
 def apply_stack(
-    fabric: Fabric,
-    model: Model,
-    module: nn.Module,
-    plan: Plan,
-    seed: int = 0,
-    stream: Callable[..., None] = materialise,
+    fabric: Fabric, model: Model, module: nn.Module, plan: Plan, seed: int = 0, stream: Callable[..., Any] = materialise
 ) -> PreparedModel:
     """Apply ``plan`` to ``module``: split, checkpoint and compile, offload activations, shard, offload weights.
 

@@ -23,11 +23,7 @@ def byte_tokenizer() -> Any:
     made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     made.decoder = decoders.ByteLevel()
     made.add_special_tokens([AddedToken(text, special=True, normalized=False) for text in (END, PAD, *TURNS)])
-    return PreTrainedTokenizerFast(
-        tokenizer_object=made,
-        eos_token=END,
-        pad_token=PAD,
-        extra_special_tokens=list(TURNS),
-        model_input_names=["input_ids", "attention_mask"],
-        clean_up_tokenization_spaces=False,
-    )
+    special: Any = {"eos_token": END, "pad_token": PAD, "extra_special_tokens": list(TURNS)}
+    names = ["input_ids", "attention_mask"]
+    options: Any = {"model_input_names": names, "clean_up_tokenization_spaces": False}
+    return PreTrainedTokenizerFast(tokenizer_object=made, **special, **options)

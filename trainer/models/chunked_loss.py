@@ -228,11 +228,8 @@ class _ChunkedLoss(torch.autograd.Function):
                         of_weight[start:stop] = errors.T @ state
                 del logits, capped, errors
         found = [one for pair in zip(of_states, of_weights, strict=True) for one in pair]
-        return (
-            *(None, None, None, None),
-            of_bias,
-            *(one if one is None else one.to(term.dtype) for one, term in zip(found, terms, strict=True)),
-        )
+        of_terms = (one if one is None else one.to(term.dtype) for one, term in zip(found, terms, strict=True))
+        return None, None, None, None, of_bias, *of_terms
 
 
 def _head_logits(states: Sequence[Tensor], weights: Sequence[Tensor], bias: Tensor | None) -> Tensor:

@@ -367,10 +367,11 @@ class HubModel(SupportsLoRA, Preparable):
     def save(self, module: nn.Module, folder: Path, state: Mapping[str, Tensor]) -> None:
         """Write a folder that ``from_pretrained`` loads. Its subfolder ``adapter`` holds trained adapters for peft."""
         merged, own = self.merged_state(module, state), cast(Any, module)
+        dtype = next(value.dtype for value in merged.values() if value.is_floating_point())  # saving empties ``merged``
         with quiet_transformers():
             own.save_pretrained(folder, state_dict=merged)
         config = copy.copy(own.config)  # its dtype is that of the device; master weights on the host are wider
-        config.dtype = next(value.dtype for value in merged.values() if value.is_floating_point())
+        config.dtype = dtype
         config.save_pretrained(folder)
         if self.lora.rank and self.weights is not None:
             self.save_adapters(module, state, folder / ADAPTER_FOLDER)

@@ -231,21 +231,11 @@ def _flash(
     first = len(query) == len(ends) - 1
     starts = torch.arange(len(ends), dtype=ends.dtype, device=ends.device) if first else ends
     longest, far = lengths.longest, -1 if pattern.window is None else pattern.window - 1
-    found = torch.ops.aten._flash_attention_forward(
-        query,
-        key,
-        value,
-        starts,
-        ends,
-        1 if first else longest,
-        longest,
-        dropout,
-        pattern.causal and pattern.window is None,
-        False,
-        scale=pattern.scale,
-        window_size_left=far,
-        window_size_right=0 if pattern.causal else far,
-    )
+    texts = starts, ends, 1 if first else longest, longest
+    window = {"window_size_left": far, "window_size_right": 0 if pattern.causal else far}
+    is_causal = pattern.causal and pattern.window is None
+    flash = torch.ops.aten._flash_attention_forward
+    found = flash(query, key, value, *texts, dropout, is_causal, False, scale=pattern.scale, **window)
     return found[0].flatten(1)
 
 

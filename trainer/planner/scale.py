@@ -353,9 +353,7 @@ def _row_to_json(row: ScaleRow, report: ScaleReport) -> dict[str, Any]:
     if found is None:
         return fields
     return fields | {
-        "predicted_allocated_gb": in_gb(found.allocated),
-        "predicted_reserved_gb": in_gb(found.reserved),
-        "predicted_host_gb": in_gb(found.host),
+        **{f"predicted_{name}_gb": in_gb(getattr(found, name)) for name in ("allocated", "reserved", "host")},
         "sent_gb": {op: round(size / GB, 6) for op, size in found.traffic.items()},
         "leaving_a_node_gb": round(found.leaving / GB, 6),
         "over": {name: _cost_to_json(row, report, name) for name in found.costs},

@@ -26,10 +26,8 @@ def describe_run(session: Session, stack: PreparedModel, windows: Windows) -> li
     steps = count_steps(windows, recipe.epochs, recipe.max_steps)
     blocks = f" (blocks: {stack.blocks})" if stack.blocks else ""
     size = f"{count_weights(stack.module)}{blocks}; {windows.size:,} samples, {steps:,} steps"
-    lines = [
-        f"plan: {session.plan.describe()} on {torch.cuda.get_device_name(device) if on_gpu else 'CPU'}",
-        f"{type(recipe.model).__name__}: {size}",
-    ]
+    where = torch.cuda.get_device_name(device) if on_gpu else "CPU"
+    lines = [f"plan: {session.plan.describe()} on {where}", f"{type(recipe.model).__name__}: {size}"]
     nonsense = suspicious_settings(recipe, session.plan, windows.size, steps)
     warnings = [*plan_warnings(recipe, on_gpu), *nonsense, idle_ranks(session.plan), stack.warning]
     lines += [f"warning: {text}" for text in warnings if text is not None]

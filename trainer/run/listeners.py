@@ -100,15 +100,9 @@ class ProgressListener(Listener):
         self.progress.start(total_steps, first_step=counters.step)
 
     def on_step(self, counters: Counters, result: StepResult) -> None:
-        self.progress.step(
-            counters.step,
-            loss=result.loss,
-            lr=result.lr,
-            speed=self.stopwatch.speed,
-            memory=self.monitor.run_peaks().describe(),
-            epoch=counters.epoch,
-            skipped=counters.skipped_steps,
-        )
+        speed, memory = self.stopwatch.speed, self.monitor.run_peaks().describe()
+        counts = {"epoch": counters.epoch, "skipped": counters.skipped_steps}
+        self.progress.step(counters.step, loss=result.loss, lr=result.lr, speed=speed, memory=memory, **counts)
         while self.monitor.warnings:
             self.progress.warning(self.monitor.warnings.pop(0))
 
@@ -138,13 +132,9 @@ class LoggingListener(Listener):
         self.loggers, self.stopwatch, self.split = loggers, stopwatch, split
 
     def on_step(self, counters: Counters, result: StepResult) -> None:
-        metrics = {
-            "epoch": counters.epoch,
-            "loss": result.loss,
-            "lr": result.lr,
-            "grad_norm": result.grad_norm,
-            **{name: round(value, 4) for name, value in self.stopwatch.speed._asdict().items() if value is not None},
-        }
+        metrics = {"epoch": counters.epoch, "loss": result.loss, "lr": result.lr, "grad_norm": result.grad_norm}
+        speed = self.stopwatch.speed._asdict()
+        metrics |= {name: round(value, 4) for name, value in speed.items() if value is not None}
         if len(result.losses) > 1:
             metrics |= {f"loss_{name}": value for name, value in result.losses.items()}
         self.log(metrics, counters.step)

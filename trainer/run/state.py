@@ -137,10 +137,8 @@ def _parts_of(name: str, value: Tensor, parameter: nn.Parameter | None) -> dict[
         return {name: part}
     shard = "x".join(f"{o}+{n}" for o, n in zip(part.offset, inner.shape, strict=True))
     names, _ = inner.__tensor_flatten__()
-    return {
-        f"{name}/{key}@{shard}": replace(replicated_part(getattr(inner, key)), writer_rank=part.writer_rank)
-        for key in names
-    }
+    parts = {key: replace(replicated_part(getattr(inner, key)), writer_rank=part.writer_rank) for key in names}
+    return {f"{name}/{key}@{shard}": one for key, one in parts.items()}
 
 
 @dataclass(frozen=True)

@@ -26,13 +26,8 @@ from trainer.system.text import escaped
 
 CHUNK = 16 * 2**20  # bytes that are read at once for hashing
 
-KINDS = {
-    stat.S_IFIFO: "a named pipe",
-    stat.S_IFCHR: "a device",
-    stat.S_IFBLK: "a device",
-    stat.S_IFSOCK: "a socket",
-    stat.S_IFDIR: "a directory",
-}
+KINDS = {stat.S_IFIFO: "a named pipe", stat.S_IFSOCK: "a socket", stat.S_IFDIR: "a directory"}
+KINDS |= dict.fromkeys((stat.S_IFCHR, stat.S_IFBLK), "a device")
 
 
 def open_regular(path: str | Path, limit: int | None = None) -> BinaryIO:

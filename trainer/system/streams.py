@@ -76,13 +76,10 @@ def opened(number: int, like: io.TextIOWrapper | None) -> io.TextIOWrapper:
     descriptor = SafeFile(number, "w", closefd=False)
     descriptor.name = getattr(like, "name", number)  # <stdout>
     unbuffered = like is not None and like.write_through  # python -u
-    return io.TextIOWrapper(
-        descriptor if unbuffered else io.BufferedWriter(descriptor),
-        encoding=like.encoding if like is not None else "utf-8",
-        errors="backslashreplace",
-        line_buffering=number == 2 or os.isatty(number),
-        write_through=unbuffered,
-    )
+    binary: Any = descriptor if unbuffered else io.BufferedWriter(descriptor)
+    encoding = like.encoding if like is not None else "utf-8"
+    by_line = number == 2 or os.isatty(number)
+    return io.TextIOWrapper(binary, encoding, "backslashreplace", line_buffering=by_line, write_through=unbuffered)
 
 
 def redirect_to_devnull(number: int) -> None:

@@ -181,6 +181,5 @@ def count_weights(module: nn.Module) -> WeightCounts:
     """Count the weights of ``module``, including those encoded in quantised layers."""
     coded = {id(part.codes): math.prod(part.shape) for part in module.modules() if isinstance(part, NF4Linear)}
     sizes = [(coded.get(id(p), p.numel()), p.requires_grad) for p in module.parameters()]
-    return WeightCounts(
-        sum(size for size, _ in sizes), sum(coded.values()), sum(size for size, trains in sizes if trains)
-    )
+    trained = sum(size for size, trains in sizes if trains)
+    return WeightCounts(sum(size for size, _ in sizes), sum(coded.values()), trained)
