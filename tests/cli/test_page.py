@@ -172,6 +172,7 @@ def test_a_single_plan_has_no_slider_one_sentence_and_one_format_of_memory(tmp_p
 
 
 @needs_browser
+@pytest.mark.first(1)
 @pytest.mark.parametrize(("width", "scheme"), WIDTHS_AND_SCHEMES)
 def test_a_plan_fits_the_window_in_light_and_dark(tmp_path: Path, width: int, scheme: str) -> None:
     assert_layout(page_of(tmp_path, "vit_" * 40), tmp_path, width, scheme)

@@ -120,7 +120,8 @@ def test_a_language_model_has_no_classes(tmp_path):
 
 
 @needs_browser
-@pytest.mark.parametrize("classes", [2, 10, 12])
+@pytest.mark.first(2)
+@pytest.mark.parametrize("classes", [10, 12])
 @pytest.mark.parametrize(("width", "scheme"), WIDTHS_AND_SCHEMES)
 def test_a_report_fits_the_window_in_light_and_dark(tmp_path, width, scheme, classes):
     page = page_of(tmp_path / "run", "sun & <b>heat</b> of a very long name", classes)
