@@ -9,11 +9,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from helpers.page import BROWSER, Nesting, answered, embedded
+from helpers.page import BROWSER, WIDTHS_AND_SCHEMES, Nesting, answered, assert_layout, embedded
 
 from trainer.commands.plan import write_page
 from trainer.planner.report import Candidate
 from trainer.planner.search import BUDGET_MARGIN, _rank
+from trainer.system.text import format_bytes
 
 needs_browser = pytest.mark.skipif(BROWSER is None, reason="neither chromium nor google-chrome is installed")
 EVIL = "my</script><script>document.title='run'</script>&amp;<img src=x onerror=\"document.title='run'\">"
@@ -59,8 +60,8 @@ TIMELINE = {
 }
 
 
-def page_of(folder: Path, name: str = "vit", timeline: Any = TIMELINE) -> str:
-    write_page(folder / "plan.html", content(name), timeline)
+def page_of(folder: Path, name: str = "vit", timeline: Any = TIMELINE, **changes: Any) -> str:
+    write_page(folder / "plan.html", content(name) | changes, timeline)
     return (folder / "plan.html").read_text()
 
 
@@ -85,7 +86,10 @@ const move = (name, value) => {
 const state = () => ({
   title: document.title,
   budget: budgetAt(+document.getElementById("budget").value),
-  chosen: document.querySelector("#verdict p").textContent,
+  sentence: document.querySelector("#verdict p").textContent,
+  chosen: document.querySelector("#verdict p:last-of-type").textContent,
+  sliders: [...document.querySelectorAll("label")].filter(label => label.offsetHeight).length,
+  caption: document.querySelector("#caption").textContent,
   code: document.querySelector("#verdict code")?.textContent ?? "",
   rows: [...document.querySelectorAll("#table tbody tr")].map(row => [...row.cells].map(cell => cell.textContent)),
   shapes: document.querySelectorAll("#curve polygon").length,
@@ -115,9 +119,12 @@ def test_sliders_choose_as_the_search_does(tmp_path: Path) -> None:
         wanted = [one for one in rows if state["size"] in (0, one.flags["memory.micro_batch_size"])]
         best = ranked(wanted, state["budget"])[0]
         verdicts.add(best.fits)
+        assert best.reserved is not None
         if not best.fits:
-            assert state["chosen"].startswith("no plan fits in"), state
+            assert state["sentence"].startswith("no plan fits in"), state
+            assert state["sentence"].endswith(f": the smallest needs {format_bytes(best.reserved)}")
             continue
+        assert state["sentence"].startswith(f"fits: {format_bytes(best.reserved)} of "), state
         assert state["chosen"].startswith(f"chosen: {best.plan.removeprefix('batch 8 = ')}"), state
         assert ("~" in state["chosen"]) == (not best.traced)
         assert state["code"] == best.command, "of two equal plans the one with fewer techniques"
@@ -134,9 +141,38 @@ def test_a_column_sorts_and_names_of_others_do_not_run(tmp_path: Path) -> None:
         click(2); const up = state(); click(2);
         return [up, state(), document.querySelectorAll("script, img").length, document.title];"""
     up, down, active, title = answered(page_of(tmp_path, EVIL, None), ask, tmp_path)
-    sizes = [[float(row[2].lstrip("~")) for row in state["rows"][:-1]] for state in (up, down)]
+    sizes = [[float(row[2].lstrip("~").removesuffix(" GB")) for row in state["rows"][:-1]] for state in (up, down)]
     assert sizes[0] == sorted(sizes[0])
     assert sizes[1] == sorted(sizes[0], reverse=True)
     assert all(state["rows"][-1][2] == "" for state in (up, down))  # refused ones stay at the end
     assert (active, up["shapes"]) == (4, 0)  # ours, and the one of this test
     assert title == f"Plan of {EVIL}"
+
+
+SMALL = Candidate({}, "batch 8 = 1 rank × 1 micro-batch of 8", 5_300_000, 45_300_000, 0, 62.0, fits=True).to_json()
+SMALL_TIMELINE = {
+    "allocated": {"params": [10**6] * 2, "activations": [0, 4 * 10**6]},
+    "reserved": [6_300_000] * 2,
+    "marks": [[0, "init"], [1, "forward"]],
+}
+
+
+@needs_browser
+def test_a_single_plan_has_no_slider_one_sentence_and_one_format_of_memory(tmp_path: Path) -> None:
+    page = page_of(tmp_path, timeline=SMALL_TIMELINE, candidates=[SMALL], chosen=SMALL, budget_gb=11.24)
+    state = answered(page, f"{STATE} return state();", tmp_path)
+    assert (state["sentence"], state["sliders"]) == ("fits: 45 MB of 11.24 GB", 0)
+    assert state["rows"] == [["8", "1 rank × 1 micro-batch of 8", "45 MB", "0 MB", "62.0", "yes", "chosen"]]
+    assert "6.3 MB reserved, 5.0 MB allocated" in state["caption"]
+    assert state["caption"].endswith("the plan adds 39 MB outside of tensors")
+    several = answered(page_of(tmp_path), f"{STATE} return state();", tmp_path)
+    assert several["sliders"] == 2
+    one_size = [one for one in content()["candidates"] if one["flags"].get("memory.micro_batch_size") == 1]
+    assert answered(page_of(tmp_path, candidates=one_size), f"{STATE} return state();", tmp_path)["sliders"] == 1
+
+
+@needs_browser
+@pytest.mark.first(1)
+@pytest.mark.parametrize(("width", "scheme"), WIDTHS_AND_SCHEMES)
+def test_a_plan_fits_the_window_in_light_and_dark(tmp_path: Path, width: int, scheme: str) -> None:
+    assert_layout(page_of(tmp_path, "vit_" * 40), tmp_path, width, scheme)

@@ -6,7 +6,7 @@ import json
 import re
 import shutil
 import subprocess
-from html import unescape
+from html import escape, unescape
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
@@ -44,13 +44,39 @@ class Nesting(HTMLParser):
         assert self.open.pop() == tag, tag
 
 
-def answered(page: str, script: str, folder: Path) -> Any:
-    """What ``script``, added to the end of a page, returns in a browser, as JSON holds it."""
+WIDTHS_AND_SCHEMES = [(390, "dark"), (1280, "light"), (390, "light"), (1280, "dark")]
+LAYOUT = """
+    const wide = document.documentElement.scrollWidth, window = document.documentElement.clientWidth;
+    const color = name => getComputedStyle(document.body)[name].match(/\\d+/g).map(Number);
+    const matrix = document.querySelector(".matrix")?.getBoundingClientRect().width ?? 0;
+    return {wide, window, matrix, background: color("backgroundColor"), ink: color("color")};"""
+
+
+def assert_layout(page: str, folder: Path, width: int, scheme: str) -> None:
+    """Check that a page is as wide as the window, its confusion matrix at most 400 pixels, and its colours readable."""
+    allowed = page.replace("img-src data:", "img-src data:; script-src 'unsafe-inline'")
+    found = answered(allowed, LAYOUT, folder, width, scheme)
+    assert width - 20 <= found["window"] <= width, found  # a scroll bar takes some of it
+    assert found["wide"] == found["window"], found
+    assert found["matrix"] <= min(400, width), found
+    dark, light = ("background", "ink") if scheme == "dark" else ("ink", "background")
+    assert max(found[dark]) < 60, found
+    assert min(found[light]) > 200, found
+
+
+def answered(page: str, script: str, folder: Path, width: int | None = None, scheme: str = "light") -> Any:
+    """What ``script``, added to the end of a page, returns in a browser, as JSON holds it. With a ``width`` in pixels,
+    the page is in a frame, because a window has a minimum width. The user prefers the colour ``scheme``."""
     assert BROWSER is not None
     path = folder / "asked.html"
-    ask = f"document.body.textContent = JSON.stringify((() => {{ {script} }})())"
-    path.write_text(page.replace("</html>", f"<script>{ask}</script></html>"))
-    command = [BROWSER, *QUIET, f"--user-data-dir={folder / 'browser'}", "--dump-dom", path.as_uri()]
+    ask = f"top.document.body.textContent = JSON.stringify((() => {{ {script} }})())"
+    content = page.replace("</html>", f"<script>{ask}</script></html>")
+    if width is not None:
+        meta = '<meta charset="utf-8"><meta name="color-scheme" content="light dark">'
+        content = f'{meta}<iframe style="border: 0; width: {width}px" srcdoc="{escape(content)}"></iframe>'
+    path.write_text(content)
+    flags = [f"--blink-settings=preferredColorScheme={int(scheme != 'dark')}", f"--user-data-dir={folder / 'browser'}"]
+    command = [BROWSER, *QUIET, *flags, "--dump-dom", path.as_uri()]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
     (body,) = re.findall(r"<body>(.*)</body>", done.stdout, re.DOTALL)
     return json.loads(unescape(body))

@@ -19,12 +19,12 @@ def describe_failures(confusion: np.ndarray, names: Sequence[str]) -> list[str]:
     if not wrong.any():
         return []
     if len(never := np.flatnonzero((said == 0) & (true > 0))):
-        listed = ", ".join(f"{names[k]} (of {true[k]:,})" for k in never[:MAX_NAMED])
+        listed = ", ".join(f"{names[k]} (of {true[k]:,})" for k in never[:MAX_NAMED].tolist())
         found.append(f"Never predicted: {listed}{' and others' * (len(never) > MAX_NAMED)}.")
     else:
         k = int(np.where(true > 0, right / np.maximum(true, 1), np.inf).argmin())  # a class without samples has none
         found.append(f"Lowest recall: {names[k]}, {100 * right[k] / true[k]:.1f} % ({right[k]:,} of {true[k]:,}).")
-    row, column = np.unravel_index(wrong.argmax(), wrong.shape)
+    row, column = divmod(int(wrong.argmax()), len(wrong))
     count = f"{wrong[row, column]:,} of {true[row]:,}"
     return [*found, f"Most frequent confusion: {names[row]} is predicted as {names[column]} ({count})."]
 
@@ -59,7 +59,6 @@ def _of_losses(curves: Mapping[str, Curve], has_val: bool, recipe: Mapping[str, 
         way = "--run.patience 3, fewer epochs or more data" if has_val else "fewer epochs or more data"
         return [f"{way}: the model overfits ({rise}, and the training loss is {last:.4f})"]
     if before - last > MIN_ERRORS * np.diff(losses[-2 * count :]).std() / count**0.5:
-        is_limit = limit is not None and trained[-1] >= limit
-        way = f"--max_steps {2 * limit}" if is_limit else f"--epochs {2 * recipe.get('epochs', 1)}"
-        return [f"{way}: the training loss was still falling at the end"]
+        name = "max_steps" if limit is not None and trained[-1] >= limit else "epochs"
+        return [f"--{name} {2 * recipe.get(name, 1)}: the training loss was still falling at the end"]
     return []

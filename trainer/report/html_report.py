@@ -67,32 +67,28 @@ def write_report(
     failures = [] if confusion is None else describe_failures(confusion, names)
     curves, has_val = read_metrics(run_dir / "metrics.csv"), bool(summary.data.get("val"))
     ways = suggest_next(confusion, curves, has_val, yaml.safe_load(recipe) or {}) if status == "finished" else []
+    drawn = [name for name in PICTURES if (run_dir / name).exists()]
     data = [(f"data: {key}", f"{value:,}" if type(value) is int else value) for key, value in summary.data.items()]
     write_page(
         run_dir / "report.html",
         REPORT,
         run_dir=run_dir,
-        date=time.strftime("%Y-%m-%d %H:%M:%S %z"),
-        took=timedelta(seconds=max(0, round(seconds))),
+        dates=f"{time.strftime('%Y-%m-%d %H:%M:%S %z')} · took {timedelta(seconds=max(0, round(seconds)))}",
         status=status,
         verdict=" · ".join([status, *(f"{name} {value}" for name, value in rest[: len(values) or 1])]),
         conclusion=[" ".join(kept + failures), *(f"Try {way}." for way in ways)],
         split=split,
         names=names,
-        matrix=confusion.tolist() if confusion is not None and len(confusion) <= MAX_TABLE else [],
+        matrix=confusion.tolist() if confusion is not None and len(names) <= MAX_TABLE else [],
         classes=_text_in(run_dir / "classification_report.txt").rstrip(),
         columns=[name.replace("_", " ") for name in columns],
         mistakes=mistakes[:MAX_ERRORS],
         more=len(mistakes) - MAX_ERRORS,
-        pictures={name: _base64(run_dir / name) for name in PICTURES},
+        pictures={name: base64.b64encode((run_dir / name).read_bytes()).decode() for name in drawn},
         facts=[("plan", plan), *rows, *data, *summary.versions.items()],
         command=f"trainer fit {shlex.quote(str(stored))}{trust}",
         recipe=recipe,
     )
-
-
-def _base64(path: Path) -> str:
-    return base64.b64encode(path.read_bytes()).decode() if path.exists() else ""
 
 
 def _text_in(path: Path) -> str:

@@ -143,7 +143,7 @@ def write_results(
         raise
     except Exception as error:  # values that no axis can show must not fail the run
         warn(f"the metrics of this run cannot be plotted ({describe_error(error)}): see metrics.csv and summary.json")
-    write_report(run_dir, summary, session.plan.describe(), result and result.confusion, names)
+    write_report(run_dir, summary, session.plan.describe(), None if result is None else result.confusion, names)
 
 
 def write_evaluation(folder: Path, result: EvaluationResult, data: Any) -> list[str]:
