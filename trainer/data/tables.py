@@ -93,13 +93,17 @@ Rows = Callable[[], Iterator[dict[str, Any]]]
 def stream_table(path: Path) -> tuple[int, dict[str, pa.DataType], Rows]:
     """Return the number of rows of a .csv, .tsv, .parquet or .jsonl file, its columns with their types, and its rows.
 
-    Text files are parsed once before, so that a fault at the end of a large one is found at the start."""
+    The file is read once before, so that a fault at the end of a large one is found at the start."""
     kind = KINDS[path.suffix.lower()][0]
     with _explain_faults(path):
         reject_archive(path)
         if kind == "parquet":
+            _reject_decompression_bombs(path, ".parquet")
             read: Rows = partial(_parquet_rows, path)
-            count, columns = _shape_of_parquet(path)
+            with pq.ParquetFile(path, arrow_extensions_enabled=False) as file:
+                count, schema = file.metadata.num_rows, file.schema_arrow
+            columns = dict(zip(schema.names, schema.types, strict=True))
+            require(len(columns) == len(schema), f"{path} has two columns with one name: rename one")
         else:
             csv_rows = partial(_csv_rows, path, _csv_options(path, AUTO_FORMAT)) if kind == "csv" else None
             read = csv_rows or partial(iter_json_lines, path)
@@ -122,18 +126,11 @@ def _shape_of(rows: Iterator[dict[str, Any]]) -> tuple[int, dict[str, pa.DataTyp
             large = type(cell) is int and abs(cell) > 2**53  # a float64 may not represent it
             found.setdefault(name, set()).add(object if large else type(cell))
         require(len(found) <= MAX_COLUMNS, f"row {number} and those before have more than {MAX_COLUMNS:,} columns")
-    single = {name: kinds - {type(None)} for name, kinds in found.items()}
     exact = [{bool}, {int}, {float}, {int, float}]
-    values = {name: [kind() for kind in kinds] if kinds in exact else [""] for name, kinds in single.items()}
-    return number, {name: pa.array(cells).type for name, cells in values.items()}
-
-
-def _shape_of_parquet(path: Path) -> tuple[int, dict[str, pa.DataType]]:
-    with pq.ParquetFile(path, arrow_extensions_enabled=False) as file:
-        require_sane_growth(path, file.metadata)
-        columns = {field.name: field.type for field in file.schema_arrow}
-        require(len(columns) == len(file.schema_arrow), f"{path} has two columns with one name: rename one")
-        return file.metadata.num_rows, columns
+    kinds = {name: types - {type(None)} for name, types in found.items()}
+    return number, {
+        name: pa.array([kind() for kind in own] if own in exact else [""]).type for name, own in kinds.items()
+    }
 
 
 def _csv_rows(path: Path, options: dict[str, Any]) -> Iterator[dict[str, Any]]:
@@ -149,15 +146,12 @@ def _csv_rows(path: Path, options: dict[str, Any]) -> Iterator[dict[str, Any]]:
 
 
 def _parquet_rows(path: Path) -> Iterator[dict[str, Any]]:
-    row = 0
-    with open_parquet(path, pre_buffer=False, buffer_size=2**20) as file:
+    with pq.ParquetFile(path, arrow_extensions_enabled=False, pre_buffer=False, buffer_size=2**20) as file:
         groups = map(file.metadata.row_group, range(file.metadata.num_row_groups))
-        widest = max((group.total_byte_size // max(1, group.num_rows) for group in groups), default=0)
-        for batch in file.iter_batches(max(1, min(BLOCK_ROWS, BLOCK_BYTES // max(1, widest))), use_threads=False):
-            block = pa.Table.from_batches([batch])
-            _require_sane_texts(path, f"{path} from row {row + 1}", block, row)
-            row += len(block)
-            yield from block.to_pylist()
+        widest = max(group.total_byte_size // max(1, group.num_rows) for group in groups)
+        rows = max(1, min(BLOCK_ROWS, BLOCK_BYTES // max(1, widest)))
+        for batch in file.iter_batches(rows, use_threads=False):
+            yield from batch.to_pylist()
 
 
 @contextmanager
@@ -270,16 +264,10 @@ def read_group(path: Path | str, file: pq.ParquetFile, group: int, columns: Sequ
     # Arrow's own threads do not survive a fork.
     table = file.read_row_group(group, columns=list(columns), use_threads=False)
     before = sum(file.metadata.row_group(other).num_rows for other in range(group))
-    _require_sane_texts(path, f"{path} row group {group}", table, before)
-    return table
-
-
-def _require_sane_texts(path: Path | str, place: str, table: pa.Table, before: int) -> None:
-    """Reject texts and lists of ``table``, which has ``before`` rows before it, that would exhaust memory."""
     for column, chunks in zip(table.column_names, table.columns, strict=True):
         row, decoded = before, 0
         for chunk in chunks.chunks:
-            for name, texts, starts in _texts_of(place, column, chunk, np.arange(len(chunk) + 1)):
+            for name, texts, starts in _texts_of(f"{path} row group {group}", column, chunk, np.arange(len(chunk) + 1)):
                 sizes = np.append(pc.binary_length(texts.dictionary).to_numpy(zero_copy_only=False), 0)  # null is last
                 ends = np.append(0, np.cumsum(sizes[texts.indices.fill_null(len(sizes) - 1)], dtype=np.int64))
                 decoded += int(ends[-1])
@@ -290,8 +278,9 @@ def _require_sane_texts(path: Path | str, place: str, table: pa.Table, before: i
                         raise RecipeError(f"{told}, and the max is {most:,}: split or remove the row")
             row += len(chunk)
         if decoded > MAX_DECODED_BYTES:
-            large = f"{place}: {column} would be decoded to {decoded:,} bytes"
+            large = f"{path} row group {group}: {column} would be decoded to {decoded:,} bytes"
             raise RecipeError(f"{large}: write smaller row groups")
+    return table
 
 
 def _texts_of(place: str, name: str, array: Any, starts: np.ndarray) -> Iterator[tuple[str, Any, np.ndarray]]:
