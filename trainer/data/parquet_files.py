@@ -58,16 +58,10 @@ def read_group(path: Path | str, file: pq.ParquetFile, group: int, columns: Sequ
     # Arrow's own threads do not survive a fork.
     table = file.read_row_group(group, columns=list(columns), use_threads=False)
     before = sum(file.metadata.row_group(other).num_rows for other in range(group))
-    require_sane_texts(path, f"{path} row group {group}", table, before)
-    return table
-
-
-def require_sane_texts(path: Path | str, place: str, table: pa.Table, before: int) -> None:
-    """Reject texts and lists of ``table``, which has ``before`` rows before it, that would exhaust memory."""
     for column, chunks in zip(table.column_names, table.columns, strict=True):
         row, decoded = before, 0
         for chunk in chunks.chunks:
-            for name, texts, starts in _texts_of(place, column, chunk, np.arange(len(chunk) + 1)):
+            for name, texts, starts in _texts_of(f"{path} row group {group}", column, chunk, np.arange(len(chunk) + 1)):
                 sizes = np.append(pc.binary_length(texts.dictionary).to_numpy(zero_copy_only=False), 0)  # null is last
                 ends = np.append(0, np.cumsum(sizes[texts.indices.fill_null(len(sizes) - 1)], dtype=np.int64))
                 decoded += int(ends[-1])
@@ -78,8 +72,9 @@ def require_sane_texts(path: Path | str, place: str, table: pa.Table, before: in
                         raise RecipeError(f"{told}, and the max is {most:,}: split or remove the row")
             row += len(chunk)
         if decoded > MAX_DECODED_BYTES:
-            large = f"{place}: {column} would be decoded to {decoded:,} bytes"
+            large = f"{path} row group {group}: {column} would be decoded to {decoded:,} bytes"
             raise RecipeError(f"{large}: write smaller row groups")
+    return table
 
 
 def _texts_of(place: str, name: str, array: Any, starts: np.ndarray) -> Iterator[tuple[str, Any, np.ndarray]]:

@@ -25,7 +25,6 @@ from trainer.data.parquet_files import (
     open_parquet,
     read_group,
     require_sane_growth,
-    require_sane_texts,
     text_columns,
 )
 from trainer.data.rows import (
@@ -92,13 +91,17 @@ Rows = Callable[[], Iterator[dict[str, Any]]]
 def stream_table(path: Path) -> tuple[int, dict[str, pa.DataType], Rows]:
     """Return the number of rows of a .csv, .tsv, .parquet or .jsonl file, its columns with their types, and its rows.
 
-    Text files are parsed once before, so that a fault at the end of a large one is found at the start."""
+    The file is read once before, so that a fault at the end of a large one is found at the start."""
     kind = KINDS[path.suffix.lower()][0]
     with _explain_faults(path):
         reject_archive(path)
         if kind == "parquet":
+            _reject_decompression_bombs(path, ".parquet")
             read: Rows = partial(_parquet_rows, path)
-            count, columns = _shape_of_parquet(path)
+            with pq.ParquetFile(path, arrow_extensions_enabled=False) as file:
+                count, schema = file.metadata.num_rows, file.schema_arrow
+            columns = dict(zip(schema.names, schema.types, strict=True))
+            require(len(columns) == len(schema), f"{path} has two columns with one name: rename one")
         else:
             csv_rows = partial(_csv_rows, path, _csv_options(path, AUTO_FORMAT)) if kind == "csv" else None
             read = csv_rows or partial(iter_json_lines, path)
@@ -121,18 +124,11 @@ def _shape_of(rows: Iterator[dict[str, Any]]) -> tuple[int, dict[str, pa.DataTyp
             large = type(cell) is int and abs(cell) > 2**53  # a float64 may not represent it
             found.setdefault(name, set()).add(object if large else type(cell))
         require(len(found) <= MAX_COLUMNS, f"row {number} and those before have more than {MAX_COLUMNS:,} columns")
-    single = {name: kinds - {type(None)} for name, kinds in found.items()}
     exact = [{bool}, {int}, {float}, {int, float}]
-    values = {name: [kind() for kind in kinds] if kinds in exact else [""] for name, kinds in single.items()}
-    return number, {name: pa.array(cells).type for name, cells in values.items()}
-
-
-def _shape_of_parquet(path: Path) -> tuple[int, dict[str, pa.DataType]]:
-    with pq.ParquetFile(path, arrow_extensions_enabled=False) as file:
-        require_sane_growth(path, file.metadata)
-        columns = {field.name: field.type for field in file.schema_arrow}
-        require(len(columns) == len(file.schema_arrow), f"{path} has two columns with one name: rename one")
-        return file.metadata.num_rows, columns
+    kinds = {name: types - {type(None)} for name, types in found.items()}
+    return number, {
+        name: pa.array([kind() for kind in own] if own in exact else [""]).type for name, own in kinds.items()
+    }
 
 
 def _csv_rows(path: Path, options: dict[str, Any]) -> Iterator[dict[str, Any]]:
@@ -148,15 +144,12 @@ def _csv_rows(path: Path, options: dict[str, Any]) -> Iterator[dict[str, Any]]:
 
 
 def _parquet_rows(path: Path) -> Iterator[dict[str, Any]]:
-    row = 0
-    with open_parquet(path, pre_buffer=False, buffer_size=2**20) as file:
+    with pq.ParquetFile(path, arrow_extensions_enabled=False, pre_buffer=False, buffer_size=2**20) as file:
         groups = map(file.metadata.row_group, range(file.metadata.num_row_groups))
-        widest = max((group.total_byte_size // max(1, group.num_rows) for group in groups), default=0)
-        for batch in file.iter_batches(max(1, min(BLOCK_ROWS, BLOCK_BYTES // max(1, widest))), use_threads=False):
-            block = pa.Table.from_batches([batch])
-            require_sane_texts(path, f"{path} from row {row + 1}", block, row)
-            row += len(block)
-            yield from block.to_pylist()
+        widest = max(group.total_byte_size // max(1, group.num_rows) for group in groups)
+        rows = max(1, min(BLOCK_ROWS, BLOCK_BYTES // max(1, widest)))
+        for batch in file.iter_batches(rows, use_threads=False):
+            yield from batch.to_pylist()
 
 
 @contextmanager
