@@ -133,18 +133,17 @@ def test_a_full_cache_of_the_hub_is_named_and_not_the_model(monkeypatch):
         hub.from_hub("name", "some/model", load)
 
 
-@pytest.mark.parametrize("printed", [True, False])
-def test_predict_names_the_folder_of_its_copy_of_a_table(trained, tmp_path, no_room, monkeypatch, printed):
+def test_predict_names_the_folder_of_its_output(trained, tmp_path, monkeypatch):
+    def full(path):
+        raise OSError(errno.ENOSPC, FULL, str(path))
+
     recipe, run_dir = trained
     (tmp_path / "a.csv").write_text(ROWS)
-    (tmp_path / "out").mkdir()
-    (tmp_path / "tmp").mkdir()
-    monkeypatch.setattr("trainer.after.predict.gettempdir", lambda: str(tmp_path / "tmp"))
-    where, fix = ("tmp", "set TMPDIR") if printed else ("out", "give another file with --output")
-    output = None if printed else str(tmp_path / "out" / "o.csv")
-    with pytest.raises(RunError, match=rf"^{tmp_path / where} cannot be written to \({FULL}\): .*{fix}"):
-        predict(recipe, run_dir, paths=[str(tmp_path / "a.csv")], output=output)
-    assert [*(tmp_path / "out").iterdir(), *(tmp_path / "tmp").iterdir()] == []
+    monkeypatch.setattr("trainer.system.files.sync_to_disk", full)
+    said = rf"^{tmp_path / 'out'} cannot be written to \({FULL}\): .*give another file with --output"
+    with pytest.raises(RunError, match=said):
+        predict(recipe, run_dir, paths=[str(tmp_path / "a.csv")], output=str(tmp_path / "out" / "o.csv"))
+    assert [*(tmp_path / "out").iterdir()] == []
 
 
 def test_export_of_a_folder_names_where_it_was_to_be(trained, tmp_path, monkeypatch):

@@ -101,8 +101,10 @@ def test_evaluate_and_predict_take_flags_and_predict_texts_or_images(run_dir, ca
     assert run([*trusted, "--text", "def", *drawn]) == 0
     asked = [(["one", "two", "--three"], [], [], {}), ([], [str(image)], [], {}), ([], [], files[:2], how)]
     asked.append((["def"], [], [], {"max_new_tokens": 5, "temperature": 0.8, "top_p": 0.9}))
-    assert [call[3:] for call in calls] == asked
-    assert [(call[1].seed, call[1].batch_size) for call in calls] == [(3, 64), (7, 64), (7, 9), (7, 64)]
+    assert run([*trusted, "-", "--lines"]) == 0
+    asked.append(([], [], ["-"], {"lines": True}))
+    assert [call[3:] for call in calls] == [(*given, {**how, "collect": False}) for *given, how in asked]
+    assert [(call[1].seed, call[1].batch_size) for call in calls] == [(3, 64), (7, 64), (7, 9), (7, 64), (7, 64)]
 
 
 def test_help_shows_every_flag_with_type_meaning_and_value(recipe_file, calls, capsys):

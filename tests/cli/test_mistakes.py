@@ -323,6 +323,9 @@ predict TMP/run --image TMP/run
 predict TMP/run --image absent.png
 predict TMP/run --text
 predict TMP/run --text a --temperature hot
+predict TMP/run --text -
+predict TMP/run - --text a
+predict TMP/run -l
 predict TMP/run --text a --image TMP/jupyter/test/cat/1.png
 predict TMP/run a.png --text a
 predict TMP/run a.png --top-k none

@@ -182,7 +182,7 @@ def test_a_run_says_and_predicts_what_the_task_asks_for(task, tmp_path):
     output = tmp_path / "answers.jsonl"
     predict(recipe, tmp_path / "run", paths=[file], output=str(output))
     answers = [json.loads(line) for line in output.read_text().splitlines()]
-    column = {"single_label": "label", "multi_label": "labels", "token": "tags"}.get(task, "predicted_label")
+    column = {"single_label": "label_predicted", "multi_label": "labels", "token": "tags"}.get(task, "predicted_label")
     written = {"multi_label": "|".join, "token": " ".join}.get(task, lambda label: label)
     wanted = [written(row["label"]) for row in rows(task)]
     if task == "regression":

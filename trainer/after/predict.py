@@ -668,7 +668,7 @@ def _file(path: Path, asked: PredictOptions, task: Task, inputs: Inputs, names: 
         if (kind := path.suffix.lower()) == ".parquet":
             write = closing.enter_context(_parquet(part, types))
         else:
-            # What backslashreplace makes of a lone surrogate is also how JSON escapes it.
+            # backslashreplace writes a lone surrogate as JSON escapes it.
             file = closing.enter_context(open(part, "w", newline="", encoding="utf-8", errors="backslashreplace"))
             write = _jsonl(file) if kind == ".jsonl" else _csv(file, list(types), "\t" if kind == ".tsv" else ",")
         yield lambda answer, labels: write(row(answer, labels))

@@ -85,7 +85,7 @@ def _explain_faults(path: Path) -> Iterator[None]:
 
 
 Rows = Callable[[], Iterator[dict[str, Any]]]
-"""Reads the rows of a table from the start, of which a block at a time is in memory."""
+"""Reads the rows of a table from the start. One block at a time is in memory."""
 
 
 def stream_table(path: Path) -> tuple[int, dict[str, pa.DataType], Rows]:
