@@ -125,11 +125,7 @@ def accelerate(job: Job) -> None:
             optimizer.zero_grad()
 
 
-def accelerate_by_hand(
-    job: Job,
-    loss_sum: Callable[[Any, Tensor], Tensor],
-    count: Callable[[Tensor], Tensor],
-) -> None:
+def accelerate_by_hand(job: Job, loss_sum: Callable[[Any, Tensor], Tensor], count: Callable[[Tensor], Tensor]) -> None:
     """Accelerate, as its page on gradient accumulation says for samples of variable size: items are counted ahead.
 
     Args:

@@ -74,10 +74,7 @@ class Meter:
         self.profiler: profile | None = None
 
     def __enter__(self) -> Meter:
-        self.hooks = [
-            register_module_forward_pre_hook(self._meet),
-            register_optimizer_step_pre_hook(self._before_step),
-        ]
+        self.hooks = [register_module_forward_pre_hook(self._meet), register_optimizer_step_pre_hook(self._before_step)]
         return self
 
     def __exit__(self, *_: object) -> None:

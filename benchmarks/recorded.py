@@ -167,16 +167,14 @@ def _entries(snapshot: Mapping[str, Any], device: int) -> list[dict[str, Any]]:
     """What the recording has of a device, up to the snapshot that ends it."""
     traces = snapshot.get("device_traces") or []
     require(
-        device < len(traces) and bool(traces[device]),
-        f"the recording has no device_traces of GPU {device}: {ADVICE}",
+        device < len(traces) and bool(traces[device]), f"the recording has no device_traces of GPU {device}: {ADVICE}"
     )
     entries = traces[device]
     pools = {tuple(entry.get("pool_id", (0, 0))) for entry in entries}
     require(pools == {(0, 0)}, f"the recording uses private memory pools, as CUDA graphs do: {ADVICE}")
     actions = {entry["action"] for entry in entries}
     require(
-        "free_requested" not in actions or "free_completed" in actions,
-        f"the recording has no free_completed: {ADVICE}",
+        "free_requested" not in actions or "free_completed" in actions, f"the recording has no free_completed: {ADVICE}"
     )
     ends = [index for index, entry in enumerate(entries) if entry["action"] == "snapshot"]
     return entries[: ends[-1]] if ends else entries

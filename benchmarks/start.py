@@ -18,6 +18,7 @@ from statistics import median
 from typing import Any
 
 from common import Record, commit, table, workplace
+from PIL import Image
 
 TEXT = ["fit", "text_files", "--data.train_file", "reviews.csv", "--model.name", "base", "--data.max_length", "64"]
 TEXT += ["--model.weights", "base", "--model.tokenizer", "base"]
@@ -37,13 +38,12 @@ COMMANDS = {
     "evaluate": ["evaluate", "{run}"],
     "plan": ["plan", "vit_digits", "--gpu", "rtx-3060", "--out", "{out}"],
 }
-BARS = {
+BARS = {  # of which imports a command may cost how many times
     "fit": ("import torch", 1.8),
     "fit text": ("import torch, transformers", 1.5),
     "predict": ("import torch, torchvision", 1.1),
     "predict text": ("import torch, transformers", 1.3),
 }
-"""Of which imports a command may cost how many times."""
 KEYS = ("cpu_seconds", "cpu_seconds_to_end", "first_line_seconds")
 TICKS = os.sysconf("SC_CLK_TCK")
 
@@ -69,7 +69,7 @@ def measured(command: list[str], checkout: Path | None, work: Path, until: str =
         raise SystemExit(f"{' '.join(command)} ended with {process.returncode}:\n{''.join(said)}")
     whole = usage.ru_utime + usage.ru_stime  # also of the prediction, which goes on beside the first steps
     found = {"cpu_seconds": whole if seconds is None else seconds, "cpu_seconds_to_end": whole}
-    return found if first is None else found | {"first_line_seconds": first}
+    return found | ({} if first is None else {"first_line_seconds": first})
 
 
 def main() -> None:
@@ -81,11 +81,11 @@ def main() -> None:
     if asked.beside is not None:
         checkouts["beside"] = asked.beside.resolve()
     record = Record("start", {"rounds": asked.rounds, "beside": asked.beside and commit(asked.beside)})
-    if asked.beside is not None:  # where that lies is of this machine
-        record.content["command"] = record.content["command"].replace(str(asked.beside), "CHECKOUT")
+    record.content["command"] = record.content["command"].replace(str(asked.beside), "CHECKOUT")
     found: dict[str, list[dict[str, float]]] = defaultdict(list)
     with workplace(None) as work:
-        image = _image(work)
+        image = work / "digit.png"
+        Image.new("L", (8, 8), 100).save(image)
         _text(work)
         runs = {name: work / f"run-{name}" for name in checkouts}
         for name, checkout in checkouts.items():  # which also warms the disk's cache
@@ -102,18 +102,15 @@ def main() -> None:
                     until = "step 1/" if command.startswith("fit") else ""
                     found[f"{command}, {name}"].append(measured(own, checkout, work, until))
             record.write(seconds=_medians(found), runs=dict(found))
-    medians = _medians(found)
-    ratios = {
-        command: medians[f"{command}, here"]["cpu_seconds"] / medians[of]["cpu_seconds"]
-        for command, (of, _) in BARS.items()
-    }
-    bars = {command: {"of": of, "at_most": most, "ratio": ratios[command]} for command, (of, most) in BARS.items()}
+    medians, bars = _medians(found), {}
+    for command, (of, most) in BARS.items():
+        ratio = medians[f"{command}, here"]["cpu_seconds"] / medians[of]["cpu_seconds"]
+        bars[command] = {"of": of, "at_most": most, "ratio": ratio}
     record.write(complete=True, bars=bars)
     rows = [[name, *(f"{row.get(key, float('nan')):.2f}" for key in KEYS)] for name, row in medians.items()]
     print(table(["what", "CPU seconds", "to the end", "first line after s"], rows).replace("nan", "–"))
     for command, bar in bars.items():
-        met = "ok" if bar["ratio"] <= bar["at_most"] else "MISSED"
-        print(f"{command}: {bar['ratio']:.2f} × {bar['of']}, at most {bar['at_most']}: {met}")
+        print(f"{command}: {bar['ratio']:.2f} × {bar['of']}, at most {bar['at_most']}")
 
 
 def _medians(found: dict[str, list[dict[str, float]]]) -> dict[str, dict[str, float]]:
@@ -127,21 +124,12 @@ def _text(work: Path) -> None:
     from trainer.models.byte_tokenizer import byte_tokenizer
 
     tokenizer = byte_tokenizer()
-    sizes = {"dim": 32, "hidden_dim": 64, "n_heads": 4, "n_layers": 2, "max_position_embeddings": 64}
-    DistilBertForSequenceClassification(DistilBertConfig(vocab_size=len(tokenizer), **sizes)).save_pretrained(
-        work / "base"
-    )
-    tokenizer.save_pretrained(work / "base")
+    sizes = {"vocab_size": len(tokenizer), "dim": 32, "hidden_dim": 64, "n_heads": 4, "n_layers": 2}
+    model = DistilBertForSequenceClassification(DistilBertConfig(**sizes, max_position_embeddings=64))
+    for part in (model, tokenizer):
+        part.save_pretrained(work / "base")
     rows = (f"a film number {number},{'good' if number % 2 else 'bad'}" for number in range(200))
     (work / "reviews.csv").write_text("\n".join(["text,label", *rows]) + "\n")
-
-
-def _image(work: Path) -> Path:
-    from PIL import Image
-
-    path = work / "digit.png"
-    Image.new("L", (8, 8), 100).save(path)
-    return path
 
 
 if __name__ == "__main__":

@@ -95,11 +95,7 @@ def chaos(trials: int, out: Path | None, only: Sequence[str], keep: Path | None,
         "trials": trials,
         "seconds": round(time.monotonic() - began, 1),
         "versions": versions(),
-        "machine": {
-            "system": f"{platform.system()} {platform.machine()}",
-            "cores": cores(),
-            "at_once": at_once,
-        },
+        "machine": {"system": f"{platform.system()} {platform.machine()}", "cores": cores(), "at_once": at_once},
         "faults": faults,
     }
     print(table(faults))
