@@ -51,8 +51,7 @@ TICKS = os.sysconf("SC_CLK_TCK")
 def measured(command: list[str], checkout: Path | None, work: Path, until: str = "") -> dict[str, float]:
     """CPU seconds of a process, and of those that it has waited for, until it prints a line that begins with ``until``,
     or to its end; and the seconds to its first line on standard error."""
-    places = [str(checkout)] if checkout is not None else []
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(places), "CUDA_VISIBLE_DEVICES": ""}
+    environment = {**os.environ, "PYTHONPATH": str(checkout or ""), "CUDA_VISIBLE_DEVICES": ""}
     began, first, seconds = time.monotonic(), None, None
     pipes: dict[str, Any] = {"stdout": subprocess.DEVNULL, "stderr": subprocess.PIPE, "text": True}
     with subprocess.Popen(command, env=environment, cwd=work, **pipes) as process:
