@@ -83,6 +83,8 @@ def test_overfitting_is_told_from_both_losses(tmp_path, has_val):
     text = "the evaluated loss rose from 1.3000 (step 20) to 1.6000, and the training loss is 1.2900"
     assert line.endswith(f"the model overfits ({text})")
     assert ("--run.patience" in line) == has_val
+    (line,) = suggest_next(GOOD, curves, has_val, {"run": {"patience": 2}})
+    assert line.startswith("fewer epochs or more data")
     diverged = curves_of(tmp_path, FALLING[::-1], [1.5, 1.3, 1.4, 1.6])
     assert suggest_next(GOOD, diverged, True, {}) == []
 

@@ -56,8 +56,8 @@ def _of_losses(curves: Mapping[str, Curve], has_val: bool, recipe: Mapping[str, 
         rise = (
             f"the evaluated loss rose from {values.min():.4f} (step {steps[values.argmin()]:,.0f}) to {values[-1]:.4f}"
         )
-        way = "--run.patience 3, fewer epochs or more data" if has_val else "fewer epochs or more data"
-        return [f"{way}: the model overfits ({rise}, and the training loss is {last:.4f})"]
+        stop = "--run.patience 3, " if has_val and not (recipe.get("run") or {}).get("patience") else ""
+        return [f"{stop}fewer epochs or more data: the model overfits ({rise}, and the training loss is {last:.4f})"]
     if before - last > MIN_ERRORS * np.diff(losses[-2 * count :]).std() / count**0.5:
         name = "max_steps" if limit is not None and trained[-1] >= limit else "epochs"
         return [f"--{name} {2 * recipe.get(name, 1)}: the training loss was still falling at the end"]
