@@ -32,23 +32,16 @@ TASK_METRICS: Mapping[str | None, tuple[str, ...]] = {
 
 @dataclass(frozen=True, slots=True)
 class Loss:
-    """A loss as a pair (sum, weight), never a mean: it adds up exactly for any split of a batch.
+    """A loss as a pair (sum, weight), never a mean: it adds up exactly for any split of a batch."""
 
-    Args:
-        total: sum of the loss over the micro-batch's weighted items (samples or tokens); a scalar tensor.
-        weight: the number of items in that sum; must equal the model's ``weigh`` for this micro-batch. ``None`` stands
-            for the number of ``targets`` that are not ``-100``, counted on demand.
-        name: one of the model's ``loss_names``.
-        logits: detached predictions, shape ``(items, classes)``, for metrics during evaluation (optional).
-        targets: the class of each item, shape ``(items,)``; ``-100`` is ignored (optional). For multi_label and
-            regression, same shape as the logits.
-    """
-
-    total: Tensor
+    total: Tensor  # sum of the loss over the micro-batch's weighted items (samples or tokens); a scalar tensor
     weight: Tensor | float | None = None
-    name: str = "loss"
-    logits: Tensor | None = None
+    """The number of items in that sum; must equal the model's ``weigh`` for this micro-batch. ``None`` stands for the
+    number of ``targets`` that are not ``-100``, counted on demand."""
+    name: str = "loss"  # one of the model's ``loss_names``
+    logits: Tensor | None = None  # detached predictions, shape ``(items, classes)``, for metrics during evaluation
     targets: Tensor | None = None
+    """The class of each item, shape ``(items,)``, or -100; for multi_label and regression the shape of the logits."""
 
     def counted(self) -> Tensor | float:
         """Return the weight, or the number of targets if it is ``None``."""
@@ -68,34 +61,22 @@ class ImageInput(NamedTuple):
 
 
 class MixupConfig(NamedTuple):
-    """Settings of mixup and CutMix.
+    """Settings of mixup and CutMix."""
 
-    Args:
-        mixup: both parameters of the beta distribution of a sample's share in mixup (Zhang et al. 2018); 0 is off.
-        cutmix: the same for CutMix (Yun et al. 2019). With both, a batch draws one of them.
-        probability: probability that a batch is mixed.
-    """
-
-    mixup: float = 0.0
-    cutmix: float = 0.0
-    probability: float = 1.0
+    mixup: float = 0.0  # both parameters of the beta distribution of a sample's share (Zhang et al. 2018); 0 is off
+    cutmix: float = 0.0  # the same for CutMix (Yun et al. 2019). With both, a batch draws one of them
+    probability: float = 1.0  # probability that a batch is mixed
 
 
 class MixupDraw(NamedTuple):
-    """One draw of mixup or CutMix for a micro-batch. The partners of its samples come from the same batch.
+    """One draw of mixup or CutMix for a micro-batch. The partners of its samples come from the same batch."""
 
-    Args:
-        partners: the partner of each sample, by its index in the dataset.
-        seeds: seed of each partner's augmentation.
-        lam: share of a sample's own pixels and label, in 256ths: all floating-point types represent it, and 1 - lam.
-        box_center: centre of the rectangle that CutMix takes from the partner, as shares of the image; ``None`` for
-            mixup. If the border cuts the rectangle off, ``lam`` grows.
-    """
-
-    partners: list[int]
-    seeds: list[int] | None
-    lam: float
+    partners: list[int]  # the partner of each sample, by its index in the dataset
+    seeds: list[int] | None  # seed of each partner's augmentation
+    lam: float  # share of a sample's own pixels and label, in 256ths: every floating-point type represents it exactly
     box_center: tuple[float, float] | None = None
+    """Centre of the rectangle that CutMix takes from the partner, as shares of the image; ``None`` for mixup. If the
+    border cuts the rectangle off, ``lam`` grows."""
 
 
 class Request(NamedTuple):
@@ -112,25 +93,17 @@ class ShuffleGroups:
 
     Each epoch has its own order of the groups. Successive groups with together ``shuffle_buffer`` samples form a
     shuffle block, and the samples of a block are shuffled.
-
-    Args:
-        sizes: number of samples of every group, in order.
-        shuffle_buffer: minimum number of samples of a block, except the last of an epoch.
     """
 
-    sizes: Sequence[int]
-    shuffle_buffer: int
+    sizes: Sequence[int]  # number of samples of every group, in order
+    shuffle_buffer: int  # minimum number of samples of a block, except the last of an epoch
 
 
 @dataclass(frozen=True, eq=False)  # compared by identity, as ShuffleGroups
 class SampleWeights:
-    """Relative probabilities of drawing each sample, with replacement. An epoch draws as many samples as there are.
+    """Relative probabilities of drawing each sample, with replacement. An epoch draws as many samples as there are."""
 
-    Args:
-        weights: a number of at least 0 for every sample; the sum need not be 1.
-    """
-
-    weights: Sequence[float]
+    weights: Sequence[float]  # a number of at least 0 for every sample; the sum need not be 1
 
 
 class BadSample(NamedTuple):
@@ -159,55 +132,37 @@ class PartialBatch(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class DataSpec:
-    """The shapes and sizes of a dataset without its files: enough to plan with synthetic samples.
-
-    Args:
-        tensors: dtype and shape of each tensor of the longest sample, such as
-            ``{"pixel_values": ("float32", (3, 32, 32)), "labels": ("int64", ())}``.
-        train: number of training samples.
-        val: number of validation samples.
-        test: number of test samples.
-        num_classes: number of classes of the labels; ``None`` if they are not classes.
-        length: tokens per sample, for texts.
-    """
+    """The shapes and sizes of a dataset without its files: enough to plan with synthetic samples."""
 
     tensors: Mapping[str, tuple[str, tuple[int, ...]]]
-    train: int
+    """Dtype and shape of each tensor of the longest sample, such as ``{"pixel_values": ("float32", (3, 32, 32))}``."""
+    train: int  # number of training samples
     val: int = 0
     test: int = 0
-    num_classes: int | None = None
-    length: int | None = None
+    num_classes: int | None = None  # number of classes of the labels; ``None`` if they are not classes
+    length: int | None = None  # tokens per sample, for texts
 
 
 @dataclass(frozen=True, slots=True)
 class StoredTensor:
-    """The location of the value of a parameter or buffer.
+    """The location of the value of a parameter or buffer."""
 
-    Args:
-        file: a safetensors file.
-        key: the name of the tensor in it.
-        transform: converts the stored tensor to the value, if they differ. Every rank then reads the whole tensor,
-            otherwise only its part.
-    """
-
-    file: Path
-    key: str
+    file: Path  # a safetensors file
+    key: str  # the name of the tensor in it
     transform: Callable[[Tensor], Tensor] | None = None
+    """Converts the stored tensor to the value, if they differ. Every rank then reads the whole tensor, otherwise only
+    its part."""
 
 
 @dataclass(frozen=True, slots=True)
 class PretrainedWeights:
-    """The sources of all values of a module.
-
-    Args:
-        stored: the file and key of each parameter and persistent buffer, by its name in the module. One name is enough
-            for tied parameters. A buffer without an entry keeps its value from ``skeleton``.
-        new: names of the parameters that are in no file, such as a new head.
-        initialise: draws the values of new parameters. It is called with a skeleton whose new parameters are real
-            (float32, on the CPU) and whose others are on meta, with torch's generator seeded. The default calls
-            ``reset_parameters()`` of each module that owns a new parameter.
-    """
+    """The sources of all values of a module."""
 
     stored: Mapping[str, StoredTensor]
-    new: Collection[str] = ()
+    """The file and key of each parameter and persistent buffer, by its name in the module. One name is enough for tied
+    parameters. A buffer without an entry keeps its value from ``skeleton``."""
+    new: Collection[str] = ()  # names of the parameters that are in no file, such as a new head
     initialise: Callable[[nn.Module], object] | None = None
+    """Draws the values of new parameters. It is called with a skeleton whose new parameters are real (float32, on the
+    CPU) and whose others are on meta, with torch's generator seeded. The default calls ``reset_parameters()`` of each
+    module that owns a new parameter."""

@@ -62,8 +62,8 @@ class BuiltinDataset(Loading):
         if (fold := self.val_fold) is not None:
             parts = round(1 / fraction) if fraction else 0
             given = f"data.val_fold={fold} with data.val_fraction={fraction}"
-            if parts <= 1 or not math.isclose(parts * fraction, 1, abs_tol=1e-3):
-                raise RecipeError(f"{given}: the fraction must be 1/2, 1/3, ..., such as 0.2 for five folds")
+            is_share = parts > 1 and math.isclose(parts * fraction, 1, abs_tol=1e-3)
+            require(is_share, f"{given}: the fraction must be 1/2, 1/3, ..., such as 0.2 for five folds")
             require(0 <= fold < parts, f"{given}: the fold must be from 0 to {parts - 1}")
         require((workers or 0) >= 0, f"data.workers={workers} must not be negative; 0 loads in the main process")
         if not 0 < seconds <= MAX_SECONDS:
@@ -71,9 +71,8 @@ class BuiltinDataset(Loading):
         require(bad >= 0, f"data.max_bad_samples={bad} must not be negative; 0 ends the run at the first bad sample")
         for name in ("val_file", "val_files", "val_split"):
             value = getattr(self, name, None)
-            if value is not None and fraction != 0:
-                both = f"data.{name}={value!r} and data.val_fraction={fraction} exclude each other: give one"
-                raise RecipeError(both)
+            both = f"data.{name}={value!r} and data.val_fraction={fraction} exclude each other: give one"
+            require(value is None or fraction == 0, both)
 
     def _make_spec(
         self, train: int, test: int, num_classes: int, tensors: Mapping[str, tuple[str, tuple[int, ...]]], **more: Any
@@ -81,6 +80,9 @@ class BuiltinDataset(Loading):
         """Return the spec of ``train`` samples, some of them held out, and ``test`` samples, with one label each."""
         held = math.ceil(self.val_fraction * train)
         return DataSpec({**tensors, "labels": ("int64", ())}, train - held, held, test, num_classes, **more)
+
+    def _hold_out(self, strata: Sequence[int]) -> tuple[Sequence[int], Sequence[int]]:
+        return hold_out(strata, self.val_fraction, "data.val_fraction", fold=self.val_fold)
 
     def _set_classes(self, names: Sequence[str]) -> None:
         self.class_names, self.num_classes = list(names), len(names)
@@ -102,13 +104,13 @@ class ClassWeightedDataset(BuiltinDataset):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.sampling not in ("uniform", "balanced") and not isinstance(self.sampling, Mapping):
+        weights = {} if self.sampling in ("uniform", "balanced") else self.sampling
+        if not isinstance(weights, Mapping):
             allowed = "must be uniform, balanced or a mapping from classes to numbers"
             raise RecipeError(f"data.sampling={self.sampling!r} {allowed}")
-        if isinstance(self.sampling, Mapping):
-            for name, weight in self.sampling.items():
-                is_number = isinstance(weight, int | float) and not isinstance(weight, bool) and 0 <= weight < math.inf
-                require(is_number, f"data.sampling: {name}: {weight!r} must be a number of at least 0")
+        for name, weight in weights.items():
+            fits = is_number(weight) and 0 <= weight < math.inf
+            require(fits, f"data.sampling: {name}: {weight!r} must be a number of at least 0")
 
     def sample_weights(self) -> Sequence[float] | None:
         """Return the sample weights of the training samples according to ``sampling``."""
@@ -116,9 +118,8 @@ class ClassWeightedDataset(BuiltinDataset):
             return None
         import numpy as np
 
-        if self._task != "single_label":
-            task = f"with model.task={self._task} use uniform"
-            raise RecipeError(f"data.sampling={self.sampling!r} needs one class per sample: {task}")
+        cause = f"data.sampling={self.sampling!r} needs one class per sample"
+        require(self._task == "single_label", f"{cause}: with model.task={self._task} use uniform")
         labels = np.asarray(self.train.labels)
         if self.sampling == "balanced":
             return (1 / np.bincount(labels, minlength=self.num_classes).clip(min=1))[labels]
@@ -133,10 +134,14 @@ class ClassWeightedDataset(BuiltinDataset):
         return found
 
 
-def require_fraction(key: str, value: Any, off: str = "0") -> None:
-    """Check that ``value`` is a number from 0 to 1."""
-    is_number = isinstance(value, int | float) and not isinstance(value, bool)
-    require(is_number and 0 <= value <= 1, f"{key}={value!r} must be a number from 0 to 1; {off} is off")
+def require_fraction(key: str, value: Any, off: str = "0", most: int = 1) -> None:
+    """Check that ``value`` is a number from 0 to ``most``."""
+    fits = is_number(value) and 0 <= value <= most
+    require(fits, f"{key}={value!r} must be a number from 0 to {most}; {off} is off")
+
+
+def is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
 
 
 def local_path(text: str) -> Path:
@@ -184,9 +189,9 @@ def hold_out(
     why = f"a part would have {min(sizes)} samples of {len(classes)} classes"
     if counts.min() < 2:
         why = f"class {classes[counts.argmin()]} has one sample, and needs two"
-    if counts.min() < 2 or min(sizes) < len(classes):
-        short = f"{key}={fraction} of {len(codes)} samples cannot contain every class ({why})"
-        raise RecipeError(f"{short}: use another fraction or more samples")
+    short = f"{key}={fraction} of {len(codes)} samples cannot contain every class ({why})"
+    fits = counts.min() >= 2 and min(sizes) >= len(classes)
+    require(fits, f"{short}: use another fraction or more samples")
     generator = np.random.RandomState(seed)  # as scikit-learn does
     if fold is not None:  # assign the samples, sorted by class, to the folds in turn
         classwise = [np.flatnonzero(codes == code)[generator.permutation(count)] for code, count in enumerate(counts)]
@@ -210,8 +215,7 @@ def _apportion(counts: ndarray, draws: int, generator: RandomState) -> ndarray:
 
     exact = counts / counts.sum() * draws
     dealt = np.floor(exact)
-    missing = int(draws - dealt.sum())
-    remainders = exact - dealt
+    missing, remainders = int(draws - dealt.sum()), exact - dealt
     for value in np.unique(remainders)[::-1]:
         if missing == 0:
             break

@@ -18,13 +18,11 @@ from trainer.errors import RecipeError
 from trainer.system.files import hash_file, open_regular, read_regular, room_in, staged_file, staged_folder
 from trainer.system.text import escaped
 
-MAX_HASHED_BYTES = 1 << 30  # max bytes read of a file or table
 MANIFEST = "manifest.json"
-CHUNK, MAX_CACHE_JSON_BYTES = 1 << 20, 1 << 30
-"""Bytes of a file that are hashed at once; and max bytes of a note on files, which has some hundred bytes per file."""
-
-MTIME_SETTLE_NS = 2_000_000_000
-"""Nanoseconds after a change of a file in which another change may leave its time of change the same."""
+MAX_HASHED_BYTES = 1 << 30  # max bytes read of a file or table
+CHUNK = 1 << 20  # bytes of a file that are hashed at once
+MAX_CACHE_JSON_BYTES = 1 << 30  # max bytes of a note on files, which has some hundred bytes per file
+MTIME_SETTLE_NS = 2_000_000_000  # time after a change in which another one may leave the time of change the same
 
 
 def cache_folder(cache_dir: str | None) -> Path:
@@ -130,8 +128,7 @@ def inspect_cached(
     """Return the results of ``inspect`` for the files, cached while their paths, inodes, sizes and change times stay.
 
     ``cp -p``, ``rsync -t`` and ``tar -x`` can restore sizes and modification times for other content, but not the
-    inode's change time (ctime). ``inspect`` returns a JSON value, such as a hash, per file, and may use ``asked``.
-    ``worth_keeping`` returns whether the results may be cached.
+    inode's change time (ctime). ``inspect`` returns a JSON value per file, and may use ``asked``.
     """
     seen, settled = [], False
     with suppress(OSError):  # look() reports the error
@@ -139,8 +136,7 @@ def inspect_cached(
         seen = [(name, stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns, stat.st_ino) for name, stat in stats]
         settled = all(time.time_ns() - stat.st_ctime_ns > MTIME_SETTLE_NS for _, stat in stats)
     note = root / "contents" / f"{hash_of(seen, *asked)}.json"
-    known = read_cache_json(note) if settled else None
-    if known is not None:
+    if settled and (known := read_cache_json(note)) is not None:
         return known
     try:
         found = inspect(paths)

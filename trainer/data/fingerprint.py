@@ -17,9 +17,11 @@ from torch import Tensor
 from trainer.contract import Data, as_samples, splits_of
 from trainer.data.cache import MAX_HASHED_BYTES, evenly_spaced
 from trainer.data.loader import preserve_rng_state, seed_everything
-from trainer.errors import RecipeError
+from trainer.errors import require
 
 NUM_HASHED_SAMPLES = 64  # number of samples that are hashed if a split defines no fingerprint
+MAX_DEPTH = 16  # max depth of nesting, because a sample may refer to itself
+BLOCK = 1024  # rows of a table read at once
 
 
 def fingerprint(data: Data) -> str:
@@ -47,18 +49,16 @@ def fingerprint(data: Data) -> str:
 
 def data_files(data: Data) -> dict[str, str]:
     """Return a short hash of every file of a dataset whose splits define ``files()``, to name changed files."""
-    found: dict[str, str] = {}
-    for name, split in splits_of(data).items():
-        found |= {f"{name}/{file}": digest for file, digest in split.files().items()}
-    return found
+    files = {name: split.files().items() for name, split in splits_of(data).items()}
+    return {f"{name}/{file}": digest for name, found in files.items() for file, digest in found}
 
 
 def split_fingerprint(split: Any) -> str:
     """Return the hash of one split; see :func:`fingerprint`."""
     samples = as_samples(split)
     if (found := samples.fingerprint()) is not None:
-        if not isinstance(found, str):
-            raise RecipeError(f"{type(split).__name__}.fingerprint() returned {found!r}: it must return a string")
+        wrong = f"{type(split).__name__}.fingerprint() returned {found!r}: it must return a string"
+        require(isinstance(found, str), wrong)
         return found
     split = samples.original
     size, lengths = len(split), samples.lengths
@@ -99,13 +99,10 @@ def tokenizer_hash(tokenizer: Any) -> str | None:
     return content.hexdigest()
 
 
-# A hash of numbers, texts, tensors and nested containers, equal in every process and on every machine.
-
-MAX_DEPTH = 16  # max depth of nesting, because a sample may refer to itself
-
-
 class ContentHasher:
-    """A sha256 over values with type, size and order, except of keys. Objects hash by type name and attributes."""
+    """A sha256 over values with type, size and order, except of keys; equal on every machine.
+
+    Objects hash by type name and attributes."""
 
     def __init__(self, *values: Any, depth: int = 0) -> None:
         self._hash = hashlib.sha256()
@@ -181,11 +178,6 @@ class ContentHasher:
             self.add(attributes, depth)
 
 
-# The content of tables on disk, block by block, independent of the chunks in their files.
-
-BLOCK = 1024  # rows read at once
-
-
 def sample_row_blocks(size: int, total_bytes: int) -> list[range]:
     """Return the blocks of rows to read from ``size`` rows of ``total_bytes``: all, or evenly spread ones."""
     count = -(-size // BLOCK)
@@ -194,7 +186,7 @@ def sample_row_blocks(size: int, total_bytes: int) -> list[range]:
 
 
 def add_rows(content: ContentHasher, table: Any, rows: Sequence[int]) -> None:
-    """Add the ``rows`` of a ``datasets.Dataset``: columns, types and values, including missing ones."""
+    """Add the ``rows`` of a ``datasets.Dataset``: columns, types and values, independent of the chunks in its files."""
     found = table.with_format("arrow")[rows]
     for name in found.column_names:
         content.add(name)

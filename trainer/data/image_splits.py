@@ -25,17 +25,13 @@ from trainer.contract import DrawnSamples
 from trainer.data.base import root_cause
 from trainer.data.cache import inspect_cached
 from trainer.data.fingerprint import ContentHasher
-from trainer.errors import RecipeError
+from trainer.errors import RecipeError, require
 from trainer.system.files import open_regular, read_regular
 
-FORMATS = ("JPEG", "PNG", "PPM", "BMP", "TIFF", "WEBP", "GIF")
-"""Formats that are read, regardless of the file's name. PIL has others that start programs, such as Ghostscript."""
-
+FORMATS = ("JPEG", "PNG", "PPM", "BMP", "TIFF", "WEBP", "GIF")  # PIL's others may start programs, such as Ghostscript
 MAX_IMAGE_BYTES, MAX_IMAGE_PIXELS, MAX_IMAGE_SIDE, MAX_ASPECT_RATIO = 2**29, 89_000_000, 65_535, 200
 """Limits of an image file and of the image in its header. PIL needs 30 bytes per row, and resizing the shorter side to
 ``image_size`` scales the longer side with it."""
-
-
 POLICIES = {"randaugment": v2.RandAugment, "autoaugment": v2.AutoAugment, "trivialaugment": v2.TrivialAugmentWide}
 
 
@@ -61,13 +57,8 @@ class ImageTransform:
     ) -> None:
         self.size, self.border = [image_size, image_size], max(1, image_size // 8)
         self.augment, self.mirror, self.transform = augment, mirror, transform
-        more: dict[str, Any] = {
-            "mirror": not mirror,
-            "crop": random_resized_crop,
-            "jitter": color_jitter,
-            "erasing": erasing,
-        }
-        more["transform"] = transform and _name_of(transform)
+        more: dict[str, Any] = {"mirror": not mirror, "crop": random_resized_crop, "jitter": color_jitter}
+        more |= {"erasing": erasing, "transform": transform and _name_of(transform)}
         more = {name: value for name, value in more.items() if value}
         self.settings = (self.size, list(mean), list(std), augment, *([more] if more else []))
         self.augmented = augment != "none" or bool(more.keys() - {"mirror"})
@@ -92,7 +83,7 @@ class ImageTransform:
     def augment_bytes(self, images: Tensor) -> Tensor:
         """Resize, crop and augment bytes to ``(..., 1 or 3, image_size, image_size)``, with one draw for all."""
         if self.transform is not None:
-            images = self._transformed(self.transform, images)
+            images = _transformed(self.transform, images)
         if self.crop is not None:
             images = self.crop(images)
         elif list(images.shape[-2:]) != self.size:
@@ -101,15 +92,6 @@ class ImageTransform:
         for change in self.changes:
             images = change(images)
         return images
-
-    def _transformed(self, transform: Callable[[Tensor], Tensor], image: Tensor) -> Tensor:
-        found = transform(image)
-        is_image = isinstance(found, Tensor) and found.dtype == torch.uint8 and found.ndim == 3 and 0 not in found.shape
-        what = f"{found.dtype} {tuple(found.shape)}" if isinstance(found, Tensor) else type(found).__name__
-        if not is_image or len(found) != len(image):
-            cause = f"{_name_of(transform)} returned {what} for an image torch.uint8 {tuple(image.shape)}"
-            raise RecipeError(f"data.transform: {cause}: return uint8 (channels, height, width), with its channels")
-        return found
 
     def _crop_and_flip(self, images: Tensor) -> Tensor:
         """Apply v2.RandomCrop with a reflected border and v2.RandomHorizontalFlip, same draws, by faster indexing."""
@@ -126,6 +108,16 @@ class ImageTransform:
         channels = max(images.shape[-3], len(self.mean))
         scaled = torch.empty(*images.shape[:-3], channels, *self.size)
         return scaled.copy_(images).mul_(1 / 255).sub_(self.mean).div_(self.std)
+
+
+def _transformed(transform: Callable[[Tensor], Tensor], image: Tensor) -> Tensor:
+    found = transform(image)
+    is_image = isinstance(found, Tensor) and found.dtype == torch.uint8 and found.ndim == 3 and 0 not in found.shape
+    if not is_image or len(found) != len(image):
+        what = f"{found.dtype} {tuple(found.shape)}" if isinstance(found, Tensor) else type(found).__name__
+        cause = f"{_name_of(transform)} returned {what} for an image torch.uint8 {tuple(image.shape)}"
+        raise RecipeError(f"data.transform: {cause}: return uint8 (channels, height, width), with its channels")
+    return found
 
 
 def _name_of(transform: Callable[..., Any]) -> str:
@@ -162,8 +154,7 @@ class ImageArrays(ImageSplit):
     def __init__(
         self, images: Tensor, labels: Tensor, source: str, rows: Sequence[int], pixels: ImageTransform
     ) -> None:
-        whole = len(rows) == len(images)
-        self.images, self.labels = (images, labels) if whole else (images[rows], labels[rows])
+        self.images, self.labels = (images, labels) if len(rows) == len(images) else (images[rows], labels[rows])
         self.source, self.rows = source, rows
         super().__init__(pixels)
 
@@ -188,23 +179,18 @@ class ImageArrays(ImageSplit):
 
 
 class CheckedFile(NamedTuple):
-    """The sha256 of a file, in hexadecimal (empty if unreadable), and the reason if it is not a valid image."""
-
-    digest: str
-    fault: str | None
+    digest: str  # sha256 of the file in hexadecimal; empty if it is unreadable
+    fault: str | None  # the reason if it is not a valid image
 
 
 class ImageFiles(ImageSplit):
     """Images as ``(path, class)``, read on access. ``checked`` comes from :func:`check_images`, for at least these."""
 
-    samples: Sequence[tuple[str, int]]
-    digests: list[bytes]
-
     def __init__(
         self, samples: Sequence[tuple[str, int]], pixels: ImageTransform, checked: Mapping[str, CheckedFile]
     ) -> None:
-        self.samples = samples
         super().__init__(pixels)
+        self.samples = samples
         self.digests = [bytes.fromhex(checked[path].digest) for path, _ in samples]
         self.broken = {path: fault for path, _ in samples if (fault := checked[path].fault)}
 
@@ -273,11 +259,10 @@ def check_images(paths: Sequence[str], max_bad: int, cache: Path) -> dict[str, C
     answers = inspect_cached(cache, list(map(Path, paths)), look, "image files", worth_keeping=sound)
     checked = {path: CheckedFile(*answer) for path, answer in zip(paths, answers, strict=True)}
     faults = [f"{path} ({found.fault})" for path, found in checked.items() if found.fault]
-    if len(faults) > max_bad:
-        shown = "; ".join(faults[:5]) + (f"; and {len(faults) - 5} more" if len(faults) > 5 else "")
-        allowed = f" (data.max_bad_samples={max_bad})" if max_bad else ""
-        unreadable = f"{len(faults)} of {len(paths)} images cannot be read{allowed}: {shown}"
-        raise RecipeError(f"{unreadable}. Replace or remove them")
+    shown = "; ".join(faults[:5]) + (f"; and {len(faults) - 5} more" if len(faults) > 5 else "")
+    allowed = f" (data.max_bad_samples={max_bad})" if max_bad else ""
+    unreadable = f"{len(faults)} of {len(paths)} images cannot be read{allowed}: {shown}"
+    require(len(faults) <= max_bad, f"{unreadable}. Replace or remove them")
     return checked
 
 

@@ -20,17 +20,14 @@ if TYPE_CHECKING:
 
     from trainer.data.image_splits import ImageTransform
 
-RANDOM_SETTINGS = ("augment", "mirror", "random_resized_crop", "color_jitter", "erasing", "transform")
-"""Settings of the random changes of each image."""
-
+RANDOM_SETTINGS = ("augment", "mirror", "random_resized_crop", "color_jitter", "erasing", "transform")  # of each image
 MAX_MIXUP_ALPHA = 1000  # above it, all shares are close to 1/2
 DEFAULT_IMAGE_SIZE = 224
 MAX_IMAGE_SIZE = 20_000  # per side: one such image is 5 GB
 Augment = Literal["none", "flip", "crop_flip", "randaugment", "autoaugment", "trivialaugment"]
 Normalize = Literal["dataset", "imagenet", "model"]
 Statistics = tuple[tuple[float, ...], tuple[float, ...]]
-IMAGENET_MEAN_STD: Statistics = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
-"""Mean and standard deviation of each channel: what torchvision's pretrained models expect."""
+IMAGENET_MEAN_STD: Statistics = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)  # as torchvision's pretrained models
 
 
 class _ImageArraysPart(NamedTuple):
@@ -77,30 +74,26 @@ class Augmentation:
 
     def mixup_config(self) -> MixupConfig | None:
         """Return the settings of mixup and CutMix, or ``None`` if both are off."""
-        is_mixed = self.mixup > 0 or self.cutmix > 0
-        return MixupConfig(self.mixup, self.cutmix, self.mix_probability) if is_mixed else None
+        return MixupConfig(self.mixup, self.cutmix, self.mix_probability) if self.mixup or self.cutmix else None
 
     def _require_augmentation(self) -> None:
         require_choice("data.augment", self.augment, Augment)
-        if not self.mirror and self.augment == "flip":
-            raise RecipeError("data.mirror=false disables all of data.augment=flip: use data.augment none")
+        changes = self.mirror or self.augment != "flip"
+        require(changes, "data.mirror=false disables all of data.augment=flip: use data.augment none")
         require_fraction("data.color_jitter", self.color_jitter)
         require_fraction("data.erasing", self.erasing)
         if self.random_resized_crop is not None:
             require_fraction("data.random_resized_crop", self.random_resized_crop, "null")
             require(self.random_resized_crop > 0, "data.random_resized_crop=0 would be an empty image: null is off")
         for name in ("mixup", "cutmix"):
-            alpha = getattr(self, name)
-            is_number = isinstance(alpha, int | float) and not isinstance(alpha, bool)
-            if not is_number or not 0 <= alpha <= MAX_MIXUP_ALPHA:
-                raise RecipeError(f"data.{name}={alpha!r} must be a number from 0 to {MAX_MIXUP_ALPHA}; 0 is off")
+            require_fraction(f"data.{name}", getattr(self, name), most=MAX_MIXUP_ALPHA)
         require_fraction("data.mix_probability", self.mix_probability)
-        if self.mix_probability != 1 and self.mixup_config() is None:
-            unused = f"data.mix_probability={self.mix_probability} has no effect without data.mixup or data.cutmix"
-            raise RecipeError(f"{unused}: set one, such as data.mixup 0.2")
-        if self.transform is not None and not callable(self.transform):
-            wrong = f"data.transform={self.transform!r} is not a function"
-            raise RecipeError(f"{wrong}: give one in a Python recipe, transform=my_function")
+        unused = f"data.mix_probability={self.mix_probability} has no effect without data.mixup or data.cutmix"
+        require(
+            self.mix_probability == 1 or self.mixup_config() is not None, f"{unused}: set one, such as data.mixup 0.2"
+        )
+        wrong, fix = f"data.transform={self.transform!r} is not a function", "transform=my_function"
+        require(self.transform is None or callable(self.transform), f"{wrong}: give one in a Python recipe, {fix}")
 
 
 class _ImageDataset(Augmentation, ClassWeightedDataset):
@@ -166,12 +159,10 @@ class _ImageDataset(Augmentation, ClassWeightedDataset):
         from trainer.data.image_splits import ImageArrays
 
         labels = train.labels.tolist()
-        kept, held = hold_out(
-            [labels[row] for row in train.rows], self.val_fraction, "data.val_fraction", fold=self.val_fold
-        )
-        chosen, others = ([train.rows[i] for i in part] for part in (kept, held))
+        parts = self._hold_out([labels[row] for row in train.rows])
+        chosen, others = ([train.rows[i] for i in part] for part in parts)
         self.train = ImageArrays(*train._replace(rows=chosen), self._transform(augmented=True))
-        self.val = ImageArrays(*train._replace(rows=others), self._transform()) if held else None
+        self.val = ImageArrays(*train._replace(rows=others), self._transform()) if others else None
         self.test = ImageArrays(*test, self._transform())
 
 
@@ -247,10 +238,8 @@ class _DownloadedImages(_ImageDataset):
         except Exception as error:  # RuntimeError, OSError, URLError; readers of broken files raise others
             advice = f"not found, or not readable, in {folder}: set --data.download true, or data.root to its folder"
             if self.download:
-                advice = (
-                    f"could not be downloaded from {url} to {folder}, or not be read there: check the network, or copy "
-                    "the files there from another machine, and delete broken files"
-                )
+                fix = "check the network, or copy the files there from another machine, and delete broken files"
+                advice = f"could not be downloaded from {url} to {folder}, or not be read there: {fix}"
             name = type(self).__name__
             raise RecipeError(f"data.root={self.root!r}: {name} {advice} ({root_cause(error)})") from error
 
@@ -281,9 +270,8 @@ class FashionMNIST(_DownloadedImages):
             images, labels = part.data, part.targets
             fits = isinstance(images, Tensor) and isinstance(labels, Tensor) and images.dtype == uint8
             fits = fits and images.ndim == 3 and labels.shape == images.shape[:1]
-            if not fits:
-                wrong = f"data.root: {folder.parent} contains no grey images with labels"
-                raise RecipeError(f"{wrong}: delete it to download it again")
+            wrong = f"data.root: {folder.parent} contains no grey images with labels"
+            require(fits, f"{wrong}: delete it to download it again")
         return Source.classes, *((part.data[:, None], part.targets.long()) for part in (train, test))
 
 
@@ -344,9 +332,9 @@ class ImageFolder(_ImageDataset):
         key, root = f"data.root={self.root!r}", local_path(self.root)
         wanted = "give one with train/CLASS/*.jpg and test/CLASS/*.jpg by --data.root FOLDER, or one with CLASS/*.jpg"
         require(root.is_dir(), f"{key}: there is no folder {root}: {wanted} and --data.val_fraction 0.1")
-        split = (root / "val").is_dir() or (root / "test").is_dir()
-        require(not split or (root / "train").is_dir(), f"{key}: there is no folder {root / 'train'}: {wanted}")
-        train = root / "train" if (root / "train").is_dir() else root
+        split, train = (root / "val").is_dir() or (root / "test").is_dir(), root / "train"
+        require(train.is_dir() or not split, f"{key}: there is no folder {train}: {wanted}")
+        train = train if train.is_dir() else root
         require(bool(_folders_in(train)), f"{key}: {train} contains no class folders: {wanted}")
         self._list()
 
@@ -359,9 +347,7 @@ class ImageFolder(_ImageDataset):
         files = self._list()
         paths = [path for samples in files.values() for path, _ in samples]
         checked = check_images(paths, self.max_bad_samples, cache_folder(self.cache_dir))
-        kept, held = hold_out(
-            [label for _, label in files["train"]], self.val_fraction, "data.val_fraction", fold=self.val_fold
-        )
+        kept, held = self._hold_out([label for _, label in files["train"]])
         if held:
             files["val"] = [files["train"][i] for i in held]
         self.train = ImageFiles([files["train"][i] for i in kept], self._transform(augmented=True), checked)
@@ -374,12 +360,11 @@ class ImageFolder(_ImageDataset):
         key, root = f"data.root={self.root!r}", local_path(self.root)
         folders = {part: root / part for part in ("train", "val", "test") if (root / part).is_dir()} or {"train": root}
         found = {part: _folders_in(folder) for part, folder in folders.items()}
-        if len(found) == 1 and self.val_fraction == 0:
-            cause = f"{key} contains neither a test nor a val folder"
-            raise RecipeError(f"{cause}: add one, or hold out part of the training images with --data.val_fraction 0.1")
-        if "val" in found and self.val_fraction != 0:
-            both = f"data.val_fraction={self.val_fraction} and the folder {root / 'val'}"
-            raise RecipeError(f"{both} exclude each other: set it to 0")
+        cause = f"{key} contains neither a test nor a val folder"
+        fix = "add one, or hold out part of the training images with --data.val_fraction 0.1"
+        require(len(found) > 1 or self.val_fraction > 0, f"{cause}: {fix}")
+        both = f"data.val_fraction={self.val_fraction} and the folder {root / 'val'}"
+        require("val" not in found or self.val_fraction == 0, f"{both} exclude each other: set it to 0")
         self._set_classes(found["train"])
         if self.num_classes <= 1:
             cause = f"{key}: {folders['train']} has only the class folder {self.class_names[0]!r}"
@@ -387,14 +372,12 @@ class ImageFolder(_ImageDataset):
         index, samples = {name: number for number, name in enumerate(self.class_names)}, {}
         for part, folder in folders.items():
             differing = ", ".join(sorted(set(found[part]) ^ set(self.class_names)))
-            if differing:
-                differ = f"{key}: the classes of train and {part} differ in {differing}"
-                raise RecipeError(f"{differ}: every class needs a folder with images in both")
+            differ = f"{key}: the classes of train and {part} differ in {differing}"
+            require(not differing, f"{differ}: every class needs a folder with images in both")
             files = [(path, label) for name, label in index.items() for path in _images_in(folder / name)]
             empty = sorted(index.keys() - {self.class_names[label] for _, label in files})
-            if empty:
-                cause = f"{key}: {folder / format_list(empty)} contains no images ({' '.join(IMAGES)})"
-                raise RecipeError(f"{cause}: remove the folder, or add images")
+            cause = f"{key}: {folder / format_list(empty)} contains no images ({' '.join(IMAGES)})"
+            require(not empty, f"{cause}: remove the folder, or add images")
             samples[part] = files
         return samples
 
@@ -422,15 +405,15 @@ def _read_npz(path: Path) -> tuple[list[str], tuple[Any, Any], tuple[Any, Any]]:
         with np.load(path, allow_pickle=False) as arrays:
             images, labels, split, names = found = [arrays[key] for key in keys]
     except Exception as error:  # errors of zip and zlib, KeyError and ValueError, all for an invalid file
-        said = f"data.root: {path} cannot be read ({root_cause(error)}): it needs images, labels, split and class_names"
-        raise RecipeError(said) from error
+        cause = f"data.root: {path} cannot be read ({root_cause(error)})"
+        raise RecipeError(f"{cause}: it needs images, labels, split and class_names") from error
     for key, array in zip(keys, found, strict=True):
         require(isinstance(array, np.ndarray), f"data.root: {key} in {path} is not an array")
     lists = labels.ndim == split.ndim == names.ndim == 1 and labels.dtype.kind in "iu"
     require(lists, f"data.root: labels, split and class_names in {path} must be lists, labels of integers")
     shape, kind = images.shape, images.dtype
-    if kind != np.uint8 or images.ndim != 4 or shape[3] != 3 or 0 in shape[1:]:
-        raise RecipeError(f"data.root: images in {path} are {kind} {shape}, not uint8 (n, height, width, 3)")
+    fits = kind == np.uint8 and images.ndim == 4 and shape[3] == 3 and 0 not in shape[1:]
+    require(fits, f"data.root: images in {path} are {kind} {shape}, not uint8 (n, height, width, 3)")
     fits = len(images) == len(labels) == len(split)
     fits = fits and int(labels.min(initial=0)) >= 0 and int(labels.max(initial=0)) < len(names)
     require(fits, f"data.root: images, labels, split and class_names in {path} do not match each other")
@@ -448,6 +431,5 @@ def _require_disk_or_memory(path: Path) -> None:
     except (BadZipFile, ValueError, OSError):  # the reader reports it
         return
     free = available_bytes()
-    if size >= free:
-        needed = f"data.root: {path} needs {size / 1e9:.1f} GB, but this machine has {free / 1e9:.1f} GB free"
-        raise RecipeError(f"{needed}: use a folder of images")
+    needed = f"data.root: {path} needs {size / 1e9:.1f} GB, but this machine has {free / 1e9:.1f} GB free"
+    require(size < free, f"{needed}: use a folder of images")

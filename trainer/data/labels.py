@@ -9,7 +9,7 @@ from itertools import chain
 from math import isfinite
 from typing import TYPE_CHECKING, Any
 
-from trainer.errors import RecipeError
+from trainer.errors import RecipeError, require
 from trainer.values import IGNORED_LABEL, Task
 
 if TYPE_CHECKING:
@@ -81,11 +81,9 @@ def output_names(texts: Sequence[str], task: Task, source: str, column: str) -> 
     found = list(map(json.loads, texts))
     if task != "regression":
         return list(dict.fromkeys(name for name in chain.from_iterable(found) if name is not None))
-    counts = set(map(len, found))
-    few, many = min(counts), max(counts)
-    if few != many:
-        differ = f"{source}: {column} has {few} numbers in one row and {many} in another"
-        raise RecipeError(f"{differ}: write the same number in all rows")
+    few, many = min(map(len, found)), max(map(len, found))
+    differ = f"{source}: {column} has {few} numbers in one row and {many} in another"
+    require(few == many, f"{differ}: write the same number in all rows")
     return [column] if many == 1 else [f"{column}_{number}" for number in range(1, many + 1)]
 
 
@@ -95,15 +93,14 @@ def row_labels(
     """Return the labels of ``table`` with the distinct ``texts``; ``unknown`` describes the place of an unknown one."""
     if task == "regression":
         for text in texts:
-            found = len(json.loads(text))
-            if found != len(classes):
+            if (found := len(json.loads(text))) != len(classes):
                 raise RecipeError(f"{unknown(text, f'{found} numbers')}, but {len(classes)} in the training data")
         return RowLabels(table, tuple)
-    for text in texts:
-        strange = [name for name in json.loads(text) if name is not None and name not in classes]
-        if strange:
-            known = f"is not one of {', '.join(classes)}, the labels of the training data"
-            raise RecipeError(f"{unknown(text, repr(strange[0]))} {known}")
+    for text, names in zip(texts, map(json.loads, texts), strict=True):
+        for name in names:
+            if name is not None and name not in classes:
+                known = f"is not one of {', '.join(classes)}, the labels of the training data"
+                raise RecipeError(f"{unknown(text, repr(name))} {known}")
     return RowLabels(table, partial(_multi_hot if task == "multi_label" else _encode_token_labels, dict(classes)))
 
 

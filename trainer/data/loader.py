@@ -17,7 +17,7 @@ from trainer.contract import Data, DrawnInputs, DrawnSamples, Packable, as_sampl
 from trainer.data.base import root_cause
 from trainer.data.mixup import apply_mixup
 from trainer.data.workers import load_in_workers
-from trainer.errors import RecipeError
+from trainer.errors import RecipeError, require
 from trainer.recipe import Recipe
 from trainer.values import IGNORED_LABEL, BadSample, Packed, PartialBatch, Request
 
@@ -43,32 +43,22 @@ class Loader:
     The result does not depend on ``workers``: each sample of an ``augmented`` split is drawn with the global generators
     (torch's CPU generator, NumPy's, and ``random``) seeded by the sample's seed. The caller's states are restored.
 
-    Args:
-        split: a map-style dataset, as :class:`trainer.contract.Data` describes it. If ``__getitems__`` returns a list,
-            it holds samples, torch's convention; anything else is a collated batch.
-        collate: collates a list of samples to a micro-batch.
-        workers: processes that load ahead; 0 loads in this process, on request.
-        pin_memory: put the tensors in page-locked memory, for asynchronous copies to a GPU.
-        num_classes: number of classes to check integer ``labels`` against; ``None`` skips the check.
-        max_bad_samples: above 0, samples that cannot be loaded are skipped. Their micro-batch is returned as
-            :class:`trainer.values.PartialBatch`. The caller counts them: :class:`trainer.engine.quarantine.Quarantine`.
-        worker_timeout: max seconds for a worker to load a micro-batch.
-        seeded: add ``seeds``, int64 ``(n,)``, to micro-batches requested with seeds.
-        packed: the model's ``packed``. A micro-batch that it changes is returned as :class:`trainer.values.Packed`.
+    ``split`` is a map-style dataset. If its ``__getitems__`` returns a list, it holds samples, torch's convention;
+    anything else is a collated batch.
     """
 
     def __init__(
         self,
         split: Any,
-        collate: Callable[[list[Any]], Any],
+        collate: Callable[[list[Any]], Any],  # collates a list of samples to a micro-batch
         *,
-        workers: int = 0,
-        pin_memory: bool = False,
-        num_classes: int | None = None,
-        max_bad_samples: int = 0,
-        worker_timeout: float = 300.0,
-        seeded: bool = False,
-        packed: Callable[[Any], Any] | None = None,
+        workers: int = 0,  # processes that load ahead; 0 loads in this process, on request
+        pin_memory: bool = False,  # put the tensors in page-locked memory, for asynchronous copies to a GPU
+        num_classes: int | None = None,  # to check integer ``labels`` against; ``None`` skips the check
+        max_bad_samples: int = 0,  # above 0, bad samples are skipped, in a PartialBatch; Quarantine counts them
+        worker_timeout: float = 300.0,  # max seconds for a worker to load a micro-batch
+        seeded: bool = False,  # add ``seeds``, int64 ``(n,)``, to micro-batches requested with seeds
+        packed: Callable[[Any], Any] | None = None,  # the model's; a micro-batch that it changes is returned as Packed
     ) -> None:
         self.split, self.collate = as_samples(split), collate
         self.num_classes, self.max_bad_samples = num_classes, max_bad_samples
@@ -111,9 +101,8 @@ class Loader:
     def _load(self, request: Request) -> Any:
         batch = self._mixed(request)
         if self.seeded and request.seeds is not None:
-            if not isinstance(batch, Mapping):
-                kind = type(batch).__name__
-                raise RecipeError(f"the model draws by batch['seeds'], but the batch is a {kind}: collate to a dict")
+            cause = f"the model draws by batch['seeds'], but the batch is a {type(batch).__name__}"
+            require(isinstance(batch, Mapping), f"{cause}: collate to a dict")
             batch = {**batch, "seeds": torch.tensor(request.seeds)}
         packed = batch if self.packed is None else self._name_failures(request.indices, self.packed, batch)
         return batch if packed is batch else PackedInMemory(batch, packed)
@@ -136,9 +125,8 @@ class Loader:
             if row is not None and len(batch["labels"]) == len(named):
                 named = [named[row]]
             valid = f"valid labels are 0 to {self.num_classes - 1} ({self.num_classes} classes)"
-            raise SampleError(
-                f"{self._describe(named)} has the label {label}, but {valid}: fix the label, or raise num_classes"
-            )
+            cause = f"{self._describe(named)} has the label {label}, but {valid}"
+            raise SampleError(f"{cause}: fix the label, or raise num_classes")
         return batch
 
     def _collated(self, indices: Sequence[int], seeds: Sequence[int] | None) -> Any:
@@ -148,11 +136,10 @@ class Loader:
             if not isinstance(samples, list):
                 return samples
         else:
-            own_seeds = seeds if self.augmented and seeds else None
-            samples = []
-            with preserve_rng_state() if own_seeds else nullcontext():
-                for index, seed in zip(indices, own_seeds or [0] * len(indices), strict=True):
-                    if own_seeds:
+            samples, is_seeded = [], bool(self.augmented and seeds)
+            with preserve_rng_state() if is_seeded else nullcontext():
+                for index, seed in _with_seeds(indices, seeds):
+                    if is_seeded:
                         seed_everything(seed)
                     samples.append(self._name_failures([index], self.sample, index))
         return self._name_failures(indices, self.collate, samples)
@@ -250,12 +237,13 @@ def _first_tensor(batch: Any) -> Any:
     return next((part for part in parts if hasattr(part, "__len__") and getattr(part, "ndim", 1) != 0), None)
 
 
-# Labels out of range: detected on the host, before a kernel reads out of bounds.
 LIST_THRESHOLD = 64  # max number of labels for which a list is faster than tensor operations
 
 
 def out_of_range_labels(batch: Any, num_classes: int) -> list[tuple[int, int | None]]:
-    """Return ``labels`` ``(n, ...)`` on the host that are out of range, except -100, with their rows, if any."""
+    """Return ``labels`` ``(n, ...)`` on the host that are out of range, except -100, with their rows, if any.
+
+    They are detected before a kernel reads out of bounds."""
     labels = batch.get("labels") if isinstance(batch, Mapping) else None
     if not isinstance(labels, Tensor) or labels.is_floating_point() or labels.dtype == torch.bool or labels.is_cuda:
         return []
@@ -267,9 +255,6 @@ def out_of_range_labels(batch: Any, num_classes: int) -> list[tuple[int, int | N
     stray = ((labels < 0) | (labels >= num_classes)) & (labels != IGNORED_LABEL)
     rows = stray.nonzero()[:, 0].tolist() if labels.ndim else [None] * int(stray)
     return list(zip(labels[stray].tolist(), rows, strict=True))
-
-
-# The global random generators that a sample may draw from: seeded for each sample, and restored.
 
 
 def seed_everything(seed: int) -> None:

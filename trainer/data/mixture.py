@@ -11,20 +11,17 @@ from itertools import accumulate, chain
 from typing import Any, cast
 
 from trainer.contract import Data, Model, Samples, as_samples, prepare_data, splits_of
-from trainer.data.base import Loading
+from trainer.data.base import Loading, is_number
 from trainer.data.images import CIFAR10, Digits, FashionMNIST, ImageFolder
 from trainer.data.language import Conversations, Documents
 from trainer.data.text import HubText, IMDb, TextFiles
-from trainer.errors import RecipeError, require
+from trainer.errors import require
 from trainer.system.field_types import require_types
 from trainer.values import MixupConfig, Task
 
-DATASET_CLASSES: dict[str, Any] = {
-    kind.__name__: kind
-    for kind in (CIFAR10, Conversations, Digits, Documents, FashionMNIST, HubText, IMDb, ImageFolder, TextFiles)
-}
+_KINDS = (CIFAR10, Conversations, Digits, Documents, FashionMNIST, HubText, IMDb, ImageFolder, TextFiles)
+DATASET_CLASSES: dict[str, Any] = {kind.__name__: kind for kind in _KINDS}
 """Datasets of this package that a flag can name. Streams are missing, because their samples cannot be drawn singly."""
-
 PARTS_HELP = "give a dataset and its weight for each part, or [CLASS, {settings}, weight]"
 
 
@@ -46,8 +43,8 @@ class Mixture(Loading):
     workers: int | None = field(default=None, kw_only=True)
 
     def __post_init__(self) -> None:
-        if not isinstance(self.parts, list | tuple) or not self.parts:
-            raise RecipeError(f"data.parts={self.parts!r}: {PARTS_HELP}")
+        are_parts = isinstance(self.parts, list | tuple) and bool(self.parts)
+        require(are_parts, f"data.parts={self.parts!r}: {PARTS_HELP}")
         self._built = [_built(number, part) for number, part in enumerate(self.parts, start=1)]
         total = sum(weight for _, weight in self._built)
         require(total < math.inf, "data.parts: the sum of the weights overflows: give smaller weights")
@@ -87,16 +84,14 @@ class Mixture(Loading):
             names = f"part {number} ({type(data).__name__}) and part 1 ({type(first).__name__})"
             for (key, ours), theirs in zip(_alike(data).items(), _alike(first).values(), strict=True):
                 require(ours == theirs, f"Mixture: {names} differ in {key}, {ours} and {theirs}: make them the same")
-            if type(data).collate is not type(first).collate:
-                raise RecipeError(f"Mixture: {names} collate batches differently: mix datasets of one kind")
-            if data.mixup_config() != first.mixup_config():
-                cause = f"Mixture: {names} differ in data.mixup, data.cutmix or data.mix_probability, but share batches"
-                raise RecipeError(f"{cause}: make them the same")
+            alike = type(data).collate is type(first).collate
+            require(alike, f"Mixture: {names} collate batches differently: mix datasets of one kind")
+            cause = f"Mixture: {names} differ in data.mixup, data.cutmix or data.mix_probability, but share batches"
+            require(data.mixup_config() == first.mixup_config(), f"{cause}: make them the same")
         for number, data in enumerate(self.datasets, start=1):
-            grouped = as_samples(data.train).groups is not None
-            if grouped:
-                cause = f"Mixture: part {number} ({type(data).__name__}) reads its samples group by group"
-                raise RecipeError(f"{cause}, so single samples cannot be drawn: use a dataset that is not streamed")
+            cause = f"Mixture: part {number} ({type(data).__name__}) reads its samples group by group"
+            fix = "so single samples cannot be drawn: use a dataset that is not streamed"
+            require(as_samples(data.train).groups is None, f"{cause}, {fix}")
         self.train = ConcatSplit([data.train for data in self.datasets], self.mixup_config())
         splits = [splits_of(data) for data in self.datasets]
         held = ([found[part] for found in splits if part in found] for part in ("val", "test"))
@@ -123,21 +118,16 @@ class Mixture(Loading):
 
 def _alike(data: Data) -> dict[str, Any]:
     """The attributes that all datasets of a mixture must have in common."""
-    return {
-        "num_classes": data.num_classes,
-        "class_names": data.class_names,
-        "image_size": data.image_size,
-        "channels": data.channels,
-        "max_length": data.max_length,
-    }
+    classes = {"num_classes": data.num_classes, "class_names": data.class_names}
+    return {**classes, "image_size": data.image_size, "channels": data.channels, "max_length": data.max_length}
 
 
 def _built(number: int, part: Any) -> tuple[Data, float]:
     *given, weight = part if isinstance(part, tuple | list) and part else (None, None)
     data, named = given[0] if given else None, f"data.parts: part {number}"
     if isinstance(data, str) and len(given) < 3:
-        if data not in DATASET_CLASSES:
-            raise RecipeError(f"{named}: there is no dataset {data}: use one of {', '.join(DATASET_CLASSES)}")
+        known = f"use one of {', '.join(DATASET_CLASSES)}"
+        require(data in DATASET_CLASSES, f"{named}: there is no dataset {data}: {known}")
         settings = given[1] if len(given) == 2 else {}
         require(isinstance(settings, dict), f"{named}: {settings!r} must be a mapping of settings of {data}")
         kind = DATASET_CLASSES[data]
@@ -152,10 +142,9 @@ def _built(number: int, part: Any) -> tuple[Data, float]:
         require_types(f"{named}: {data}.", draft)
         data = kind(**settings)
     require(isinstance(data, Data) and len(given) in (1, 2), f"{named} is {part!r}: {PARTS_HELP}")
-    is_number = isinstance(weight, int | float) and not isinstance(weight, bool) and 0 < weight <= sys.float_info.max
-    if not is_number:
-        wrong = f"{named} ({type(data).__name__}) has the weight {weight!r:.40}"
-        raise RecipeError(f"{wrong}: it must be a finite number greater than 0")
+    wrong = f"{named} ({type(data).__name__}) has the weight {weight!r:.40}"
+    fits = is_number(weight) and 0 < weight <= sys.float_info.max
+    require(fits, f"{wrong}: it must be a finite number greater than 0")
     return cast(Data, data), float(weight)
 
 

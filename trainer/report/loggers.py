@@ -77,6 +77,8 @@ class CSVMetrics(Logger):
     Fabric's ``CSVLogger`` deletes the history of a resumed run, and rewrites the whole file in place for each new key.
     """
 
+    name, version = "csv", ""
+
     def __init__(
         self,
         path: Path,
@@ -91,14 +93,6 @@ class CSVMetrics(Logger):
         self._rows: list[dict[str, Any]] = []
 
     @property
-    def name(self) -> str:
-        return "csv"
-
-    @property
-    def version(self) -> str:
-        return ""
-
-    @property
     def root_dir(self) -> str:
         return str(self.path.parent)
 
@@ -111,8 +105,7 @@ class CSVMetrics(Logger):
         if unknown:
             raise ValueError(f"{self.path.name} has no column {', '.join(unknown)}: add it to extra_columns")
         self._rows.append(row)
-        evaluated = any(name in self.of_evaluations for name in row)
-        if evaluated or self._clock() - self._last_write >= FLUSH_INTERVAL:
+        if not row.keys().isdisjoint(self.of_evaluations) or self._clock() - self._last_write >= FLUSH_INTERVAL:
             self.save()
 
     def log_hyperparams(self, params: Any, *args: Any, **kwargs: Any) -> None:
@@ -152,8 +145,8 @@ class CSVMetrics(Logger):
 def _tensorboard(resumed_at: int, run_dir: Path, config: Mapping[str, Any]) -> Logger:
     from lightning_fabric.loggers import TensorBoardLogger
 
-    purged = resumed_at + 1 if resumed_at else None
-    logger = TensorBoardLogger(run_dir, name="tensorboard", version="", purge_step=purged)
+    purge_step = resumed_at + 1 if resumed_at else None
+    logger = TensorBoardLogger(run_dir, name="tensorboard", version="", purge_step=purge_step)
     # As text: TensorBoard's hyperparameter page would add a curve named hp_metric to the real ones.
     logger.experiment.add_text("recipe", "\n".join(f"    {key}: {value}" for key, value in config.items()))
     return logger
@@ -191,10 +184,9 @@ def _mlflow(run: Run, run_id: str | None, run_dir: Path, config: Mapping[str, An
     try:
         logger = MLFlowLogger(**where, run_name=run_dir.name, tags=tags)
         client = logger._mlflow_client
-        known = client.get_experiment_by_name(run.project)
-        same_run = f"tags.`{RUN_TAG}` = '{run_id}'"
-        if known and run_id and (before := client.search_runs([known.experiment_id], same_run, max_results=1)):
-            return MLFlowLogger(**where, run_id=before[0].info.run_id)
+        if run_id and (known := client.get_experiment_by_name(run.project)):
+            for before in client.search_runs([known.experiment_id], f"tags.`{RUN_TAG}` = '{run_id}'", max_results=1):
+                return MLFlowLogger(**where, run_id=before.info.run_id)
         logger.log_hyperparams(dict(config))  # creates the run
     except MlflowException as error:
         raise RecipeError(f"run.logger=mlflow: {error} (run.tracking_uri={redact(uri)})") from error

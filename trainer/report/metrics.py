@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from trainer.errors import RecipeError, deprecated
+from trainer.errors import deprecated, require
 from trainer.report.mistakes import Mistake, of_all_ranks
 from trainer.values import IGNORED_LABEL, TASK_METRICS, Loss, Task
 
@@ -47,21 +47,15 @@ class EvaluationMetrics:
     """Counts the losses and predictions of an evaluation without waiting for the device.
 
     Metrics of torchmetrics wait (``nonzero``, ``bincount``), and its R2Score subtracts large sums of squares.
-
-    Args:
-        num_classes: number of classes, labels or outputs, by task; ``None`` for models without logits to compare.
-        loss_names: names of the losses, so that ranks without samples have tensors of the same shape.
-        task: the task, which defines the meaning of the logits.
-        wanted: metrics in addition to those of the task. ``names`` lists those that can be computed from counts.
     """
 
     def __init__(
         self,
-        num_classes: int | None,
+        num_classes: int | None,  # number of classes, labels or outputs, by task; ``None`` without logits to compare
         device: torch.device | str,
-        loss_names: Sequence[str] = ("loss",),
-        task: Task = "single_label",
-        wanted: Sequence[object] = (),
+        loss_names: Sequence[str] = ("loss",),  # so that ranks without samples have tensors of the same shape
+        task: Task = "single_label",  # defines the meaning of the logits
+        wanted: Sequence[object] = (),  # further metrics; ``names`` lists those that can be computed from counts
     ) -> None:
         self.loss_names, self.task = tuple(loss_names), task
         self.classes = (num_classes or 0) if task in TASK_METRICS and task != "language" else 0
@@ -119,8 +113,7 @@ class EvaluationMetrics:
         table = joined.cpu().numpy()
         means = [total / weight if weight else math.nan for total, weight in zip(totals, weights, strict=True)]
         counts = table if self.classes and self.task in ("single_label", "token") else None
-        if self.names and not any(given):
-            raise RecipeError(f"run.metrics={self.names[0]} {NEEDS_PREDICTIONS}")
+        require(any(given) or not self.names, f"run.metrics={', '.join(self.names[:1])} {NEEDS_PREDICTIONS}")
         values = self.values(table) if any(given) else {}
         accuracy, names = values.pop("accuracy", None), (*TASK_METRICS.get(self.task, ()), *self.names)
         return EvaluationResult(
@@ -200,11 +193,10 @@ def classification_report(confusion: np.ndarray, class_names: Sequence[str] | No
     """Return scikit-learn's report (precision, recall, F1 and support of every class) for a confusion matrix."""
     from sklearn.metrics import classification_report as report
 
-    classes = len(confusion)
-    names = [str(name) for name in (range(classes) if class_names is None else class_names)]
-    if len(names) != classes:  # scikit-learn would only warn, and omit classes
-        raise ValueError(f"{len(names)} class names for {classes} classes")
+    names = [str(name) for name in (range(len(confusion)) if class_names is None else class_names)]
+    if len(names) != len(confusion):  # scikit-learn would only warn, and omit classes
+        raise ValueError(f"{len(names)} class names for {len(confusion)} classes")
     if not confusion.any():  # an error in scikit-learn
         return "no samples were classified\n"
     rows = np.repeat(np.indices(confusion.shape).reshape(2, -1), confusion.reshape(-1), axis=1)
-    return report(*rows, labels=range(classes), target_names=names, digits=4, zero_division=0)
+    return report(*rows, labels=range(len(names)), target_names=names, digits=4, zero_division=0)

@@ -14,19 +14,15 @@ from trainer.system.redact import redact
 from trainer.system.text import escaped
 
 FENCE = "`" * 3
-LINES = "\n"
 
 
 @dataclass(frozen=True)
 class TrainingFacts:
-    """The facts about the training for a model card.
+    """The facts about the training for a model card."""
 
-    ``facts`` are the rows of the first table. ``metrics`` and ``data`` are as in ``summary.json``.
-    """
-
-    facts: Mapping[str, Any]
-    metrics: Mapping[str, Mapping[str, float | None]]
-    data: Mapping[str, Any]
+    facts: Mapping[str, Any]  # the rows of the first table
+    metrics: Mapping[str, Mapping[str, float | None]]  # as in ``summary.json``
+    data: Mapping[str, Any]  # as in ``summary.json``
     versions: Mapping[str, str | None]
 
 
@@ -39,8 +35,7 @@ def build_model_card(recipe: Recipe, run_dir: Path, trained: TrainingFacts) -> s
     weights = model.weights
     base = weights if isinstance(weights, str) and weights.count("/") == 1 and not Path(weights).exists() else None
     library = "transformers" if capability(model, Exportable).own_format else None
-    task = f"{kind}-classification" if kind else None
-    task = "text-generation" if model.task == "language" else task
+    task = "text-generation" if model.task == "language" else f"{kind}-classification" if kind else None
     text = (run_dir / "recipe.yaml").read_text(encoding="utf-8").partition("\n# sha256")[0]
     return model_card(run_dir.name, trained, text, task, library, base)
 
@@ -79,22 +74,22 @@ def model_card(
         metrics=sorted({result.metric_type for result in results}) or None,
         eval_results=results or None,
     )
-    versions = {library: version for library, version in trained.versions.items() if version}
+    shown = escaped(recipe.strip(), keep="\n").replace(FENCE, "")
     parts = [
         f"---\n{header.to_yaml()}\n---\n",
         f"# {escaped(name)}\n",
         "Fine-tuned with exact gradients: each step is that of the whole batch, however it was cut.\n",
         _table(trained.facts),
         "## Data\n",
-        _table({key: value for key, value in trained.data.items() if value is not None}),
+        _table(trained.data),
         "## Recipe\n",
-        f"{FENCE}yaml\n{escaped(recipe.strip(), keep=LINES).replace(FENCE, '')}\n{FENCE}\n",
+        f"{FENCE}yaml\n{shown}\n{FENCE}\n",
         "## Versions\n",
-        _table(versions),
+        _table(trained.versions),
     ]
     return redact("\n".join(parts))
 
 
 def _table(rows: Mapping[str, Any]) -> str:
-    cells = [(escaped(name), escaped(value).replace("|", r"\|")) for name, value in rows.items()]
-    return "\n".join(["| | |", "|---|---|", *(f"| {name} | {value} |" for name, value in cells), ""])
+    known = {escaped(name): escaped(value).replace("|", r"\|") for name, value in rows.items() if value is not None}
+    return "\n".join(["| | |", "|---|---|", *(f"| {name} | {value} |" for name, value in known.items()), ""])

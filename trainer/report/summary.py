@@ -118,14 +118,13 @@ def summary_rows(summary: Summary) -> list[tuple[str, str]]:
     skipped = f", {summary.skipped_steps:,} skipped" if summary.skipped_steps else ""
     ranks = f"{summary.world_size} rank{'s' * (summary.world_size > 1)}"
     values = [(split, *metric) for split, of_split in summary.metrics.items() for metric in of_split.items()]
-    speed = Speed(*(getattr(summary, name) for name in Speed._fields))
     return [
         ("status", summary.status),
         *((f"{split} {name}", _metric(name, value)) for split, name, value in values),
         *([("model/", _kept(summary))] if summary.status == "finished" else []),
         ("steps", f"{summary.steps:,}{skipped}"),
         ("batch", f"{summary.batch_size:,} samples per step on {ranks}"),
-        ("speed", ", ".join([*speed.describe(0.0), f"{_number(summary.seconds, ',.1f')} s"])),
+        ("speed", f"{_speed(summary)}, {_number(summary.seconds, ',.1f')} s"),
         ("peak memory", _memory(summary.memory)),
         *_predicted(summary.memory),
         *_by_phase(summary.memory),
@@ -148,18 +147,22 @@ def _brief_rows(summary: Summary) -> list[tuple[str, str]]:
     rows, total = dict(summary_rows(summary)), summary.total_seconds
     steps = f"{summary.steps:,} steps" + (f", {summary.skipped_steps:,} skipped" if summary.skipped_steps else "")
     took = f"{_number(summary.seconds, ',.1f')} s of training" + (f", {total:,.1f} s in all" if total else "")
-    speed = Speed(*(getattr(summary, name) for name in Speed._fields)).describe(0.0)
+    metrics = {
+        split: ", ".join(f"{name} {_metric(name, value)}" for name, value in of_split.items())
+        for split, of_split in summary.metrics.items()
+    }
     return [
         ("status", f"{summary.status} after {steps}: {took}"),
-        *(
-            (split, ", ".join(f"{name} {_metric(name, value)}" for name, value in of_split.items()))
-            for split, of_split in summary.metrics.items()
-        ),
-        *((label, rows[label]) for label in ("model/",) if label in rows),
-        ("speed", f"{', '.join(speed)}; {rows['batch']}"),
+        *metrics.items(),
+        *([("model/", rows["model/"])] if "model/" in rows else []),
+        ("speed", f"{_speed(summary)}; {rows['batch']}"),
         ("memory", _brief_memory(summary.memory)),
-        *((label, rows[label]) for label in ("kernels",) if label in rows),
+        *([("kernels", rows["kernels"])] if "kernels" in rows else []),
     ]
+
+
+def _speed(summary: Summary) -> str:
+    return ", ".join(Speed(*(getattr(summary, name) for name in Speed._fields)).describe(0.0))
 
 
 def _brief_memory(memory: Mapping[str, Any]) -> str:

@@ -29,23 +29,18 @@ def is_higher_better(name: str, custom: Sequence[Metric] = ()) -> bool:
 class WholeSetMetrics:
     """Computes the metrics in ``wanted`` for each evaluation.
 
-    Args:
-        wanted: names from the tables of :mod:`trainer.recipe` that fit the task, and custom metrics.
-        task: task of the model, a key of ``REPORTED``; ``None`` for a custom model without a task.
-        num_classes: number of classes of the model; ``None`` if it does not classify.
-        gather: collective: this rank's rows (or ``None``) to the rows of all ranks, at least on the first rank.
-        decide: calls a function on the first rank, and returns its result or raises its error on all ranks.
-        bytes_per_token: bytes of text per predicted token; ``None`` if unknown.
+    ``gather`` is a collective: this rank's rows (or ``None``) to the rows of all ranks, at least on the first rank.
+    ``decide`` calls a function on the first rank, and returns its result or raises its error on all ranks.
     """
 
     def __init__(
         self,
-        wanted: Sequence[str | Metric],
-        task: str | None,
-        num_classes: int | None,
+        wanted: Sequence[str | Metric],  # names from the tables of trainer.recipe that fit the task, and custom metrics
+        task: str | None,  # a key of ``TASK_METRICS``; ``None`` for a custom model without a task
+        num_classes: int | None,  # ``None`` if the model does not classify
         gather: Callable[[Tensor | None], Tensor | None] = lambda rows: rows,
         decide: Callable[[Callable[[], dict[str, float]]], dict[str, float]] = lambda compute: compute(),
-        bytes_per_token: float | None = None,
+        bytes_per_token: float | None = None,  # bytes of text per predicted token; ``None`` if unknown
         split: str = "evaluation",
     ) -> None:
         self.task = task or ("single_label" if num_classes else None)
@@ -55,10 +50,8 @@ class WholeSetMetrics:
         self.names = [name for name in dict.fromkeys(names) if name not in self.of_loss]
         self.own = [metric for metric in wanted if isinstance(metric, Metric)]
         if "bits_per_byte" in names and bytes_per_token is None:
-            raise RecipeError(
-                "run.metrics=bits_per_byte needs whole documents (Documents, not streamed), but the data have none: "
-                "remove it, or use perplexity"
-            )
+            cause = "run.metrics=bits_per_byte needs whole documents (Documents, not streamed), but the data have none"
+            raise RecipeError(f"{cause}: remove it, or use perplexity")
         self.gather, self.decide, self.split = gather, decide, split
         self.bytes_per_token = bytes_per_token or math.nan
         self.warned: list[str] = []
