@@ -487,7 +487,7 @@ def test_a_doubtful_setting_is_a_warning(trainer, tmp_path, golden, no_pictures,
     (line,) = [line for line in err.splitlines() if line.startswith("warning: ")]
     golden(line)
     assert json.loads((tmp_path / "run" / "summary.json").read_text())["batch_size"] == batch_size
-    assert f"batch {batch_size:,} samples per step on 1 rank" in " ".join(out.split())
+    assert f"; {batch_size:,} samples per step on 1 rank" in " ".join(out.split())
 
 
 def test_ranks_without_samples_are_counted():
