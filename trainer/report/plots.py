@@ -176,13 +176,7 @@ def _finish(axes: Axes, title: str, unit: str, legend: bool = True, x_label: str
         axes.text(0.5, 0.5, "nothing logged", transform=axes.transAxes, ha="center", va="center", color=GREY)
     elif legend:
         # Below the axes, so that it hides no curve.
-        style: dict[str, Any] = {
-            "fontsize": 10,
-            "frameon": False,
-            "ncols": 3,
-            "columnspacing": 1.2,
-            "handlelength": 1.6,
-        }
+        style: dict[str, Any] = {"fontsize": 9, "frameon": False, "ncols": 3, "columnspacing": 1.0}
         axes.legend(loc="upper center", bbox_to_anchor=(0.5, -0.15), **style)
 
 
