@@ -6,20 +6,11 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
+from trainer.checkpoint import manifest as manifests
 from trainer.checkpoint.folder import CheckpointFolder, is_checkpoint
-from trainer.checkpoint.manifest import (
-    MAX_JSON_BYTES,
-    STATE,
-    CorruptCheckpointError,
-    Manifest,
-    find_corruption,
-    folder_name,
-    read_manifest,
-    verify_folder,
-    verify_text_file,
-)
+from trainer.checkpoint.manifest import CorruptCheckpointError, find_corruption, read_manifest, verify_text_file
 from trainer.commands import TRUST_RECIPE, CommandFlags
-from trainer.errors import RecipeError, require
+from trainer.errors import require
 from trainer.system.files import read_json_object
 from trainer.system.text import escaped, format_bytes
 
@@ -40,10 +31,8 @@ takes the weights that a finished run has in model/: the best evaluation's, or t
 takes the newest valid checkpoint; --best fails if no evaluation has chosen one.
 """
 ACTIONS = ("list", "verify", "export")
-CHOICES = ("best", "last")
-"""Flags of export that choose a checkpoint of a run."""
-RESULTS = {"recipe.yaml": verify_text_file, "model": verify_folder}
-"""Other results in a run directory, with the function that checks each."""
+CHOICES = ("best", "last")  # flags of export that choose a checkpoint of a run
+RESULTS = {"recipe.yaml": verify_text_file, "model": manifests.verify_folder}  # checks of other results of a run
 
 
 def checkpoint(argv: Sequence[str]) -> None:
@@ -77,9 +66,8 @@ def choose(path: Path, asked: Sequence[str]) -> list[Path]:
     require(len(asked) <= 1, "checkpoint export: give --best or --last, not both")
     paths = find(path)
     best = None if "last" in asked else best_checkpoint(paths)
-    if "best" in asked and best is None:
-        missing = "no evaluation has chosen a best checkpoint (run.best, a validation set)"
-        raise RecipeError(f"{path}: {missing}: leave out --best")
+    missing = "no evaluation has chosen a best checkpoint (run.best, a validation set)"
+    require("best" not in asked or best is not None, f"{path}: {missing}: leave out --best")
     if best is None:
         return paths
     return [best] if asked else [best, *(other for other in paths if other != best)]  # a damaged best one is skipped
@@ -98,9 +86,10 @@ def find(path: Path) -> list[Path]:
 
 def best_checkpoint(newest_first: Sequence[Path]) -> Path | None:
     """Return the best checkpoint so far, as recorded in the newest one; ``None`` if not recorded, or removed."""
-    best = read_json_object(newest_first[0] / STATE, MAX_JSON_BYTES).get("best")
+    best = read_json_object(newest_first[0] / manifests.STATE, manifests.MAX_JSON_BYTES).get("best")
     step = best.get("step") if isinstance(best, dict) else None
-    return next((path for path in newest_first if type(step) is int and step and path.name == folder_name(step)), None)
+    name = manifests.folder_name(step) if type(step) is int and step else None
+    return next((path for path in newest_first if path.name == name), None)
 
 
 def list_checkpoints(paths: Sequence[Path]) -> None:
@@ -114,15 +103,12 @@ def list_checkpoints(paths: Sequence[Path]) -> None:
                 print(escaped(f"{path}  CORRUPT: {error}"))
 
 
-def _described(manifest: Manifest) -> str:
-    parts = [
-        f"step {manifest.step:,} (epoch {manifest.epoch}, {manifest.step_in_epoch:,} steps in)",
-        format_bytes(sum(entry["bytes"] for entry in manifest.files.values())),
-        f"{manifest.world_size} rank{'s' * (manifest.world_size > 1)}",
-        *(f"{name} {value:.4f}" for name, value in (manifest.figures or {}).items()),
-        manifest.created,
-    ]
-    return " · ".join(parts)
+def _described(manifest: manifests.Manifest) -> str:
+    step = f"step {manifest.step:,} (epoch {manifest.epoch}, {manifest.step_in_epoch:,} steps in)"
+    size = format_bytes(sum(entry["bytes"] for entry in manifest.files.values()))
+    ranks = f"{manifest.world_size} rank{'s' * (manifest.world_size > 1)}"
+    metrics = [f"{name} {value:.4f}" for name, value in (manifest.figures or {}).items()]
+    return " · ".join([step, size, ranks, *metrics, manifest.created])
 
 
 def verify_checkpoints(paths: Sequence[Path], results: Mapping[Path, Callable[[Path], str | None]]) -> None:
@@ -160,9 +146,8 @@ def export_checkpoint(paths: Sequence[Path], out: Path | None, *, trusted: bool 
         raise CorruptCheckpointError(f"none of the {len(paths)} checkpoint(s) in {paths[0].parent} is intact")
     run_dir = path.absolute().parent.parent
     stored, target = run_dir / "recipe.yaml", out or run_dir / "model"
-    if not stored.is_file():
-        why = f"{run_dir} has no recipe.yaml, which defines the model of {path.name}"
-        raise RecipeError(f"{why}: export from inside its run directory")
+    why = f"{run_dir} has no recipe.yaml, which defines the model of {path.name}"
+    require(stored.is_file(), f"{why}: export from inside its run directory")
     require(not target.exists(), f"{target} exists: remove it or give another folder with --out")
     if unsealed := verify_text_file(stored):
         print(f"warning: {unsealed}")

@@ -10,7 +10,7 @@ import trainer.data
 import trainer.models
 from trainer.commands import TRUST_RECIPE
 from trainer.contract import Data, Model
-from trainer.errors import RecipeError, suggest_name
+from trainer.errors import RecipeError, require, suggest_name
 from trainer.recipe import Recipe
 from trainer.settings import CLASS, class_spec
 from trainer.system.imports import import_object
@@ -52,7 +52,8 @@ def with_classes(recipe: Recipe, classes: Mapping[str, str], trusted: bool) -> t
         if name == class_spec(getattr(recipe, part)):
             continue
         kind = known_classes(part).get(name) or _import_custom_class(part, name, trusted)
-        required = [field.name for field in _init_fields(kind) if field.default is field.default_factory is MISSING]
+        settings = [field for field in fields(kind) if field.init]
+        required = [field.name for field in settings if field.default is field.default_factory is MISSING]
         recipe = recipe.replace(**{part: _placeholder_instance(kind) if required else kind()})
         needed[part] = [f"{part}.{field}" for field in required]
     return recipe, needed
@@ -61,13 +62,8 @@ def with_classes(recipe: Recipe, classes: Mapping[str, str], trusted: bool) -> t
 def require_settings(recipe: Recipe, needed: Mapping[str, Sequence[str]], *levels: Mapping[str, Any]) -> None:
     """Raise an error for a setting required by ``with_classes`` that none of the ``levels`` of changes gives."""
     for part, key in [(part, key) for part, keys in needed.items() for key in keys]:
-        kind = type(getattr(recipe, part)).__name__
-        if not any(key in level for level in levels):
-            raise RecipeError(f"{key} is missing, and {kind} has no default for it: give --{key}")
-
-
-def _init_fields(kind: Any) -> list[Any]:
-    return [field for field in fields(kind) if field.init]
+        missing = f"{key} is missing, and {type(getattr(recipe, part)).__name__} has no default for it"
+        require(any(key in level for level in levels), f"{missing}: give --{key}")
 
 
 def _placeholder_instance(kind: type) -> Any:
@@ -82,16 +78,14 @@ def _placeholder_instance(kind: type) -> Any:
 def _import_custom_class(part: str, name: str, trusted: bool) -> type:
     given, (_, base), known = f"{part}.{CLASS}={name!r}", SWAPPABLE_SECTIONS[part], known_classes(part)
     module = name.rpartition(".")[0]
-    if module == "__main__":
-        nowhere = f"{given} was defined in a notebook or script, so it cannot be imported"
-        raise RecipeError(f"{nowhere}: in Python, use trainer.load(RUN_DIR, recipe)")
+    nowhere = f"{given} was defined in a notebook or script, so it cannot be imported"
+    require(module != "__main__", f"{nowhere}: in Python, use trainer.load(RUN_DIR, recipe)")
     if not module or not all(word.isidentifier() for word in name.split(".")):
         choices = f"{', '.join(sorted(known))}; or a custom class, as module.Class"
         raise RecipeError(f"{given} is unknown{suggest_name(name, known, 0.5)} ({choices})")
-    if not trusted:
-        code = f"{given} is Python code named by a file and is not imported"
-        raise RecipeError(f"{code}: add --{TRUST_RECIPE} if you trust the file")
+    code = f"{given} is Python code named by a file and is not imported"
+    require(trusted, f"{code}: add --{TRUST_RECIPE} if you trust the file")
     kind = import_object(given, name)
-    if not (isinstance(kind, type) and issubclass(kind, base) and is_dataclass(kind)):
-        raise RecipeError(f"{given} must be a dataclass and a trainer.{base.__name__}: see docs/your-own-model.md")
+    fits = isinstance(kind, type) and issubclass(kind, base) and is_dataclass(kind)
+    require(fits, f"{given} must be a dataclass and a trainer.{base.__name__}: see docs/your-own-model.md")
     return kind

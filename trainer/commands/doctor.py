@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from trainer.commands import CommandFlags
 from trainer.commands.recipes import parse_command
-from trainer.errors import RecipeError, RunError
+from trainer.errors import RecipeError, RunError, require
 from trainer.recipe import Recipe
 from trainer.system.imports import quick_imports
 from trainer.system.status_line import show_status
@@ -23,9 +23,10 @@ if TYPE_CHECKING:
 
 # Modules that import torch are imported inside the functions, so that --help is fast.
 
-DESCRIPTION = "Check this machine, the data and the model before a run; each finding has a fix."
-SWITCHES = {"json": "print the findings as JSON, and nothing else, on stdout"}
-FLAGS = CommandFlags(switches=SWITCHES, description=DESCRIPTION)
+FLAGS = CommandFlags(
+    switches={"json": "print the findings as JSON, and nothing else, on stdout"},
+    description="Check this machine, the data and the model before a run; each finding has a fix.",
+)
 
 
 def doctor(argv: list[str]) -> None:
@@ -36,8 +37,8 @@ def doctor(argv: list[str]) -> None:
 
 def report(recipe: Recipe, reference: str, as_json: bool) -> None:
     """Print the findings, optionally as JSON; raise a :class:`RunError` at the end if a check failed."""
-    if "TORCHELASTIC_RUN_ID" in os.environ:
-        raise RecipeError("trainer doctor starts ranks itself: start it without torchrun, and give --run.devices")
+    launched = "TORCHELASTIC_RUN_ID" in os.environ
+    require(not launched, "trainer doctor starts ranks itself: start it without torchrun, and give --run.devices")
     began = time.perf_counter()
     found: list[Finding] = []
     with contextlib.redirect_stdout(sys.stderr) if as_json else contextlib.nullcontext():

@@ -28,18 +28,14 @@ from trainer.system.files import read_regular
 from trainer.system.names import did_you_mean, foreign_switch
 
 SWITCHES = ("help", *RECIPE_FLAGS.switches)
-
 UNIONS = (Union, types.UnionType)
 MAX_YAML_BYTES = 1_000_000  # size limit of a YAML file; about 100 kB are parsed per second
 MAX_DEPTH, MAX_FOR_C = 100, 2_000  # levels; characters that may open one: at 40,000, PyYAML's C code crashes
 MAX_YAML_NODES = 100_000  # limit of nodes with aliases expanded: a few lines of aliases can expand to billions
 
 SWEEP_FLAG_HINTS = dict.fromkeys(("folds", "n_folds", "num_folds", "k_folds", "kfold", "n_splits", "cv"), "folds")
-SWEEP_FLAG_HINTS |= dict.fromkeys(("trials", "n_trials"), "trials")
-"""Flags that users give to ``fit``, but that belong to ``sweep``."""
-
-Flags = list[tuple[str, str | None]]
-"""Names and values of flags, in the order given; the value is ``None`` for a switch."""
+SWEEP_FLAG_HINTS |= dict.fromkeys(("trials", "n_trials"), "trials")  # flags of ``sweep`` that users give to ``fit``
+Flags = list[tuple[str, str | None]]  # names and values, in the order given; the value is ``None`` for a switch
 
 
 def split_argv(argv: Sequence[str], own: CommandFlags = NO_FLAGS) -> tuple[list[str], Flags]:
@@ -62,8 +58,7 @@ def split_argv(argv: Sequence[str], own: CommandFlags = NO_FLAGS) -> tuple[list[
         else:
             count = next((at for at, word in enumerate(rest) if word.startswith("--")), len(rest))
             values = rest[: count if name[2:] in own.multi_valued else min(count, 1)]
-            if not values:
-                raise RecipeError(f"flag {name} needs a value")
+            require(bool(values), f"flag {name} needs a value")
             flags += [(name[2:], value) for value in values]
             del rest[: len(values)]
     return positionals, flags
@@ -97,8 +92,7 @@ class RecipeParser:
             section, _, name = key.rpartition(".")
             if section not in groups:
                 title = f"{section}: {setting.owner.__name__}" if section else "recipe"
-                more = {"description": _others(section)} if section in SWAPPABLE_SECTIONS else {}
-                groups[section] = self.parser.add_argument_group(title, **more)
+                groups[section] = self.parser.add_argument_group(title, _others(section))
             shown = {"metavar": _describe(setting.hint), "help": _documentation(setting.owner).get(name) or None}
             kind = _parser_type(setting.hint)
             groups[section].add_argument(f"--{key}", default=setting.value, type=kind, **shown)
@@ -190,8 +184,8 @@ class RecipeParser:
         for key in (key for key in given if key in self.settings):
             hint, value = self.settings[key].hint, given[key]
             counted = _accepts(hint, int, float) and isinstance(value, int | str)
-            if counted and fullmatch(r"[-+]?\d{20,}", str(value)):
-                raise RecipeError(f"{key} has {len(str(value).lstrip('+-'))} digits: give a smaller number")
+            is_huge = counted and fullmatch(r"[-+]?\d{20,}", str(value))
+            require(not is_huge, f"{key} has {len(str(value).lstrip('+-'))} digits: give a smaller number")
             tree = _parse_value(key, value) if _accepts(hint, dict) else None
             if isinstance(tree, Mapping) and any(isinstance(name, float) for name in tree):  # 0.5 would become 0
                 raise SettingError(key, _explain(key, hint, value))
@@ -209,7 +203,9 @@ class RecipeParser:
         return {key: value for key, value in found.items() if key in self.settings}
 
 
-def _others(part: str) -> str:
+def _others(part: str) -> str | None:
+    if part not in SWAPPABLE_SECTIONS:
+        return None
     return f"--{part} CLASS chooses the class: {', '.join(known_classes(part))}; or a custom one, as module.Class"
 
 
@@ -260,17 +256,16 @@ def load_yaml(text: str) -> Any:
     while nodes:
         depth, node = nodes.pop()
         seen += 1
-        if seen > MAX_YAML_NODES:
-            raise RecipeError(f"has more than {MAX_YAML_NODES:,} entries, with aliases expanded: shorten it")
+        too_many = f"has more than {MAX_YAML_NODES:,} entries, with aliases expanded: shorten it"
+        require(seen <= MAX_YAML_NODES, too_many)
         if depth > MAX_DEPTH:
             raise RecursionError  # like Python's loader
         lines: dict[str, int] = {}
         for key, value in node.value if isinstance(node, yaml.MappingNode) else ():
             line = key.start_mark.line + 1
-            if not isinstance(key, yaml.ScalarNode):
-                raise RecipeError(f"line {line}: a key must be a word or a number")
-            if key.value in lines:
-                raise RecipeError(f"line {line}: duplicate key {key.value}, first given on line {lines[key.value]}")
+            require(isinstance(key, yaml.ScalarNode), f"line {line}: a key must be a word or a number")
+            first = lines.get(key.value)
+            require(first is None, f"line {line}: duplicate key {key.value}, first given on line {first}")
             lines[key.value] = line
             nodes.append((depth + 1, value))
         nodes += [(depth + 1, item) for item in node.value] if isinstance(node, yaml.SequenceNode) else []

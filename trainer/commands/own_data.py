@@ -20,17 +20,13 @@ from trainer.errors import RecipeError, format_list, require
 MAX_CLASSES = 50  # distinct values of a column that can be the label without being called so
 MIN_ROWS_TO_SPLIT = 20
 HELD_OUT = "0.1"  # share of the rows for validation if there is no file for it
-
 TABLES = (".csv", ".tsv", ".jsonl", ".parquet")
 DOCUMENTS = (".txt", ".md", ".rst", ".py")
-PARTS = {"val": ("val", "valid", "validation", "dev"), "test": ("test", "eval")}
-"""Names of the files for validation and test in the folder of a train file."""
-
+PARTS = {"val": ("val", "valid", "validation", "dev"), "test": ("test", "eval")}  # file names beside a train file
 TEXT_NAMES = ("text", "review", "sentence", "content", "comment", "message", "body", "document", "tweet", "utterance")
 LABEL_NAMES = ("label", "labels", "class", "category", "target", "sentiment", "intent", "topic", "stars", "rating")
 PAIRS = (("premise", "hypothesis"), ("sentence1", "sentence2"), ("question1", "question2"), ("text1", "text2"))
 CHATS = ({"messages"}, {"conversations"}, {"prompt", "completion"}, {"instruction", "output"})
-
 Rows = Sequence[Mapping[str, Any]]
 
 
@@ -56,12 +52,9 @@ def is_own_data(reference: str) -> bool:
 
 
 def infer(reference: str, given: Mapping[str, str], command: str = "fit") -> Inferred:
-    """Infer recipe and flags for the data in ``reference``.
+    """Infer recipe and flags for ``reference``: a table, a text, or a folder of images, texts or tables.
 
-    Args:
-        reference: a table (.csv, .tsv, .jsonl, .parquet), a text, or a folder of images, texts or tables.
-        given: the flags of the user. They are not inferred, and decide between several columns.
-        command: the name of the command, for messages.
+    The flags ``given`` by the user are not inferred, and decide between several columns.
 
     Raises:
         RecipeError: if the data have no reading, or more than one; it names the flags that decide.
@@ -151,9 +144,8 @@ def _one(path: Path, what: str, key: str, found: Sequence[str], columns: Sequenc
     """Return the only candidate; otherwise raise RecipeError with a command for each."""
     if len(found) == 1:
         return found[0]
-    if not found:
-        has = ", ".join(map(repr, columns))
-        raise RecipeError(f"{path}: no column looks like {what}; it has {has}: name one by --data.{key} NAME")
+    has = ", ".join(map(repr, columns))
+    require(bool(found), f"{path}: no column looks like {what}; it has {has}: name one by --data.{key} NAME")
     flag = f"trainer {command} {shlex.quote(str(path))} --data.{key}"
     ways = " or ".join(f"{flag} {shlex.quote(name)}" for name in found[:3])
     raise RecipeError(f"{path}: {format_list(list(map(repr, found)))} can be the {what}: choose {ways}")
@@ -197,11 +189,10 @@ def _task(values: Sequence[Any]) -> str:
 def _other_parts(path: Path) -> dict[str, Path]:
     """Return the file of each part: ``path`` for training and, if it is called train, the files in its folder."""
     found = {"train": path}
-    if path.stem.casefold() == "train":
-        for part, names in PARTS.items():
-            files = [file for name in names if (file := path.with_name(f"{name}{path.suffix}")).is_file()]
-            if files:
-                found[part] = files[0]
+    for part, names in PARTS.items() if path.stem.casefold() == "train" else ():
+        for name in reversed(names):  # the first one wins
+            if (file := path.with_name(f"{name}{path.suffix}")).is_file():
+                found[part] = file
     return found
 
 

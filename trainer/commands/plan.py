@@ -144,9 +144,8 @@ def _run_search(asked: ParsedCommand, own: dict[str, str]) -> tuple[dict[str, An
     drawn = report.drawn.prediction if report.drawn is not None else None
     write_page(out / "plan.html", content, drawn.timeline if drawn is not None else None)
     print(f"\nfiles: {escaped(out)}: plan.json, plan.html")
-    if report.chosen is not None:
-        return content, ""
-    return content, next(line for line in report.explanations if line.startswith(NOTHING))
+    missing = [line for line in report.explanations if line.startswith(NOTHING)]
+    return content, missing[0] if report.chosen is None else ""
 
 
 def _parse_clusters(recipe: Recipe, own: dict[str, str], several: bool) -> list[Cluster]:
@@ -230,9 +229,8 @@ def _run_scale(asked: ParsedCommand, own: dict[str, str]) -> tuple[dict[str, Any
     print("\n".join(wrapped(f"- {redact(line)}", "  ") for line in lines))
     content = _write(out / "scale.json", reference, to_json(report))
     print(f"\nfiles: {escaped(out)}: scale.json")
-    if any(row["fits"] for row in content["rows"]):
-        return content, ""
-    return content, "nothing fits on any of these numbers of devices: use more devices, or plan for one number"
+    missing = "nothing fits on any of these numbers of devices: use more devices, or plan for one number"
+    return content, "" if any(row["fits"] for row in content["rows"]) else missing
 
 
 PAGE = Path(__file__).with_name("page.html")

@@ -32,8 +32,7 @@ MAX_COUNT = 1_000_000  # limit of integer flags of commands: devices, nodes, ste
 def recipes_folder() -> Path:
     """Return the folder of the packaged recipes: inside the installed package, or next to it in a checkout."""
     package = Path(__file__).parents[1]
-    installed = package / "recipes"
-    return installed if installed.is_dir() else package.parent / "recipes"
+    return package / "recipes" if (package / "recipes").is_dir() else package.parent / "recipes"
 
 
 def packaged_recipes() -> list[str]:
@@ -68,9 +67,9 @@ def load_recipe(reference: str, *, trusted: bool = False) -> tuple[Recipe, str |
         code = f"{path}: recipe={str(tree['recipe'])!r} is Python code, {os.path.realpath(named)!r}"
         raise RecipeError(f"{code}, and is not executed: add --{TRUST_RECIPE} if you trust the file")
     tree, classes = split_classes(tree)
-    if named is None and classes.keys() != SWAPPABLE_SECTIONS.keys():
-        fix = "add a line `recipe: NAME` with a packaged recipe or a .py file, or give model.class and data.class"
-        raise RecipeError(f"{path} names no recipe: {fix}")
+    fix = "add a line `recipe: NAME` with a packaged recipe or a .py file, or give model.class and data.class"
+    is_whole = named is not None or classes.keys() == SWAPPABLE_SECTIONS.keys()
+    require(is_whole, f"{path} names no recipe: {fix}")
     base = import_recipe(_source_path(named)) if named is not None else Recipe(model=Model(), data=Data(), batch_size=1)
     recipe, needed = _with_classes_of(path, base, classes, trusted)
     changes = yaml_changes(RecipeParser(recipe), path, tree, trusted)
@@ -93,22 +92,18 @@ def source_of(reference: str, folder: Path | None = None) -> str:
             meant = f"; did you mean {Path(reference, 'recipe.yaml')}?"
         elif os.path.isfile(path / "config.json"):
             meant = f": it is a model; use --model.name {reference} of a recipe, or trainer plan hf:{reference}"
-        if path.suffix in TABLES:
-            raise RecipeError(f"data {reference!r}: no such file")
+        require(path.suffix not in TABLES, f"data {reference!r}: no such file")
         raise RecipeError(f"unknown recipe {reference!r}{meant} ({known})")
-    if not os.path.isfile(path):  # unlike Path.is_file, also for an invalid name
-        raise RecipeError(f"recipe {reference!r}: no such file")
+    # Unlike Path.is_file, also for an invalid name.
+    require(os.path.isfile(path), f"recipe {reference!r}: no such file")
     packaged = path.stem in names and path.samefile(recipes_folder() / path.name)
     return path.stem if packaged else str(path)
 
 
 def yaml_source(path: Path, tree: Mapping[Any, Any]) -> str | None:
     """Return the recipe named by a YAML file, or ``None``."""
-    reference = tree.get("recipe")
-    if reference is None:
-        return None
     try:
-        return source_of(str(reference), path.parent)
+        return None if (reference := tree.get("recipe")) is None else source_of(str(reference), path.parent)
     except RecipeError as error:
         raise RecipeError(f"{path}: {error}") from error
 
@@ -147,8 +142,7 @@ def import_recipe(path: Path) -> Recipe:
         del sys.modules[name]
         if isinstance(error, KeyboardInterrupt):
             raise
-        what = "" if isinstance(error, RecipeError) else f"{type(error).__name__}: "
-        what += safe_message(error)
+        what = ("" if isinstance(error, RecipeError) else f"{type(error).__name__}: ") + safe_message(error)
         lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == str(path)]
         if isinstance(error, SyntaxError) and error.filename == str(path):
             lines = [error.lineno]
@@ -223,11 +217,11 @@ def _infer(command: str, reference: str, flags: Flags) -> tuple[str, Flags]:
 
 
 def _command_help(command: str, what: str, own: CommandFlags) -> str:
-    several = dict.fromkeys(own.multi_valued, " ...")
-    rows = {f"--{name} {name.upper()}{several.get(name, '')}": text for name, text in own.valued.items()}
-    rows |= {f"--{name}": text for name, text in own.switches.items()}
-    rows |= {f"--{name} {name.upper()}": text for name, text in RECIPE_FLAGS.valued.items()}
-    rows |= {f"--{name}": text for name, text in RECIPE_FLAGS.switches.items()}
+    rows: dict[str, str] = {}
+    for flags in (own, RECIPE_FLAGS):
+        several = dict.fromkeys(flags.multi_valued, " ...")
+        rows |= {f"--{name} {name.upper()}{several.get(name, '')}": text for name, text in flags.valued.items()}
+        rows |= {f"--{name}": text for name, text in flags.switches.items()}
     width = max(map(len, rows))
     words = f" [{own.positional.upper()} ...]" if own.positional else ""
     lines = [f"usage: trainer {command} {what}{words} [flags]\n", wrapped(own.description, "") + "\n"]

@@ -19,11 +19,10 @@ if TYPE_CHECKING:
 
 # Modules that import torch are imported inside the functions, so that --help is fast.
 
-ABOUT_EVALUATE = "Evaluate the trained model of a run directory on its test set, or its validation set."
 EVALUATE_FLAGS = CommandFlags(
     {"file": "a file with labels to evaluate instead of the test set; --file may be omitted"},
     positional="file",
-    description=ABOUT_EVALUATE,
+    description="Evaluate the trained model of a run directory on its test set, or its validation set.",
 )
 PREDICT_FLAGS = CommandFlags(
     {
@@ -154,21 +153,20 @@ def export(argv: list[str]) -> None:
 
 def inputs(flags: Flags) -> tuple[list[str], list[str], list[str]]:
     """Return the texts, the images and the paths to classify; exactly one of them must be given."""
+    kinds = ("text", "image", "path")
     texts, images, paths = found = [
-        [text for name, text in flags if name == wanted and text is not None] for wanted in ("text", "image", "path")
+        [text for name, text in flags if name == kind and text is not None] for kind in kinds
     ]
     for text in texts:
         require(text.strip() != "", "--text is empty: give a text")
         require(text != "-", "--text - is not a text: to read standard input, give - after RUN_DIR, without --text")
         require(text.encode(errors="replace").decode() == text, f"--text {text[:40]!a} is not UTF-8 text")
-    if sum(map(bool, found)) != 1:
-        several = ", not both" if sum(map(bool, found)) > 1 else ""
-        ways = "either --text TEXT or --image PATH, or files and folders after RUN_DIR"
-        raise RecipeError(f"predict needs {ways}{several}")
+    ways = "either --text TEXT or --image PATH, or files and folders after RUN_DIR"
+    count = sum(map(bool, found))
+    require(count == 1, f"predict needs {ways}{', not both' if count > 1 else ''}")
     for image in images:  # unlike Path.is_dir, os.path accepts invalid names
-        if not os.path.isfile(image):
-            why = "is a folder: give it after RUN_DIR, without --image" if os.path.isdir(image) else "no such file"
-            raise RecipeError(f"image {image!r}: {why}")
+        why = "is a folder: give it after RUN_DIR, without --image" if os.path.isdir(image) else "no such file"
+        require(os.path.isfile(image), f"image {image!r}: {why}")
     return texts, images, paths
 
 
@@ -184,11 +182,10 @@ def load(run_dir: str | Path, recipe: Recipe | None = None, *, trusted: bool = F
         RecipeError: if there is no finished run, or its recipe does not load.
     """
     found = _load_run_recipe(str(run_dir))
-    if recipe is None:
-        recipe = load_recipe(found, trusted=trusted)[0]
-    from trainer import api
+    recipe = recipe or load_recipe(found, trusted=trusted)[0]
+    from trainer.api import FinishedRun
 
-    return api.FinishedRun(recipe, run_dir)
+    return FinishedRun(recipe, run_dir)
 
 
 def _load_run_recipe(reference: str) -> str:

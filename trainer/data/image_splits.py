@@ -186,6 +186,9 @@ class CheckedFile(NamedTuple):
 class ImageFiles(ImageSplit):
     """Images as ``(path, class)``, read on access. ``checked`` comes from :func:`check_images`, for at least these."""
 
+    samples: Sequence[tuple[str, int]]
+    digests: list[bytes]
+
     def __init__(
         self, samples: Sequence[tuple[str, int]], pixels: ImageTransform, checked: Mapping[str, CheckedFile]
     ) -> None:

@@ -17,26 +17,26 @@ from trainer.contract import Data, Model
 from trainer.data.base import local_path
 from trainer.data.rows import CsvFormat, RowSource, first_rows
 from trainer.data.text import (
+    PARTS,
     PaddedDataset,
     csv_format,
     glob_files,
     load_hub_rows,
     name_texts,
     require_dataset_name,
+    require_rows,
     shard_files,
 )
-from trainer.errors import RecipeError, format_list, require, require_choice, require_positive
+from trainer.errors import format_list, require, require_choice, require_positive
 from trainer.values import DataSpec
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 MAX_CHECKED_ROWS = 10_000  # rows of a file that are checked before torch is imported
+DEFAULT_PLANNED_SAMPLES = 10_000  # number of samples that a plan assumes if it is unknown
 TABLES = (".jsonl", ".parquet", ".csv", ".tsv")
 _HUB_SETTINGS = ("config", "revision", "train_split", "val_split", "test_split")
-
-DEFAULT_PLANNED_SAMPLES = 10_000
-"""Number of samples that a plan assumes if it is unknown."""
 
 
 @dataclass
@@ -93,8 +93,6 @@ class LanguageData(PaddedDataset):
     """Settings of a recipe that are dropped if a flag or YAML sets the key, unless they are set there as well."""
 
     answers: ClassVar[bool] = False
-    """Whether the model answers a text or a list of messages; otherwise it continues the text."""
-
     _extensions: ClassVar[Sequence[str]] = TABLES  # suffixes of files that are read from a folder
     _sample_noun: ClassVar[str]  # word for a row in messages
 
@@ -103,25 +101,23 @@ class LanguageData(PaddedDataset):
         require(self.max_length > 1, "data.max_length=1 leaves nothing to predict: raise it")
         require_positive("data.shuffle_buffer", self.shuffle_buffer)
         self._separator = csv_format(self.encoding, self.separator)
-        if self.train_files is not None and self.name is not None:
-            both = f"data.train_files={self.train_files!r} and data.name={self.name!r} exclude each other: give one"
-            raise RecipeError(both)
+        both = f"data.train_files={self.train_files!r} and data.name={self.name!r} exclude each other: give one"
+        require(self.train_files is None or self.name is None, both)
         for key in ("val_files", "test_files") if self.name else ("val_split", "test_split", "config", "revision"):
             value, fits = getattr(self, key), "train_files" if self.name else "name"
             require(value is None, f"data.{key}={value!r} needs data.{fits}, which is not set: leave it out")
         for key, off in (("name", None), ("val_fraction", 0)) if self.streamed else ():
-            if getattr(self, key) != off:
-                cause = f"data.{key}={getattr(self, key)!r} is not supported with data.streamed"
-                raise RecipeError(f"{cause}: give files for each part by data.train_files and data.val_files")
+            cause = f"data.{key}={getattr(self, key)!r} is not supported with data.streamed"
+            fix = "give files for each part by data.train_files and data.val_files"
+            require(getattr(self, key) == off, f"{cause}: {fix}")
 
     def require_files(self) -> None:
         if self.name is not None:
             require_dataset_name(self.name)
             return
-        if self.train_files is None:
-            fix = "give a file, folder or pattern, or a dataset of the hub by data.name"
-            raise RecipeError(f"data.train_files is missing: {fix}")
-        for path in (path for part in ("train", "val", "test") for path in self._paths(part)):
+        fix = "give a file, folder or pattern, or a dataset of the hub by data.name"
+        require(self.train_files is not None, f"data.train_files is missing: {fix}")
+        for path in (path for part in PARTS for path in self._paths(part)):
             if path.suffix.lower() == ".jsonl":
                 first_rows(path, most=MAX_CHECKED_ROWS)
 
@@ -134,14 +130,9 @@ class LanguageData(PaddedDataset):
 
     def _paths(self, part: str) -> list[Path]:
         pattern = getattr(self, f"{part}_files")
-        key = f"data.{part}_files={pattern!r}"
-        if pattern is None:
-            return []
-        return (
-            shard_files(key, pattern)
-            if self.streamed
-            else glob_files(key, pattern, [f"**/*{one}" for one in self._extensions])
-        )
+        if self.streamed or pattern is None:
+            return shard_files(self, part)
+        return glob_files(f"data.{part}_files={pattern!r}", pattern, [f"**/*{one}" for one in self._extensions])
 
     def spec(self) -> DataSpec | None:
         """Return the spec of hub data that is not downloaded yet, with samples of ``max_length`` tokens."""
@@ -166,24 +157,23 @@ class LanguageData(PaddedDataset):
         if self.streamed:
             self._prepare_stream(reader, cache)
             return
-        local = {part: self._rows(part, reader, cache) for part in self._sources()}
-        found = load_hub_rows(self) if self.name else local
+        found = {part: self._rows(part, reader, cache) for part in self._sources()}
+        if self.name:
+            found = {part: [rows] for part, rows in load_hub_rows(self).items()}
         survey, parts = TruncationReport(self._sample_noun, self.max_length), dict[str, Sequences]()
         for part, rows in found.items():
-            several = rows if isinstance(rows, list) else [rows]
-            every = Sequences([tokenize_rows(one, reader, cache) for one in several], several, self._pad)
+            every = Sequences([tokenize_rows(one, reader, cache) for one in rows], rows, self._pad)
             parts[part] = every.of(survey(part, every))
         survey.check(self.max_bad_samples)
         for part, split in parts.items():
-            if len(split) == 0:
-                files = getattr(self, f"{part}_files")
-                key = f"data.name={self.name!r}, {part}" if self.name else f"data.{part}_files={files!r}"
-                raise RecipeError(f"{key}: every {self._sample_noun} is empty: give other files")
+            files = f"data.{part}_files={getattr(self, f'{part}_files')!r}"
+            key = f"data.name={self.name!r}, {part}" if self.name else files
+            require(len(split) > 0, f"{key}: every {self._sample_noun} is empty: give other files")
         self.train, held = parts["train"].split_off(self.val_fraction, self.val_fold)
         self.val, self.test = parts.get("val", held), parts.get("test")
 
     def _sources(self) -> list[str]:
-        return [part for part in ("train", "val", "test") if getattr(self, f"{part}_files") is not None]
+        return [part for part in PARTS if getattr(self, f"{part}_files") is not None]
 
     def _rows(self, part: str, reader: Any, cache: Path) -> list[RowSource]:
         """Return the tables of a split; its text files form one table."""
@@ -202,12 +192,10 @@ class LanguageData(PaddedDataset):
                 texts.append(path)
         folder = local_path(str(getattr(self, f"{part}_files")))
         if folder.is_dir():
-            taken = {*self._extensions}
-            others = Counter(
-                path.suffix or path.name for path in folder.rglob("*") if path.suffix not in taken and path.is_file()
-            )
+            others = [path for path in folder.rglob("*") if path.suffix not in self._extensions and path.is_file()]
             if others:
-                kinds = format_list([f"{kind} ({count:,})" for kind, count in others.most_common()])
+                counts = Counter(path.suffix or path.name for path in others)
+                kinds = format_list([f"{kind} ({count:,})" for kind, count in counts.most_common()])
                 warn_once(f"{folder}: skipping files of other types: {kinds}; a pattern such as **/*.rs reads any type")
         return [*found, *([open_text_files(str(folder), texts, cache, self.encoding or "utf-8")] if texts else [])]
 
@@ -215,18 +203,13 @@ class LanguageData(PaddedDataset):
         from trainer.data.language_samples import FirstSamplePerRow
         from trainer.data.shards import StreamedSplit, find_shards
 
-        for part in ("train", "val", "test"):
-            if part not in self._sources():
-                continue
+        for part in self._sources():
             shards = find_shards(self._paths(part), cache)
             columns = [reader.columns(shard.path, shard.columns) for shard in shards]
             for shard, names in zip(shards, columns, strict=True):
-                if names != columns[0]:
-                    cause = f"{shard.path} has {format_list(names)}, but {shards[0].path} has {format_list(columns[0])}"
-                    raise RecipeError(f"{cause}: a stream needs the same columns in all files")
-            if not any(shard.groups for shard in shards):
-                files = format_list([shard.path for shard in shards])
-                raise RecipeError(f"data.{part}_files: no rows in {files}")
+                cause = f"{shard.path} has {format_list(names)}, but {shards[0].path} has {format_list(columns[0])}"
+                require(names == columns[0], f"{cause}: a stream needs the same columns in all files")
+            require_rows(f"data.{part}_files", shards)
             # Evaluation reads from the first row to the last, so one row group at a time is enough.
             mixed = self.shuffle_buffer if part == "train" else 1
             setattr(self, part, StreamedSplit(shards, FirstSamplePerRow(reader, columns[0]), self._pad, mixed))
@@ -238,8 +221,7 @@ class LanguageData(PaddedDataset):
         """Batch prompts without labels and without truncation: user texts, messages, or beginnings of documents."""
         from trainer.data.language_samples import make_padder
 
-        given = [text for text, _ in name_texts(texts)]
-        found = self._reader(tokenizer).prompts(given)
+        found = self._reader(tokenizer).prompts([text for text, _ in name_texts(texts)])
         return make_padder(tokenizer, max(map(len, found)))({"input_ids": found})
 
 
@@ -283,9 +265,8 @@ class Conversations(LanguageData):
         return ChatReader(tokenizer, self.max_length, self.messages_column, pair, template, self.loss_on)
 
     def _prepare_stream(self, reader: Any, cache: Path) -> None:
-        if "strftime_now" in reader.template:
-            cause = "data.chat_template writes today's date (strftime_now), but a stream is tokenised again per epoch"
-            raise RecipeError(f"{cause}: give a template with a fixed date")
+        cause = "data.chat_template writes today's date (strftime_now), but a stream is tokenised again per epoch"
+        require("strftime_now" not in reader.template, f"{cause}: give a template with a fixed date")
         super()._prepare_stream(reader, cache)
 
 

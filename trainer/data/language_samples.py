@@ -21,21 +21,11 @@ from torch import Tensor
 from transformers.utils.chat_template_utils import render_jinja_template
 
 from trainer.contract import Samples
+from trainer.data import tokens
 from trainer.data.base import hold_out, local_path, root_cause
 from trainer.data.cache import hash_of
 from trainer.data.fingerprint import ContentHasher, add_rows, sample_row_blocks
 from trainer.data.rows import RowSource, brief_places, check_columns
-from trainer.data.tokens import (
-    MAX_CHARS_PER_TOKEN,
-    MIN_CHARS_LIMIT,
-    Padder,
-    build_table,
-    check_tokenizer,
-    run_tokenizer,
-    text_batches,
-    to_int64_array,
-    tokenizer_state_hash,
-)
 from trainer.errors import RecipeError, require, suggest_name
 from trainer.system.child_jobs import Bounded, ChildError
 from trainer.system.environment import is_local_rank_zero
@@ -44,15 +34,10 @@ from trainer.system.status_line import say
 from trainer.system.text import escaped
 from trainer.values import IGNORED_LABEL
 
-MAX_DOCUMENT_CHARS = 10_000_000
-"""Max characters of a document, which is tokenised as a whole and needs more than 100 bytes per character."""
-
-MAX_MESSAGES, SECONDS, MEMORY = 5_000, 10.0, 800_000_000
-"""Max messages of a conversation; and max CPU time in seconds and memory in bytes of a chat template to render it."""
-
-WRITERS: dict[str, Bounded] = {}
-"""Renderers of chat templates in this process, by a hash of everything that determines their output."""
-
+MAX_DOCUMENT_CHARS = 10_000_000  # of a document, which is tokenised as a whole, in over 100 bytes per character
+MAX_MESSAGES = 5_000  # of a conversation
+SECONDS, MEMORY = 10.0, 800_000_000  # max CPU time in seconds and memory in bytes of a chat template to render it
+WRITERS: dict[str, Bounded] = {}  # renderers in this process, by a hash of everything that determines their output
 ROWS_AT_ONCE, MAX_TEMPLATE_BYTES, MAX_SHOWN = 128, 1_000_000, 5
 EMPTY_REASON, TRUNCATED_REASON = "is empty", "has no text of the assistant within data.max_length"
 
@@ -96,21 +81,21 @@ class RowReader(Protocol):
         """Return the tokens of texts to continue; for chats also of lists of messages."""
 
 
-def make_padder(tokenizer: Any, max_length: int) -> Padder:
+def make_padder(tokenizer: Any, max_length: int) -> tokens.Padder:
     """Return a padder that always pads on the right, with any token if there is no padding token: it is masked."""
     if tokenizer is not None:
         tokenizer = copy.deepcopy(tokenizer)
         tokenizer.padding_side = "right"
         if tokenizer.pad_token is None:
             tokenizer.pad_token = tokenizer.eos_token or tokenizer.convert_ids_to_tokens(0)
-    check_tokenizer(tokenizer, max_length)
-    return Padder(tokenizer, max_length)
+    tokens.check_tokenizer(tokenizer, max_length)
+    return tokens.Padder(tokenizer, max_length)
 
 
 def encode_texts(texts: Sequence[str], tokenizer: Any) -> Iterator[ndarray]:
     """Yield the tokens of each text, without special tokens except those written in the text."""
-    for chunk in text_batches(texts) if texts else ():
-        encoded = run_tokenizer(tokenizer, chunk, add_special_tokens=False, return_token_type_ids=False)
+    for chunk in tokens.text_batches(texts) if texts else ():
+        encoded = tokens.run_tokenizer(tokenizer, chunk, add_special_tokens=False, return_token_type_ids=False)
         yield from (np.asarray(ids, dtype=np.int32) for ids in encoded["input_ids"])
 
 
@@ -125,9 +110,8 @@ class DocumentReader:
 
     def __init__(self, tokenizer: Any, max_length: int, column: str) -> None:
         self.tokenizer, self.max_length, self.column, self.end = tokenizer, max_length, column, tokenizer.eos_token_id
-        if self.end is None:
-            cause = "the tokenizer of model.tokenizer has no end of text (eos_token), which must follow each document"
-            raise RecipeError(f"{cause}: choose another")
+        cause = "the tokenizer of model.tokenizer has no end of text (eos_token), which must follow each document"
+        require(self.end is not None, f"{cause}: choose another")
         self.begin = [one for one in tokenizer("")["input_ids"] if one != self.end]
         self.settings = ["documents", column, max_length]
 
@@ -172,13 +156,7 @@ class ChatReader:
     """Reads conversations rendered by the chat template; the assistant's text is predicted."""
 
     def __init__(
-        self,
-        tokenizer: Any,
-        max_length: int,
-        column: str | None,
-        pair: tuple[str, str],
-        template: str | None,
-        loss_on: str,
+        self, tokenizer: Any, max_length: int, column: str | None, pair: tuple[str, str], template: Any, loss_on: str
     ) -> None:
         self.tokenizer, self.max_length, self.column, self.pair = tokenizer, max_length, column, pair
         self.template, self.loss_on = _template(tokenizer, template), loss_on
@@ -188,7 +166,7 @@ class ChatReader:
         self.special = {*added.values(), *tokenizer.all_special_ids}
         self.special_texts = tuple(filter(None, {*added, *tokenizer.all_special_tokens}))
         self.settings = ["conversations", column, *pair, max_length, self.template, loss_on]
-        self.most = max(MIN_CHARS_LIMIT, MAX_CHARS_PER_TOKEN * max_length)
+        self.most = tokens.max_chars(max_length)
         own = f"the chat template of model.tokenizer ({tokenizer.name_or_path})"
         self.named = own if template is None else f"data.chat_template={template[:300]!r}"
         self.write: Callable[..., Any] = self._write
@@ -219,21 +197,21 @@ class ChatReader:
         if self.column is not None:
             check_columns(source, found, messages_column=self.column)
             return [self.column, *tools]
-        messages = next((name for name in ("messages", "conversations") if name in found), None)
-        if messages is None and not {*self.pair} <= {*found} and {*ALPACA[::2]} <= {*found}:
+        for name in ("messages", "conversations"):
+            if name in found:
+                return [name, *tools]
+        if {*self.pair} <= {*found}:
+            return [*self.pair, *tools]
+        if {*ALPACA[::2]} <= {*found}:
             return [*(name for name in ALPACA if name in found), *tools]
-        if messages is None and not {*self.pair} <= {*found}:
-            pair = f"data.prompt_column={self.pair[0]!r} and data.completion_column={self.pair[1]!r}"
-            cause = f"{source} has no column messages or conversations, nor {pair}; it has"
-            raise RecipeError(f"{cause} {', '.join(map(repr, found))}: name its column, as with data.messages_column")
-        return [*(self.pair if messages is None else [messages]), *tools]
+        pair = f"data.prompt_column={self.pair[0]!r} and data.completion_column={self.pair[1]!r}"
+        cause = f"{source} has no column messages or conversations, nor {pair}; it has"
+        raise RecipeError(f"{cause} {', '.join(map(repr, found))}: name its column, as with data.messages_column")
 
     def __call__(self, rows: Sequence[Mapping[str, Any]]) -> list[list[Sample] | str]:
         written = [self._render_row(cells) for cells in rows]
-        texts: list[str] = []
-        for one in written:
-            if isinstance(one, _RenderedChat):
-                texts += [one.text, *(one.text[start:end] for start, end in one.parts())]
+        chats = [one for one in written if isinstance(one, _RenderedChat)]
+        texts = [text for one in chats for text in (one.text, *(one.text[start:end] for start, end in one.parts()))]
         ids = encode_texts(texts, self.tokenizer)
         return [one if isinstance(one, str) else self._sample(one, ids) for one in written]
 
@@ -248,11 +226,10 @@ class ChatReader:
 
     def _render_row(self, cells: Mapping[str, Any]) -> _RenderedChat | str:
         try:
-            messages = messages_of(self._message_cells(cells))
-            tools = _tools(cells.get(TOOLS))
+            parsed = messages_of(self._message_cells(cells)), _tools(cells.get(TOOLS))
         except RecipeError as error:
             return str(error)
-        return self._bounded(messages, tools)
+        return self._bounded(*parsed)
 
     def _bounded(
         self, messages: list[dict[str, Any]], tools: list[Any] | None = None, prompt: bool = False
@@ -273,9 +250,8 @@ class ChatReader:
     def _write(self, messages: list[dict[str, Any]], tools: list[Any] | None, prompt: bool) -> _RenderedChat | str:
         """Do the same without bounds on time and memory."""
         try:
-            written = (
-                _RenderedChat(*self._render(messages, prompt=True)) if prompt else self._with_spans(messages, tools)
-            )
+            parts = self._render(messages, prompt=True) if prompt else self._with_spans(messages, tools)
+            written = _RenderedChat(*parts)
             require(bool(written.text), "is rendered as an empty text by the chat template")
             _require_text(written.text, self.most)
         except jinja2.TemplateSyntaxError as error:
@@ -300,10 +276,9 @@ class ChatReader:
                 continue
             before, _ = self._render(messages[:number], tools, prompt=True)
             after, _ = self._render(messages[: number + 1], tools)
-            if not (whole.startswith(after) and after.startswith(before)):
-                cause = f"is rendered differently by the chat template up to message {number + 1} than as a whole"
-                fix = "give a data.chat_template with {% generation %} around answers, or set data.loss_on all"
-                raise RecipeError(f"{cause}: {fix}")
+            cause = f"is rendered differently by the chat template up to message {number + 1} than as a whole"
+            fix = "give a data.chat_template with {% generation %} around answers, or set data.loss_on all"
+            require(whole.startswith(after) and after.startswith(before), f"{cause}: {fix}")
             words = after[len(before) :].rstrip()  # space after the end of a turn does not belong to it
             end = len(before) + len(words) if words.endswith(self.special_texts) else len(after)
             spans += [(len(before), end)] if len(before) < end else []
@@ -312,14 +287,9 @@ class ChatReader:
     def _render(
         self, messages: list[dict[str, Any]], tools: list[Any] | None = None, prompt: bool = False, marked: bool = False
     ) -> tuple[str, list[tuple[int, int]]]:
-        rendered: Any = render_jinja_template(
-            conversations=[messages],
-            tools=tools,
-            chat_template=self.template,
-            add_generation_prompt=prompt,
-            return_assistant_tokens_mask=marked,
-            **self.tokenizer.special_tokens_map,
-        )
+        options: Any = {"add_generation_prompt": prompt, "return_assistant_tokens_mask": marked}
+        options |= {"chat_template": self.template, "tools": tools, **self.tokenizer.special_tokens_map}
+        rendered: Any = render_jinja_template(conversations=[messages], **options)
         (text,), spans = rendered
         return text, [*spans[0]] if marked else []
 
@@ -328,17 +298,16 @@ class ChatReader:
         whole, parts = next(ids), written.parts()
         pieces = [next(ids) for _ in parts]
         starts = {start for start, _ in written.spans}
-        tokens = np.concatenate(pieces)
-        learned = np.repeat([start in starts for start, _ in parts], list(map(len, pieces)))
-        if not np.array_equal(tokens, whole) and self._decoded(tokens) != self._decoded(whole):
+        joined = np.concatenate(pieces)
+        learned: Any = np.repeat([start in starts for start, _ in parts], list(map(len, pieces)))
+        if not np.array_equal(joined, whole) and self._decoded(joined) != self._decoded(whole):
             # A tokenizer that adds a space before every text, such as SentencePiece's.
-            tokens, found = whole, self._mask_from_offsets(written)
-            if found is None:
+            joined, learned = whole, self._mask_from_offsets(written)
+            if learned is None:
                 return "has text of the assistant that shares a token with the text before it: fix the template"
-            learned = found
-        labels = np.where(learned, tokens, IGNORED_LABEL).astype(np.int32)
-        lost = max(0, len(tokens) - self.max_length)
-        return [Sample(tokens[: self.max_length], labels[: self.max_length], lost)]
+        labels = np.where(learned, joined, IGNORED_LABEL).astype(np.int32)
+        lost = max(0, len(joined) - self.max_length)
+        return [Sample(joined[: self.max_length], labels[: self.max_length], lost)]
 
     def _decoded(self, ids: ndarray) -> str:
         return self.tokenizer.decode(ids.tolist(), clean_up_tokenization_spaces=False)
@@ -379,9 +348,9 @@ def _template(tokenizer: Any, given: str | None) -> str:
         return found
     text, path = given, local_path(given)
     if given == "chatml":
-        if "<|im_end|>" not in tokenizer.get_vocab():
-            cause = "data.chat_template=chatml needs the token <|im_end|>, which model.tokenizer lacks"
-            raise RecipeError(f"{cause}: give a template that ends the assistant's text with {{{{ eos_token }}}}")
+        cause = "data.chat_template=chatml needs the token <|im_end|>, which model.tokenizer lacks"
+        fix = "give a template that ends the assistant's text with {{ eos_token }}"
+        require("<|im_end|>" in tokenizer.get_vocab(), f"{cause}: {fix}")
         text = CHATML
     elif "{{" not in given and "{%" not in given:
         try:
@@ -403,8 +372,8 @@ def messages_of(cells: Sequence[Any]) -> list[dict[str, Any]]:
 
 def _tools(cell: Any) -> list[Any] | None:
     found = _parsed(cell, TOOLS) or None
-    if found is not None and not (isinstance(found, list) and all(isinstance(one, dict) for one in found)):
-        raise RecipeError(f"has {found!r:.40} instead of a list of {TOOLS}")
+    fits = found is None or (isinstance(found, list) and all(isinstance(one, dict) for one in found))
+    require(fits, f"has {found!r:.40} instead of a list of {TOOLS}")
     return found
 
 
@@ -442,12 +411,9 @@ def _parse_message(given: Any, name: str) -> dict[str, Any]:
     if role not in ROLES:
         known = f"{', '.join(ROLES)}{suggest_name(str(role), ROLES)}"
         raise RecipeError(f"has the role {role!r:.40} in {name}, which must be one of {known}")
-    if not isinstance(content, str) and not (content is None and "tool_calls" in found):
-        raise RecipeError(f"has {content!r:.40} instead of a text in {name} for its content")
+    fits = isinstance(content, str) or (content is None and "tool_calls" in found)
+    require(fits, f"has {content!r:.40} instead of a text in {name} for its content")
     return found
-
-
-# Rows of files, converted to samples in a table on disk.
 
 
 def drop_nulls(cell: Any) -> Any:
@@ -466,7 +432,7 @@ def tokenize_rows(rows: RowSource, reader: RowReader, cache: Path) -> datasets.D
     kinds: dict[str, Any] = {"input_ids": datasets.List(datasets.Value("int32")), "problem": datasets.Value("string")}
     kinds |= {"labels": kinds["input_ids"]} if isinstance(reader, ChatReader) else {}
     kinds |= dict.fromkeys(numbers, datasets.Value("int64"))
-    key = hash_of("sequences", *kinds, rows.content, *reader.settings, tokenizer_state_hash(reader.tokenizer))
+    key = hash_of("sequences", *kinds, rows.content, *reader.settings, tokens.tokenizer_state_hash(reader.tokenizer))
 
     def pick(found: Sequence[str]) -> Sequence[str]:
         return found if rows.files else reader.columns(rows.source, found)
@@ -486,7 +452,8 @@ def tokenize_rows(rows: RowSource, reader: RowReader, cache: Path) -> datasets.D
                         table[name].append(value)
         return table
 
-    return build_table(rows, key, pick, encode_rows, cache, features=datasets.Features(kinds), batch_size=ROWS_AT_ONCE)
+    options = {"features": datasets.Features(kinds), "batch_size": ROWS_AT_ONCE}
+    return tokens.build_table(rows, key, pick, encode_rows, cache, **options)
 
 
 class Sequences(Samples):
@@ -496,19 +463,15 @@ class Sequences(Samples):
     chosen: Sequence[int]
 
     def __init__(
-        self,
-        tables: Sequence[datasets.Dataset],
-        rows: Sequence[RowSource],
-        pad: Padder,
-        chosen: Sequence[int] | None = None,
+        self, tables: Sequence[datasets.Dataset], rows: Sequence[RowSource], pad: tokens.Padder, chosen: Any = None
     ) -> None:
         self.tables, self.rows, self.pad = tables, rows, pad
         self.starts = [0, *accumulate(map(len, tables))]
         self.table = datasets.concatenate_datasets(list(tables))
         names = [name for name in ("input_ids", "labels") if name in self.table.column_names]
         self.tokens = self.table.select_columns(names)
-        self.chosen = range(len(self.table)) if chosen is None else to_int64_array(chosen)
-        self.lengths = to_int64_array(self.column("length"))
+        self.chosen = range(len(self.table)) if chosen is None else tokens.to_int64_array(chosen)
+        self.lengths = tokens.to_int64_array(self.column("length"))
 
     def column(self, name: str) -> ndarray:
         """Return a column of the chosen samples."""
@@ -576,12 +539,9 @@ class FirstSamplePerRow:
             if isinstance(found, str):
                 raise RecipeError(f"{place()} {found}")
             samples.append(found[0])
-            if not (samples[-1].labels[1:] != IGNORED_LABEL).any():
-                raise RecipeError(f"{place()} {_no_label_message(samples[-1].num_truncated)}")
+            if not (found[0].labels[1:] != IGNORED_LABEL).any():
+                raise RecipeError(f"{place()} {_no_label_message(found[0].num_truncated)}")
         return {"input_ids": [one.ids.tolist() for one in samples], "labels": [one.labels.tolist() for one in samples]}
-
-
-# The summary and the warnings before training.
 
 
 def warn_once(message: str) -> None:
@@ -606,11 +566,11 @@ class TruncationReport:
         usable, empty = pc.equal(problems, "").to_numpy(), pc.equal(problems, EMPTY_REASON).to_numpy()
         predicted, lost, first = every.column("predicted"), every.column("lost"), every.column("place") == 0
         silent, learned = usable & (predicted == 0), usable & (predicted > 0)
-        tokens = int(every.column("length")[learned].sum()) - int((learned & ~first).sum())
-        said = f"data: {part}: {self._format_count(int((learned & first).sum()))}, {tokens:,} tokens "
+        further = int((learned & ~first).sum())  # pieces of a document, which repeat a token
+        size = int(every.column("length")[learned].sum()) - further
+        said = f"data: {part}: {self._format_count(int((learned & first).sum()))}, {size:,} tokens "
         said += f"({int(predicted[learned].sum()):,} predicted)"
-        if int((learned & ~first).sum()):
-            said += f", in {int(learned.sum()):,} pieces of at most {self.max_length:,}"
+        said += f", in {int(learned.sum()):,} pieces of at most {self.max_length:,}" if further else ""
         if is_local_rank_zero():
             say(escaped(said))
         cut = learned & (lost > 0)
@@ -641,7 +601,7 @@ class TruncationReport:
         is_short = any(why.endswith(TRUNCATED_REASON) for why in self.bad)
         fix = f", raise data.max_length={self.max_length}" if is_short else ""
         fix += f", or skip them with --data.max_bad_samples {count}" if self.learned else ""
-        if count > max_bad:
-            raise RecipeError(f"{said}, more than data.max_bad_samples={max_bad}: {shown}. Fix or remove them{fix}")
+        cause = f"{said}, more than data.max_bad_samples={max_bad}"
+        require(count <= max_bad, f"{cause}: {shown}. Fix or remove them{fix}")
         if self.bad:
             warn_once(f"{said} and are skipped: {shown}")

@@ -16,8 +16,7 @@ def apply_mixup(batch: Any, row_indices: Sequence[int], partners: Sequence[int],
     """Mix the rows ``row_indices`` of a collated batch with its rows ``partners``.
 
     ``pixel_values``, float ``(rows, channels, H, W)``, are mixed. ``mixed_labels`` are the partners' ``labels``, and
-    ``lam``, float32 ``(n,)``, is the share of a sample's own label. Other entries keep the rows ``row_indices``. Each
-    row is computed alone, so its bits do not depend on the other rows.
+    ``lam``, float32 ``(n,)``, is the share of a sample's own label. The bits of a row do not depend on other rows.
     """
     pixels = batch.get("pixel_values") if isinstance(batch, Mapping) else None
     whole = isinstance(pixels, Tensor) and pixels.ndim == 4 and pixels.is_floating_point() and "labels" in batch
@@ -31,8 +30,7 @@ def apply_mixup(batch: Any, row_indices: Sequence[int], partners: Sequence[int],
     else:
         rows, columns, share = cutmix_box(share, mix.box_center, *mixing.shape[2:])
         mixing[:, :, rows, columns] = others[:, :, rows, columns]
-    lam = torch.full((len(row_indices),), share)
-    return {**taken, "mixed_labels": batch["labels"][list(partners)], "lam": lam}
+    return {**taken, "mixed_labels": batch["labels"][list(partners)], "lam": torch.full((len(row_indices),), share)}
 
 
 def cutmix_box(lam: float, centre: tuple[float, float], height: int, width: int) -> tuple[slice, slice, float]:

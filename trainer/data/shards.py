@@ -24,11 +24,12 @@ from trainer.data.cache import MAX_HASHED_BYTES, checksum, inspect_cached
 from trainer.data.fingerprint import ContentHasher
 from trainer.data.parquet_files import open_parquet, read_group, require_sane_growth
 from trainer.data.tokens import Padder, encode, require_label, require_text
-from trainer.errors import RecipeError
+from trainer.errors import RecipeError, require
 from trainer.values import ShuffleGroups
 
-MAX_LABELS, MAX_LONGEST_SAMPLES, MAX_OPEN_FILES = 10_000, 1024, 8
-"""Max labels, max candidates for the longest samples, and max files that a process keeps open."""
+MAX_LABELS = 10_000
+MAX_LONGEST_SAMPLES = 1024  # max candidates for the longest samples
+MAX_OPEN_FILES = 8  # of a process
 
 
 @dataclass(frozen=True)
@@ -76,10 +77,8 @@ def _read_footer(path: Path, label_column: str | None) -> tuple[list[tuple[int, 
 
 
 def _unreadable_error(place: str, error: BaseException) -> RecipeError:
-    return RecipeError(
-        f"{place} cannot be read as Parquet ({root_cause(error)}): it is damaged or incomplete; write it again or "
-        "remove it"
-    )
+    cause = f"{place} cannot be read as Parquet ({root_cause(error)})"
+    return RecipeError(f"{cause}: it is damaged or incomplete; write it again or remove it")
 
 
 class ShardReader:
@@ -132,9 +131,9 @@ class ShardReader:
             raise
         except Exception as error:
             raise _unreadable_error(f"{path} row group {group} (the first is 0)", error) from error
-        if len(table) != self.sizes[number]:
-            cause = f"{path} row group {group} has {len(table)} rows instead of {self.sizes[number]}"
-            raise RecipeError(f"{cause}: the file has changed since the run began; restart the run")
+        cause = f"{path} row group {group} has {len(table)} rows instead of {self.sizes[number]}"
+        fix = "the file has changed since the run began; restart the run"
+        require(len(table) == self.sizes[number], f"{cause}: {fix}")
         self.decoded += 1
         return table
 
@@ -219,9 +218,8 @@ class StreamedSplit(Samples):
     def fingerprint(self) -> str:
         """Hash the files, in order (every byte; above 1 GiB evenly spread blocks), and the settings of reading."""
         digests = [shard.digest for shard in self.reader.shards]
-        return ContentHasher(
-            "shards", digests, self.encode.columns, self.encode.settings, self.pad.settings
-        ).hexdigest()
+        reading = self.encode.columns, self.encode.settings, self.pad.settings
+        return ContentHasher("shards", digests, *reading).hexdigest()
 
     def files(self) -> dict[str, str]:
         """Return a short hash of every file, by its path relative to the common folder."""

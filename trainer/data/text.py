@@ -11,8 +11,8 @@ from glob import escape, glob
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
-from trainer.contract import Data, Model
-from trainer.data.base import BuiltinDataset, ClassWeightedDataset, format_counts, hold_out, local_path
+from trainer.contract import Data, Model, splits_of
+from trainer.data.base import BuiltinDataset, ClassWeightedDataset, format_counts, local_path
 from trainer.data.rows import (
     KINDS,
     CsvFormat,
@@ -41,11 +41,9 @@ if TYPE_CHECKING:
 PUBLIC_IMDB = "stanfordnlp/imdb"
 MAX_CHECKED_ROWS = 100_000
 CLASS_COLUMN = "name the column of the classes"
-MIN_ROWS_OF_IDS = 10
-"""Min number of rows with one label each that are rejected, because the labels are not classes."""
-
-MAX_FLOAT_CLASSES = 20
-"""Max number of distinct non-integer labels that are treated as classes, such as half stars."""
+MIN_ROWS_OF_IDS = 10  # min number of rows with one label each that are rejected, because the labels are not classes
+MAX_FLOAT_CLASSES = 20  # max number of distinct non-integer labels that are treated as classes, such as half stars
+PARTS = ("train", "val", "test")
 
 
 class PaddedDataset(BuiltinDataset):
@@ -95,8 +93,8 @@ class Texts(PaddedDataset):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.text_column == self.label_column:
-            raise RecipeError(f"data.text_column and data.label_column are both {self.text_column!r}: they must differ")
+        both = f"data.text_column and data.label_column are both {self.text_column!r}"
+        require(self.text_column != self.label_column, f"{both}: they must differ")
 
     def encode(self, texts: Sequence[str], tokenizer: Any) -> dict[str, Tensor]:
         """Make a batch of texts without labels, tokenised, truncated and padded like the dataset's own texts.
@@ -111,9 +109,9 @@ class Texts(PaddedDataset):
         read: Sequence[Any] = [text.split() for text in texts] if self._task == "token" else texts
         if self.pair_column is not None:
             read = [tuple(text.split("\t")) for text in texts]
-            if not all(len(text) == 2 and all(map(str.strip, text)) for text in read):
-                pair = f"data.pair_column={self.pair_column!r} needs two texts per sample"
-                raise RecipeError(f"{pair}: write them with a tab between them")
+            are_pairs = all(len(text) == 2 and all(map(str.strip, text)) for text in read)
+            pair = f"data.pair_column={self.pair_column!r} needs two texts per sample"
+            require(are_pairs, f"{pair}: write them with a tab between them")
         return Padder(tokenizer, self.max_length)(encode(read, tokenizer, self.max_length))
 
 
@@ -134,51 +132,28 @@ class _TokenizedDataset(ClassWeightedDataset, Texts):
         require_choice("data.missing", self.missing, Literal["error", "drop"])
 
     def prepare(self, tokenizer: Any = None, model: Model | None = None) -> None:
+        from trainer.data import tokens
         from trainer.data.cache import cache_folder
-        from trainer.data.labels import output_names
-        from trainer.data.tokens import (
-            Padder,
-            Tokens,
-            check_tokenizer,
-            complete_rows,
-            label_ids,
-            label_texts,
-            tokenize_table,
-        )
 
         self.use_model(model)
-        check_tokenizer(tokenizer, self.max_length)
+        tokens.check_tokenizer(tokenizer, self.max_length)
         cache, columns = cache_folder(self.cache_dir), (self.text_column, self.label_column)
-        found = self._find(cache)
-        task, source = self._task, found["train"].source
-        pair = self.pair_column
-        if pair is not None and task == "token":
-            wrong = f"data.pair_column={pair!r} is not for model.task=token, which has one label per word: leave it out"
-            raise RecipeError(wrong)
-        common: Any = partial(tokenize_table, tokenizer=tokenizer, max_length=self.max_length, cache=cache, task=task)
-        read = partial(common, pair_column=pair)
+        found, task, pair = self._find(cache), self._task, self.pair_column
+        wrong = f"data.pair_column={pair!r} is not for model.task=token, which has one label per word"
+        require(pair is None or task != "token", f"{wrong}: leave it out")
+        given: Any = {"tokenizer": tokenizer, "max_length": self.max_length, "cache": cache, "task": task}
+        read: Any = partial(tokens.tokenize_table, **given, pair_column=pair)
         tables = {part: read(rows, *columns) for part, rows in found.items()}
-        usable = {part: complete_rows(tables[part], rows, self.missing) for part, rows in found.items()}
-        texts = label_texts(tables["train"])
-        if task == "regression":
-            self._set_classes(output_names(texts, task, source, self.label_column))
-            classes = {name: number for number, name in enumerate(self.class_names)}
-        elif self._known_classes is not None:
-            self._set_classes(self._known_classes)
-            classes = {name: number for number, name in enumerate(self._known_classes)}
-        else:
-            known = texts if task == "single_label" else output_names(texts, task, source, self.label_column)
-            require(len(known) > 0, f"{source}: no row has a label in data.label_column={self.label_column!r}")
-            classes = self._classes(source, known, len(usable["train"]))
-        self._pad = Padder(tokenizer, self.max_length)
-        said = self.label_column, classes, task
-        labels = {part: label_ids(tables[part], rows, *said) for part, rows in found.items()}
+        usable = {part: tokens.complete_rows(tables[part], rows, self.missing) for part, rows in found.items()}
         rows = usable["train"]
+        classes = self._find_classes(tokens.label_texts(tables["train"]), found["train"].source, len(rows))
+        self._pad, said = tokens.Padder(tokenizer, self.max_length), (self.label_column, classes, task)
+        labels = {part: tokens.label_ids(tables[part], rows, *said) for part, rows in found.items()}
         strata: Any = [labels["train"][row] for row in rows] if task == "single_label" else [0] * len(rows)
-        kept, held = hold_out(strata, self.val_fraction, "data.val_fraction", fold=self.val_fold)
+        kept, held = self._hold_out(strata)
 
         def split(part: str, chosen: Sequence[int]) -> Tokens:
-            return Tokens(tables[part], labels[part], found[part], self._pad, chosen)
+            return tokens.Tokens(tables[part], labels[part], found[part], self._pad, chosen)
 
         def of_train(positions: Sequence[int]) -> Sequence[int]:
             return positions if isinstance(rows, range) else [rows[position] for position in positions]
@@ -186,18 +161,30 @@ class _TokenizedDataset(ClassWeightedDataset, Texts):
         parts = {part: split(part, chosen) for part, chosen in usable.items() if part != "train"}
         self.train, self.test = split("train", of_train(kept)), parts.get("test")
         self.val = split("train", of_train(held)) if held else parts.get("val")
-        if is_local_rank_zero():
-            for part, one in (("train", self.train), ("val", self.val), ("test", self.test)):
-                if one is not None and (part == "test" or self._known_classes is None):
-                    say(escaped(f"data: {part}: {self._summary(one)}"))
+        for part, one in splits_of(self).items() if is_local_rank_zero() else ():
+            if part == "test" or self._known_classes is None:
+                say(escaped(f"data: {part}: {self._summary(one)}"))
 
-    def _summary(self, split: Tokens) -> str:
+    def _find_classes(self, texts: Sequence[str], source: str, rows: int) -> dict[str, int]:
+        """Set the classes from the distinct labels of the training ``rows``. Return the number of each label."""
+        from trainer.data.labels import output_names
+
+        task, known = self._task, self._known_classes
+        if task == "regression":
+            known = output_names(texts, task, source, self.label_column)
+        if known is None:
+            texts = texts if task == "single_label" else output_names(texts, task, source, self.label_column)
+            require(len(texts) > 0, f"{source}: no row has a label in data.label_column={self.label_column!r}")
+            return self._classes(source, texts, rows)
+        self._set_classes(known)
+        return {name: number for number, name in enumerate(self.class_names)}
+
+    def _summary(self, split: Any) -> str:
         """Describe a split in a line: texts, truncated texts and, of classes, how many texts each has."""
         full = sum(length >= self.max_length for length in split.lengths)
         parts = [f"{len(split):,} texts"]
         if self._task == "single_label":
-            counts = Counter(self.class_names[label] for label in split.labels)
-            parts.append(format_counts(counts))
+            parts.append(format_counts(Counter(self.class_names[label] for label in split.labels)))
         parts += [f"{100 * full / len(split):.0f} % fill data.max_length={self.max_length}"] if full else []
         return ", ".join(parts)
 
@@ -208,15 +195,16 @@ class _TokenizedDataset(ClassWeightedDataset, Texts):
         """Set the classes: the distinct ``labels`` of ``rows``, sorted, numbers by value. Return the class of every
         label text."""
         column = f"{source}: data.label_column={self.label_column!r}"
-        if self._task == "single_label" and _is_continuous(labels):
-            cause = f"{column} has {len(labels):,} different numbers such as {labels[0]}, which looks like regression"
-            raise RecipeError(f"{cause}: use --model.task regression, or {CLASS_COLUMN}")
+        is_single = self._task == "single_label"
+        cause = f"{column} has {len(labels):,} different numbers such as {labels[0]}, which looks like regression"
+        fix = f"use --model.task regression, or {CLASS_COLUMN}"
+        require(not (is_single and _is_continuous(labels)), f"{cause}: {fix}")
         self._set_classes(sort_classes(labels))
-        if self.num_classes <= 1 and self._task != "multi_label":
-            cause = f"{column} is {self.class_names[0]!r} in every row, but a classifier needs two classes or more"
-            raise RecipeError(f"{cause}: add rows of another class, or {CLASS_COLUMN}")
-        if self._task == "single_label" and len(labels) == rows >= MIN_ROWS_OF_IDS:
-            raise RecipeError(f"{column} has another value in each of {rows:,} rows, like an id: {CLASS_COLUMN}")
+        cause = f"{column} is {self.class_names[0]!r} in every row, but a classifier needs two classes or more"
+        enough = self.num_classes > 1 or self._task == "multi_label"
+        require(enough, f"{cause}: add rows of another class, or {CLASS_COLUMN}")
+        like_ids = is_single and len(labels) == rows >= MIN_ROWS_OF_IDS
+        require(not like_ids, f"{column} has another value in each of {rows:,} rows, like an id: {CLASS_COLUMN}")
         return {name: index for index, name in enumerate(self.class_names)}
 
 
@@ -250,9 +238,7 @@ class IMDb(_TokenizedDataset):
 
     def require_files(self) -> None:
         """Check that the folder exists, unless ``root`` is a name of the hub."""
-        root = local_path(self.root)
-        looks_local = self.root.startswith((".", "/", "~", "file:")) or self.root.count("/") != 1
-        require(root.is_dir() or not looks_local, f"data.root={self.root!r}: there is no folder {root}")
+        require_dataset_name(self.root, "root", with_owner=True)
 
     def spec(self) -> DataSpec | None:
         """Return the spec of the reviews to download, with ``max_length`` tokens each."""
@@ -266,7 +252,7 @@ class IMDb(_TokenizedDataset):
     def _find(self, cache: Path) -> dict[str, RowSource]:
         from trainer.data.tables import open_class_folders, open_hub_dataset, open_table
 
-        key, root, parts = f"data.root={self.root!r}", local_path(self.root), ("train", "test")
+        root, parts = local_path(self.root), ("train", "test")
         if not root.is_dir():
             self.require_files()
             splits = {part: part for part in parts}
@@ -275,8 +261,8 @@ class IMDb(_TokenizedDataset):
         if (root / "train.csv").is_file():
             return {part: open_table(root / f"{part}.csv", cache) for part in parts}
         fix = "set it to a folder with train.csv and test.csv, to an unpacked aclImdb folder, or to stanfordnlp/imdb"
-        found = (root / "train" / "pos").is_dir()
-        require(found, f"{key}: {root} contains neither train.csv nor train/pos: {fix}")
+        cause = f"data.root={self.root!r}: {root} contains neither train.csv nor train/pos"
+        require((root / "train" / "pos").is_dir(), f"{cause}: {fix}")
         return {part: open_class_folders(root, part, (("neg", 0), ("pos", 1)), cache) for part in parts}
 
     def _classes(self, source: str, labels: Sequence[str], rows: int) -> dict[str, int]:
@@ -339,12 +325,9 @@ class TextFiles(_TokenizedDataset):
         def place(index: int) -> str:
             return describe_row(str(path), index, *KINDS[kind][1:])
 
-        full = [
-            not is_missing(labels[at]) and all(has_text(row.get(name)) for name in texts.values())
-            for at, row in enumerate(rows)
-        ]
-        reject_gaps([at for at, is_full in enumerate(full) if not is_full], len(rows), place, self.missing)
-        used = {at: str(label) for at, label in enumerate(labels) if full[at]}
+        filled = [all(has_text(row.get(name)) for name in texts.values()) for row in rows]
+        used = {at: str(label) for at, label in enumerate(labels) if filled[at] and not is_missing(label)}
+        reject_gaps([at for at in range(len(rows)) if at not in used], len(rows), place, self.missing)
         if part == "train" and self._known_classes is None:
             self._classes(str(path), list(dict.fromkeys(used.values())), len(used))
         classes = self._known_classes or self.class_names or used.values()
@@ -364,8 +347,7 @@ class TextFiles(_TokenizedDataset):
         return found
 
     def _paths(self) -> dict[str, Path]:
-        files = {"train": self.train_file, "val": self.val_file, "test": self.test_file}
-        return {part: local_path(file) for part, file in files.items() if file is not None}
+        return {part: local_path(file) for part in PARTS if (file := getattr(self, f"{part}_file")) is not None}
 
     def _find(self, cache: Path) -> dict[str, RowSource]:
         from trainer.data.tables import open_table
@@ -428,11 +410,11 @@ class HubText(_TokenizedDataset):
         return {str(number): number for number in range(len(named))}
 
 
-def require_dataset_name(name: str) -> None:
-    """Check that ``name`` is a local folder or can be a dataset of the hub."""
-    path = local_path(name)
-    looks_local = name.startswith((".", "/", "~", "file:")) or name.count("/") > 1
-    require(path.is_dir() or not looks_local, f"data.name={name!r}: there is no folder {path}")
+def require_dataset_name(name: str, key: str = "name", with_owner: bool = False) -> None:
+    """Check that ``name``, the setting ``key``, is a local folder or can be a dataset of the hub."""
+    path, slashes = local_path(name), name.count("/")
+    looks_local = name.startswith((".", "/", "~", "file:")) or slashes > 1 or (with_owner and not slashes)
+    require(path.is_dir() or not looks_local, f"data.{key}={name!r}: there is no folder {path}")
 
 
 def load_hub_rows(data: Any) -> dict[str, RowSource]:
@@ -440,11 +422,9 @@ def load_hub_rows(data: Any) -> dict[str, RowSource]:
     from trainer.data.tables import open_hub_dataset
 
     require_dataset_name(data.name)
-    asked = {"train": data.train_split, "val": data.val_split, "test": data.test_split}
-    splits = {part: split for part, split in asked.items() if split is not None}
+    splits = {part: split for part in PARTS if (split := getattr(data, f"{part}_split")) is not None}
     advice = "and data.config, data.train_split, data.val_split and data.test_split (null if there is none)"
-    path = local_path(data.name)
-    name = str(path) if path.is_dir() else data.name
+    name = str(path) if (path := local_path(data.name)).is_dir() else data.name
     return open_hub_dataset("name", name, splits, advice, data.cache_dir, data.config, data.revision)
 
 
@@ -475,9 +455,8 @@ class StreamedText(Texts):
         require_positive("data.shuffle_buffer", self.shuffle_buffer)
 
     def require_files(self) -> None:
-        for key in ("train_files", "val_files", "test_files"):
-            if (pattern := getattr(self, key)) is not None:
-                shard_files(f"data.{key}={pattern!r}", pattern)
+        for part in PARTS:
+            shard_files(self, part)
 
     def prepare(self, tokenizer: Any = None, model: Model | None = None) -> None:
         """Read the footers of the files; texts are read and tokenised later."""
@@ -486,7 +465,7 @@ class StreamedText(Texts):
 
         self.use_model(model)
         check_tokenizer(tokenizer, self.max_length)
-        found = {part: self._find(part) for part in ("train", "val", "test") if getattr(self, f"{part}_files")}
+        found = {part: self._find(part) for part in PARTS if getattr(self, f"{part}_files")}
         key = f"data.label_column={self.label_column!r}"
         if self.classes is None:
             names = sort_classes(label for shard in found["train"] for label in shard.labels)
@@ -495,11 +474,9 @@ class StreamedText(Texts):
             names = self.classes
             require(len(set(names)) == len(names), "data.classes contains a label twice: give each label once")
         self._set_classes(names)
-        if len(names) < 2:
-            only = f"data.train_files={self.train_files!r}: the only class is {self.class_names}"
-            raise RecipeError(f"{only}, but a classifier needs two or more: add rows of another class")
-        if len(names) > MAX_LABELS:
-            raise RecipeError(f"{key} has more than {MAX_LABELS:,} different labels: name the column of the classes")
+        only = f"data.train_files={self.train_files!r}: the only class is {self.class_names}"
+        require(len(names) > 1, f"{only}, but a classifier needs two or more: add rows of another class")
+        require(len(names) <= MAX_LABELS, f"{key} has more than {MAX_LABELS:,} different labels: {CLASS_COLUMN}")
         columns, numbers = (self.text_column, self.label_column), {name: number for number, name in enumerate(names)}
         self._pad = Padder(tokenizer, self.max_length)
         read = TokenizedWithLabels(columns, numbers, self._pad)
@@ -513,15 +490,11 @@ class StreamedText(Texts):
         from trainer.data.cache import cache_folder
         from trainer.data.shards import find_shards
 
-        pattern = getattr(self, f"{part}_files")
-        key = f"data.{part}_files={pattern!r}"
         asked = self.label_column if part == "train" and self.classes is None else None
-        shards = find_shards(shard_files(key, pattern), cache_folder(self.cache_dir), asked)
+        shards = find_shards(shard_files(self, part), cache_folder(self.cache_dir), asked)
         for shard in shards:
             check_columns(shard.path, shard.columns, text_column=self.text_column, label_column=self.label_column)
-        if not any(shard.groups for shard in shards):
-            paths = format_list([shard.path for shard in shards])
-            raise RecipeError(f"{key}: no rows in {paths}")
+        require_rows(f"data.{part}_files={getattr(self, f'{part}_files')!r}", shards)
         return shards
 
 
@@ -530,26 +503,32 @@ def glob_files(key: str, pattern: str, kinds: Sequence[str]) -> list[Path]:
 
     ``pattern`` is a folder, a file, or a pattern in which ** matches any folders. ``key`` is the setting, for messages.
     """
-    path = local_path(pattern)
-    if "://" in pattern.removeprefix("file://"):
-        raise RecipeError(f"{key} is not a local path: download the files first (hf download for files of the hub)")
+    path, is_url = local_path(pattern), "://" in pattern.removeprefix("file://")
+    fix = "download the files first (hf download for files of the hub)"
+    require(not is_url, f"{key} is not a local path: {fix}")
     require(pattern.count("**") <= 8, f"{key:.200}: the pattern contains ** more than 8 times: use it at most 8 times")
     if path.is_dir():
         names = {name for kind in kinds for name in glob(f"{escape(str(path))}/{kind}", recursive=True)}
-        if not names:
-            suffixes = format_list([Path(kind).suffix for kind in kinds])
-            raise RecipeError(f"{key}: the folder {path} contains no {suffixes} files: add some")
+        suffixes = format_list([Path(kind).suffix for kind in kinds])
+        require(len(names) > 0, f"{key}: the folder {path} contains no {suffixes} files: add some")
     else:
         names = {name for name in glob(str(path), recursive=True) if not Path(name).is_dir()}
         require(len(names) > 0, f"{key}: there is no such folder or file: give one by --{key.partition('=')[0]}")
     return sorted(map(Path, names))
 
 
-def shard_files(key: str, pattern: str) -> list[Path]:
-    """Return the .parquet files that match ``pattern``."""
+def shard_files(data: Any, part: str) -> list[Path]:
+    """Return the .parquet files of a split of ``data``, which are none if it is not set."""
+    if (pattern := getattr(data, f"{part}_files")) is None:
+        return []
+    key = f"data.{part}_files={pattern!r}"
     found = glob_files(key, pattern, ["*.parquet"])
     for name in found:
-        if name.suffix != ".parquet":
-            cause = f"{key}: {name} is not a .parquet file, and rows of other files cannot be located alone"
-            raise RecipeError(f"{cause}: convert it to Parquet first (docs/data.md shows how)")
+        cause = f"{key}: {name} is not a .parquet file, and rows of other files cannot be located alone"
+        require(name.suffix == ".parquet", f"{cause}: convert it to Parquet first (docs/data.md shows how)")
     return found
+
+
+def require_rows(key: str, shards: Sequence[Shard]) -> None:
+    paths = format_list([shard.path for shard in shards])
+    require(any(shard.groups for shard in shards), f"{key}: no rows in {paths}")

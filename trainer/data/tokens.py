@@ -31,13 +31,11 @@ from trainer.values import IGNORED_LABEL, Task
 if TYPE_CHECKING:  # otherwise imported where used: predictions need neither datasets nor pandas
     import datasets
 
-CHARS_PER_BATCH, MAX_CHARS_PER_TOKEN, MIN_CHARS_LIMIT = 2_000_000, 1_000, 1_000_000
-"""Max characters that a tokenizer gets at once, which takes some hundred MB; and the limit of one text: this number
-per token of ``max_length``, or the last number, about a whole book, if that is larger."""
-
+CHARS_PER_BATCH = 2_000_000  # max characters that a tokenizer gets at once, which takes some hundred MB
+MAX_CHARS_PER_TOKEN = 1_000  # limit of a text, per token of ``max_length``
+MIN_CHARS_LIMIT = 1_000_000  # min of that limit, about a whole book
 _STORED = ("input_ids", "token_type_ids")
 FILE = "tokens.arrow"
-
 Missing = Literal["error", "drop"]
 
 
@@ -80,12 +78,7 @@ class Tokens(Samples):
     chosen: Sequence[int]
 
     def __init__(
-        self,
-        table: datasets.Dataset,
-        of_rows: Sequence[int] | RowLabels,
-        rows: RowSource,
-        pad: Padder,
-        chosen: Sequence[int],
+        self, table: datasets.Dataset, of_rows: Sequence[int] | RowLabels, rows: RowSource, pad: Padder, chosen: Any
     ) -> None:
         self.table, self.of_rows, self.rows, self.pad = table, of_rows, rows, pad
         self.chosen, lengths = chosen, table.data.column("length").to_numpy()
@@ -135,8 +128,8 @@ def check_tokenizer(tokenizer: Any, max_length: int) -> None:
     key = f"data.max_length={max_length}"
     require(max_length <= limit, f"{key} is more than the {limit} tokens of the model's tokenizer: lower it")
     require(max_length > special, f"{key} leaves no room for text with {special} special tokens: raise it")
-    if tokenizer.pad_token is None:
-        raise RecipeError("the tokenizer of model.tokenizer has no padding token: choose another, or set its pad_token")
+    cause = "the tokenizer of model.tokenizer has no padding token"
+    require(tokenizer.pad_token is not None, f"{cause}: choose another, or set its pad_token")
 
 
 def encode(texts: Sequence[Any], tokenizer: Any, max_length: int) -> dict[str, list[list[int]]]:
@@ -146,9 +139,8 @@ def encode(texts: Sequence[Any], tokenizer: Any, max_length: int) -> dict[str, l
     """
     found: dict[str, list[list[int]]] = {}
     cut = bool(texts) and isinstance(texts[0], list)
-    if cut and not tokenizer.is_fast:
-        slow = "maps tokens to words, but that of model.tokenizer is slow: choose another"
-        raise RecipeError(f"model.task=token needs a fast tokenizer, which {slow}")
+    slow = "maps tokens to words, but that of model.tokenizer is slow: choose another"
+    require(tokenizer.is_fast or not cut, f"model.task=token needs a fast tokenizer, which {slow}")
     for chunk in text_batches(texts):
         read = list(map(list, zip(*chunk, strict=True))) if isinstance(chunk[0], tuple) else [chunk]
         encoded = run_tokenizer(tokenizer, *read, truncation=True, max_length=max_length, is_split_into_words=cut)
@@ -165,8 +157,8 @@ def run_tokenizer(tokenizer: Any, *texts: Sequence[Any], **options: Any) -> Any:
     try:
         return tokenizer(*texts, return_attention_mask=False, verbose=False, **options)
     except Exception as error:  # its Rust code raises a bare Exception
-        said = f"the tokenizer of model.tokenizer cannot encode a text ({error}): choose another"
-        raise RecipeError(said) from error
+        cause = f"the tokenizer of model.tokenizer cannot encode a text ({error})"
+        raise RecipeError(f"{cause}: choose another") from error
 
 
 def _first_subwords(words: Sequence[int | None]) -> list[int]:
@@ -192,10 +184,13 @@ def text_batches(texts: Sequence[Any]) -> Iterator[list[Any]]:
 def require_text(text: Any, place: Callable[[], str], max_length: int, column: str) -> None:
     """Reject a missing, empty or long text at ``place``: a tokenizer needs 100 bytes per character to truncate it."""
     require(has_text(text), f"{place()} has no text in {column!r}: add it or remove the row")
-    most = max(MIN_CHARS_LIMIT, MAX_CHARS_PER_TOKEN * max_length)
-    if len(text) > most:
+    if len(text) > (most := max_chars(max_length)):
         cause = f"{place()} has {len(text):,} characters in {column!r}, and the max is {most:,}"
         raise RecipeError(f"{cause} with data.max_length={max_length}: cut it, or remove the row")
+
+
+def max_chars(max_length: int) -> int:
+    return max(MIN_CHARS_LIMIT, MAX_CHARS_PER_TOKEN * max_length)
 
 
 def require_label(label: Any, place: Callable[[], str], column: str) -> None:
@@ -225,19 +220,18 @@ def tokenize_table(
     is null if the row has no text or no label.
     """
     asked = ([] if task == "single_label" else [task]) + ([f"and {pair_column}"] if pair_column else [])
-    columns = [text_column, label_column, *([pair_column] if pair_column else [])]
-    key = hash_of(
-        "tokens with gaps", rows.content, text_column, label_column, max_length, tokenizer_state_hash(tokenizer), *asked
-    )
+    wanted = {"text_column": text_column, "label_column": label_column}
+    wanted |= {"pair_column": pair_column} if pair_column else {}
+    state = text_column, label_column, max_length, tokenizer_state_hash(tokenizer)
+    key = hash_of("tokens with gaps", rows.content, *state, *asked)
 
     def pick(found: Sequence[str]) -> Sequence[str]:
-        wanted = {"text_column": text_column, "label_column": label_column, "pair_column": pair_column}
-        check_columns(rows.source, found, **{key: name for key, name in wanted.items() if name})
-        return columns
+        check_columns(rows.source, found, **wanted)
+        return [*wanted.values()]
 
     def encode_rows(cells: Mapping[str, list[Any]], indices: list[int]) -> dict[str, list[Any]]:
         told: list[Any] = []
-        texts, labels, *pairs = (cells[name] for name in columns)
+        texts, labels, *pairs = (cells[name] for name in wanted.values())
         for row, (index, text, label) in enumerate(zip(indices, texts, labels, strict=True)):
             place = partial(rows.describe, index)
             # An empty text has no labels in a row with several.
@@ -277,19 +271,12 @@ def build_table(
     """Return the table that ``encode_rows`` makes from the columns that ``pick`` selects, cached on disk by ``key``."""
 
     def build(folder: Path) -> None:
+        where = {"cache_file_name": str(folder / FILE), "new_fingerprint": key, "desc": f"tokenising {rows.source}"}
         with TemporaryDirectory(dir=folder) as scratch:
             table = rows.read(scratch)
             table = table.select_columns(list(pick(table.column_names)))
-            table.map(
-                encode_rows,
-                batched=True,
-                with_indices=True,
-                remove_columns=table.column_names,
-                cache_file_name=str(folder / FILE),
-                new_fingerprint=key,
-                desc=f"tokenising {rows.source}",
-                **options,
-            )
+            names = table.column_names
+            table.map(encode_rows, batched=True, with_indices=True, remove_columns=names, **where, **options)
 
     import datasets
 

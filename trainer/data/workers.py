@@ -26,8 +26,10 @@ from trainer.values import Request
 MAX_AHEAD = 128
 """Max micro-batches that all workers of a rank load ahead. Each of their tensors may hold a file descriptor (1,024 per
 process by default), and the current window is in memory too."""
-
 POLL_INTERVAL = 1.0  # interval of checks that workers are alive while waiting for a micro-batch
+WORKER_GONE_ERRORS = (EOFError, ConnectionError, FileNotFoundError)  # raised if a worker ends while passing a batch
+WORKER_EXIT_TIMEOUT = 60.0  # seconds to wait for such a worker to be gone, generous for a busy machine
+WORKER_CLOSE_TIMEOUT = 2.0  # seconds for all workers to leave after their last request, before they are killed
 SHM_PATH, MIN_SHM_BYTES = Path("/dev/shm"), 1e9  # free bytes below which workers may run out; containers have 64 MB
 
 SIGNAL_HINTS: dict[int, str] = {
@@ -82,8 +84,7 @@ def load_in_workers(
     try:
         watch.begin(iter(loader))
     finally:
-        # Torch's handler would raise an error about a dead worker anywhere in this process, for example in a
-        # collective. The watch detects the same and names the worker's samples.
+        # Torch's handler would raise an error about a dead worker anywhere in this process, such as in a collective.
         if threading.current_thread() is threading.main_thread():  # only the main thread may set handlers
             signal.signal(signal.SIGCHLD, handler)
     try:
@@ -93,13 +94,6 @@ def load_in_workers(
         raise
     finally:
         watch.close()
-
-
-WORKER_GONE_ERRORS = (EOFError, ConnectionError, FileNotFoundError)  # raised if a worker ends while passing a batch
-
-WORKER_EXIT_TIMEOUT, WORKER_CLOSE_TIMEOUT = 60.0, 2.0
-"""Seconds to wait for such a worker to be gone, generous for a busy machine; and for all workers to leave after their
-last request, before they are killed."""
 
 
 class _WorkerMonitor:
@@ -147,31 +141,26 @@ class _WorkerMonitor:
                     process.join(WORKER_EXIT_TIMEOUT)
         for number, process in enumerate(self.processes):
             if not process.is_alive():
-                raise WorkerError(self._death_error(number)) from error
+                what, advice = f"exited with code {process.exitcode}", "; set data.workers 0 to see where it ends"
+                if process.exitcode < 0:
+                    killer = signal.Signals(-process.exitcode)
+                    what, advice = f"was killed by {killer.name}", SIGNAL_HINTS.get(killer, "")
+                raise self._worker_error(number, what, advice) from error
         if not str(error).startswith("DataLoader timed out"):
             raise error
         if waited >= self.timeout:
-            raise WorkerError(self._hang_error()) from error
+            what = f"has not answered for {self.timeout:g} s"
+            advice = ": check these samples and the storage, or raise data.worker_timeout"
+            raise self._worker_error(self.done % len(self.processes), what, advice) from error
 
-    def _death_error(self, number: int) -> str:
-        code = self.processes[number].exitcode
-        if code >= 0:
-            advice = "; set data.workers 0 to see where it ends"
-            return self._worker_error(number, f"exited with code {code}", advice)
-        return self._worker_error(number, f"was killed by {signal.Signals(-code).name}", SIGNAL_HINTS.get(-code, ""))
-
-    def _hang_error(self) -> str:
-        advice = ": check these samples and the storage, or raise data.worker_timeout"
-        return self._worker_error(self.done % len(self.processes), f"has not answered for {self.timeout:g} s", advice)
-
-    def _worker_error(self, number: int, what: str, advice: str) -> str:
+    def _worker_error(self, number: int, what: str, advice: str) -> WorkerError:
         workers = len(self.processes)
         dealt = list(self.under_way)[(number - self.done) % workers :: workers]  # in turn
         indices = [index for request in dealt for index in request.indices]
         more = f" and {len(indices) - 8} more" if len(indices) > 8 else ""
         samples = f"samples {', '.join(map(str, indices[:8]))}{more}" if indices else "nothing"
         name = f"data worker {number} of {workers} (pid {self.processes[number].pid})"
-        return f"{name} {what} while loading {samples}{advice}"
+        return WorkerError(f"{name} {what} while loading {samples}{advice}")
 
     def kill(self) -> None:
         for process in self.processes:
