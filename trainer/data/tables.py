@@ -21,12 +21,7 @@ from datasets.utils.extract import Extractor
 
 from trainer.data.base import MAX_LINE_BYTES, root_cause, separator_of
 from trainer.data.cache import cache_folder, checksums, hash_of, inspect_cached
-from trainer.data.parquet_files import (
-    open_parquet,
-    read_group,
-    require_sane_growth,
-    text_columns,
-)
+from trainer.data.parquet_files import open_parquet, read_group, require_sane_growth, text_columns
 from trainer.data.rows import (
     AUTO_FORMAT,
     COMPRESSED,
