@@ -63,14 +63,25 @@ class PaddedDataset(BuiltinDataset):
         require(self._pad is not None, f"{type(self).__name__}: call prepare(tokenizer) before collate")
         return self._pad(samples)
 
+    @staticmethod
+    def _name_texts(texts: Sequence[Any]) -> Iterator[tuple[Any, str]]:
+        """Yield the user's ``texts``, or lists of messages, each with a name for messages. Rejects empty ones."""
+        require(len(texts) > 0, "no texts were given")
+        for position, text in enumerate(texts, start=1):
+            place = f"text {position} (the first is 1)" if len(texts) > 1 else "the text"
+            require(bool(text.strip() if isinstance(text, str) else text), f"{place} is empty")
+            yield text, place
 
-def name_texts(texts: Sequence[Any]) -> Iterator[tuple[Any, str]]:
-    """Yield the user's ``texts``, or lists of messages, each with a name for messages. Rejects empty ones."""
-    require(len(texts) > 0, "no texts were given")
-    for position, text in enumerate(texts, start=1):
-        place = f"text {position} (the first is 1)" if len(texts) > 1 else "the text"
-        require(bool(text.strip() if isinstance(text, str) else text), f"{place} is empty")
-        yield text, place
+    def _shard_files(self, part: str) -> list[Path]:
+        """Return the .parquet files of a split, which are none if it is not set."""
+        if (pattern := getattr(self, f"{part}_files")) is None:
+            return []
+        key = f"data.{part}_files={pattern!r}"
+        found = glob_files(key, pattern, ["*.parquet"])
+        for name in found:
+            cause = f"{key}: {name} is not a .parquet file, and rows of other files cannot be located alone"
+            require(name.suffix == ".parquet", f"{cause}: convert it to Parquet first (docs/data.md shows how)")
+        return found
 
 
 @dataclass(kw_only=True)
@@ -104,7 +115,7 @@ class Texts(PaddedDataset):
         from trainer.data.tokens import Padder, check_tokenizer, encode, require_text
 
         check_tokenizer(tokenizer, self.max_length)
-        for text, place in name_texts(texts):
+        for text, place in self._name_texts(texts):
             require_text(text, partial(str, place), self.max_length, "--text")
         read: Sequence[Any] = [text.split() for text in texts] if self._task == "token" else texts
         if self.pair_column is not None:
@@ -456,7 +467,7 @@ class StreamedText(Texts):
 
     def require_files(self) -> None:
         for part in PARTS:
-            shard_files(self, part)
+            self._shard_files(part)
 
     def prepare(self, tokenizer: Any = None, model: Model | None = None) -> None:
         """Read the footers of the files; texts are read and tokenised later."""
@@ -488,10 +499,10 @@ class StreamedText(Texts):
 
     def _find(self, part: str) -> list[Shard]:
         from trainer.data.cache import cache_folder
-        from trainer.data.shards import find_shards
+        from trainer.data.shards import find_shards, require_rows
 
         asked = self.label_column if part == "train" and self.classes is None else None
-        shards = find_shards(shard_files(self, part), cache_folder(self.cache_dir), asked)
+        shards = find_shards(self._shard_files(part), cache_folder(self.cache_dir), asked)
         for shard in shards:
             check_columns(shard.path, shard.columns, text_column=self.text_column, label_column=self.label_column)
         require_rows(f"data.{part}_files={getattr(self, f'{part}_files')!r}", shards)
@@ -515,20 +526,3 @@ def glob_files(key: str, pattern: str, kinds: Sequence[str]) -> list[Path]:
         names = {name for name in glob(str(path), recursive=True) if not Path(name).is_dir()}
         require(len(names) > 0, f"{key}: there is no such folder or file: give one by --{key.partition('=')[0]}")
     return sorted(map(Path, names))
-
-
-def shard_files(data: Any, part: str) -> list[Path]:
-    """Return the .parquet files of a split of ``data``, which are none if it is not set."""
-    if (pattern := getattr(data, f"{part}_files")) is None:
-        return []
-    key = f"data.{part}_files={pattern!r}"
-    found = glob_files(key, pattern, ["*.parquet"])
-    for name in found:
-        cause = f"{key}: {name} is not a .parquet file, and rows of other files cannot be located alone"
-        require(name.suffix == ".parquet", f"{cause}: convert it to Parquet first (docs/data.md shows how)")
-    return found
-
-
-def require_rows(key: str, shards: Sequence[Shard]) -> None:
-    paths = format_list([shard.path for shard in shards])
-    require(any(shard.groups for shard in shards), f"{key}: no rows in {paths}")
