@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import os
 import sys
+import time
 import traceback
 from collections.abc import Callable, Mapping, Sequence
 from importlib.util import module_from_spec, spec_from_file_location
@@ -18,9 +20,9 @@ from trainer.errors import MissingArgumentError, RecipeError, require, safe_mess
 from trainer.recipe import Optim, Recipe
 from trainer.settings import CLASS, change, dump_recipe, settings_of
 from trainer.system.environment import is_first_process
-from trainer.system.files import default_folder, make_folder
+from trainer.system.files import default_folder, make_folder, write_atomic
 from trainer.system.names import did_you_mean
-from trainer.system.redact import refuse_redacted
+from trainer.system.redact import redact_value, refuse_redacted
 from trainer.system.text import escaped, wrapped
 
 if TYPE_CHECKING:
@@ -300,6 +302,15 @@ def parse_count(name: str, text: str) -> int:
     if not (text.isascii() and text.isdecimal() and len(text) < 10 and 0 < int(text) <= MAX_COUNT):
         raise RecipeError(f"--{name}={text[:40]!r} must be an integer from 1 to {MAX_COUNT:,}")
     return int(text)
+
+
+def write_content(path: Path, subject: Mapping[str, Any], found: Mapping[str, Any]) -> dict[str, Any]:
+    """Write the result of a command as JSON, and return it: ``subject``, the date, ``found``, and versions."""
+    from trainer.report.summary import versions
+
+    content = {**subject, "date": time.strftime("%Y-%m-%d %H:%M:%S %z"), **redact_value(found), "versions": versions()}
+    write_atomic(path, json.dumps(content, indent=1, ensure_ascii=False) + "\n")
+    return content
 
 
 def create_output_folder(command: str, wanted: str | None, reference: str) -> Path:
