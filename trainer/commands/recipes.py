@@ -45,17 +45,10 @@ def packaged_recipes() -> list[str]:
 def load_recipe(reference: str, *, trusted: bool = False) -> tuple[Recipe, str | None]:
     """Return the recipe ``reference`` and its source: a packaged name or the absolute path of a Python file.
 
-    The source is ``None`` for a YAML file that names classes instead of a recipe.
-
-    Args:
-        reference: a packaged name, a path to a ``.py`` file that defines ``recipe``, or a path to a ``.yaml`` file. The
-            YAML file names a recipe with the key ``recipe``, or the classes of model and data; its other settings are
-            applied.
-        trusted: execute a ``.py`` file that the YAML file names (``--trust-recipe``). A ``.py`` file that is itself
-            ``reference`` is always executed.
-
-    Raises:
-        RecipeError: if there is no such recipe, or it does not load.
+    ``reference`` is a packaged name, a ``.py`` file that defines ``recipe``, or a ``.yaml`` file. The YAML file names a
+    recipe, or the classes of model and data, in which case the source is ``None``; its other settings are applied. A
+    ``.py`` file that it names is executed only if ``trusted`` (``--trust-recipe``). Raises ``RecipeError`` if there is
+    no such recipe, or it does not load.
     """
     if not reference.endswith((".yaml", ".yml")):
         source = source_of(reference)
@@ -259,8 +252,7 @@ def resolve(
         in_yaml |= yaml_changes(parser, path, rest, (TRUST_RECIPE, None) in flags)
     by_flags = parser.read_flags([(name, text) for name, text in flags if not _names_class(name)], in_yaml)
     require_settings(recipe, needed, in_yaml, by_flags)
-    resolved = change(recipe, in_yaml, by_flags)
-    asked = {**in_yaml, **by_flags}
+    resolved, asked = change(recipe, in_yaml, by_flags), {**in_yaml, **by_flags}
     if "model.name" in asked and "data.max_length" not in asked:
         resolved = _fit_max_length(resolved)
     refuse_redacted({key: setting.value for key, setting in settings_of(resolved).items()})

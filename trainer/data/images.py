@@ -344,10 +344,9 @@ class ImageFolder(_ImageDataset):
         kept, held = self._hold_out([label for _, label in files["train"]])
         if held:
             files["val"] = [files["train"][i] for i in held]
-        self.train = ImageFiles([files["train"][i] for i in kept], self._transform(augmented=True), checked)
-        self.val, self.test = (
-            ImageFiles(files[part], self._transform(), checked) if part in files else None for part in ("val", "test")
-        )
+        files["train"] = [files["train"][i] for i in kept]
+        for part, samples in files.items():
+            setattr(self, part, ImageFiles(samples, self._transform(augmented=part == "train"), checked))
 
     def _list(self) -> dict[str, list[tuple[str, int]]]:
         """Return the files of every part and their classes. Sets ``class_names`` and ``num_classes``."""

@@ -200,9 +200,8 @@ class LanguageData(PaddedDataset):
                 cause = f"{shard.path} has {format_list(names)}, but {shards[0].path} has {format_list(columns[0])}"
                 require(names == columns[0], f"{cause}: a stream needs the same columns in all files")
             require_rows(f"data.{part}_files", shards)
-            # Evaluation reads from the first row to the last, so one row group at a time is enough.
-            mixed = self.shuffle_buffer if part == "train" else 1
-            setattr(self, part, StreamedSplit(shards, FirstSamplePerRow(reader, columns[0]), self._pad, mixed))
+            encode = FirstSamplePerRow(reader, columns[0])
+            setattr(self, part, StreamedSplit(shards, encode, self._pad, self._mixed(part)))
 
     def _reader(self, tokenizer: Any) -> Any:
         raise NotImplementedError

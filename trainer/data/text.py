@@ -50,6 +50,7 @@ class PaddedDataset(BuiltinDataset):
     """Base class of datasets that need a tokenizer."""
 
     max_length: int
+    shuffle_buffer: int
     pair_column: str | None = None  # a setting of datasets that support pairs
 
     _pad: Any = None
@@ -71,6 +72,10 @@ class PaddedDataset(BuiltinDataset):
             place = f"text {position} (the first is 1)" if len(texts) > 1 else "the text"
             require(bool(text.strip() if isinstance(text, str) else text), f"{place} is empty")
             yield text, place
+
+    def _mixed(self, part: str) -> int:
+        """Evaluation reads from the first row to the last, so one row group at a time is enough."""
+        return self.shuffle_buffer if part == "train" else 1
 
     def _shard_files(self, part: str) -> list[Path]:
         """Return the .parquet files of a split, which are none if it is not set."""
@@ -209,7 +214,7 @@ class _TokenizedDataset(ClassWeightedDataset, Texts):
         is_single = self._task == "single_label"
         cause = f"{column} has {len(labels):,} different numbers such as {labels[0]}, which looks like regression"
         fix = f"use --model.task regression, or {CLASS_COLUMN}"
-        require(not (is_single and _is_continuous(labels)), f"{cause}: {fix}")
+        require(not (is_single and is_continuous(labels)), f"{cause}: {fix}")
         self._set_classes(sort_classes(labels))
         cause = f"{column} is {self.class_names[0]!r} in every row, but a classifier needs two classes or more"
         enough = self.num_classes > 1 or self._task == "multi_label"
@@ -219,8 +224,8 @@ class _TokenizedDataset(ClassWeightedDataset, Texts):
         return {name: index for index, name in enumerate(self.class_names)}
 
 
-def _is_continuous(labels: Sequence[str]) -> bool:
-    """Return whether labels are numbers, not all of them integers, and too many to be classes."""
+def is_continuous(labels: Iterable[str]) -> bool:
+    """Return whether distinct labels are numbers, not all of them integers, and too many to be classes."""
     try:
         numbers = list(map(float, labels))
     except ValueError:  # a word
@@ -478,12 +483,10 @@ class StreamedText(Texts):
         check_tokenizer(tokenizer, self.max_length)
         found = {part: self._find(part) for part in PARTS if getattr(self, f"{part}_files")}
         key = f"data.label_column={self.label_column!r}"
-        if self.classes is None:
-            names = sort_classes(label for shard in found["train"] for label in shard.labels)
-            require(len(names) > 0, f"{key}: no row of the training files has a label: add labels")
-        else:
-            names = self.classes
-            require(len(set(names)) == len(names), "data.classes contains a label twice: give each label once")
+        labels = (label for shard in found["train"] for label in shard.labels)
+        names = sort_classes(labels) if self.classes is None else self.classes
+        require(names != [] or self.classes == [], f"{key}: no row of the training files has a label: add labels")
+        require(len(set(names)) == len(names), "data.classes contains a label twice: give each label once")
         self._set_classes(names)
         only = f"data.train_files={self.train_files!r}: the only class is {self.class_names}"
         require(len(names) > 1, f"{only}, but a classifier needs two or more: add rows of another class")
@@ -491,11 +494,8 @@ class StreamedText(Texts):
         columns, numbers = (self.text_column, self.label_column), {name: number for number, name in enumerate(names)}
         self._pad = Padder(tokenizer, self.max_length)
         read = TokenizedWithLabels(columns, numbers, self._pad)
-        self.train = StreamedSplit(found["train"], read, self._pad, self.shuffle_buffer)
-        # Evaluation reads from the first row to the last, so one row group at a time is enough.
-        self.val, self.test = (
-            StreamedSplit(found[part], read, self._pad, mixed=1) if part in found else None for part in ("val", "test")
-        )
+        for part, shards in found.items():
+            setattr(self, part, StreamedSplit(shards, read, self._pad, self._mixed(part)))
 
     def _find(self, part: str) -> list[Shard]:
         from trainer.data.cache import cache_folder

@@ -297,11 +297,8 @@ def label_texts(table: datasets.Dataset) -> list[str]:
 
 
 def complete_rows(table: datasets.Dataset, rows: RowSource, missing: Missing) -> Sequence[int]:
-    """Return the rows of a table of :func:`tokenize_table` that have a text and a label.
-
-    Raises:
-        RecipeError: if rows are incomplete and ``missing`` is error, or if no row is complete.
-    """
+    """Return the rows of a table of :func:`tokenize_table` that have a text and a label, which must be all of them if
+    ``missing`` is error."""
     is_gap = pc.is_null(table.data.column("label_text")).to_numpy()
     gaps = np.flatnonzero(is_gap).tolist()
     if not gaps:
