@@ -10,7 +10,7 @@ import traceback
 import warnings
 from collections.abc import Callable, Sequence
 from importlib import import_module
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import trainer
 from trainer.errors import EXIT_REQUEUE, MissingArgumentError, RecipeError, RunError, RunStoppedError
@@ -59,8 +59,7 @@ options:
   -h, --help                show this page; `trainer fit RECIPE --help` lists every flag, with its value in that recipe
   --version                 show the version
 """
-PEER_LOST_MESSAGES = ("Connection closed by peer", "Connection reset by peer")
-"""Parts of the message of a collective when another rank has ended."""
+PEER_LOST_MESSAGES = ("Connection closed by peer", "Connection reset by peer")  # of a collective; another rank ended
 
 COMMANDS = {
     "fit": "commands.runs:fit",
@@ -140,9 +139,9 @@ def _exit_process(code: int, fast: bool = False) -> NoReturn:
     A failed rank of several skips it too, because gloo may abort in it and change the exit code.
     """
     status_line.clear_status()
-    launched = sys.modules.get("trainer.faults.signals")  # if not imported, nothing that could abort was started
+    launched: Any = sys.modules.get("trainer.faults.signals")  # if not imported, nothing that could abort was started
     failed = launched is not None and code != 0 and read_int_variable("WORLD_SIZE", 1) > 1
-    if launched is not None and failed:
+    if failed:
         launched.wait_for_children()
     elif fast:
         threading._shutdown()  # type: ignore[attr-defined]
@@ -157,8 +156,7 @@ def _exit_process(code: int, fast: bool = False) -> NoReturn:
 def _report_broken_stdout(argv: Sequence[str]) -> int:
     """Report output that could not be written and return 1; return 0 for training, which does not depend on it."""
     trains = argv[:1] in (["fit"], ["run"]) and not {"-h", "--help", "--print_config"} & set(argv)
-    error = None if trains else stdout_error()
-    if error is None:
+    if trains or (error := stdout_error()) is None:
         return 0
     from trainer.system.error_reports import print_error
 

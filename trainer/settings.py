@@ -31,8 +31,7 @@ class Setting(NamedTuple):
 
 def settings_of(node: Any, prefix: str = "") -> dict[str, Setting]:
     """Return all fields of a dataclass that YAML can hold, by dotted name; fields of sections come last."""
-    own: dict[str, Setting] = {}
-    nested: dict[str, Setting] = {}
+    own, nested = dict[str, Setting](), dict[str, Setting]()
     declared = inspect.get_annotations(type(node))  # fields of the class itself come before inherited ones
     for field in sorted(dataclasses.fields(node), key=lambda field: field.name not in declared):
         key, value = f"{prefix}{field.name}", getattr(node, field.name)
@@ -56,11 +55,9 @@ def change(recipe: Recipe, *levels: Mapping[str, Any]) -> Recipe:
 def _defaults_for_other_data(recipe: Recipe, before: Mapping[str, Any], asked: Mapping[str, Any]) -> dict[str, Any]:
     """Return defaults for settings that were only set ``before`` and belong to other data, such as validation files."""
     data: Any = recipe.data
-    left = [
-        names for key, names in data.belonging.items() if asked.get(f"data.{key}") not in (None, before[f"data.{key}"])
-    ]
-    defaults = {field.name: field.default for field in dataclasses.fields(data)} if left else {}
-    return {f"data.{one}": defaults[one] for names in left for one in names if f"data.{one}" not in asked}
+    changed = [key for key in data.belonging if asked.get(f"data.{key}") not in (None, before[f"data.{key}"])]
+    left = [name for key in changed for name in data.belonging[key] if f"data.{name}" not in asked]
+    return {f"data.{name}": data.__dataclass_fields__[name].default for name in left}
 
 
 def _of_other_model(before: Mapping[str, Any], asked: Mapping[str, Any]) -> dict[str, Any]:
@@ -69,11 +66,10 @@ def _of_other_model(before: Mapping[str, Any], asked: Mapping[str, Any]) -> dict
     if not isinstance(name, str) or name == before.get("model.name"):
         return {}
     folder = Path(name.removeprefix("file://"))
+    has_weights = has_tokenizer = "/" in name and before.get("model.weights") is not None
     if os.path.isdir(folder):  # unlike Path.is_dir, also for an invalid name
         has_weights = any(folder.glob("*.safetensors")) or any(folder.glob("*.bin"))
         has_tokenizer = any(folder.glob("tokenizer*")) or any(folder.glob("vocab*"))
-    else:
-        has_weights = has_tokenizer = "/" in name and before.get("model.weights") is not None
     follows = {"model.weights": name, "model.revision": None} if has_weights else {}
     follows |= {"model.tokenizer": None} if has_tokenizer else {}  # null takes that of the weights
     return {key: value for key, value in follows.items() if key in before and key not in asked}
@@ -151,10 +147,8 @@ def _nest(flat: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _replace(node: Any, changes: Mapping[str, Any]) -> Any:
-    values = {}
-    for name, value in changes.items():
-        before = getattr(node, name)
-        values[name] = _replace(before, value) if _is_section(before) else value
+    before = {name: getattr(node, name) for name in changes}
+    values = {name: _replace(before[name], new) if _is_section(before[name]) else new for name, new in changes.items()}
     try:
         return dataclasses.replace(node, **values)
     except RecipeError:

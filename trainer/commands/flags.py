@@ -241,12 +241,10 @@ def find_line(path: Path, key: str) -> int | None:
 
 
 def load_yaml(text: str) -> Any:
-    """Parse YAML with jsonargparse's safe loader.
+    """Parse YAML with jsonargparse's safe loader. Raises ``YAMLError`` for invalid YAML.
 
-    Raises:
-        RecipeError: for a duplicate key (the loader would silently keep the last), for a key that is not a scalar, and
-            for aliases that expand to more than :data:`MAX_YAML_NODES` entries.
-        YAMLError: for invalid YAML, and for a value that does not fit its tag.
+    Duplicate keys, of which the loader would silently keep the last, keys that are not scalars, and aliases that expand
+    to more than :data:`MAX_YAML_NODES` entries are a ``RecipeError``.
     """
     root, seen = None, 0
     if yaml.__with_libyaml__ and sum(map(text.count, "[{-?:")) <= MAX_FOR_C:

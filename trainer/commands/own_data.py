@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 from trainer.data.base import IMAGES, format_counts
 from trainer.data.rows import MAX_ROWS, CsvFormat, first_rows
-from trainer.data.text import csv_format
+from trainer.data.text import csv_format, is_continuous
 from trainer.errors import RecipeError, format_list, require
 
 MAX_CLASSES = 50  # distinct values of a column that can be the label without being called so
@@ -54,10 +54,8 @@ def is_own_data(reference: str) -> bool:
 def infer(reference: str, given: Mapping[str, str], command: str = "fit") -> Inferred:
     """Infer recipe and flags for ``reference``: a table, a text, or a folder of images, texts or tables.
 
-    The flags ``given`` by the user are not inferred, and decide between several columns.
-
-    Raises:
-        RecipeError: if the data have no reading, or more than one; it names the flags that decide.
+    The flags ``given`` by the user are not inferred, and decide between several columns. Raises ``RecipeError`` if the
+    data have no reading, or more than one; it names the flags that decide.
     """
     path = Path(reference)
     try:
@@ -179,11 +177,7 @@ def _task(values: Sequence[Any]) -> str:
     filled = [str(value) for value in values if value not in (None, "")]
     if (values and all(isinstance(value, list) for value in values)) or any("|" in value for value in filled):
         return "multi_label"
-    try:
-        numbers = [float(value) for value in filled]
-    except ValueError:
-        return "single_label"
-    return "regression" if len({*numbers}) > 20 and not all(map(float.is_integer, numbers)) else "single_label"
+    return "regression" if is_continuous({*filled}) else "single_label"
 
 
 def _other_parts(path: Path) -> dict[str, Path]:

@@ -7,18 +7,16 @@ import json
 import os
 import shlex
 import sys
-import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from trainer.commands import TRUST_RECIPE, CommandFlags
-from trainer.commands.recipes import ParsedCommand, create_output_folder, parse_command, parse_count
+from trainer.commands.recipes import ParsedCommand, create_output_folder, parse_command, parse_count, write_content
 from trainer.contract import without_weights
 from trainer.errors import RecipeError, RunError, require
 from trainer.fakegpu.gpus import NO_GPU, gpu_named, host_as_device
 from trainer.recipe import Recipe
-from trainer.system.files import write_atomic
 from trainer.system.imports import quick_imports
 from trainer.system.machine import gpu_possible
 from trainer.system.redact import redact, redact_value
@@ -140,7 +138,8 @@ def _run_search(asked: ParsedCommand, own: dict[str, str]) -> tuple[dict[str, An
     elif report.chosen is not None:
         print(f"\nthe chosen plan{over} (no packaged recipe trains this model):\n{settings(report)}")
     found = {"parameters": size.parameters, "trained_parameters": size.trained, **report.to_json()}
-    content = _write(out / "plan.json", reference, found | {"command": " ".join(command) or None})
+    found["command"] = " ".join(command) or None
+    content = write_content(out / "plan.json", {"recipe": redact(reference)}, found)
     drawn = report.drawn.prediction if report.drawn is not None else None
     write_page(out / "plan.html", content, drawn.timeline if drawn is not None else None)
     print(f"\nfiles: {escaped(out)}: plan.json, plan.html")
@@ -168,18 +167,7 @@ def _parse_clusters(recipe: Recipe, own: dict[str, str], several: bool) -> list[
     return found
 
 
-def _write(path: Path, reference: str, found: dict[str, Any]) -> dict[str, Any]:
-    from trainer.report.summary import versions
-
-    date = time.strftime("%Y-%m-%d %H:%M:%S %z")
-    content: dict[str, Any] = redact_value({"recipe": reference, "date": date, **found, "versions": versions()})
-    write_atomic(path, json.dumps(content, indent=1, ensure_ascii=False) + "\n")
-    return content
-
-
-def command_for_plan(
-    reference: str, passed: Sequence[tuple[str, str | None]], recipe: Recipe, report: PlanReport
-) -> list[str]:
+def command_for_plan(reference: str, passed: Flags, recipe: Recipe, report: PlanReport) -> list[str]:
     """Return the command that trains the chosen plan, including the given flags; empty without a plan."""
     if report.chosen is None:
         return []
@@ -227,7 +215,7 @@ def _run_scale(asked: ParsedCommand, own: dict[str, str]) -> tuple[dict[str, Any
     lines += [f"not simulated: {line}" for line in refused(report)]
     lines += [f"assumed: {line}" for line in ASSUMED] + [f"note: {line}" for line in report.notes]
     print("\n".join(wrapped(f"- {redact(line)}", "  ") for line in lines))
-    content = _write(out / "scale.json", reference, to_json(report))
+    content = write_content(out / "scale.json", {"recipe": redact(reference)}, to_json(report))
     print(f"\nfiles: {escaped(out)}: scale.json")
     missing = "nothing fits on any of these numbers of devices: use more devices, or plan for one number"
     return content, "" if any(row["fits"] for row in content["rows"]) else missing

@@ -3,19 +3,16 @@
 from __future__ import annotations
 
 import json
-import time
 from collections.abc import Sequence
 from pathlib import Path
 
 from trainer.commands import CommandFlags
-from trainer.commands.recipes import create_output_folder, parse_count
+from trainer.commands.recipes import create_output_folder, parse_count, write_content
 from trainer.errors import RunError, require
 from trainer.fakegpu import script as scripts
 from trainer.fakegpu.gpus import gpu_named
-from trainer.report.summary import versions
-from trainer.system.files import write_atomic
 from trainer.system.names import did_you_mean
-from trainer.system.redact import redact_value, redact_words
+from trainer.system.redact import redact, redact_words
 from trainer.system.text import escaped, parse_budget, wrapped
 
 VALUED = {
@@ -54,14 +51,11 @@ def plan_script(argv: Sequence[str]) -> None:
     require(not positionals, f"unexpected {' '.join(positionals)}: {own}")
     configs = [text or "" for name, text in flags if name == "config"]
     script = _parse_script({name: text or "" for name, text in flags}, configs, args)
-    shown, date = redact_words(args), time.strftime("%Y-%m-%d %H:%M:%S %z")
-    answer = scripts.plan_script(script)
+    shown, answer = redact_words(args), scripts.plan_script(script)
     timeline, capacity, title = answer.pop("picture")
     plot_plan(timeline, capacity, title, Path(script.out, "plan.png"))
-    found = {"script": script.path, "args": shown, "date": date} | redact_value(answer)
-    text = found.pop("text")
-    found["versions"] = versions()
-    write_atomic(Path(script.out, "plan.json"), json.dumps(found, indent=1, ensure_ascii=False) + "\n")
+    text = redact(answer.pop("text"))
+    found = write_content(Path(script.out, "plan.json"), {"script": script.path, "args": shown}, answer)
     lines = [wrapped(f"script    {' '.join([script.path, *shown])}", " " * 10), text]
     lines += [f"steps     {found['steps']} traced"] + [f"outlined  {line}" for line in found["outlined"]]
     lines += [f"\nfiles: {escaped(Path(script.out))}: plan.json, plan.png, {scripts.LOG}"]

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import os
 import sys
+import time
 import traceback
 from collections.abc import Callable, Mapping, Sequence
 from importlib.util import module_from_spec, spec_from_file_location
@@ -18,9 +20,9 @@ from trainer.errors import MissingArgumentError, RecipeError, require, safe_mess
 from trainer.recipe import Optim, Recipe
 from trainer.settings import CLASS, change, dump_recipe, settings_of
 from trainer.system.environment import is_first_process
-from trainer.system.files import default_folder, make_folder
+from trainer.system.files import default_folder, make_folder, write_atomic
 from trainer.system.names import did_you_mean
-from trainer.system.redact import refuse_redacted
+from trainer.system.redact import redact_value, refuse_redacted
 from trainer.system.text import escaped, wrapped
 
 if TYPE_CHECKING:
@@ -43,17 +45,10 @@ def packaged_recipes() -> list[str]:
 def load_recipe(reference: str, *, trusted: bool = False) -> tuple[Recipe, str | None]:
     """Return the recipe ``reference`` and its source: a packaged name or the absolute path of a Python file.
 
-    The source is ``None`` for a YAML file that names classes instead of a recipe.
-
-    Args:
-        reference: a packaged name, a path to a ``.py`` file that defines ``recipe``, or a path to a ``.yaml`` file. The
-            YAML file names a recipe with the key ``recipe``, or the classes of model and data; its other settings are
-            applied.
-        trusted: execute a ``.py`` file that the YAML file names (``--trust-recipe``). A ``.py`` file that is itself
-            ``reference`` is always executed.
-
-    Raises:
-        RecipeError: if there is no such recipe, or it does not load.
+    ``reference`` is a packaged name, a ``.py`` file that defines ``recipe``, or a ``.yaml`` file. The YAML file names a
+    recipe, or the classes of model and data, in which case the source is ``None``; its other settings are applied. A
+    ``.py`` file that it names is executed only if ``trusted`` (``--trust-recipe``). Raises ``RecipeError`` if there is
+    no such recipe, or it does not load.
     """
     if not reference.endswith((".yaml", ".yml")):
         source = source_of(reference)
@@ -257,8 +252,7 @@ def resolve(
         in_yaml |= yaml_changes(parser, path, rest, (TRUST_RECIPE, None) in flags)
     by_flags = parser.read_flags([(name, text) for name, text in flags if not _names_class(name)], in_yaml)
     require_settings(recipe, needed, in_yaml, by_flags)
-    resolved = change(recipe, in_yaml, by_flags)
-    asked = {**in_yaml, **by_flags}
+    resolved, asked = change(recipe, in_yaml, by_flags), {**in_yaml, **by_flags}
     if "model.name" in asked and "data.max_length" not in asked:
         resolved = _fit_max_length(resolved)
     refuse_redacted({key: setting.value for key, setting in settings_of(resolved).items()})
@@ -300,6 +294,15 @@ def parse_count(name: str, text: str) -> int:
     if not (text.isascii() and text.isdecimal() and len(text) < 10 and 0 < int(text) <= MAX_COUNT):
         raise RecipeError(f"--{name}={text[:40]!r} must be an integer from 1 to {MAX_COUNT:,}")
     return int(text)
+
+
+def write_content(path: Path, subject: Mapping[str, Any], found: Mapping[str, Any]) -> dict[str, Any]:
+    """Write the result of a command as JSON, and return it: ``subject``, the date, ``found``, and versions."""
+    from trainer.report.summary import versions
+
+    content = {**subject, "date": time.strftime("%Y-%m-%d %H:%M:%S %z"), **redact_value(found), "versions": versions()}
+    write_atomic(path, json.dumps(content, indent=1, ensure_ascii=False) + "\n")
+    return content
 
 
 def create_output_folder(command: str, wanted: str | None, reference: str) -> Path:

@@ -74,9 +74,7 @@ class BuiltinDataset(Loading):
             both = f"data.{name}={value!r} and data.val_fraction={fraction} exclude each other: give one"
             require(value is None or fraction == 0, both)
 
-    def _make_spec(
-        self, train: int, test: int, num_classes: int, tensors: Mapping[str, tuple[str, tuple[int, ...]]], **more: Any
-    ) -> DataSpec:
+    def _make_spec(self, train: int, test: int, num_classes: int, tensors: Mapping[str, Any], **more: Any) -> DataSpec:
         """Return the spec of ``train`` samples, some of them held out, and ``test`` samples, with one label each."""
         held = math.ceil(self.val_fraction * train)
         return DataSpec({**tensors, "labels": ("int64", ())}, train - held, held, test, num_classes, **more)

@@ -24,6 +24,8 @@ CHUNK = 1 << 20  # bytes of a file that are hashed at once
 MAX_CACHE_JSON_BYTES = 1 << 30  # max bytes of a note on files, which has some hundred bytes per file
 MTIME_SETTLE_NS = 2_000_000_000  # time after a change in which another one may leave the time of change the same
 
+Inspection = Callable[[Sequence[Path]], list[Any]]  # returns a JSON value per file
+
 
 def cache_folder(cache_dir: str | None) -> Path:
     """Return the folder of the cache: in ``cache_dir``, or in the cache of ``datasets`` (``HF_DATASETS_CACHE``)."""
@@ -119,11 +121,7 @@ def checksum(path: Path, max_bytes: float = MAX_HASHED_BYTES) -> str:
 
 
 def inspect_cached(
-    root: Path,
-    paths: Sequence[Path],
-    inspect: Callable[[Sequence[Path]], list[Any]],
-    *asked: Any,
-    worth_keeping: Callable[[Sequence[Any]], bool] = bool,
+    root: Path, paths: Sequence[Path], inspect: Inspection, *asked: Any, worth_keeping: Callable[[Any], bool] = bool
 ) -> list[Any]:
     """Return the results of ``inspect`` for the files, cached while their paths, inodes, sizes and change times stay.
 

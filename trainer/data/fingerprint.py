@@ -30,12 +30,10 @@ def fingerprint(data: Data) -> str:
     Equal content gives an equal hash, independent of paths, file names, processes, workers and ranks. The hash detects
     a change of a sample, a label, the order, the tokenisation or the augmentation:
 
-    * always, for arrays (every pixel), folders of images (every byte of every file) and texts (every token, up to 1 GiB
-      of them);
+    * always, for arrays, folders of images (every byte of every file) and texts (every token, up to 1 GiB of them);
     * for a custom dataset whose splits define ``fingerprint() -> str``, as that function does;
-    * for a ``datasets.Dataset``: in every row up to 1 GiB, in evenly spread blocks of rows of a larger one, and in up
-      to 64 samples as returned (which shows formats and transforms);
-    * for any other split: in its size, ``lengths`` and ``augmented``, and in up to 64 evenly spread samples, drawn with
+    * for a ``datasets.Dataset``: in every row up to 1 GiB, in evenly spread blocks of rows of a larger one;
+    * for these and any other split: in size, ``lengths``, ``augmented``, and up to 64 evenly spread samples, drawn with
       fixed seeds. Changes of other samples are not detected. A sample that cannot be loaded is hashed as such.
     """
     content = ContentHasher(1, data.num_classes, list(data.class_names or []))

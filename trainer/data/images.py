@@ -89,9 +89,8 @@ class Augmentation:
             require_fraction(f"data.{name}", getattr(self, name), most=MAX_MIXUP_ALPHA)
         require_fraction("data.mix_probability", self.mix_probability)
         unused = f"data.mix_probability={self.mix_probability} has no effect without data.mixup or data.cutmix"
-        require(
-            self.mix_probability == 1 or self.mixup_config() is not None, f"{unused}: set one, such as data.mixup 0.2"
-        )
+        is_used = self.mix_probability == 1 or self.mixup_config() is not None
+        require(is_used, f"{unused}: set one, such as data.mixup 0.2")
         wrong, fix = f"data.transform={self.transform!r} is not a function", "transform=my_function"
         require(self.transform is None or callable(self.transform), f"{wrong}: give one in a Python recipe, {fix}")
 
@@ -104,7 +103,6 @@ class _ImageDataset(Augmentation, ClassWeightedDataset):
         val_fraction: share of the training images held out for validation; always the same images.
         normalize: normalise by mean and standard deviation of dataset (this dataset), imagenet (which most pretrained
             models expect), or model (its training images; imagenet if the model does not specify them).
-        workers: processes that load data; 0 loads in the main process, null is up to 4 per rank on a GPU, else 0.
     """
 
     image_size: int | None
@@ -279,12 +277,10 @@ class FashionMNIST(_DownloadedImages):
 class CIFAR10(_DownloadedImages):
     """CIFAR-10: 50,000 training and 10,000 test images of animals and vehicles, 32 × 32 pixels.
 
-    torchvision reads the public download and checks the MD5 of every file first.
-
     Args:
         root: folder that contains, or gets by download, cifar-10-batches-py; or an .npz file with images (uint8, n ×
             32 × 32 × 3), labels, split (0 train, 1 test) and class_names.
-        download: download the files (170 MB) if they are missing.
+        download: download the files (170 MB) if they are missing; torchvision checks their MD5 before every run.
     """
 
     _statistics = (0.4914, 0.4822, 0.4465), (0.2470, 0.2435, 0.2616)
@@ -309,10 +305,8 @@ class CIFAR10(_DownloadedImages):
 class ImageFolder(_ImageDataset):
     """Custom images: ROOT/train/CLASS/*.png, and the same for test and val; the folder names are the classes.
 
-    ROOT/CLASS/*.png also works, with a val_fraction. Hidden files and folders are ignored.
-
-    Images are resized by their shorter side, cropped to the centre square and normalised. Every file is opened and
-    checked before training begins.
+    ROOT/CLASS/*.png also works, with a val_fraction. Hidden files and folders are ignored. Images are resized by their
+    shorter side, cropped to the centre square and normalised. Every file is checked before training begins.
 
     Args:
         root: folder that contains train, and val or test or both; or the class folders themselves.
@@ -350,10 +344,9 @@ class ImageFolder(_ImageDataset):
         kept, held = self._hold_out([label for _, label in files["train"]])
         if held:
             files["val"] = [files["train"][i] for i in held]
-        self.train = ImageFiles([files["train"][i] for i in kept], self._transform(augmented=True), checked)
-        self.val, self.test = (
-            ImageFiles(files[part], self._transform(), checked) if part in files else None for part in ("val", "test")
-        )
+        files["train"] = [files["train"][i] for i in kept]
+        for part, samples in files.items():
+            setattr(self, part, ImageFiles(samples, self._transform(augmented=part == "train"), checked))
 
     def _list(self) -> dict[str, list[tuple[str, int]]]:
         """Return the files of every part and their classes. Sets ``class_names`` and ``num_classes``."""

@@ -16,17 +16,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 from trainer.contract import Data, Model
 from trainer.data.base import local_path
 from trainer.data.rows import CsvFormat, RowSource, first_rows
-from trainer.data.text import (
-    PARTS,
-    PaddedDataset,
-    csv_format,
-    glob_files,
-    load_hub_rows,
-    name_texts,
-    require_dataset_name,
-    require_rows,
-    shard_files,
-)
+from trainer.data.text import PARTS, PaddedDataset, csv_format, glob_files, load_hub_rows, require_dataset_name
 from trainer.errors import format_list, require, require_choice, require_positive
 from trainer.values import DataSpec
 
@@ -131,7 +121,7 @@ class LanguageData(PaddedDataset):
     def _paths(self, part: str) -> list[Path]:
         pattern = getattr(self, f"{part}_files")
         if self.streamed or pattern is None:
-            return shard_files(self, part)
+            return self._shard_files(part)
         return glob_files(f"data.{part}_files={pattern!r}", pattern, [f"**/*{one}" for one in self._extensions])
 
     def spec(self) -> DataSpec | None:
@@ -201,7 +191,7 @@ class LanguageData(PaddedDataset):
 
     def _prepare_stream(self, reader: Any, cache: Path) -> None:
         from trainer.data.language_samples import FirstSamplePerRow
-        from trainer.data.shards import StreamedSplit, find_shards
+        from trainer.data.shards import StreamedSplit, find_shards, require_rows
 
         for part in self._sources():
             shards = find_shards(self._paths(part), cache)
@@ -210,9 +200,8 @@ class LanguageData(PaddedDataset):
                 cause = f"{shard.path} has {format_list(names)}, but {shards[0].path} has {format_list(columns[0])}"
                 require(names == columns[0], f"{cause}: a stream needs the same columns in all files")
             require_rows(f"data.{part}_files", shards)
-            # Evaluation reads from the first row to the last, so one row group at a time is enough.
-            mixed = self.shuffle_buffer if part == "train" else 1
-            setattr(self, part, StreamedSplit(shards, FirstSamplePerRow(reader, columns[0]), self._pad, mixed))
+            encode = FirstSamplePerRow(reader, columns[0])
+            setattr(self, part, StreamedSplit(shards, encode, self._pad, self._mixed(part)))
 
     def _reader(self, tokenizer: Any) -> Any:
         raise NotImplementedError
@@ -221,7 +210,7 @@ class LanguageData(PaddedDataset):
         """Batch prompts without labels and without truncation: user texts, messages, or beginnings of documents."""
         from trainer.data.language_samples import make_padder
 
-        found = self._reader(tokenizer).prompts([text for text, _ in name_texts(texts)])
+        found = self._reader(tokenizer).prompts([text for text, _ in self._name_texts(texts)])
         return make_padder(tokenizer, max(map(len, found)))({"input_ids": found})
 
 

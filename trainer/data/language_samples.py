@@ -54,6 +54,10 @@ CHATML = (
 )
 
 
+Spans = list[tuple[int, int]]  # of characters
+Messages = list[dict[str, Any]]
+
+
 class Sample(NamedTuple):
     """One sequence of tokens."""
 
@@ -145,9 +149,9 @@ class DocumentReader:
 
 class _RenderedChat(NamedTuple):
     text: str
-    spans: list[tuple[int, int]]  # character spans to predict
+    spans: Spans  # to predict
 
-    def parts(self) -> list[tuple[int, int]]:
+    def parts(self) -> Spans:
         """Return the spans and the gaps between them."""
         return list(pairwise(sorted({0, len(self.text), *chain.from_iterable(self.spans)})))
 
@@ -231,9 +235,7 @@ class ChatReader:
             return str(error)
         return self._bounded(*parsed)
 
-    def _bounded(
-        self, messages: list[dict[str, Any]], tools: list[Any] | None = None, prompt: bool = False
-    ) -> _RenderedChat | str:
+    def _bounded(self, messages: Messages, tools: Any = None, prompt: bool = False) -> _RenderedChat | str:
         """Render with bounded time and memory, or return what is wrong. With ``prompt``, stop before the answer."""
         size = sum(len(message.get("content") or "") for message in messages)
         if size > self.most:
@@ -247,7 +249,7 @@ class ChatReader:
             return "is nested too deeply"
         return found if isinstance(found, str) else _RenderedChat(*found)
 
-    def _write(self, messages: list[dict[str, Any]], tools: list[Any] | None, prompt: bool) -> _RenderedChat | str:
+    def _write(self, messages: Messages, tools: list[Any] | None, prompt: bool) -> _RenderedChat | str:
         """Do the same without bounds on time and memory."""
         try:
             parts = self._render(messages, prompt=True) if prompt else self._with_spans(messages, tools)
@@ -265,7 +267,7 @@ class ChatReader:
             return f"is rejected by the chat template ({root_cause(error)})"
         return written
 
-    def _with_spans(self, messages: list[dict[str, Any]], tools: list[Any] | None) -> _RenderedChat:
+    def _with_spans(self, messages: Messages, tools: list[Any] | None) -> _RenderedChat:
         whole, spans = self._render(messages, tools, marked=self.marked and self.loss_on == "assistant")
         if self.loss_on == "all":
             return _RenderedChat(whole, [(0, len(whole))])
@@ -285,8 +287,8 @@ class ChatReader:
         return _RenderedChat(whole, spans)
 
     def _render(
-        self, messages: list[dict[str, Any]], tools: list[Any] | None = None, prompt: bool = False, marked: bool = False
-    ) -> tuple[str, list[tuple[int, int]]]:
+        self, messages: Messages, tools: list[Any] | None = None, prompt: bool = False, marked: bool = False
+    ) -> tuple[str, Spans]:
         options: Any = {"add_generation_prompt": prompt, "return_assistant_tokens_mask": marked}
         options |= {"chat_template": self.template, "tools": tools, **self.tokenizer.special_tokens_map}
         rendered: Any = render_jinja_template(conversations=[messages], **options)
@@ -363,7 +365,7 @@ def _template(tokenizer: Any, given: str | None) -> str:
     return text
 
 
-def messages_of(cells: Sequence[Any]) -> list[dict[str, Any]]:
+def messages_of(cells: Sequence[Any]) -> Messages:
     """Return the messages of a row, from one cell, or from a prompt and a completion."""
     if len(cells) == 2:
         return [*_parse_content(cells[0], "prompt"), *_parse_content(cells[1], "completion")]
@@ -386,14 +388,14 @@ def _parsed(cell: Any, name: str) -> Any:
     return cell
 
 
-def _parse_content(cell: Any, name: str) -> list[dict[str, Any]]:
+def _parse_content(cell: Any, name: str) -> Messages:
     if isinstance(cell, str):
         require(bool(cell.strip()), f"has an empty {name}")
         return [{"role": "user" if name == "prompt" else "assistant", "content": cell}]
     return _parse_messages(cell, name)
 
 
-def _parse_messages(cell: Any, name: str) -> list[dict[str, Any]]:
+def _parse_messages(cell: Any, name: str) -> Messages:
     if not isinstance(cell, list) or not cell:
         raise RecipeError(f"has no {name}" if cell in (None, []) else f"has {cell!r:.40} instead of a list of messages")
     require(len(cell) <= MAX_MESSAGES, f"has {len(cell):,} messages, and the max is {MAX_MESSAGES:,}: split it")

@@ -24,7 +24,7 @@ from trainer.data.cache import MAX_HASHED_BYTES, checksum, inspect_cached
 from trainer.data.fingerprint import ContentHasher
 from trainer.data.parquet_files import open_parquet, read_group, require_sane_growth
 from trainer.data.tokens import Padder, encode, require_label, require_text
-from trainer.errors import RecipeError, require
+from trainer.errors import RecipeError, format_list, require
 from trainer.values import ShuffleGroups
 
 MAX_LABELS = 10_000
@@ -54,6 +54,11 @@ def find_shards(paths: Sequence[Path], cache: Path, label_column: str | None = N
 
     found = inspect_cached(cache, paths, lambda files: list(map(look, files)), "parquet", label_column, total)
     return [Shard(str(path), *answer) for path, answer in zip(paths, found, strict=True)]
+
+
+def require_rows(key: str, shards: Sequence[Shard]) -> None:
+    paths = format_list([shard.path for shard in shards])
+    require(any(shard.groups for shard in shards), f"{key}: no rows in {paths}")
 
 
 def _read_footer(path: Path, label_column: str | None) -> tuple[list[tuple[int, int]], list[str], list[str]]:

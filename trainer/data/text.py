@@ -50,6 +50,7 @@ class PaddedDataset(BuiltinDataset):
     """Base class of datasets that need a tokenizer."""
 
     max_length: int
+    shuffle_buffer: int
     pair_column: str | None = None  # a setting of datasets that support pairs
 
     _pad: Any = None
@@ -63,14 +64,29 @@ class PaddedDataset(BuiltinDataset):
         require(self._pad is not None, f"{type(self).__name__}: call prepare(tokenizer) before collate")
         return self._pad(samples)
 
+    @staticmethod
+    def _name_texts(texts: Sequence[Any]) -> Iterator[tuple[Any, str]]:
+        """Yield the user's ``texts``, or lists of messages, each with a name for messages. Rejects empty ones."""
+        require(len(texts) > 0, "no texts were given")
+        for position, text in enumerate(texts, start=1):
+            place = f"text {position} (the first is 1)" if len(texts) > 1 else "the text"
+            require(bool(text.strip() if isinstance(text, str) else text), f"{place} is empty")
+            yield text, place
 
-def name_texts(texts: Sequence[Any]) -> Iterator[tuple[Any, str]]:
-    """Yield the user's ``texts``, or lists of messages, each with a name for messages. Rejects empty ones."""
-    require(len(texts) > 0, "no texts were given")
-    for position, text in enumerate(texts, start=1):
-        place = f"text {position} (the first is 1)" if len(texts) > 1 else "the text"
-        require(bool(text.strip() if isinstance(text, str) else text), f"{place} is empty")
-        yield text, place
+    def _mixed(self, part: str) -> int:
+        """Evaluation reads from the first row to the last, so one row group at a time is enough."""
+        return self.shuffle_buffer if part == "train" else 1
+
+    def _shard_files(self, part: str) -> list[Path]:
+        """Return the .parquet files of a split, which are none if it is not set."""
+        if (pattern := getattr(self, f"{part}_files")) is None:
+            return []
+        key = f"data.{part}_files={pattern!r}"
+        found = glob_files(key, pattern, ["*.parquet"])
+        for name in found:
+            cause = f"{key}: {name} is not a .parquet file, and rows of other files cannot be located alone"
+            require(name.suffix == ".parquet", f"{cause}: convert it to Parquet first (docs/data.md shows how)")
+        return found
 
 
 @dataclass(kw_only=True)
@@ -104,7 +120,7 @@ class Texts(PaddedDataset):
         from trainer.data.tokens import Padder, check_tokenizer, encode, require_text
 
         check_tokenizer(tokenizer, self.max_length)
-        for text, place in name_texts(texts):
+        for text, place in self._name_texts(texts):
             require_text(text, partial(str, place), self.max_length, "--text")
         read: Sequence[Any] = [text.split() for text in texts] if self._task == "token" else texts
         if self.pair_column is not None:
@@ -198,7 +214,7 @@ class _TokenizedDataset(ClassWeightedDataset, Texts):
         is_single = self._task == "single_label"
         cause = f"{column} has {len(labels):,} different numbers such as {labels[0]}, which looks like regression"
         fix = f"use --model.task regression, or {CLASS_COLUMN}"
-        require(not (is_single and _is_continuous(labels)), f"{cause}: {fix}")
+        require(not (is_single and is_continuous(labels)), f"{cause}: {fix}")
         self._set_classes(sort_classes(labels))
         cause = f"{column} is {self.class_names[0]!r} in every row, but a classifier needs two classes or more"
         enough = self.num_classes > 1 or self._task == "multi_label"
@@ -208,8 +224,8 @@ class _TokenizedDataset(ClassWeightedDataset, Texts):
         return {name: index for index, name in enumerate(self.class_names)}
 
 
-def _is_continuous(labels: Sequence[str]) -> bool:
-    """Return whether labels are numbers, not all of them integers, and too many to be classes."""
+def is_continuous(labels: Iterable[str]) -> bool:
+    """Return whether distinct labels are numbers, not all of them integers, and too many to be classes."""
     try:
         numbers = list(map(float, labels))
     except ValueError:  # a word
@@ -456,7 +472,7 @@ class StreamedText(Texts):
 
     def require_files(self) -> None:
         for part in PARTS:
-            shard_files(self, part)
+            self._shard_files(part)
 
     def prepare(self, tokenizer: Any = None, model: Model | None = None) -> None:
         """Read the footers of the files; texts are read and tokenised later."""
@@ -467,12 +483,10 @@ class StreamedText(Texts):
         check_tokenizer(tokenizer, self.max_length)
         found = {part: self._find(part) for part in PARTS if getattr(self, f"{part}_files")}
         key = f"data.label_column={self.label_column!r}"
-        if self.classes is None:
-            names = sort_classes(label for shard in found["train"] for label in shard.labels)
-            require(len(names) > 0, f"{key}: no row of the training files has a label: add labels")
-        else:
-            names = self.classes
-            require(len(set(names)) == len(names), "data.classes contains a label twice: give each label once")
+        labels = (label for shard in found["train"] for label in shard.labels)
+        names = sort_classes(labels) if self.classes is None else self.classes
+        require(names != [] or self.classes == [], f"{key}: no row of the training files has a label: add labels")
+        require(len(set(names)) == len(names), "data.classes contains a label twice: give each label once")
         self._set_classes(names)
         only = f"data.train_files={self.train_files!r}: the only class is {self.class_names}"
         require(len(names) > 1, f"{only}, but a classifier needs two or more: add rows of another class")
@@ -480,18 +494,15 @@ class StreamedText(Texts):
         columns, numbers = (self.text_column, self.label_column), {name: number for number, name in enumerate(names)}
         self._pad = Padder(tokenizer, self.max_length)
         read = TokenizedWithLabels(columns, numbers, self._pad)
-        self.train = StreamedSplit(found["train"], read, self._pad, self.shuffle_buffer)
-        # Evaluation reads from the first row to the last, so one row group at a time is enough.
-        self.val, self.test = (
-            StreamedSplit(found[part], read, self._pad, mixed=1) if part in found else None for part in ("val", "test")
-        )
+        for part, shards in found.items():
+            setattr(self, part, StreamedSplit(shards, read, self._pad, self._mixed(part)))
 
     def _find(self, part: str) -> list[Shard]:
         from trainer.data.cache import cache_folder
-        from trainer.data.shards import find_shards
+        from trainer.data.shards import find_shards, require_rows
 
         asked = self.label_column if part == "train" and self.classes is None else None
-        shards = find_shards(shard_files(self, part), cache_folder(self.cache_dir), asked)
+        shards = find_shards(self._shard_files(part), cache_folder(self.cache_dir), asked)
         for shard in shards:
             check_columns(shard.path, shard.columns, text_column=self.text_column, label_column=self.label_column)
         require_rows(f"data.{part}_files={getattr(self, f'{part}_files')!r}", shards)
@@ -515,20 +526,3 @@ def glob_files(key: str, pattern: str, kinds: Sequence[str]) -> list[Path]:
         names = {name for name in glob(str(path), recursive=True) if not Path(name).is_dir()}
         require(len(names) > 0, f"{key}: there is no such folder or file: give one by --{key.partition('=')[0]}")
     return sorted(map(Path, names))
-
-
-def shard_files(data: Any, part: str) -> list[Path]:
-    """Return the .parquet files of a split of ``data``, which are none if it is not set."""
-    if (pattern := getattr(data, f"{part}_files")) is None:
-        return []
-    key = f"data.{part}_files={pattern!r}"
-    found = glob_files(key, pattern, ["*.parquet"])
-    for name in found:
-        cause = f"{key}: {name} is not a .parquet file, and rows of other files cannot be located alone"
-        require(name.suffix == ".parquet", f"{cause}: convert it to Parquet first (docs/data.md shows how)")
-    return found
-
-
-def require_rows(key: str, shards: Sequence[Shard]) -> None:
-    paths = format_list([shard.path for shard in shards])
-    require(any(shard.groups for shard in shards), f"{key}: no rows in {paths}")

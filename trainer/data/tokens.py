@@ -140,7 +140,7 @@ def encode(texts: Sequence[Any], tokenizer: Any, max_length: int) -> dict[str, l
     found: dict[str, list[list[int]]] = {}
     cut = bool(texts) and isinstance(texts[0], list)
     slow = "maps tokens to words, but that of model.tokenizer is slow: choose another"
-    require(tokenizer.is_fast or not cut, f"model.task=token needs a fast tokenizer, which {slow}")
+    require(not cut or tokenizer.is_fast, f"model.task=token needs a fast tokenizer, which {slow}")
     for chunk in text_batches(texts):
         read = list(map(list, zip(*chunk, strict=True))) if isinstance(chunk[0], tuple) else [chunk]
         encoded = run_tokenizer(tokenizer, *read, truncation=True, max_length=max_length, is_split_into_words=cut)
@@ -297,11 +297,8 @@ def label_texts(table: datasets.Dataset) -> list[str]:
 
 
 def complete_rows(table: datasets.Dataset, rows: RowSource, missing: Missing) -> Sequence[int]:
-    """Return the rows of a table of :func:`tokenize_table` that have a text and a label.
-
-    Raises:
-        RecipeError: if rows are incomplete and ``missing`` is error, or if no row is complete.
-    """
+    """Return the rows of a table of :func:`tokenize_table` that have a text and a label, which must be all of them if
+    ``missing`` is error."""
     is_gap = pc.is_null(table.data.column("label_text")).to_numpy()
     gaps = np.flatnonzero(is_gap).tolist()
     if not gaps:

@@ -51,16 +51,10 @@ def model_card(
     from huggingface_hub import EvalResult, ModelCardData
 
     data = str(trained.data.get("class", "data"))
+    common: Any = {"task_type": pipeline or "other", "dataset_type": data.lower(), "dataset_name": data}
+    common["dataset_revision"] = trained.data.get("fingerprint")
     results = [
-        EvalResult(
-            task_type=pipeline or "other",
-            dataset_type=data.lower(),
-            dataset_name=data,
-            dataset_split=split,
-            dataset_revision=trained.data.get("fingerprint"),
-            metric_type=metric,
-            metric_value=float(value),
-        )
+        EvalResult(**common, dataset_split=split, metric_type=metric, metric_value=float(value))
         for split, metrics in trained.metrics.items()
         for metric, value in metrics.items()
         if value is not None and math.isfinite(value)

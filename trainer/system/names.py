@@ -58,13 +58,12 @@ FOREIGN_SWITCHES = {
 }
 """Flags of other trainers that often stand without a value, and what to give instead."""
 
+_OUR_NAME = {word: key for key, words in FOREIGN_NAMES.items() for word in words.split()}
+
 
 def foreign_switch(flag: str) -> str | None:
     """Return what to give instead of a switch of other trainers, or ``None``."""
     return FOREIGN_SWITCHES.get(flag.replace("-", "_").lower())
-
-
-_OUR_NAME = {word: key for key, words in FOREIGN_NAMES.items() for word in words.split()}
 
 
 def did_you_mean(name: str, names: Collection[str], dashes: str = "") -> str:

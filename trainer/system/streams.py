@@ -14,16 +14,13 @@ import sys
 from contextlib import suppress
 from typing import Any
 
-READER_GONE = (errno.EPIPE, errno.ECONNRESET, errno.ESHUTDOWN, errno.ENOTCONN, errno.EBADF)
-"""Errors that mean that no process will read the output."""
+READER_GONE = (errno.EPIPE, errno.ECONNRESET, errno.ESHUTDOWN, errno.ENOTCONN, errno.EBADF)  # no process will read it
 
 
 class SafeFile(io.FileIO):
-    """Writes to a descriptor and drops output that cannot be written, for example while the disk is full.
+    """Writes to a descriptor and drops output that cannot be written, for example while the disk is full."""
 
-    The first error is kept in ``lost``, unless the reader is gone."""
-
-    lost: OSError | None = None
+    lost: OSError | None = None  # the first error, unless the reader is gone
     has_reader = True
 
     def write(self, content: Any) -> int:

@@ -10,6 +10,12 @@ from typing import Any
 
 from trainer.errors import RecipeError, require
 
+WIDTH, MAX_TABLE_WIDTH = 112, 120  # maximum characters in a line of text and of a table
+GB, MB = 1e9, 1e6  # decimal, as device makers use
+_AMOUNT = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([a-z]+|%)\s*", re.IGNORECASE)
+_SECONDS = {"s": 1, "min": 60, "h": 3600}
+_BYTES = {"b": 1} | {f"{unit}{i}b": (1024 if i else 1000) ** n for n, unit in enumerate("kmgt", 1) for i in ("", "i")}
+
 # Control characters C0 and C1 (escape sequences start with one), characters that change the writing direction, line
 # separators, and the lone surrogates with which Python represents undecodable bytes of file names.
 _UNPRINTABLE = re.compile("[\x00-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
@@ -32,11 +38,6 @@ def as_text(value: Any) -> str:
     return json.dumps(value) if value is None or isinstance(value, (bool, list)) else str(value)
 
 
-# Lines and tables for a terminal.
-
-WIDTH, MAX_TABLE_WIDTH = 112, 120  # maximum characters in a line of text and of a table
-
-
 def wrapped(line: str, indent: str) -> str:
     """Wrap ``line`` to the width of a terminal, with ``indent`` before all lines but the first."""
     return textwrap.fill(line, WIDTH, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False)
@@ -53,13 +54,6 @@ def align_columns(names: Sequence[str], rows: Sequence[Sequence[str]], left_alig
         return gap.join(padded).rstrip()
 
     return "\n".join([line(names), gap.join("-" * width for width in widths), *map(line, rows)])
-
-
-# Amounts in settings: a memory budget, a time.
-
-_AMOUNT = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([a-z]+|%)\s*", re.IGNORECASE)
-_SECONDS = {"s": 1, "min": 60, "h": 3600}
-_BYTES = {"b": 1} | {f"{unit}{i}b": (1024 if i else 1000) ** n for n, unit in enumerate("kmgt", 1) for i in ("", "i")}
 
 
 def parse_budget(text: str, whole: float) -> float:
@@ -84,12 +78,6 @@ def _amount(key: str, text: str, units: Mapping[str, int], kind: str) -> tuple[f
         raise RecipeError(f"{key}={text!r} is not {kind}")
     require(float(match[1]) > 0, f"{key}={text!r} must be greater than 0")
     return float(match[1]), match[2].lower()
-
-
-# Units of memory: decimal, as device makers use.
-
-GB = 1e9
-MB = 1e6
 
 
 def format_bytes(size: float) -> str:
