@@ -89,9 +89,9 @@ def entry() -> None:
 def run(argv: Sequence[str]) -> int:
     """Run a command line, without the program's name, and return its exit code.
 
-    A rejected setting prints one line on stderr and returns 2. A run that cannot continue prints one line and returns
-    1. An error in user code during a run, including ``sys.exit()``, prints its place and its traceback and returns 1. A
-    run that was asked to stop returns 75. Any other exception is raised.
+    A rejected setting prints one line on stderr and returns 2; a run that cannot continue prints one line and returns
+    1, an error in user code, including ``sys.exit()``, also its place and its traceback. A run that was asked to stop
+    returns 75. Any other exception is raised.
     """
     _silence_libraries()
     try:

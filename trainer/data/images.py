@@ -359,19 +359,17 @@ class ImageFolder(_ImageDataset):
         both = f"data.val_fraction={self.val_fraction} and the folder {root / 'val'}"
         require("val" not in found or self.val_fraction == 0, f"{both} exclude each other: set it to 0")
         self._set_classes(found["train"])
-        if self.num_classes <= 1:
-            cause = f"{key}: {folders['train']} has only the class folder {self.class_names[0]!r}"
-            raise RecipeError(f"{cause}, but a classifier needs two or more: add a folder for each class")
+        only = f"{key}: {folders['train']} has only the class folder {format_list(self.class_names)!r}"
+        require(self.num_classes > 1, f"{only}, but a classifier needs two or more: add a folder for each class")
         index, samples = {name: number for number, name in enumerate(self.class_names)}, {}
         for part, folder in folders.items():
             differing = ", ".join(sorted(set(found[part]) ^ set(self.class_names)))
             differ = f"{key}: the classes of train and {part} differ in {differing}"
             require(not differing, f"{differ}: every class needs a folder with images in both")
-            files = [(path, label) for name, label in index.items() for path in _images_in(folder / name)]
-            empty = sorted(index.keys() - {self.class_names[label] for _, label in files})
+            samples[part] = [(path, label) for name, label in index.items() for path in _images_in(folder / name)]
+            empty = sorted(index.keys() - {self.class_names[label] for _, label in samples[part]})
             cause = f"{key}: {folder / format_list(empty)} contains no images ({' '.join(IMAGES)})"
             require(not empty, f"{cause}: remove the folder, or add images")
-            samples[part] = files
         return samples
 
 

@@ -12,19 +12,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from trainer.contract import Data, Model, splits_of
+from trainer.data import rows as table_rows
 from trainer.data.base import BuiltinDataset, ClassWeightedDataset, format_counts, local_path
-from trainer.data.rows import (
-    KINDS,
-    CsvFormat,
-    RowSource,
-    check_columns,
-    describe_row,
-    first_rows,
-    has_text,
-    is_missing,
-    reject_gaps,
-    reject_label,
-)
+from trainer.data.rows import KINDS, CsvFormat, RowSource, check_columns, first_rows, has_text, is_missing
 from trainer.errors import RecipeError, format_list, require, require_choice, require_positive
 from trainer.system.environment import is_local_rank_zero
 from trainer.system.status_line import say
@@ -339,17 +329,17 @@ class TextFiles(_TokenizedDataset):
             return  # what arrow makes of these labels is not known here
 
         def place(index: int) -> str:
-            return describe_row(str(path), index, *KINDS[kind][1:])
+            return table_rows.describe_row(str(path), index, *KINDS[kind][1:])
 
         filled = [all(has_text(row.get(name)) for name in texts.values()) for row in rows]
         used = {at: str(label) for at, label in enumerate(labels) if filled[at] and not is_missing(label)}
-        reject_gaps([at for at in range(len(rows)) if at not in used], len(rows), place, self.missing)
+        table_rows.reject_gaps([at for at in range(len(rows)) if at not in used], len(rows), place, self.missing)
         if part == "train" and self._known_classes is None:
             self._classes(str(path), list(dict.fromkeys(used.values())), len(used))
         classes = self._known_classes or self.class_names or used.values()
         for at, label in used.items():
             if label not in classes:
-                reject_label(place(at), self.label_column, label, classes)
+                table_rows.reject_label(place(at), self.label_column, label, classes)
 
     def for_evaluation(self, model: Model | None = None, path: str | None = None) -> Data:
         """Return a dataset of the test file alone: the trained model knows the classes."""
