@@ -133,11 +133,8 @@ def _start_status_line(subject: str) -> None:
 
 
 def _exit_process(code: int, fast: bool = False) -> NoReturn:
-    """Exit with ``code``.
-
-    ``fast`` waits for threads and runs atexit handlers, but skips the teardown of modules, which takes 1 s with torch.
-    A failed rank of several skips it too, because gloo may abort in it and change the exit code.
-    """
+    """Exit with ``code``. ``fast`` waits for threads and runs atexit handlers, but skips the teardown of modules, which
+    takes 1 s with torch. A failed rank of several skips it too: gloo may abort in it and change the exit code."""
     status_line.clear_status()
     launched: Any = sys.modules.get("trainer.faults.signals")  # if not imported, nothing that could abort was started
     failed = launched is not None and code != 0 and read_int_variable("WORLD_SIZE", 1) > 1

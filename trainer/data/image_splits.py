@@ -247,9 +247,7 @@ def _reject_decompression_bomb(image: Image.Image) -> None:
 
 def check_images(paths: Sequence[str], max_bad: int, cache: Path) -> dict[str, CheckedFile]:
     """Read and hash every file and check its structure with little decoding; reject more than ``max_bad`` bad files.
-
-    One rank per machine reads. ``cache`` remembers only valid files, because a bad one may be a fault of the network.
-    """
+    ``cache`` remembers only valid files, because a bad one may be a fault of the network."""
 
     def look(files: Sequence[Path]) -> list[CheckedFile]:
         with ThreadPoolExecutor(8) as pool:  # reading is bound by the disk or the network

@@ -80,14 +80,13 @@ class Augmentation:
         require_choice("data.augment", self.augment, Augment)
         changes = self.mirror or self.augment != "flip"
         require(changes, "data.mirror=false disables all of data.augment=flip: use data.augment none")
-        require_fraction("data.color_jitter", self.color_jitter)
-        require_fraction("data.erasing", self.erasing)
+        for name in ("color_jitter", "erasing", "mix_probability"):
+            require_fraction(f"data.{name}", getattr(self, name))
         if self.random_resized_crop is not None:
             require_fraction("data.random_resized_crop", self.random_resized_crop, "null")
             require(self.random_resized_crop > 0, "data.random_resized_crop=0 would be an empty image: null is off")
         for name in ("mixup", "cutmix"):
             require_fraction(f"data.{name}", getattr(self, name), most=MAX_MIXUP_ALPHA)
-        require_fraction("data.mix_probability", self.mix_probability)
         unused = f"data.mix_probability={self.mix_probability} has no effect without data.mixup or data.cutmix"
         is_used = self.mix_probability == 1 or self.mixup_config() is not None
         require(is_used, f"{unused}: set one, such as data.mixup 0.2")
@@ -359,7 +358,7 @@ class ImageFolder(_ImageDataset):
         both = f"data.val_fraction={self.val_fraction} and the folder {root / 'val'}"
         require("val" not in found or self.val_fraction == 0, f"{both} exclude each other: set it to 0")
         self._set_classes(found["train"])
-        only = f"{key}: {folders['train']} has only the class folder {format_list(self.class_names)!r}"
+        only = f"{key}: {folders['train']} has only the class folder {self.class_names[0]!r}"
         require(self.num_classes > 1, f"{only}, but a classifier needs two or more: add a folder for each class")
         index, samples = {name: number for number, name in enumerate(self.class_names)}, {}
         for part, folder in folders.items():

@@ -423,10 +423,8 @@ def drop_nulls(cell: Any) -> Any:
 
 
 def tokenize_rows(rows: RowSource, reader: RowReader, cache: Path) -> datasets.Dataset:
-    """Return the samples of all rows with their ``row``, using the cache on disk.
-
-    A row without samples has a ``problem``. Documents have no ``labels``, because these equal the tokens.
-    """
+    """Return the samples of all rows with their ``row``, using the cache on disk. A row without samples has a
+    ``problem``. Documents have no ``labels``, because these equal the tokens."""
     numbers = ("length", "predicted", "lost", "place", "bytes", "row")
     kinds: dict[str, Any] = {"input_ids": datasets.List(datasets.Value("int32")), "problem": datasets.Value("string")}
     kinds |= {"labels": kinds["input_ids"]} if isinstance(reader, ChatReader) else {}

@@ -53,9 +53,7 @@ class Mixture(Loading):
         """Return other attributes of the first dataset: ``class_names``, ``load_image``, ..."""
         if self.__dict__.get("_built") and not name.startswith("_"):
             return getattr(self._built[0][0], name)
-        if name in self.DEFAULTS:
-            return self.DEFAULTS[name]
-        raise AttributeError(f"Mixture has no {name}")
+        return super().__getattr__(name)  # type: ignore[misc]
 
     @property
     def datasets(self) -> list[Data]:

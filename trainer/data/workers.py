@@ -44,13 +44,11 @@ class WorkerError(RunError):
 
 
 def decide_workers(data: Data, accelerator: str, ranks: int) -> int:
-    """Return ``data.workers`` or, if it is not set, a default for each of the ``ranks`` of this machine.
-
-    On a CPU it is 0: workers would take cores. Workers are processes, because drawing seeds generators of a process.
-    """
+    """Return ``data.workers`` or, if it is not set, a default for each of the ``ranks`` of this machine."""
     if data.workers is not None:
         return data.workers
     small = SHM_PATH.is_dir() and shutil.disk_usage(SHM_PATH).free < MIN_SHM_BYTES  # workers pass batches through it
+    # Workers are processes, because drawing seeds generators of a process. On a CPU they would take cores.
     return 0 if accelerator == "cpu" or small else min(4, cores() // ranks)
 
 
@@ -97,10 +95,7 @@ def load_in_workers(
 
 
 class _WorkerMonitor:
-    """Iterates over the results of workers, and checks while waiting that they are alive.
-
-    Torch's private ``_workers`` and ``_shutdown_workers`` are the only access to exit codes, which messages need.
-    """
+    """Iterates over the results of workers, and checks while waiting that they are alive."""
 
     def __init__(self, timeout: float) -> None:
         self.timeout, self.done = timeout, 0
@@ -113,7 +108,7 @@ class _WorkerMonitor:
 
     def begin(self, batches: Any) -> None:
         self.batches, self.shutdown = batches, batches._shutdown_workers
-        self.processes = list(batches._workers)  # the only access to their exit codes
+        self.processes = list(batches._workers)  # private, but the only access to exit codes, which messages need
         batches._shutdown_workers = self.close  # torch also calls it after the last micro-batch
 
     def __iter__(self) -> Iterator[Any]:

@@ -149,10 +149,8 @@ def _named(what: str, compute: Callable[[], Any]) -> float:
 
 
 def _columns(task: str, logits: Tensor, targets: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yield for each class (of two only the second) its true samples, and scores that rank samples by probability p.
-
-    The scores are log(p / (1 - p)), because a softmax is 1 from a difference of 37 on: confident samples would be ties.
-    """
+    """Yield for each class (of two only the second) its true samples, and scores that rank samples by probability p:
+    log(p / (1 - p)), because a softmax is 1 from a difference of 37 on, and confident samples would be ties."""
     if task == "multi_label":
         for scores, labels in zip(logits.T, targets.T, strict=True):
             kept = labels != IGNORED_LABEL
