@@ -170,7 +170,6 @@ class Digits(_ImageDataset):
     Args:
         test_fraction: share of all images held out as the test set; always the same images.
         val_fraction: share of the remaining images held out for validation; always the same images.
-        workers: processes that load data; 0 loads in the main process.
     """
 
     image_size: int = 8
@@ -182,8 +181,8 @@ class Digits(_ImageDataset):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        fraction = self.test_fraction
-        require(0 < fraction < 1, f"data.test_fraction={fraction} must be more than 0 and less than 1")
+        wrong = f"data.test_fraction={self.test_fraction} must be more than 0 and less than 1"
+        require(0 < self.test_fraction < 1, wrong)
 
     def prepare(self, tokenizer: Any = None, model: Model | None = None) -> None:
         self.use_model(model)

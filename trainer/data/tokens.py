@@ -212,9 +212,9 @@ def tokenize_table(
     task: Task = "single_label",
     pair_column: str | None = None,
 ) -> datasets.Dataset:
-    """Return the tokens of every row, with ``length`` and ``label_text``, using the cache on disk. ``label_text`` is the
-    label, or JSON of the task's labels: names, numbers, or tags per token, null within words. It is
-    null if the row has no text or no label."""
+    """Return the tokens of every row, with ``length`` and ``label_text``, using the cache on disk. The latter is the
+    label, or JSON of the task's labels: names, numbers, or tags per token, null within words; null if the row has no
+    text or no label."""
     asked = ([] if task == "single_label" else [task]) + ([f"and {pair_column}"] if pair_column else [])
     wanted = {"text_column": text_column, "label_column": label_column}
     wanted |= {"pair_column": pair_column} if pair_column else {}

@@ -55,11 +55,10 @@ def decide_workers(data: Data, accelerator: str, ranks: int) -> int:
 def load_in_workers(
     fetch: Any, requests: Iterable[Request], workers: int, pin_memory: bool, timeout: float, at_once: int = 1
 ) -> Iterator[Any]:
-    """Yield ``fetch[request]`` for every request, in order, by torch's DataLoader; see ``Loader``.
+    """Yield ``fetch[request]`` for every request, in order, by torch's DataLoader, ``at_once`` of them loaded ahead.
 
     Raises ``WorkerError`` one or two seconds after the result of a dead worker is needed, and ``timeout`` seconds after
-    that of a hung one. ``at_once`` results are loaded ahead, for a caller that takes that many before computing.
-    """
+    that of a hung one."""
     if workers:  # tokenizers warns about forks after it has used threads
         os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     watch = _WorkerMonitor(timeout)
