@@ -59,7 +59,7 @@ options:
   -h, --help                show this page; `trainer fit RECIPE --help` lists every flag, with its value in that recipe
   --version                 show the version
 """
-PEER_LOST_MESSAGES = ("Connection closed by peer", "Connection reset by peer")  # of a collective; another rank ended
+PEER_LOST_MESSAGES = ("Connection closed by peer", "Connection reset by peer")  # if another rank has ended
 
 COMMANDS = {
     "fit": "commands.runs:fit",

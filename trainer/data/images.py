@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
     from trainer.data.image_splits import ImageTransform
 
-RANDOM_SETTINGS = ("augment", "mirror", "random_resized_crop", "color_jitter", "erasing", "transform")  # of each image
+RANDOM_SETTINGS = ("augment", "mirror", "random_resized_crop", "color_jitter", "erasing", "transform")  # random changes
 MAX_MIXUP_ALPHA = 1000  # above it, all shares are close to 1/2
 DEFAULT_IMAGE_SIZE = 224
 MAX_IMAGE_SIZE = 20_000  # per side: one such image is 5 GB

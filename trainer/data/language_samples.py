@@ -34,8 +34,8 @@ from trainer.system.status_line import say
 from trainer.system.text import escaped
 from trainer.values import IGNORED_LABEL
 
-MAX_DOCUMENT_CHARS = 10_000_000  # of a document, which is tokenised as a whole, in over 100 bytes per character
-MAX_MESSAGES = 5_000  # of a conversation
+MAX_DOCUMENT_CHARS = 10_000_000  # per document: it is tokenised as a whole, with over 100 bytes per character
+MAX_MESSAGES = 5_000  # per conversation
 SECONDS, MEMORY = 10.0, 800_000_000  # max CPU time in seconds and memory in bytes of a chat template to render it
 WRITERS: dict[str, Bounded] = {}  # renderers in this process, by a hash of everything that determines their output
 ROWS_AT_ONCE, MAX_TEMPLATE_BYTES, MAX_SHOWN = 128, 1_000_000, 5
@@ -54,7 +54,7 @@ CHATML = (
 )
 
 
-Spans = list[tuple[int, int]]  # of characters
+Spans = list[tuple[int, int]]  # start and end of characters
 Messages = list[dict[str, Any]]
 
 

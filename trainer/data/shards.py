@@ -30,7 +30,7 @@ from trainer.values import ShuffleGroups
 
 MAX_LABELS = 10_000
 MAX_LONGEST_SAMPLES = 1024  # max candidates for the longest samples
-MAX_OPEN_FILES = 8  # of a process
+MAX_OPEN_FILES = 8  # per process
 
 
 @dataclass(frozen=True)

@@ -425,7 +425,8 @@ def load_hub_rows(data: Any) -> dict[str, RowSource]:
     from trainer.data.tables import open_hub_dataset
 
     require_dataset_name(data.name)
-    splits = {part: split for part in PARTS if (split := getattr(data, f"{part}_split")) is not None}
+    asked = {"train": data.train_split, "val": data.val_split, "test": data.test_split}
+    splits = {part: split for part, split in asked.items() if split is not None}
     advice = "and data.config, data.train_split, data.val_split and data.test_split (null if there is none)"
     name = str(path) if (path := local_path(data.name)).is_dir() else data.name
     return open_hub_dataset("name", name, splits, advice, data.cache_dir, data.config, data.revision)
