@@ -22,10 +22,7 @@ MIN_ROWS_TO_SPLIT = 20
 HELD_OUT = "0.1"  # share of the rows for validation if there is no file for it
 TABLES = (".csv", ".tsv", ".jsonl", ".parquet")
 DOCUMENTS = (".txt", ".md", ".rst", ".py")
-PARTS = {
-    "val": ("val", "valid", "validation", "dev"),
-    "test": ("test", "eval"),
-}  # names of files in the folder of a train file
+PARTS = {"val": ("val", "valid", "validation", "dev"), "test": ("test", "eval")}  # names of files next to train
 TEXT_NAMES = ("text", "review", "sentence", "content", "comment", "message", "body", "document", "tweet", "utterance")
 LABEL_NAMES = ("label", "labels", "class", "category", "target", "sentiment", "intent", "topic", "stars", "rating")
 PAIRS = (("premise", "hypothesis"), ("sentence1", "sentence2"), ("question1", "question2"), ("text1", "text2"))

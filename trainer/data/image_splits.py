@@ -36,11 +36,10 @@ POLICIES = {"randaugment": v2.RandAugment, "autoaugment": v2.AutoAugment, "trivi
 
 
 class ImageTransform:
-    """The transform from raw images to a model's input.
+    """The transform from raw images to a model's input; see ``Augmentation`` for the other settings.
 
     Resizes the shorter side to ``image_size`` pixels (bilinear, antialiased), crops the centre square, applies the
     augmentation, scales to [0, 1] and normalises by ``mean`` and ``std``, per channel of the raw image or one for all.
-    Grey stays one channel, unless it is normalised by three. See ``Augmentation`` for the other settings.
     """
 
     def __init__(

@@ -57,9 +57,7 @@ def warn(text: str) -> None:
 
 class Progress:
     """Shows the progress of work on the first rank, as a bar if ``stream`` is a terminal of known width, else as lines.
-
-    ``enabled=False`` hides bars, steps, evaluations and descriptions of the run, but no notices and warnings.
-    """
+    ``enabled=False`` hides bars, steps, evaluations and descriptions of the run, but no notices and warnings."""
 
     def __init__(
         self, enabled: bool = True, rank: int = 0, *, stream: TextIO | None = None, clock: Clock = time.monotonic
