@@ -59,7 +59,7 @@ options:
   -h, --help                show this page; `trainer fit RECIPE --help` lists every flag, with its value in that recipe
   --version                 show the version
 """
-PEER_LOST_MESSAGES = ("Connection closed by peer", "Connection reset by peer")  # of a collective; another rank ended
+PEER_LOST_MESSAGES = ("Connection closed by peer", "Connection reset by peer")  # if another rank has ended
 
 COMMANDS = {
     "fit": "commands.runs:fit",
@@ -89,9 +89,9 @@ def entry() -> None:
 def run(argv: Sequence[str]) -> int:
     """Run a command line, without the program's name, and return its exit code.
 
-    A rejected setting prints one line on stderr and returns 2. A run that cannot continue prints one line and returns
-    1. An error in user code during a run, including ``sys.exit()``, prints its place and its traceback and returns 1. A
-    run that was asked to stop returns 75. Any other exception is raised.
+    A rejected setting prints one line on stderr and returns 2; a run that cannot continue prints one line and returns
+    1, an error in user code, including ``sys.exit()``, also its place and its traceback. A run that was asked to stop
+    returns 75. Any other exception is raised.
     """
     _silence_libraries()
     try:
@@ -133,11 +133,8 @@ def _start_status_line(subject: str) -> None:
 
 
 def _exit_process(code: int, fast: bool = False) -> NoReturn:
-    """Exit with ``code``.
-
-    ``fast`` waits for threads and runs atexit handlers, but skips the teardown of modules, which takes 1 s with torch.
-    A failed rank of several skips it too, because gloo may abort in it and change the exit code.
-    """
+    """Exit with ``code``. ``fast`` waits for threads and runs atexit handlers, but skips the teardown of modules, which
+    takes 1 s with torch. A failed rank of several skips it too: gloo may abort in it and change the exit code."""
     status_line.clear_status()
     launched: Any = sys.modules.get("trainer.faults.signals")  # if not imported, nothing that could abort was started
     failed = launched is not None and code != 0 and read_int_variable("WORLD_SIZE", 1) > 1

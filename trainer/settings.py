@@ -94,9 +94,7 @@ def derive_batch(before: Mapping[str, Any], asked: Mapping[str, Any]) -> dict[st
 
 def dump_recipe(recipe: Recipe, source: str | None) -> str:
     """Return ``recipe`` as YAML for ``trainer fit``: the name or path of its file, then all fields, without secrets.
-
-    Classes of model and data that are not in that file are named. Without a file (``None``) both are.
-    """
+    Classes of model and data that are not in that file are named. Without a file (``None``) both are."""
     # jsonargparse's dump would write the epochs of a schedule as strings: {'0': 8, '4': 2}.
     values = {key: redact_value(setting.value, key) for key, setting in settings_of(recipe).items()}
     tree = {"recipe": source, **_nest(values)}

@@ -243,8 +243,8 @@ def find_line(path: Path, key: str) -> int | None:
 def load_yaml(text: str) -> Any:
     """Parse YAML with jsonargparse's safe loader. Raises ``YAMLError`` for invalid YAML.
 
-    Duplicate keys, of which the loader would silently keep the last, keys that are not scalars, and aliases that expand
-    to more than :data:`MAX_YAML_NODES` entries are a ``RecipeError``.
+    Raises ``RecipeError`` for duplicate keys (the loader would silently keep the last), for keys that are not scalars,
+    and for aliases that expand to more than :data:`MAX_YAML_NODES` entries.
     """
     root, seen = None, 0
     if yaml.__with_libyaml__ and sum(map(text.count, "[{-?:")) <= MAX_FOR_C:

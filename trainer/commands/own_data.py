@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from trainer.data.base import IMAGES, format_counts
-from trainer.data.rows import MAX_ROWS, CsvFormat, first_rows
+from trainer.data.rows import MAX_ROWS, first_rows
 from trainer.data.text import csv_format, is_continuous
 from trainer.errors import RecipeError, format_list, require
 
@@ -22,7 +22,7 @@ MIN_ROWS_TO_SPLIT = 20
 HELD_OUT = "0.1"  # share of the rows for validation if there is no file for it
 TABLES = (".csv", ".tsv", ".jsonl", ".parquet")
 DOCUMENTS = (".txt", ".md", ".rst", ".py")
-PARTS = {"val": ("val", "valid", "validation", "dev"), "test": ("test", "eval")}  # file names beside a train file
+PARTS = {"val": ("val", "valid", "validation", "dev"), "test": ("test", "eval")}  # names of files next to train
 TEXT_NAMES = ("text", "review", "sentence", "content", "comment", "message", "body", "document", "tweet", "utterance")
 LABEL_NAMES = ("label", "labels", "class", "category", "target", "sentiment", "intent", "topic", "stars", "rating")
 PAIRS = (("premise", "hypothesis"), ("sentence1", "sentence2"), ("question1", "question2"), ("text1", "text2"))
@@ -100,8 +100,7 @@ def _documents(path: Path, count: int, data: str) -> Inferred:
 def _of_file(path: Path, given: Mapping[str, str], command: str) -> Inferred:
     if path.suffix.lower() not in TABLES:
         return _documents(path, 1, "one document")
-    encoding = given.get("data.encoding")
-    rows, columns, _ = first_rows(path, CsvFormat(encoding, csv_format(encoding, given.get("data.separator"))))
+    rows, columns, _ = first_rows(path, csv_format(given.get("data.encoding"), given.get("data.separator")))
     parts = _other_parts(path)
     asks_text = any(name in given for name in ("data.text_column", "data.label_column", "model.task"))
     if not asks_text and any(wanted <= {*columns} for wanted in CHATS):

@@ -159,9 +159,8 @@ def _parse_clusters(recipe: Recipe, own: dict[str, str], several: bool) -> list[
     numbers = {name: [parse_count(name, part.strip()) for part in parts] for name, parts in given.items()}
     devices, nodes = numbers.get("devices"), numbers.get("nodes")
     per_node = parse_count("per-node", own["per-node"]) if "per-node" in own else None
-    if nodes is None and per_node is None and not several:
-        nodes = [1]
-    found = clusters(devices or [devices_of(recipe)], nodes, per_node)
+    is_one_node = nodes is None and per_node is None and not several
+    found = clusters(devices or [devices_of(recipe)], [1] if is_one_node else nodes, per_node)
     require("gpu" in own or gpu_possible(), NO_GPU)
     recipe.data.require_files()
     return found

@@ -127,9 +127,7 @@ def import_recipe(path: Path) -> Recipe:
     name = path.stem
     while name in sys.modules:
         name += "_"
-    spec = spec_from_file_location(name, path)
-    assert spec is not None
-    assert spec.loader is not None
+    spec: Any = spec_from_file_location(name, path)
     module = sys.modules[name] = module_from_spec(spec)  # dataclasses look up their module here
     try:
         spec.loader.exec_module(module)

@@ -173,9 +173,8 @@ def hold_out(
 ) -> tuple[Sequence[int], Sequence[int]]:
     """Split the positions of ``labels`` into ``(kept, held out)``, both sorted and stratified by class.
 
-    The split does not depend on the run's seed, so that runs with different seeds are measured on the same samples. It
-    equals scikit-learn's ``train_test_split``, whose import would double the start time of a small run. With a
-    ``fold``, that one of 1 / ``fraction`` stratified folds is held out.
+    The split is the same for all seeds of runs, and equals scikit-learn's ``train_test_split``, whose import would
+    double the start time of a small run. With a ``fold``, that one of 1 / ``fraction`` stratified folds is held out.
     """
     if fraction == 0:
         return range(len(labels)), []

@@ -35,11 +35,10 @@ def cache_folder(cache_dir: str | None) -> Path:
 
 
 def get_or_build(root: Path, key: str, what: str, build: Callable[[Path], None]) -> Path:
-    """Return the folder that ``build`` fills for ``key``, a hash of all its inputs, from the cache if possible.
+    """Return the folder that ``build`` fills for ``key``, a hash of all its inputs, from the cache if it is intact.
 
-    One process builds while the others wait, also across machines if the file system of ``root`` locks files between
-    them. A complete folder is moved to its name atomically. A damaged one is rebuilt with a warning.
-    """
+    One process builds while the others wait, also on other machines if the file system of ``root`` locks files between
+    them. A complete folder is moved to its name atomically."""
     place = root / key
     try:
         with room_in(root, "set data.cache_dir to a folder on another disk"):

@@ -79,10 +79,8 @@ def split_fingerprint(split: Any) -> str:
 
 
 def tokenizer_hash(tokenizer: Any) -> str | None:
-    """Return the sha256, in hexadecimal, of everything that determines a tokenizer's output; ``None`` for none.
-
-    Excludes the chat template, and the padding and truncation of single calls with their lengths.
-    """
+    """Return the sha256 of everything that determines a tokenizer's output, except the chat template, and the padding
+    and truncation of single calls; ``None`` for none."""
     if tokenizer is None:
         return None
     content = ContentHasher(1, {name: str(token) for name, token in tokenizer.special_tokens_map.items()})

@@ -36,11 +36,10 @@ POLICIES = {"randaugment": v2.RandAugment, "autoaugment": v2.AutoAugment, "trivi
 
 
 class ImageTransform:
-    """The transform from raw images to a model's input.
+    """The transform from raw images to a model's input; see ``Augmentation`` for the other settings.
 
     Resizes the shorter side to ``image_size`` pixels (bilinear, antialiased), crops the centre square, applies the
     augmentation, scales to [0, 1] and normalises by ``mean`` and ``std``, per channel of the raw image or one for all.
-    Grey stays one channel, unless it is normalised by three. See ``Augmentation`` for the other settings.
     """
 
     def __init__(
@@ -247,9 +246,7 @@ def _reject_decompression_bomb(image: Image.Image) -> None:
 
 def check_images(paths: Sequence[str], max_bad: int, cache: Path) -> dict[str, CheckedFile]:
     """Read and hash every file and check its structure with little decoding; reject more than ``max_bad`` bad files.
-
-    One rank per machine reads. ``cache`` remembers only valid files, because a bad one may be a fault of the network.
-    """
+    ``cache`` remembers only valid files, because a bad one may be a fault of the network."""
 
     def look(files: Sequence[Path]) -> list[CheckedFile]:
         with ThreadPoolExecutor(8) as pool:  # reading is bound by the disk or the network

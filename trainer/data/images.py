@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
     from trainer.data.image_splits import ImageTransform
 
-RANDOM_SETTINGS = ("augment", "mirror", "random_resized_crop", "color_jitter", "erasing", "transform")  # of each image
+RANDOM_SETTINGS = ("augment", "mirror", "random_resized_crop", "color_jitter", "erasing", "transform")  # random changes
 MAX_MIXUP_ALPHA = 1000  # above it, all shares are close to 1/2
 DEFAULT_IMAGE_SIZE = 224
 MAX_IMAGE_SIZE = 20_000  # per side: one such image is 5 GB
@@ -80,14 +80,13 @@ class Augmentation:
         require_choice("data.augment", self.augment, Augment)
         changes = self.mirror or self.augment != "flip"
         require(changes, "data.mirror=false disables all of data.augment=flip: use data.augment none")
-        require_fraction("data.color_jitter", self.color_jitter)
-        require_fraction("data.erasing", self.erasing)
+        for name in ("color_jitter", "erasing", "mix_probability"):
+            require_fraction(f"data.{name}", getattr(self, name))
         if self.random_resized_crop is not None:
             require_fraction("data.random_resized_crop", self.random_resized_crop, "null")
             require(self.random_resized_crop > 0, "data.random_resized_crop=0 would be an empty image: null is off")
         for name in ("mixup", "cutmix"):
             require_fraction(f"data.{name}", getattr(self, name), most=MAX_MIXUP_ALPHA)
-        require_fraction("data.mix_probability", self.mix_probability)
         unused = f"data.mix_probability={self.mix_probability} has no effect without data.mixup or data.cutmix"
         is_used = self.mix_probability == 1 or self.mixup_config() is not None
         require(is_used, f"{unused}: set one, such as data.mixup 0.2")
@@ -171,7 +170,6 @@ class Digits(_ImageDataset):
     Args:
         test_fraction: share of all images held out as the test set; always the same images.
         val_fraction: share of the remaining images held out for validation; always the same images.
-        workers: processes that load data; 0 loads in the main process.
     """
 
     image_size: int = 8
@@ -183,8 +181,8 @@ class Digits(_ImageDataset):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        fraction = self.test_fraction
-        require(0 < fraction < 1, f"data.test_fraction={fraction} must be more than 0 and less than 1")
+        wrong = f"data.test_fraction={self.test_fraction} must be more than 0 and less than 1"
+        require(0 < self.test_fraction < 1, wrong)
 
     def prepare(self, tokenizer: Any = None, model: Model | None = None) -> None:
         self.use_model(model)
@@ -359,19 +357,17 @@ class ImageFolder(_ImageDataset):
         both = f"data.val_fraction={self.val_fraction} and the folder {root / 'val'}"
         require("val" not in found or self.val_fraction == 0, f"{both} exclude each other: set it to 0")
         self._set_classes(found["train"])
-        if self.num_classes <= 1:
-            cause = f"{key}: {folders['train']} has only the class folder {self.class_names[0]!r}"
-            raise RecipeError(f"{cause}, but a classifier needs two or more: add a folder for each class")
+        only = f"{key}: {folders['train']} has only the class folder {self.class_names[0]!r}"
+        require(self.num_classes > 1, f"{only}, but a classifier needs two or more: add a folder for each class")
         index, samples = {name: number for number, name in enumerate(self.class_names)}, {}
         for part, folder in folders.items():
             differing = ", ".join(sorted(set(found[part]) ^ set(self.class_names)))
             differ = f"{key}: the classes of train and {part} differ in {differing}"
             require(not differing, f"{differ}: every class needs a folder with images in both")
-            files = [(path, label) for name, label in index.items() for path in _images_in(folder / name)]
-            empty = sorted(index.keys() - {self.class_names[label] for _, label in files})
+            samples[part] = [(path, label) for name, label in index.items() for path in _images_in(folder / name)]
+            empty = sorted(index.keys() - {self.class_names[label] for _, label in samples[part]})
             cause = f"{key}: {folder / format_list(empty)} contains no images ({' '.join(IMAGES)})"
             require(not empty, f"{cause}: remove the folder, or add images")
-            samples[part] = files
         return samples
 
 

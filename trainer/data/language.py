@@ -1,7 +1,5 @@
-"""Datasets of language models. Every batch is int64 ``(n, length)``, padded on the right.
-
-It has ``input_ids``, ``attention_mask`` and, as in transformers, unshifted ``labels`` with -100 for ignored tokens.
-"""
+"""Datasets of language models. Every batch is int64 ``(n, length)``, padded on the right: ``input_ids``,
+``attention_mask`` and, as in transformers, unshifted ``labels`` with -100 for ignored tokens."""
 
 from __future__ import annotations
 
@@ -15,7 +13,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from trainer.contract import Data, Model
 from trainer.data.base import local_path
-from trainer.data.rows import CsvFormat, RowSource, first_rows
+from trainer.data.rows import RowSource, first_rows
 from trainer.data.text import PARTS, PaddedDataset, csv_format, glob_files, load_hub_rows, require_dataset_name
 from trainer.errors import format_list, require, require_choice, require_positive
 from trainer.values import DataSpec
@@ -90,7 +88,7 @@ class LanguageData(PaddedDataset):
         super().__post_init__()
         require(self.max_length > 1, "data.max_length=1 leaves nothing to predict: raise it")
         require_positive("data.shuffle_buffer", self.shuffle_buffer)
-        self._separator = csv_format(self.encoding, self.separator)
+        self._format = csv_format(self.encoding, self.separator)
         both = f"data.train_files={self.train_files!r} and data.name={self.name!r} exclude each other: give one"
         require(self.train_files is None or self.name is None, both)
         for key in ("val_files", "test_files") if self.name else ("val_split", "test_split", "config", "revision"):
@@ -176,7 +174,7 @@ class LanguageData(PaddedDataset):
             if path.suffix.lower() == ".jsonl":
                 found.append(open_json_lines(path, cache, partial(reader.columns, str(path))))
             elif path.suffix.lower() in TABLES:
-                found.append(open_table(path, cache, CsvFormat(self.encoding, self._separator)))
+                found.append(open_table(path, cache, self._format))
             else:
                 require(self._sample_noun == "document", f"{path} must be one of {', '.join(TABLES)}: convert it")
                 texts.append(path)

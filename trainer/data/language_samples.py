@@ -34,8 +34,8 @@ from trainer.system.status_line import say
 from trainer.system.text import escaped
 from trainer.values import IGNORED_LABEL
 
-MAX_DOCUMENT_CHARS = 10_000_000  # of a document, which is tokenised as a whole, in over 100 bytes per character
-MAX_MESSAGES = 5_000  # of a conversation
+MAX_DOCUMENT_CHARS = 10_000_000  # per document: it is tokenised as a whole, with over 100 bytes per character
+MAX_MESSAGES = 5_000  # per conversation
 SECONDS, MEMORY = 10.0, 800_000_000  # max CPU time in seconds and memory in bytes of a chat template to render it
 WRITERS: dict[str, Bounded] = {}  # renderers in this process, by a hash of everything that determines their output
 ROWS_AT_ONCE, MAX_TEMPLATE_BYTES, MAX_SHOWN = 128, 1_000_000, 5
@@ -54,7 +54,7 @@ CHATML = (
 )
 
 
-Spans = list[tuple[int, int]]  # of characters
+Spans = list[tuple[int, int]]  # start and end of characters
 Messages = list[dict[str, Any]]
 
 
@@ -252,8 +252,7 @@ class ChatReader:
     def _write(self, messages: Messages, tools: list[Any] | None, prompt: bool) -> _RenderedChat | str:
         """Do the same without bounds on time and memory."""
         try:
-            parts = self._render(messages, prompt=True) if prompt else self._with_spans(messages, tools)
-            written = _RenderedChat(*parts)
+            written = self._render(messages, prompt=True) if prompt else self._with_spans(messages, tools)
             require(bool(written.text), "is rendered as an empty text by the chat template")
             _require_text(written.text, self.most)
         except jinja2.TemplateSyntaxError as error:
@@ -287,20 +286,19 @@ class ChatReader:
         return _RenderedChat(whole, spans)
 
     def _render(
-        self, messages: Messages, tools: list[Any] | None = None, prompt: bool = False, marked: bool = False
-    ) -> tuple[str, Spans]:
+        self, messages: Messages, tools: Any = None, prompt: bool = False, marked: bool = False
+    ) -> _RenderedChat:
         options: Any = {"add_generation_prompt": prompt, "return_assistant_tokens_mask": marked}
         options |= {"chat_template": self.template, "tools": tools, **self.tokenizer.special_tokens_map}
         rendered: Any = render_jinja_template(conversations=[messages], **options)
         (text,), spans = rendered
-        return text, [*spans[0]] if marked else []
+        return _RenderedChat(text, [*spans[0]] if marked else [])
 
     def _sample(self, written: _RenderedChat, ids: Iterator[ndarray]) -> list[Sample] | str:
         """Tokenise the whole text, or its parts if a token crosses the border of a span, as prompts end there."""
         whole, parts = next(ids), written.parts()
         pieces = [next(ids) for _ in parts]
-        starts = {start for start, _ in written.spans}
-        joined = np.concatenate(pieces)
+        starts, joined = {start for start, _ in written.spans}, np.concatenate(pieces)
         learned: Any = np.repeat([start in starts for start, _ in parts], list(map(len, pieces)))
         if not np.array_equal(joined, whole) and self._decoded(joined) != self._decoded(whole):
             # A tokenizer that adds a space before every text, such as SentencePiece's.
@@ -320,8 +318,7 @@ class ChatReader:
             return None
         found = self.tokenizer(written.text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
         places = np.asarray(found["offset_mapping"]).reshape(-1, 2)
-        edges = [edge for span in written.spans for edge in span]
-        if any(((places[:, 0] < edge) & (edge < places[:, 1])).any() for edge in edges):
+        if any(((places[:, 0] < edge) & (edge < places[:, 1])).any() for span in written.spans for edge in span):
             return None
         return np.any([(start <= places[:, 0]) & (places[:, 1] <= end) for start, end in written.spans], axis=0)
 
@@ -426,10 +423,8 @@ def drop_nulls(cell: Any) -> Any:
 
 
 def tokenize_rows(rows: RowSource, reader: RowReader, cache: Path) -> datasets.Dataset:
-    """Return the samples of all rows with their ``row``, using the cache on disk.
-
-    A row without samples has a ``problem``. Documents have no ``labels``, because these equal the tokens.
-    """
+    """Return the samples of all rows with their ``row``, using the cache on disk. A row without samples has a
+    ``problem``. Documents have no ``labels``, because these equal the tokens."""
     numbers = ("length", "predicted", "lost", "place", "bytes", "row")
     kinds: dict[str, Any] = {"input_ids": datasets.List(datasets.Value("int32")), "problem": datasets.Value("string")}
     kinds |= {"labels": kinds["input_ids"]} if isinstance(reader, ChatReader) else {}

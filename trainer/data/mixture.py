@@ -46,16 +46,14 @@ class Mixture(Loading):
         are_parts = isinstance(self.parts, list | tuple) and bool(self.parts)
         require(are_parts, f"data.parts={self.parts!r}: {PARTS_HELP}")
         self._built = [_built(number, part) for number, part in enumerate(self.parts, start=1)]
-        total = sum(weight for _, weight in self._built)
-        require(total < math.inf, "data.parts: the sum of the weights overflows: give smaller weights")
+        is_finite = sum(weight for _, weight in self._built) < math.inf
+        require(is_finite, "data.parts: the sum of the weights overflows: give smaller weights")
 
     def __getattr__(self, name: str) -> Any:
         """Return other attributes of the first dataset: ``class_names``, ``load_image``, ..."""
         if self.__dict__.get("_built") and not name.startswith("_"):
             return getattr(self._built[0][0], name)
-        if name in self.DEFAULTS:
-            return self.DEFAULTS[name]
-        raise AttributeError(f"Mixture has no {name}")
+        return super().__getattr__(name)  # type: ignore[misc]
 
     @property
     def datasets(self) -> list[Data]:
@@ -80,7 +78,7 @@ class Mixture(Loading):
         for data in self.datasets:
             prepare_data(data, model or self._model, tokenizer)
         first = self.datasets[0]
-        for number, data in enumerate(self.datasets[1:], start=2):
+        for number, data in enumerate(self.datasets, start=1):
             names = f"part {number} ({type(data).__name__}) and part 1 ({type(first).__name__})"
             for (key, ours), theirs in zip(_alike(data).items(), _alike(first).values(), strict=True):
                 require(ours == theirs, f"Mixture: {names} differ in {key}, {ours} and {theirs}: make them the same")
@@ -88,7 +86,6 @@ class Mixture(Loading):
             require(alike, f"Mixture: {names} collate batches differently: mix datasets of one kind")
             cause = f"Mixture: {names} differ in data.mixup, data.cutmix or data.mix_probability, but share batches"
             require(data.mixup_config() == first.mixup_config(), f"{cause}: make them the same")
-        for number, data in enumerate(self.datasets, start=1):
             cause = f"Mixture: part {number} ({type(data).__name__}) reads its samples group by group"
             fix = "so single samples cannot be drawn: use a dataset that is not streamed"
             require(as_samples(data.train).groups is None, f"{cause}, {fix}")

@@ -34,10 +34,8 @@ def apply_mixup(batch: Any, row_indices: Sequence[int], partners: Sequence[int],
 
 
 def cutmix_box(lam: float, centre: tuple[float, float], height: int, width: int) -> tuple[slice, slice, float]:
-    """Return rows and columns that CutMix takes from the partner, and the remaining share, in 256ths.
-
-    The rectangle's sides are the image's times the root of 1 - ``lam``, clipped at the border (Yun et al. 2019).
-    """
+    """Return rows and columns that CutMix takes from the partner, and the remaining share, in 256ths. The rectangle's
+    sides are the image's times the root of 1 - ``lam``, clipped at the border (Yun et al. 2019)."""
     sides = []
     for place, size in zip(centre, (height, width), strict=True):
         middle, half = int(place * size), int(size * (1 - lam) ** 0.5) // 2

@@ -6,7 +6,8 @@ import math
 import os
 from bisect import bisect_right
 from collections import OrderedDict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from itertools import accumulate
@@ -29,7 +30,7 @@ from trainer.values import ShuffleGroups
 
 MAX_LABELS = 10_000
 MAX_LONGEST_SAMPLES = 1024  # max candidates for the longest samples
-MAX_OPEN_FILES = 8  # of a process
+MAX_OPEN_FILES = 8  # per process
 
 
 @dataclass(frozen=True)
@@ -63,27 +64,28 @@ def require_rows(key: str, shards: Sequence[Shard]) -> None:
 
 def _read_footer(path: Path, label_column: str | None) -> tuple[list[tuple[int, int]], list[str], list[str]]:
     labels: set[str] = set()
-    try:
-        with open_parquet(path) as file:
-            metadata, columns = file.metadata, file.schema_arrow.names
-            require_sane_growth(path, metadata)
-            rows = [(group, metadata.row_group(group).num_rows) for group in range(metadata.num_row_groups)]
-            rows = [(group, count) for group, count in rows if count]
-            for group, _ in rows:
-                # The caller knows the name of the setting, so it reports a missing column and rejects too many labels.
-                if label_column is not None and label_column in columns and len(labels) <= MAX_LABELS:
-                    values = pc.unique(read_group(path, file, group, [label_column]).column(0)).to_pylist()
-                    labels |= {str(value) for value in values if value is not None}
-    except RecipeError:
-        raise
-    except Exception as error:  # pyarrow raises OSError, ArrowInvalid and others for damaged files
-        raise _unreadable_error(str(path), error) from error
+    with _explain_faults(str(path)), open_parquet(path) as file:
+        metadata, columns = file.metadata, file.schema_arrow.names
+        require_sane_growth(path, metadata)
+        rows = [(group, metadata.row_group(group).num_rows) for group in range(metadata.num_row_groups)]
+        rows = [(group, count) for group, count in rows if count]
+        for group, _ in rows:
+            # The caller knows the name of the setting, so it reports a missing column and rejects too many labels.
+            if label_column is not None and label_column in columns and len(labels) <= MAX_LABELS:
+                values = pc.unique(read_group(path, file, group, [label_column]).column(0)).to_pylist()
+                labels |= {str(value) for value in values if value is not None}
     return rows, columns, sorted(labels)
 
 
-def _unreadable_error(place: str, error: BaseException) -> RecipeError:
-    cause = f"{place} cannot be read as Parquet ({root_cause(error)})"
-    return RecipeError(f"{cause}: it is damaged or incomplete; write it again or remove it")
+@contextmanager
+def _explain_faults(place: str) -> Iterator[None]:
+    try:
+        yield
+    except RecipeError:
+        raise
+    except Exception as error:  # pyarrow raises OSError, ArrowInvalid and others for damaged files
+        cause = f"{place} cannot be read as Parquet ({root_cause(error)})"
+        raise RecipeError(f"{cause}: it is damaged or incomplete; write it again or remove it") from error
 
 
 class ShardReader:
@@ -130,12 +132,8 @@ class ShardReader:
     def _decode(self, number: int) -> pa.Table:
         shard, group = self.places[number]
         path = self.shards[shard].path
-        try:
+        with _explain_faults(f"{path} row group {group} (the first is 0)"):
             table = read_group(path, self._file(path), group, self.columns)
-        except RecipeError:
-            raise
-        except Exception as error:
-            raise _unreadable_error(f"{path} row group {group} (the first is 0)", error) from error
         cause = f"{path} row group {group} has {len(table)} rows instead of {self.sizes[number]}"
         fix = "the file has changed since the run began; restart the run"
         require(len(table) == self.sizes[number], f"{cause}: {fix}")

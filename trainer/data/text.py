@@ -12,19 +12,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from trainer.contract import Data, Model, splits_of
+from trainer.data import rows as table_rows
 from trainer.data.base import BuiltinDataset, ClassWeightedDataset, format_counts, local_path
-from trainer.data.rows import (
-    KINDS,
-    CsvFormat,
-    RowSource,
-    check_columns,
-    describe_row,
-    first_rows,
-    has_text,
-    is_missing,
-    reject_gaps,
-    reject_label,
-)
+from trainer.data.rows import KINDS, CsvFormat, RowSource, check_columns, first_rows, has_text, is_missing
 from trainer.errors import RecipeError, format_list, require, require_choice, require_positive
 from trainer.system.environment import is_local_rank_zero
 from trainer.system.status_line import say
@@ -113,10 +103,8 @@ class Texts(PaddedDataset):
         require(self.text_column != self.label_column, f"{both}: they must differ")
 
     def encode(self, texts: Sequence[str], tokenizer: Any) -> dict[str, Tensor]:
-        """Make a batch of texts without labels, tokenised, truncated and padded like the dataset's own texts.
-
-        For the task token, texts are split at spaces, and the batch has ``words``, as in trainer.data.tokens.encode.
-        """
+        """Make a batch of texts without labels, tokenised, truncated and padded like the dataset's own texts. For the
+        task token, texts are split at spaces, and the batch has ``words``, as in trainer.data.tokens.encode."""
         from trainer.data.tokens import Padder, check_tokenizer, encode, require_text
 
         check_tokenizer(tokenizer, self.max_length)
@@ -316,7 +304,7 @@ class TextFiles(_TokenizedDataset):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self._separator = csv_format(self.encoding, self.separator)
+        self._format = csv_format(self.encoding, self.separator)
 
     def require_files(self) -> None:
         for part, path in self._paths().items():
@@ -329,7 +317,7 @@ class TextFiles(_TokenizedDataset):
     def _check_start(self, part: str, path: Path) -> None:
         """Check the columns of a table and, if it is small, its texts and classes, before torch is imported."""
         kind = path.suffix.lower()
-        rows, columns, whole = first_rows(path, CsvFormat(self.encoding, self._separator), MAX_CHECKED_ROWS)
+        rows, columns, whole = first_rows(path, self._format, MAX_CHECKED_ROWS)
         texts = {"text_column": self.text_column} | ({"pair_column": self.pair_column} if self.pair_column else {})
         if whole or kind != ".jsonl":  # later lines may have other columns
             check_columns(str(path), columns, **texts, label_column=self.label_column)
@@ -339,17 +327,17 @@ class TextFiles(_TokenizedDataset):
             return  # what arrow makes of these labels is not known here
 
         def place(index: int) -> str:
-            return describe_row(str(path), index, *KINDS[kind][1:])
+            return table_rows.describe_row(str(path), index, *KINDS[kind][1:])
 
         filled = [all(has_text(row.get(name)) for name in texts.values()) for row in rows]
         used = {at: str(label) for at, label in enumerate(labels) if filled[at] and not is_missing(label)}
-        reject_gaps([at for at in range(len(rows)) if at not in used], len(rows), place, self.missing)
+        table_rows.reject_gaps([at for at in range(len(rows)) if at not in used], len(rows), place, self.missing)
         if part == "train" and self._known_classes is None:
             self._classes(str(path), list(dict.fromkeys(used.values())), len(used))
         classes = self._known_classes or self.class_names or used.values()
         for at, label in used.items():
             if label not in classes:
-                reject_label(place(at), self.label_column, label, classes)
+                table_rows.reject_label(place(at), self.label_column, label, classes)
 
     def for_evaluation(self, model: Model | None = None, path: str | None = None) -> Data:
         """Return a dataset of the test file alone: the trained model knows the classes."""
@@ -369,18 +357,17 @@ class TextFiles(_TokenizedDataset):
         from trainer.data.tables import open_table
 
         self.require_files()
-        written = CsvFormat(self.encoding, self._separator)
-        return {part: open_table(path, cache, written) for part, path in self._paths().items()}
+        return {part: open_table(path, cache, self._format) for part, path in self._paths().items()}
 
 
-def csv_format(encoding: str | None, separator: str | None) -> str | None:
-    """Return the ``separator`` as a character; reject an invalid one, and an unknown ``encoding``."""
+def csv_format(encoding: str | None, separator: str | None) -> CsvFormat:
+    """Return the format, with the ``separator`` as a character; reject an invalid one, and an unknown ``encoding``."""
     with suppress(LookupError):
         "".encode(encoding or "utf-8")
         found = {"tab": "\t", "\\t": "\t"}.get(separator or "", separator)
-        if found is not None and len(found) != 1:
-            raise RecipeError(f"data.separator={separator!r} must be one character, such as ; or |, or tab")
-        return found
+        is_one = found is None or len(found) == 1
+        require(is_one, f"data.separator={separator!r} must be one character, such as ; or |, or tab")
+        return CsvFormat(encoding, found)
     known = "use one such as utf-8, utf-16, cp1252 (Excel's), latin-1 or shift_jis"
     raise RecipeError(f"data.encoding={encoding!r} is not an encoding of Python: {known}")
 
@@ -438,7 +425,8 @@ def load_hub_rows(data: Any) -> dict[str, RowSource]:
     from trainer.data.tables import open_hub_dataset
 
     require_dataset_name(data.name)
-    splits = {part: split for part in PARTS if (split := getattr(data, f"{part}_split")) is not None}
+    asked = {"train": data.train_split, "val": data.val_split, "test": data.test_split}
+    splits = {part: split for part, split in asked.items() if split is not None}
     advice = "and data.config, data.train_split, data.val_split and data.test_split (null if there is none)"
     name = str(path) if (path := local_path(data.name)).is_dir() else data.name
     return open_hub_dataset("name", name, splits, advice, data.cache_dir, data.config, data.revision)
@@ -510,10 +498,8 @@ class StreamedText(Texts):
 
 
 def glob_files(key: str, pattern: str, kinds: Sequence[str]) -> list[Path]:
-    """Return the files that match ``pattern``, sorted by name; for a folder those of ``kinds``.
-
-    ``pattern`` is a folder, a file, or a pattern in which ** matches any folders. ``key`` is the setting, for messages.
-    """
+    """Return the files that match ``pattern``, in which ** matches any folders, sorted by name; for a folder those of
+    ``kinds``. ``key`` is the setting, for messages."""
     path, is_url = local_path(pattern), "://" in pattern.removeprefix("file://")
     fix = "download the files first (hf download for files of the hub)"
     require(not is_url, f"{key} is not a local path: {fix}")

@@ -133,10 +133,8 @@ def check_tokenizer(tokenizer: Any, max_length: int) -> None:
 
 
 def encode(texts: Sequence[Any], tokenizer: Any, max_length: int) -> dict[str, list[list[int]]]:
-    """Tokenise and truncate to ``input_ids``, and ``token_type_ids`` if the tokenizer has them, without padding.
-
-    Lists of words also get ``words``: a word's index for its first token, otherwise -100. Tuples are pairs of texts.
-    """
+    """Tokenise and truncate to ``input_ids``, and ``token_type_ids`` if the tokenizer has them. Tuples are pairs of
+    texts. Lists of words also get ``words``: a word's index for its first token, otherwise -100."""
     found: dict[str, list[list[int]]] = {}
     cut = bool(texts) and isinstance(texts[0], list)
     slow = "maps tokens to words, but that of model.tokenizer is slow: choose another"
@@ -214,11 +212,9 @@ def tokenize_table(
     task: Task = "single_label",
     pair_column: str | None = None,
 ) -> datasets.Dataset:
-    """Return the tokens of every row, with ``length`` and ``label_text``, using the cache on disk.
-
-    ``label_text`` is the label, or JSON of the task's labels: names, numbers, or tags per token, null within words. It
-    is null if the row has no text or no label.
-    """
+    """Return the tokens of every row, with ``length`` and ``label_text``, using the cache on disk. The latter is the
+    label, or JSON of the task's labels: names, numbers, or tags per token, null within words; null if the row has no
+    text or no label."""
     asked = ([] if task == "single_label" else [task]) + ([f"and {pair_column}"] if pair_column else [])
     wanted = {"text_column": text_column, "label_column": label_column}
     wanted |= {"pair_column": pair_column} if pair_column else {}

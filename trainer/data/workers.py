@@ -44,24 +44,21 @@ class WorkerError(RunError):
 
 
 def decide_workers(data: Data, accelerator: str, ranks: int) -> int:
-    """Return ``data.workers`` or, if it is not set, a default for each of the ``ranks`` of this machine.
-
-    On a CPU it is 0: workers would take cores. Workers are processes, because drawing seeds generators of a process.
-    """
+    """Return ``data.workers`` or, if it is not set, a default for each of the ``ranks`` of this machine."""
     if data.workers is not None:
         return data.workers
     small = SHM_PATH.is_dir() and shutil.disk_usage(SHM_PATH).free < MIN_SHM_BYTES  # workers pass batches through it
+    # Workers are processes, because drawing seeds generators of a process. On a CPU they would take cores.
     return 0 if accelerator == "cpu" or small else min(4, cores() // ranks)
 
 
 def load_in_workers(
     fetch: Any, requests: Iterable[Request], workers: int, pin_memory: bool, timeout: float, at_once: int = 1
 ) -> Iterator[Any]:
-    """Yield ``fetch[request]`` for every request, in order, by torch's DataLoader; see ``Loader``.
+    """Yield ``fetch[request]`` for every request, in order, by torch's DataLoader, ``at_once`` of them loaded ahead.
 
     Raises ``WorkerError`` one or two seconds after the result of a dead worker is needed, and ``timeout`` seconds after
-    that of a hung one. ``at_once`` results are loaded ahead, for a caller that takes that many before computing.
-    """
+    that of a hung one."""
     if workers:  # tokenizers warns about forks after it has used threads
         os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     watch = _WorkerMonitor(timeout)
@@ -97,10 +94,7 @@ def load_in_workers(
 
 
 class _WorkerMonitor:
-    """Iterates over the results of workers, and checks while waiting that they are alive.
-
-    Torch's private ``_workers`` and ``_shutdown_workers`` are the only access to exit codes, which messages need.
-    """
+    """Iterates over the results of workers, and checks while waiting that they are alive."""
 
     def __init__(self, timeout: float) -> None:
         self.timeout, self.done = timeout, 0
@@ -113,7 +107,7 @@ class _WorkerMonitor:
 
     def begin(self, batches: Any) -> None:
         self.batches, self.shutdown = batches, batches._shutdown_workers
-        self.processes = list(batches._workers)  # the only access to their exit codes
+        self.processes = list(batches._workers)  # private, but the only access to exit codes, which messages need
         batches._shutdown_workers = self.close  # torch also calls it after the last micro-batch
 
     def __iter__(self) -> Iterator[Any]:

@@ -72,10 +72,8 @@ def close_loggers(loggers: Sequence[Logger], status: str) -> None:
 
 
 class CSVMetrics(Logger):
-    """A Fabric logger that appends rows to one CSV file, within seconds after they were logged.
-
-    Fabric's ``CSVLogger`` deletes the history of a resumed run, and rewrites the whole file in place for each new key.
-    """
+    """A Fabric logger that appends rows to one CSV file, within seconds. Fabric's ``CSVLogger`` deletes the history of
+    a resumed run, and rewrites the whole file in place for each new key."""
 
     name, version = "csv", ""
 

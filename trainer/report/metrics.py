@@ -44,10 +44,8 @@ class EvaluationResult:
 
 
 class EvaluationMetrics:
-    """Counts the losses and predictions of an evaluation without waiting for the device.
-
-    Metrics of torchmetrics wait (``nonzero``, ``bincount``), and its R2Score subtracts large sums of squares.
-    """
+    """Counts the losses and predictions of an evaluation without waiting for the device, as metrics of torchmetrics do
+    (``nonzero``, ``bincount``). Its R2Score also subtracts large sums of squares."""
 
     def __init__(
         self,
@@ -69,11 +67,8 @@ class EvaluationMetrics:
         self.names = [str(name) for name in wanted if name in known]
 
     def update(self, loss: Loss) -> None:
-        """Add one loss of one micro-batch; a zero-weight loss adds 0.
-
-        Logits have shape ``(..., classes)``, targets ``(...)``, or that of the logits for labels or numbers. All logits
-        are counted, so at most one of several losses should have them.
-        """
+        """Add one loss of one micro-batch; at most one of several losses should have logits, because all are counted.
+        Their shape is ``(..., classes)``; targets have the same for labels or numbers, otherwise ``(...)``."""
         if loss.name not in self.loss_names:
             raise ValueError(f"loss {loss.name!r} is not one of the model's loss_names {self.loss_names}")
         sums = self.sums[self.loss_names.index(loss.name)]

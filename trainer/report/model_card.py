@@ -43,11 +43,8 @@ def build_model_card(recipe: Recipe, run_dir: Path, trained: TrainingFacts) -> s
 def model_card(
     name: str, trained: TrainingFacts, recipe: str, pipeline: str | None, library: str | None, base: str | None
 ) -> str:
-    """Build a model card: a YAML header and Markdown, with ``recipe`` as YAML.
-
-    ``pipeline`` is the task on the hub, ``library`` loads the model (``None``: only this package does), and ``base`` is
-    the model on the hub that was fine-tuned, if any.
-    """
+    """Build a model card: a YAML header and Markdown, with ``recipe`` as YAML. ``pipeline`` is the task on the hub,
+    ``library`` loads the model (``None``: only this package does), and ``base`` is the fine-tuned model on the hub."""
     from huggingface_hub import EvalResult, ModelCardData
 
     data = str(trained.data.get("class", "data"))

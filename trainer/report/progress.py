@@ -26,10 +26,8 @@ BETWEEN = " · "
 
 
 class ProgressBar(tqdm):
-    """A progress bar that omits metrics, the least important first, instead of cutting them off.
-
-    If ``fields`` and ten cells do not fit, it omits those in ``drop_order``, then shrinks to one cell at least.
-    """
+    """A progress bar that omits metrics instead of cutting them off: if ``fields`` and ten cells do not fit, it omits
+    those in ``drop_order``, then shrinks to one cell at least."""
 
     fields: Mapping[str, str] = MappingProxyType({})
     drop_order: Sequence[str] = ()
@@ -59,9 +57,7 @@ def warn(text: str) -> None:
 
 class Progress:
     """Shows the progress of work on the first rank, as a bar if ``stream`` is a terminal of known width, else as lines.
-
-    ``enabled=False`` hides bars, steps, evaluations and descriptions of the run, but no notices and warnings.
-    """
+    ``enabled=False`` hides bars, steps, evaluations and descriptions of the run, but no notices and warnings."""
 
     def __init__(
         self, enabled: bool = True, rank: int = 0, *, stream: TextIO | None = None, clock: Clock = time.monotonic
@@ -87,10 +83,8 @@ class Progress:
     def step(
         self, step: int, *, loss: float, lr: float, speed: Speed, memory: str, epoch: int, skipped: int = 0
     ) -> None:
-        """Show that ``step`` steps are done since the start of training, ``skipped`` of them skipped as non-finite.
-
-        ``loss`` is the mean since the last call; ``memory`` has value, unit and kind, such as ``"0.52 GB host peak"``.
-        """
+        """Show that ``step`` steps are done, ``skipped`` of them skipped as non-finite. ``loss`` is the mean since the
+        last call; ``memory`` has value, unit and kind, such as ``"0.52 GB host peak"``."""
         if not self._shown:
             return
         parts = {"epoch": f"epoch {epoch}", "loss": f"loss {loss:.4f}", "lr": f"lr {lr:.1e}"}

@@ -27,18 +27,16 @@ def is_higher_better(name: str, custom: Sequence[Metric] = ()) -> bool:
 
 
 class WholeSetMetrics:
-    """Computes the metrics in ``wanted`` for each evaluation.
-
-    ``gather`` is a collective: this rank's rows (or ``None``) to the rows of all ranks, at least on the first rank.
-    ``decide`` calls a function on the first rank, and returns its result or raises its error on all ranks.
-    """
+    """Computes the metrics in ``wanted`` for each evaluation."""
 
     def __init__(
         self,
         wanted: Sequence[str | Metric],  # names from the tables of trainer.recipe that fit the task, and custom metrics
         task: str | None,  # a key of ``TASK_METRICS``; ``None`` for a custom model without a task
         num_classes: int | None,  # ``None`` if the model does not classify
+        # A collective: this rank's rows (or None) to the rows of all ranks, at least on the first rank.
         gather: Callable[[Tensor | None], Tensor | None] = lambda rows: rows,
+        # Calls a function on the first rank, and returns its result or raises its error on all ranks.
         decide: Callable[[Callable[[], dict[str, float]]], dict[str, float]] = lambda compute: compute(),
         bytes_per_token: float | None = None,  # bytes of text per predicted token; ``None`` if unknown
         split: str = "evaluation",
@@ -149,10 +147,8 @@ def _named(what: str, compute: Callable[[], Any]) -> float:
 
 
 def _columns(task: str, logits: Tensor, targets: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yield for each class (of two only the second) its true samples, and scores that rank samples by probability p.
-
-    The scores are log(p / (1 - p)), because a softmax is 1 from a difference of 37 on: confident samples would be ties.
-    """
+    """Yield for each class (of two only the second) its true samples, and scores that rank samples by probability p:
+    log(p / (1 - p)), because a softmax is 1 from a difference of 37 on, and confident samples would be ties."""
     if task == "multi_label":
         for scores, labels in zip(logits.T, targets.T, strict=True):
             kept = labels != IGNORED_LABEL

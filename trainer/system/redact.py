@@ -37,12 +37,9 @@ _QUOTED = re.compile(r"""(?<![\w.-])(?P<name>[\w.-]+)(?P<is>["']?\s*[=:]\s*)(?P<
 
 
 def redact(text: str) -> str:
-    """Replace every recognizable secret in ``text`` by :data:`REDACTED`.
-
-    These are: user and password in a URL; query parameters such as token, key or sig; tokens of Hugging Face, GitHub,
-    GitLab, OpenAI, AWS, Google and Slack, by their prefixes; values such as ``api_key='...'``; and the values of
-    environment variables with secret names, such as WANDB_API_KEY.
-    """
+    """Replace every recognizable secret in ``text`` by :data:`REDACTED`: user and password in a URL; query parameters
+    such as token, key or sig; tokens of Hugging Face, GitHub, GitLab, OpenAI, AWS, Google and Slack, by their prefixes;
+    values such as ``api_key='...'``; and those of environment variables with secret names, such as WANDB_API_KEY."""
     named = {name: value for name, value in os.environ.items() if len(value) >= _MIN_SECRET_CHARS}
     values = {value for name, value in named.items() if _is_secret(name) or name.upper().endswith("_TOKEN")}
     for value in sorted(values, key=lambda value: (-len(value), value)):  # a value may be the start of another

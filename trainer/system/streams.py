@@ -1,7 +1,6 @@
 """Standard streams that survive a closed descriptor, a missing reader or a full disk.
 
-The results of a run are in its files, so lost output must not end it. This covers every ``print``: of this program, of
-its libraries and of the user's code.
+The results of a run are in its files, so lost output must not end it. This covers every ``print``, also in libraries.
 """
 
 from __future__ import annotations

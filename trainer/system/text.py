@@ -23,9 +23,7 @@ _UNPRINTABLE = re.compile("[\x00-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2
 
 def escaped(text: object, keep: str = "") -> str:
     r"""Return ``str(text)`` with control characters escaped (``\x1b``, ``\n``, ``\u202e``), except those to ``keep``.
-
-    Untrusted text must neither control the terminal nor look like a message of this program.
-    """
+    Untrusted text must neither control the terminal nor look like a message of this program."""
 
     def written_out(found: re.Match[str]) -> str:
         return found[0] if found[0] in keep else found[0].encode("unicode_escape", "surrogatepass").decode("ascii")
