@@ -83,7 +83,7 @@ def prepare(folder: Path) -> None:
         (folder / f"{name}.txt").write_text((HERE / "trainer" / name).read_text())
     torch.manual_seed(0)
     sizes = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4}
-    LlamaForCausalLM(LlamaConfig(vocab_size=259, **sizes)).save_pretrained(folder / "lm")
+    LlamaForCausalLM(LlamaConfig(vocab_size=260, **sizes)).save_pretrained(folder / "lm")
 
 
 def trainer(tree: Path, *words: str) -> subprocess.CompletedProcess[str]:

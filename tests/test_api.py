@@ -25,6 +25,7 @@ from trainer.errors import RunError
 from trainer.models import MLP, VisionTransformer
 from trainer.run.description import padding_shares
 from trainer.run.identity import with_absolute_paths
+from trainer.system.status_line import say
 
 quick = pytest.mark.usefixtures("no_pictures")
 
@@ -109,6 +110,14 @@ def test_the_saved_recipe_gives_the_same_run_again_also_without_evaluation(finis
     assert not any(row["val_loss"] or row["test_loss"] for row in rows(tmp_path / "again"))
     assert (summary.status, summary.metrics) == ("finished", {})
     assert not (tmp_path / "again" / "classification_report.txt").exists()
+
+
+@quick
+def test_a_run_without_progress_is_silent_and_what_follows_it_is_not(tmp_path, capsys):
+    fit(recipe(tmp_path / "silent", run={"evaluate": False, "predict": False}, max_steps=1))
+    assert capsys.readouterr().out == ""
+    say("read again")
+    assert capsys.readouterr().out == "read again\n"
 
 
 def test_the_files_are_evaluated_with_the_same_figures_and_predict_an_image(finished, tmp_path, capsys):

@@ -35,7 +35,7 @@ with quick_imports():
     from trainer.run.setup import evaluation_session, training_session
     from trainer.run.training import Training
     from trainer.system.lock import RunLock
-    from trainer.system.status_line import show_status, silence, start_clock
+    from trainer.system.status_line import show_status, silenced, start_clock
     from trainer.system.text import escaped
 
 
@@ -118,11 +118,11 @@ def fit(recipe: Recipe, source: str | None = None) -> FinishedRun:
         RunStoppedError: if the run was asked to stop. Everything is saved, so the run can be resumed.
     """
     _require_recipe(recipe)
-    silence(source is None and not recipe.run.progress)  # a command prints its result in any case
     start_clock(keep=source is not None)
+    silent = source is None and not recipe.run.progress  # a command prints its result in any case
     if needs_subprocess(recipe):
         return FinishedRun(recipe, fit_in_subprocess(recipe))
-    with training_session(recipe, source) as session, session.watched(), ExitStack() as closing:
+    with silenced(silent), training_session(recipe, source) as session, session.watched(), ExitStack() as closing:
         closing.enter_context(deterministic_algorithms(recipe.run.deterministic))
         closing.enter_context(matmul_precision(session.plan.memory.matmul_precision))
         fabric, lock = session.fabric, RunLock(session.run_dir)

@@ -115,13 +115,14 @@ def test_single_on_two_ranks_is_refused(recipe_file, tmp_path):
     ("flags", "messages"),
     [
         (["--run.devices", "3"], ["run.devices=3 contradicts the launcher: torchrun started 2 process(es)"]),
-        ([], ["nowhere", "first rank of a node"]),
+        ([], ["4 of 4 images cannot be read", "first rank of a node"]),
     ],
 )
 def test_what_only_the_first_rank_or_the_launcher_knows_ends_all(flags, messages, tmp_path):
     path, folder = tmp_path / "own.py", tmp_path / "nowhere"
-    for part in ("train", "test"):  # it is there, but what is in it the first rank looks at alone
-        (folder / part / "cat").mkdir(parents=True)
+    for name in ("train/cat", "train/dog", "test/cat", "test/dog"):
+        (folder / name).mkdir(parents=True)
+        (folder / name / "0.png").write_bytes(b"no image")  # only the first rank opens the images
     path.write_text(RECIPE.replace("Digits()", f"ImageFolder({str(folder)!r})").replace("Digits", "ImageFolder"))
     run_dir = tmp_path / "r"
     done = start([*TORCHRUN, "-m", "trainer", "fit", str(path), *flags, "--run.dir", str(run_dir)])

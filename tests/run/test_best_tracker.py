@@ -24,11 +24,13 @@ from torch import Tensor
 from trainer import Checkpoint, Listener, Metric, Optim, RecipeError
 from trainer.api import evaluate, fit
 from trainer.cli import run as command
+from trainer.commands.recipes import load_recipe
 from trainer.data import Digits
 from trainer.engine.events import Counters
 from trainer.errors import RunError
 from trainer.models import MLP, VisionTransformer
 from trainer.run.best_tracker import WORST, BestTracker
+from trainer.run.resume import require_same_structure
 from trainer.system.files import remove
 
 pytestmark = pytest.mark.usefixtures("no_pictures")
@@ -318,3 +320,12 @@ def test_the_figure_and_the_listener_of_the_docs_run_as_written(tmp_path, capsys
     assert "from step 0 to 2\n" in said
     assert "epoch 0: {'loss': " in said
     assert "2 steps, 0 of them skipped\n" in said
+
+
+def test_the_state_of_older_checkpoints_is_accepted():
+    """They have no loss of the best step, and no metric of the last one."""
+    tracker = BestTracker(load_recipe("vit_digits")[0], "val")
+    older = {"figure": "val_accuracy", "score": 0.5, "step": 3, "since": 1}
+    require_same_structure(older, tracker.state_dict(), "best")
+    tracker.load_state_dict(older)
+    assert (tracker.step, tracker.since, tracker.best_value) == (3, 1, 0.5)

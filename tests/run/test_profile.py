@@ -5,6 +5,7 @@ from __future__ import annotations
 import gzip
 import json
 import os
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -101,7 +102,8 @@ def shares(text: str) -> dict[str, float]:
 
 @pytest.mark.slow
 def test_a_profile_has_our_phases_and_a_table_whose_shares_are_those_of_all(tmp_path, capsys) -> None:
-    summary = fit(profiled(tmp_path / "run", max_steps=5))
+    own = profiled(tmp_path / "run", max_steps=5)
+    summary = fit(own.replace(run=replace(own.run, progress=True)))
     assert summary.tokens_per_second is summary.mfu is None
     assert 0 < summary.data_share < 1
     trace = json.loads(gzip.decompress((tmp_path / "run/profile.json.gz").read_bytes()))
@@ -118,7 +120,7 @@ def test_a_profile_has_our_phases_and_a_table_whose_shares_are_those_of_all(tmp_
     operations = text.split("\n\n")[-1].splitlines()[1:]
     assert len(operations) == 20  # which ones is a matter of times
     assert any(" aten::" in line for line in operations)
-    said = capsys.readouterr().out.splitlines()[-1]
+    (said,) = (line for line in capsys.readouterr().out.splitlines() if line.startswith("profile of 2 steps: "))
     assert said.startswith("profile of 2 steps: waiting for data ")
     assert said.endswith("; profile.txt, profile.json.gz; peak CPU memory includes the profiler's records")
     assert [path.name for path in (tmp_path / "run").iterdir() if path.name.startswith(".")] == []

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 import os
 import platform
 import sys
@@ -26,7 +25,7 @@ from trainer.system.files import write_atomic
 from trainer.system.machine import cores
 from trainer.system.names import did_you_mean
 from trainer.system.redact import redact_words
-from trainer.system.text import GB, as_text, escaped, format_bytes
+from trainer.system.text import GB, as_text, escaped, format_bytes, format_number
 
 FLAGS = {
     "steps": "optimizer steps of each rung (default: 5)",
@@ -190,10 +189,10 @@ class LadderTable:
         own, whole = self._memory(trial), self._memory(first)[0]
         values = [
             *("–" if value is None else format_bytes(value * GB) for value in own),
-            _figure(own[0] / whole if own[0] is not None and whole else None, ".0%"),
-            _figure(trial.samples_per_second, ",.1f"),
-            _figure(trial.losses[-1] if trial.losses else None, ".5f"),
-            _figure(difference, ".1e"),
+            format_number(own[0] / whole if own[0] is not None and whole else None, ".0%", "–"),
+            format_number(trial.samples_per_second, ",.1f", "–"),
+            format_number(trial.losses[-1] if trial.losses else None, ".5f", "–"),
+            format_number(difference, ".1e", "–"),
         ]
         reason = (trial.reason or "").replace("|", "/")  # a vertical bar would end the cell
         status = f"{trial.status}: {reason}" if reason else trial.status
@@ -227,10 +226,6 @@ class LadderTable:
     def _line(self, cells: Sequence[str]) -> str:
         middle = " | ".join(f"{cell:>12}" for cell in cells[1:-1])
         return f"| {cells[0]:<{self._width}} | {middle} | {cells[-1]} |"
-
-
-def _figure(value: float | None, form: str) -> str:
-    return "–" if value is None or not math.isfinite(value) else format(value, form)
 
 
 def _split(flags: Sequence[tuple[str, str | None]]) -> tuple[dict[str, str], list[str]]:

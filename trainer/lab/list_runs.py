@@ -20,7 +20,7 @@ from trainer.system.files import open_regular, read_json_object
 from trainer.system.lock import NAME as LOCK
 from trainer.system.names import did_you_mean
 from trainer.system.processes import ProcessId
-from trainer.system.text import align_columns, as_text, escaped
+from trainer.system.text import align_columns, as_text, escaped, format_metric
 
 USAGE = """\
 usage: trainer runs [DIR ...] [--where KEY=VALUE] [--sort COLUMN] [--json]
@@ -35,8 +35,8 @@ Show a table of the runs in and below each DIR (default: runs), the newest last.
 """
 MAX_JSON_BYTES = 4_000_000  # size limit of a run's JSON files, and of the part read from the end of its metrics.csv
 MAX_VALUE_CHARS = 60  # maximum characters of a setting in --compare
-SHOWN = ("run", "status", "step", "figure", "val_loss", "memory_gb", "seconds", "date")
-WORDS = ("run", "status", "figure", "date")
+SHOWN = ("run", "status", "step", "metric", "val_loss", "memory_gb", "seconds", "date")
+WORDS = ("run", "status", "metric", "date")
 
 
 def runs(argv: Sequence[str]) -> None:
@@ -69,7 +69,7 @@ def runs(argv: Sequence[str]) -> None:
     if not asked <= {key for row in found for key in row}:  # settings are asked for: reading them takes longer
         found = [read_run(*path) for path in paths]
     rows = sorted(found, key=lambda row: row["date"])
-    hidden = ("settings", "faults", "figure")
+    hidden = ("settings", "faults", "metric")
     keys = list(dict.fromkeys(key for row in rows for key in (*row, *row["settings"]) if key not in hidden))
     for text in where:
         key, equals, value = text.partition("=")
@@ -141,7 +141,7 @@ def read_run(path: Path, folder: Path | None = None, with_settings: bool = True)
         "run": os.path.relpath(path, folder) if folder and path != folder else str(path),
         "status": "broken" if faults else _alive(path, str(status.get("status") or summary.get("status") or "unknown")),
         "step": known.get("step"),
-        "figure": f"{shown[0][0].replace('_', ' ', 1)} {_percent(*shown[0])}" if shown else None,
+        "metric": f"{shown[0][0].replace('_', ' ', 1)} {format_metric(*shown[0])}" if shown else None,
         "val_loss": val_loss if _is_finite(val_loss) else None,
         "memory_gb": known.get("memory_gb"),
         "seconds": known.get("seconds"),
@@ -234,10 +234,6 @@ def _same(value: Any, text: str) -> bool:
         return json.dumps(value) == text or str(value) == text
 
 
-def _percent(name: str, value: float) -> str:
-    return f"{100 * value:.2f} %" if name.endswith("accuracy") else f"{value:.4f}"
-
-
 def _cell(name: str, value: Any) -> str:
     if value is None:
         return ""
@@ -251,7 +247,7 @@ def _cell(name: str, value: Any) -> str:
 
 def table(rows: Sequence[Mapping[str, Any]]) -> str:
     """Format a line per run, then the problems of broken runs."""
-    heads = ["run", "status", "step", "figure", "val loss", "memory", "time", "date"]
+    heads = ["run", "status", "step", "metric", "val loss", "memory", "time", "date"]
     cells = [[_cell(name, row[name]) for name in SHOWN] for row in rows]
     broken = [f"{row['run']}: {'; '.join(row['faults'])}" for row in rows if row["faults"]]
     return "\n".join([align_columns(heads, cells, WORDS), *map(escaped, broken)])
@@ -267,6 +263,6 @@ def diff_runs(first: Mapping[str, Any], second: Mapping[str, Any]) -> str:
             cells.append(list(map(escaped, shown)))
     for key in dict.fromkeys([*first, *second]):
         both = [_cell(key, row.get(key)) or "-" for row in (first, second)]
-        if both[0] != both[1] and key not in ("run", "settings", "figure", "faults"):
+        if both[0] != both[1] and key not in ("run", "settings", "metric", "faults"):
             cells.append([escaped(key), *both])
     return align_columns(heads, cells, heads) if cells else "the two runs have the same settings and metrics"

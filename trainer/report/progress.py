@@ -16,7 +16,7 @@ from tqdm import tqdm
 from trainer.report.summary import Speed
 from trainer.system import status_line
 from trainer.system.redact import redact
-from trainer.system.text import escaped
+from trainer.system.text import escaped, format_metric
 
 Clock = Callable[[], float]
 LINE_INTERVAL = 5.0
@@ -118,7 +118,7 @@ class Progress:
 
     def evaluation(self, step: int, split: str, result: dict[str, float]) -> None:
         """Show the metrics of an evaluation of ``split`` (val, test) after ``step``, above the bar."""
-        parts = [f"{name} {_format_metric(name, value)}" for name, value in result.items()]
+        parts = [f"{name} {format_metric(name, value)}" for name, value in result.items()]
         self.message(" · ".join([f"{split} after step {step}", *parts]))
 
     def message(self, text: str) -> None:
@@ -169,7 +169,3 @@ def _shows_a_bar(stream: TextIO) -> bool:
         return os.get_terminal_size(stream.fileno()).columns > 0
     except OSError:  # no file descriptor: tqdm uses its default width
         return True
-
-
-def _format_metric(name: str, value: float) -> str:
-    return f"{100 * value:.2f} %" if name.endswith("accuracy") else f"{value:.4f}"

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 from trainer.errors import RecipeError
 from trainer.system.files import read_json_object
-from trainer.system.text import GB, escaped, format_bytes
+from trainer.system.text import GB, escaped, format_bytes, format_metric, format_number
 
 DISTRIBUTIONS = ("torch", "lightning", "torchvision", "transformers", "datasets", "accelerate")
 MAX_SUMMARY_BYTES = 1 << 20
@@ -39,10 +39,10 @@ class Speed(NamedTuple):
         """Return the known values with units; waiting for data only from ``min_data_share`` on."""
         samples, tokens, data, mfu = self
         return [
-            f"{_number(samples, ',.0f' if samples >= MIN_INTEGER_SPEED else '.2f')} samples/s",
-            *([] if tokens is None else [f"{_number(tokens, ',.0f')} tokens/s"]),
-            *([f"data {_number(100 * data, '.0f')} %"] if data >= min_data_share else []),
-            *([] if mfu is None else [f"MFU {_number(100 * mfu, '.1f')} %"]),
+            f"{format_number(samples, ',.0f' if samples >= MIN_INTEGER_SPEED else '.2f')} samples/s",
+            *([] if tokens is None else [f"{format_number(tokens, ',.0f')} tokens/s"]),
+            *([f"data {format_number(100 * data, '.0f')} %"] if data >= min_data_share else []),
+            *([] if mfu is None else [f"MFU {format_number(100 * mfu, '.1f')} %"]),
         ]
 
 
@@ -124,7 +124,7 @@ def summary_rows(summary: Summary) -> list[tuple[str, str]]:
         *([("model/", _kept(summary))] if summary.status == "finished" else []),
         ("steps", f"{summary.steps:,}{skipped}"),
         ("batch", f"{summary.batch_size:,} samples per step on {ranks}"),
-        ("speed", f"{_speed(summary)}, {_number(summary.seconds, ',.1f')} s"),
+        ("speed", f"{_speed(summary)}, {format_number(summary.seconds, ',.1f')} s"),
         ("peak memory", _memory(summary.memory)),
         *_predicted(summary.memory),
         *_by_phase(summary.memory),
@@ -148,7 +148,7 @@ def _brief_rows(summary: Summary) -> list[tuple[str, str]]:
     steps = f"{summary.steps:,} step{'s' * (summary.steps != 1)}" + (
         f", {summary.skipped_steps:,} skipped" if summary.skipped_steps else ""
     )
-    took = f"{_number(summary.seconds, ',.1f')} s of training" + (f", {total:,.1f} s in all" if total else "")
+    took = f"{format_number(summary.seconds, ',.1f')} s of training" + (f", {total:,.1f} s in all" if total else "")
     metrics = {
         split: ", ".join(f"{name} {_metric(name, value)}" for name, value in of_split.items())
         for split, of_split in summary.metrics.items()
@@ -220,13 +220,7 @@ def _by_phase(memory: Mapping[str, Any]) -> list[tuple[str, str]]:
 
 
 def _metric(name: str, value: float | None) -> str:
-    if name.endswith("accuracy") and value is not None:
-        return f"{_number(100 * value, '.2f')} %"
-    return _number(value, ".4f")
-
-
-def _number(value: float | None, form: str) -> str:
-    return "unknown" if value is None or not math.isfinite(value) else format(value, form)
+    return "unknown" if value is None or not math.isfinite(value) else format_metric(name, value)
 
 
 def _json_value(value: Any) -> Any:

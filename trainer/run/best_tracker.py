@@ -82,9 +82,9 @@ class BestTracker(Listener):
         return self.patience is not None and self.since >= self.patience
 
     def state_dict(self) -> dict[str, Any]:
-        score, loss = (self.score[0], -self.score[1]) if self.step else (0.0, 0.0)
-        metric = self.metric_column if self.step else ""
-        state = {"figure": metric, "score": score, "loss": loss, "step": self.step, "since": self.since}
+        metric, score = (self.metric_column, self.score[0]) if self.step else ("", 0.0)
+        state = {"figure": metric, "score": score, "step": self.step, "since": self.since}
+        state |= {"loss": -self.score[1]} if self.step else {}  # not required of older checkpoints, like "last"
         return state | ({"last": self.last} if self.last is not None and math.isfinite(self.last) else {})
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:

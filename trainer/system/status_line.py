@@ -5,7 +5,8 @@ from __future__ import annotations
 import os
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 
 from trainer.system.environment import is_first_process
 from trainer.system.redact import redact
@@ -40,10 +41,15 @@ def clear_status() -> None:
     _subject = ""
 
 
-def silence(silent: bool) -> None:
-    """Let :func:`say` print nothing, or again what it is given."""
+@contextmanager
+def silenced(silent: bool) -> Iterator[None]:
+    """Let :func:`say` print nothing within the block, if ``silent``."""
     global _silent
-    _silent = silent
+    before, _silent = _silent, silent
+    try:
+        yield
+    finally:
+        _silent = before
 
 
 def say(text: str) -> None:

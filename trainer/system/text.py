@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 import textwrap
 from collections.abc import Container, Mapping, Sequence
@@ -34,6 +35,16 @@ def escaped(text: object, keep: str = "") -> str:
 def as_text(value: Any) -> str:
     """Return a setting as written in YAML and on a command line."""
     return json.dumps(value) if value is None or isinstance(value, (bool, list)) else str(value)
+
+
+def format_number(value: float | None, form: str, missing: str = "unknown") -> str:
+    """Return ``format(value, form)``, or ``missing`` without a finite value."""
+    return missing if value is None or not math.isfinite(value) else format(value, form)
+
+
+def format_metric(name: str, value: float) -> str:
+    """Return a metric as printed: an accuracy in percent."""
+    return f"{100 * value:.2f} %" if name.endswith("accuracy") else f"{value:.4f}"
 
 
 def wrapped(line: str, indent: str) -> str:
