@@ -98,6 +98,7 @@ const state = () => ({
 """
 
 
+@pytest.mark.slow
 @needs_browser
 def test_sliders_choose_as_the_search_does(tmp_path: Path) -> None:
     places, rows = range(0, 1001, 50), candidates()

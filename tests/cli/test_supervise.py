@@ -207,6 +207,7 @@ def test_a_killed_run_is_finished_by_the_next_attempt(forked, tmp_path):
     assert status == {"cut": {"batch_size": 24, "micro_batch_size": 12}, "attempt": 2, "status": "finished"}
 
 
+@pytest.mark.slow
 def test_a_setting_that_cannot_work_is_not_tried_again(forked):
     code, journal, text = forked("--batch_size=24", "--accumulate=5", "--memory.micro_batch_size=7")
     assert (code, len(journal["attempts"]), "not restarting" in text) == (2, 1, True)

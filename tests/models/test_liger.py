@@ -95,6 +95,7 @@ def test_an_architecture_of_each_row_is_what_the_table_says() -> None:
     assert interpreted(partial(certified, *kinds)) == {kind: ARCHITECTURES.get(kind, ()) for kind in kinds}
 
 
+@pytest.mark.slow
 @needs_liger
 def test_the_certificate_finds_a_wrong_kernel(found: Any) -> None:
     assert found[1] == [[], ["rotary"]]
@@ -150,6 +151,7 @@ def differences() -> dict[str, tuple[float, list[str]]]:
     return found
 
 
+@pytest.mark.slow
 @needs_liger
 def test_gradients_stay_with_packing_checkpointing_and_adapters(found: Any) -> None:
     assert len(found[2]) == len(WAYS) + 1

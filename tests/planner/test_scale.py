@@ -106,6 +106,7 @@ def test_hsdp_gathers_within_a_node_and_reduces_shards_between_nodes() -> None:
     assert traffic("fsdp 16", nodes=2)[1] == pytest.approx(3 * 15 / 16 * padded_bytes(16), abs=NORM)
 
 
+@pytest.mark.slow
 def test_replicas_win_over_a_slow_network_alone() -> None:
     for nodes, least, most in ((2, 0, 0.5), (1, 0.95, 10)):
         steps = [cost_of(run_of(name), TARGET, Cluster(16, nodes), SLOW).step_ms for name in ("hsdp 16", "fsdp 16")]
