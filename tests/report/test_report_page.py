@@ -121,7 +121,6 @@ def test_a_language_model_has_no_classes(tmp_path):
 
 @needs_browser
 @pytest.mark.first(2)
-@pytest.mark.first(4)
 @pytest.mark.parametrize("classes", [10, 12])
 @pytest.mark.parametrize(("width", "scheme"), WIDTHS_AND_SCHEMES)
 def test_a_report_fits_the_window_in_light_and_dark(tmp_path, width, scheme, classes):
