@@ -57,7 +57,7 @@ def require_loggers(names: Sequence[str]) -> None:
         try:
             import_module("torch.utils.tensorboard")
         except ImportError as error:
-            fix = "pip install tensorboard, or remove it from run.logger"
+            fix = "pip install 'exactbatch-trainer[tensorboard]'"
             raise RecipeError(f"run.logger=tensorboard needs the package tensorboard ({error}): {fix}") from error
 
 
