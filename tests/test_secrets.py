@@ -151,6 +151,7 @@ LINES = {
     "predict": ["predict", "run", "--trust-recipe", "--image=digit.png"],
     "export": ["export", "run", "--trust-recipe", "--to=hub", "--repo=me/model"],
     "runs": ["runs", "run", "--json"],
+    "migrate": ["migrate", "training_args.json"],
     "checkpoint": ["checkpoint", "export", "run", "--trust-recipe", "--out=out/model"],
 }
 """Every command with a line of its own, as it is given settings."""
