@@ -42,7 +42,7 @@ def migrate(argv: Sequence[str]) -> None:
 
 
 def read_table(library: str) -> dict[str, Any]:
-    """Return the table of ``library``. Each key has cases, of which the first that applies counts."""
+    """Return the table of ``library``: cases for each key, and the first that applies counts."""
     import yaml
 
     content = (Path(__file__).parent / "migrations" / f"{library}.yaml").read_text(encoding="utf-8")
@@ -133,7 +133,7 @@ class Migration:
             to = outcomes[0] if outcomes else {}
         elif isinstance(to, str):
             return {to: value}
-        to = case["why"] if to is None else to
+        to = case.get("why", "not a known value") if to is None else to
         return to if isinstance(to, str) else {ours: fill(new, self.values) for ours, new in to.items()}
 
     def print(self, ranks: int | None) -> None:
@@ -156,7 +156,7 @@ class Migration:
             raise RecipeError(f"{self.path}: {self.origins.get(key, key)}: {error}") from error
         whole = {"model.class", "data.class"} <= self.settings.keys()
         use = "FILE.yaml" if whole else "RECIPE --config FILE.yaml, where RECIPE has your model and data"
-        print(f"# {escaped(self.path.name)}, {self.table['title']}; trainer fit {use}")
+        print(f"# {escaped(self.path.name)}: {self.table['title']}\n# Use: trainer fit {use}")
         print(dump_settings(self.settings), end="")
         for title in [title for title, lines in report.items() if lines]:
             print(f"{title}:", *(f"  {escaped(line)}" for line in report[title]), sep="\n", file=sys.stderr)
