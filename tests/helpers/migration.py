@@ -68,11 +68,12 @@ def example(library: str, page: str) -> tuple[str, str]:
     """Return what ``trainer migrate`` prints for the example of a page, on stdout and on stderr."""
     found = re.search(r"```(?:json|yaml)\n(.*?)```", page, re.DOTALL)
     assert found is not None, library
-    with TemporaryDirectory() as folder, contextlib.chdir(folder):
-        Path(FILES[library]).write_text(found[1])
+    with TemporaryDirectory() as folder:
+        path = Path(folder, FILES[library])
+        path.write_text(found[1])
         out, err = io.StringIO(), io.StringIO()
         with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
-            assert run(["migrate", FILES[library]]) == 0, err.getvalue()
+            assert run(["migrate", str(path)]) == 0, err.getvalue()
     return out.getvalue(), err.getvalue()
 
 
