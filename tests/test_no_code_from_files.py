@@ -211,11 +211,19 @@ def command_lines() -> dict[str, list[str]]:
     return lines
 
 
-GIVEN = {"RECIPE": "run/recipe.yaml", "RUN_DIR": "run", "DIR": "run", "TEXT": "a", "--": "--", "--text": "--text"}
+GIVEN = {
+    "RECIPE": "run/recipe.yaml",
+    "RUN_DIR": "run",
+    "DIR": "run",
+    "FILE": "run/recipe.yaml",
+    "TEXT": "a",
+    "--": "--",
+    "--text": "--text",
+}
 GIVEN |= {"hf:MODEL": "hf:./run", "KEY=VALUES": "optim.lr=1e-4..1e-3"}
 """What stands for the words of the table in these tests. A word that is missing here fails them: give it a payload."""
 
-NO_RECIPE = ("plan hf:MODEL", "checkpoint list DIR", "checkpoint verify DIR", "chaos", "runs")
+NO_RECIPE = ("plan hf:MODEL", "checkpoint list DIR", "checkpoint verify DIR", "chaos", "runs", "migrate FILE")
 """Commands that read none of a recipe."""
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 import subprocess
 import sys
@@ -151,6 +152,7 @@ LINES = {
     "predict": ["predict", "run", "--trust-recipe", "--image=digit.png"],
     "export": ["export", "run", "--trust-recipe", "--to=hub", "--repo=me/model"],
     "runs": ["runs", "run", "--json"],
+    "migrate": ["migrate", "training_args.json"],
     "checkpoint": ["checkpoint", "export", "run", "--trust-recipe", "--out=out/model"],
 }
 """Every command with a line of its own, as it is given settings."""
@@ -164,7 +166,9 @@ def tried():
     for name in LINES:
         for end in ENDS:
             slow = end not in QUICK.get(name, ["works"])
-            if name not in ("checkpoint", "predict", "export", "runs") or end == "works":  # these read no data
+            if (
+                name not in ("checkpoint", "predict", "export", "runs", "migrate") or end == "works"
+            ):  # these read no data
                 yield pytest.param(name, end, marks=pytest.mark.slow if slow else ())
 
 
@@ -196,11 +200,19 @@ def test_no_command_writes_or_prints_a_secret(request, recipe_file, tmp_path, mo
         if name == "checkpoint":  # its model comes of recipe.yaml, which lacks what was secret
             kept = (tmp_path / "run" / "recipe.yaml").read_text().partition("# sha256 ")[0]
             (tmp_path / "run" / "recipe.yaml").write_text(kept.replace(REDACTED, "given"))
+    if name == "migrate":
+        keys = {"output_dir": SECRETS["--data.url"], "hub_token": HIDDEN[2], "hub_model_id": SECRETS["--data.root"]}
+        keys |= {"push_to_hub": True, "model_name_or_path": SECRETS["--model.url"], "debug": SECRETS["--data.url"]}
+        (tmp_path / "training_args.json").write_text(json.dumps(keys))
     if name in ("run", "ladder") and (name, end) != ("run", "is refused"):  # whose process imports nothing anyway
         fork_processes(monkeypatch)
     words = [str(recipe_file) if word == "RECIPE" else word for word in LINES[name]]
     url = f"https://me:pa55w0rdInUrl@host/{ENDS[end]}?token=sign4tureInUrl"
-    given = words if name in ("checkpoint", "runs") else command(*words, **({"--data.url": url} if ENDS[end] else {}))
+    given = (
+        words
+        if name in ("checkpoint", "runs", "migrate")
+        else command(*words, **({"--data.url": url} if ENDS[end] else {}))
+    )
     given += ["--max_steps=-1"] if (name, end) == ("run", "is refused") else []  # before anything is imported
     try:
         status = run(given)
@@ -211,7 +223,11 @@ def test_no_command_writes_or_prints_a_secret(request, recipe_file, tmp_path, mo
     printed = "".join(capfd.readouterr())
     assert shown(printed) == []
     assert ENDS[end] == "" or name == "ladder" or f"https://{REDACTED}@host/{ENDS[end]}?token={REDACTED}" in printed
-    files = [path for path in tmp_path.rglob("*") if path.is_file() and path != recipe_file]
+    files = [
+        path
+        for path in tmp_path.rglob("*")
+        if path.is_file() and path not in (recipe_file, tmp_path / "training_args.json")
+    ]
     assert {str(path): found for path in files if (found := shown(path.read_bytes().decode("latin-1")))} == {}
 
 

@@ -48,6 +48,9 @@ commands:
                             classify files, folders, tables, texts or images with the trained model of a run directory
   export RUN_DIR --to onnx|hf|hub [flags]
                             export the trained model of a run directory, and check the result
+  migrate FILE [--from transformers|lightning|accelerate|timm] [--ranks N]
+                            print a recipe with the settings of training_args.json, a config.yaml of Lightning CLI or
+                            accelerate, or args.yaml of timm, and what has no counterpart; N processes used the file
   runs [DIR ...]            a table of runs with their metrics; --compare two of them
 
 RECIPE is a packaged name, a .py file that defines `recipe`, or the recipe.yaml of a run. A .py file that a recipe.yaml
@@ -72,6 +75,7 @@ COMMANDS = {
     "checkpoint": "commands.checkpoint:checkpoint",
     "predict": "commands.runs:predict",
     "export": "commands.runs:export",
+    "migrate": "commands.migrate:migrate",
     "runs": "lab.list_runs:runs",
 }
 """The function of each command. It takes the remaining arguments, and returns an exit code or ``None``."""

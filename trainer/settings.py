@@ -96,13 +96,18 @@ def dump_recipe(recipe: Recipe, source: str | None) -> str:
     """Return ``recipe`` as YAML for ``trainer fit``: the name or path of its file, then all fields, without secrets.
     Classes of model and data that are not in that file are named. Without a file (``None``) both are."""
     # jsonargparse's dump would write the epochs of a schedule as strings: {'0': 8, '4': 2}.
-    values = {key: redact_value(setting.value, key) for key, setting in settings_of(recipe).items()}
-    tree = {"recipe": source, **_nest(values)}
+    tree = {"recipe": source, **_nest({key: setting.value for key, setting in settings_of(recipe).items()})}
     for part in ("model", "data"):
         kind = type(getattr(recipe, part))
         if source is None or getattr(sys.modules.get(kind.__module__), "__file__", None) != source:
             tree[part] = {CLASS: class_spec(getattr(recipe, part)), **tree.get(part, {})}
-    return yaml.dump(tree, Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=1000)
+    return dump_settings(tree)
+
+
+def dump_settings(settings: Mapping[str, Any]) -> str:
+    """Return dotted or nested ``settings`` as YAML, without secrets."""
+    values = _nest({key: redact_value(value, key) for key, value in settings.items()})
+    return yaml.dump(values, Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=1000)
 
 
 class _Dumper(yaml.SafeDumper):

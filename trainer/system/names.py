@@ -58,7 +58,7 @@ FOREIGN_SWITCHES = {
 }
 """Flags of other trainers that often stand without a value, and what to give instead."""
 
-_OUR_NAME = {word: key for key, words in FOREIGN_NAMES.items() for word in words.split()}
+OUR_NAMES = {word: key for key, words in FOREIGN_NAMES.items() for word in words.split()}
 
 
 def foreign_switch(flag: str) -> str | None:
@@ -70,7 +70,7 @@ def did_you_mean(name: str, names: Collection[str], dashes: str = "") -> str:
     """Return "; did you mean NAME?" with a similar name, first from the same section, or ""."""
     section, dot, last = name.replace("-", "_").lower().rpartition(".")
     parts = [(full.rpartition(".")[2], full) for full in names]
-    wanted = _OUR_NAME.get(last, "")
+    wanted = OUR_NAMES.get(last, "")
     if meant := [full for full in (wanted, wanted.rpartition(".")[2]) if full and full in names]:
         return f"; did you mean {dashes}{meant[0]}?"
     beside = {end: full for end, full in parts if full == section + dot + end}
@@ -84,7 +84,7 @@ def did_you_mean(name: str, names: Collection[str], dashes: str = "") -> str:
 
 def unknown_keyword(kind: str, name: str, fields: Collection[str]) -> str:
     """Return a message about the keyword ``name``, which the class ``kind`` does not have, with a suggestion."""
-    key = _OUR_NAME.get(name) or next((key for key in FOREIGN_NAMES if key.rpartition(".")[2] == name), "")
+    key = OUR_NAMES.get(name) or next((key for key in FOREIGN_NAMES if key.rpartition(".")[2] == name), "")
     section, _, last = key.rpartition(".")
     hint = f"; did you mean {last}?" if last in fields else did_you_mean(name, fields)
     if not hint and section in fields:
