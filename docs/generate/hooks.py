@@ -47,7 +47,7 @@ def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
 
     def rewritten(link: re.Match[str]) -> str:
         target = os.path.normpath(os.path.join(os.path.dirname(here), link[1]))
-        if here.startswith(DOCS) and target.startswith(DOCS) or not (ROOT / target).exists():
+        if (here.startswith(DOCS) and target.startswith(DOCS)) or not (ROOT / target).exists():
             return link[0]
         return os.path.relpath(site_path(target), os.path.dirname(page.file.src_uri) or ".")
 
@@ -58,8 +58,8 @@ def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
 
 
 def on_page_content(html: str, **_: Any) -> str:
-    """Remove the roles of reStructuredText that docstrings have, as in ``:class:`Recipe```."""
-    return ROLE.sub(r"\1", html)
+    """Remove what docstrings have of reStructuredText: roles, as in ``:class:`Recipe```, and ``::`` before code."""
+    return ROLE.sub(r"\1", html).replace("::</p>", ":</p>")
 
 
 def linked_from(starts: list[str]) -> Iterator[str]:

@@ -77,7 +77,7 @@ def pages() -> dict[str, str]:
 
 
 def recipe_with(section: str, name: str) -> Recipe:
-    """Return a recipe whose ``section`` is of the built-in class ``name``; the other section is of a class that fits."""
+    """Return a recipe whose ``section`` is of the built-in class ``name``, with another section that fits it."""
     (other,) = SWAPPABLE_SECTIONS.keys() - {section}
     for partner, start in product(known_classes(other).values(), known_classes(section).values()):
         with suppress(RecipeError, TypeError):  # a class that does not fit, or that has required settings
@@ -200,8 +200,8 @@ def run_directory_page() -> str:
     ]
     parts = [
         "# Files of a run directory\n",
-        "The descriptions are the docstrings of the code that writes the files. Files of optional features exist only if "
-        "the feature is used.\n",
+        "The descriptions are the docstrings of the code that writes the files. Files of optional features exist only "
+        "if the feature is used.\n",
         "\n".join(["| file | | written by |", "|---|---|---|", *rows]) + "\n",
     ]
     for path in WITH_FIELDS:
@@ -237,6 +237,8 @@ def python_page(module: ModuleType, documented: dict[str, str]) -> str:
             parts.append(f"## {name}\n\nSee [{page}]({page}.md).\n")
             continue
         documented[path] = module.__name__
-        members = "members: []" if module in (trainer.data, trainer.models) else "members: true"
-        parts.append(f"::: {path}\n    options: {{heading: {name}, toc_label: {name.rpartition('.')[2]}, {members}}}\n")
+        about = f"heading: {name}, toc_label: {name.rpartition('.')[2]}"
+        if module in (trainer.data, trainer.models):  # their settings are on the pages of the sections
+            about += ", members: []"
+        parts.append(f"::: {path}\n    options: {{{about}}}\n")
     return "\n".join(parts)
