@@ -205,6 +205,8 @@ def test_links_lead_to_a_file_or_a_heading():
     for page in PAGES:
         for target, heading in re.findall(r"\]\((?!http)([^)#]*)#?([^)]*)\)", (ROOT / page).read_text()):
             path = (ROOT / page).parent / target if target else ROOT / page
+            if path.is_relative_to(ROOT / "docs" / "reference"):  # generated, so mkdocs checks the link
+                continue
             assert path.exists(), (page, target)
             assert not heading or heading in headings(path), (page, target, heading)
 

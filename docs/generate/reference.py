@@ -77,7 +77,7 @@ def pages() -> dict[str, str]:
 
 
 def recipe_with(section: str, name: str) -> Recipe:
-    """Return a recipe whose ``section`` is of the built-in class ``name``, with another section that fits it."""
+    """Return a recipe with the built-in class ``name`` as ``section``, and another section that fits."""
     (other,) = SWAPPABLE_SECTIONS.keys() - {section}
     for partner, start in product(known_classes(other).values(), known_classes(section).values()):
         with suppress(RecipeError, TypeError):  # a class that does not fit, or that has required settings
@@ -223,8 +223,10 @@ def exit_codes_page() -> str:
 
 
 def python_page(module: ModuleType, documented: dict[str, str]) -> str:
-    """Return the page of the public names of a module, or of its files if it exports none; add them to
-    ``documented``, where a name that is there already has its page."""
+    """Return the page of the public names of a module, or of its files if it exports none.
+
+    A name in ``documented`` is linked to its page; the others are added to it.
+    """
     parts = [f"# {module.__name__}\n", f"{sentence(inspect.getdoc(module).partition(chr(10))[0])}\n"]
     if hasattr(module, "__all__"):
         named = {name: getattr(module, name) for name in sorted(module.__all__, key=str.lower)}
