@@ -195,14 +195,14 @@ def first_paragraph(path: str) -> str:
 def run_directory_page() -> str:
     """Return the page of the files of a run directory."""
     rows = [
-        f"| {'<br>'.join(f'`{file}`' for file in files.split(', '))} | {first_paragraph(path)} | `{path}` |"
+        f"| {'<br>'.join(f'`{file}`' for file in files.split(', '))} | {first_paragraph(path)}<br>`{path}` |"
         for files, path in RUN_FILES.items()
     ]
     parts = [
         "# Files of a run directory\n",
         "The descriptions are the docstrings of the code that writes the files. Files of optional features exist only "
         "if the feature is used.\n",
-        "\n".join(["| file | | written by |", "|---|---|---|", *rows]) + "\n",
+        "\n".join(["| file | description, and the code that writes it |", "|---|---|", *rows]) + "\n",
     ]
     for path in WITH_FIELDS:
         options = "{show_root_heading: false, show_root_toc_entry: false, members: true, show_if_no_docstring: true}"
