@@ -155,7 +155,7 @@ def certify(kind: str) -> Certificate:
 
 
 def table(certificates: dict[str, dict[str, Any]]) -> str:
-    """Of what the record has, the rows as docs/techniques.md shows them."""
+    """Of what the record has, the rows as docs/techniques/kernels.md shows them."""
     rows: dict[tuple[str, ...], list[str]] = {}
     for kind, row in sorted(certificates.items()):
         rows.setdefault(tuple(row["parts"]), []).append(f"`{kind}`")

@@ -380,7 +380,7 @@ def summary(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
 
 
 def memory_cells(row: dict[str, Any]) -> list[str]:
-    """A line of the table of docs/planner.md."""
+    """A line of the table of docs/planner/accuracy.md."""
     note = f" ({row['note']})" if row["note"] else ""
     if row["kind"] == "fits":
         published, verdict = "fitted" if row["fitted"] else "did not fit", row["fitted"] == row.get("predicted_fits")
@@ -400,7 +400,7 @@ def time_cells(row: dict[str, Any]) -> list[str]:
 
 
 def memory_table(rows: Sequence[dict[str, Any]]) -> str:
-    """The table of docs/planner.md."""
+    """The table of docs/planner/accuracy.md."""
     header = ["script", "card, torch", "kind", "published GB", "predicted", "error"]
     return table(header, [memory_cells(row) for row in rows])
 

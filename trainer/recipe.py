@@ -59,7 +59,7 @@ UNSUPPORTED_VALUES = {
     ("memory.strategy", "async"): "asynchronous SGD adds gradients to newer weights than they were computed for: not "
     "the gradient of the batch, and not repeatable; use ddp, or fsdp",
 }
-"""Values that other trainers accept, and the reason why they are rejected here. See docs/techniques.md."""
+"""Values that other trainers accept, and the reason why they are rejected here. See docs/techniques/sharding.md."""
 
 OPTIMIZERS = ("adamw", "adam", "sgd", "adafactor", "adagrad", "rmsprop", "lion")
 TORCH_OPTIM_PREFIX = "torch.optim."  # every class there is an optimizer, not custom code
@@ -243,11 +243,11 @@ class Optim(OptionalAttributes):
 
 @dataclass(frozen=True)
 class Memory(Settings):
-    """Settings of memory. The plan resolves the open ones. See docs/techniques.md for the cost of each.
+    """Settings of memory. The plan resolves the open ones. See docs/techniques/ for the cost of each.
 
     Args:
         budget: maximum memory of torch on each device, such as 2GB, 1.5GiB or 90%. The planner then decides all
-            lossless settings that have their defaults, and takes the fastest plan that fits. See docs/planner.md.
+            lossless settings that have their defaults, and takes the fastest plan that fits. See docs/planner/index.md.
         micro_batch_size: samples in one forward and backward pass; auto is the largest size for the batch, the ranks
             and accumulate that fits, found by trying the longest samples before training.
         micro_batch_tokens: maximum tokens of a micro-batch of text, with padding; micro_batch_size is a limit, too.

@@ -93,7 +93,7 @@ def test_mixed_precision_with_techniques_is_mixed_precision_without(name, strate
     assert found["losses"] <= 5 * max(rounding["losses"], 2**-9), (found, rounding)
 
 
-# What docs/techniques.md says exactly: which techniques change no bit, and how many bytes a weight takes.
+# What docs/techniques/ says exactly: which techniques change no bit, and how many bytes a weight takes.
 
 NO_BIT_CHANGES = (
     {"activation_checkpointing": "selective"},

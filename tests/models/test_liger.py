@@ -105,7 +105,7 @@ def test_the_table_is_the_recorded_certificate() -> None:
     rows = json.loads((BENCHMARKS / "results/liger.json").read_text())["certificates"]
     assert {kind: tuple(row["parts"]) for kind, row in rows.items() if row["parts"]} == ARCHITECTURES
     assert all(not {*NORMS} & {*parts[1:]} for parts in ARCHITECTURES.values())
-    page = (BENCHMARKS.parent / "docs/techniques.md").read_text()
+    page = (BENCHMARKS.parent / "docs/techniques/kernels.md").read_text()
     for parts, kinds in PARTS.items():
         names = [", ".join(f"`{name}`" for name in one) for one in (parts.split(), sorted(kinds.split()))]
         assert f"| {' | '.join(names)} |\n" in page

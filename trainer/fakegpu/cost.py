@@ -2,7 +2,7 @@
 
 An operation takes the longer of its arithmetic and its memory traffic (the roofline model: Williams, Waterman and
 Patterson, 2009) plus a part of the shorter, because a product computes nothing while it reads its first and writes its
-last tiles. No constant in this file was fitted to a training step. Errors of predicted steps: docs/planner.md.
+last tiles. No constant in this file was fitted to a training step. Errors of predicted steps: docs/planner/accuracy.md.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ COPY = 10e-6  # seconds to start a copy over the bus; assumed, typical are 5 to 
 # in DeepSpeed's kernel on two large sockets (ZeRO-Offload, Ren et al., 2021, table 4), which is 20 to 127 GB/s.
 HOST_MEMORY = 40e9
 GLOO_BANDWIDTH = 1e9  # bytes/s of gloo in host memory; measured: 0.2 s for 188 MB on 2 ranks of one machine
-ERROR = 0.2  # RMS error of the logarithm of predicted step times, over the published steps of docs/planner.md, "Times"
+ERROR = 0.2  # RMS error of the logarithm of predicted step times: docs/planner/accuracy.md, "Times"
 ESTIMATES = f"estimates, ± {100 * ERROR:.0f} % (root mean square): to rank plans on a card, less so to rank cards"
 TAKES_WEIGHTS = "split_with_sizes_copy"  # FSDP2's first operation on gathered weights: it waits for their all-gather
 Seconds = Callable[[Operation], tuple[str, float]]  # link and seconds of a collective

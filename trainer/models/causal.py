@@ -38,7 +38,7 @@ class CausalLM(TextModel):
             and large vocabularies. null uses as many tokens as fit in 64 MiB in fp32 (on NVIDIA GPUs in 128 MiB in
             the compute dtype), or all tokens if the logits do not come from a linear layer.
         kernels: liger computes RMSNorm, rotary embedding and gated MLPs with the Triton kernels of that package on
-            CUDA GPUs, none with torch; auto uses liger if installed and certified (docs/techniques.md).
+            CUDA GPUs, none with torch; auto uses liger if installed and certified (docs/techniques/kernels.md).
     """
 
     name: str = "llama"
