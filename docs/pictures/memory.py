@@ -22,11 +22,11 @@ ROOT = Path(__file__).resolve().parents[2]
 RESULTS = ROOT / "benchmarks" / "results" / "picture.json"
 PICTURE = ROOT / "docs" / "images" / "memory.svg"
 
-SHAPE = {"patch_size": 4, "layers": 6, "heads": 6, "width": 384, "mlp_width": 1536, "dropout": 0.0}
+SHAPE = {"patch_size": 8, "layers": 6, "heads": 6, "width": 384, "mlp_width": 1536, "dropout": 0.0}
 FLAGS = [
-    *("--max_steps=12", "--batch_size=64", "--data.image_size=32"),
+    *("--max_steps=40", "--batch_size=64", "--data.image_size=32"),
     *(f"--model.{name}={value}" for name, value in SHAPE.items()),
-    *("--optim.lr=5e-4", "--optim.schedule=constant", "--optim.warmup_steps=0"),
+    *("--optim.lr=2e-4", "--optim.schedule=constant", "--optim.warmup_steps=0"),
     *("--run.accelerator=cpu", "--run.evaluate=false", "--run.recover=false"),
 ]
 FULL = "--memory.activation_checkpointing=full"
