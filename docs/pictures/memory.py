@@ -22,11 +22,11 @@ ROOT = Path(__file__).resolve().parents[2]
 RESULTS = ROOT / "benchmarks" / "results" / "picture.json"
 PICTURE = ROOT / "docs" / "images" / "memory.svg"
 
-SHAPE = {"patch_size": 8, "layers": 6, "heads": 6, "width": 384, "mlp_width": 1536, "dropout": 0.0}
+SHAPE = {"patch_size": 4, "layers": 6, "heads": 3, "width": 192, "mlp_width": 768, "dropout": 0.0}
 FLAGS = [
     *("--max_steps=40", "--batch_size=64", "--data.image_size=32"),
     *(f"--model.{name}={value}" for name, value in SHAPE.items()),
-    *("--optim.lr=2e-4", "--optim.schedule=constant", "--optim.warmup_steps=0"),
+    *("--optim.lr=3e-4", "--optim.schedule=constant", "--optim.warmup_steps=0"),
     *("--run.accelerator=cpu", "--run.evaluate=false", "--run.recover=false"),
 ]
 FULL = "--memory.activation_checkpointing=full"
@@ -34,7 +34,7 @@ TWO_RANKS = ["--run.devices=2", "--memory.strategy=fsdp"]
 SETTINGS = {
     "whole batch at once": ["--memory.micro_batch_size=64"],
     "micro-batches of 16": ["--memory.micro_batch_size=16"],
-    "micro-batches of 1": ["--memory.micro_batch_size=1"],
+    "micro-batches of 4": ["--memory.micro_batch_size=4"],
     "activation checkpointing": ["--memory.micro_batch_size=64", FULL],
     "2 ranks, tensor parallel": ["--memory.micro_batch_size=64", "--run.devices=2", "--memory.tensor_parallel=2"],
     "2 ranks, FSDP": ["--memory.micro_batch_size=32", *TWO_RANKS],

@@ -2,7 +2,7 @@
 
     python docs/pictures/screenshots.py [plan] [report] [runs]
 
-The commands really run, in an empty folder; Chromium or Google Chrome must be installed. Three minutes on two cores.
+The commands really run, in an empty folder; Chromium or Google Chrome must be installed. Some minutes on two cores.
 """
 
 from __future__ import annotations
@@ -21,7 +21,8 @@ ROOT = Path(__file__).resolve().parents[2]
 IMAGES = ROOT / "docs" / "images"
 BROWSER = shutil.which("chromium") or shutil.which("google-chrome")
 WIDTH, MAX_HEIGHT = 1280, 4000
-PLAN = "plan vit_cifar10 --gpu rtx-3060 --memory.budget 2GB --memory.micro_batch_size auto --out plan"
+MODEL = "--model.name vit_b_16 --model.weights null"
+PLAN = f"plan vit_cifar10 {MODEL} --gpu rtx-3060 --memory.budget 1GB --memory.micro_batch_size auto --out plan"
 RUN = "fit vit_digits --run.dir runs/baseline --epochs 12 --data.val_fraction 0.1"
 SECOND = "fit vit_digits --run.dir runs/two_ranks --epochs 3 --run.devices 2"
 TABLES = ["runs --sort -test_accuracy", "runs --compare runs/baseline runs/two_ranks"]
@@ -71,7 +72,7 @@ def main(wanted: list[str]) -> None:
         if "report" in wanted or "runs" in wanted:
             trainer(RUN, folder)
         if "report" in wanted:
-            photograph(hide(folder / "runs" / "baseline" / "report.html", folder), IMAGES / "report.png", 1500)
+            photograph(hide(folder / "runs" / "baseline" / "report.html", folder), IMAGES / "report.png", 890)
         if "runs" in wanted:
             trainer(SECOND, folder)
             tables = [f"trainer {escape(table)}<pre>{escape(trainer(table, folder))}</pre>" for table in TABLES]
