@@ -22,23 +22,23 @@ ROOT = Path(__file__).resolve().parents[2]
 RESULTS = ROOT / "benchmarks" / "results" / "picture.json"
 PICTURE = ROOT / "docs" / "images" / "memory.svg"
 
-SHAPE = {"patch_size": 4, "layers": 6, "heads": 3, "width": 192, "mlp_width": 768, "dropout": 0.0}
+SHAPE = {"patch_size": 8, "layers": 6, "heads": 6, "width": 192, "mlp_width": 768, "dropout": 0.0}
 FLAGS = [
-    *("--max_steps=40", "--batch_size=64", "--data.image_size=32"),
+    *("--max_steps=40", "--batch_size=256", "--data.image_size=32"),
     *(f"--model.{name}={value}" for name, value in SHAPE.items()),
-    *("--optim.lr=3e-4", "--optim.schedule=constant", "--optim.warmup_steps=0"),
+    *("--optim.lr=1.5e-4", "--optim.schedule=constant", "--optim.warmup_steps=0"),
     *("--run.accelerator=cpu", "--run.evaluate=false", "--run.recover=false"),
 ]
 FULL = "--memory.activation_checkpointing=full"
 TWO_RANKS = ["--run.devices=2", "--memory.strategy=fsdp"]
 SETTINGS = {
-    "whole batch at once": ["--memory.micro_batch_size=64"],
+    "whole batch at once": ["--memory.micro_batch_size=256"],
+    "micro-batches of 64": ["--memory.micro_batch_size=64"],
     "micro-batches of 16": ["--memory.micro_batch_size=16"],
-    "micro-batches of 4": ["--memory.micro_batch_size=4"],
-    "activation checkpointing": ["--memory.micro_batch_size=64", FULL],
-    "2 ranks, tensor parallel": ["--memory.micro_batch_size=64", "--run.devices=2", "--memory.tensor_parallel=2"],
-    "2 ranks, FSDP": ["--memory.micro_batch_size=32", *TWO_RANKS],
-    "2 ranks, FSDP, micro-batches of 4": ["--memory.micro_batch_size=4", *TWO_RANKS],
+    "activation checkpointing": ["--memory.micro_batch_size=256", FULL],
+    "2 ranks, tensor parallel": ["--memory.micro_batch_size=256", "--run.devices=2", "--memory.tensor_parallel=2"],
+    "2 ranks, FSDP": ["--memory.micro_batch_size=128", *TWO_RANKS],
+    "2 ranks, FSDP, micro-batches of 16": ["--memory.micro_batch_size=16", *TWO_RANKS],
 }
 
 # Each color as a light and as a dark page show it: see ``with_dark_mode``.
@@ -112,7 +112,7 @@ def draw_memory(axes: Any, runs: list[dict[str, Any]]) -> None:
     axes.tick_params(length=0)
     axes.set_xticks([])
     axes.set_facecolor("none")
-    axes.set_title("Peak memory of one batch of 64 images", loc="left", size=13, weight="bold")
+    axes.set_title("Peak memory of one batch of 256 images", loc="left", size=13, weight="bold")
 
 
 def draw_losses(axes: Any, runs: list[dict[str, Any]]) -> None:

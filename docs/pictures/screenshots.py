@@ -22,7 +22,7 @@ IMAGES = ROOT / "docs" / "images"
 BROWSER = shutil.which("chromium") or shutil.which("google-chrome")
 WIDTH, MAX_HEIGHT = 1280, 4000
 MODEL = "--model.name vit_b_16 --model.weights null"
-PLAN = f"plan vit_cifar10 {MODEL} --gpu rtx-3060 --memory.budget 1GB --memory.micro_batch_size auto --out plan"
+PLAN = f"plan vit_cifar10 {MODEL} --gpu rtx-3060 --memory.budget 2GB --memory.micro_batch_size auto --out plan"
 RUN = "fit vit_digits --run.dir runs/baseline --epochs 12 --data.val_fraction 0.1"
 SECOND = "fit vit_digits --run.dir runs/two_ranks --epochs 3 --run.devices 2"
 TABLES = ["runs --sort -test_accuracy", "runs --compare runs/baseline runs/two_ranks"]
@@ -68,7 +68,7 @@ def main(wanted: list[str]) -> None:
         folder = Path(name)
         if "plan" in wanted:
             trainer(PLAN, folder)
-            photograph(hide(folder / "plan" / "plan.html", folder), IMAGES / "plan.png", 1250)
+            photograph(hide(folder / "plan" / "plan.html", folder), IMAGES / "plan.png", 1226)
         if "report" in wanted or "runs" in wanted:
             trainer(RUN, folder)
         if "report" in wanted:
