@@ -2,7 +2,7 @@
 
     python docs/pictures/screenshots.py [plan] [report] [runs]
 
-The commands really run, in an empty folder; Chromium or Google Chrome must be installed. Some minutes on two cores.
+The commands really run, in an empty folder; Chromium or Google Chrome must be installed. Ten minutes on two cores.
 """
 
 from __future__ import annotations

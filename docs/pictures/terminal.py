@@ -34,7 +34,7 @@ COMMANDS = [
 PROMPT = "$ "
 READY = "\x1b[?2004h" + PROMPT  # bash switches on bracketed paste when it waits for a command
 KILL_AFTER = 0.45  # as a share of the time of a whole run
-FRAMES, SECONDS = 130, 32.0  # of the recording
+FRAMES, SECONDS = 130, 32.0  # the recording has these, however long the runs take
 READING = 6.0  # seconds between the end of a command and the next one
 
 
