@@ -48,6 +48,8 @@ COLORS = {
     "line": ("#d1d9e0", "#3d444d"),
     "dim": ("#59636e", "#9198a1"),
 }
+CAPTION = """A Vision Transformer of 2.7 million weights, AdamW, float32; the last batch of each epoch is smaller.
+Measured on a CPU: host memory for training (not of Python and libraries), the largest of all ranks."""
 FONTS = ["DejaVu Sans", "Verdana", "Arial", "Helvetica"]
 CURVES = ["#8c959f", "#54aeff", "#0969da", "#bf8700", "#2da44e", "#8250df", "#cf222e"]
 
@@ -93,9 +95,8 @@ def draw(results: Path = RESULTS, picture: Path = PICTURE) -> None:
         figure.set_facecolor(light["page"])
         draw_memory(left, content["runs"])
         draw_losses(right, content["runs"])
-        where = "Measured on a CPU: host memory for training (not of Python and libraries), the largest of all ranks."
-        figure.text(0.012, 0.025, where, color=light["dim"], size=10.5)
-        figure.subplots_adjust(left=0.222, right=0.985, top=0.87, bottom=0.17, wspace=0.2)
+        figure.text(0.012, 0.025, CAPTION, color=light["dim"], size=10.5)
+        figure.subplots_adjust(left=0.222, right=0.985, top=0.93, bottom=0.2, wspace=0.2)
         figure.savefig(picture, metadata={"Date": None, "Creator": None})
         plt.close(figure)
     picture.write_text(with_dark_mode(picture.read_text(encoding="utf-8")), encoding="utf-8")
@@ -119,7 +120,7 @@ def draw_losses(axes: Any, runs: list[dict[str, Any]]) -> None:
     """Draw the curves of all runs over each other, from a thick line to a thin one: they coincide."""
     for number, (run, color) in enumerate(zip(runs, CURVES, strict=True)):
         steps = range(1, 1 + len(run["losses"]))
-        axes.plot(steps, run["losses"], color=color, lw=15 - 2.2 * number, solid_capstyle="butt")
+        axes.plot(steps, run["losses"], color=color, lw=20 - 2.9 * number, solid_capstyle="butt")
     axes.set_facecolor("none")
     axes.spines["right"].set_visible(False)
     axes.set_xlabel("step")
