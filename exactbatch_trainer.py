@@ -6,7 +6,6 @@ them into the same folder without a warning, and this module says so."""
 from __future__ import annotations
 
 import sys
-from importlib.metadata import packages_distributions
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -27,6 +26,8 @@ def find_problem() -> str | None:
     spec = find_spec("trainer")  # does not execute the package
     if spec is not None and spec.origin and "from trainer.recipe import" in Path(spec.origin).read_text("utf-8"):
         return None
+    from importlib.metadata import packages_distributions
+
     place = (spec.origin or next(iter(spec.submodule_search_locations or ()))) if spec else "the package trainer"
     others = [name for name in packages_distributions().get("trainer", []) if name != NAME]
     cause = f"is not of {NAME}" + (f", but of {others[0]}, which has a package of the same name" if others else "")

@@ -196,6 +196,18 @@ def test_every_memory_setting_is_on_the_pages_of_techniques():
     assert ours - {key for page in pages for key in found_in(page)} == set()
 
 
+@pytest.mark.parametrize("part", ["Dependencies", "Extras"])
+def test_the_page_of_the_installation_has_every_dependency_and_extra(part):
+    section = (ROOT / "docs" / "install.md").read_text().split(f"## {part}\n")[1].split("## ")[0]
+    text = (ROOT / "pyproject.toml").read_text()
+    names = {
+        "Dependencies": re.findall(r'^    "([\w-]+)', text.split("dependencies = [")[1].split("\n]")[0], re.MULTILINE),
+        "Extras": re.findall(r"^(\w+) = \[", text.split("optional-dependencies]")[1].split("\n[")[0], re.MULTILINE),
+    }[part]
+    assert len(names) > 10
+    assert sorted(re.findall(r"^\| ([\w-]+) \|", section, re.MULTILINE)[1:]) == sorted(names)
+
+
 def headings(path):
     lines = re.findall(r"^#+ (.*)", path.read_text(), re.M)
     return {re.sub(r"[^\w -]", "", line.lower()).replace(" ", "-") for line in lines}

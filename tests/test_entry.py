@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import sys
 from pathlib import Path
 
 import pytest
 
-import exactbatch_trainer
 from exactbatch_trainer import entry, find_problem
 
 
@@ -23,7 +23,8 @@ def test_another_package_of_the_name_is_one_line_and_is_not_executed(source, tmp
         (package / "__init__.py").write_text(source)
     monkeypatch.delitem(sys.modules, "trainer")
     monkeypatch.setattr(sys, "path", [str(tmp_path)])
-    monkeypatch.setattr(exactbatch_trainer, "packages_distributions", lambda: {"trainer": ["exactbatch-trainer", "x"]})
+    installed = {"trainer": ["exactbatch-trainer", "x"]}
+    monkeypatch.setattr(importlib.metadata, "packages_distributions", lambda: installed)
     with pytest.raises(SystemExit) as ended:
         entry()
     place = package / "__init__.py" if source else package

@@ -16,7 +16,7 @@ from helpers.migration import DERIVED, FILES, LIBRARIES, PAGES, example, render,
 
 import trainer.data
 import trainer.models
-from trainer import Memory, Recipe, load_recipe
+from trainer import Memory, Recipe
 from trainer.cli import run
 from trainer.commands.classes import SWAPPABLE_SECTIONS, known_classes
 from trainer.commands.migrate import read_table
@@ -233,4 +233,3 @@ def test_neither_torch_nor_a_library_is_imported(tmp_path):
 def test_it_is_a_command_of_the_help(capsys):
     assert run(["migrate", "--help"]) == 0
     assert "migrate FILE [--from" in capsys.readouterr().out
-    assert load_recipe("vit_digits")

@@ -102,20 +102,27 @@ class Migration:
         cases = self.keys.get(next(names, ""), [])
         if not cases:
             self.unknown.append(f"{key}{suggest_name(key, self.keys)}")
-        value = self.values[key]
-        for case in [case for case in cases if self._applies(case)][:1]:
-            items = value.split() if isinstance(value, str) else value
-            for item in items if "each" in case and isinstance(items, list) else [value]:
-                outcome = self._outcome(key, item, case)
-                default = cases[0].get("default")
-                if isinstance(outcome, str) and item not in (*UNSET, default) and (item or default):
-                    self.lost.append(f"{key}={str(redact_value(item, key))[:60]}: {outcome}")
-                for ours, new in outcome.items() if isinstance(outcome, dict) else ():
-                    if new or new is False or not ours.startswith(("model.", "data.")):  # not every model has them
-                        whole = isinstance(new, float) and new.is_integer()
-                        earlier = self.settings.get(ours, []) if isinstance(new, list) and "each" in case else None
-                        self.settings[ours] = int(new) if whole else new if earlier is None else [*earlier, *new]
-                        self.origins[ours] = key
+        value, default = self.values[key], cases[0].get("default") if cases else None
+        case = next((case for case in cases if self._applies(case)), None)
+        if case is None:
+            return
+        items = value.split() if isinstance(value, str) else value
+        for item in items if "each" in case and isinstance(items, list) else [value]:
+            outcome = self._outcome(key, item, case)
+            if isinstance(outcome, dict):
+                self._set(key, outcome, extends="each" in case)
+            elif item not in (*UNSET, default) and (item or default):
+                self.lost.append(f"{key}={str(redact_value(item, key))[:60]}: {outcome}")
+
+    def _set(self, key: str, outcome: Mapping[str, Any], extends: bool) -> None:
+        """Set what ``key`` becomes; with ``extends``, a list is appended to what earlier items have set."""
+        for ours, new in outcome.items():
+            if not new and new is not False and ours.startswith(("model.", "data.")):
+                continue  # not every model or dataset has the setting
+            whole = int(new) if isinstance(new, float) and new.is_integer() else new
+            earlier = self.settings.get(ours, []) if extends and isinstance(new, list) else []
+            self.settings[ours] = [*earlier, *new] if isinstance(new, list) else whole
+            self.origins[ours] = key
 
     def _applies(self, case: Mapping[str, Any]) -> bool:
         wanted = case.get("when", {}).items()

@@ -118,7 +118,7 @@ class Progress:
 
     def evaluation(self, step: int, split: str, result: dict[str, float]) -> None:
         """Show the metrics of an evaluation of ``split`` (val, test) after ``step``, above the bar."""
-        parts = [f"{name} {format_metric(name, value)}" for name, value in result.items()]
+        parts = [f"{name} {format_metric(name, value, str(value))}" for name, value in result.items()]
         self.message(" · ".join([f"{split} after step {step}", *parts]))
 
     def message(self, text: str) -> None:

@@ -120,7 +120,7 @@ def summary_rows(summary: Summary) -> list[tuple[str, str]]:
     values = [(split, *metric) for split, of_split in summary.metrics.items() for metric in of_split.items()]
     return [
         ("status", summary.status),
-        *((f"{split} {name}", _metric(name, value)) for split, name, value in values),
+        *((f"{split} {name}", format_metric(name, value)) for split, name, value in values),
         *([("model/", _kept(summary))] if summary.status == "finished" else []),
         ("steps", f"{summary.steps:,}{skipped}"),
         ("batch", f"{summary.batch_size:,} samples per step on {ranks}"),
@@ -150,7 +150,7 @@ def _brief_rows(summary: Summary) -> list[tuple[str, str]]:
     )
     took = f"{format_number(summary.seconds, ',.1f')} s of training" + (f", {total:,.1f} s in all" if total else "")
     metrics = {
-        split: ", ".join(f"{name} {_metric(name, value)}" for name, value in of_split.items())
+        split: ", ".join(f"{name} {format_metric(name, value)}" for name, value in of_split.items())
         for split, of_split in summary.metrics.items()
     }
     return [
@@ -187,7 +187,7 @@ def _kept(summary: Summary) -> str:
         alone = "" if summary.data.get("val") else "; there is no validation set to choose a better step"
         return f"step {summary.steps:,}, the last{alone}"
     name = best["figure"]
-    found, last = (_metric(name.partition("_")[2], best[which]) for which in ("best", "last"))
+    found, last = (format_metric(name.partition("_")[2], best[which]) for which in ("best", "last"))
     return f"step {best['step']:,}, best {name} {found}" + (f"; last {last}" if best["last"] is not None else "")
 
 
@@ -217,10 +217,6 @@ def _by_phase(memory: Mapping[str, Any]) -> list[tuple[str, str]]:
         if known:
             rows.append(("by phase", f"{', '.join(known)} {kind}"))
     return rows
-
-
-def _metric(name: str, value: float | None) -> str:
-    return "unknown" if value is None or not math.isfinite(value) else format_metric(name, value)
 
 
 def _json_value(value: Any) -> Any:

@@ -42,9 +42,10 @@ def format_number(value: float | None, form: str, missing: str = "unknown") -> s
     return missing if value is None or not math.isfinite(value) else format(value, form)
 
 
-def format_metric(name: str, value: float) -> str:
-    """Return a metric as printed: an accuracy in percent."""
-    return f"{100 * value:.2f} %" if name.endswith("accuracy") else f"{value:.4f}"
+def format_metric(name: str, value: float | None, missing: str = "unknown") -> str:
+    """Return a metric as printed, an accuracy in percent, or ``missing`` without a finite value."""
+    form = ".2%" if name.endswith("accuracy") else ".4f"
+    return format_number(value, form, missing).replace("%", " %")
 
 
 def wrapped(line: str, indent: str) -> str:
