@@ -32,6 +32,7 @@ from torch.utils.data import DataLoader, DistributedSampler, Sampler
 from transformers import PrinterCallback, TrainingArguments
 from transformers import Trainer as TransformersTrainer
 
+from trainer.integrations.transformers import ExactGradients
 from trainer.system.files import write_atomic
 
 Batch = dict[str, Tensor]
@@ -249,13 +250,17 @@ class _OrderedTrainer(TransformersTrainer):
         return super()._get_train_sampler(*arguments) if self.order is None else _Given(self.order)
 
 
-def transformers_trainer(job: Job, compute_loss_func: Callable[..., Tensor] | None = None) -> None:
+class ExactTrainer(ExactGradients, _OrderedTrainer):
+    """The same with our drop-in."""
+
+
+def transformers_trainer(job: Job, kind: type = _OrderedTrainer, **given: Any) -> None:
     """transformers' Trainer, with the model's own loss, or with ``compute_loss_func(outputs, labels, items)``."""
     forget_accelerators()
-    given = {"data_collator": job.collate, "train_dataset": job.dataset, "compute_loss_func": compute_loss_func}
+    given |= {"data_collator": job.collate, "train_dataset": job.dataset}
     with tempfile.TemporaryDirectory() as folder:
         trainer = bare_trainer(
-            partial(_OrderedTrainer, **given),
+            partial(kind, **given),
             job.module,
             job.optimizer(job.module),
             folder,
@@ -272,13 +277,14 @@ def transformers_trainer(job: Job, compute_loss_func: Callable[..., Tensor] | No
         trainer.train()
 
 
-def trl_sft(job: Job, padding_free: bool = False, pack: int | None = None) -> None:
+def trl_sft(job: Job, padding_free: bool = False, pack: int | None = None, mixins: tuple[type, ...] = ()) -> None:
     """TRL's SFTTrainer with its own loss, on tokens and labels that are there already.
 
     Args:
         job: what is to be trained; its ``collate`` is not used, TRL has its own.
         padding_free: the texts of a micro-batch one after another, in one row.
         pack: tokens of a pack of best fit ("bfd"), which is then what a micro-batch has ``micro_batch_size`` of.
+        mixins: in front of SFTTrainer.
     """
     from datasets import Dataset
     from tokenizers import Tokenizer
@@ -292,7 +298,7 @@ def trl_sft(job: Job, padding_free: bool = False, pack: int | None = None) -> No
     given = {"train_dataset": Dataset.from_list(sft_rows(job)), "processing_class": tokenizer}
     with tempfile.TemporaryDirectory() as folder:
         bare_trainer(
-            partial(SFTTrainer, **given),
+            partial(type("Sft", (*mixins, SFTTrainer), {}), **given),
             job.module,
             job.optimizer(job.module),
             folder,

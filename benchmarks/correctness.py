@@ -31,6 +31,7 @@ import torch
 from common import Record, table
 from contenders import (
     Batch,
+    ExactTrainer,
     Job,
     ManualLit,
     accelerate,
@@ -63,6 +64,7 @@ from trainer.engine.cut import cut_at
 from trainer.engine.loop import Engine
 from trainer.engine.step import Stepper
 from trainer.engine.window import Windows
+from trainer.integrations.transformers import ExactGradients
 from trainer.launching.start import launch
 from trainer.launching.world import detect_world
 from trainer.memory.initialize import build_module
@@ -317,7 +319,7 @@ def transformers_remedy(case: Case, module: nn.Module, even_batches: bool = True
     def compute_loss(outputs: Any, labels: Tensor, num_items_in_batch: Any) -> Tensor:
         return loss_sum(case, outputs, labels) / num_items_in_batch
 
-    transformers_trainer(replace(job(case, module), even_batches=even_batches), compute_loss)
+    transformers_trainer(replace(job(case, module), even_batches=even_batches), compute_loss_func=compute_loss)
 
 
 def accelerate_remedy(case: Case, module: nn.Module, even_batches: bool = True) -> None:
@@ -331,14 +333,19 @@ def accelerate_remedy(case: Case, module: nn.Module, even_batches: bool = True) 
     accelerate_by_hand(own, partial(loss_sum, case), partial(count, case))
 
 
-def trl_packing(case: Case, module: nn.Module) -> None:
+def drop_in(case: Case, module: nn.Module) -> None:
+    """transformers' Trainer with our drop-in."""
+    transformers_trainer(job(case, module), ExactTrainer, class_weights=class_weights(case))
+
+
+def trl_packing(case: Case, module: nn.Module, mixins: tuple[type, ...] = ()) -> None:
     """TRL's SFTTrainer with ``packing``: as many packs a step as there are."""
     from datasets import Dataset
     from trl import pack_dataset
 
     plain = job(case, module)
     packs = len(pack_dataset(Dataset.from_list(sft_rows(plain)), PACK))
-    trl_sft(replace(plain, micro_batch_size=1, accumulate=-(-packs // case.ranks)), pack=PACK)
+    trl_sft(replace(plain, micro_batch_size=1, accumulate=-(-packs // case.ranks)), pack=PACK, mixins=mixins)
 
 
 @dataclass
@@ -461,6 +468,15 @@ CONTENDERS: dict[str, tuple[Callable[[Case, nn.Module], None], Callable[[Case], 
     ),
     "TRL SFTTrainer": (lambda case, module: trl_sft(job(case, module), padding_free=case.packed), in_trl),
     "TRL SFTTrainer, packing": (trl_packing, lambda case: in_trl(case) and case.packed),
+    "transformers Trainer, drop-in": (drop_in, everywhere),
+    "TRL SFTTrainer, drop-in": (
+        lambda case, module: trl_sft(job(case, module), padding_free=case.packed, mixins=(ExactGradients,)),
+        in_trl,
+    ),
+    "TRL SFTTrainer, packing, drop-in": (
+        partial(trl_packing, mixins=(ExactGradients,)),
+        lambda case: in_trl(case) and case.packed,
+    ),
     "Keras": (lambda case, module: keras_fit(job(case, module)), in_keras),
     "ours": (ours, everywhere),
     "ours, FSDP": (partial(ours, strategy="fsdp"), on_ranks),
