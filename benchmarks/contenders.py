@@ -199,7 +199,7 @@ class ManualLit(Lit):
             optimizer.zero_grad()
 
 
-def lightning_trainer(job: Job, lit: type[Lit] = Lit) -> None:
+def lightning_trainer(job: Job, lit: type[Lit] = Lit, batches: Any = None) -> None:
     """Lightning's Trainer with ``accumulate_grad_batches``, or with manual optimization."""
     trainer = Trainer(
         accelerator=job.accelerator,
@@ -208,12 +208,14 @@ def lightning_trainer(job: Job, lit: type[Lit] = Lit) -> None:
         precision=job.precision,
         max_epochs=1,
         accumulate_grad_batches=1 if lit is ManualLit else job.accumulate,
+        use_distributed_sampler=batches is None,
         logger=False,
         enable_checkpointing=False,
         enable_progress_bar=False,
         enable_model_summary=False,
     )
-    trainer.fit(lit(job), job.loader())
+    own = None if batches is None else DataLoader(job.dataset, batch_sampler=batches, collate_fn=job.collate)
+    trainer.fit(lit(job), own or job.loader())
 
 
 class WithLoss(nn.Module):

@@ -33,6 +33,7 @@ from contenders import (
     Batch,
     ExactTrainer,
     Job,
+    Lit,
     ManualLit,
     accelerate,
     accelerate_by_hand,
@@ -64,6 +65,7 @@ from trainer.engine.cut import cut_at
 from trainer.engine.loop import Engine
 from trainer.engine.step import Stepper
 from trainer.engine.window import Windows
+from trainer.integrations.lightning import ExactAccumulation
 from trainer.integrations.transformers import ExactGradients
 from trainer.launching.start import launch
 from trainer.launching.world import detect_world
@@ -338,6 +340,21 @@ def drop_in(case: Case, module: nn.Module) -> None:
     transformers_trainer(job(case, module), ExactTrainer, class_weights=class_weights(case))
 
 
+def lightning_drop_in(case: Case, module: nn.Module) -> None:
+    """Lightning's Trainer with our drop-in; ranks have equal numbers of micro-batches, and no sample is repeated."""
+    if case.labels == "next":
+        module.config.use_cache = False  # type: ignore[union-attr]
+
+    class ExactLit(ExactAccumulation, Lit):
+        def training_step(self, batch: Batch) -> Any:
+            labels = batch["labels"]
+            return self.share(loss_sum(case, self.module(**batch), labels), count(case, labels))
+
+    own, share = job(case, module), range(case.samples)[int(os.environ.get("RANK", "0")) :: case.ranks]
+    batches = -(-case.samples // (case.ranks * case.micro_batch_size))  # on each rank, of nearly one size
+    lightning_trainer(own, ExactLit, [share[number::batches] for number in range(batches)])
+
+
 def trl_packing(case: Case, module: nn.Module, mixins: tuple[type, ...] = ()) -> None:
     """TRL's SFTTrainer with ``packing``: as many packs a step as there are."""
     from datasets import Dataset
@@ -466,6 +483,7 @@ CONTENDERS: dict[str, tuple[Callable[[Case, nn.Module], None], Callable[[Case], 
         lambda case, module: lightning_trainer(job(case, module), ManualLit),
         everywhere,
     ),
+    "Lightning Trainer, drop-in": (lightning_drop_in, everywhere),
     "TRL SFTTrainer": (lambda case, module: trl_sft(job(case, module), padding_free=case.packed), in_trl),
     "TRL SFTTrainer, packing": (trl_packing, lambda case: in_trl(case) and case.packed),
     "transformers Trainer, drop-in": (drop_in, everywhere),

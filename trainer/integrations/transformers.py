@@ -8,7 +8,6 @@ from itertools import islice, product
 from typing import Any
 
 import torch
-from accelerate.data_loader import BatchSamplerShard
 from torch import Tensor
 from torch.nn.functional import binary_cross_entropy_with_logits, cross_entropy, mse_loss
 from torch.nn.modules.batchnorm import _BatchNorm
@@ -34,8 +33,6 @@ class ExactGradients:
     Raises:
         ValueError: if an argument, the model or the data prevents exact gradients.
     """
-
-    loss_is_scaled_for_ga: bool | None = True
 
     def __init__(self: Any, *args: Any, class_weights: Tensor | None = None, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -79,12 +76,11 @@ class ExactGradients:
 
     def set_initial_training_values(self: Any, args: Any, dataloader: Any) -> Any:
         """Count an epoch's micro-batches as the rank with the largest number of them does; repeat no sample."""
-        shard: Any = getattr(dataloader, "batch_sampler", None)
-        ranks = self.accelerator.num_processes
-        if ranks == 1:
+        if self.accelerator.num_processes == 1:
             return super().set_initial_training_values(args, dataloader)  # type: ignore[misc]
-        is_ours = isinstance(shard, BatchSamplerShard) and shard.num_processes == ranks
-        _reject(not is_ours, "train_dataset: use one with a length, without dispatch_batches and batch_rebalance")
+        shard: Any = getattr(dataloader, "batch_sampler", None)
+        is_split = getattr(shard, "num_processes", 1) > 1  # accelerate's BatchSamplerShard
+        _reject(not is_split, "train_dataset: use one with a length, without dispatch_batches and batch_rebalance")
         shard.even_batches = True  # its length is then the same on all ranks
         values = super().set_initial_training_values(args, dataloader)  # type: ignore[misc]
         shard.even_batches = False
@@ -111,12 +107,12 @@ class ExactGradients:
             return torch.tensor(labels.numel())
         labels = labels[..., 1:] if self._predicts_next else labels
         counts = labels != IGNORED_LABEL
-        return (
-            counts.sum() if class_weights is None else (class_weights.to(labels.device)[labels * counts] * counts).sum()
-        )
+        weights = 1 if class_weights is None else class_weights.to(labels.device)[labels * counts]
+        return (weights * counts).sum()
 
     def _check_settings(self: Any) -> None:
-        args, ranks, strategy = self.args, self.accelerator.num_processes, self.accelerator.distributed_type.value
+        args, strategy = self.args, self.accelerator.distributed_type.value
+        is_averaged = self.accelerator.num_processes > 1 and not args.average_tokens_across_devices
         is_sharded = strategy not in ("NO", "MULTI_CPU", "MULTI_GPU") or self.accelerator.parallelism_config
         owners = [cls for cls in type(self).__mro__ if "compute_loss" in vars(cls)]
         custom = [cls for cls in owners if cls.__module__.split(".")[0] not in ("trainer", "transformers", "trl")]
@@ -125,26 +121,19 @@ class ExactGradients:
         _reject(self.compute_loss_func, f"compute_loss_func: it may return a mean: {CUSTOM}")
         _reject(custom, f"compute_loss of a subclass: it may return a mean: {CUSTOM}")
         _reject(getattr(args, "loss_type", "nll") != "nll", "loss_type: use 'nll'")
-        _reject(
-            ranks > 1 and not args.average_tokens_across_devices,
-            "average_tokens_across_devices=False divides by the items of one rank: leave it out",
-        )
+        _reject(is_averaged, "average_tokens_across_devices=False divides by the items of one rank: leave it out")
         _reject(args.use_liger_kernel, "use_liger_kernel: it computes no logits: set it to False")
         _reject("lomo" in args.optim, "optim: LOMO updates the weights in each backward: use another")
         _reject(args.n_gpu > 1, "DataParallel: start one process per GPU, with torchrun")
         _reject(is_sharded, f"{strategy}: use DDP, without deepspeed, fsdp and parallelism_config")
-        _reject(
-            getattr(self._config, "output_router_logits", False),
-            "output_router_logits: set it to False: a router's loss is no sum",
-        )
+        has_router = getattr(self._config, "output_router_logits", False)
+        _reject(has_router, "output_router_logits: a router's loss is no sum over items: set it to False")
         _reject(is_mixing, "model: batch normalization makes samples depend on each other: use another normalization")
         _reject(labels and labels.default is labels.empty, "model: forward needs labels: give them the default None")
 
     def _check_batch(self: Any, batch: Any) -> None:
         """Compare the loss with the model's own, on one micro-batch and without dropout."""
         _reject("labels" not in batch or "shift_labels" in batch, "train_dataset: rename its labels to 'labels'")
-        needs_collator = getattr(self._config, "is_encoder_decoder", False) and "decoder_input_ids" not in batch
-        _reject(needs_collator, "data_collator: use DataCollatorForSeq2Seq(tokenizer, model=model)")
         inputs, smoothing = self._prepare_inputs(batch), self.args.label_smoothing_factor
         labels, model = inputs["labels"], self.model_wrapped.eval()
         with torch.no_grad(), self.compute_loss_context_manager():
