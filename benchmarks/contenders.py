@@ -209,10 +209,7 @@ def lightning_trainer(job: Job, lit: type[Lit] = Lit, batches: Any = None) -> No
         max_epochs=1,
         accumulate_grad_batches=1 if lit is ManualLit else job.accumulate,
         use_distributed_sampler=batches is None,
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
+        **dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False),
     )
     own = None if batches is None else DataLoader(job.dataset, batch_sampler=batches, collate_fn=job.collate)
     trainer.fit(lit(job), own or job.loader())
@@ -261,20 +258,8 @@ def transformers_trainer(job: Job, kind: type = _OrderedTrainer, **given: Any) -
     forget_accelerators()
     given |= {"data_collator": job.collate, "train_dataset": job.dataset}
     with tempfile.TemporaryDirectory() as folder:
-        trainer = bare_trainer(
-            partial(kind, **given),
-            job.module,
-            job.optimizer(job.module),
-            folder,
-            use_cpu=job.accelerator == "cpu",
-            bf16=job.precision == "bf16-mixed",
-            per_device_train_batch_size=job.micro_batch_size,
-            gradient_accumulation_steps=job.accumulate,
-            train_sampling_strategy="sequential",
-            remove_unused_columns=False,
-            accelerator_config={"even_batches": job.even_batches},
-            **job.arguments,
-        )
+        own = {"accelerator_config": {"even_batches": job.even_batches}, "remove_unused_columns": False}
+        trainer = _of_job(partial(kind, **given), job, folder, **own, **job.arguments)
         trainer.order = job.order
         trainer.train()
 
@@ -299,22 +284,25 @@ def trl_sft(job: Job, padding_free: bool = False, pack: int | None = None, mixin
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, pad_token="[PAD]", eos_token="[PAD]")
     given = {"train_dataset": Dataset.from_list(sft_rows(job)), "processing_class": tokenizer}
     with tempfile.TemporaryDirectory() as folder:
-        bare_trainer(
-            partial(type("Sft", (*mixins, SFTTrainer), {}), **given),
-            job.module,
-            job.optimizer(job.module),
-            folder,
-            config=SFTConfig,
-            use_cpu=job.accelerator == "cpu",
-            bf16=job.precision == "bf16-mixed",
-            gradient_checkpointing=False,
-            per_device_train_batch_size=job.micro_batch_size,
-            gradient_accumulation_steps=job.accumulate,
-            train_sampling_strategy="sequential",
-            padding_free=padding_free,
-            packing=pack is not None,
-            max_length=pack,
-        ).train()
+        kind = partial(type("Sft", (*mixins, SFTTrainer), {}), **given)
+        own = {"padding_free": padding_free, "packing": pack is not None, "max_length": pack}
+        _of_job(kind, job, folder, config=SFTConfig, gradient_checkpointing=False, **own).train()
+
+
+def _of_job(kind: Callable[..., Any], job: Job, folder: str, **arguments: Any) -> Any:
+    """A bare trainer in the micro-batches and the order of a job."""
+    return bare_trainer(
+        kind,
+        job.module,
+        job.optimizer(job.module),
+        folder,
+        use_cpu=job.accelerator == "cpu",
+        bf16=job.precision == "bf16-mixed",
+        per_device_train_batch_size=job.micro_batch_size,
+        gradient_accumulation_steps=job.accumulate,
+        train_sampling_strategy="sequential",
+        **arguments,
+    )
 
 
 def sft_rows(job: Job) -> list[dict[str, list[int]]]:
