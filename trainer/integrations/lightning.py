@@ -33,7 +33,7 @@ class ExactAccumulation:
         if isinstance(sampler, DistributedSampler) and sampler.total_size > len(sampler.dataset):  # type: ignore[arg-type]
             raise ValueError("use_distributed_sampler: it repeats samples: set it to False and pass a batch_sampler")
         if len({*self.all_gather(torch.tensor(trainer.num_training_batches)).flatten().tolist()}) > 1:
-            raise ValueError("train_dataloader: the ranks have different numbers of micro-batches: pass a batch_sampler")
+            raise ValueError("train_dataloader: ranks have unequal numbers of micro-batches: pass a batch_sampler")
 
     def on_before_optimizer_step(self: Any, optimizer: Any) -> None:
         """Divide the sum of the window's gradients by its weight over all ranks."""
