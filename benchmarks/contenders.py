@@ -32,6 +32,7 @@ from torch.utils.data import DataLoader, DistributedSampler, Sampler
 from transformers import PrinterCallback, TrainingArguments
 from transformers import Trainer as TransformersTrainer
 
+from trainer.integrations.transformers import ExactGradients
 from trainer.system.files import write_atomic
 
 Batch = dict[str, Tensor]
@@ -198,7 +199,7 @@ class ManualLit(Lit):
             optimizer.zero_grad()
 
 
-def lightning_trainer(job: Job, lit: type[Lit] = Lit) -> None:
+def lightning_trainer(job: Job, lit: type[Lit] = Lit, batches: Any = None) -> None:
     """Lightning's Trainer with ``accumulate_grad_batches``, or with manual optimization."""
     trainer = Trainer(
         accelerator=job.accelerator,
@@ -207,12 +208,11 @@ def lightning_trainer(job: Job, lit: type[Lit] = Lit) -> None:
         precision=job.precision,
         max_epochs=1,
         accumulate_grad_batches=1 if lit is ManualLit else job.accumulate,
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
+        use_distributed_sampler=batches is None,
+        **dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False),
     )
-    trainer.fit(lit(job), job.loader())
+    own = None if batches is None else DataLoader(job.dataset, batch_sampler=batches, collate_fn=job.collate)
+    trainer.fit(lit(job), own or job.loader())
 
 
 class WithLoss(nn.Module):
@@ -249,36 +249,29 @@ class _OrderedTrainer(TransformersTrainer):
         return super()._get_train_sampler(*arguments) if self.order is None else _Given(self.order)
 
 
-def transformers_trainer(job: Job, compute_loss_func: Callable[..., Tensor] | None = None) -> None:
+class ExactTrainer(ExactGradients, _OrderedTrainer):
+    """The same with our drop-in."""
+
+
+def transformers_trainer(job: Job, kind: type = _OrderedTrainer, **given: Any) -> None:
     """transformers' Trainer, with the model's own loss, or with ``compute_loss_func(outputs, labels, items)``."""
     forget_accelerators()
-    given = {"data_collator": job.collate, "train_dataset": job.dataset, "compute_loss_func": compute_loss_func}
+    given |= {"data_collator": job.collate, "train_dataset": job.dataset}
     with tempfile.TemporaryDirectory() as folder:
-        trainer = bare_trainer(
-            partial(_OrderedTrainer, **given),
-            job.module,
-            job.optimizer(job.module),
-            folder,
-            use_cpu=job.accelerator == "cpu",
-            bf16=job.precision == "bf16-mixed",
-            per_device_train_batch_size=job.micro_batch_size,
-            gradient_accumulation_steps=job.accumulate,
-            train_sampling_strategy="sequential",
-            remove_unused_columns=False,
-            accelerator_config={"even_batches": job.even_batches},
-            **job.arguments,
-        )
+        own = {"accelerator_config": {"even_batches": job.even_batches}, "remove_unused_columns": False}
+        trainer = _of_job(partial(kind, **given), job, folder, **own, **job.arguments)
         trainer.order = job.order
         trainer.train()
 
 
-def trl_sft(job: Job, padding_free: bool = False, pack: int | None = None) -> None:
+def trl_sft(job: Job, padding_free: bool = False, pack: int | None = None, mixins: tuple[type, ...] = ()) -> None:
     """TRL's SFTTrainer with its own loss, on tokens and labels that are there already.
 
     Args:
         job: what is to be trained; its ``collate`` is not used, TRL has its own.
         padding_free: the texts of a micro-batch one after another, in one row.
         pack: tokens of a pack of best fit ("bfd"), which is then what a micro-batch has ``micro_batch_size`` of.
+        mixins: in front of SFTTrainer.
     """
     from datasets import Dataset
     from tokenizers import Tokenizer
@@ -291,22 +284,25 @@ def trl_sft(job: Job, padding_free: bool = False, pack: int | None = None) -> No
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, pad_token="[PAD]", eos_token="[PAD]")
     given = {"train_dataset": Dataset.from_list(sft_rows(job)), "processing_class": tokenizer}
     with tempfile.TemporaryDirectory() as folder:
-        bare_trainer(
-            partial(SFTTrainer, **given),
-            job.module,
-            job.optimizer(job.module),
-            folder,
-            config=SFTConfig,
-            use_cpu=job.accelerator == "cpu",
-            bf16=job.precision == "bf16-mixed",
-            gradient_checkpointing=False,
-            per_device_train_batch_size=job.micro_batch_size,
-            gradient_accumulation_steps=job.accumulate,
-            train_sampling_strategy="sequential",
-            padding_free=padding_free,
-            packing=pack is not None,
-            max_length=pack,
-        ).train()
+        kind = partial(type("Sft", (*mixins, SFTTrainer), {}), **given)
+        own = {"padding_free": padding_free, "packing": pack is not None, "max_length": pack}
+        _of_job(kind, job, folder, config=SFTConfig, gradient_checkpointing=False, **own).train()
+
+
+def _of_job(kind: Callable[..., Any], job: Job, folder: str, **arguments: Any) -> Any:
+    """A bare trainer in the micro-batches and the order of a job."""
+    return bare_trainer(
+        kind,
+        job.module,
+        job.optimizer(job.module),
+        folder,
+        use_cpu=job.accelerator == "cpu",
+        bf16=job.precision == "bf16-mixed",
+        per_device_train_batch_size=job.micro_batch_size,
+        gradient_accumulation_steps=job.accumulate,
+        train_sampling_strategy="sequential",
+        **arguments,
+    )
 
 
 def sft_rows(job: Job) -> list[dict[str, list[int]]]:

@@ -31,7 +31,9 @@ import torch
 from common import Record, table
 from contenders import (
     Batch,
+    ExactTrainer,
     Job,
+    Lit,
     ManualLit,
     accelerate,
     accelerate_by_hand,
@@ -63,6 +65,8 @@ from trainer.engine.cut import cut_at
 from trainer.engine.loop import Engine
 from trainer.engine.step import Stepper
 from trainer.engine.window import Windows
+from trainer.integrations.lightning import ExactAccumulation
+from trainer.integrations.transformers import ExactGradients
 from trainer.launching.start import launch
 from trainer.launching.world import detect_world
 from trainer.memory.initialize import build_module
@@ -84,7 +88,6 @@ WEIGHTS = torch.tensor([0.2, 1.0, 5.0, 0.5, 2.0], dtype=DTYPE)
 """Of the classes, where they are weighted."""
 
 
-# ----------------------------------------------------------------------------------------------------------------------
 # The cases
 
 
@@ -112,40 +115,16 @@ class WeightedBag(BagOfWords):
 
 def distilbert(cls: type) -> nn.Module:
     """A DistilBERT of two layers with random weights."""
-    config = DistilBertConfig(
-        vocab_size=VOCABULARY,
-        n_layers=2,
-        n_heads=2,
-        dim=16,
-        hidden_dim=32,
-        max_position_embeddings=64,
-        num_labels=CLASSES,
-        dropout=0.0,
-        attention_dropout=0.0,
-        seq_classif_dropout=0.0,
-    )
-    return cls(config)
+    sizes = {"vocab_size": VOCABULARY, "n_layers": 2, "n_heads": 2, "dim": 16, "hidden_dim": 32}
+    off = dict.fromkeys(("dropout", "attention_dropout", "seq_classif_dropout"), 0.0)
+    return cls(DistilBertConfig(max_position_embeddings=64, num_labels=CLASSES, **sizes, **off))
 
 
 LANGUAGE: dict[str, dict[str, Any]] = {
-    "llama": {
-        "hidden_size": 16,
-        "intermediate_size": 32,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 2,
-        "max_position_embeddings": 64,
-    },
-    "gpt2": {
-        "n_positions": 64,
-        "n_embd": 16,
-        "n_layer": 2,
-        "n_head": 2,
-        "bos_token_id": 0,
-        "eos_token_id": 0,
-        "resid_pdrop": 0.0,
-        "embd_pdrop": 0.0,
-        "attn_pdrop": 0.0,
-    },
+    "llama": {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
+    | {"max_position_embeddings": 64},
+    "gpt2": {"n_positions": 64, "n_embd": 16, "n_layer": 2, "n_head": 2, "bos_token_id": 0, "eos_token_id": 0}
+    | dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0),
 }
 """Language models by their type."""
 
@@ -221,15 +200,8 @@ def collate(samples: Sequence[Sample]) -> Batch:
     }
 
 
-def sequence_classifier() -> nn.Module:
-    """One class a text."""
-    return distilbert(DistilBertForSequenceClassification)
-
-
-def token_classifier() -> nn.Module:
-    """One class a token."""
-    return distilbert(DistilBertForTokenClassification)
-
+sequence_classifier = partial(distilbert, DistilBertForSequenceClassification)
+token_classifier = partial(distilbert, DistilBertForTokenClassification)
 
 CASES = (
     Case("even: 8 samples as 2+2+2+2", BagOfWords, 8, 2, 4),
@@ -284,7 +256,6 @@ def reference(case: Case) -> Tensor:
     return nn.utils.parameters_to_vector(torch.autograd.grad(loss, list(module.parameters())))
 
 
-# ----------------------------------------------------------------------------------------------------------------------
 # The contenders: each trains a module for one step
 
 
@@ -317,7 +288,7 @@ def transformers_remedy(case: Case, module: nn.Module, even_batches: bool = True
     def compute_loss(outputs: Any, labels: Tensor, num_items_in_batch: Any) -> Tensor:
         return loss_sum(case, outputs, labels) / num_items_in_batch
 
-    transformers_trainer(replace(job(case, module), even_batches=even_batches), compute_loss)
+    transformers_trainer(replace(job(case, module), even_batches=even_batches), compute_loss_func=compute_loss)
 
 
 def accelerate_remedy(case: Case, module: nn.Module, even_batches: bool = True) -> None:
@@ -331,14 +302,44 @@ def accelerate_remedy(case: Case, module: nn.Module, even_batches: bool = True) 
     accelerate_by_hand(own, partial(loss_sum, case), partial(count, case))
 
 
-def trl_packing(case: Case, module: nn.Module) -> None:
+def by(train: Callable[..., None], **settings: Any) -> Callable[[Case, nn.Module], None]:
+    """A contender that needs only the job."""
+    return lambda case, module: train(job(case, module), **settings)
+
+
+def trl(case: Case, module: nn.Module, mixins: tuple[type, ...] = ()) -> None:
+    """TRL's SFTTrainer."""
+    trl_sft(job(case, module), padding_free=case.packed, mixins=mixins)
+
+
+def drop_in(case: Case, module: nn.Module) -> None:
+    """transformers' Trainer with our drop-in."""
+    transformers_trainer(job(case, module), ExactTrainer, class_weights=class_weights(case))
+
+
+def lightning_drop_in(case: Case, module: nn.Module) -> None:
+    """Lightning's Trainer with our drop-in; ranks have equal numbers of micro-batches, and no sample is repeated."""
+    if case.labels == "next":
+        module.config.use_cache = False  # type: ignore[union-attr]
+
+    class ExactLit(ExactAccumulation, Lit):
+        def training_step(self, batch: Batch) -> Any:
+            labels = batch["labels"]
+            return self.share(loss_sum(case, self.module(**batch), labels), count(case, labels))
+
+    own, share = job(case, module), range(case.samples)[int(os.environ.get("RANK", "0")) :: case.ranks]
+    batches = -(-case.samples // (case.ranks * case.micro_batch_size))  # on each rank, of nearly one size
+    lightning_trainer(own, ExactLit, [share[number::batches] for number in range(batches)])
+
+
+def trl_packing(case: Case, module: nn.Module, mixins: tuple[type, ...] = ()) -> None:
     """TRL's SFTTrainer with ``packing``: as many packs a step as there are."""
     from datasets import Dataset
     from trl import pack_dataset
 
     plain = job(case, module)
     packs = len(pack_dataset(Dataset.from_list(sft_rows(plain)), PACK))
-    trl_sft(replace(plain, micro_batch_size=1, accumulate=-(-packs // case.ranks)), pack=PACK)
+    trl_sft(replace(plain, micro_batch_size=1, accumulate=-(-packs // case.ranks)), pack=PACK, mixins=mixins)
 
 
 @dataclass
@@ -442,9 +443,9 @@ def in_keras(case: Case) -> bool:
 
 
 CONTENDERS: dict[str, tuple[Callable[[Case, nn.Module], None], Callable[[Case], bool]]] = {
-    "transformers Trainer": (lambda case, module: transformers_trainer(job(case, module)), everywhere),
+    "transformers Trainer": (by(transformers_trainer), everywhere),
     "transformers Trainer, compute_loss_func": (transformers_remedy, everywhere),
-    "Accelerate": (lambda case, module: accelerate(job(case, module)), everywhere),
+    "Accelerate": (by(accelerate), everywhere),
     "Accelerate, items counted by hand": (accelerate_remedy, everywhere),
     "transformers Trainer, compute_loss_func, even_batches=False": (
         partial(transformers_remedy, even_batches=False),
@@ -454,21 +455,24 @@ CONTENDERS: dict[str, tuple[Callable[[Case, nn.Module], None], Callable[[Case], 
         partial(accelerate_remedy, even_batches=False),
         lambda case: on_ranks(case) and left_over(case),
     ),
-    "Lightning Trainer": (lambda case, module: lightning_trainer(job(case, module)), everywhere),
-    "Lightning Trainer, manual optimization": (
-        lambda case, module: lightning_trainer(job(case, module), ManualLit),
-        everywhere,
-    ),
-    "TRL SFTTrainer": (lambda case, module: trl_sft(job(case, module), padding_free=case.packed), in_trl),
+    "Lightning Trainer": (by(lightning_trainer), everywhere),
+    "Lightning Trainer, manual optimization": (by(lightning_trainer, lit=ManualLit), everywhere),
+    "Lightning Trainer, drop-in": (lightning_drop_in, everywhere),
+    "TRL SFTTrainer": (trl, in_trl),
     "TRL SFTTrainer, packing": (trl_packing, lambda case: in_trl(case) and case.packed),
-    "Keras": (lambda case, module: keras_fit(job(case, module)), in_keras),
+    "transformers Trainer, drop-in": (drop_in, everywhere),
+    "TRL SFTTrainer, drop-in": (partial(trl, mixins=(ExactGradients,)), in_trl),
+    "TRL SFTTrainer, packing, drop-in": (
+        partial(trl_packing, mixins=(ExactGradients,)),
+        lambda case: in_trl(case) and case.packed,
+    ),
+    "Keras": (by(keras_fit), in_keras),
     "ours": (ours, everywhere),
     "ours, FSDP": (partial(ours, strategy="fsdp"), on_ranks),
 }
 """What it does, and in which cases."""
 
 
-# ----------------------------------------------------------------------------------------------------------------------
 # Measuring
 
 
