@@ -99,7 +99,7 @@ def check(command: str, words: list[str], line: str) -> None:
         command, words = "fit", words[len(own) + 1 :]
     of_script = "--script" in words
     if command in WITH_RECIPE and not of_script and not words[0].startswith("hf:") and "--help" not in words:
-        recipe = "vit_digits" if words[0] in ("my_recipe.py", "my.csv") else words[0]
+        recipe = "vit_digits" if words[0] in ("my_recipe.py", "my.csv", "runs/mine/recipe.yaml") else words[0]
         if "--config" in words:  # of a file that the page writes
             at = words.index("--config")
             del words[at : at + 2]

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from mkdocs.structure.files import File, Files
+from mkdocs.structure.files import File, Files, InclusionLevel
 from reference import pages
 
 ROOT = Path(__file__).parents[2]
@@ -21,7 +21,7 @@ PROJECT = ("README.md", "CHANGELOG.md", "CONTRIBUTING.md", "SECURITY.md", "bench
 """The pages from outside of ``docs/`` that the navigation names. Others are found by their links."""
 
 LANGUAGES = {".py": "python", ".sh": "bash", ".yaml": "yaml", ".sbatch": "bash", ".toml": "toml"}
-LINK = re.compile(r"(?<=\]\()(?![a-z]+:|#)([^)#\s]+)(?=[#)])")
+LINK = re.compile(r"(?:(?<=\]\()|(?<=\]: ))(?![a-z]+:|#)([^)#\s]+)(?=[#)\s])")  # [text](target), or [id]: target
 FENCE = re.compile(r"(^ *```.*?^ *```)", re.DOTALL | re.MULTILINE)
 NESTED = re.compile(r"^(?:  )+(?=\S)", re.MULTILINE)  # Python-Markdown needs 4 columns a level, GitHub needs 2
 ROLE = re.compile(r":(?:class|func|data|meth|mod|attr):(<code>)")
@@ -37,7 +37,8 @@ def on_files(files: Files, config: Any) -> Files:
             text = whole.read_text()
             text = text if whole.suffix == ".md" else f"# {path}\n\n```{LANGUAGES[whole.suffix]}\n{text}\n```\n"
         source = {"content": text} if is_text else {"abs_src_path": str(whole)}
-        files.append(File.generated(config, site_path(path), **source))
+        inclusion = InclusionLevel.UNDEFINED if path in PROJECT else InclusionLevel.NOT_IN_NAV
+        files.append(File.generated(config, site_path(path), inclusion=inclusion, **source))
     return files
 
 
