@@ -119,6 +119,12 @@ def test_a_whole_file_of_transformers(migrated):
     assert [line.strip().partition("=")[0] for line in err.split("no counterpart:\n")[1].splitlines()] == ["report_to"]
 
 
+def test_two_precisions_are_named(migrated):
+    code, recipe, err = migrated({"per_device_train_batch_size": 4, "fp16": True, "bf16": True})
+    assert (code, recipe["memory"]["precision"]) == (0, "bf16-mixed")
+    assert "fp16=True: not with bf16" in err
+
+
 def test_names_that_a_file_gives_are_not_replaced_in(migrated):
     code, recipe, _ = migrated({"output_dir": "{seed}", "model_name_or_path": "{hub_token}", "hub_token": "no"})
     assert code == 0
