@@ -216,8 +216,15 @@ def test_every_setting_that_a_page_names_exists():
     fields = {field.name for kind in (*kinds, ImageClassifier, CausalLM) for field in dataclasses.fields(kind)}
     known |= {f"{part}.{name}" for part in ("data", "model") for name in fields}
     known |= {key.rsplit(".", 1)[0] for key in known}
-    known |= {"memory.png", "model.safetensors", "model.safetensors.index", "run.lock"}  # files
-    known |= {"model.parameters"}  # what code calls so
+    known |= {
+        "memory.png",
+        "memory.svg",
+        "memory.py",
+        "model.safetensors",
+        "model.safetensors.index",
+        "run.lock",
+    }  # files
+    known |= {"model.parameters", "model.loss_function", "optim.lr_scheduler"}  # what code calls so
     known |= {"data.size"}  # of the network in docs/your-own-model.md
     known |= {"run.greeting", "memory.release_cache"}  # of the examples in CONTRIBUTING.md
     named = {(page, key) for page in [*PAGES, "CHANGELOG.md", "benchmarks/README.md"] for key in found_in(page)}

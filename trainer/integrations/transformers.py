@@ -37,8 +37,8 @@ class ExactGradients:
     def __init__(self: Any, *args: Any, class_weights: Tensor | None = None, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.class_weights, self._spare = class_weights, None
-        model = self.accelerator.unwrap_model(self.model)
-        self._base = model.get_base_model() if hasattr(model, "get_base_model") else model  # without adapters
+        whole = self.accelerator.unwrap_model(self.model)
+        self._base = whole.get_base_model() if hasattr(whole, "get_base_model") else whole  # without adapters
         is_causal = type(self._base).__name__ in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()
         self._predicts_next, self._config = is_causal or self._loss_shifts_labels, getattr(self._base, "config", None)
         self._check_settings()
