@@ -1,0 +1,1 @@
+"""Gradient conformance: is the gradient of a trainer that of the whole batch?"""

@@ -1,0 +1,83 @@
+"""What an adapter is given: a case with its model, data and settings, ready to train."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import SGD, Optimizer
+from torch.utils.data import DataLoader, Sampler
+
+from conformance.cases import LEARNING_RATE, Batch, Case, Sample, collate
+from conformance.verdict import CLIP, DECAY, MOMENTUM
+
+
+class UnsupportedError(Exception):
+    """The trainer has no documented way to do this."""
+
+
+@dataclass
+class Job:
+    """A case for one process.
+
+    Args:
+        case: what is to be trained.
+        folder: where the trainer may write.
+    """
+
+    case: Case
+    folder: Path
+
+    @cached_property
+    def module(self) -> nn.Module:
+        """The model; forward takes the entries of a batch by name and returns ``loss``, a mean, and ``logits``."""
+        return self.case.build()
+
+    @cached_property
+    def dataset(self) -> list[Sample]:
+        """The samples, to be trained on in this order."""
+        return self.case.dataset()
+
+    @property
+    def collate(self) -> Callable[[list[Sample]], Batch]:
+        """Makes a micro-batch of samples."""
+        return collate
+
+    def loader(self, sampler: Sampler | None = None) -> DataLoader:
+        """Return a loader of micro-batches."""
+        return DataLoader(self.dataset, self.case.micro_batch_size, sampler=sampler, collate_fn=collate)  # type: ignore[arg-type]
+
+    def optimizer(self, module: nn.Module | None = None) -> Optimizer:
+        """Return SGD for the parameters that are trained, with momentum and decay if the case needs them."""
+        parameters = [one for one in (module or self.module).parameters() if one.requires_grad]
+        more = {"momentum": MOMENTUM, "weight_decay": DECAY} if self.needs("momentum") else {}
+        return SGD(parameters, lr=LEARNING_RATE, **more)
+
+    @property
+    def clip_norm(self) -> float | None:
+        """Norm to clip the gradient to."""
+        return CLIP if self.needs("clip") else None
+
+    @property
+    def steps(self) -> int:
+        """Optimizer steps of the whole run."""
+        return len(self.case.windows())
+
+    def needs(self, feature: str) -> bool:
+        """Return whether the case needs a feature."""
+        return feature in self.case.needs
+
+    @property
+    def rank(self) -> int:
+        """Number of this process."""
+        return int(os.environ.get("RANK", "0"))
+
+    def linear(self, optimizer: Optimizer) -> Any:
+        """Return a schedule from the learning rate to zero over the optimizer steps."""
+        return torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 - step / self.steps)

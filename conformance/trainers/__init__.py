@@ -1,0 +1,1 @@
+"""Adapters: one file per trainer, used as its documentation shows."""

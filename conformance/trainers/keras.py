@@ -1,0 +1,40 @@
+"""Keras 3 on torch: ``fit`` with the optimizer's ``gradient_accumulation_steps``."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+os.environ["KERAS_BACKEND"] = "torch"
+import keras
+
+from conformance.cases import LEARNING_RATE
+from conformance.job import Job, UnsupportedError
+
+TITLE, VERSION_OF = "Keras 3", "keras"
+DOCS = "https://keras.io/api/optimizers/"
+FEATURES = {"clip"}
+
+
+def train(job: Job) -> None:
+    """Train with the arguments of the pages on optimizers and on ``fit``; Keras computes the loss."""
+    if job.case.model not in ("bag", "classifier"):
+        raise UnsupportedError("the loss of this case is not one of Keras for a wrapped torch module")
+    keras.config.set_floatx("float64")
+
+    class Logits(keras.Model):
+        def __init__(self) -> None:
+            super().__init__()
+            self.wrapped = keras.layers.TorchModuleWrapper(job.module)
+
+        def call(self, inputs: Any) -> Any:
+            return self.wrapped(**inputs)["logits"]
+
+    model = Logits()
+    model.compile(
+        keras.optimizers.SGD(LEARNING_RATE, gradient_accumulation_steps=job.case.accumulation, global_clipnorm=job.clip_norm),
+        keras.losses.SparseCategoricalCrossentropy(from_logits=True),
+    )
+    batch = {key: value.numpy() for key, value in job.collate(job.dataset).items()}
+    labels = batch.pop("labels")
+    model.fit(batch, labels, batch_size=job.case.micro_batch_size, epochs=job.case.epochs, shuffle=False, verbose=0)
