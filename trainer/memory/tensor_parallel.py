@@ -1,8 +1,8 @@
 """``memory.tensor_parallel``: several ranks share every block, as in Megatron-LM (Shoeybi et al. 2019).
 
 Torch's ``ColwiseParallel`` and ``RowwiseParallel`` split linear layers by columns and rows. With
-``memory.sequence_parallel`` the rest of a block is split by tokens (Korthikanti et al. 2022); activations between blocks
-are then DTensors, so other code that reads them sees the whole tensor. See docs/techniques/tensor-parallelism.md.
+``memory.sequence_parallel`` the rest of a block is split by tokens (Korthikanti et al. 2022). Activations between
+blocks are then DTensors: other code that reads them sees the whole tensor. See docs/techniques/tensor-parallelism.md.
 """
 
 from __future__ import annotations
