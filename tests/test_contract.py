@@ -8,7 +8,6 @@ import pytest
 import torch
 from helpers.prepared import prepared
 
-import trainer
 from trainer import Data, Loss, Memory, Model, Recipe
 from trainer.contract import (
     CAPABILITIES,
@@ -68,54 +67,21 @@ def test_a_model_without_capabilities_gets_their_defaults():
         _ = model.tasks
 
 
-def test_old_members_without_their_class_keep_working_and_are_deprecated():
-    with pytest.warns(DeprecationWarning, match=r"Old defines packed: subclass trainer\.contract\.Packable"):
+def test_members_without_their_class_are_rejected():
+    with pytest.raises(RecipeError, match=r"Old defines packed: subclass trainer\.contract\.Packable"):
 
         class Old(Plain):
             def packed(self, batch):
-                return {**super().packed(batch), "packed": True}
+                return batch
 
-    with pytest.warns(DeprecationWarning, match=r"pretrained, skeleton: subclass trainer\.contract\.Streamable"):
+    with pytest.raises(RecipeError, match=r"pretrained, skeleton: subclass trainer\.contract\.Streamable"):
 
-        class Older(Old):
+        class Older(Plain):
             def skeleton(self):
                 return torch.nn.Linear(4, 2)
 
             def pretrained(self):
                 raise NotImplementedError
-
-    model = Older()
-    assert capability(model, Packable) is model
-    assert model.packed({"x": 1}) == {"x": 1, "packed": True}
-    assert Older.starts_on_meta()
-    assert isinstance(model, Streamable)
-    assert not isinstance(Plain(), Packable)
-
-
-def test_members_with_a_former_name_keep_working_and_are_deprecated():
-    with pytest.warns(DeprecationWarning, match=r"Weighted\.chances is deprecated .* use Weighted\.sample_weights"):
-
-        class Weighted(Data):
-            def chances(self):
-                return [1.0, 2.0]
-
-    assert Weighted().sample_weights() == [1.0, 2.0]
-    with pytest.warns(DeprecationWarning, match=r"Digits\.mixing is deprecated .* use Digits\.mixup_config"):
-        assert Digits().mixing() is None
-    with pytest.warns(DeprecationWarning, match=r"subclass trainer\.contract\.Plannable|use Planned\.for_spec"):
-
-        class Planned(Plain):
-            def outlined(self, outline):
-                return Plain(weights="planned")
-
-    assert isinstance(Planned(), Plannable)
-    assert Planned().for_spec(None).weights == "planned"
-
-
-@pytest.mark.parametrize(("old", "new"), trainer._RENAMED.items())
-def test_former_names_of_the_package_are_deprecated(old, new):
-    with pytest.warns(DeprecationWarning, match=rf"trainer\.{old} is deprecated .* use trainer\.{new}"):
-        assert getattr(trainer, old) is getattr(trainer, new)
 
 
 def test_the_classes_of_the_package_name_their_capabilities():
@@ -219,25 +185,14 @@ def test_recipes_that_share_a_dataset_do_not_change_each_other():
     assert data._task == "regression"
 
 
-def test_prepare_gets_the_model_if_it_takes_it_and_a_dataset_that_reads_what_recipes_wrote_is_deprecated():
+def test_prepare_gets_the_model_if_it_takes_it():
     class New(Labelled):
         def prepare(self, tokenizer=None, model=None):
             self.found = tokenizer, model
 
-    class Old(Labelled):
-        def prepare(self, tokenizer=None):
-            self.found = self.seen_by, self.prepared_for
-
-    model, new, old = MLP(task="regression"), New(2), Old(2)
+    model, new = MLP(task="regression"), New(2)
     prepare_data(new, model, "words")
     assert new.found == ("words", model)
-    with pytest.warns(DeprecationWarning, match="is deprecated") as caught:
-        prepare_data(old, model, None)
-    assert old.found == (model, "regression")
-    assert [str(one.message) for one in caught] == [
-        "Data.seen_by is deprecated and will be removed: use the argument model of prepare(tokenizer, model)",
-        "Data.prepared_for is deprecated and will be removed: use model.task of prepare(tokenizer, model)",
-    ]
 
 
 def test_a_subclass_of_a_built_in_dataset_with_the_old_signature_still_knows_the_model():

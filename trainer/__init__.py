@@ -13,7 +13,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from trainer.contract import Data, Metric, Model
-from trainer.errors import RecipeError, deprecated
+from trainer.errors import RecipeError
 from trainer.recipe import Checkpoint, Memory, Optim, Recipe, Run
 from trainer.values import DataSpec, Loss, PretrainedWeights, StoredTensor
 
@@ -80,19 +80,7 @@ __all__ = [
 ]
 
 
-# Former names, deprecated.
-_RENAMED = {
-    "Outline": "DataSpec",
-    "Pretrained": "PretrainedWeights",
-    "Stored": "StoredTensor",
-    "stored_in": "tensors_in",
-}
-
-
 def __getattr__(name: str) -> Any:
-    if name in _RENAMED:
-        deprecated(f"trainer.{name}", f"trainer.{_RENAMED[name]}")
-        return globals().get(_RENAMED[name]) or __getattr__(_RENAMED[name])
     if name not in _LAZY:
         raise AttributeError(f"module 'trainer' has no attribute {name!r}")
     from trainer.system.imports import quick_imports

@@ -8,11 +8,10 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
-import warnings
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
-from trainer.errors import RecipeError, deprecated, require
+from trainer.errors import RecipeError, require
 from trainer.system.names import unknown_keyword
 from trainer.values import IGNORED_LABEL, Task
 
@@ -46,24 +45,13 @@ class OptionalAttributes(Settings):
     defaults are not class attributes: a dataclass would use those as defaults of its fields with the same names."""
 
     DEFAULTS: ClassVar[Mapping[str, Any]] = {}
-    _RENAMED: ClassVar[Mapping[str, str]] = {}  # members by their former names, which are deprecated
 
     if not TYPE_CHECKING:  # otherwise mypy would accept any attribute
 
         def __getattr__(self, name: str) -> Any:
             if name in self.DEFAULTS:
                 return self.DEFAULTS[name]
-            if name in self._RENAMED:
-                deprecated(f"{type(self).__name__}.{name}", f"{type(self).__name__}.{self._RENAMED[name]}")
-                return getattr(self, self._RENAMED[name])
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
-
-    def __init_subclass__(cls, **options: Any) -> None:
-        super().__init_subclass__(**options)
-        for old, new in cls._RENAMED.items():
-            if old in vars(cls):
-                deprecated(f"{cls.__name__}.{old}", f"{cls.__name__}.{new}")
-                setattr(cls, new, vars(cls)[old])
 
 
 class Model(OptionalAttributes):
@@ -126,7 +114,7 @@ class Model(OptionalAttributes):
 
     def __init_subclass__(cls, **options: Any) -> None:
         if cls.__module__ != __name__:
-            _add_capabilities(cls)
+            _check_capabilities(cls)
         super().__init_subclass__(**options)
 
 
@@ -240,8 +228,6 @@ class Preparable(Model):
 class Plannable(Model):
     """A model that supports tensor parallelism, plans without data, or training of only a part."""
 
-    _RENAMED: ClassVar[Mapping[str, str]] = {"outlined": "for_spec"}
-
     lossy: Sequence[str] = ()
     """The lossy techniques of this model, such as "LoRA of rank 8"; shown in the plan."""
 
@@ -275,21 +261,13 @@ def without_weights(model: Model) -> Model:
     return model if model.weights is None else dataclasses.replace(model, weights=None)  # type: ignore[type-var]
 
 
-def _add_capabilities(cls: type[Model]) -> None:
-    """Add the capabilities as bases to a class that defines their members without subclassing them (deprecated)."""
-    missing = [kind for kind in CAPABILITIES if not issubclass(cls, kind) and _members(kind) & vars(cls).keys()]
-    if not missing:
-        return
-    names = ", ".join(kind.__name__ for kind in missing)
-    defined = ", ".join(sorted(set().union(*map(_members, missing)) & vars(cls).keys()))
-    text = f"{cls.__qualname__} defines {defined}: subclass trainer.contract.{names} instead of only trainer.Model"
-    warnings.warn(text, DeprecationWarning, stacklevel=3)
-    others = [base for base in cls.__bases__ if base is not Model]
-    cls.__bases__ = (*others, *missing)  # so that super() and isinstance work as if the class had been written so
-
-
-def _members(kind: type[Model]) -> set[str]:
-    return {name for name in vars(kind) if not name.startswith("_")} | kind._RENAMED.keys()
+def _check_capabilities(cls: type[Model]) -> None:
+    """Reject a class that defines members of a capability without subclassing it: nothing would call them."""
+    own = {name for name in vars(cls) if not name.startswith("_")}
+    members = {kind: own & vars(kind).keys() for kind in CAPABILITIES if not issubclass(cls, kind)}
+    missing = {kind.__name__: names for kind, names in members.items() if names}
+    defined = ", ".join(sorted(set().union(*missing.values())))
+    require(not missing, f"{cls.__qualname__} defines {defined}: subclass trainer.contract.{', '.join(missing)}")
 
 
 class Metric:
@@ -457,8 +435,6 @@ class Data(OptionalAttributes):
         **dict.fromkeys(("text_column", "val_fraction", "load_image", "encode")),
     }
 
-    _RENAMED: ClassVar[Mapping[str, str]] = {"outline": "spec", "mixing": "mixup_config", "chances": "sample_weights"}
-
     _model: Model | None = None
 
     def require_files(self) -> None:
@@ -501,18 +477,6 @@ class Data(OptionalAttributes):
         from torch.utils.data import default_collate
 
         return default_collate(list(samples))
-
-    @property
-    def seen_by(self) -> Model | None:
-        """Deprecated: the argument ``model`` of ``prepare``."""
-        deprecated("Data.seen_by", "the argument model of prepare(tokenizer, model)")
-        return self._model
-
-    @property
-    def prepared_for(self) -> Task:
-        """Deprecated: ``model.task`` of the argument ``model`` of ``prepare``."""
-        deprecated("Data.prepared_for", "model.task of prepare(tokenizer, model)")
-        return self._task
 
     @property
     def _task(self) -> Task:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Iterable, Sequence
 from difflib import get_close_matches
 from importlib import import_module
@@ -59,11 +58,6 @@ def closest_names(word: str, known: Iterable[str], cutoff: float = 0.6, count: i
     """Return up to ``count`` names with at least the similarity ``cutoff``, from 0 to 1, ignoring case."""
     names = {name.lower(): name for name in reversed(list(known))}  # the first of equal names wins
     return [names[one] for one in get_close_matches(word.lower(), names, count, cutoff)]
-
-
-def deprecated(name: str, replacement: str) -> None:
-    """Warn the caller of the function that calls this: ``name`` works for one more release."""
-    warnings.warn(f"{name} is deprecated and will be removed: use {replacement}", DeprecationWarning, stacklevel=3)
 
 
 def require(condition: bool, message: str) -> None:

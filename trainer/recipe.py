@@ -7,7 +7,7 @@ import math
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import KW_ONLY, dataclass, field
-from typing import Any, ClassVar, Literal, TypeVar, get_origin
+from typing import Any, Literal, TypeVar, get_origin
 
 from trainer.contract import Data, Metric, Model, OptionalAttributes, Settings
 from trainer.errors import RecipeError, require, require_choice, require_positive, suggest_name
@@ -144,8 +144,6 @@ class Optim(OptionalAttributes):
     clip_norm: float | None = within("(0, inf]", None, "; null turns clipping off")
     scale_lr: ScaleLR = "none"
     reference_batch_size: int | None = None
-
-    _RENAMED: ClassVar[Mapping[str, str]] = {"is_own": "is_custom"}
 
     def __post_init__(self) -> None:
         _check("optim.", self, positive=("reference_batch_size",))
@@ -408,12 +406,6 @@ class Run(OptionalAttributes):
     allow_change: list[str] = field(default_factory=list)
     hang_after: float = within(f"(0, {MAX_SECONDS}]", 600.0, " seconds")
     deterministic: bool = False
-
-    _RENAMED: ClassVar[Mapping[str, str]] = {
-        "chosen": "best_metric",
-        "asked_figures": "requested_metrics",
-        "require_figures": "validate_metrics",
-    }
 
     def __post_init__(self) -> None:
         _check("run.", self, positive=("max_skipped_steps", "profile", "patience"))

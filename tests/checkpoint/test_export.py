@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 from trainer.checkpoint.export import load_model, load_weights, save_model
-from trainer.contract import Model
+from trainer.contract import Exportable, Model
 from trainer.errors import RecipeError
 from trainer.system import files as store
 from trainer.system.files import staged_folder, write_atomic
@@ -65,7 +65,7 @@ def test_a_saved_model_comes_back_bit_for_bit_and_still_tied(tmp_path):
 
 
 @dataclass
-class OwnFormat(Model):
+class OwnFormat(Exportable):
     own_format: ClassVar[bool] = True
     start: float = 0.0
 

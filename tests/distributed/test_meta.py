@@ -20,8 +20,9 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
-from trainer import Data, Memory, Model, Optim, PretrainedWeights, Recipe, Run
+from trainer import Data, Memory, Optim, PretrainedWeights, Recipe, Run
 from trainer.api import fit
+from trainer.contract import Streamable
 from trainer.data import Digits
 from trainer.memory.initialize import build_module, build_on_meta, materialise
 from trainer.memory.plan import decide_plan
@@ -129,7 +130,7 @@ class TiedNetwork(nn.Module):
 
 
 @dataclass
-class Tied(Model):
+class Tied(Streamable):
     file: str = ""
 
     def skeleton(self):

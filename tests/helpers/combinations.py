@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from helpers import matrix
 from helpers.matrix import Case
-from trainer.contract import Model
+from trainer.contract import Model, Streamable
 from trainer.errors import RecipeError
 from trainer.memory import knobs as table
 from trainer.memory.optimizer import OPTIMIZERS
@@ -189,7 +189,7 @@ class TowerModule(nn.Module):
 
 
 @dataclass
-class Tower(Model):
+class Tower(Streamable):
     """A small residual network that can start on meta."""
 
     weights: str

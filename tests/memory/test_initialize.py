@@ -17,6 +17,7 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 from trainer import Data, Memory, Model, Optim, PretrainedWeights, Recipe, RecipeError, StoredTensor
+from trainer.contract import Streamable
 from trainer.memory.initialize import build_module, build_on_meta, materialise
 from trainer.memory.plan import decide_plan
 from trainer.memory.precision import weights_dtype
@@ -231,7 +232,7 @@ class TiedNetwork(nn.Module):
 
 
 @dataclass
-class TiedModel(Model):
+class TiedModel(Streamable):
     file: str = ""
     classes: int = 2
     new: tuple[str, ...] = ("head.weight", "head.bias")
@@ -245,7 +246,7 @@ class TiedModel(Model):
 
 
 @dataclass
-class Linear(Model):
+class Linear(Streamable):
     inputs: int
     outputs: int
     file: str

@@ -24,6 +24,7 @@ from torch.nn.utils.rnn import pad_sequence
 from trainer import Checkpoint, Data, Loss, Memory, Model, Optim, Recipe, Run
 from trainer.api import fit
 from trainer.cli import _exit_code
+from trainer.contract import Exportable
 from trainer.engine.order import batch_indices
 
 WORDS, CLASSES, SIZE, BATCH, STEPS = 67, 5, 23, 8, 4
@@ -288,7 +289,7 @@ class Zoo(Model):
 
 
 @dataclass
-class ZooOfTransformers(Zoo):
+class ZooOfTransformers(Zoo, Exportable):
     """One of transformers, kept in its own format."""
 
     own_format = True

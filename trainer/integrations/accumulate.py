@@ -34,21 +34,9 @@ class AccumulatingOptimizer(Optimizer):
     * losses are *sums*: ``step(weight=n)`` with the number of items of each micro-batch divides by their total, which
       is also exact when micro-batches differ in size.
 
-    On several ranks, all ranks train one model. Weights and gradients are summed over the ranks once per update,
-    whether DDP has averaged the gradients already or not (a sum of equal means is the sum of the averaged values). So
-    micro-batches may differ in size between ranks, and a window may end anywhere. Let DDP synchronise only if
-    :attr:`is_last` is true, or run every backward under its ``no_sync()``, which sends gradients once per update
-    instead of twice. FSDP must reduce in the last backward of every window, including flushed ones
-    (``set_requires_gradient_sync``). All ranks must end and flush the same windows. A rank without micro-batches calls
-    ``step(weight=0)``, or flushes an empty window.
-
-    With ``torch.amp.GradScaler``, call ``scaler.step(optimizer)`` and ``scaler.update()`` for each micro-batch.
-    Gradients are unscaled immediately, so the scale may change within a window. A window with an overflow is dropped
-    on all ranks.
-
-    Between ``step()`` and the next backward the gradients are the sum so far: calling ``model.zero_grad()`` instead of
-    ``optimizer.zero_grad()`` is an error. Clip with ``clip_norm``: clipping in the loop would clip this rank's sum so
-    far.
+    On several ranks gradients are summed over the ranks once per update, whether DDP has averaged them already or not,
+    so micro-batches may differ in size between ranks, and a window may end anywhere. docs/your-own-loop.md has the
+    rules for DDP's ``no_sync``, FSDP, ``torch.amp.GradScaler``, clipping and ranks without micro-batches.
 
     Args:
         optimizer: any optimizer that needs no closure.

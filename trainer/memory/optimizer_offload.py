@@ -1,14 +1,8 @@
 """``memory.cpu_offload``: gradients, fp32 master weights and optimizer state live in host memory.
 
-With ``optimizer``, only the weights for forward and backward stay on the device. Each gradient is copied to an fp32
-accumulator on a separate stream as soon as it is ready, and is freed. The optimizer updates the master weights on the
-host, and the result is copied back. Some updates run during the last backward already: see ``eager_update.py``.
-
-In ``bf16-mixed`` and ``16-mixed``, the weights that autocast would cast before every use (linear layers, convolutions,
-attention) are on the device in half precision, with the bits that autocast would compute. All others stay in fp32.
-
-With ``parameters``, FSDP streams the weights, and gradients accumulate in host memory in the same way, without waits.
-FSDP alone copies each gradient into pageable memory and waits for it, from the second micro-step on.
+Each gradient is copied to an fp32 accumulator on a separate stream as soon as it is ready, and is freed. The optimizer
+updates the master weights on the host; some updates run during the last backward already: see ``eager_update.py``. With
+``parameters``, FSDP streams the weights too. See docs/techniques/offload.md.
 """
 
 from __future__ import annotations

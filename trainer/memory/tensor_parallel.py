@@ -1,18 +1,8 @@
 """``memory.tensor_parallel``: several ranks share every block, as in Megatron-LM (Shoeybi et al. 2019).
 
-The first linear layers of attention and MLP are split by columns, so that each rank has a part of the heads and of the
-hidden features. The layer after them is split by rows, and its results are summed over ranks. This takes one all-reduce
-in forward and one in backward. Torch's ``ColwiseParallel`` and ``RowwiseParallel`` implement it: split weights are
-DTensors over the mesh dimension ``tensor``, activations are plain tensors. Every rank computes everything else from the
-same samples.
-
-Between the two layers, activations are split along heads or features. All ranks of a group use the same seeds. Dropout
-there draws the mask of the whole tensor and takes its part, so the run has the masks of a run on one rank.
-
-With ``memory.sequence_parallel``, the rest of a block (norms, residuals, dropout) is split by tokens (Korthikanti et
-al. 2022). Each rank gets its tokens of every sum (a reduce-scatter), and all tokens are gathered before the next split
-layer (an all-gather). Between blocks, and from there to the split layers, activations are DTensors: other code that
-reads them sees the whole tensor, or gets an error from torch.
+Torch's ``ColwiseParallel`` and ``RowwiseParallel`` split linear layers by columns and rows. With
+``memory.sequence_parallel`` the rest of a block is split by tokens (Korthikanti et al. 2022). Activations between
+blocks are then DTensors: other code that reads them sees the whole tensor. See docs/techniques/tensor-parallelism.md.
 """
 
 from __future__ import annotations

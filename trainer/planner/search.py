@@ -1,14 +1,7 @@
 """Search for the fastest plan that fits: best first, where each trace rules out other plans.
 
-An :class:`PlanFamily` is a set of plans that differ only in how a batch is cut. A trace gives bounds for other plans:
-
-* time: a plan that computes and moves at least as much, in at least as many micro-steps, is not faster. So the plan
-  without any technique is traced first. If it fits with a rank's whole share of the batch at once, it is the answer.
-* memory: with several micro-steps, smaller ones need less. A single micro-step differs: from the second micro-step on,
-  the gradients of the first are in memory, so 1 × 2 may need less than 2 × 1. Each arm is searched for the largest
-  micro-batch that fits, by interpolation between the largest known to fit and the smallest known not to fit.
-
-The chosen plan is always a traced one.
+A :class:`PlanFamily` is a set of plans that differ only in how a batch is cut. The chosen plan is always a traced one.
+docs/planner/internals.md explains which plans a trace rules out.
 """
 
 from __future__ import annotations

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from trainer.errors import deprecated, require
+from trainer.errors import require
 from trainer.report.mistakes import Mistake, of_all_ranks
 from trainer.values import IGNORED_LABEL, TASK_METRICS, Loss, Task
 
@@ -31,11 +31,6 @@ class EvaluationResult:
     confusion: np.ndarray | None  # counts, shape (classes, classes): row = target, column = prediction; or None
     custom_metrics: dict[str, float] = field(default_factory=dict)  # other metrics, and those of run.metrics
     mistakes: Sequence[Mistake] | None = None  # the most confident ones; None if samples do not have one class each
-
-    def figures(self) -> dict[str, float]:
-        """Former name of :meth:`metrics`."""
-        deprecated("EvaluationResult.figures()", "metrics()")
-        return self.metrics()
 
     def metrics(self) -> dict[str, float]:
         """Return the metrics for loggers, progress and summary: loss, those of the task, and of ``run.metrics``."""

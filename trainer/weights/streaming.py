@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
-from trainer.errors import RecipeError, deprecated, require
+from trainer.errors import RecipeError, require
 from trainer.system.files import read_regular
 from trainer.values import StoredTensor
 from trainer.weights.files import format_names
@@ -338,10 +338,3 @@ def init_new_parameters(
     if empty_ones:
         raise RecipeError(f"{format_names(empty_ones)} are new, and pretrained().initialise does not set their values")
     return {name: value.detach() for name, value in values.items()}
-
-
-def __getattr__(name: str) -> Any:
-    if name != "stored_in":
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    deprecated("trainer.weights.streaming.stored_in", "trainer.tensors_in")
-    return tensors_in
