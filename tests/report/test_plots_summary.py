@@ -1,6 +1,7 @@
 import csv
 import json
 from importlib import metadata
+from types import SimpleNamespace
 
 import matplotlib.image
 import numpy as np
@@ -41,7 +42,7 @@ def test_rows_are_read_back_as_they_were_logged(tmp_path):
 
 def test_rows_reach_the_disk_within_seconds_and_at_an_evaluation(tmp_path, monkeypatch):
     now = [0.0]
-    monkeypatch.setattr(loggers.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(loggers, "time", SimpleNamespace(monotonic=lambda: now[0]))
     logger = CSVMetrics(tmp_path / "metrics.csv")
     logger.log_metrics({"loss": 1.0}, 1)
     now[0] = 3.0

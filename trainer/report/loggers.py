@@ -84,10 +84,6 @@ class CSVMetrics(Logger):
         self._last_write = time.monotonic()
         self._rows: list[dict[str, Any]] = []
 
-    @property
-    def root_dir(self) -> str:
-        return str(self.path.parent)
-
     @rank_zero_only
     def log_metrics(self, metrics: Mapping[str, Any], step: int | None = None) -> None:
         """Add a row. Rows of an evaluation are written to disk at once, others within seconds."""
