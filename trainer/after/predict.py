@@ -164,7 +164,7 @@ class PredictOptions:
     column: str | None = None  # column of tables with the texts or the paths of the images
     batch_size: int = 32  # inputs per forward pass
     device: str = "auto"  # auto (a GPU if available), cpu, cuda or cuda:1
-    precision: str = "32-true"  # of memory.precision, except auto; independent of the precision of training
+    precision: str = "32-true"  # a value of memory.precision other than auto; independent of the precision of training
     quiet: bool = False  # do not print answers
     collect: bool = True  # return the answers; otherwise memory does not grow with their number
 
