@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import hashlib
 import shutil
 import warnings
 from collections.abc import Callable, Mapping, Sequence
@@ -252,9 +251,10 @@ def _to_hub(folder: Path, repo: str | None, public: bool) -> str:
 
 def is_the_same(path: Path, entry: Any) -> bool:
     """Return whether the hub's ``entry`` matches ``path``, by size and sha256 or git blob hash."""
+    from huggingface_hub.utils.sha import git_hash
+
     if entry is None or entry.size != path.stat().st_size:
         return False
     if entry.lfs is not None:
         return entry.lfs.sha256 == hash_file(path)
-    content = path.read_bytes()
-    return entry.blob_id == hashlib.sha1(b"blob %d\0" % len(content) + content, usedforsecurity=False).hexdigest()
+    return entry.blob_id == git_hash(path.read_bytes())

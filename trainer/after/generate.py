@@ -24,27 +24,16 @@ def require_free_positions(batch: Mapping[str, Tensor], module: nn.Module) -> No
 
 @torch.no_grad()
 def generate_texts(
-    module: nn.Module,
+    module: nn.Module,  # a causal language model of transformers; its parameters define the device
     tokenizer: Any,
-    batch: Mapping[str, Tensor],
-    seed_indices: Sequence[int],
-    max_new_tokens: int,
-    temperature: float = 0.0,
-    top_p: float | None = None,
-    seed: int = 0,
+    batch: Mapping[str, Tensor],  # ``input_ids`` and ``attention_mask``, (n, tokens), padded on the right
+    seed_indices: Sequence[int],  # positions of the texts among all inputs
+    max_new_tokens: int,  # limited by the model's positions
+    temperature: float = 0.0,  # divides the scores before sampling; 0 takes the most probable token
+    top_p: float | None = None,  # sample from the most probable tokens with this total probability; ``None``: from all
+    seed: int = 0,  # a text's samples depend on this and its position
 ) -> list[str]:
-    """Generate the continuation of each text of ``batch``, without the text itself.
-
-    Args:
-        module: a causal language model of transformers; its parameters define the device.
-        tokenizer: the tokenizer of the texts.
-        batch: ``input_ids`` and ``attention_mask``, (n, tokens), padded on the right.
-        seed_indices: positions of the texts among all inputs; a text's samples depend on its position and the seed.
-        max_new_tokens: maximum number of new tokens, limited by the model's positions.
-        temperature: divides the scores before sampling; 0 takes the most probable token.
-        top_p: sample from the most probable tokens that together have this probability; ``None``: from all.
-        seed: seed of the sampling.
-    """
+    """Generate the continuation of each text of ``batch``, without the text itself."""
     from transformers import GenerationConfig, LogitsProcessorList, TemperatureLogitsWarper, TopPLogitsWarper
 
     own, device = cast(Any, module), next(module.parameters()).device

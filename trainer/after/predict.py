@@ -149,40 +149,24 @@ DTYPES = {"64": torch.float64, "32": torch.float32, "bf16": torch.bfloat16, "16"
 
 @dataclass(frozen=True, kw_only=True)
 class PredictOptions:
-    """Options of a prediction.
+    """Options of a prediction."""
 
-    Args:
-        output: a .csv, .tsv, .jsonl or .parquet file for the predictions; ``None`` prints them.
-        lines: every line of standard input and of text files is one text.
-        top_k: number of most probable classes to report per input; for single_label only. With more than one, the
-            answer is a list of pairs.
-        probabilities: also report the probabilities of all classes or labels.
-        max_new_tokens: maximum number of tokens that a language model generates per text; ``None`` is 128.
-        temperature: divides the scores before sampling; ``None`` or 0 takes the most probable token.
-        top_p: sample from the most probable tokens that together have this probability; ``None``: from all.
-        seed: seed of the sampling; ``None`` is the seed of the recipe.
-        column: column of tables with the texts or the paths of the images.
-        batch_size: inputs per forward pass.
-        device: auto (a GPU if available), cpu, cuda or cuda:1.
-        precision: a value of memory.precision other than auto; independent of the precision of training.
-        quiet: do not print answers.
-        collect: return the answers; otherwise memory does not grow with their number.
-    """
-
-    output: str | None = None
-    lines: bool = False
+    output: str | None = None  # a .csv, .tsv, .jsonl or .parquet file for the predictions; ``None`` prints them
+    lines: bool = False  # every line of standard input and of text files is one text
     top_k: int = 1
-    probabilities: bool = False
-    max_new_tokens: int | None = None
-    temperature: float | None = None
-    top_p: float | None = None
-    seed: int | None = None
-    column: str | None = None
-    batch_size: int = 32
-    device: str = "auto"
-    precision: str = "32-true"
-    quiet: bool = False
-    collect: bool = True
+    """Number of most probable classes to report per input; for single_label only. With more than one, the answer is a
+    list of pairs."""
+    probabilities: bool = False  # also report the probabilities of all classes or labels
+    max_new_tokens: int | None = None  # max tokens that a language model generates per text; ``None`` is 128
+    temperature: float | None = None  # divides the scores before sampling; ``None`` or 0: the most probable token
+    top_p: float | None = None  # sample from the most probable tokens with this total probability; ``None``: from all
+    seed: int | None = None  # seed of the sampling; ``None`` is the seed of the recipe
+    column: str | None = None  # column of tables with the texts or the paths of the images
+    batch_size: int = 32  # inputs per forward pass
+    device: str = "auto"  # auto (a GPU if available), cpu, cuda or cuda:1
+    precision: str = "32-true"  # a value of memory.precision other than auto; independent of the precision of training
+    quiet: bool = False  # do not print answers
+    collect: bool = True  # return the answers; otherwise memory does not grow with their number
 
     def check(self) -> None:
         """Reject invalid options before anything is loaded."""

@@ -28,7 +28,6 @@ MAX_COMPARED = 100_000  # maximum number of samples of a split that are compared
 LOSSLESS_MODES = ("RGB", "L", "1")  # image modes that convert to RGB or grey without loss
 MAX_SHOWN = 3
 BAD_FIX = "replace or remove it, or data.max_bad_samples"
-SPLITS = ("train", "val", "test")
 Problem = tuple[str, str, str]  # sample, description, fix
 
 

@@ -40,28 +40,17 @@ Watch = Callable[[], str | None]  # returns the status with which to end the run
 
 @dataclass(frozen=True)
 class Trial:
-    """The result of a run.
+    """The result of a run."""
 
-    Args:
-        status: finished, refused (the settings cannot work), out of memory, killed, too slow, or failed.
-        reason: the first line that explains why the run did not finish.
-        command: repeats the run; ``to_json`` removes this machine's paths of Python and the run directory.
-        seconds: wall time of the process.
-        plan: the plan that the run printed.
-        steps: number of steps; ``losses`` has the loss of each, before its update.
-        samples_per_second: over all ranks, without the first step (warm-up) unless it is the only one.
-        memory: the entry of that name in ``summary.json``, in GB (1e9 bytes).
-    """
-
-    status: str
-    reason: str | None
-    command: list[str]
-    seconds: float
-    plan: str | None = None
+    status: str  # finished, refused (the settings cannot work), out of memory, killed, too slow, or failed
+    reason: str | None  # the first line that explains why the run did not finish
+    command: list[str]  # repeats the run; ``to_json`` removes this machine's paths of Python and the run directory
+    seconds: float  # wall time of the process
+    plan: str | None = None  # the plan that the run printed
     steps: int = 0
-    losses: list[float] = field(default_factory=list)
-    samples_per_second: float | None = None
-    memory: Mapping[str, Any] = field(default_factory=dict)
+    losses: list[float] = field(default_factory=list)  # the loss of each step, before its update
+    samples_per_second: float | None = None  # over all ranks, without the first step (warm-up) if there are others
+    memory: Mapping[str, Any] = field(default_factory=dict)  # as in ``summary.json``, in GB (1e9 bytes)
 
     @property
     def host_gb(self) -> float | None:
@@ -100,26 +89,16 @@ def probe_machine() -> dict[str, Any]:
 
 
 def run_trial(
-    arguments: Sequence[str],
-    run_dir: Path,
+    arguments: Sequence[str],  # those of ``trainer fit``: the recipe and its flags, without ``run.dir``
+    run_dir: Path,  # must not hold a run, unless that run is resumed
     *,
-    seconds: float | None = None,
-    entry: Sequence[str] | None = None,
-    environment: Mapping[str, str] | None = None,
-    watch: Watch = lambda: None,
-    keep_model: bool = False,
+    seconds: float | None = None,  # wall time after which the run is ended as too slow
+    entry: Sequence[str] | None = None,  # a script to start instead of the package, with its arguments
+    environment: Mapping[str, str] | None = None,  # additional environment variables
+    watch: Watch = lambda: None,  # called every second
+    keep_model: bool = False,  # keep the trained model in ``run_dir`` instead of removing it
 ) -> Trial:
-    """Train in a fresh process, and read its measurements.
-
-    Args:
-        arguments: arguments of ``trainer fit``: the recipe and its flags, without ``run.dir``.
-        run_dir: must not hold a run, unless that run is resumed. The process writes its output to ``run_dir.log``.
-        seconds: wall time after which the run is ended as too slow.
-        entry: a script to start instead of the package, with its arguments.
-        environment: additional environment variables.
-        watch: called every second.
-        keep_model: keep the trained model in ``run_dir`` instead of removing it.
-    """
+    """Train in a fresh process, which writes its output to ``run_dir.log``, and read its measurements."""
     words = ["fit", *arguments, f"--run.dir={run_dir}"]
     command = trainer_command(*words) if entry is None else [sys.executable, *entry, *words]
     here = str(Path(trainer.__file__).parent.parent)  # first, whether the package is installed or not

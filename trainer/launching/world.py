@@ -28,24 +28,16 @@ FABRIC_STARTS = ("python", "accelerate launch")
 
 @dataclass(frozen=True)
 class World:
-    """The processes of a run.
-
-    Args:
-        launcher: python (one process; Fabric starts the others), torchrun, fabric run, accelerate launch,
-            accelerate launch (torchrun), ray or slurm.
-        accelerator: cpu or cuda.
-        devices: number of ranks on this node.
-        nodes: number of machines.
-        fallback: why the accelerator is cpu, if the recipe does not ask for it.
-        backend: backend of the process group, once it exists.
-    """
+    """The processes of a run."""
 
     launcher: str
-    accelerator: str
-    devices: int
-    nodes: int = 1
-    fallback: str | None = field(default=None, compare=False)
-    backend: str | None = field(default=None, compare=False)
+    """python (one process; Fabric starts the others), torchrun, fabric run, accelerate launch, accelerate launch
+    (torchrun), ray or slurm."""
+    accelerator: str  # cpu or cuda
+    devices: int  # number of ranks on this node
+    nodes: int = 1  # number of machines
+    fallback: str | None = field(default=None, compare=False)  # why it is cpu, if the recipe does not ask for it
+    backend: str | None = field(default=None, compare=False)  # backend of the process group, once it exists
 
     @property
     def world_size(self) -> int:

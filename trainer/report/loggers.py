@@ -77,22 +77,12 @@ class CSVMetrics(Logger):
 
     name, version = "csv", ""
 
-    def __init__(
-        self,
-        path: Path,
-        extra_columns: Sequence[str] = (),
-        metrics: Sequence[str] = ("accuracy",),
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
+    def __init__(self, path: Path, extra_columns: Sequence[str] = (), metrics: Sequence[str] = ("accuracy",)) -> None:
         self.path = path
         self.of_evaluations = tuple(f"{split}_{name}" for split in ("val", "test") for name in ("loss", *metrics))
         self.columns = (*TRAINING_COLUMNS, *self.of_evaluations, *extra_columns)
-        self._clock, self._last_write = clock, clock()
+        self._last_write = time.monotonic()
         self._rows: list[dict[str, Any]] = []
-
-    @property
-    def root_dir(self) -> str:
-        return str(self.path.parent)
 
     @rank_zero_only
     def log_metrics(self, metrics: Mapping[str, Any], step: int | None = None) -> None:
@@ -103,7 +93,7 @@ class CSVMetrics(Logger):
         if unknown:
             raise ValueError(f"{self.path.name} has no column {', '.join(unknown)}: add it to extra_columns")
         self._rows.append(row)
-        if not row.keys().isdisjoint(self.of_evaluations) or self._clock() - self._last_write >= FLUSH_INTERVAL:
+        if not row.keys().isdisjoint(self.of_evaluations) or time.monotonic() - self._last_write >= FLUSH_INTERVAL:
             self.save()
 
     def log_hyperparams(self, params: Any, *args: Any, **kwargs: Any) -> None:
@@ -124,7 +114,7 @@ class CSVMetrics(Logger):
             with os.fdopen(descriptor, "ab", buffering=0) as file:
                 file.write(text.getvalue().encode())
         self._rows.clear()
-        self._last_write = self._clock()
+        self._last_write = time.monotonic()
 
     def finalize(self, status: str) -> None:
         self.save()

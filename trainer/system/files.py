@@ -210,7 +210,7 @@ def remove(path: Path) -> None:
 
 # Atomic files and folders: after a crash or a power cut, either the old or the new one is complete.
 
-LEFTOVER = re.compile(r"(\w{6})-(\w{6})-\w{8}\.(part|old)")  # the end of a name by aside()
+LEFTOVER = re.compile(r"(\w{6})-(\w{6})-\w{8}\.(part|old)")  # the end of a name by temporary_path()
 
 
 def _lock(path: Path, until: ExitStack) -> None:
