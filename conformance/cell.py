@@ -43,7 +43,7 @@ def measure(trainer: str, case: Case, folder: Path) -> Verdict:
         return Verdict("unsupported", None, f"the adapter has no {', '.join(sorted(missing))}")
     job, recorder = Job(case, folder), None
     try:
-        recorder = Recorder(job.module)
+        job.recorder = recorder = Recorder(job.module)
         with recorder:
             module.train(job, **settings)
     except UnsupportedError as reason:

@@ -29,10 +29,12 @@ class Job:
     Args:
         case: what is to be trained.
         folder: where the trainer may write.
+        recorder: sees every optimizer of torch by itself; another one calls its ``keep``.
     """
 
     case: Case
     folder: Path
+    recorder: Any = None
 
     @cached_property
     def module(self) -> nn.Module:

@@ -79,9 +79,14 @@ class Recorder:
         named = {name: one for name, one in self.module.named_parameters() if one.requires_grad}
         if not ours & {id(one) for one in named.values()}:
             return  # an optimizer of something else
-        gradients = {name: whole(one.grad) for name, one in named.items() if one.grad is not None}
+        gradients = {name: one.grad for name, one in named.items() if one.grad is not None}
+        self.keep(gradients, float(optimizer.param_groups[0]["lr"]))
+
+    def keep(self, gradients: dict[str, Tensor], rate: float) -> None:
+        """Keep a step; ``gradients`` are by the names of the parameters."""
         weights = {name: whole(one) for name, one in self.module.named_parameters()}
-        self.steps.append(Step(gradients, weights, self.seen, float(optimizer.param_groups[0]["lr"])))
+        copies = {name: whole(one) for name, one in gradients.items()}
+        self.steps.append(Step(copies, weights, self.seen, rate))
         self.seen = []
 
 

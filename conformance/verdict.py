@@ -137,7 +137,7 @@ def judge_step(case: Case, reference: Reference, step: Step, window: list[int], 
         rows = reference.of_samples(window)
         expected = rows.sum(0)
     if "clip" in case.needs:
-        expected = expected * min(1.0, CLIP / float(expected.norm()))
+        expected = expected * min(1.0, CLIP / (float(expected.norm()) + 1e-6))  # as torch.nn.utils.clip_grad_norm_
     error = distance(found, expected)
     if given and set(given) != set(window) or any(count > 1 for count in given.values()):
         return Verdict("samples" if set(given) & set(window) else "order", error, difference(given, window))
@@ -172,9 +172,17 @@ def name_difference(
     shares = torch.linalg.lstsq(rows.T, found.unsqueeze(1), driver="gelsd").solution.flatten()
     if distance(rows.T @ shares, found) <= VISIBLE:
         shares = shares.where(shares.abs() > VISIBLE, 0)
-        text = ", ".join(f"{number}: {share:.3g}" for number, share in zip(window, shares.tolist(), strict=True))
-        return Verdict("ragged", error, f"samples weigh {text} instead of 1")
+        return Verdict("ragged", error, f"samples weigh {weights_text(window, shares.tolist())} instead of 1")
     return Verdict("other", error)
+
+
+def weights_text(window: Sequence[int], shares: Sequence[float]) -> str:
+    """Return the weights of samples; neighbours of one weight are joined."""
+    texts = [f"{share:.2g}" for share in shares]
+    starts = [at for at in range(len(texts)) if at == 0 or texts[at] != texts[at - 1]]
+    ends = [*(start - 1 for start in starts[1:]), len(texts) - 1]
+    names = [str(window[a]) if a == b else f"{window[a]} to {window[b]}" for a, b in zip(starts, ends, strict=True)]
+    return ", ".join(f"{name}: {texts[start]}" for name, start in zip(names, starts, strict=True))
 
 
 def judge_rates(case: Case, steps: Sequence[Step]) -> Verdict | None:

@@ -22,6 +22,15 @@ def train(job: Job) -> None:
         raise UnsupportedError("the loss of this case is not one of Keras for a wrapped torch module")
     keras.config.set_floatx("float64")
 
+    class RecordedSGD(keras.optimizers.SGD):
+        """Tells the recorder what an update is given: torch's hooks do not see optimizers of Keras."""
+
+        def _backend_update_step(self, grads: Any, trainable_variables: Any, learning_rate: Any) -> None:
+            names = {one.data_ptr(): name for name, one in job.module.named_parameters()}
+            found = zip(trainable_variables, grads, strict=True)
+            job.recorder.keep({names[one.value.data_ptr()]: gradient for one, gradient in found}, float(learning_rate))
+            super()._backend_update_step(grads, trainable_variables, learning_rate)
+
     class Logits(keras.Model):
         def __init__(self) -> None:
             super().__init__()
@@ -32,7 +41,7 @@ def train(job: Job) -> None:
 
     model = Logits()
     model.compile(
-        keras.optimizers.SGD(LEARNING_RATE, gradient_accumulation_steps=job.case.accumulation, global_clipnorm=job.clip_norm),
+        RecordedSGD(LEARNING_RATE, gradient_accumulation_steps=job.case.accumulation, global_clipnorm=job.clip_norm),
         keras.losses.SparseCategoricalCrossentropy(from_logits=True),
     )
     batch = {key: value.numpy() for key, value in job.collate(job.dataset).items()}

@@ -33,7 +33,8 @@ def train(job: Job, kind: type = Trainer, **given: Any) -> None:
 
 def arguments(job: Job, kind: type, **more: Any) -> Any:
     """Return the arguments of a bare run in the order of the dataset."""
-    off = {"logging_strategy": "no", "save_strategy": "no", "report_to": "none", "disable_tqdm": True, "use_cpu": True}
+    off = {"logging_strategy": "no", "save_strategy": "no", "report_to": "none", "disable_tqdm": True}
+    off |= {"use_cpu": True, "bf16": False}  # TRL's default is bf16
     own = {
         "num_train_epochs": job.case.epochs,
         "per_device_train_batch_size": job.case.micro_batch_size,

@@ -1,0 +1,53 @@
+"""One virtual environment per trainer: pinned, and reused while its list of packages is the same.
+
+An environment of 5 GB per trainer would fill a disk, so they are layers on one base: ``base.txt`` is installed once,
+and an environment sees it through a ``.pth`` file and adds only what ``trainers/NAME.txt`` lists.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+HERE = Path(__file__).parent
+CACHE = Path(os.environ.get("CONFORMANCE_CACHE", Path.home() / ".cache" / "conformance"))
+
+
+def python_of(trainer: str) -> Path:
+    """Return the interpreter of a trainer's environment, which is created first if there is none.
+
+    Raises:
+        subprocess.CalledProcessError: if a package cannot be installed; its ``stderr`` says why.
+    """
+    base = _environment("base", HERE / "base.txt", None)
+    pins = HERE / "trainers" / f"{trainer}.txt"
+    return _environment(trainer, pins, base) if pins.exists() else base
+
+
+def _environment(name: str, pins: Path, base: Path | None) -> Path:
+    content = pins.read_bytes() + sys.version.encode() + (str(base).encode() if base else b"")
+    folder = CACHE / f"{name}-{hashlib.sha256(content).hexdigest()[:12]}"
+    python = folder / "bin" / "python"
+    if (folder / "complete").exists():
+        return python
+    for outdated in CACHE.glob(f"{name}-*"):
+        shutil.rmtree(outdated)
+    _run(sys.executable, "-m", "venv", str(folder))
+    if base:
+        (folder / _packages(folder) / "base.pth").write_text(str(base.parents[1] / _packages(base.parents[1])))
+    _run(str(python), "-m", "pip", "install", "--quiet", "--no-cache-dir", "--no-deps", "-r", str(pins))
+    (folder / "complete").touch()
+    return python
+
+
+def _packages(folder: Path) -> Path:
+    (found,) = folder.glob("lib/python*/site-packages")
+    return found.relative_to(folder)
+
+
+def _run(*command: str) -> None:
+    subprocess.run(command, check=True, capture_output=True, text=True)
