@@ -123,8 +123,9 @@ def test_the_loop_of_ones_own_runs_as_written():
 def test_the_examples_pass_a_strict_type_checker(tmp_path):
     """The package is typed (py.typed), so the examples of the pages are checked as a user's own code would be."""
     pytest.importorskip("mypy")
-    fragments = {"your-own-loop"}  # a loop whose names the reader has
-    for page in [ROOT / "README.md", *(ROOT / "docs").rglob("*.md")]:
+    fragments = {"your-own-loop", "drop-in"}  # loops and classes whose names the reader has
+    pages = [ROOT / "README.md", *(ROOT / "docs").glob("*.md"), *(ROOT / "docs").glob("[!u]*/*.md")]  # not upstream/
+    for page in pages:
         if (found := blocks(page)) and page.stem not in fragments:
             for number, text in enumerate(["\n".join(found)] if page.stem == "your-own-model" else found):
                 name = "_".join(page.relative_to(ROOT).with_suffix("").parts).replace("-", "_")
