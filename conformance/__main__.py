@@ -1,4 +1,4 @@
-"""The command line: ``python -m conformance run``, ``report`` and ``show``."""
+"""The command line: ``python -m conformance run`` and ``report``."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ import json
 import os
 import platform
 import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Iterable, Sequence
@@ -119,14 +118,6 @@ def report(arguments: argparse.Namespace) -> None:
     build(json.loads(arguments.out.read_text()))
 
 
-def show(arguments: argparse.Namespace) -> None:
-    """Print a script that reproduces a cell."""
-    from conformance.reproduction import script
-
-    (trainer,), (case,) = chosen("trainer", arguments.trainer, trainers()), chosen("case", arguments.case, cases())
-    print(script(trainer, cases()[case]))
-
-
 def main(argv: Sequence[str] | None = None) -> None:
     """Run a command."""
     parser = argparse.ArgumentParser(prog="python -m conformance", description="Measures the gradients of trainers.")
@@ -141,10 +132,6 @@ def main(argv: Sequence[str] | None = None) -> None:
     two.set_defaults(do=report)
     for command in (one, two):
         command.add_argument("--out", type=Path, default=RESULTS, help="file of results")
-    three = commands.add_parser("show", help="print a script that reproduces a cell")
-    three.add_argument("trainer")
-    three.add_argument("case")
-    three.set_defaults(do=show)
     arguments = parser.parse_args(argv)
     arguments.do(arguments)
 

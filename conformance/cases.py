@@ -69,7 +69,8 @@ def encoder(name: str, **settings: Any) -> nn.Module:
 
     sizes = {"vocab_size": VOCABULARY, "n_layers": 1, "n_heads": 2, "dim": 8, "hidden_dim": 16}
     off = dict.fromkeys(("dropout", "attention_dropout", "seq_classif_dropout"), 0.0)
-    config = transformers.DistilBertConfig(**{"num_labels": CLASSES, "max_position_embeddings": 64} | sizes | off | settings)
+    given = {"num_labels": CLASSES, "max_position_embeddings": 64}
+    config = transformers.DistilBertConfig(**given | sizes | off | settings)
     return getattr(transformers, f"DistilBertFor{name}")(config)
 
 
@@ -112,8 +113,7 @@ def adapters(build: Callable[[], nn.Module]) -> nn.Module:
     """Return a model with LoRA adapters, of which the second matrix is not zero."""
     from peft import LoraConfig, get_peft_model
 
-    module = get_peft_model(build(), LoraConfig(r=2, target_modules=["q_proj", "v_proj"], init_lora_weights=False))
-    return module
+    return get_peft_model(build(), LoraConfig(r=2, target_modules=["q_proj", "v_proj"], init_lora_weights=False))
 
 
 MODELS: dict[str, Callable[[], nn.Module]] = {
@@ -169,7 +169,9 @@ class Case:
         """What the labels are: ``causal_lm``, ``tokens``, ``classifier``, ``multi_label`` or ``regression``."""
         if self.model in CAUSAL:
             return "causal_lm"
-        return {"tokens": "tokens", "multi-label": "multi_label", "regression": "regression"}.get(self.model, "classifier")
+        return {"tokens": "tokens", "multi-label": "multi_label", "regression": "regression"}.get(
+            self.model, "classifier"
+        )
 
     @property
     def is_custom(self) -> bool:
@@ -264,7 +266,7 @@ def _case(name: str, title: str, *needs: str, **settings: Any) -> Case:
     return Case(name, title, needs=frozenset({*needs, *more}), **settings)
 
 
-FEATURES = ("ranks", "uneven", "clip", "momentum", "schedule", "checkpointing", "packing", "fsdp2", "resume", "evaluation", "bf16")
+FEATURES = ("ranks", "clip", "momentum", "schedule", "checkpointing", "packing", "fsdp2")
 """What a trainer may be asked for besides the plain loop; the adapter names those that it has."""
 
 CASES = {

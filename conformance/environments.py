@@ -24,8 +24,8 @@ def python_of(trainer: str) -> Path:
         subprocess.CalledProcessError: if a package cannot be installed; its ``stderr`` says why.
     """
     base = _environment("base", HERE / "base.txt", None)
-    pins = HERE / "trainers" / f"{trainer}.txt"
-    return _environment(trainer, pins, base) if pins.exists() else base
+    pins = HERE / "trainers" / (trainer.partition("_")[0] + ".txt")  # remedies and drop-ins share an environment
+    return _environment(pins.stem, pins, base) if pins.exists() else base
 
 
 def _environment(name: str, pins: Path, base: Path | None) -> Path:

@@ -95,7 +95,8 @@ def facts_of(name: str) -> dict[str, str]:
     text = (HERE / "trainers" / f"{name}.py").read_text(encoding="utf-8")
     title = re.search(r'^TITLE, VERSION_OF = "(.*?)", ', text, re.MULTILINE)
     docs = re.search(r'^DOCS = "(.*?)"', text, re.MULTILINE)
-    assert title and docs, f"{name}.py needs TITLE, VERSION_OF and DOCS"
+    if title is None or docs is None:
+        raise SystemExit(f"conformance: error: {name}.py needs TITLE, VERSION_OF and DOCS")
     return {"TITLE": title[1], "DOCS": docs[1].removeprefix("../")}
 
 

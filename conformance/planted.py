@@ -1,4 +1,4 @@
-"""A plain loop, correct or with one planted defect: shows that the suite finds each kind of defect, and nothing else."""
+"""A plain loop, correct or with one planted defect, which shows that the suite finds each kind of defect."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ DEFECTS: dict[str, tuple[str, str]] = {  # name: a case that shows it, and the v
 
 def train(job: Job, defect: str = "") -> None:
     """Train on the windows of a case; with ``defect``, in that wrong way."""
-    module, optimizer, case = job.module, job.optimizer(), job.case
+    module, optimizer = job.module, job.optimizer()
     schedule = job.linear(optimizer) if job.needs("schedule") else None
     parameters = [one for one in module.parameters() if one.requires_grad]
     before = [one.detach().clone() for one in parameters]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -36,11 +35,9 @@ class Recorder:
 
     Args:
         module: the model that the trainer is given; wrappers around it are of no importance.
-        numbers: returns the numbers of the samples in the arguments of a forward pass.
     """
 
     module: nn.Module
-    numbers: Callable[[tuple[Any, ...], dict[str, Any]], list[int]] = field(default=lambda args, kwargs: numbers_in(args, kwargs))
     steps: list[Step] = field(default_factory=list)
     seen: list[list[int]] = field(default_factory=list)
 
@@ -57,7 +54,7 @@ class Recorder:
 
     def _forward(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if module.training:
-            self.seen.append(self.numbers(args, kwargs))
+            self.seen.append(numbers_in(args, kwargs))
 
     def _step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Record a step; with a closure, after it, because the closure computes the gradients."""

@@ -48,7 +48,7 @@ class Reference:
 
     def __init__(self, case: Case, module: nn.Module) -> None:
         self.case, self.module = case, module.to(torch.float64)
-        self.samples = {number: sample for number, sample in enumerate(case.dataset(), 1)}
+        self.samples = dict(enumerate(case.dataset(), 1))
 
     def load(self, weights: dict[str, Tensor]) -> None:
         """Set the weights that a step had."""
@@ -66,7 +66,7 @@ class Reference:
         return torch.stack([self._gradient(total / weight) for total, _ in found])
 
     def of_batch(self, numbers: Sequence[int]) -> Tensor:
-        """Return the gradient of the model's own loss of the batch in one pass, for samples that depend on each other."""
+        """Return the gradient of the model's own loss in one pass, for samples that depend on each other."""
         batch = collate([self.samples[number] for number in numbers])
         return self._gradient(self.module(**batch)["loss"])
 
@@ -75,7 +75,9 @@ class Reference:
         if not loss.requires_grad:
             return torch.zeros(sum(one.numel() for one in parameters), dtype=torch.float64)
         found = torch.autograd.grad(loss, parameters, allow_unused=True)
-        return torch.cat([(torch.zeros_like(p) if g is None else g).flatten() for p, g in zip(parameters, found, strict=True)])
+        return torch.cat(
+            [(torch.zeros_like(p) if g is None else g).flatten() for p, g in zip(parameters, found, strict=True)]
+        )
 
 
 def flat(gradients: dict[str, Tensor], names: Sequence[str], like: dict[str, Tensor]) -> Tensor:
@@ -89,7 +91,11 @@ def distance(found: Tensor, expected: Tensor) -> float:
 
 
 def judge(
-    case: Case, reference: Reference, steps: Sequence[Step], seen: Sequence[Sequence[Sequence[int]]], shuffles: bool = False
+    case: Case,
+    reference: Reference,
+    steps: Sequence[Step],
+    seen: Sequence[Sequence[Sequence[int]]],
+    shuffles: bool = False,
 ) -> Verdict:
     """Return the verdict on a run.
 
@@ -112,7 +118,9 @@ def judge(
         if KINDS.index(verdict.kind) > KINDS.index(worst.kind) or (
             verdict.kind == worst.kind and (verdict.error or 0) > (worst.error or 0)
         ):
-            worst = Verdict(verdict.kind, verdict.error, f"step {number + 1}: {verdict.detail}" if verdict.detail else "")
+            worst = Verdict(
+                verdict.kind, verdict.error, f"step {number + 1}: {verdict.detail}" if verdict.detail else ""
+            )
     if worst.kind in ("exact", "rounding"):
         return judge_rates(case, steps) or judge_updates(case, steps, reference) or worst
     return worst
@@ -139,7 +147,7 @@ def judge_step(case: Case, reference: Reference, step: Step, window: list[int], 
     if "clip" in case.needs:
         expected = expected * min(1.0, CLIP / (float(expected.norm()) + 1e-6))  # as torch.nn.utils.clip_grad_norm_
     error = distance(found, expected)
-    if given and set(given) != set(window) or any(count > 1 for count in given.values()):
+    if (given and set(given) != set(window)) or any(count > 1 for count in given.values()):
         return Verdict("samples" if set(given) & set(window) else "order", error, difference(given, window))
     if error <= VISIBLE:
         return Verdict("exact" if error <= EXACT else "rounding", error)

@@ -30,6 +30,6 @@ def train(job: Job) -> None:
     if case.ranks > 1:
         size, own = case.micro_batch_size * case.ranks, range(case.samples)[job.rank :: case.ranks]
         count = -(-case.samples // size)
-        batches = [own[number * case.micro_batch_size : (number + 1) * case.micro_batch_size] for number in range(count)]
+        batches = [own[number::count] for number in range(count)]
         loader = DataLoader(job.dataset, batch_sampler=batches, collate_fn=job.collate)  # type: ignore[arg-type]
     lightning.train(job, ExactLit, loader, use_distributed_sampler=False)

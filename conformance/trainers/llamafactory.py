@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import sys
+from importlib.machinery import ModuleSpec
 from types import ModuleType
 
-sys.modules.setdefault("torchaudio", ModuleType("torchaudio"))  # imported for audio, which is not used here
+sys.modules["torchaudio"] = ModuleType("torchaudio")  # imported for audio, which is not used here
+sys.modules["torchaudio"].__spec__ = ModuleSpec("torchaudio", None)
 
 from llamafactory.hparams import FinetuningArguments
 from llamafactory.hparams.training_args import TrainingArguments

@@ -27,7 +27,9 @@ class CaseModel(Model):
 
     @property
     def blocks(self) -> Sequence[type]:  # type: ignore[override]
-        return tuple({type(one) for one in self.job.module.modules() if type(one).__name__.endswith(("Layer", "Block"))})
+        return tuple(
+            {type(one) for one in self.job.module.modules() if type(one).__name__.endswith(("Layer", "Block"))}
+        )
 
     def build(self) -> nn.Module:
         return self.job.module

@@ -49,7 +49,9 @@ def train(job: Job) -> None:
     spec.loader.exec_module(module)
     ROWS[:] = [{"tokens": one["input_ids"].tolist(), "labels": one["labels"].tolist()} for one in job.dataset]
     recipe = object.__new__(module.FullFinetuneRecipeSingleDevice)
-    nothing = SimpleNamespace(**{name: lambda *_, **__: None for name in ("start", "stop", "step", "log_dict", "close")})
+    nothing = SimpleNamespace(
+        **{name: lambda *_, **__: None for name in ("start", "stop", "step", "log_dict", "close")}
+    )
     loss, case = nn.CrossEntropyLoss(), job.case
     settings = {"_device": torch.device("cpu"), "_compile": False, "_optimizer_in_bwd": False, "_lr_scheduler": None}
     settings |= {"_profiler": nothing, "_metric_logger": nothing, "profiler_profile_memory": False}
