@@ -7,20 +7,22 @@ import json
 import os
 import platform
 import subprocess
+import sys
 import tempfile
 import time
 from collections.abc import Iterable, Sequence
-from concurrent.futures import ThreadPoolExecutor, as_completed
+from concurrent.futures import ThreadPoolExecutor
 from datetime import UTC, datetime
 from difflib import get_close_matches
 from pathlib import Path
+from queue import Queue
 from typing import Any
 
 from conformance.environments import HERE, python_of
 
 RESULTS = HERE / "results.json"
-TIME_LIMIT = 180
-"""Seconds of a cell: a trainer that waits for a rank that has ended would wait for ever."""
+TIME_LIMIT = 60
+"""Seconds of a cell: some trainers wait for a rank that has ended."""
 
 
 def trainers() -> list[str]:
@@ -48,27 +50,28 @@ def chosen(kind: str, text: str, known: Iterable[str]) -> list[str]:
 
 
 def run(arguments: argparse.Namespace) -> None:
-    """Measure cells, a few at a time, and write each result as it comes."""
+    """Measure cells, the trainers a few at a time, and write each result as it comes."""
     known = cases()
-    asked = [
-        (trainer, case)
+    wanted = chosen("case", arguments.cases, known)
+    content = json.loads(arguments.out.read_text()) if arguments.out.exists() else {"cells": {}, "seconds": 0}
+    content["machine"] = f"{platform.machine()} {platform.system()}, {os.cpu_count()} cores"
+    todo = {
+        trainer: [case for case in wanted if arguments.again or f"{trainer}/{case}" not in content["cells"]]
         for trainer in chosen("trainer", arguments.trainers, trainers())
-        for case in chosen("case", arguments.cases, known)
-    ]
-    content = json.loads(arguments.out.read_text()) if arguments.out.exists() else {"cells": {}}
-    content |= {"machine": f"{platform.machine()} {platform.system()}, Python {platform.python_version()}"}
-    todo = [cell for cell in asked if arguments.again or "/".join(cell) not in content["cells"]]
-    print(f"{len(todo)} cells of {len(asked)}", flush=True)
-    begin = time.monotonic()
+    }
+    count, begin = sum(map(len, todo.values())), time.monotonic()
+    print(f"{count} cells of {len(todo)} trainers", flush=True)
+    rows: Queue[tuple[str, dict[str, Any]]] = Queue()
     with ThreadPoolExecutor(arguments.jobs) as pool:
-        running = {pool.submit(measure, trainer, case, known[case].ranks): (trainer, case) for trainer, case in todo}
-        for number, future in enumerate(as_completed(running), 1):
-            trainer, case = running[future]
-            content["cells"][f"{trainer}/{case}"] = row = future.result()
-            content["seconds"] = content.get("seconds", 0) + row["seconds"]
+        for trainer, names in todo.items():
+            pool.submit(measure, trainer, names, rows)
+        for number in range(1, count + 1):
+            cell, row = rows.get()
+            content["cells"][cell] = row
             write(arguments.out, content)
-            left = (len(todo) - number) * (time.monotonic() - begin) / number
-            print(f"{number}/{len(todo)} · {left:.0f} s left · {trainer} {case}: {describe(row)}", flush=True)
+            print(f"{number}/{count} · {cell}: {describe(row)}", flush=True)
+    content["seconds"] = round(content.get("seconds", 0) + time.monotonic() - begin)
+    write(arguments.out, content)
 
 
 def write(path: Path, content: dict[str, Any]) -> None:
@@ -78,37 +81,68 @@ def write(path: Path, content: dict[str, Any]) -> None:
     part.replace(path)
 
 
-def measure(trainer: str, case: str, ranks: int) -> dict[str, Any]:
-    """Return the result of one cell, which a process of its own has measured in the trainer's environment."""
-    name, begin = trainer.partition(":")[0], time.monotonic()
-    row: dict[str, Any] = {"date": datetime.now(UTC).strftime("%Y-%m-%d")}
+def measure(trainer: str, names: Sequence[str], rows: Queue) -> None:
+    """Put the result of each case into ``rows``; one process in the trainer's environment measures them."""
+    facts: dict[str, Any] = {"date": datetime.now(UTC).strftime("%Y-%m-%d")}
+    left = list(names)
     try:
-        python = python_of(name)
+        python = python_of(trainer.partition(":")[0])
     except subprocess.CalledProcessError as error:
         reason = (error.stderr.strip().splitlines() or ["pip failed"])[-1][:200]
-        return row | {"verdict": "unsupported", "detail": f"cannot be installed: {reason}", "seconds": 0}
-    with tempfile.TemporaryDirectory() as folder:
-        out = Path(folder) / "row.json"
-        torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)] if ranks > 1 else []
-        command = [str(python), *torchrun, "-m", "conformance.cell", trainer, case, str(out)]
+        facts |= {"verdict": "unsupported", "detail": f"cannot be installed: {reason}"}
+        for name in left:
+            rows.put((f"{trainer}/{name}", facts))
+        return
+    with tempfile.TemporaryDirectory() as folder, open(Path(folder) / "log", "w+", encoding="utf-8") as log:
+        command = [str(python), "-m", "conformance.cell", trainer, str(TIME_LIMIT), folder, *names]
         environment = os.environ | {"PYTHONPATH": str(HERE.parent), "TMPDIR": folder}
-        try:
-            done = subprocess.run(
-                command, cwd=folder, env=environment, capture_output=True, text=True, timeout=TIME_LIMIT, check=False
-            )
-        except subprocess.TimeoutExpired:
-            found: dict[str, Any] = {"verdict": "crashed", "detail": f"no end within {TIME_LIMIT} s"}
-        else:
-            lines = [line for line in done.stderr.strip().splitlines() if "Error" in line] or done.stderr.splitlines()
-            ended = {"verdict": "crashed", "detail": f"exit code {done.returncode}: {(lines or [''])[-1][:200]}"}
-            found = json.loads(out.read_text()) if out.exists() else ended
-    return row | found | {"seconds": round(time.monotonic() - begin, 1)}
+        process = subprocess.Popen(command, cwd=folder, env=environment, stdout=log, stderr=log)
+        while left:
+            has_ended, found = process.poll() is not None, Path(folder, f"{left[0]}.json")
+            if found.exists():
+                versions = json.loads(Path(folder, "versions.json").read_text())
+                rows.put((f"{trainer}/{left.pop(0)}", facts | versions | json.loads(found.read_text())))
+            elif has_ended:
+                log.seek(0)
+                lines = [line for line in log.read().splitlines() if line.strip()]
+                detail = f"exit code {process.returncode}: {(lines or [''])[-1][:200]}"
+                rows.put((f"{trainer}/{left.pop(0)}", facts | {"verdict": "crashed", "detail": detail}))
+            else:
+                time.sleep(0.05)
+        process.wait()
 
 
 def describe(row: dict[str, Any]) -> str:
     """Return one line about a result."""
     error = "" if row.get("error") is None else f" ({row['error']:.1e})"
     return f"{row['verdict']}{error} {row.get('detail', '')}".strip()
+
+
+def check(arguments: argparse.Namespace) -> None:
+    """Measure a plain loop, correct in every case and with each planted defect: the suite must tell them apart."""
+    from conformance.planted import DEFECTS, FEATURES
+
+    wanted = {f"planted:{defect}/{case}": verdict for defect, (case, verdict) in DEFECTS.items()}
+    wanted |= {f"planted/{name}": "exact" for name, case in cases().items() if case.needs <= FEATURES}
+    wanted |= dict.fromkeys(("planted/moe", "planted/batch-norm"), "other")  # no sum over samples
+    rows: Queue[tuple[str, dict[str, Any]]] = Queue()
+    groups: dict[str, list[str]] = {}
+    for cell in wanted:
+        groups.setdefault(cell.partition("/")[0], []).append(cell.partition("/")[2])
+    with ThreadPoolExecutor(arguments.jobs) as pool:
+        for trainer, names in groups.items():
+            pool.submit(measure, trainer, names, rows)
+        found = dict(rows.get() for _ in wanted)
+    wrong = [
+        f"{cell}: {describe(found[cell])} instead of {verdict}"
+        for cell, verdict in wanted.items()
+        if found[cell]["verdict"] != verdict
+    ]
+    print(*wrong, sep="\n")
+    print(
+        f"{len(wanted) - len(wrong)} of {len(wanted)} verdicts are right: {len(DEFECTS)} planted defects, and a correct loop"
+    )
+    sys.exit(bool(wrong))
 
 
 def report(arguments: argparse.Namespace) -> None:
@@ -125,11 +159,14 @@ def main(argv: Sequence[str] | None = None) -> None:
     one = commands.add_parser("run", help="measure cells and write them to a file as they come")
     one.add_argument("--trainers", default="all", help="names separated by commas; planted:DEFECT plants a defect")
     one.add_argument("--cases", default="all", help="names separated by commas")
-    one.add_argument("--jobs", type=int, default=2, help="cells at once")
     one.add_argument("--again", action="store_true", help="also measure cells that the file has")
     one.set_defaults(do=run)
+    check_parser = commands.add_parser("check", help="validate the suite with planted defects")
+    check_parser.set_defaults(do=check)
     two = commands.add_parser("report", help="build the page of the documentation")
     two.set_defaults(do=report)
+    for command in (one, check_parser):
+        command.add_argument("--jobs", type=int, default=2, help="trainers at once")
     for command in (one, two):
         command.add_argument("--out", type=Path, default=RESULTS, help="file of results")
     arguments = parser.parse_args(argv)

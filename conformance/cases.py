@@ -99,7 +99,7 @@ def mixtral() -> nn.Module:
     sizes = {"hidden_size": 8, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
     router = {"num_local_experts": 2, "num_experts_per_tok": 1, "output_router_logits": True}
     given = {"vocab_size": VOCABULARY, "num_key_value_heads": 2, "max_position_embeddings": 64, "use_cache": False}
-    return MixtralForCausalLM(MixtralConfig(**sizes | router | given))
+    return MixtralForCausalLM(MixtralConfig(**sizes | router | given, experts_implementation="eager"))
 
 
 def frozen(build: Callable[[], nn.Module]) -> nn.Module:
@@ -150,7 +150,8 @@ class Case:
         ranks: processes.
         epochs: passes over the dataset.
         needs: what else a trainer must be able to do: names of ``FEATURES``.
-        masked: whether most labels are ignored: ``some`` in each sample, or ``all`` of the first micro-batch.
+        masked: whether labels are ignored: ``some`` in each sample, or ``all`` of the first micro-batch.
+        equal: whether all samples have the same number of tokens, so that micro-batches of texts weigh the same.
     """
 
     name: str
@@ -163,6 +164,7 @@ class Case:
     epochs: int = 1
     needs: frozenset[str] = field(default_factory=frozenset)
     masked: str = ""
+    equal: bool = False
 
     @property
     def task(self) -> str:
@@ -188,7 +190,7 @@ class Case:
         generator = torch.Generator().manual_seed(2)
         samples = []
         for number in range(self.samples):
-            length = int(torch.randint(2, 14, (), generator=generator))
+            length = 6 if self.equal else int(torch.randint(2, 14, (), generator=generator))
             words = torch.randint(FIRST_WORD, VOCABULARY, (length,), generator=generator)
             tokens = torch.cat([torch.tensor([number + 1]), words])
             samples.append({"input_ids": tokens, "labels": self._labels(number, tokens, generator)})
@@ -272,38 +274,41 @@ FEATURES = ("ranks", "clip", "momentum", "schedule", "checkpointing", "packing",
 CASES = {
     one.name: one
     for one in (
-        _case("even", "Even micro-batches"),
+        _case("even", "Even micro-batches", model="bag"),
         _case("ragged", "Ragged window: 13 samples as 4+4+4+1", model="bag", samples=13, micro_batch_size=4),
-        _case("ragged-texts", "Ragged window of texts: 11 as 2+2+2+2+2+1", samples=11, accumulation=6),
-        _case("short-window", "End of the epoch: a window of 1 of 4 micro-batches", samples=10),
-        _case("short-window-2-epochs", "The same over two epochs", samples=10, epochs=2),
-        _case("padded", "Padded tokens: labels of -100 in different numbers", samples=16, masked="some"),
+        _case("short-window", "Short window: 1 of 4 micro-batches at the end", samples=10, equal=True),
+        _case("short-window-2-epochs", "The same over two epochs", samples=10, epochs=2, equal=True),
+        _case("texts", "Texts of different lengths"),
+        _case("ragged-texts", "Ragged window of texts: 11 as 2+2+2+2+2+1", samples=11, accumulation=6, equal=True),
+        _case("padded", "Labels of -100 in different numbers", masked="some"),
         _case("masked", "A micro-batch without any label", masked="all"),
+        _case("gpt2", "GPT-2: first tokens have labels", model="gpt2", masked="some"),
+        _case("packed", "Packed documents", "packing", samples=11, accumulation=6),
         _case("classifier", "Sequence classifier of transformers", model="classifier"),
         _case("tokens", "Token classifier", model="tokens", masked="some"),
-        _case("regression", "Regression", model="regression", samples=13),
-        _case("multi-label", "Several labels per sample", model="multi-label", samples=13),
-        _case("class-weights", "Class weights", model="weighted", samples=13, micro_batch_size=4),
-        _case("label-smoothing", "Label smoothing", model="smoothed", samples=13, micro_batch_size=4),
-        _case("two-losses", "Two losses", model="two losses", samples=13, micro_batch_size=4),
-        _case("gpt2", "GPT-2: first tokens", model="gpt2", masked="some"),
-        _case("tied", "Tied weights", model="tied llama", samples=13),
-        _case("frozen", "A frozen embedding", model="frozen llama", samples=13),
-        _case("lora", "LoRA adapters", model="lora llama", samples=13),
-        _case("moe", "Router's balance loss", model="mixtral"),
-        _case("batch-norm", "Batch normalization", model="batch norm", samples=16),
-        _case("packed", "Packed documents", "packing", samples=11, accumulation=6),
-        _case("checkpointing", "Activation checkpointing", "checkpointing", samples=13),
-        _case("clip", "Clipping of the whole gradient", "clip", samples=13),
-        _case("momentum", "Momentum and weight decay", "momentum", samples=26, micro_batch_size=2),
-        _case("schedule", "Learning rates of a linear schedule", "schedule", samples=26),
-        _case("2-ranks", "Two ranks, even", samples=16, accumulation=4, ranks=2),
-        _case("2-ranks-padded", "Two ranks, padded tokens", masked="some", ranks=2),
-        _case("2-ranks-uneven", "Two ranks, 13 samples", samples=13, ranks=2),
-        _case("2-ranks-classifier", "Two ranks, classifier", model="classifier", ranks=2),
-        _case("2-ranks-weights", "Two ranks, class weights", model="weighted", ranks=2, micro_batch_size=2),
-        _case("2-ranks-short", "Two ranks, a short window", samples=20, ranks=2),
-        _case("2-ranks-clip", "Two ranks, clipping", "clip", ranks=2, masked="some"),
-        _case("2-ranks-fsdp2", "Two ranks, FSDP2", "fsdp2", ranks=2, masked="some"),
+        _case("regression", "Regression, ragged", model="regression", samples=13),
+        _case("multi-label", "Several labels per sample, ragged", model="multi-label", samples=13),
+        _case("class-weights", "Class weights", model="weighted", samples=16),
+        _case("label-smoothing", "Label smoothing, ragged", model="smoothed", samples=13, micro_batch_size=4),
+        _case("two-losses", "Two losses, ragged", model="two losses", samples=13, micro_batch_size=4),
+        _case("moe", "Router's balance loss", model="mixtral", equal=True),
+        _case("batch-norm", "Batch normalization", model="batch norm"),
+        _case("tied", "Tied weights", model="tied llama", equal=True),
+        _case("frozen", "A frozen embedding", model="frozen llama", equal=True),
+        _case("lora", "LoRA adapters", model="lora llama", equal=True),
+        _case("checkpointing", "Activation checkpointing", "checkpointing", equal=True),
+        _case("clip", "Clipping", "clip", equal=True),
+        _case("momentum", "Momentum and weight decay", "momentum", samples=24, equal=True),
+        _case("schedule", "Linear schedule", "schedule", samples=24, equal=True),
+        _case("schedule-short", "Linear schedule with a short window", "schedule", samples=26, equal=True),
+        _case("2-ranks", "2 ranks, even", ranks=2, model="bag"),
+        _case("2-ranks-texts", "2 ranks, texts of different lengths", ranks=2),
+        _case("2-ranks-padded", "2 ranks, labels of -100", masked="some", ranks=2),
+        _case("2-ranks-uneven", "2 ranks, 13 samples", samples=13, ranks=2, equal=True),
+        _case("2-ranks-short", "2 ranks, a short window", samples=20, ranks=2, equal=True),
+        _case("2-ranks-classifier", "2 ranks, sequence classifier", model="classifier", ranks=2),
+        _case("2-ranks-weights", "2 ranks, class weights", model="weighted", ranks=2),
+        _case("2-ranks-clip", "2 ranks, clipping", "clip", ranks=2, equal=True),
+        _case("2-ranks-fsdp2", "2 ranks, FSDP2", "fsdp2", ranks=2, masked="some"),
     )
 }

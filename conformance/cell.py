@@ -1,4 +1,7 @@
-"""One cell of the table in a process of its own: ``python -m conformance.cell TRAINER CASE OUT``, or under torchrun."""
+"""Cells of one trainer, in its environment: ``python -m conformance.cell TRAINER SECONDS FOLDER CASE ...``.
+
+The trainer is imported once. Each cell runs in processes that are forked from there, one per rank.
+"""
 
 from __future__ import annotations
 
@@ -7,11 +10,14 @@ import importlib
 import json
 import logging
 import os
+import signal
+import socket
 import sys
 import tempfile
+import time
 import traceback
 import warnings
-from importlib.metadata import PackageNotFoundError, version
+from importlib.metadata import version
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -68,27 +74,70 @@ def failed(error: Exception, has_begun: bool) -> Verdict:
     return Verdict("rejected" if is_message and not has_begun else "crashed", None, text)
 
 
-def main() -> None:
-    """Measure one cell, and write it as JSON."""
-    trainer, name, out = sys.argv[1:]
-    case = CASES[name]
-    warnings.filterwarnings("ignore")
-    logging.disable(logging.WARNING)
-    torch.set_num_threads(1)
-    if case.ranks > 1:
+def train_and_judge(trainer: str, case: Case, rank: int, port: int, out: Path) -> None:
+    """Measure one cell as one of its ranks, in a process of its own, and write it as JSON."""
+    world = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": case.ranks, "LOCAL_WORLD_SIZE": case.ranks}
+    if case.ranks > 1:  # as torchrun sets them
+        more = {"GROUP_RANK": 0, "TORCHELASTIC_RUN_ID": "conformance", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+        os.environ.update({name: str(value) for name, value in (world | more).items()})
         distributed.init_process_group("gloo")
     with tempfile.TemporaryDirectory() as folder, contextlib.chdir(folder):
         verdict = measure(trainer, case, Path(folder))
-    if int(os.environ.get("RANK", "0")) == 0:
-        package = adapter(trainer)[0].VERSION_OF
-        try:
-            found = version(package)
-        except PackageNotFoundError:
-            found = None
-        Path(out).write_text(json.dumps(as_row(verdict) | {"version": found, "torch": torch.__version__}))
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(0)  # threads of gloo may abort at the end of the interpreter
+    if rank == 0:
+        part = out.with_suffix(".part")
+        part.write_text(json.dumps(as_row(verdict)))
+        part.replace(out)
+
+
+def in_processes(trainer: str, case: Case, out: Path, limit: float) -> None:
+    """Fork a process for each rank of a cell, and wait for at most ``limit`` seconds."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+    ranks = []
+    for rank in range(case.ranks):
+        if (process := os.fork()) == 0:
+            os.setsid()
+            try:
+                train_and_judge(trainer, case, rank, port, out)
+            except BaseException as error:
+                traceback.print_exception(error)
+            finally:
+                sys.stdout.flush()
+                sys.stderr.flush()
+                os._exit(0)  # threads of gloo may abort at the end of the interpreter
+        ranks.append(process)
+    end = time.monotonic() + limit
+    while time.monotonic() < end and not out.exists() and any(is_alive(one) for one in ranks):
+        time.sleep(0.05)
+    ended = time.monotonic() < end
+    for process in ranks:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process, signal.SIGKILL)
+        with contextlib.suppress(ChildProcessError):
+            os.waitpid(process, 0)
+    if not out.exists():
+        detail = "a process ended without a result" if ended else f"no end within {limit:g} s"
+        out.write_text(json.dumps(as_row(Verdict("crashed", None, detail))))
+
+
+def is_alive(process: int) -> bool:
+    """Return whether a child has not ended."""
+    with contextlib.suppress(ChildProcessError):
+        return os.waitpid(process, os.WNOHANG) == (0, 0)
+    return False
+
+
+def main() -> None:
+    """Import a trainer once, and measure cells one after another, each in forked processes."""
+    trainer, limit, folder, *names = sys.argv[1:]
+    warnings.filterwarnings("ignore")
+    logging.disable(logging.WARNING)
+    torch.set_num_threads(1)
+    module = adapter(trainer)[0]
+    found = getattr(module, "VERSION", None) or version(module.VERSION_OF)
+    Path(folder, "versions.json").write_text(json.dumps({"version": found, "torch": torch.__version__}))
+    for name in names:
+        in_processes(trainer, CASES[name], Path(folder, f"{name}.json"), float(limit))
 
 
 if __name__ == "__main__":

@@ -8,6 +8,7 @@ from typing import Any
 
 from torch import nn
 
+import trainer
 from conformance.cases import LEARNING_RATE, collate, loss_from_logits, weight_of_labels
 from conformance.job import Job
 from conformance.verdict import DECAY, MOMENTUM
@@ -15,6 +16,7 @@ from trainer import Checkpoint, Data, Loss, Memory, Model, Optim, Recipe, Run, f
 
 TITLE, VERSION_OF = "trainer", "exactbatch-trainer"
 DOCS = "../your-own-model.md"
+VERSION = trainer.__version__
 FEATURES = {"ranks", "clip", "momentum", "schedule", "checkpointing", "fsdp2"}
 SHUFFLES = True
 
