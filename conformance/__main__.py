@@ -139,9 +139,8 @@ def check(arguments: argparse.Namespace) -> None:
         if found[cell]["verdict"] != verdict
     ]
     print(*wrong, sep="\n")
-    print(
-        f"{len(wanted) - len(wrong)} of {len(wanted)} verdicts are right: {len(DEFECTS)} planted defects, and a correct loop"
-    )
+    right = len(wanted) - len(wrong)
+    print(f"{right} of {len(wanted)} verdicts are right: {len(DEFECTS)} planted defects, and a correct loop")
     sys.exit(bool(wrong))
 
 

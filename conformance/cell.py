@@ -78,7 +78,9 @@ def train_and_judge(trainer: str, case: Case, rank: int, port: int, out: Path) -
     """Measure one cell as one of its ranks, in a process of its own, and write it as JSON."""
     world = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": case.ranks, "LOCAL_WORLD_SIZE": case.ranks}
     if case.ranks > 1:  # as torchrun sets them
-        more = {"GROUP_RANK": 0, "TORCHELASTIC_RUN_ID": "conformance", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+        more = {"GROUP_RANK": 0, "GROUP_WORLD_SIZE": 1, "ROLE_RANK": rank, "ROLE_WORLD_SIZE": case.ranks}
+        more |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "TORCHELASTIC_RUN_ID": "conformance"}
+        more |= {"TORCHELASTIC_RESTART_COUNT": 0, "TORCHELASTIC_MAX_RESTARTS": 0}
         os.environ.update({name: str(value) for name, value in (world | more).items()})
         distributed.init_process_group("gloo")
     with tempfile.TemporaryDirectory() as folder, contextlib.chdir(folder):

@@ -212,15 +212,24 @@ def judge_updates(case: Case, steps: Sequence[Step], reference: Reference) -> Ve
     """Return a verdict if the weights of a step do not follow from those of the step before, by SGD's formula."""
     if "momentum" not in case.needs:
         return None
-    buffers: dict[str, Tensor] = {}
-    for number, (step, after) in enumerate(zip(steps, steps[1:], strict=False)):
-        for name in reference.names:
-            change = step.gradients.get(name, torch.zeros_like(step.weights[name])) + DECAY * step.weights[name]
-            buffers[name] = change if name not in buffers else MOMENTUM * buffers[name] + change
-            wanted = step.weights[name] - step.rate * buffers[name]
-            if distance(after.weights[name], wanted) > VISIBLE:
-                return Verdict("update", distance(after.weights[name], wanted), f"step {number + 1}: {name}")
+    for name in reference.names:
+        # Whether vectors (biases, weights of norms) decay is a choice of the trainer.
+        decays = (DECAY, 0.0) if steps[0].weights[name].ndim < 2 else (DECAY,)
+        errors = [update_error(steps, name, decay) for decay in decays]
+        if min(errors) > VISIBLE:
+            return Verdict("update", min(errors), name)
     return None
+
+
+def update_error(steps: Sequence[Step], name: str, decay: float) -> float:
+    """Return the largest relative error of a parameter after updates by SGD with momentum and ``decay``."""
+    error, buffer = 0.0, torch.zeros(())
+    for number, (step, after) in enumerate(zip(steps, steps[1:], strict=False)):
+        weight = step.weights[name]
+        change = step.gradients.get(name, torch.zeros_like(weight)) + decay * weight
+        buffer = MOMENTUM * buffer + change if number else change
+        error = max(error, distance(after.weights[name], weight - step.rate * buffer))
+    return error
 
 
 def as_row(verdict: Verdict) -> dict[str, Any]:

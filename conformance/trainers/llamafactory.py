@@ -9,6 +9,7 @@ from types import ModuleType
 sys.modules["torchaudio"] = ModuleType("torchaudio")  # imported for audio, which is not used here
 sys.modules["torchaudio"].__spec__ = ModuleSpec("torchaudio", None)
 
+# ruff: noqa: E402
 from llamafactory.hparams import FinetuningArguments
 from llamafactory.hparams.training_args import TrainingArguments
 from llamafactory.train.sft.trainer import CustomSeq2SeqTrainer

@@ -37,7 +37,10 @@ class CaseModel(Model):
         return self.job.module
 
     def losses(self, module: nn.Module, batch: Any) -> Iterator[Loss]:
-        total, weight = loss_from_logits(self.job.case, module(**batch)["logits"], batch["labels"])
+        outputs = module(**batch)
+        total, weight = loss_from_logits(self.job.case, outputs["logits"], batch["labels"])
+        if self.job.case.model == "mixtral":  # with the router's loss, which is no sum over samples
+            total = outputs["loss"] * weight
         yield Loss(total, weight)
 
     def weigh(self, batch: Any) -> dict[str, float]:
