@@ -42,7 +42,7 @@ def chosen(kind: str, text: str, known: Iterable[str]) -> list[str]:
     names = list(known)
     asked = names if text == "all" else text.split(",")
     for name in asked:
-        if name.partition(":")[0] not in (*names, "planted"):
+        if name not in (*names, "planted"):
             near = get_close_matches(name, names, 1)
             hint = f"; did you mean {near[0]}?" if near else f": one of {', '.join(names)}"
             raise SystemExit(f"conformance: error: no {kind} {name!r}{hint}")
@@ -86,7 +86,7 @@ def measure(trainer: str, names: Sequence[str], rows: Queue) -> None:
     facts: dict[str, Any] = {"date": datetime.now(UTC).strftime("%Y-%m-%d")}
     left = list(names)
     try:
-        python = python_of(trainer.partition(":")[0])
+        python = python_of(trainer)
     except subprocess.CalledProcessError as error:
         reason = (error.stderr.strip().splitlines() or ["pip failed"])[-1][:200]
         facts |= {"verdict": "unsupported", "detail": f"cannot be installed: {reason}"}
@@ -122,21 +122,19 @@ def check(arguments: argparse.Namespace) -> None:
     """Measure a plain loop, correct in every case and with each planted defect: the suite must tell them apart."""
     from conformance.planted import DEFECTS, FEATURES
 
-    wanted = {f"planted:{defect}/{case}": verdict for defect, (case, verdict) in DEFECTS.items()}
-    wanted |= {f"planted/{name}": "exact" for name, case in cases().items() if case.needs <= FEATURES}
-    wanted |= dict.fromkeys(("planted/moe", "planted/batch-norm"), "other")  # no sum over samples
+    wanted = {f"{case}:{defect}": verdict for defect, (case, verdict) in DEFECTS.items()}
+    wanted |= {name: "exact" for name, case in cases().items() if case.needs <= FEATURES}
+    wanted |= dict.fromkeys(("moe", "batch-norm"), "other")  # no sum over samples
     rows: Queue[tuple[str, dict[str, Any]]] = Queue()
-    groups: dict[str, list[str]] = {}
-    for cell in wanted:
-        groups.setdefault(cell.partition("/")[0], []).append(cell.partition("/")[2])
+    names = list(wanted)
     with ThreadPoolExecutor(arguments.jobs) as pool:
-        for trainer, names in groups.items():
-            pool.submit(measure, trainer, names, rows)
+        for start in range(arguments.jobs):
+            pool.submit(measure, "planted", names[start :: arguments.jobs], rows)
         found = dict(rows.get() for _ in wanted)
     wrong = [
-        f"{cell}: {describe(found[cell])} instead of {verdict}"
-        for cell, verdict in wanted.items()
-        if found[cell]["verdict"] != verdict
+        f"{name}: {describe(found[f'planted/{name}'])} instead of {verdict}"
+        for name, verdict in wanted.items()
+        if found[f"planted/{name}"]["verdict"] != verdict
     ]
     print(*wrong, sep="\n")
     right = len(wanted) - len(wrong)
@@ -156,7 +154,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="python -m conformance", description="Measures the gradients of trainers.")
     commands = parser.add_subparsers(required=True)
     one = commands.add_parser("run", help="measure cells and write them to a file as they come")
-    one.add_argument("--trainers", default="all", help="names separated by commas; planted:DEFECT plants a defect")
+    one.add_argument("--trainers", default="all", help="names separated by commas")
     one.add_argument("--cases", default="all", help="names separated by commas")
     one.add_argument("--again", action="store_true", help="also measure cells that the file has")
     one.set_defaults(do=run)

@@ -29,41 +29,42 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 import torch
 from torch import distributed
 
-from conformance.cases import CASES, Case
+from conformance.cases import CASES, FEATURES, Case
 from conformance.job import Job, UnsupportedError
 from conformance.record import Recorder
-from conformance.verdict import Reference, Verdict, as_row, judge
+from conformance.verdict import Reference, Run, Verdict, as_row, judge
 
 
-def adapter(trainer: str) -> tuple[ModuleType, dict[str, Any]]:
-    """Return the module of a trainer, and what follows a colon in its name: ``planted:mean-of-means``."""
-    name, _, defect = trainer.partition(":")
-    module = importlib.import_module("conformance.planted" if name == "planted" else f"conformance.trainers.{name}")
-    return module, {"defect": defect} if defect else {}
+def adapter(trainer: str) -> ModuleType:
+    """Return the module of a trainer."""
+    return importlib.import_module("conformance.planted" if trainer == "planted" else f"conformance.trainers.{trainer}")
 
 
-def measure(trainer: str, case: Case, folder: Path) -> Verdict:
+def measure(trainer: str, case: Case, folder: Path, defect: str = "") -> Verdict:
     """Train a case with a trainer, and judge what its optimizer steps were given."""
-    module, settings = adapter(trainer)
+    module = adapter(trainer)
     if missing := case.needs - module.FEATURES:
-        return Verdict("unsupported", None, f"the adapter has no {', '.join(sorted(missing))}")
+        return Verdict("unsupported", None, f"not used: {', '.join(FEATURES[one] for one in sorted(missing))}")
     job, recorder = Job(case, folder), None
     try:
         job.recorder = recorder = Recorder(job.module)
+        torch.manual_seed(1000 + job.rank)  # as in processes that nobody seeded
         with recorder:
-            module.train(job, **settings)
+            module.train(job, **{"defect": defect} if defect else {})
     except UnsupportedError as reason:
         return Verdict("unsupported", None, str(reason))
     except Exception as error:
         return failed(error, bool(recorder and recorder.steps))
-    seen = [step.samples for step in recorder.steps]
+    passes = [step.passes for step in recorder.steps]
     if case.ranks > 1:
         everywhere: list[Any] = [None] * case.ranks
-        distributed.all_gather_object(everywhere, seen)
+        distributed.all_gather_object(everywhere, passes)
         if len({len(one) for one in everywhere}) > 1:
             return Verdict("samples", None, "ranks take different numbers of optimizer steps")
-        seen = [[passed for rank in ranks for passed in rank] for ranks in zip(*everywhere, strict=True)]
-    return judge(case, Reference(case, case.build()), recorder.steps, seen, getattr(module, "SHUFFLES", False))
+        passes = [[one for rank in ranks for one in rank] for ranks in zip(*everywhere, strict=True)]
+    shuffles = getattr(module, "SHUFFLES", False)
+    run = Run(recorder.steps, passes, recorder.last_weights(), shuffles, job.average, job.evaluation_loss)
+    return judge(case, Reference(case, case.build()), run)
 
 
 def failed(error: Exception, has_begun: bool) -> Verdict:
@@ -74,7 +75,7 @@ def failed(error: Exception, has_begun: bool) -> Verdict:
     return Verdict("rejected" if is_message and not has_begun else "crashed", None, text)
 
 
-def train_and_judge(trainer: str, case: Case, rank: int, port: int, out: Path) -> None:
+def train_and_judge(trainer: str, case: Case, defect: str, rank: int, port: int, out: Path) -> None:
     """Measure one cell as one of its ranks, in a process of its own, and write it as JSON."""
     world = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": case.ranks, "LOCAL_WORLD_SIZE": case.ranks}
     if case.ranks > 1:  # as torchrun sets them
@@ -84,15 +85,19 @@ def train_and_judge(trainer: str, case: Case, rank: int, port: int, out: Path) -
         os.environ.update({name: str(value) for name, value in (world | more).items()})
         distributed.init_process_group("gloo")
     with tempfile.TemporaryDirectory() as folder, contextlib.chdir(folder):
-        verdict = measure(trainer, case, Path(folder))
+        verdict = measure(trainer, case, Path(folder), defect)
     if rank == 0:
         part = out.with_suffix(".part")
         part.write_text(json.dumps(as_row(verdict)))
         part.replace(out)
 
 
-def in_processes(trainer: str, case: Case, out: Path, limit: float) -> None:
-    """Fork a process for each rank of a cell, and wait for at most ``limit`` seconds."""
+def in_processes(trainer: str, name: str, out: Path, limit: float) -> None:
+    """Fork a process for each rank of a cell, and wait for at most ``limit`` seconds.
+
+    ``name`` is that of a case; a colon and a name of ``planted.DEFECTS`` may follow.
+    """
+    case, defect = CASES[name.partition(":")[0]], name.partition(":")[2]
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
     ranks = []
@@ -100,7 +105,7 @@ def in_processes(trainer: str, case: Case, out: Path, limit: float) -> None:
         if (process := os.fork()) == 0:
             os.setsid()
             try:
-                train_and_judge(trainer, case, rank, port, out)
+                train_and_judge(trainer, case, defect, rank, port, out)
             except BaseException as error:
                 traceback.print_exception(error)
             finally:
@@ -135,11 +140,11 @@ def main() -> None:
     warnings.filterwarnings("ignore")
     logging.disable(logging.WARNING)
     torch.set_num_threads(1)
-    module = adapter(trainer)[0]
+    module = adapter(trainer)
     found = getattr(module, "VERSION", None) or version(module.VERSION_OF)
     Path(folder, "versions.json").write_text(json.dumps({"version": found, "torch": torch.__version__}))
     for name in names:
-        in_processes(trainer, CASES[name], Path(folder, f"{name}.json"), float(limit))
+        in_processes(trainer, name, Path(folder, f"{name}.json"), float(limit))
 
 
 if __name__ == "__main__":

@@ -10,12 +10,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import SGD, Optimizer
 from torch.utils.data import DataLoader, Sampler
 
 from conformance.cases import LEARNING_RATE, Batch, Case, Sample, collate
-from conformance.verdict import CLIP, DECAY, MOMENTUM
+from conformance.verdict import DECAY, MOMENTUM
 
 
 class UnsupportedError(Exception):
@@ -30,11 +30,15 @@ class Job:
         case: what is to be trained.
         folder: where the trainer may write.
         recorder: sees every optimizer of torch by itself; another one calls its ``keep``.
+        average: what the adapter returns in the case ``ema``: averages of the weights, by name.
+        evaluation_loss: what the adapter returns in cases that need ``evaluate``: the final loss of ``evaluation_set``.
     """
 
     case: Case
     folder: Path
     recorder: Any = None
+    average: dict[str, Tensor] | None = None
+    evaluation_loss: float | None = None
 
     @cached_property
     def module(self) -> nn.Module:
@@ -46,14 +50,19 @@ class Job:
         """The samples, to be trained on in this order."""
         return self.case.dataset()
 
+    @cached_property
+    def evaluation_set(self) -> list[Sample]:
+        """The samples to evaluate on after training."""
+        return self.case.evaluation_set()
+
     @property
     def collate(self) -> Callable[[list[Sample]], Batch]:
         """Makes a micro-batch of samples."""
         return collate
 
-    def loader(self, sampler: Sampler | None = None) -> DataLoader:
-        """Return a loader of micro-batches."""
-        return DataLoader(self.dataset, self.case.micro_batch_size, sampler=sampler, collate_fn=collate)  # type: ignore[arg-type]
+    def loader(self, sampler: Sampler | None = None, dataset: list[Sample] | None = None) -> DataLoader:
+        """Return a loader of micro-batches, of the samples to be trained on unless ``dataset`` is given."""
+        return DataLoader(dataset or self.dataset, self.case.micro_batch_size, sampler=sampler, collate_fn=collate)  # type: ignore[arg-type]
 
     def optimizer(self, module: nn.Module | None = None) -> Optimizer:
         """Return SGD for the parameters that are trained, with momentum and decay if the case needs them."""
@@ -64,7 +73,12 @@ class Job:
     @property
     def clip_norm(self) -> float | None:
         """Norm to clip the gradient to."""
-        return CLIP if self.needs("clip") else None
+        return self.case.clip_norm if self.needs("clip") else None
+
+    def restart(self) -> None:
+        """Forget the model, as after the end of the process; a new one has other weights until they are loaded."""
+        self.module = self.case.build(seed=2)
+        self.recorder.watch(self.module)
 
     @property
     def steps(self) -> int:

@@ -7,18 +7,20 @@ from typing import Any
 
 os.environ["KERAS_BACKEND"] = "torch"
 import keras
+import torch
 
-from conformance.cases import LEARNING_RATE
+from conformance.cases import LEARNING_RATE, Sample
 from conformance.job import Job, UnsupportedError
+from conformance.verdict import DECAY_OF_AVERAGE
 
 TITLE, VERSION_OF = "Keras 3", "keras"
 DOCS = "https://keras.io/api/optimizers/"
-FEATURES = {"clip"}
+FEATURES = {"clip", "ema", "evaluate"}
 
 
 def train(job: Job) -> None:
     """Train with the arguments of the pages on optimizers and on ``fit``; Keras computes the loss."""
-    if job.case.model not in ("bag", "classifier"):
+    if job.case.model not in ("bag", "classifier") or job.case.dtype != torch.float64:
         raise UnsupportedError("the loss of this case is not one of Keras for a wrapped torch module")
     keras.config.set_floatx("float64")
 
@@ -41,9 +43,26 @@ def train(job: Job) -> None:
 
     model = Logits()
     model.compile(
-        RecordedSGD(LEARNING_RATE, gradient_accumulation_steps=job.case.accumulation, global_clipnorm=job.clip_norm),
+        optimizer := RecordedSGD(
+            LEARNING_RATE,
+            gradient_accumulation_steps=job.case.accumulation,
+            global_clipnorm=job.clip_norm,
+            use_ema=job.needs("ema"),
+            ema_momentum=DECAY_OF_AVERAGE,
+        ),
         keras.losses.SparseCategoricalCrossentropy(from_logits=True),
     )
-    batch = {key: value.numpy() for key, value in job.collate(job.dataset).items()}
+    model.fit(*arrays(job, job.dataset), batch_size=job.case.micro_batch_size, epochs=job.case.epochs, shuffle=False, verbose=0)
+    if job.needs("ema"):
+        averages = zip(model.trainable_variables, optimizer._model_variables_moving_average, strict=True)
+        names = {one.data_ptr(): name for name, one in job.module.named_parameters()}
+        job.average = {names[one.value.data_ptr()]: average.value.detach() for one, average in averages}
+    if job.needs("evaluate"):
+        job.evaluation_loss = model.evaluate(*arrays(job, job.evaluation_set), batch_size=job.case.micro_batch_size, verbose=0)
+
+
+def arrays(job: Job, samples: list[Sample]) -> tuple[Any, Any]:
+    """Return the inputs and the labels of samples."""
+    batch = {key: value.numpy() for key, value in job.collate(samples).items()}
     labels = batch.pop("labels")
-    model.fit(batch, labels, batch_size=job.case.micro_batch_size, epochs=job.case.epochs, shuffle=False, verbose=0)
+    return batch, labels

@@ -16,7 +16,7 @@ from conformance.trainers.transformers import constant
 
 TITLE, VERSION_OF = "litgpt finetune_full", "litgpt"
 DOCS = "https://github.com/Lightning-AI/litgpt/blob/main/tutorials/finetune_full.md"
-FEATURES = {"ranks", "momentum"}
+FEATURES = {"ranks", "momentum", "evaluate"}
 
 
 class Logits(nn.Module):
@@ -37,9 +37,7 @@ def train(job: Job) -> None:
         raise UnsupportedError("it trains causal language models")
     fabric = Fabric(accelerator="cpu", devices=case.ranks, strategy="ddp" if case.ranks > 1 else "auto")
     fabric.launch()
-    counts = ("raw", "raw_plus_prompt_template")
-    rows = [sample | {"token_counts": dict.fromkeys(counts, len(sample["input_ids"]))} for sample in job.dataset]
-    loaders = [DataLoader(rows, case.micro_batch_size, collate_fn=get_sft_collate_fn()) for _ in range(2)]  # type: ignore[arg-type]
+    loaders = [loader(job, samples) for samples in (job.dataset, job.evaluation_set)]
     model = fabric.setup(Logits(job.module))
     optimizer = fabric.setup_optimizers(job.optimizer())
     size = case.micro_batch_size * case.accumulation * case.ranks
@@ -58,3 +56,12 @@ def train(job: Job) -> None:
         train=TrainArgs(save_interval=None, lr_warmup_steps=0, **sizes),
         eval=EvalArgs(interval=10**9, max_iters=1),
     )
+    if job.needs("evaluate"):
+        job.evaluation_loss = float(full.validate(fabric, model, loaders[1], EvalArgs(max_iters=len(loaders[1]))))
+
+
+def loader(job: Job, samples: list[Any]) -> DataLoader:
+    """Return a loader with litgpt's collate function."""
+    counts = ("raw", "raw_plus_prompt_template")
+    rows = [sample | {"token_counts": dict.fromkeys(counts, len(sample["input_ids"]))} for sample in samples]
+    return DataLoader(rows, job.case.micro_batch_size, collate_fn=get_sft_collate_fn())  # type: ignore[arg-type]

@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import Tensor
 
-from conformance.cases import loss_from_logits
+from conformance.cases import loss_from_logits, weight_of_labels
 from conformance.job import Job
 from conformance.trainers import transformers
 
@@ -19,6 +19,7 @@ def train(job: Job) -> None:
     """Divide the sum of the losses by the number of items that the trainer counts in the window."""
 
     def compute_loss(outputs: Any, labels: Tensor, num_items_in_batch: Any) -> Tensor:
-        return loss_from_logits(job.case, outputs["logits"], labels)[0] / num_items_in_batch
+        items = num_items_in_batch or weight_of_labels(job.case, labels)  # an evaluation counts no items
+        return loss_from_logits(job.case, outputs["logits"], labels)[0] / items
 
     transformers.train(job, compute_loss_func=compute_loss)

@@ -7,9 +7,11 @@ from typing import Any
 from datasets import Dataset
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
-from transformers import PreTrainedTokenizerFast
+from tokenizers.pre_tokenizers import WhitespaceSplit
+from transformers import PreTrainedTokenizerFast, Trainer
 from trl import SFTConfig, SFTTrainer
 
+from conformance.cases import END, VOCABULARY
 from conformance.job import Job, UnsupportedError
 from conformance.trainers import transformers
 
@@ -22,15 +24,34 @@ def train(job: Job, kind: type = SFTTrainer, **given: Any) -> None:
     """Train with the arguments of the page."""
     if job.case.task != "causal_lm":
         raise UnsupportedError("it trains causal language models")
-    words = Tokenizer(WordLevel({"[PAD]": 0}, unk_token="[PAD]"))  # only its padding token is used
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, pad_token="[PAD]", eos_token="[PAD]")
-    rows = [{key: value.tolist() for key, value in sample.items()} for sample in job.dataset]
-    optimizer = job.optimizer()
-    kind(
+    rows, evaluated = (
+        [{key: value.tolist() for key, value in sample.items()} for sample in samples]
+        for samples in (job.dataset, job.evaluation_set)
+    )
+    given |= {"eval_dataset": Dataset.from_list(evaluated)}
+    transformers.run(job, lambda: build(job, kind, SFTConfig, rows, padding_free=job.needs("packing"), **given))
+
+
+def build(job: Job, kind: type, config: type, rows: list[Any], padding_free: bool | None = None, **given: Any) -> Trainer:
+    """Return a trainer of the job's model on ``rows``."""
+    optimizer, more = job.optimizer(), {} if padding_free is None else {"padding_free": padding_free}
+    return kind(
         model=job.module,
-        args=transformers.arguments(job, SFTConfig, padding_free=job.needs("packing"), max_length=None),
+        args=transformers.arguments(job, config, max_length=None, **more),
         train_dataset=Dataset.from_list(rows),
-        processing_class=tokenizer,
+        processing_class=tokenizer(),
         optimizers=(optimizer, job.linear(optimizer) if job.needs("schedule") else transformers.constant(optimizer)),
         **given,
-    ).train()
+    )
+
+
+def tokenizer() -> PreTrainedTokenizerFast:
+    """Return a tokenizer of the words w0, w1, ..., one for each token."""
+    words = Tokenizer(WordLevel({f"w{number}": number for number in range(VOCABULARY)}, unk_token="w0"))
+    words.pre_tokenizer = WhitespaceSplit()  # type: ignore[assignment]
+    return PreTrainedTokenizerFast(tokenizer_object=words, pad_token="w0", eos_token=f"w{END}")
+
+
+def words(tokens: Any) -> str:
+    """Return the text of tokens."""
+    return "".join(f" w{token}" for token in tokens.tolist())
