@@ -19,6 +19,7 @@ from trainer.memory.compatibility import require_supported_parameters
 from trainer.memory.plan import decide_plan
 from trainer.models.base import classification_loss
 from trainer.recipe import Memory, Optim, Recipe
+from trainer.run.description import cut_batchnorm
 from trainer.values import Loss
 
 SGD = Optim("sgd", lr=0.01)  # Adam would move biases before BatchNorm, whose gradients are rounding noise
@@ -127,11 +128,38 @@ def test_batchnorm_over_ranks_is_refused_at_the_start_where_there_is_a_group(str
     with pytest.raises(
         RecipeError, match=rf"^memory\.strategy={strategy} cannot train 0\.0\.norm, [^\n]*use BatchNorm"
     ):
-        require_supported_parameters(module, decide_plan(recipe, world_size))
-    require_supported_parameters(module, decide_plan(recipe.replace(memory=Memory()), 1))  # there it is a BatchNorm
+        require_supported_parameters(module, decide_plan(recipe, world_size), Normalised())
+    require_supported_parameters(module, decide_plan(recipe.replace(memory=Memory()), 1), Normalised())  # there it is a BatchNorm
 
 
 @pytest.mark.parametrize("strategy", ["dp", "async"])
 def test_strategies_with_other_gradients_are_refused_by_name(strategy):
     with pytest.raises(RecipeError, match=rf"^memory\.strategy={strategy} is not supported: [^\n]*use ddp"):
         Memory(strategy=strategy)
+
+
+def test_a_cut_batch_is_warned_about():
+    cut = Recipe(model=Normalised(), data=Data(), batch_size=8, memory=Memory(micro_batch_size=2))
+    text = cut_batchnorm(decide_plan(cut, 1), Normalised().build())
+    assert text is not None
+    assert text.startswith("0.0.norm is a BatchNorm: it normalizes each micro-batch of 2 by itself")
+    whole = decide_plan(cut.replace(memory=Memory(micro_batch_size=8)), 1)
+    assert cut_batchnorm(whole, Normalised().build()) is None
+    assert cut_batchnorm(decide_plan(cut, 1), nn.LayerNorm(4)) is None
+
+
+def test_the_loss_of_a_router_is_rejected_unless_the_model_allows_it():
+    transformers = pytest.importorskip("transformers")
+    sizes = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2}
+    config = transformers.MixtralConfig(vocab_size=8, num_key_value_heads=2, output_router_logits=True, **sizes)
+    module = transformers.MixtralForCausalLM(config)
+    plan = decide_plan(Recipe(model=Normalised(), data=Data(), batch_size=8), 1)
+    with pytest.raises(RecipeError, match=r"^Normalised: output_router_logits=True [^\n]*set it to False"):
+        require_supported_parameters(module, plan, Normalised())
+
+    class Interacting(Normalised):
+        samples_interact = True
+
+    require_supported_parameters(module, plan, Interacting())
+    config.output_router_logits = False
+    require_supported_parameters(module, plan, Normalised())

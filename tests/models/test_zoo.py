@@ -113,7 +113,7 @@ def plan_of(**knobs):
 )
 def test_parameters_that_a_technique_cannot_hold_are_refused(name, knobs, message):
     with pytest.raises(RecipeError, match=f"^{re.escape(message)}"):
-        require_supported_parameters(make(name), plan_of(**knobs))
+        require_supported_parameters(make(name), plan_of(**knobs), Zoo())
 
 
 @pytest.mark.slow

@@ -7,7 +7,7 @@ from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from trainer.contract import Streamable
+from trainer.contract import Model, Streamable
 from trainer.engine.cut import Cut
 from trainer.errors import RecipeError, require
 from trainer.memory.knobs import ADAM, KNOBS, UNTESTED_WITH_TP, is_sharded, turned_off
@@ -197,9 +197,10 @@ def _deterministic(recipe: Recipe, world_size: int, _: Sequence[Cut]) -> Iterato
         yield f"{key} cannot train {kind} with memory.strategy fsdp, which reduces after each loss: use ddp or single"
 
 
-def require_supported_parameters(module: nn.Module, plan: Plan) -> None:
+def require_supported_parameters(module: nn.Module, plan: Plan, model: Model) -> None:
     """Reject parameters that a technique of ``plan`` does not support, or would train differently."""
     _require_local_norms(module, plan)
+    _require_no_router_loss(module, model)
     memory, bits = plan.memory, plan.memory.optimizer_state_bits
     fsdp = [("memory.strategy=fsdp", "use ddp or single", plan.strategy == "fsdp")]
     dense = [
@@ -237,6 +238,16 @@ def _require_local_norms(module: nn.Module, plan: Plan) -> None:
                 "cover one micro-step of all ranks instead of the batch, and change with the cut: use BatchNorm, whose "
                 "running statistics are corrected and shared, or LayerNorm or GroupNorm"
             )
+
+
+def _require_no_router_loss(module: nn.Module, model: Model) -> None:
+    """Reject a mixture of experts whose loss includes that of its router, which is no sum over samples."""
+    has_loss = any(getattr(getattr(part, "config", None), "output_router_logits", False) for part in module.modules())
+    if has_loss and not model.samples_interact:
+        raise RecipeError(
+            f"{type(model).__name__}: output_router_logits=True adds the balance loss of a router, which depends on how "
+            "the batch is cut: set it to False in the configuration of the model, or set samples_interact = True"
+        )
 
 
 def require_first_order(output: Any, setting: str, remedy: str) -> None:

@@ -106,7 +106,7 @@ def apply_stack(
     splits, sharded = memory.tensor_parallel > 1, plan.strategy == "fsdp"
     mesh = make_device_mesh(plan, fabric.device) if splits or sharded else None
     with raise_on_rank_zero_only(fabric):
-        require_supported_parameters(module, plan)
+        require_supported_parameters(module, plan, model)
         if splits and mesh is not None:
             split_over_ranks(module, model, mesh[TENSOR], memory.sequence_parallel)
         blocks = _blocks(model, module, plan)
