@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 import sys
 from typing import Any
+from unittest.mock import patch
 
 sys.modules["triton"] = sys.modules["triton.language"] = None  # type: ignore[assignment]
 
@@ -63,7 +64,6 @@ def train(job: Job) -> None:
     JOBS.append(job)
     for name in ("reset_peak_memory_stats", "empty_cache", "max_memory_allocated", "current_device"):
         setattr(torch.cuda, name, lambda *_, **__: 0)
-    nn.Module.to = lambda self, *_, **__: self  # type: ignore[method-assign]
     for name, value in {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"}.items():
         os.environ.setdefault(name, value)
     size = case.micro_batch_size * case.accumulation * case.ranks
@@ -85,5 +85,6 @@ def train(job: Job) -> None:
     if job.needs("schedule"):
         settings["lr_scheduler"] = {"lr_decay_style": "linear", "lr_warmup_steps": 0, "min_lr": 0.0}
     recipe = recipes[case.task](ConfigNode(settings))
-    recipe.setup()
+    with patch.object(nn.Module, "to", lambda self, *_, **__: self):
+        recipe.setup()
     recipe.run_train_validation_loop()

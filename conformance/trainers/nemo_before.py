@@ -1,16 +1,18 @@
 """NeMo Automodel 0.6.0, before a fix: sequence classifiers had one mean per micro-batch and rank.
 
 The gradient was as many times too large as there are micro-batches: issue 3829, fixed by #3830 in 0.7.0.
-It imports mlflow for its log, which is not used here, so a module without a run takes its place.
+It imports mlflow and wandb for its log, which is not used here, so modules without a run take their place.
 """
 
 from __future__ import annotations
 
 import sys
+from importlib.machinery import ModuleSpec
 from types import ModuleType
 
-sys.modules["mlflow"] = ModuleType("mlflow")
-sys.modules["mlflow"].active_run = lambda: None  # type: ignore[attr-defined]
+for name in ("mlflow", "wandb"):
+    sys.modules[name] = module = ModuleType(name)
+    vars(module).update(active_run=lambda: None, run=None, __spec__=ModuleSpec(name, None))
 
 # ruff: noqa: E402
 from conformance.trainers import nemo
