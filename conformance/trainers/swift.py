@@ -39,6 +39,7 @@ def train(job: Job) -> None:
         remove_unused_columns=False,
         train_dataloader_shuffle=False,
         dataloader_num_workers=0,
+        dataloader_persistent_workers=False,
         check_model=False,
         use_cpu=True,
         bf16=False,
