@@ -384,6 +384,7 @@ CASES = {
         _case("gpt2", "GPT-2: first tokens have labels", model="gpt2", masked="some"),
         _case("packed", "Packed documents", "packing", samples=11, accumulation=6),
         _case("classifier", "Sequence classifier of transformers", model="classifier"),
+        _case("classifier-short", "The same, with a window of 3 of 4 micro-batches", model="classifier", samples=14),
         _case("tokens", "Token classifier", model="tokens", masked="some"),
         _case("regression", "Regression, ragged", model="regression", samples=13),
         _case("multi-label", "Several labels per sample, ragged", model="multi-label", samples=13),

@@ -24,7 +24,8 @@ def python_of(trainer: str) -> Path:
         subprocess.CalledProcessError: if a package cannot be installed; its ``stderr`` says why.
     """
     base = _environment("base", HERE / "base.txt", None)
-    pins = HERE / "trainers" / (trainer.partition("_")[0] + ".txt")  # remedies and drop-ins share an environment
+    own, shared = (HERE / "trainers" / f"{name}.txt" for name in (trainer, trainer.partition("_")[0]))
+    pins = own if own.exists() else shared  # remedies and drop-ins share an environment
     return _environment(pins.stem, pins, base) if pins.exists() else base
 
 
