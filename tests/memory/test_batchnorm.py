@@ -129,7 +129,8 @@ def test_batchnorm_over_ranks_is_refused_at_the_start_where_there_is_a_group(str
         RecipeError, match=rf"^memory\.strategy={strategy} cannot train 0\.0\.norm, [^\n]*use BatchNorm"
     ):
         require_supported_parameters(module, decide_plan(recipe, world_size), Normalised())
-    require_supported_parameters(module, decide_plan(recipe.replace(memory=Memory()), 1), Normalised())  # there it is a BatchNorm
+    alone = decide_plan(recipe.replace(memory=Memory()), 1)
+    require_supported_parameters(module, alone, Normalised())  # there it is a BatchNorm
 
 
 @pytest.mark.parametrize("strategy", ["dp", "async"])
@@ -142,7 +143,7 @@ def test_a_cut_batch_is_warned_about():
     cut = Recipe(model=Normalised(), data=Data(), batch_size=8, memory=Memory(micro_batch_size=2))
     text = cut_batchnorm(decide_plan(cut, 1), Normalised().build())
     assert text is not None
-    assert text.startswith("0.0.norm is a BatchNorm: it normalizes each micro-batch of 2 by itself")
+    assert text.startswith("0.0.norm is a BatchNorm: each micro-batch of 2 is normalized by itself")
     whole = decide_plan(cut.replace(memory=Memory(micro_batch_size=8)), 1)
     assert cut_batchnorm(whole, Normalised().build()) is None
     assert cut_batchnorm(decide_plan(cut, 1), nn.LayerNorm(4)) is None

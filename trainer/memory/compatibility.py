@@ -245,8 +245,8 @@ def _require_no_router_loss(module: nn.Module, model: Model) -> None:
     has_loss = any(getattr(getattr(part, "config", None), "output_router_logits", False) for part in module.modules())
     if has_loss and not model.samples_interact:
         raise RecipeError(
-            f"{type(model).__name__}: output_router_logits=True adds the balance loss of a router, which depends on how "
-            "the batch is cut: set it to False in the configuration of the model, or set samples_interact = True"
+            f"{type(model).__name__}: output_router_logits=True adds the balance loss of a router, which depends on "
+            "how the batch is cut: set it to False in the configuration of the model, or set samples_interact = True"
         )
 
 

@@ -82,8 +82,8 @@ def cut_batchnorm(plan: Plan, module: nn.Module) -> str | None:
     if not names or cut.micro_batch_size >= cut.batch_size:
         return None
     return (
-        f"{names[0]} is a BatchNorm: it normalizes each micro-batch of {cut.micro_batch_size} by itself, so the gradient "
-        f"is not that of the batch of {cut.batch_size}. Use GroupNorm or LayerNorm if it must not depend on the cut"
+        f"{names[0]} is a BatchNorm: each micro-batch of {cut.micro_batch_size} is normalized by itself, so the "
+        f"gradient is not that of the batch of {cut.batch_size}. GroupNorm and LayerNorm do not depend on the cut"
     )
 
 
