@@ -60,7 +60,7 @@ class CaseData(Data):
         return collate(samples)
 
 
-def train(job: Job) -> None:
+def train(job: Job, model: Model | None = None) -> None:
     """Train with a recipe."""
     case, decay = job.case, {"momentum": MOMENTUM, "weight_decay": DECAY} if job.needs("momentum") else {}
     schedule = "linear" if job.needs("schedule") else "constant"
@@ -71,7 +71,7 @@ def train(job: Job) -> None:
         activation_checkpointing="full" if job.needs("checkpointing") else "none",
     )
     recipe = Recipe(
-        model=CaseModel(job),
+        model=model or CaseModel(job),
         data=CaseData(job),
         optim=Optim("sgd", lr=LEARNING_RATE, schedule=schedule, clip_norm=job.clip_norm, **decay),
         batch_size=case.micro_batch_size * case.accumulation * case.ranks,

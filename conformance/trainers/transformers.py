@@ -13,7 +13,7 @@ DOCS = "https://huggingface.co/docs/transformers/trainer"
 FEATURES = {"ranks", "clip", "momentum", "schedule", "checkpointing", "packing"}
 
 
-def train(job: Job, kind: type = Trainer, **given: Any) -> None:
+def train(job: Job, kind: type = Trainer, even_batches: bool = True, **given: Any) -> None:
     """Train with the arguments that the page on ``TrainingArguments`` names."""
     optimizer = job.optimizer()
     if job.needs("packing"):
@@ -22,7 +22,7 @@ def train(job: Job, kind: type = Trainer, **given: Any) -> None:
         given["data_collator"] = DataCollatorWithFlattening()
     trainer = kind(
         model=job.module,
-        args=arguments(job, TrainingArguments),
+        args=arguments(job, TrainingArguments, accelerator_config={"even_batches": even_batches}),
         train_dataset=job.dataset,
         optimizers=(optimizer, job.linear(optimizer) if job.needs("schedule") else constant(optimizer)),
         **{"data_collator": job.collate} | given,

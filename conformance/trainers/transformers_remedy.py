@@ -10,7 +10,7 @@ from conformance.cases import loss_from_logits
 from conformance.job import Job
 from conformance.trainers import transformers
 
-TITLE, VERSION_OF = "transformers Trainer, compute_loss_func", "transformers"
+TITLE, VERSION_OF = "transformers Trainer, compute_loss_func, even_batches=False", "transformers"
 DOCS = "https://huggingface.co/docs/transformers/trainer_customize"
 FEATURES = transformers.FEATURES
 
@@ -21,4 +21,4 @@ def train(job: Job) -> None:
     def compute_loss(outputs: Any, labels: Tensor, num_items_in_batch: Any) -> Tensor:
         return loss_from_logits(job.case, outputs["logits"], labels)[0] / num_items_in_batch
 
-    transformers.train(job, compute_loss_func=compute_loss)
+    transformers.train(job, even_batches=False, compute_loss_func=compute_loss)  # True repeats samples

@@ -18,7 +18,7 @@ DOCS = "https://huggingface.co/docs/trl/sft_trainer"
 FEATURES = transformers.FEATURES
 
 
-def train(job: Job, kind: type = SFTTrainer, **given: Any) -> None:
+def train(job: Job, kind: type = SFTTrainer, even_batches: bool = True) -> None:
     """Train with the arguments of the page."""
     if job.case.task != "causal_lm":
         raise UnsupportedError("it trains causal language models")
@@ -26,11 +26,11 @@ def train(job: Job, kind: type = SFTTrainer, **given: Any) -> None:
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, pad_token="[PAD]", eos_token="[PAD]")
     rows = [{key: value.tolist() for key, value in sample.items()} for sample in job.dataset]
     optimizer = job.optimizer()
+    own = {"padding_free": job.needs("packing"), "max_length": None, "accelerator_config": {"even_batches": even_batches}}
     kind(
         model=job.module,
-        args=transformers.arguments(job, SFTConfig, padding_free=job.needs("packing"), max_length=None),
+        args=transformers.arguments(job, SFTConfig, **own),
         train_dataset=Dataset.from_list(rows),
         processing_class=tokenizer,
         optimizers=(optimizer, job.linear(optimizer) if job.needs("schedule") else transformers.constant(optimizer)),
-        **given,
     ).train()
