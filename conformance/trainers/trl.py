@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from datasets import Dataset
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
@@ -26,7 +24,11 @@ def train(job: Job, kind: type = SFTTrainer, even_batches: bool = True) -> None:
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, pad_token="[PAD]", eos_token="[PAD]")
     rows = [{key: value.tolist() for key, value in sample.items()} for sample in job.dataset]
     optimizer = job.optimizer()
-    own = {"padding_free": job.needs("packing"), "max_length": None, "accelerator_config": {"even_batches": even_batches}}
+    own = {
+        "padding_free": job.needs("packing"),
+        "max_length": None,
+        "accelerator_config": {"even_batches": even_batches},
+    }
     kind(
         model=job.module,
         args=transformers.arguments(job, SFTConfig, **own),
