@@ -26,6 +26,7 @@ from safetensors.torch import save_file
 from torch.nn.functional import cross_entropy
 
 from conformance.cases import CASES
+from conformance.verdict import VISIBLE
 from trainer.cli import run
 from trainer.commands.recipes import load_recipe
 from trainer.data import Conversations, Documents, HubText, ImageFolder, Mixture, StreamedText, TextFiles
@@ -134,11 +135,16 @@ REJECTING = ("transformers_drop_in", "trl_drop_in")
 
 @pytest.mark.parametrize("trainer", [*REJECTING, "lightning_drop_in", "accumulate", "ours", "ours_language"])
 def test_drop_ins_and_this_trainer_are_exact_as_the_pages_say(trainer):
-    verdicts = {case: CELLS[f"{trainer}/{case}"]["verdict"] for case in CASES}
-    depend = {verdicts.pop("moe"), verdicts.pop("batch-norm")}  # no sums over samples
+    cells = {case: CELLS[f"{trainer}/{case}"] for case in CASES}
+    depend = {cells.pop(case)["verdict"] for case in ("moe", "batch-norm")}  # no sums over samples
     assert depend <= {"rejected" if trainer in REJECTING else "other", "unsupported"}
-    assert {case: one for case, one in verdicts.items() if one not in ("exact", "rounding", "unsupported")} == {}
-    assert sum(one != "unsupported" for one in verdicts.values()) > 15
+    rejected = {case for case, cell in cells.items() if cell["verdict"] == "rejected"}
+    assert rejected <= ({"label-smoothing", "two-losses"} if trainer in REJECTING else set())  # not in the logits
+    measured = {case: cell for case, cell in cells.items() if cell["verdict"] not in ("rejected", "unsupported")}
+    assert len(measured) > 15
+    # "samples": a forward pass of weight 0, or one for TRL's metrics, which do not change the gradient
+    assert {cell["verdict"] for cell in measured.values()} <= {"exact", "rounding", "samples"}
+    assert max(cell["error"] for cell in measured.values()) <= VISIBLE
 
 
 @pytest.mark.slow
