@@ -6,7 +6,7 @@ beside transformers' Trainer; memory and gradients. What is right or wrong runs 
 alone. Results are written after every row. A row that fails, lacks a package or has no time left says so.
 
 transformers' Trainer is there for its speed only. Its gradients are not compared: for some models it scales them by the
-number of accumulated micro-batches (benchmarks/README.md, correctness.py).
+number of accumulated micro-batches (docs/upstream/transformers-classifiers.md).
 """
 
 from __future__ import annotations

@@ -17,6 +17,7 @@ import tempfile
 import time
 import traceback
 import warnings
+from dataclasses import replace
 from importlib.metadata import version
 from pathlib import Path
 from types import ModuleType
@@ -45,6 +46,8 @@ def measure(trainer: str, case: Case, folder: Path, defect: str = "") -> Verdict
     module = adapter(trainer)
     if missing := case.needs - module.FEATURES:
         return Verdict("unsupported", None, f"not used: {', '.join(FEATURES[one] for one in sorted(missing))}")
+    if case.dtype == torch.float64:
+        case = replace(case, dtype=getattr(module, "DTYPE", torch.float64))
     job, recorder = Job(case, folder), None
     try:
         job.recorder = recorder = Recorder(job.module)

@@ -239,15 +239,21 @@ def judge_step(
         return Verdict("samples" if set(given) & set(window) else "order", error, difference(given, window))
     if case.dtype != torch.float64:
         rounding = distance(reference.in_dtype(passes, len(window)), expected)
-        text = f"{error / rounding:.2g} times the rounding of the passes and their sum in float64"
-        return Verdict("exact" if error <= MAX_ROUNDING * rounding else "precision", error, text)
+        times = error / rounding
+        if times <= MAX_DEFECT_ROUNDING:
+            text = f"{times:.2g} times the rounding of the passes and their sum in float64"
+            return Verdict("exact" if times <= MAX_ROUNDING[case.dtype] else "precision", error, text)
+        return name_difference(found, expected, rows, window, error, MAX_DEFECT_ROUNDING * rounding)
     if error <= VISIBLE:
         return Verdict("exact" if error <= EXACT else "rounding", error)
-    return name_difference(found, expected, rows, window, error)
+    return name_difference(found, expected, rows, window, error, VISIBLE)
 
 
-MAX_ROUNDING = 1.5
-"""Largest error of an exact gradient in less than float64, in units of the rounding that cannot be avoided."""
+MAX_ROUNDING = {torch.float32: 3.0, torch.bfloat16: 1.5}
+"""Largest error of an exact gradient, in units of the rounding that cannot be avoided in a dtype."""
+
+MAX_DEFECT_ROUNDING = 30
+"""Up to here an error in less than float64 is one of the precision of the sum, in the same units."""
 
 
 def difference(given: Counter[int], window: Sequence[int]) -> str:
@@ -261,17 +267,20 @@ def difference(given: Counter[int], window: Sequence[int]) -> str:
 
 
 def name_difference(
-    found: Tensor, expected: Tensor, rows: Tensor | None, window: Sequence[int], error: float
+    found: Tensor, expected: Tensor, rows: Tensor | None, window: Sequence[int], error: float, visible: float
 ) -> Verdict:
-    """Return the kind of a wrong gradient: a factor, unequal weights of samples, or something else."""
+    """Return the kind of a wrong gradient: a factor, unequal weights of samples, or something else.
+
+    An explanation is right if it leaves a relative error of at most ``visible``.
+    """
     factor = float(found @ expected / (expected @ expected))
-    if distance(found, factor * expected) <= VISIBLE:
+    if distance(found, factor * expected) <= visible:
         return Verdict("factor", error, f"{factor:.4g} times the gradient of the whole batch")
     if rows is None:
         return Verdict("other", error)
     shares = torch.linalg.lstsq(rows.T, found.unsqueeze(1), driver="gelsd").solution.flatten()
-    if distance(rows.T @ shares, found) <= VISIBLE:
-        shares = shares.where(shares.abs() > VISIBLE, 0)
+    if distance(rows.T @ shares, found) <= visible:
+        shares = shares.where(shares.abs() > visible, 0)
         return Verdict("ragged", error, f"samples weigh {weights_text(window, shares.tolist())} instead of 1")
     return Verdict("other", error)
 

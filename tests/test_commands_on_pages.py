@@ -23,7 +23,7 @@ from helpers.warm import python
 from trainer.cli import COMMANDS, run
 
 ROOT = Path(__file__).parents[1]
-BLOCK = re.compile(r"(?:^<!-- (.*?) -->\n)?^```(?:bash|console)\n(.*?)^```", re.DOTALL | re.MULTILINE)
+BLOCK = re.compile(r"(?:^<!-- ((?:(?!-->).)*) -->\n)?^```(?:bash|console)\n(.*?)^```", re.DOTALL | re.MULTILINE)
 MARK = re.compile(r"executed|executed by (\S+)::(\w+)|flags checked: .+|not executed: .+")
 NAMED = re.compile(rf"\btrainer ({'|'.join(COMMANDS)})\b")
 WITH_RECIPE = ("fit", "doctor", "plan", "ladder", "sweep")

@@ -7,18 +7,23 @@ import math
 
 import torch
 from accelerate import Accelerator
+from accelerate.utils import DataLoaderConfiguration
 
 from conformance.cases import loss_from_logits, weight_of_labels
 from conformance.job import Job
 
-TITLE, VERSION_OF = "Accelerate, items counted", "accelerate"
+TITLE, VERSION_OF = "Accelerate, items counted, even_batches=False", "accelerate"
 DOCS = "https://huggingface.co/docs/accelerate/usage_guides/gradient_accumulation#gradient-accumulation-on-training-samples-of-variable-size"
 FEATURES = {"ranks", "clip", "momentum"}
 
 
 def train(job: Job) -> None:
     """Train with the loop of the page."""
-    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=job.case.accumulation)
+    accelerator = Accelerator(
+        cpu=True,
+        gradient_accumulation_steps=job.case.accumulation,
+        dataloader_config=DataLoaderConfiguration(even_batches=False),  # otherwise samples are repeated
+    )
     module, optimizer, loader = accelerator.prepare(job.module, job.optimizer(), job.loader())
     for _ in range(job.case.epochs):
         batches, remaining = iter(loader), len(loader)

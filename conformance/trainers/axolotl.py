@@ -1,7 +1,7 @@
 """axolotl: ``AxolotlTrainer``, which its builder makes for a causal language model that is trained in full.
 
-Its command line reads a model, a tokenizer and data from a hub, so it is left out. Its pins of torch, numpy and packages
-that this does not import are not installed.
+Its command line reads a model, a tokenizer and data from a hub, so it is left out. Its pins of torch, numpy and
+packages that this does not import are not installed.
 """
 
 from __future__ import annotations

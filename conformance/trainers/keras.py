@@ -52,13 +52,15 @@ def train(job: Job) -> None:
         ),
         keras.losses.SparseCategoricalCrossentropy(from_logits=True),
     )
-    model.fit(*arrays(job, job.dataset), batch_size=job.case.micro_batch_size, epochs=job.case.epochs, shuffle=False, verbose=0)
+    size, epochs = job.case.micro_batch_size, job.case.epochs
+    model.fit(*arrays(job, job.dataset), batch_size=size, epochs=epochs, shuffle=False, verbose=0)
     if job.needs("ema"):
-        averages = zip(model.trainable_variables, optimizer._model_variables_moving_average, strict=True)
+        found = optimizer._model_variables_moving_average
+        averages = zip(model.trainable_variables, found, strict=True)
         names = {one.data_ptr(): name for name, one in job.module.named_parameters()}
         job.average = {names[one.value.data_ptr()]: average.value.detach() for one, average in averages}
     if job.needs("evaluate"):
-        job.evaluation_loss = model.evaluate(*arrays(job, job.evaluation_set), batch_size=job.case.micro_batch_size, verbose=0)
+        job.evaluation_loss = model.evaluate(*arrays(job, job.evaluation_set), batch_size=size, verbose=0)
 
 
 def arrays(job: Job, samples: list[Sample]) -> tuple[Any, Any]:

@@ -14,6 +14,7 @@ from trainer.integrations.lightning import ExactAccumulation
 TITLE, VERSION_OF = "Lightning Trainer, with our drop-in", "lightning"
 DOCS = "../drop-in.md#lightning"
 FEATURES = {"ranks", "clip", "momentum", "schedule"}
+SHUFFLES = True  # the batch sampler of the page has an order of its own
 
 
 class ExactLit(ExactAccumulation, lightning.Lit):

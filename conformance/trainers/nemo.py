@@ -1,8 +1,8 @@
 """NeMo Automodel: its recipes ``train_ft`` and ``train_seq_cls`` with a configuration as in its guides.
 
 The recipes ask for a GPU in a few places. To run on a CPU, ``torch.cuda``'s functions for memory and for the current
-device return 0, modules stay where they are when they are moved to ``cuda``, and triton is hidden, because its kernels do
-not import with triton 3.9. The model and the data are named by ``_target_``, so nothing is read from a hub.
+device return 0, modules stay where they are when they are moved to ``cuda``, and triton is hidden, because its kernels
+do not import with triton 3.9. The model and the data are named by ``_target_``, so nothing is read from a hub.
 """
 
 from __future__ import annotations

@@ -62,7 +62,7 @@ class CaseData(Data):
         return collate(samples)
 
 
-def train(job: Job) -> None:
+def train(job: Job, model: Model | None = None) -> None:
     """Train with a recipe."""
     CaseModel.job = CaseData.job = job
     case, decay = job.case, {"momentum": MOMENTUM, "weight_decay": DECAY} if job.needs("momentum") else {}
@@ -75,7 +75,7 @@ def train(job: Job) -> None:
         activation_checkpointing="full" if job.needs("checkpointing") else "none",
     )
     recipe = Recipe(
-        model=CaseModel(),
+        model=model or CaseModel(),
         data=CaseData(),
         optim=Optim("sgd", lr=LEARNING_RATE, schedule=schedule, clip_norm=job.clip_norm, ema=average, **decay),
         batch_size=case.micro_batch_size * case.accumulation * case.ranks,

@@ -14,9 +14,9 @@ DOCS = "https://huggingface.co/docs/transformers/trainer"
 FEATURES = {"ranks", "clip", "momentum", "schedule", "checkpointing", "packing", "resume", "evaluate"}
 
 
-def train(job: Job, kind: type = Trainer, **given: Any) -> None:
+def train(job: Job, kind: type = Trainer, even_batches: bool = True, **given: Any) -> None:
     """Train with the arguments that the page on ``TrainingArguments`` names."""
-    run(job, lambda: build(job, kind, **given))
+    run(job, lambda: build(job, kind, even_batches, **given))
 
 
 def run(job: Job, make: Callable[[], Trainer]) -> None:
@@ -42,7 +42,7 @@ class StopAt(TrainerCallback):
         control.should_training_stop = state.global_step == self.step
 
 
-def build(job: Job, kind: type, **given: Any) -> Trainer:
+def build(job: Job, kind: type, even_batches: bool, **given: Any) -> Trainer:
     """Return a trainer of the job's model."""
     optimizer = job.optimizer()
     if job.needs("packing"):
@@ -51,7 +51,7 @@ def build(job: Job, kind: type, **given: Any) -> Trainer:
         given["data_collator"] = DataCollatorWithFlattening()
     trainer = kind(
         model=job.module,
-        args=arguments(job, TrainingArguments),
+        args=arguments(job, TrainingArguments, accelerator_config={"even_batches": even_batches}),
         train_dataset=job.dataset,
         eval_dataset=job.evaluation_set,
         optimizers=(optimizer, job.linear(optimizer) if job.needs("schedule") else constant(optimizer)),

@@ -10,7 +10,7 @@ from conformance.cases import loss_from_logits, weight_of_labels
 from conformance.job import Job
 from conformance.trainers import transformers
 
-TITLE, VERSION_OF = "transformers Trainer, compute_loss_func", "transformers"
+TITLE, VERSION_OF = "transformers Trainer, compute_loss_func, even_batches=False", "transformers"
 DOCS = "https://huggingface.co/docs/transformers/trainer_customize"
 FEATURES = transformers.FEATURES
 
@@ -22,4 +22,4 @@ def train(job: Job) -> None:
         items = num_items_in_batch or weight_of_labels(job.case, labels)  # an evaluation counts no items
         return loss_from_logits(job.case, outputs["logits"], labels)[0] / items
 
-    transformers.train(job, compute_loss_func=compute_loss)
+    transformers.train(job, even_batches=False, compute_loss_func=compute_loss)  # True repeats samples

@@ -20,7 +20,7 @@ DOCS = "https://huggingface.co/docs/trl/sft_trainer"
 FEATURES = transformers.FEATURES
 
 
-def train(job: Job, kind: type = SFTTrainer, **given: Any) -> None:
+def train(job: Job, kind: type = SFTTrainer, even_batches: bool = True) -> None:
     """Train with the arguments of the page."""
     if job.case.task != "causal_lm":
         raise UnsupportedError("it trains causal language models")
@@ -28,16 +28,19 @@ def train(job: Job, kind: type = SFTTrainer, **given: Any) -> None:
         [{key: value.tolist() for key, value in sample.items()} for sample in samples]
         for samples in (job.dataset, job.evaluation_set)
     )
-    given |= {"eval_dataset": Dataset.from_list(evaluated)}
-    transformers.run(job, lambda: build(job, kind, SFTConfig, rows, padding_free=job.needs("packing"), **given))
+    settings = {"padding_free": job.needs("packing"), "accelerator_config": {"even_batches": even_batches}}
+    given = {"eval_dataset": Dataset.from_list(evaluated)}
+    transformers.run(job, lambda: build(job, kind, SFTConfig, rows, settings, **given))
 
 
-def build(job: Job, kind: type, config: type, rows: list[Any], padding_free: bool | None = None, **given: Any) -> Trainer:
+def build(
+    job: Job, kind: type, config: type, rows: list[Any], settings: dict[str, Any] | None = None, **given: Any
+) -> Trainer:
     """Return a trainer of the job's model on ``rows``."""
-    optimizer, more = job.optimizer(), {} if padding_free is None else {"padding_free": padding_free}
+    optimizer = job.optimizer()
     return kind(
         model=job.module,
-        args=transformers.arguments(job, config, max_length=None, **more),
+        args=transformers.arguments(job, config, max_length=None, **settings or {}),
         train_dataset=Dataset.from_list(rows),
         processing_class=tokenizer(),
         optimizers=(optimizer, job.linear(optimizer) if job.needs("schedule") else transformers.constant(optimizer)),

@@ -61,12 +61,13 @@ def test_sums_with_weights_are_exact_for_any_micro_batches(make, sizes, steps):
     micro = list(zip(*(part.split(sizes) for part in data(sum(sizes))), strict=True))
     module = network()
     optimizer = AccumulatingOptimizer(make(module.parameters()), steps=steps)
-    for x, y in micro:
-        (module(x) - y).square().sum().backward()
-        optimizer.step(weight=len(x))
-        optimizer.zero_grad()
-    optimizer.flush()
-    windows = [micro[start : start + steps] for start in range(0, len(micro), steps)]
+    for _ in range(2):  # epochs
+        for x, y in micro:
+            (module(x) - y).square().sum().backward()
+            optimizer.step(weight=len(x))
+            optimizer.zero_grad()
+        optimizer.flush()
+    windows = [micro[start : start + steps] for start in range(0, len(micro), steps)] * 2
     chunks = [tuple(torch.cat(part) for part in zip(*window, strict=True)) for window in windows]
     check(weights_of(module), whole_batches(make, chunks))
 
@@ -147,6 +148,29 @@ def test_a_window_that_somebody_clears_is_refused_and_not_dropped(where, set_to_
     else:
         with pytest.raises(RuntimeError, match=message):
             module["left"](data(4)[0]).sum().backward()
+
+
+def test_a_window_that_somebody_clears_is_not_flushed():
+    module = network()
+    optimizer = AccumulatingOptimizer(sgd(module.parameters()), steps=4)
+    module(data(4)[0]).sum().backward()
+    optimizer.step()
+    module.zero_grad()
+    with pytest.raises(RuntimeError, match="cleared or changed"):
+        optimizer.flush()
+
+
+def test_loading_a_state_discards_the_window_and_training_continues():
+    module, (inputs, targets) = network(), data(8)
+    optimizer = AccumulatingOptimizer(sgd(module.parameters()), steps=2)
+    state = optimizer.state_dict()
+    module(inputs).sum().backward()
+    optimizer.step(weight=8)
+    optimizer.load_state_dict(state)
+    for x, y in zip(inputs.split(4), targets.split(4), strict=True):
+        (module(x) - y).square().sum().backward()
+        optimizer.step(weight=4)
+    check(weights_of(module), whole_batches(sgd, [(inputs, targets)]))
 
 
 @pytest.mark.filterwarnings("ignore:Using backward:UserWarning")

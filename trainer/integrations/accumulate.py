@@ -35,8 +35,7 @@ class AccumulatingOptimizer(Optimizer):
       is also exact when micro-batches differ in size.
 
     On several ranks gradients are summed over the ranks once per update, whether DDP has averaged them already or not,
-    so micro-batches may differ in size between ranks, and a window may end anywhere. docs/your-own-loop.md has the
-    rules for DDP's ``no_sync``, FSDP, ``torch.amp.GradScaler``, clipping and ranks without micro-batches.
+    so micro-batches may differ in size between ranks, and a window may end anywhere (docs/your-own-loop.md).
 
     Args:
         optimizer: any optimizer that needs no closure.
@@ -112,9 +111,8 @@ class AccumulatingOptimizer(Optimizer):
         """
         if closure is not None:
             raise ValueError("AccumulatingOptimizer.step takes no closure: call backward() before step()")
-        for left in self._left:
-            left.check_untouched()
-        self._left.clear()
+        while self._left:
+            self._left.pop().check_untouched()
         if self._weighted not in (None, weight is not None):
             raise ValueError("weight= was passed for only some micro-batches of a window: pass it for all or none")
         if weight is not None and weight < 0:
@@ -135,9 +133,11 @@ class AccumulatingOptimizer(Optimizer):
         All ranks must call it; they may have different numbers of micro-batches, or none.
 
         Raises:
-            RuntimeError: on all ranks, if some flush while others end a full window, the ranks have different models
-                or use ``weight`` differently, FSDP has not reduced, or the scales of their GradScalers differ.
+            RuntimeError: as ``step``; on all ranks, if some flush while others end a full window, they have different
+                models or scales, use ``weight`` differently, or FSDP has not reduced.
         """
+        while self._left:
+            self._left.pop().check_untouched()
         return self._update(flushes=True)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -239,9 +239,9 @@ class AccumulatingOptimizer(Optimizer):
 
     def _start_window(self) -> None:
         self.micro_step, self._weight, self._weighted = 0, 0.0, None
-        self._unscaled.clear()
-        self._overflows.clear()
-        self._left.clear()
+        self._unscaled, self._overflows = {}, []
+        while self._left:
+            self._left.pop().gradient = None  # discarded: its hook checks nothing
         self._shards = _FSDPReduction()
         self.optimizer.zero_grad(set_to_none=True)
 
@@ -262,10 +262,10 @@ class _LeftoverGradient:
     def check_untouched(self, _: Tensor | None = None) -> None:
         """Check the gradient just before the next one is added, or at the end of a micro-step that adds none."""
         before, self.gradient = self.gradient, None
-        if before is None:  # checked already
-            return
         if self.handle is not None:
             self.handle.remove()
+        if before is None:  # checked already
+            return
         if self.parameter.grad is not before or self.version not in (None, before._version):
             fix = "call optimizer.zero_grad(), which keeps them within a window, instead of model.zero_grad()"
             raise RuntimeError(f"accumulated gradients were cleared or changed between step() and backward(): {fix}")
