@@ -81,11 +81,11 @@ class Recorder:
         ]
 
     def _forward(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if module.training:
+        if module.training and torch.is_grad_enabled():
             self.passes.append(Pass(numbers_in(args, kwargs)))
 
     def _dropout(self, module: nn.Module, args: tuple[Any, ...], output: Tensor) -> None:
-        if module.training:
+        if module.training and torch.is_grad_enabled():
             self.passes[-1].masks.append(output.detach() != 0)
 
     def _step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
