@@ -30,7 +30,7 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 import torch
 from torch import distributed
 
-from conformance.cases import CASES, FEATURES, Case
+from conformance.cases import CASES, FEATURES, MODELS, Case
 from conformance.job import Job, UnsupportedError
 from conformance.record import Recorder
 from conformance.verdict import Reference, Run, Verdict, as_row, judge
@@ -146,6 +146,8 @@ def main() -> None:
     module = adapter(trainer)
     found = getattr(module, "VERSION", None) or version(module.VERSION_OF)
     Path(folder, "versions.json").write_text(json.dumps({"version": found, "torch": torch.__version__}))
+    for model in {CASES[name.partition(":")[0]].model for name in names}:
+        MODELS[model]()  # what is imported here is not imported in every process
     for name in names:
         in_processes(trainer, name, Path(folder, f"{name}.json"), float(limit))
 

@@ -118,13 +118,13 @@ class Reference:
             rows.append(self._gradient(total / (weight or 1.0)))
         return torch.stack(rows)
 
-    def in_dtype(self, passes: Sequence[Pass], weight: int) -> Tensor:
+    def in_dtype(self, passes: Sequence[Pass]) -> Tensor:
         """Return the gradient of ``passes`` in the dtype of the case, summed in float64 and then rounded."""
         module = copy.deepcopy(self.module).to(self.case.dtype)
-        total = torch.zeros((), dtype=torch.float64)
-        for one in passes:
-            loss, _ = loss_of(self.case, module, [self.samples[number] for number in one.samples])
-            total = total + self._gradient(loss / weight, module).to(torch.float64)
+        found = [loss_of(self.case, module, [self.samples[number] for number in one.samples]) for one in passes]
+        weight = sum(one for _, one in found)
+        total = sum(self._gradient(loss / weight, module).to(torch.float64) for loss, _ in found)
+        assert isinstance(total, Tensor)
         return total.to(self.case.dtype).to(torch.float64)
 
     def loss(self) -> float:
@@ -238,7 +238,7 @@ def judge_step(
     if (given and set(given) != set(window)) or any(count > 1 for count in given.values()):
         return Verdict("samples" if set(given) & set(window) else "order", error, difference(given, window))
     if case.dtype != torch.float64:
-        rounding = distance(reference.in_dtype(passes, len(window)), expected)
+        rounding = distance(reference.in_dtype(passes), expected)
         times = error / rounding
         if times <= MAX_DEFECT_ROUNDING:
             text = f"{times:.2g} times the rounding of the passes and their sum in float64"
