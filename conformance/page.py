@@ -99,7 +99,7 @@ def is_ours(name: str) -> bool:
 
 def href(link: str) -> str:
     """Return a link to a file of the documentation as one from this page of the site."""
-    return link if link.startswith("http") else "../" + link.removeprefix("../").replace(".md", "/")
+    return link if link.startswith("http") else link.removeprefix("../").replace(".md", ".html")
 
 
 def box(cells: Cells, name: str, case: str) -> str:
