@@ -1,4 +1,4 @@
-"""The command line: ``python -m conformance run`` and ``report``."""
+"""The command line: ``python -m conformance run``, ``check``, ``report`` and ``show``."""
 
 from __future__ import annotations
 
@@ -152,6 +152,22 @@ def report(arguments: argparse.Namespace) -> None:
     build(json.loads(arguments.out.read_text()))
 
 
+def show(arguments: argparse.Namespace) -> None:
+    """Print a reproduction of a wrong cell that needs only the trainer's own package."""
+    from conformance.known import known
+
+    (trainer,), (case,) = chosen("trainer", arguments.trainer, trainers()), chosen("case", arguments.case, cases())
+    entry = known(trainer, case)
+    if entry is None or not entry.page:
+        measured = f"python -m conformance run --trainers {trainer} --cases {case} --again"
+        raise SystemExit(
+            f"conformance: error: {trainer}/{case} has no reproduction in docs/upstream; measure it with `{measured}`, "
+            f"and see conformance/trainers/{trainer}.py"
+        )
+    page = (HERE.parent / "docs" / "upstream" / entry.page).read_text(encoding="utf-8")
+    print(page.split("```python\n")[1].split("```")[0], end="")
+
+
 def main(argv: Sequence[str] | None = None) -> None:
     """Run a command."""
     parser = argparse.ArgumentParser(prog="python -m conformance", description="Measures the gradients of trainers.")
@@ -165,6 +181,10 @@ def main(argv: Sequence[str] | None = None) -> None:
     check_parser.set_defaults(do=check)
     two = commands.add_parser("report", help="build the page of the documentation")
     two.set_defaults(do=report)
+    three = commands.add_parser("show", help="print a reproduction of a cell that runs on its own")
+    three.add_argument("trainer")
+    three.add_argument("case")
+    three.set_defaults(do=show)
     for command in (one, check_parser):
         command.add_argument("--jobs", type=int, default=2, help="trainers at once")
     for command in (one, two):

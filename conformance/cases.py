@@ -47,7 +47,8 @@ class Bag(nn.Module):
         logits = self.head((self.embed(input_ids) * mask).sum(1) / mask.sum(1))
         if labels is None:
             return {"logits": logits}
-        return {"loss": cross_entropy(logits, labels, self.weights, label_smoothing=self.smoothing), "logits": logits}
+        weights = None if self.weights is None else self.weights.to(logits)
+        return {"loss": cross_entropy(logits, labels, weights, label_smoothing=self.smoothing), "logits": logits}
 
 
 class TwoLosses(Bag):
@@ -331,7 +332,7 @@ def loss_from_logits(case: Case, logits: Tensor, labels: Tensor) -> tuple[Tensor
         return binary_cross_entropy_with_logits(logits, labels, reduction="sum"), weight
     if case.task == "causal_lm":
         logits, labels = logits[:, :-1], labels[:, 1:]
-    weights = CLASS_WEIGHTS if case.model == "weighted" else None
+    weights = CLASS_WEIGHTS.to(logits) if case.model == "weighted" else None
     smoothing = 0.1 if case.model == "smoothed" else 0.0
     flat, wanted = logits.flatten(0, -2), labels.flatten()
     total = cross_entropy(flat, wanted, weights, ignore_index=IGNORED, reduction="sum", label_smoothing=smoothing)

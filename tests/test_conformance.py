@@ -9,39 +9,81 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
+from torch.nn.utils import parameters_to_vector, vector_to_parameters
 
-from conformance.__main__ import chosen, trainers
-from conformance.cases import CASES, FEATURES
-from conformance.page import END, PAGE, START, render
+from conformance.__main__ import chosen, main, trainers
+from conformance.cases import CASES, FEATURES, loss_of
+from conformance.known import KNOWN, known
+from conformance.page import END, PAGE, START, is_wrong, render
 from conformance.planted import DEFECTS
-from conformance.verdict import KINDS, weights_text
+from conformance.verdict import KINDS, Reference, weights_text
 
 ROOT = Path(__file__).parents[1]
 
 
-def measured(trainer: str, case: str, folder: Path) -> str:
-    """The verdict on a cell, measured in a process as the command does it."""
-    command = [sys.executable, "-m", "conformance.cell", trainer, "120", str(folder), case]
+def measured(trainer: str, names: list[str], folder: Path) -> dict[str, str]:
+    """The verdicts on cells, measured in a process as the command does it."""
+    command = [sys.executable, "-m", "conformance.cell", trainer, "120", str(folder), *names]
     done = subprocess.run(
         command, cwd=folder, env=os.environ | {"PYTHONPATH": str(ROOT)}, capture_output=True, text=True, check=False
     )
     assert done.returncode == 0, done.stderr
-    return json.loads((folder / f"{case}.json").read_text())["verdict"]
+    return {name: json.loads((folder / f"{name}.json").read_text())["verdict"] for name in names}
 
 
-@pytest.mark.parametrize(
-    "defect", [pytest.param("mean-of-means"), *(pytest.param(d, marks=pytest.mark.slow) for d in DEFECTS)]
-)
-def test_a_planted_defect_has_its_verdict(defect, tmp_path):
-    case, verdict = DEFECTS[defect]
-    assert measured(f"planted:{defect}", case, tmp_path) == verdict
+def test_planted_defects_have_their_verdicts_and_the_correct_loop_is_exact(tmp_path):
+    found = measured("planted", ["ragged", "ragged:mean-of-means", "padded:padding-counted"], tmp_path)
+    assert list(found.values()) == ["exact", "ragged", "factor"]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("case", ["ragged", "padded", "masked", "gpt2", "momentum", "schedule-short", "2-ranks-uneven"])
+def test_every_planted_defect_has_its_verdict(tmp_path):
+    wanted = {f"{case}:{defect}": verdict for defect, (case, verdict) in DEFECTS.items()}
+    assert measured("planted", list(wanted), tmp_path) == wanted
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("trainer", ["planted", "ours"])
-def test_a_correct_loop_and_our_fit_are_exact(trainer, case, tmp_path):
-    assert measured(trainer, case, tmp_path) == "exact"
+def test_a_correct_loop_and_our_fit_are_exact(trainer, tmp_path):
+    names = ["ragged", "padded", "masked", "gpt2", "momentum", "schedule-short", "resume", "overflow", "2-ranks-uneven"]
+    assert set(measured(trainer, names, tmp_path).values()) == {"exact"}
+
+
+@pytest.mark.slow
+def test_two_runs_have_the_same_verdicts(tmp_path):
+    for folder in (tmp_path / "first", tmp_path / "second"):
+        folder.mkdir()
+        measured("planted", ["texts:mean-of-means", "lora-dropout", "2-ranks-dropout"], folder)
+    first, second = (
+        {path.name: json.loads(path.read_text()) for path in (tmp_path / name).glob("[0-9a-z]*.json")}
+        for name in ("first", "second")
+    )
+    assert first == second
+    assert len(first) == 4  # and the versions
+
+
+@pytest.mark.parametrize(
+    "name", ["ragged", "class-weights", "label-smoothing", "two-losses", "tokens", "regression", "multi-label", "gpt2"]
+)
+def test_the_reference_agrees_with_finite_differences(name):
+    case, change = CASES[name], 1e-5
+    reference = Reference(case, case.build())
+    reference.load(dict(reference.module.named_parameters()))
+    numbers = sorted(case.windows()[0])
+    gradient = reference.of_samples(numbers).sum(0)
+    parameters = [one for one in reference.module.parameters() if one.requires_grad]
+    weights = parameters_to_vector(parameters).detach()
+    generator = torch.Generator().manual_seed(0)
+    for _ in range(3):
+        direction = torch.randn(len(weights), generator=generator, dtype=torch.float64)
+        losses = []
+        for sign in (1, -1):
+            vector_to_parameters(weights + sign * change * direction, parameters)
+            total, weight = loss_of(case, reference.module, [reference.samples[number] for number in numbers])
+            losses.append(float(total) / weight)
+        # The error is change² times a third derivative, and the rounding of the loss divided by the change.
+        assert (losses[0] - losses[1]) / (2 * change) == pytest.approx(float(gradient @ direction), rel=1e-5)
 
 
 def test_every_verdict_and_case_is_known():
@@ -64,7 +106,28 @@ def test_unknown_names_are_rejected_with_the_nearest():
 def test_the_page_shows_the_results():
     content = json.loads((ROOT / "conformance" / "results.json").read_text())
     shown = PAGE.read_text().split(START)[1].split(END)[0].strip()
-    assert shown == render(content["cells"]).strip(), "python -m conformance report"
+    assert shown == render(content).strip(), "python -m conformance report"
+    assert f"one of {len(DEFECTS)} planted" in PAGE.read_text()
+
+
+def test_every_known_cause_names_trainers_cases_and_pages_that_exist():
+    for one in KNOWN:
+        assert set(one.trainers) <= set(trainers())
+        assert set(one.cases) <= {*CASES, "*"}
+        assert not one.page or (ROOT / "docs" / "upstream" / one.page).exists(), one.page
+
+
+def test_every_wrong_cell_has_a_cause():
+    cells = json.loads((ROOT / "conformance" / "results.json").read_text())["cells"]
+    wrong = {tuple(name.split("/")) for name, cell in cells.items() if is_wrong(cell)}
+    assert not {f"{trainer}/{case}" for trainer, case in wrong if known(trainer, case) is None}
+
+
+def test_show_prints_a_reproduction(capsys):
+    main(["show", "transformers", "classifier"])
+    compile(capsys.readouterr().out, "reproduction", "exec")
+    with pytest.raises(SystemExit, match=r"transformers/even has no reproduction in docs/upstream; measure it with"):
+        main(["show", "transformers", "even"])
 
 
 def test_weights_of_samples_are_joined():

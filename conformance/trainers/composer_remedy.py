@@ -7,7 +7,7 @@ from typing import Any
 from composer.core import DataSpec
 
 from conformance.cases import weight_of_labels
-from conformance.job import Job
+from conformance.job import Job, UnsupportedError
 from conformance.trainers import composer
 
 TITLE, VERSION_OF = "Composer, accumulate_train_batch_on_tokens", "mosaicml"
@@ -17,6 +17,9 @@ FEATURES = composer.FEATURES
 
 def train(job: Job) -> None:
     """Count the items of a micro-batch as its tokens."""
+
+    if job.case.model == "weighted":
+        raise UnsupportedError("a number of tokens is an integer, and a weight of classes is not")
 
     def count(batch: Any) -> int:
         return int(weight_of_labels(job.case, batch["labels"]))
