@@ -77,7 +77,9 @@ def run(arguments: argparse.Namespace) -> None:
 def write(path: Path, content: dict[str, Any]) -> None:
     """Replace a file atomically."""
     part = path.with_suffix(".part")
-    lines = [f"  {json.dumps(name)}: {json.dumps(row, sort_keys=True)}" for name, row in sorted(content["cells"].items())]
+    lines = [
+        f"  {json.dumps(name)}: {json.dumps(row, sort_keys=True)}" for name, row in sorted(content["cells"].items())
+    ]
     facts = json.dumps({name: value for name, value in content.items() if name != "cells"}, sort_keys=True)
     cells = ",\n".join(lines)  # one line for each
     part.write_text(f'{facts[:-1]}, "cells": {{\n{cells}\n}}}}\n')
