@@ -48,20 +48,20 @@ def record(name: str, command: list[str], folder: str, steps: int) -> list[dict[
 
 def compare(a: list[dict[str, Any]], b: list[dict[str, Any]], tolerance: float) -> None:
     """Print the relative error of each step; raise a ``RunError`` if gradients, learning rates or weights differ."""
-    found = []
+    found = list[str]()
     for number, (one, other) in enumerate(zip(a, b, strict=False), 1):
         (aa, ab), (_, bb) = other["products"].tolist()
-        error, eps = (max(aa - 2 * ab + bb, 0.0) / (aa or 1.0)) ** 0.5, max(one["eps"], other["eps"])
-        limit = tolerance or (ROUNDING if eps < 1e-6 else 4 * eps)
-        print(f"step {number}: relative error {error:.1e}, up to {limit:.1e} is rounding")
+        error = (max(aa - 2 * ab + bb, 0.0) / (aa or 1.0)) ** 0.5
+        limit = tolerance or max(ROUNDING, 4 * one["eps"], 4 * other["eps"])
+        print("\n" * (number == 1) + f"step {number}: relative error {error:.1e}, up to {limit:.1e} is rounding")
         apart = bool((one["weights"] - other["weights"]).norm() > ROUNDING * one["weights"].norm())
         require(number > 1 or not apart, "A and B start from different weights: set one seed, and resume no checkpoint")
         kinds = (
             (one["rates"] != other["rates"], f"the learning rate is {one['rates'][0]} in A, {other['rates'][0]} in B"),
             (apart, "the weights differ after equal gradients: so do settings of the optimizer"),
-            (not error <= limit, explain(aa, ab, bb, limit) + ", but the same before" * (number > 1)),
+            (not error <= limit, explain(aa, ab, bb, limit)),
         )
-        found += [f"step {number}: {text}" for is_found, text in kinds if is_found][:1]
+        found += [f"step {number}{', not before' * (number > 1)}: {text}" for is_found, text in kinds if is_found][:1]
     found[1:] = [f"A takes {len(a)} optimizer steps, B takes {len(b)}"] if len(a) != len(b) else []
     if found:
         raise RunError(f"not the same: {'; '.join(found)}")
