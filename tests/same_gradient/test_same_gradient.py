@@ -18,7 +18,7 @@ from trainer.cli import run
 
 SCRIPTS = Path(__file__).with_name("scripts")
 PAGE = Path(__file__).parents[2] / "docs" / "same-gradient.md"
-TORCHRUN = f"{sys.executable} -m torch.distributed.run --standalone --nproc_per_node"
+TORCHRUN = "python -m torch.distributed.run --standalone --nproc_per_node"
 
 
 @pytest.fixture(autouse=True)
@@ -150,7 +150,7 @@ def test_ctrl_c_leaves_no_process(tmp_path):
     script.write_text(
         "import torch, time, pathlib\npathlib.Path(__file__).with_suffix('.on').touch()\ntime.sleep(600)\n"
     )
-    ranks = [*shlex.split(TORCHRUN), "2", str(script)]
+    ranks = [sys.executable, *shlex.split(TORCHRUN)[1:], "2", str(script)]
     started = StartedRun(tmp_path, [sys.executable, "-m", "trainer", "same-gradient", "--", *ranks, "--", "true"])
     try:
         assert started.until(script.with_suffix(".on").exists, 120)

@@ -13,7 +13,7 @@ class Recorder:
         self.folder, self.steps, self.taken, self.waits, self.dtypes = folder, steps, 0, True, dict[Any, Any]()
         sys.path[:] = [path for path in sys.path if path != folder]
         ours = sys.modules.pop("sitecustomize")
-        site.execsitecustomize()  # that of the environment, if it has one
+        site.execsitecustomize()  # another one in the environment
         sys.modules.setdefault("sitecustomize", ours)
 
     def find_spec(self, *_: Any) -> None:
@@ -21,7 +21,7 @@ class Recorder:
         module: Any = sys.modules.get("torch.optim.optimizer")
         if self.waits and hasattr(module, "register_optimizer_step_pre_hook"):
             self.waits, autocast = False, sys.modules["torch"].autocast
-            if sys.platform == "linux":  # end with the launcher: torchrun's ranks are in sessions of their own
+            if sys.platform == "linux":  # end with the launcher, because torchrun starts a session for each rank
                 sys.modules["ctypes"].CDLL(None).prctl(1, 9)
             module.register_optimizer_step_pre_hook(self.before_step)
             enter = autocast.__enter__
@@ -51,7 +51,7 @@ class Recorder:
         ours: dict[str, Any] = {"rates": [float(each["lr"]) for each in optimizer.param_groups]}
         ours |= {"gradients": [], "products": torch.zeros(2, 2).double(), "weights": torch.zeros(len(parameters), 2)}
         ours["eps"] = max(torch.finfo(one).eps for one in {*self.dtypes, *(one.dtype for one in parameters)})
-        scale = getattr(optimizer, "grad_scale", None) or 1.0  # of fused optimizers, which unscale by themselves
+        scale = getattr(optimizer, "grad_scale", None) or 1.0  # fused optimizers unscale by themselves
         for at, parameter in enumerate(parameters):
             weight, grad = whole(parameter), parameter.grad
             gradient = (torch.zeros_like(weight) if grad is None else whole(grad) / scale).cpu().clone()

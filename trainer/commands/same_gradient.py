@@ -11,7 +11,7 @@ from trainer.commands.flags import split_argv
 from trainer.commands.recipes import parse_count
 from trainer.errors import MissingArgumentError, RunError, require
 
-ROUNDING = 256 * 2.0**-23  # of sums of 2**16 terms in float32; in fp16 and bf16 only results are rounded
+ROUNDING = 256 * 2.0**-23  # for sums over 2**16 terms in float32; in fp16 and bf16 only results are rounded
 
 
 def same_gradient(argv: list[str]) -> None:
