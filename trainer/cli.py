@@ -51,6 +51,8 @@ commands:
   migrate FILE [--from transformers|lightning|accelerate|timm] [--ranks N]
                             print a recipe with the settings of training_args.json, a config.yaml of Lightning CLI or
                             accelerate, or args.yaml of timm, and what has no counterpart; N processes used the file
+  same-gradient [--steps N] [--tolerance X] -- COMMAND A -- COMMAND B
+                            compare the gradients of two runs of a training script, which is not changed
   runs [DIR ...]            a table of runs with their metrics; --compare two of them
 
 RECIPE is a packaged name, a .py file that defines `recipe`, or the recipe.yaml of a run. A .py file that a recipe.yaml
@@ -76,6 +78,7 @@ COMMANDS = {
     "predict": "commands.runs:predict",
     "export": "commands.runs:export",
     "migrate": "commands.migrate:migrate",
+    "same-gradient": "commands.same_gradient:same_gradient",
     "runs": "lab.list_runs:runs",
 }
 """The function of each command. It takes the remaining arguments, and returns an exit code or ``None``."""
