@@ -30,9 +30,9 @@ CORE = [
 
 # Maximum numbers of lines. They only fall, except by an allowance that an issue names.
 MAX_CORE = 4824  # CORE
-MAX_TRAINER = 35240  # trainer/ without fakegpu
+MAX_TRAINER = 35235  # trainer/ without fakegpu
 MAX_FAKEGPU = 3832  # trainer/fakegpu
-MAX_BENCHMARKS = 12893  # benchmarks/
+MAX_BENCHMARKS = 12148  # benchmarks/
 
 MAX_PHRASES = {"trainer": 0, "README.md": 0, "CONTRIBUTING.md": 0, "docs": 26}
 """Maximum numbers of phrases of the former private dialect, by place; see tests/helpers/prose.py. They only fall."""

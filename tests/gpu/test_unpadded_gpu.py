@@ -7,7 +7,7 @@ import torch
 from helpers.problems import Problem, collate, make_model, make_samples
 
 from trainer.models import padding_free
-from trainer.models.padding_free import FULL, AttentionPattern, SequenceLengths, varlen_attention
+from trainer.models.padding_free import FULL, Lengths, Pattern, varlen_attention
 
 LENGTHS = [130, 64, 64, 7, 1]
 
@@ -33,7 +33,7 @@ def test_each_document_attends_to_what_is_before(
     torch.manual_seed(0)
     ends = torch.tensor([0, *LENGTHS], device="cuda").cumsum(0).to(torch.int32)
     tensors = [torch.randn(sum(LENGTHS), heads, 32, device="cuda", dtype=torch.float64) for heads in (4, 2, 2)]
-    compared(tensors, ends, dtype, AttentionPattern(causal=True, window=window, scale=0.3), monkeypatch)
+    compared(tensors, ends, dtype, Pattern(causal=True, window=window, scale=0.3), monkeypatch)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -51,7 +51,7 @@ def test_dropout_has_the_gradient_of_its_mask_and_the_mask_of_its_seed(dtype: to
     def run(seed: int) -> list[torch.Tensor]:
         torch.cuda.manual_seed(seed)
         leaves = [part.clone().requires_grad_() for part in (query, key, value)]
-        out = varlen_attention(*leaves, SequenceLengths(lengths), ends, rate)
+        out = varlen_attention(*leaves, Lengths(lengths), ends, rate)
         out.backward(upstream)
         return [out.detach(), *(leaf.grad for leaf in leaves)]
 
@@ -80,7 +80,7 @@ def compared(
     tensors: list[torch.Tensor],
     ends: torch.Tensor,
     dtype: torch.dtype,
-    pattern: AttentionPattern,
+    pattern: Pattern,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     expected = computed(tensors, ends, pattern)
@@ -95,11 +95,11 @@ def compared(
             assert (ours.double() - theirs).norm() <= tolerance * theirs.norm()
 
 
-def computed(tensors: list[torch.Tensor], ends: torch.Tensor, pattern: AttentionPattern) -> list[torch.Tensor]:
+def computed(tensors: list[torch.Tensor], ends: torch.Tensor, pattern: Pattern) -> list[torch.Tensor]:
     """The result and the gradients of its sum of squares; in fp64 by whole weights of attention."""
     query, key, value = (tensor.clone().requires_grad_() for tensor in tensors)
     if query.dtype != torch.float64:
-        found = varlen_attention(query, key, value, SequenceLengths(LENGTHS), ends, 0.0, pattern)
+        found = varlen_attention(query, key, value, Lengths(LENGTHS), ends, 0.0, pattern)
     else:
         asked, parts = query.split([1] * len(LENGTHS) if len(query) == len(LENGTHS) else LENGTHS), []
         for own, *others in zip(asked, key.split(LENGTHS), value.split(LENGTHS), strict=True):

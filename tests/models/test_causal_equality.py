@@ -22,7 +22,7 @@ from transformers import AutoModelForCausalLM
 from trainer.contract import Model
 from trainer.engine.order import batch_indices
 from trainer.models import CausalLM, chunked_loss, packed_attention
-from trainer.models.padding_free import SequenceLengths
+from trainer.models.padding_free import Lengths
 from trainer.recipe import Memory, Optim
 
 AXES: dict[str, tuple[Any, ...]] = {
@@ -187,7 +187,7 @@ def plant_leaking_attention(monkeypatch):
     within = packed_attention.varlen_attention
 
     def leaking(query, key, value, lengths, ends, *rest):
-        return within(query, key, value, SequenceLengths([sum(lengths.tokens)]), ends[[0, -1]], *rest)
+        return within(query, key, value, Lengths([sum(lengths.tokens)]), ends[[0, -1]], *rest)
 
     monkeypatch.setattr(packed_attention, "varlen_attention", leaking)
 

@@ -25,7 +25,7 @@ from trainer.fakegpu.target import Target
 from trainer.fakegpu.tracer import tracing
 from trainer.models import CausalLM, packed_attention, padding_free
 from trainer.models.packed_attention import VERIFIED_ARCHITECTURES, pack_documents
-from trainer.models.padding_free import FULL, AttentionPattern, SequenceLengths, varlen_attention
+from trainer.models.padding_free import FULL, Lengths, Pattern, varlen_attention
 from trainer.models.text import UNPADDING_MODEL_TYPES
 from trainer.system.child_jobs import run_in_child
 
@@ -78,7 +78,7 @@ def test_the_table_is_the_recorded_certificate(packing: Any) -> None:
 def leaking(*given: Any) -> Tensor:
     """Attention with a mask that is causal over the whole row."""
     query, key, value, lengths, ends, dropout, pattern = given
-    return varlen_attention(query, key, value, SequenceLengths([sum(lengths.tokens)]), ends[[0, -1]], dropout, pattern)
+    return varlen_attention(query, key, value, Lengths([sum(lengths.tokens)]), ends[[0, -1]], dropout, pattern)
 
 
 def leaking_little(*given: Any) -> Tensor:
@@ -127,22 +127,22 @@ def test_the_certificate_finds_positions_that_go_on(kind: str, packing: Any, mon
 @pytest.mark.parametrize(
     "pattern",
     [
-        AttentionPattern(causal=True),
-        AttentionPattern(causal=True, window=3, scale=0.7),
-        AttentionPattern(window=3),
-        AttentionPattern(causal=True, softcap=2.0),
-        AttentionPattern(causal=True, window=4, sinks=torch.tensor([0.5, -1.0, 2.0, 0.0], dtype=torch.float64)),
+        Pattern(causal=True),
+        Pattern(causal=True, window=3, scale=0.7),
+        Pattern(window=3),
+        Pattern(causal=True, softcap=2.0),
+        Pattern(causal=True, window=4, sinks=torch.tensor([0.5, -1.0, 2.0, 0.0], dtype=torch.float64)),
     ],
     ids=str,
 )
-def test_attention_is_that_of_a_whole_matrix(pattern: AttentionPattern) -> None:
+def test_attention_is_that_of_a_whole_matrix(pattern: Pattern) -> None:
     """With two heads of keys for four of queries, and values of another size."""
     torch.manual_seed(0)
     lengths = [7, 1, 5]
     query, key = torch.randn(13, 4, 8, dtype=torch.float64), torch.randn(13, 2, 8, dtype=torch.float64)
     value = torch.randn(13, 2, 6, dtype=torch.float64)
     ends = torch.tensor([0, *lengths]).cumsum(0).to(torch.int32)
-    found = varlen_attention(query, key, value, SequenceLengths(lengths), ends, 0.0, pattern)
+    found = varlen_attention(query, key, value, Lengths(lengths), ends, 0.0, pattern)
     place, number = torch.arange(13), torch.repeat_interleave(torch.arange(3), torch.tensor(lengths))
     far = place[:, None] - place
     seen = (number[:, None] == number) & ((far >= 0) | (not pattern.causal)) & (far.abs() < (pattern.window or 99))
@@ -245,24 +245,24 @@ FLASH = ["_flash_attention_forward.default", "_flash_attention_backward.default"
 LENGTHS = [9, 4, 4, 7, 1]
 PATTERNS = {
     "full": FULL,
-    "causal": AttentionPattern(causal=True, scale=0.3),
-    "causal window": AttentionPattern(causal=True, window=3),
-    "window": AttentionPattern(window=3),
+    "causal": Pattern(causal=True, scale=0.3),
+    "causal window": Pattern(causal=True, window=3),
+    "window": Pattern(window=3),
 }
 
 
-def operations(gpu: str, dtype: torch.dtype, texts: int, dropout: float, pattern: AttentionPattern = FULL) -> Any:
+def operations(gpu: str, dtype: torch.dtype, texts: int, dropout: float, pattern: Pattern = FULL) -> Any:
     """The kernels that a plan names, and the operations of one attention, forward and backward, on a simulated GPU."""
     return run_in_child(partial(_operations, gpu, dtype, texts, dropout, pattern))
 
 
-def _operations(gpu: str, dtype: torch.dtype, texts: int, dropout: float, pattern: AttentionPattern) -> Any:
+def _operations(gpu: str, dtype: torch.dtype, texts: int, dropout: float, pattern: Pattern) -> Any:
     with tracing(Target(gpu_named(gpu))) as tracer:
         tokens = [100 + number for number in range(texts)]
         ends = torch.tensor([0, *tokens]).cumsum(0).to(torch.int32).cuda()
         parts = [torch.randn(sum(tokens), 12, 64, device="cuda", dtype=dtype, requires_grad=True) for _ in range(3)]
         with Dispatches() as noted:
-            varlen_attention(*parts, SequenceLengths(tokens), ends, dropout, pattern).sum().backward()
+            varlen_attention(*parts, Lengths(tokens), ends, dropout, pattern).sum().backward()
         return list(tracer.trace.attention), noted.names
 
 
@@ -282,7 +282,7 @@ def _rotated() -> tuple[list[str], list[str]]:
     with tracing(Target(gpu_named("h200"))), torch.autocast("cuda", torch.bfloat16), Dispatches() as noted:
         ends = torch.tensor([0, 9, 13], dtype=torch.int32).cuda()
         parts = [torch.randn(13, 2, 64, device="cuda", dtype=dtype, requires_grad=True) for dtype in ROTATED]
-        found = varlen_attention(*parts, SequenceLengths([9, 4]), ends, 0.0, PATTERNS["causal"])
+        found = varlen_attention(*parts, Lengths([9, 4]), ends, 0.0, PATTERNS["causal"])
         found.sum().backward()
         return noted.names, [str(found.dtype), *(str(part.grad.dtype) for part in parts)]
 
@@ -360,8 +360,8 @@ def problem(first: bool, dtype: torch.dtype = torch.float64) -> tuple[list[Tenso
 @pytest.mark.parametrize(("name", "first"), [("full", True), *((name, False) for name in PATTERNS)])
 def test_flash_is_asked_for_the_attention_that_is_computed_without_it(name, first, flash_on_cpu):
     parts, ends = problem(first)
-    expected = padding_free._without_flash(*parts, SequenceLengths(LENGTHS), ends, 0.0, PATTERNS[name])
-    found = varlen_attention(*parts, SequenceLengths(LENGTHS), ends, 0.0, PATTERNS[name])
+    expected = padding_free._without_flash(*parts, Lengths(LENGTHS), ends, 0.0, PATTERNS[name])
+    found = varlen_attention(*parts, Lengths(LENGTHS), ends, 0.0, PATTERNS[name])
     assert (found - expected).norm() <= ROUNDING * expected.norm()
 
 
@@ -369,13 +369,13 @@ def test_flash_is_in_one_graph_that_serves_all_lengths(flash_on_cpu):
     counter = CompileCounter()
 
     @torch.compile(backend=counter, fullgraph=True)
-    def layer(query: Tensor, key: Tensor, value: Tensor, lengths: SequenceLengths, ends: Tensor) -> Tensor:
+    def layer(query: Tensor, key: Tensor, value: Tensor, lengths: Lengths, ends: Tensor) -> Tensor:
         return varlen_attention(query * 2, key, value, lengths, ends, 0.0) + 1
 
     for tokens in ([3, 4], [5, 6, 7], [2, 9, 4, 4], [8, 3, 1], [7] * 6):
         ends = torch.tensor([0, *tokens]).cumsum(0).to(torch.int32)
         parts = [torch.randn(sum(tokens), 2, 8) for _ in range(3)]
-        layer(*parts, SequenceLengths(tokens), ends)
+        layer(*parts, Lengths(tokens), ends)
     assert counter.frame_count <= 2  # for the first lengths, then for any
 
 
@@ -385,7 +385,7 @@ def test_padded_texts_have_the_result_and_the_gradients_of_single_ones(name, fir
     for compute in (padding_free._without_flash, padding_free._padded):
         parts, ends = problem(first)
         leaves = [part.requires_grad_() for part in parts]
-        out = compute(*leaves, SequenceLengths(LENGTHS), ends, 0.0, PATTERNS[name])
+        out = compute(*leaves, Lengths(LENGTHS), ends, 0.0, PATTERNS[name])
         out.square().sum().backward()
         found.append([out.detach(), *(leaf.grad for leaf in leaves)])
     for ours, theirs in zip(*found, strict=True):

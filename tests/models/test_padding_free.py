@@ -22,7 +22,7 @@ from trainer.engine.window import Windows
 from trainer.errors import RecipeError
 from trainer.models import BigBird, TextClassifier, padding_free
 from trainer.models.base import classification_loss
-from trainer.models.padding_free import SequenceLengths, _DroppedAttention, varlen_attention
+from trainer.models.padding_free import Lengths, _DroppedAttention, varlen_attention
 from trainer.planner.predict import prepare_recipe
 from trainer.weights.blocks import find_blocks
 
@@ -148,7 +148,7 @@ def test_texts_do_not_see_each_other(rate: float) -> None:
         for changed in (0.0, 1.0):
             torch.manual_seed(1)
             other = torch.cat([key[:14], key[14:] + changed])  # of all but the first two texts
-            found.append(varlen_attention(asked, other, value, SequenceLengths(LENGTHS), ends, rate))
+            found.append(varlen_attention(asked, other, value, Lengths(LENGTHS), ends, rate))
         same = 2 if first else 14
         assert found[0].shape == (len(asked), 8)
         assert torch.equal(found[0][:same], found[1][:same])

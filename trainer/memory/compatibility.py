@@ -244,10 +244,8 @@ def _require_no_router_loss(module: nn.Module, model: Model) -> None:
     """Reject a mixture of experts whose loss includes that of its router, which is no sum over samples."""
     has_loss = any(getattr(getattr(part, "config", None), "output_router_logits", False) for part in module.modules())
     if has_loss and not model.samples_interact:
-        raise RecipeError(
-            f"{type(model).__name__}: output_router_logits=True adds the balance loss of a router, which depends on "
-            "how the batch is cut: set it to False in the configuration of the model, or set samples_interact = True"
-        )
+        fault = f"{type(model).__name__}: output_router_logits=True adds a loss that depends on how the batch is cut"
+        raise RecipeError(f"{fault}: set it to False in the configuration of the model, or set samples_interact = True")
 
 
 def require_first_order(output: Any, setting: str, remedy: str) -> None:

@@ -18,7 +18,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
 from trainer.errors import RecipeError
-from trainer.models.padding_free import AttentionPattern, SequenceLengths, eager_attention, pack, varlen_attention
+from trainer.models.padding_free import Lengths, Pattern, eager_attention, pack, varlen_attention
 
 NAME = "documents"
 """The ``attn_implementation`` that selects this attention."""
@@ -56,7 +56,7 @@ def packed_document_attention(
     sliding_window: int | None = None,
     softcap: float | None = None,
     s_aux: Tensor | None = None,
-    lengths: SequenceLengths | None = None,
+    lengths: Lengths | None = None,
     cu_seq_lens: Tensor | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
@@ -65,7 +65,7 @@ def packed_document_attention(
     With ``lengths`` and ``cu_seq_lens`` each document sees itself; otherwise ``sdpa`` plus ``softcap`` and ``s_aux``.
     """
     causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
-    pattern = AttentionPattern(causal, sliding_window, scaling, softcap, s_aux)
+    pattern = Pattern(causal, sliding_window, scaling, softcap, s_aux)
     if lengths is not None and cu_seq_lens is not None:
         if kwargs.get("position_bias") is not None:
             cause = f"model.padding_free: {type(module).__name__} adds a bias to the attention scores"
@@ -77,7 +77,7 @@ def packed_document_attention(
         given = query, key, value, attention_mask, dropout, scaling, is_causal
         return sdpa_attention_forward(module, *given, **kwargs)
     if attention_mask is None and query.shape[2] > 1:
-        attention_mask = AttentionPattern(causal).mask(query.shape[2], query.device)
+        attention_mask = Pattern(causal).mask(query.shape[2], query.device)
     return eager_attention(query, key, value, attention_mask, dropout, pattern).transpose(1, 2).contiguous(), None
 
 

@@ -26,7 +26,7 @@ MAX_PADDING = 4  # max ratio of padded rows to tokens for a single padded call o
 QUERY_CHUNK = 256  # queries at a time, for dropout on a CPU, because a long text's weights exceed the cache
 
 
-class SequenceLengths:
+class Lengths:
     """The number of tokens of each text, in a wrapper: for a list, torch would recompile for every number of texts."""
 
     def __init__(self, tokens: list[int]) -> None:
@@ -45,7 +45,7 @@ class SequenceLengths:
         return self._padding
 
 
-class AttentionPattern(NamedTuple):
+class Pattern(NamedTuple):
     """The attention pattern within a text, and how scores become weights."""
 
     causal: bool = False  # a token sees only itself and earlier tokens
@@ -66,7 +66,7 @@ class AttentionPattern(NamedTuple):
         return seen if self.causal else seen.tril(self.window - 1)
 
 
-FULL = AttentionPattern()
+FULL = Pattern()
 
 
 def pack(batch: Mapping[str, Any], padding_idx: int | None) -> dict[str, Any] | None:
@@ -77,7 +77,7 @@ def pack(batch: Mapping[str, Any], padding_idx: int | None) -> dict[str, Any] | 
         padding_idx: the padding token of models whose positions start after its id and skip padding tokens.
 
     Returns:
-        The others and ``position_ids``, ``(1, tokens)``; ``lengths``, a :class:`SequenceLengths`; and ``cu_seq_lens``,
+        The others and ``position_ids``, ``(1, tokens)``; ``lengths``, a :class:`Lengths`; and ``cu_seq_lens``,
         the start of each text and the end of the last, int32 ``(n + 1,)``.
     """
     mask = batch["attention_mask"].bool()
@@ -95,7 +95,7 @@ def pack(batch: Mapping[str, Any], padding_idx: int | None) -> dict[str, Any] | 
     packed.setdefault("position_ids", positions[mask][None])
     ends = torch.nn.functional.pad(tokens.cumsum(0), (1, 0)).to(torch.int32)
     rest = {"labels": batch["labels"]} if "labels" in batch else {}
-    return {**packed, "cu_seq_lens": ends, "lengths": SequenceLengths(tokens.tolist()), **rest}
+    return {**packed, "cu_seq_lens": ends, "lengths": Lengths(tokens.tolist()), **rest}
 
 
 def unpad(module: nn.Module) -> None:
@@ -127,7 +127,7 @@ def _unpadded(kind: type[nn.Module]) -> type[nn.Module]:
     return type(kind.__name__, (kind,), {"forward": forward, "__module__": kind.__module__})
 
 
-def _distilbert_block(block: Any, rows: Tensor, hidden: Tensor, lengths: SequenceLengths, ends: Tensor) -> Tensor:
+def _distilbert_block(block: Any, rows: Tensor, hidden: Tensor, lengths: Lengths, ends: Tensor) -> Tensor:
     attention = block.attention
     heads = attention.q_lin(rows), attention.k_lin(hidden), attention.v_lin(hidden)
     rate = attention.dropout.p if block.training else 0.0
@@ -136,7 +136,7 @@ def _distilbert_block(block: Any, rows: Tensor, hidden: Tensor, lengths: Sequenc
     return block.output_layer_norm(block.ffn(attended) + attended)
 
 
-def _bert_block(block: Any, rows: Tensor, hidden: Tensor, lengths: SequenceLengths, ends: Tensor) -> Tensor:
+def _bert_block(block: Any, rows: Tensor, hidden: Tensor, lengths: Lengths, ends: Tensor) -> Tensor:
     attention = block.attention.self
     heads = attention.query(rows), attention.key(hidden), attention.value(hidden)
     rate = attention.dropout.p if block.training else 0.0
@@ -169,13 +169,7 @@ def _block_name(kind: type[nn.Module]) -> str | None:
 
 
 def varlen_attention(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    lengths: SequenceLengths,
-    ends: Tensor,
-    dropout: float,
-    pattern: AttentionPattern = FULL,
+    query: Tensor, key: Tensor, value: Tensor, lengths: Lengths, ends: Tensor, dropout: float, pattern: Pattern = FULL
 ) -> Tensor:
     """Compute attention within each text, without a mask over several texts.
 
@@ -200,7 +194,7 @@ def varlen_attention(
     return _without_flash(query, key, value, lengths, ends, dropout, pattern)
 
 
-def takes_flash(query: Tensor, value: Tensor, dropout: float, pattern: AttentionPattern = FULL) -> bool:
+def takes_flash(query: Tensor, value: Tensor, dropout: float, pattern: Pattern = FULL) -> bool:
     """Return whether flash attention supports these packed texts, in one call for any number of texts."""
     size = query.shape[-1]
     is_half = query.dtype in (torch.float16, torch.bfloat16)
@@ -215,13 +209,7 @@ def takes_flash(query: Tensor, value: Tensor, dropout: float, pattern: Attention
 
 
 def _flash(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    lengths: SequenceLengths,
-    ends: Tensor,
-    dropout: float,
-    pattern: AttentionPattern,
+    query: Tensor, key: Tensor, value: Tensor, lengths: Lengths, ends: Tensor, dropout: float, pattern: Pattern
 ) -> Tensor:
     """Compute flash attention over packed texts.
 
@@ -241,13 +229,7 @@ def _flash(
 
 @torch.compiler.disable  # lengths differ in every micro-batch, so compiled code would not be reused
 def _without_flash(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    lengths: SequenceLengths,
-    ends: Tensor,
-    dropout: float,
-    pattern: AttentionPattern,
+    query: Tensor, key: Tensor, value: Tensor, lengths: Lengths, ends: Tensor, dropout: float, pattern: Pattern
 ) -> Tensor:
     first, on_cpu = len(query) == len(lengths.tokens), query.device.type == "cpu"
     plain = pattern.softcap is None and pattern.sinks is None
@@ -278,13 +260,7 @@ def _without_flash(
 
 
 def _padded(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    lengths: SequenceLengths,
-    ends: Tensor,
-    dropout: float,
-    pattern: AttentionPattern,
+    query: Tensor, key: Tensor, value: Tensor, lengths: Lengths, ends: Tensor, dropout: float, pattern: Pattern
 ) -> Tensor:
     """Compute attention in one call over the texts, each padded to the longest.
 
@@ -340,7 +316,7 @@ class _Gather(torch.autograd.Function):
 
 
 def eager_attention(
-    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, dropout: float, pattern: AttentionPattern
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, dropout: float, pattern: Pattern
 ) -> Tensor:
     """Compute attention of ``(texts, heads, tokens, size)`` with softcap or sinks, which torch's kernels lack."""
     key, value = _repeat_kv(key, query, 1), _repeat_kv(value, query, 1)
