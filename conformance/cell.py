@@ -71,11 +71,12 @@ def measure(trainer: str, case: Case, folder: Path, defect: str = "") -> Verdict
 
 
 def failed(error: Exception, has_begun: bool) -> Verdict:
-    """Return the verdict on an exception: a message before the first step is a rejection."""
+    """Return the verdict on an exception: a message before the first step is a rejection, but not one of torch."""
     traceback.print_exception(error)
     text = f"{type(error).__name__}: {error}".strip().splitlines()[0][:300]
     is_message = isinstance(error, ValueError | NotImplementedError) or "Misconfiguration" in type(error).__name__
-    return Verdict("rejected" if is_message and not has_begun else "crashed", None, text)
+    is_torch = "/torch/" in traceback.extract_tb(error.__traceback__)[-1].filename
+    return Verdict("rejected" if is_message and not has_begun and not is_torch else "crashed", None, text)
 
 
 def train_and_judge(trainer: str, case: Case, defect: str, rank: int, port: int, out: Path) -> None:

@@ -50,8 +50,10 @@ def train(job: Job) -> None:
     template.task_type = "causal_lm" if is_text else "seq_cls"
     template.set_mode("train")
     template.data_collator = lambda rows, padding_to=None: job.collate(rows)
-    job.module.model_meta = SimpleNamespace(is_multimodal=False, model_arch=None)  # type: ignore[assignment]
-    job.module.model_info = SimpleNamespace(is_moe_model=case.model == "mixtral")  # type: ignore[assignment]
+    for part in job.module.modules():  # one with adapters has the model inside
+        if hasattr(part, "config"):
+            part.model_meta = SimpleNamespace(is_multimodal=False, model_arch=None)  # type: ignore[assignment]
+            part.model_info = SimpleNamespace(is_moe_model=case.model == "mixtral")  # type: ignore[assignment]
     if not is_text:  # its loader gives every model one
         job.module.generation_config = None  # type: ignore[assignment]
     optimizer = job.optimizer()
