@@ -60,6 +60,7 @@ EVERYBODY = (
     *("trl", "trl_remedy", "trl_dpo", "trl_reward"),
 )
 HUGGING_FACE = (
+    *("transformers_drop_in", "trl_drop_in"),
     *("transformers", "transformers_remedy", "transformers_before", "trl", "trl_remedy", "axolotl", "llamafactory"),
     *("swift", "swift_before"),
 )
@@ -67,7 +68,11 @@ REPEATED = "Samples are repeated, so that all ranks have equally many micro-batc
 
 KNOWN: tuple[Known, ...] = (
     Known(EVERYBODY, INEXACT, "Samples depend on each other, so a batch that is split has another gradient."),
-    Known(EVERYBODY, ("bf16",), "Gradients of bfloat16 weights are summed in bfloat16, which is torch's default."),
+    Known(
+        tuple(one for one in EVERYBODY if one != "nemo_before"),
+        ("bf16",),
+        "Gradients of bfloat16 weights are summed in bfloat16, which is torch's default.",
+    ),
     Known(
         ("transformers_before", "llamafactory"),
         ("*",),
@@ -77,7 +82,16 @@ KNOWN: tuple[Known, ...] = (
     ),
     Known(
         ("nemo_before",),
-        ("*",),
+        (
+            "even",
+            "ragged",
+            "classifier",
+            "classifier-short",
+            "2-ranks",
+            "2-ranks-classifier",
+            "2-ranks-dropout",
+            "bf16",
+        ),
         "The gradient of a sequence classifier is multiplied by the number of micro-batches.",
         f"{GITHUB}NVIDIA-NeMo/Automodel/pull/3830",
         "2026-09",
@@ -85,7 +99,7 @@ KNOWN: tuple[Known, ...] = (
     ),
     Known(
         ("swift_before",),
-        ("*",),
+        ("classifier-short",),
         "A window with fewer micro-batches has too small a gradient.",
         f"{GITHUB}modelscope/ms-swift/pull/10084",
         "2026-09",
@@ -107,7 +121,12 @@ KNOWN: tuple[Known, ...] = (
     ),
     Known(("trl", "trl_remedy"), ("gpt2",), "GPT-2's first tokens are counted.", page="trl-gpt2-first-token.md"),
     Known(HUGGING_FACE, ("gpt2",), "GPT-2's first tokens are counted.", page="transformers-gpt2-first-token.md"),
-    Known(HUGGING_FACE, ("2-ranks-uneven",), REPEATED, page="transformers-repeated-samples.md"),
+    Known(
+        tuple(one for one in HUGGING_FACE if "swift" not in one),
+        ("2-ranks-uneven",),
+        REPEATED,
+        page="transformers-repeated-samples.md",
+    ),
     Known(
         ("transformers", "swift", "axolotl"),
         ("classifier", "classifier-short", "2-ranks-classifier"),
@@ -151,7 +170,14 @@ KNOWN: tuple[Known, ...] = (
         ("*",),
         "Micro-batches have equal weights, and a last window with fewer has too small a gradient, or none if the loop "
         "is manual.",
+        f"{GITHUB}Lightning-AI/pytorch-lightning/issues/19987",
+        "2024-06",
         page="lightning-windows.md",
+    ),
+    Known(
+        ("timm",),
+        ("classifier-short",),
+        "In the last window an update is due when the number of batches is divisible by the length of that window.",
     ),
     Known(
         ("keras",),
@@ -176,7 +202,6 @@ KNOWN: tuple[Known, ...] = (
         ("torchtune",),
         ("texts", "ragged-texts", "padded", "masked", "gpt2"),
         "Items are counted before the labels are shifted, and the loss is a mean after it.",
-        page="torchtune-shifted-labels.md",
     ),
     Known(
         ("torchtune", "torchtitan", "fabric", "litgpt"),
@@ -191,12 +216,10 @@ KNOWN: tuple[Known, ...] = (
         ),
         "A window that is not full at the end has no step.",
     ),
-    Known(("litgpt",), ("*",), MEANS, page="litgpt-mean-of-means.md"),
-    Known(("fabric", "deepspeed", "composer", "composer_remedy", "timm", "torchtune"), ("*",), MEANS),
+    Known(("litgpt", "fabric", "deepspeed", "composer", "composer_remedy", "timm", "torchtune"), ("*",), MEANS),
     Known(
-        ("nemo",),
+        ("nemo", "nemo_before", "swift", "swift_before"),
         ("2-ranks-uneven",),
-        "The last sample is left out, so that all ranks have equally many.",
-        "https://docs.nvidia.com/nemo/automodel/latest/guides/llm/finetune.html",
+        "The last samples are left out, so that all ranks have equally many.",
     ),
 )

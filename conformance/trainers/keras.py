@@ -32,6 +32,7 @@ def train(job: Job) -> None:
             found = zip(trainable_variables, grads, strict=True)
             job.recorder.keep({names[one.value.data_ptr()]: gradient for one, gradient in found}, float(learning_rate))
             super()._backend_update_step(grads, trainable_variables, learning_rate)
+            job.recorder.last = job.recorder.weights()  # fit ends with the average in the model
 
     class Logits(keras.Model):
         def __init__(self) -> None:
