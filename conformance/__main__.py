@@ -12,7 +12,7 @@ import tempfile
 import time
 from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from datetime import UTC, datetime
+from datetime import datetime, timezone
 from difflib import get_close_matches
 from pathlib import Path
 from queue import Queue
@@ -88,7 +88,7 @@ def write(path: Path, content: dict[str, Any]) -> None:
 
 def measure(trainer: str, names: Sequence[str], rows: Queue) -> None:
     """Put the result of each case into ``rows``; one process in the trainer's environment measures them."""
-    facts: dict[str, Any] = {"date": datetime.now(UTC).strftime("%Y-%m-%d")}
+    facts: dict[str, Any] = {"date": datetime.now(timezone.utc).strftime("%Y-%m-%d")}
     left = list(names)
     try:
         python = python_of(trainer)

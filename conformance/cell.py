@@ -88,7 +88,8 @@ def train_and_judge(trainer: str, case: Case, defect: str, rank: int, port: int,
         more |= {"TORCHELASTIC_RESTART_COUNT": 0, "TORCHELASTIC_MAX_RESTARTS": 0}
         os.environ.update({name: str(value) for name, value in (world | more).items()})
         distributed.init_process_group("gloo")
-    with tempfile.TemporaryDirectory() as folder, contextlib.chdir(folder):
+    with tempfile.TemporaryDirectory() as folder:
+        os.chdir(folder)
         verdict = measure(trainer, case, Path(folder), defect)
     if rank == 0:
         part = out.with_suffix(".part")

@@ -151,7 +151,7 @@ KNOWN: tuple[Known, ...] = (
     Known(
         ("lightning", "lightning_remedy"),
         ("resume",),
-        "Resumed in the middle of an epoch, the data starts again, unless the loader has a state; a warning says so.",
+        "Resumed in the middle of an epoch, the data starts again, unless the loader has a state. Lightning warns.",
         "https://lightning.ai/docs/pytorch/stable/common/checkpointing_intermediate.html",
     ),
     Known(

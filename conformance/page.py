@@ -79,7 +79,7 @@ def is_wrong(cell: dict[str, Any]) -> bool:
 
 def matrix(cells: Cells, names: Sequence[str]) -> list[str]:
     """Return the table as HTML: a row for each case, a column for each trainer. ``conformance.js`` filters it."""
-    lines = ['<div class="matrix" markdown="0">', '<table id="matrix">', "<thead><tr><th>case</th>"]
+    lines = ['<div class="matrix" markdown="0">', '<table id="matrix" class="grid">', "<thead><tr><th>case</th>"]
     for name in names:
         facts, kind = facts_of(name), "ours" if is_ours(name) else "remedy" if "_" in name else "default"
         title = f'<a href="{href(facts["DOCS"])}">{html.escape(facts["TITLE"])}</a>'

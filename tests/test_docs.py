@@ -137,13 +137,15 @@ REJECTING = ("transformers_drop_in", "trl_drop_in")
 def test_drop_ins_and_this_trainer_are_exact_as_the_pages_say(trainer):
     cells = {case: CELLS[f"{trainer}/{case}"] for case in CASES}
     depend = {cells.pop(case)["verdict"] for case in ("moe", "batch-norm")}  # no sums over samples
-    assert depend <= {"rejected" if trainer in REJECTING else "other", "unsupported"}
+    assert depend <= {"rejected" if trainer in REJECTING else "other", "rejected", "unsupported"}
+    # The sum in bfloat16, and what a drop-in leaves to the other trainer, are red in the table.
+    for case in ("bf16", *(("evaluate-texts", "2-ranks-dropout") if trainer in REJECTING else ())):
+        del cells[case]
     rejected = {case for case, cell in cells.items() if cell["verdict"] == "rejected"}
     assert rejected <= ({"label-smoothing", "two-losses"} if trainer in REJECTING else set())  # not in the logits
     measured = {case: cell for case, cell in cells.items() if cell["verdict"] not in ("rejected", "unsupported")}
     assert len(measured) > 15
-    # "samples": a forward pass of weight 0, or one for TRL's metrics, which do not change the gradient
-    assert {cell["verdict"] for cell in measured.values()} <= {"exact", "rounding", "samples"}
+    assert {cell["verdict"] for cell in measured.values()} <= {"exact", "rounding"}
     assert max(cell["error"] for cell in measured.values()) <= VISIBLE
 
 
