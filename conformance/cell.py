@@ -50,6 +50,10 @@ def measure(trainer: str, case: Case, folder: Path, defect: str = "") -> Verdict
         case = replace(case, dtype=getattr(module, "DTYPE", torch.float64))
     job, recorder = Job(case, folder), None
     try:
+        job.module  # noqa: B018 # is built here
+    except ImportError as error:
+        return Verdict("unsupported", None, f"the pins of the trainer do not fit the model's: {error}"[:200])
+    try:
         job.recorder = recorder = Recorder(job.module)
         torch.manual_seed(1000 + job.rank)  # as in processes that nobody seeded
         with recorder:

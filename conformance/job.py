@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.optim import SGD, Optimizer
 from torch.utils.data import DataLoader, Sampler
 
-from conformance.cases import LEARNING_RATE, Batch, Case, Sample, collate
+from conformance.cases import IGNORED, LEARNING_RATE, Batch, Case, Sample, collate
 from conformance.verdict import DECAY, MOMENTUM
 
 
@@ -49,6 +49,13 @@ class Job:
     def dataset(self) -> list[Sample]:
         """The samples, to be trained on in this order."""
         return self.case.dataset()
+
+    def prompted(self) -> list[Sample]:
+        """Return the samples without a label of the first token, which is a part of the prompt for some trainers."""
+        if self.case.task != "causal_lm":
+            return self.dataset
+        ignored = torch.tensor([IGNORED])
+        return [one | {"labels": torch.cat([ignored, one["labels"][1:]])} for one in self.dataset]
 
     @cached_property
     def evaluation_set(self) -> list[Sample]:

@@ -74,7 +74,7 @@ KNOWN: tuple[Known, ...] = (
         "Gradients of bfloat16 weights are summed in bfloat16, which is torch's default.",
     ),
     Known(
-        ("transformers_before", "llamafactory"),
+        ("transformers_before",),
         ("*",),
         "The first token of each sample is counted, although no logit predicts it (transformers before 5.10.1).",
         f"{GITHUB}huggingface/transformers/pull/46204",
@@ -201,7 +201,8 @@ KNOWN: tuple[Known, ...] = (
     Known(
         ("torchtune",),
         ("texts", "ragged-texts", "padded", "masked", "gpt2"),
-        "Items are counted before the labels are shifted, and the loss is a mean after it.",
+        "Items are counted before the labels are shifted, and the loss is a mean after it. This matters if first "
+        "tokens have labels, as in text completion.",
     ),
     Known(
         ("torchtune", "torchtitan", "fabric", "litgpt"),

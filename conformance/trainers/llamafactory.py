@@ -1,4 +1,7 @@
-"""LLaMA-Factory, stage sft: its trainer as ``train/sft/workflow.py`` makes it, on a model that is there already."""
+"""LLaMA-Factory, stage sft: its trainer as ``train/sft/workflow.py`` makes it, on a model that is there already.
+
+The first token is a part of the prompt, so it has no label.
+"""
 
 from __future__ import annotations
 
@@ -48,7 +51,7 @@ def train(job: Job) -> None:
         processor=None,
         model_args=None,
         data_collator=job.collate,
-        train_dataset=job.dataset,
+        train_dataset=job.prompted(),
         gen_kwargs={},
         tokenizer=PreTrainedTokenizerFast(tokenizer_object=words, pad_token="[PAD]", eos_token="[PAD]"),
         optimizers=(optimizer, job.linear(optimizer) if job.needs("schedule") else constant(optimizer)),

@@ -1,7 +1,7 @@
 """ms-swift: its trainers for ``sft`` and for ``seq_cls``, on a model and tokens that are there already.
 
 Its command line reads a model and a tokenizer from a hub, so it is left out. The template is the library's, without a
-tokenizer; only its collator is replaced, because the samples are tokens.
+tokenizer; only its collator is replaced, because the samples are tokens. It never has a label of the first token.
 """
 
 from __future__ import annotations
@@ -59,7 +59,11 @@ def train(job: Job) -> None:
     optimizer = job.optimizer()
     schedule = job.linear(optimizer) if job.needs("schedule") else constant(optimizer)
     trainer = kind(
-        model=job.module, args=arguments, template=template, train_dataset=job.dataset, optimizers=(optimizer, schedule)
+        model=job.module,
+        args=arguments,
+        template=template,
+        train_dataset=job.prompted(),
+        optimizers=(optimizer, schedule),
     )
     trainer.remove_callback(PrinterCallback)
     trainer.train()
