@@ -370,6 +370,7 @@ FEATURES = {
     "evaluate": "evaluation",
     "preference": "direct preference optimization",
     "reward": "training of a reward model",
+    "router": "the loss that a model computes itself",
 }
 """What a trainer may be asked for besides the plain loop. The adapter names those that it uses."""
 
@@ -394,7 +395,7 @@ CASES = {
         _case("class-weights", "Class weights", model="weighted", samples=16),
         _case("label-smoothing", "Label smoothing, ragged", model="smoothed", samples=13, micro_batch_size=4),
         _case("two-losses", "Two losses, ragged", model="two losses", samples=13, micro_batch_size=4),
-        _case("moe", "Router's balance loss", model="mixtral", equal=True),
+        _case("moe", "Router's balance loss", "router", model="mixtral", equal=True),
         _case("batch-norm", "Batch normalization", model="batch norm"),
         _case("tied", "Tied weights", model="tied llama", equal=True),
         _case("frozen", "A frozen embedding", model="frozen llama", equal=True),

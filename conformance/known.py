@@ -46,56 +46,49 @@ def known(trainer: str, case: str) -> Known | None:
 
 
 GITHUB = "https://github.com/"
-INEXACT = ("batch-norm", "moe")
-MEANS = (
-    "The loss of a micro-batch is a mean, and all micro-batches of a window have equal weights, also if they have "
-    "different numbers of items."
-)
 OURS = ("ours", "ours_language", "accumulate", "transformers_drop_in", "trl_drop_in", "lightning_drop_in")
-EVERYBODY = (
-    *OURS,
-    *("accelerate", "accelerate_remedy", "axolotl", "composer", "composer_remedy", "deepspeed", "fabric", "keras"),
-    *("lightning", "lightning_remedy", "litgpt", "llamafactory", "nemo", "nemo_before", "swift", "swift_before"),
-    *("timm", "torchtitan", "torchtune", "transformers", "transformers_remedy", "transformers_before"),
-    *("trl", "trl_remedy", "trl_dpo", "trl_reward"),
+TRANSFORMERS = ("transformers", "transformers_remedy", "transformers_before")
+DERIVED = ("trl", "trl_remedy", "axolotl", "llamafactory", "swift", "swift_before")
+HUGGING_FACE = (*TRANSFORMERS, *DERIVED, "transformers_drop_in", "trl_drop_in")
+OTHERS = (
+    *("accelerate", "accelerate_remedy", "composer", "composer_remedy", "deepspeed", "fabric", "keras", "lightning"),
+    *("lightning_remedy", "litgpt", "nemo", "nemo_before", "timm", "torchtitan", "torchtune", "trl_dpo", "trl_reward"),
 )
-HUGGING_FACE = (
-    *("transformers_drop_in", "trl_drop_in"),
-    *("transformers", "transformers_remedy", "transformers_before", "trl", "trl_remedy", "axolotl", "llamafactory"),
-    *("swift", "swift_before"),
-)
-REPEATED = "Samples are repeated, so that all ranks have equally many micro-batches."
+EVERYBODY = (*OURS, *TRANSFORMERS, *DERIVED, *OTHERS)
+CLASSIFIERS = ("classifier", "classifier-short", "2-ranks-classifier")
+SHORT = ("short-window", "short-window-2-epochs", "schedule-short", "2-ranks-short", "classifier-short")
+SMALLER = (*SHORT, "regression", "multi-label")
+EQUAL_WEIGHTS = "All micro-batches of a window have equal weights, also if they have different numbers of items."
+NO_LAST_STEP = "A window that is not full at the end has no step."
+REPEATED = "Samples are repeated, so that all ranks have equally many."
+WEIGHTED = ("class-weights", "2-ranks-weights")
 
-KNOWN: tuple[Known, ...] = (
-    Known(EVERYBODY, INEXACT, "Samples depend on each other, so a batch that is split has another gradient."),
+KNOWN: tuple[Known, ...] = (  # the first that fits is taken
     Known(
-        tuple(one for one in EVERYBODY if one != "nemo_before"),
-        ("bf16",),
-        "Gradients of bfloat16 weights are summed in bfloat16, which is torch's default.",
+        ("transformers", "transformers_before", "axolotl", "llamafactory", "swift", "swift_before"),
+        ("moe",),
+        "The router's loss is multiplied by gradient_accumulation_steps.",
+        page="transformers-router-loss.md",
     ),
     Known(
-        ("transformers_before",),
-        ("*",),
-        "The first token of each sample is counted, although no logit predicts it (transformers before 5.10.1).",
-        f"{GITHUB}huggingface/transformers/pull/46204",
-        fixed_in="transformers 5.10.1",
+        EVERYBODY,
+        ("batch-norm", "moe"),
+        "Samples depend on each other, so a batch that is split has another gradient.",
+        "https://docs.pytorch.org/docs/stable/generated/torch.nn.BatchNorm1d.html",
     ),
     Known(
         ("nemo_before",),
-        (
-            "even",
-            "ragged",
-            "classifier",
-            "classifier-short",
-            "2-ranks",
-            "2-ranks-classifier",
-            "2-ranks-dropout",
-            "bf16",
-        ),
+        ("even", "ragged", "2-ranks", "2-ranks-dropout", "bf16", *CLASSIFIERS),
         "The gradient of a sequence classifier is multiplied by the number of micro-batches.",
         f"{GITHUB}NVIDIA-NeMo/Automodel/pull/3830",
         "2026-09",
         "NeMo Automodel 0.7.0",
+    ),
+    Known(
+        EVERYBODY,
+        ("bf16",),
+        "Gradients of bfloat16 weights are summed in bfloat16, as torch does it by default.",
+        "https://docs.pytorch.org/docs/stable/generated/torch.Tensor.grad.html",
     ),
     Known(
         ("swift_before",),
@@ -110,42 +103,90 @@ KNOWN: tuple[Known, ...] = (
         ("evaluate-texts",),
         "The loss of an evaluation is a mean over samples of the means of their batches.",
         f"{GITHUB}huggingface/transformers/issues/39241",
-        "2025-07",
+        "2025-07-07",
     ),
     Known(
         HUGGING_FACE,
         ("2-ranks-dropout",),
         "All ranks get the same seed, so they drop the same entries.",
         f"{GITHUB}huggingface/transformers/issues/31412",
-        "2024-06",
+        "2024-06-14",
     ),
     Known(("trl", "trl_remedy"), ("gpt2",), "GPT-2's first tokens are counted.", page="trl-gpt2-first-token.md"),
     Known(HUGGING_FACE, ("gpt2",), "GPT-2's first tokens are counted.", page="transformers-gpt2-first-token.md"),
     Known(
-        tuple(one for one in HUGGING_FACE if "swift" not in one),
+        ("trl_remedy",),
         ("2-ranks-uneven",),
-        REPEATED,
+        "Ranks with different numbers of micro-batches wait for each other.",
+        page="trl-uneven-ranks.md",
+    ),
+    Known(
+        ("swift", "swift_before", "nemo", "nemo_before"),
+        ("2-ranks-uneven",),
+        "The last samples are left out, so that all ranks have equally many.",
+    ),
+    Known(
+        (*HUGGING_FACE, "accelerate", "accelerate_remedy"),
+        ("2-ranks-uneven",),
+        f"{REPEATED} This is documented (even_batches).",
+        "https://huggingface.co/docs/accelerate/package_reference/utilities#accelerate.DataLoaderConfiguration",
         page="transformers-repeated-samples.md",
     ),
     Known(
-        ("transformers", "swift", "axolotl"),
-        ("classifier", "classifier-short", "2-ranks-classifier"),
-        "The loss of a classifier is a mean, and is not divided by the number of micro-batches.",
+        ("composer", "composer_remedy", "deepspeed", "fabric", "lightning", "lightning_remedy", "litgpt", "timm"),
+        ("2-ranks-uneven",),
+        f"{REPEATED} torch's DistributedSampler does this.",
+        f"{GITHUB}pytorch/pytorch/issues/25162",
+        "2019-08-25",
+    ),
+    Known(
+        ("transformers", "transformers_before", "axolotl", "swift", "swift_before"),
+        ("tokens", "regression", "multi-label", *CLASSIFIERS),
+        "Heads that take keyword arguments do not divide by num_items_in_batch.",
+        f"{GITHUB}huggingface/transformers/issues/47688",
+        "2026-07-31",
         page="transformers-classifiers.md",
     ),
     Known(
         ("transformers_remedy",),
-        ("class-weights", "2-ranks-weights"),
+        WEIGHTED,
         "The items that the Trainer counts are samples, not weights of classes.",
         page="transformers-class-weights.md",
     ),
-    Known(HUGGING_FACE, ("*",), MEANS, page="transformers-mean-of-means.md"),
-    Known(("trl_dpo", "trl_reward"), ("*",), MEANS, page="trl-short-micro-batch.md"),
-    Known(("accelerate", "accelerate_remedy"), ("2-ranks-uneven",), REPEATED, page="transformers-repeated-samples.md"),
+    Known(
+        ("transformers", "transformers_before"),
+        ("ragged", "label-smoothing", "two-losses", *WEIGHTED),
+        "Micro-batches have equal weights if the model takes no num_items_in_batch.",
+        f"{GITHUB}huggingface/transformers/issues/37766",
+        "2025-04-24",
+        page="transformers-mean-of-means.md",
+    ),
+    Known(
+        ("transformers_before",),
+        ("*",),
+        "The first token of each sample is counted, although no logit predicts it.",
+        f"{GITHUB}huggingface/transformers/pull/46204",
+        "2026-05-26",
+        "transformers 5.10.1",
+    ),
+    Known(
+        ("axolotl",),
+        ("*",),
+        f"{EQUAL_WEIGHTS} The loss of the model is used without the number of items.",
+    ),
+    Known(("trl_dpo", "trl_reward"), ("*",), EQUAL_WEIGHTS, page="trl-short-micro-batch.md"),
+    Known(
+        ("accelerate",),
+        SHORT,
+        "The loss is divided by gradient_accumulation_steps, whatever the window has.",
+        page="accelerate-windows.md",
+    ),
     Known(
         ("accelerate",),
         ("*",),
-        "Every micro-batch has the weight 1 / gradient_accumulation_steps, also in a window that has fewer.",
+        f"{EQUAL_WEIGHTS} This is documented; the remedy counts items ahead.",
+        f"{GITHUB}huggingface/accelerate/pull/3193",
+        "2024-10-24",
         page="accelerate-windows.md",
     ),
     Known(
@@ -154,25 +195,60 @@ KNOWN: tuple[Known, ...] = (
         "Resumed in the middle of an epoch, the data starts again, unless the loader has a state. Lightning warns.",
         "https://lightning.ai/docs/pytorch/stable/common/checkpointing_intermediate.html",
     ),
+    Known(("lightning", "litgpt"), ("evaluate-texts",), "The loss is a mean of the means of its batches."),
     Known(
-        ("lightning", "litgpt"),
-        ("evaluate-texts",),
-        "The loss of an evaluation is a mean of the means of its batches.",
+        ("lightning",),
+        SHORT,
+        "The loss is divided by accumulate_grad_batches, whatever the window has.",
+        f"{GITHUB}Lightning-AI/pytorch-lightning/issues/19987",
+        "2024-06-17",
+        page="lightning-windows.md",
     ),
-    Known(
-        ("lightning", "lightning_remedy", "fabric", "composer", "composer_remedy", "litgpt", "deepspeed", "timm"),
-        ("2-ranks-uneven",),
-        REPEATED + " This is documented for torch's DistributedSampler.",
-        "https://docs.pytorch.org/docs/stable/data.html#torch.utils.data.distributed.DistributedSampler",
-    ),
+    Known(("lightning_remedy",), SMALLER, f"{NO_LAST_STEP} This is the loop of the documentation."),
     Known(
         ("lightning", "lightning_remedy"),
         ("*",),
-        "Micro-batches have equal weights, and a last window with fewer has too small a gradient, or none if the loop "
-        "is manual.",
-        f"{GITHUB}Lightning-AI/pytorch-lightning/issues/19987",
-        "2024-06",
+        EQUAL_WEIGHTS,
+        f"{GITHUB}Lightning-AI/pytorch-lightning/issues/20350",
+        "2024-10-19",
         page="lightning-windows.md",
+    ),
+    Known(("keras",), ("ema",), "The average is updated after each micro-batch.", page="keras-average.md"),
+    Known(
+        ("keras",),
+        ("*",),
+        "Windows go on over the ends of epochs, the last one is lost, and micro-batches have equal weights.",
+        page="keras-windows.md",
+    ),
+    Known(
+        ("deepspeed",),
+        SMALLER,
+        NO_LAST_STEP,
+        f"{GITHUB}deepspeedai/DeepSpeed/issues/7439",
+        "2025-07-20",
+    ),
+    Known(("litgpt",), SMALLER, NO_LAST_STEP, page="litgpt-windows.md"),
+    Known(("litgpt",), ("*",), EQUAL_WEIGHTS, page="litgpt-means.md"),
+    Known(("fabric",), SMALLER, f"{NO_LAST_STEP} This is the loop of the page.", page="lightning-fabric-loop.md"),
+    Known(
+        ("torchtune",),
+        SMALLER,
+        NO_LAST_STEP,
+        f"{GITHUB}meta-pytorch/torchtune/pull/2745",
+        "2025-05-17",
+    ),
+    Known(
+        ("torchtune",),
+        ("*",),
+        "Items are counted before the labels are shifted. It matters if first tokens have labels, as in text completion.",
+        page="torchtune-first-token.md",
+    ),
+    Known(
+        ("torchtitan",),
+        SMALLER,
+        f"{NO_LAST_STEP} This is documented.",
+        f"{GITHUB}pytorch/torchtitan/pull/1238",
+        "2025-06-04",
     ),
     Known(
         ("timm",),
@@ -180,47 +256,11 @@ KNOWN: tuple[Known, ...] = (
         "In the last window an update is due when the number of batches is divisible by the length of that window.",
     ),
     Known(
-        ("keras",),
-        ("ema",),
-        "The average of the weights is updated after each micro-batch.",
-        page="keras-average.md",
-    ),
-    Known(
-        ("keras",),
+        ("composer", "composer_remedy"),
         ("*",),
-        "Windows run on over the end of an epoch, the last one is lost, and micro-batches have equal weights.",
-        page="keras-windows.md",
+        "Micro-batches weigh by samples, unless accumulate_train_batch_on_tokens is set.",
+        f"{GITHUB}mosaicml/composer/pull/3273",
+        "2024-06-06",
     ),
-    Known(
-        ("deepspeed",),
-        ("short-window", "short-window-2-epochs", "classifier-short", "multi-label", "regression", "2-ranks-short"),
-        "A window that is not full has no step at the end of an epoch.",
-        f"{GITHUB}deepspeedai/DeepSpeed/issues/7439",
-        "2025-07",
-    ),
-    Known(
-        ("torchtune",),
-        ("texts", "ragged-texts", "padded", "masked", "gpt2"),
-        "Items are counted before the labels are shifted, and the loss is a mean after it. This matters if first "
-        "tokens have labels, as in text completion.",
-    ),
-    Known(
-        ("torchtune", "torchtitan", "fabric", "litgpt"),
-        (
-            "short-window",
-            "short-window-2-epochs",
-            "schedule-short",
-            "classifier-short",
-            "multi-label",
-            "regression",
-            "2-ranks-short",
-        ),
-        "A window that is not full at the end has no step.",
-    ),
-    Known(("litgpt", "fabric", "deepspeed", "composer", "composer_remedy", "timm", "torchtune"), ("*",), MEANS),
-    Known(
-        ("nemo", "nemo_before", "swift", "swift_before"),
-        ("2-ranks-uneven",),
-        "The last samples are left out, so that all ranks have equally many.",
-    ),
+    Known(("deepspeed", "fabric", "timm"), ("*",), EQUAL_WEIGHTS),
 )

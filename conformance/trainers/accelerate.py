@@ -8,7 +8,7 @@ from conformance.job import Job
 
 TITLE, VERSION_OF = "Accelerate", "accelerate"
 DOCS = "https://huggingface.co/docs/accelerate/usage_guides/gradient_accumulation"
-FEATURES = {"ranks", "clip", "momentum", "schedule", "checkpointing", "resume"}
+FEATURES = {"ranks", "clip", "momentum", "schedule", "checkpointing", "resume", "router"}
 
 
 def train(job: Job) -> None:

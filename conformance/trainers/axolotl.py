@@ -19,7 +19,7 @@ from conformance.trainers import transformers
 
 TITLE, VERSION_OF = "axolotl", "axolotl"
 DOCS = "https://docs.axolotl.ai/docs/getting-started.html"
-FEATURES = {"clip", "momentum", "schedule", "checkpointing"}
+FEATURES = {"clip", "momentum", "schedule", "checkpointing", "router"}
 
 
 def train(job: Job) -> None:

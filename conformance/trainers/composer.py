@@ -16,7 +16,7 @@ from conformance.verdict import DECAY_OF_AVERAGE
 
 TITLE, VERSION_OF = "Composer", "mosaicml"
 DOCS = "https://docs.mosaicml.com/projects/composer/en/stable/trainer/using_the_trainer.html"
-FEATURES = {"ranks", "momentum", "clip", "ema", "resume"}
+FEATURES = {"ranks", "momentum", "clip", "ema", "resume", "router"}
 
 
 class Composed(ComposerModel):

@@ -12,7 +12,7 @@ from conformance.job import Job
 
 TITLE, VERSION_OF = "DeepSpeed", "deepspeed"
 DOCS = "https://www.deepspeed.ai/getting-started/"
-FEATURES = {"ranks", "momentum", "clip"}
+FEATURES = {"ranks", "momentum", "clip", "router"}
 DTYPE = torch.float32
 SHUFFLES = True
 

@@ -1,4 +1,8 @@
-"""Lightning Fabric's documented loop."""
+"""Lightning Fabric's documented loop, with two corrections.
+
+The page's loop takes its first step after one micro-batch, and does not divide the losses
+(docs/upstream/lightning-fabric-loop.md).
+"""
 
 from __future__ import annotations
 
@@ -8,7 +12,7 @@ from conformance.job import Job
 
 TITLE, VERSION_OF = "Fabric", "lightning"
 DOCS = "https://lightning.ai/docs/fabric/stable/advanced/gradient_accumulation.html"
-FEATURES = {"ranks", "clip", "momentum", "schedule"}
+FEATURES = {"ranks", "clip", "momentum", "schedule", "router"}
 
 
 def train(job: Job) -> None:

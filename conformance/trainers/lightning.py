@@ -14,7 +14,7 @@ from conformance.verdict import DECAY_OF_AVERAGE
 
 TITLE, VERSION_OF = "Lightning Trainer", "lightning"
 DOCS = "https://lightning.ai/docs/pytorch/stable/advanced/training_tricks.html#accumulate-gradients"
-FEATURES = {"ranks", "clip", "momentum", "schedule", "checkpointing", "ema", "resume", "evaluate"}
+FEATURES = {"ranks", "clip", "momentum", "schedule", "checkpointing", "ema", "resume", "evaluate", "router"}
 SHUFFLES = True  # its sampler for several ranks does
 
 

@@ -9,7 +9,7 @@ from conformance.trainers import lightning
 
 TITLE, VERSION_OF = "Lightning Trainer, manual optimization", "lightning"
 DOCS = "https://lightning.ai/docs/pytorch/stable/model/manual_optimization.html#gradient-accumulation"
-FEATURES = {"ranks", "momentum"}
+FEATURES = {"ranks", "momentum", "router"}
 SHUFFLES = lightning.SHUFFLES
 
 

@@ -25,7 +25,7 @@ from conformance.trainers.transformers import constant
 
 TITLE, VERSION_OF = "LLaMA-Factory sft", "llamafactory"
 DOCS = "https://llamafactory.readthedocs.io/en/latest/getting_started/sft.html"
-FEATURES = {"ranks", "clip", "momentum", "schedule"}
+FEATURES = {"ranks", "clip", "momentum", "schedule", "router"}
 
 
 def train(job: Job) -> None:

@@ -18,7 +18,7 @@ from conformance.trainers.transformers import constant
 
 TITLE, VERSION_OF = "ms-swift", "ms-swift"
 DOCS = "https://swift.readthedocs.io/en/latest/Instruction/Pre-training-and-Fine-tuning.html"
-FEATURES = {"ranks", "clip", "momentum", "schedule", "checkpointing"}
+FEATURES = {"ranks", "clip", "momentum", "schedule", "checkpointing", "router"}
 
 
 def train(job: Job) -> None:

@@ -11,7 +11,7 @@ from conformance.job import Job
 
 TITLE, VERSION_OF = "transformers Trainer", "transformers"
 DOCS = "https://huggingface.co/docs/transformers/trainer"
-FEATURES = {"ranks", "clip", "momentum", "schedule", "checkpointing", "packing", "resume", "evaluate"}
+FEATURES = {"ranks", "clip", "momentum", "schedule", "checkpointing", "packing", "resume", "evaluate", "router"}
 
 
 def train(job: Job, kind: type = Trainer, even_batches: bool = True, **given: Any) -> None:

@@ -12,7 +12,7 @@ from conformance.trainers import transformers
 
 TITLE, VERSION_OF = "transformers Trainer, compute_loss_func, even_batches=False", "transformers"
 DOCS = "https://huggingface.co/docs/transformers/trainer_customize"
-FEATURES = transformers.FEATURES
+FEATURES = transformers.FEATURES - {"router"}
 
 
 def train(job: Job) -> None:
