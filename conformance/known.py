@@ -65,7 +65,7 @@ WEIGHTED = ("class-weights", "2-ranks-weights")
 
 KNOWN: tuple[Known, ...] = (  # the first that fits is taken
     Known(
-        ("transformers", "transformers_before", "axolotl", "llamafactory", "swift", "swift_before"),
+        ("transformers", "llamafactory"),
         ("moe",),
         "The router's loss is multiplied by gradient_accumulation_steps.",
         page="transformers-router-loss.md",
@@ -172,7 +172,7 @@ KNOWN: tuple[Known, ...] = (  # the first that fits is taken
     Known(
         ("axolotl",),
         ("*",),
-        f"{EQUAL_WEIGHTS} The loss of the model is used without the number of items.",
+        f"{EQUAL_WEIGHTS} model_accepts_loss_kwargs becomes false (core/trainers/base.py, line 131).",
     ),
     Known(("trl_dpo", "trl_reward"), ("*",), EQUAL_WEIGHTS, page="trl-short-micro-batch.md"),
     Known(
@@ -240,7 +240,7 @@ KNOWN: tuple[Known, ...] = (  # the first that fits is taken
     Known(
         ("torchtune",),
         ("*",),
-        "Items are counted before the labels are shifted. It matters if first tokens have labels, as in text completion.",
+        "Items are counted before the labels are shifted, which matters if first tokens have labels.",
         page="torchtune-first-token.md",
     ),
     Known(
