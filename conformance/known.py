@@ -173,12 +173,14 @@ KNOWN: tuple[Known, ...] = (  # the first that fits is taken
         ("axolotl",),
         ("*",),
         f"{EQUAL_WEIGHTS} model_accepts_loss_kwargs becomes false (core/trainers/base.py, line 131).",
+        f"{GITHUB}axolotl-ai-cloud/axolotl/pull/3982",
+        "2026-09-04",
     ),
     Known(("trl_dpo", "trl_reward"), ("*",), EQUAL_WEIGHTS, page="trl-short-micro-batch.md"),
     Known(
         ("accelerate",),
         SHORT,
-        "The loss is divided by gradient_accumulation_steps, whatever the window has.",
+        "The loss is divided by gradient_accumulation_steps, also in a window with fewer micro-batches.",
         page="accelerate-windows.md",
     ),
     Known(
@@ -199,7 +201,7 @@ KNOWN: tuple[Known, ...] = (  # the first that fits is taken
     Known(
         ("lightning",),
         SHORT,
-        "The loss is divided by accumulate_grad_batches, whatever the window has.",
+        "The loss is divided by accumulate_grad_batches, also in a window with fewer micro-batches.",
         f"{GITHUB}Lightning-AI/pytorch-lightning/issues/19987",
         "2024-06-17",
         page="lightning-windows.md",
