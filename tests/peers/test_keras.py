@@ -13,7 +13,7 @@ from conformance.cases import CASES, Case
 from conformance.job import Job
 from conformance.record import Recorder
 from conformance.trainers import keras
-from conformance.verdict import Reference, judge
+from conformance.verdict import Reference, Run, judge
 
 
 def trained(case, folder):
@@ -26,7 +26,13 @@ def trained(case, folder):
 
 def verdict(case, folder):
     steps = trained(case, folder)
-    return judge(case, Reference(case, case.build()), steps, [step.samples for step in steps])
+    run = Run(steps, [step.passes for step in steps], steps[-1].weights)
+    return judge(case, Reference(case, case.build()), run)
+
+
+def samples(steps):
+    """The numbers of the samples of each pass."""
+    return [[one.samples for one in step.passes] for step in steps]
 
 
 def test_a_ragged_micro_batch_weighs_as_much_as_a_full_one(tmp_path):
@@ -41,12 +47,12 @@ def test_even_micro_batches_are_exact(tmp_path):
 
 def test_a_window_that_is_not_full_at_the_end_is_lost(tmp_path):
     steps = trained(Case("lost", "5 micro-batches", "bag", samples=10), tmp_path)
-    assert [step.samples for step in steps] == [[[1, 2], [3, 4], [5, 6], [7, 8]]]
+    assert samples(steps) == [[[1, 2], [3, 4], [5, 6], [7, 8]]]
 
 
 def test_what_is_left_of_an_epoch_goes_into_the_next_ones_first_step(tmp_path):
     steps = trained(Case("late", "5 micro-batches, 2 epochs", "bag", samples=10, epochs=2), tmp_path)
-    assert [step.samples for step in steps] == [
+    assert samples(steps) == [
         [[1, 2], [3, 4], [5, 6], [7, 8]],
         [[9, 10], [1, 2], [3, 4], [5, 6]],
     ]
