@@ -182,7 +182,8 @@ def trained(tmp_path_factory):
 
 
 def test_every_command_is_among_those_tried_with_secrets():
-    assert {line[0] for line in LINES.values()} == COMMANDS.keys()
+    script_only = {"same-gradient"}  # reads no recipe, and drops what the scripts print
+    assert {line[0] for line in LINES.values()} | script_only == COMMANDS.keys()
 
 
 @pytest.mark.first(2)
