@@ -26,7 +26,7 @@ def train(job: Job) -> None:
     """Train with the arguments of the page, in the order of the dataset."""
     if job.case.task != "causal_lm":
         raise UnsupportedError("it trains causal language models")
-    PartialState._reset_state()  # axolotl asks for it when it is imported, which is here before the ranks are known
+    PartialState._reset_state()  # axolotl's trainer creates it again
     rows = [{key: value.tolist() for key, value in sample.items()} for sample in job.dataset]
     optimizer = job.optimizer()
     schedule = job.linear(optimizer) if job.needs("schedule") else transformers.constant(optimizer)
