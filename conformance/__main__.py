@@ -10,12 +10,13 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from datetime import datetime, timezone
 from difflib import get_close_matches
 from pathlib import Path
-from queue import Queue
+from queue import Empty, Queue
 from typing import Any
 
 from conformance.environments import HERE, python_of
@@ -42,18 +43,34 @@ def chosen(kind: str, text: str, known: Iterable[str]) -> list[str]:
     names = list(known)
     asked = names if text == "all" else text.split(",")
     for name in asked:
-        if name not in (*names, "planted"):
-            near = get_close_matches(name, names, 1)
-            hint = f"; did you mean {near[0]}?" if near else f": one of {', '.join(names)}"
-            raise SystemExit(f"conformance: error: no {kind} {name!r}{hint}")
+        require_name(kind, name, names)
     return asked
+
+
+def require_name(kind: str, name: str, names: Sequence[str]) -> None:
+    """Reject a name that is not one of ``names``."""
+    if name not in names:
+        near = get_close_matches(name, names, 1)
+        hint = f"; did you mean {near[0]}?" if near else f": one of {', '.join(names)}"
+        raise SystemExit(f"conformance: error: no {kind} {name!r}{hint}")
+
+
+def read(path: Path) -> dict[str, Any]:
+    """Return the content of a file of results."""
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+        content["cells"].items()
+    except FileNotFoundError:
+        raise SystemExit(f"conformance: error: {path} does not exist: python -m conformance run writes it") from None
+    except (ValueError, KeyError, TypeError, AttributeError):
+        raise SystemExit(f"conformance: error: {path} has no results: delete it, or name another file") from None
+    return content
 
 
 def run(arguments: argparse.Namespace) -> None:
     """Measure cells, the trainers a few at a time, and write each result as it comes."""
-    known = cases()
-    wanted = chosen("case", arguments.cases, known)
-    content = json.loads(arguments.out.read_text()) if arguments.out.exists() else {"cells": {}, "seconds": 0}
+    wanted = chosen("case", arguments.cases, cases())
+    content = read(arguments.out) if arguments.out.exists() else {"cells": {}, "seconds": 0}
     content["machine"] = f"{platform.machine()} {platform.system()}, {os.cpu_count()} cores"
     todo = {
         trainer: [case for case in wanted if arguments.again or f"{trainer}/{case}" not in content["cells"]]
@@ -61,15 +78,10 @@ def run(arguments: argparse.Namespace) -> None:
     }
     count, begin = sum(map(len, todo.values())), time.monotonic()
     print(f"{count} cells of {len(todo)} trainers", flush=True)
-    rows: Queue[tuple[str, dict[str, Any]]] = Queue()
-    with ThreadPoolExecutor(arguments.jobs) as pool:
-        for trainer, names in todo.items():
-            pool.submit(measure, trainer, names, rows)
-        for number in range(1, count + 1):
-            cell, row = rows.get()
-            content["cells"][cell] = row
-            write(arguments.out, content)
-            print(f"{number}/{count} · {cell}: {describe(row)}", flush=True)
+    for number, (cell, row) in enumerate(measured(list(todo.items()), arguments.jobs), 1):
+        content["cells"][cell] = row
+        write(arguments.out, content)
+        print(f"{number}/{count} · {cell}: {describe(row)}", flush=True)
     content["seconds"] = round(content.get("seconds", 0) + time.monotonic() - begin)
     write(arguments.out, content)
 
@@ -84,6 +96,18 @@ def write(path: Path, content: dict[str, Any]) -> None:
     cells = ",\n".join(lines)  # one line for each
     part.write_text(f'{facts[:-1]}, "cells": {{\n{cells}\n}}}}\n')
     part.replace(path)
+
+
+def measured(todo: Sequence[tuple[str, Sequence[str]]], jobs: int) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yield the cells of trainers and their results as they come, ``jobs`` trainers at once."""
+    rows: Queue[tuple[str, dict[str, Any]]] = Queue()
+    with ThreadPoolExecutor(jobs) as pool:
+        running = [pool.submit(measure, trainer, names, rows) for trainer, names in todo]
+        while not all(one.done() for one in running) or not rows.empty():
+            with suppress(Empty):
+                yield rows.get(timeout=0.1)
+    for one in running:
+        one.result()  # raises what a thread has raised
 
 
 def measure(trainer: str, names: Sequence[str], rows: Queue) -> None:
@@ -130,12 +154,8 @@ def check(arguments: argparse.Namespace) -> None:
     wanted = {f"{case}:{defect}": verdict for defect, (case, verdict) in DEFECTS.items()}
     wanted |= {name: "exact" for name, case in cases().items() if case.needs <= FEATURES}
     wanted["batch-norm"] = "other"  # no sum over samples
-    rows: Queue[tuple[str, dict[str, Any]]] = Queue()
-    names = list(wanted)
-    with ThreadPoolExecutor(arguments.jobs) as pool:
-        for start in range(arguments.jobs):
-            pool.submit(measure, "planted", names[start :: arguments.jobs], rows)
-        found = dict(rows.get() for _ in wanted)
+    names, jobs = list(wanted), arguments.jobs
+    found = dict(measured([("planted", names[start::jobs]) for start in range(jobs)], jobs))
     wrong = [
         f"{name}: {describe(found[f'planted/{name}'])} instead of {verdict}"
         for name, verdict in wanted.items()
@@ -151,14 +171,16 @@ def report(arguments: argparse.Namespace) -> None:
     """Build the page of the results."""
     from conformance.page import build
 
-    build(json.loads(arguments.out.read_text()))
+    build(read(arguments.out))
 
 
 def show(arguments: argparse.Namespace) -> None:
     """Print a reproduction of a wrong cell that needs only the trainer's own package."""
     from conformance.known import known
 
-    (trainer,), (case,) = chosen("trainer", arguments.trainer, trainers()), chosen("case", arguments.case, cases())
+    trainer, case = arguments.trainer, arguments.case
+    require_name("trainer", trainer, trainers())
+    require_name("case", case, list(cases()))
     entry = known(trainer, case)
     if entry is None or not entry.page:
         measured = f"python -m conformance run --trainers {trainer} --cases {case} --again"
@@ -188,7 +210,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     three.add_argument("case")
     three.set_defaults(do=show)
     for command in (one, check_parser):
-        command.add_argument("--jobs", type=int, default=2, help="trainers at once")
+        command.add_argument("--jobs", type=int, choices=range(1, 65), metavar="N", default=2, help="trainers at once")
     for command in (one, two):
         command.add_argument("--out", type=Path, default=RESULTS, help="file of results")
     arguments = parser.parse_args(argv)

@@ -52,7 +52,8 @@ def measure(trainer: str, case: Case, folder: Path, defect: str = "") -> Verdict
     try:
         job.module  # noqa: B018 # is built here
     except ImportError as error:
-        return Verdict("unsupported", None, f"the pins of the trainer do not fit the model's: {error}"[:200])
+        reason = str(error).partition(" (/")[0][:200]  # without the path of a module
+        return Verdict("unsupported", None, f"the pins of the trainer do not fit the model's: {reason}")
     try:
         job.recorder = recorder = Recorder(job.module)
         torch.manual_seed(1000 + job.rank)  # as in processes that nobody seeded

@@ -11,10 +11,12 @@ import os
 import shutil
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 HERE = Path(__file__).parent
 CACHE = Path(os.environ.get("CONFORMANCE_CACHE", Path.home() / ".cache" / "conformance"))
+CREATION = threading.Lock()  # trainers are measured in threads, and all need the base
 
 
 def python_of(trainer: str) -> Path:
@@ -23,10 +25,11 @@ def python_of(trainer: str) -> Path:
     Raises:
         subprocess.CalledProcessError: if a package cannot be installed; its ``stderr`` says why.
     """
-    base = _environment("base", HERE / "base.txt", None)
     own, shared = (HERE / "trainers" / f"{name}.txt" for name in (trainer, trainer.partition("_")[0]))
     pins = own if own.exists() else shared  # remedies and drop-ins share an environment
-    return _environment(pins.stem, pins, base) if pins.exists() else base
+    with CREATION:
+        base = _environment("base", HERE / "base.txt", None)
+        return _environment(pins.stem, pins, base) if pins.exists() else base
 
 
 def _environment(name: str, pins: Path, base: Path | None) -> Path:

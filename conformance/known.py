@@ -11,7 +11,7 @@ class Known:
 
     Args:
         trainers: names of adapters.
-        cases: names of cases; ``*`` is every other one.
+        cases: names of cases.
         cause: one sentence.
         thread: address of the upstream issue or documentation that mentions it, if one was found.
         since: date of that issue.
@@ -33,7 +33,7 @@ class Known:
         name = self.thread.removeprefix("https://").removeprefix("github.com/")
         parts = [
             self.cause,
-            f"Upstream: [{name}]({self.thread}){since}." if self.thread else "No upstream thread was found.",
+            f"Upstream: [{name}]({self.thread}){since}." if self.thread else "No upstream thread is known.",
             f"Fixed in {self.fixed_in}." if self.fixed_in else "",
             f"[Reproduction](upstream/{self.page})." if self.page else "",
         ]
@@ -42,7 +42,7 @@ class Known:
 
 def known(trainer: str, case: str) -> Known | None:
     """Return the cause of a wrong cell."""
-    return next((one for one in KNOWN if trainer in one.trainers and (case in one.cases or "*" in one.cases)), None)
+    return next((one for one in KNOWN if trainer in one.trainers and case in one.cases), None)
 
 
 GITHUB = "https://github.com/"
@@ -62,6 +62,11 @@ EQUAL_WEIGHTS = "All micro-batches of a window have equal weights, also if they 
 NO_LAST_STEP = "A window that is not full at the end has no step."
 REPEATED = "Samples are repeated, so that all ranks have equally many."
 WEIGHTED = ("class-weights", "2-ranks-weights")
+TEXTS = ("texts", "ragged-texts", "padded", "masked", "gpt2", "tokens", "2-ranks-texts", "2-ranks-padded")
+UNEQUAL = ("ragged", "label-smoothing", "two-losses", "regression", "multi-label", *TEXTS, *WEIGHTED)
+"""Cases whose micro-batches have different numbers of items."""
+STATEFUL = ("momentum", "schedule", "resume", "evaluate-texts", "moe")
+
 
 KNOWN: tuple[Known, ...] = (  # the first that fits is taken
     Known(
@@ -163,7 +168,7 @@ KNOWN: tuple[Known, ...] = (  # the first that fits is taken
     ),
     Known(
         ("transformers_before",),
-        ("*",),
+        (*TEXTS, *SHORT, "tied", "frozen", "lora", "lora-dropout", "checkpointing", "clip-boundary", *STATEFUL),
         "The first token of each sample is counted, although no logit predicts it.",
         f"{GITHUB}huggingface/transformers/pull/46204",
         "2026-05-26",
@@ -171,12 +176,12 @@ KNOWN: tuple[Known, ...] = (  # the first that fits is taken
     ),
     Known(
         ("axolotl",),
-        ("*",),
+        UNEQUAL,
         f"{EQUAL_WEIGHTS} model_accepts_loss_kwargs becomes false (core/trainers/base.py, line 131).",
         f"{GITHUB}axolotl-ai-cloud/axolotl/pull/3982",
         "2026-09-04",
     ),
-    Known(("trl_dpo", "trl_reward"), ("*",), EQUAL_WEIGHTS, page="trl-short-micro-batch.md"),
+    Known(("trl_dpo", "trl_reward"), ("dpo", "reward"), EQUAL_WEIGHTS, page="trl-short-micro-batch.md"),
     Known(
         ("accelerate",),
         SHORT,
@@ -185,7 +190,7 @@ KNOWN: tuple[Known, ...] = (  # the first that fits is taken
     ),
     Known(
         ("accelerate",),
-        ("*",),
+        UNEQUAL,
         f"{EQUAL_WEIGHTS} This is documented; the remedy counts items ahead.",
         f"{GITHUB}huggingface/accelerate/pull/3193",
         "2024-10-24",
@@ -209,7 +214,7 @@ KNOWN: tuple[Known, ...] = (  # the first that fits is taken
     Known(("lightning_remedy",), SMALLER, f"{NO_LAST_STEP} This is the loop of the documentation."),
     Known(
         ("lightning", "lightning_remedy"),
-        ("*",),
+        UNEQUAL,
         EQUAL_WEIGHTS,
         f"{GITHUB}Lightning-AI/pytorch-lightning/issues/20350",
         "2024-10-19",
@@ -218,7 +223,7 @@ KNOWN: tuple[Known, ...] = (  # the first that fits is taken
     Known(("keras",), ("ema",), "The average is updated after each micro-batch.", page="keras-average.md"),
     Known(
         ("keras",),
-        ("*",),
+        ("ragged", *SHORT),
         "Windows go on over the ends of epochs, the last one is lost, and micro-batches have equal weights.",
         page="keras-windows.md",
     ),
@@ -230,7 +235,7 @@ KNOWN: tuple[Known, ...] = (  # the first that fits is taken
         "2025-07-20",
     ),
     Known(("litgpt",), SMALLER, NO_LAST_STEP, page="litgpt-windows.md"),
-    Known(("litgpt",), ("*",), EQUAL_WEIGHTS, page="litgpt-means.md"),
+    Known(("litgpt",), UNEQUAL, EQUAL_WEIGHTS, page="litgpt-means.md"),
     Known(("fabric",), SMALLER, f"{NO_LAST_STEP} This is the loop of the page.", page="lightning-fabric-loop.md"),
     Known(
         ("torchtune",),
@@ -241,7 +246,7 @@ KNOWN: tuple[Known, ...] = (  # the first that fits is taken
     ),
     Known(
         ("torchtune",),
-        ("*",),
+        UNEQUAL,
         "Items are counted before the labels are shifted, which matters if first tokens have labels.",
         page="torchtune-first-token.md",
     ),
@@ -259,10 +264,10 @@ KNOWN: tuple[Known, ...] = (  # the first that fits is taken
     ),
     Known(
         ("composer", "composer_remedy"),
-        ("*",),
+        UNEQUAL,
         "Micro-batches weigh by samples, unless accumulate_train_batch_on_tokens is set.",
         f"{GITHUB}mosaicml/composer/pull/3273",
         "2024-06-06",
     ),
-    Known(("deepspeed", "fabric", "timm"), ("*",), EQUAL_WEIGHTS),
+    Known(("deepspeed", "fabric", "timm"), UNEQUAL, EQUAL_WEIGHTS),
 )

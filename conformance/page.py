@@ -119,7 +119,7 @@ def details(cells: Cells, name: str) -> list[str]:
     for case in CASES.values():
         cell = cells.get(f"{name}/{case.name}")
         if cell and (is_wrong(cell) or cell["verdict"] in ("rejected", "crashed")):
-            found.setdefault(known(name, case.name) if is_wrong(cell) else None, []).append(case)
+            found.setdefault(None if cell["verdict"] == "rejected" else known(name, case.name), []).append(case)
     if not found:
         return []
     lines = [f"### {facts_of(name)['TITLE']} {{#{name}}}", ""]

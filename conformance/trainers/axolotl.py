@@ -6,9 +6,9 @@ packages that this does not import are not installed.
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
-from accelerate import PartialState
 from axolotl.core.trainers.base import AxolotlTrainer
 from axolotl.core.training_args import AxolotlTrainingArguments
 from datasets import Dataset
@@ -19,14 +19,14 @@ from conformance.trainers import transformers
 
 TITLE, VERSION_OF = "axolotl", "axolotl"
 DOCS = "https://docs.axolotl.ai/docs/getting-started.html"
-FEATURES = {"clip", "momentum", "schedule", "checkpointing", "router"}
+FEATURES = {"ranks", "clip", "momentum", "schedule", "checkpointing", "router"}
 
 
 def train(job: Job) -> None:
     """Train with the arguments of the page, in the order of the dataset."""
     if job.case.task != "causal_lm":
         raise UnsupportedError("it trains causal language models")
-    PartialState._reset_state()  # axolotl's trainer creates it again
+    os.environ["ACCELERATE_USE_CPU"] = "true"  # as accelerate launch --cpu; AxolotlTrainer drops use_cpu
     rows = [{key: value.tolist() for key, value in sample.items()} for sample in job.dataset]
     optimizer = job.optimizer()
     schedule = job.linear(optimizer) if job.needs("schedule") else transformers.constant(optimizer)

@@ -7,6 +7,7 @@ tensor; the loader is a plain one, because timm's drops an incomplete micro-batc
 
 from __future__ import annotations
 
+import hashlib
 import importlib.util
 from functools import cache
 from types import ModuleType
@@ -33,7 +34,7 @@ SHA256 = "f0bb70b9e1c8c576eb1f7beba9cb46953d01ec1308d68c59ec055a6266f76388"
 def script() -> ModuleType:
     """Return the training script as a module."""
     path = CACHE / f"timm_train_{COMMIT[:8]}.py"
-    if not path.exists():
+    if not path.exists() or hashlib.sha256(path.read_bytes()).hexdigest() != SHA256:
         url = f"https://raw.githubusercontent.com/huggingface/pytorch-image-models/{COMMIT}/train.py"
         download_url_to_file(url, str(path), hash_prefix=SHA256, progress=False)
     spec: Any = importlib.util.spec_from_file_location("timm_train", path)

@@ -35,16 +35,16 @@ def compared(capfd: pytest.CaptureFixture[str], first: str, second: str, *flags:
 
 
 def test_a_loop_that_divides_sums_is_exact(capfd):
-    code, told = compared(capfd, "python plain.py", "python plain.py --batch 2 --accumulate 4")
-    assert code == 0, told
-    assert "the same gradient in 3 optimizer steps" in told
+    code, output = compared(capfd, "python plain.py", "python plain.py --batch 2 --accumulate 4")
+    assert code == 0, output
+    assert "the same gradient in 3 optimizer steps" in output
 
 
 def test_a_loss_that_is_not_divided_is_a_factor(capfd):
     mean = "python plain.py --batch 2 --accumulate 4 --loss"
-    code, told = compared(capfd, f"{mean} mean", f"{mean} undivided")
+    code, output = compared(capfd, f"{mean} mean", f"{mean} undivided")
     assert code == 1
-    assert "step 1: B's gradient is 4 times A's" in told
+    assert "step 1: B's gradient is 4 times A's" in output
 
 
 MISTAKES = {
@@ -52,8 +52,9 @@ MISTAKES = {
     "no mark": (["python", "a.py", "--", "python", "b.py"], "same-gradient takes -- COMMAND A"),
     "an empty command": (["--", "--", "python"], "same-gradient takes -- COMMAND A"),
     "a third command": (["--", "a", "--", "b", "--", "c"], "same-gradient takes -- COMMAND A"),
-    "an unknown flag": (["--step", "1", "--", "a", "--", "b"], "same-gradient takes -- COMMAND A"),
+    "an unknown flag": (["--step", "1", "--", "a", "--", "b"], "has no flag --step; did you mean --steps?"),
     "steps": (["--steps", "0", "--", "a", "--", "b"], "--steps='0' must be an integer"),
+    "no number": (["--tolerance", "e-5", "--", "a", "--", "b"], "--tolerance='e-5' must be a number"),
     "tolerance": (["--tolerance", "low", "--", "a", "--", "b"], "--tolerance='low' must be a number"),
     "no such command": (["--", sys.executable, "--", "pyton"], "pyton: command not found"),
     "a failure": (["--", "sh", "-c", "exit 3", "--", "true"], "A failed with exit code 3: its last lines are above"),
@@ -62,11 +63,11 @@ MISTAKES = {
 
 
 @pytest.mark.parametrize("mistake", MISTAKES)
-def test_a_mistake_is_told_in_one_line(mistake, capfd):
-    words, told = MISTAKES[mistake]
+def test_a_mistake_has_a_message_of_one_line(mistake, capfd):
+    words, output = MISTAKES[mistake]
     assert run(["same-gradient", *words]) == 2
     error = capfd.readouterr().err.strip()
-    assert told in error
+    assert output in error
     assert "\n" not in error
 
 
@@ -101,9 +102,9 @@ DIFFERENT = {
 @pytest.mark.parametrize("kind", DIFFERENT)
 def test_each_kind_of_difference_is_named(kind, capfd):
     first, second, wanted, text = DIFFERENT[kind]
-    code, told = compared(capfd, f"python plain.py {first}", f"python plain.py {second}")
-    assert code == wanted, told
-    assert text in told
+    code, output = compared(capfd, f"python plain.py {first}", f"python plain.py {second}")
+    assert code == wanted, output
+    assert text in output
 
 
 FRAMEWORKS = {
@@ -139,8 +140,8 @@ FRAMEWORKS = {
 @pytest.mark.parametrize("script", FRAMEWORKS)
 def test_scripts_of_other_frameworks(script, capfd):
     first, second, flags, text = FRAMEWORKS[script]
-    code, told = compared(capfd, first, second, *flags)
-    assert text in told
+    code, output = compared(capfd, first, second, *flags)
+    assert text in output
     assert code == (0 if "the same" in text else 1)
 
 

@@ -1,6 +1,7 @@
 """``trainer same-gradient``: compare the gradients of two runs of unmodified scripts."""
 
 import os
+import re
 import shutil
 from pathlib import Path
 from subprocess import DEVNULL, run
@@ -10,7 +11,9 @@ from typing import Any
 from trainer.commands.flags import split_argv
 from trainer.commands.recipes import parse_count
 from trainer.errors import MissingArgumentError, RunError, require
+from trainer.system.names import did_you_mean
 
+NUMBER = r"[0-9]*\.?[0-9]+(e-?[0-9]+)?"
 ROUNDING = 256 * 2.0**-23  # for sums over 2**16 terms in float32; in fp16 and bf16 only results are rounded
 
 
@@ -20,10 +23,12 @@ def same_gradient(argv: list[str]) -> None:
     commands = [list(argv[start + 1 : end]) for start, end in zip(marks, marks[1:], strict=False)]
     positionals, flags = split_argv(argv[: marks[0]])
     given = {"steps": "3", "tolerance": "0"} | {name: text or "" for name, text in flags}
-    if "help" in given or positionals or len(given) > 2 or len(commands) != 2 or not all(commands):
+    for name in [*given][2:]:
+        require(name == "help", f"same-gradient has no flag --{name}{did_you_mean(name, [*given][:2], '--')}")
+    if "help" in given or positionals or len(commands) != 2 or not all(commands):
         raise MissingArgumentError("same-gradient takes -- COMMAND A -- COMMAND B, and --steps and --tolerance before")
-    digits, steps = given["tolerance"].replace(".", "", 1).replace("e-", "", 1), parse_count("steps", given["steps"])
-    require(digits.isdecimal(), f"--tolerance={given['tolerance']!r} must be a number such as 1e-4")
+    steps, is_number = parse_count("steps", given["steps"]), re.fullmatch(NUMBER, given["tolerance"])
+    require(bool(is_number), f"--tolerance={given['tolerance']!r} must be a number such as 1e-4")
     for command in commands:
         require(shutil.which(command[0]) is not None, f"{command[0]}: command not found")
     with TemporaryDirectory(prefix="same-gradient-") as folder:

@@ -79,8 +79,8 @@ def padding_shares(windows: Windows) -> tuple[float, float]:
 def cut_batchnorm(plan: Plan, module: nn.Module) -> str | None:
     """Return a warning if BatchNorm normalizes a part of the batch, which no accumulation can undo."""
     cut, names = plan.initial_cut, [name for name, part in module.named_modules() if isinstance(part, _BatchNorm)]
-    fact = f"each micro-batch of {cut.micro_batch_size} is normalized by itself, not the batch of {cut.batch_size}"
-    return f"{names[0]} is a BatchNorm: {fact}" if names and cut.micro_batch_size < cut.batch_size else None
+    fix = f"each micro-batch of {cut.micro_batch_size} is normalized by itself; GroupNorm does not depend on the cut"
+    return f"{names[0]} is a BatchNorm: {fix}" if names and cut.micro_batch_size < cut.batch_size else None
 
 
 def plan_warnings(recipe: Recipe, on_gpu: bool) -> list[str]:
