@@ -23,7 +23,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-os.environ["OMP_NUM_THREADS"] = "1"
+os.environ["OMP_NUM_THREADS"] = "1"  # torch.set_num_threads would start a thread pool, which no fork can use
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
@@ -149,7 +149,6 @@ def main() -> None:
     trainer, limit, folder, *names = sys.argv[1:]
     warnings.filterwarnings("ignore")
     logging.disable(logging.WARNING)
-    torch.set_num_threads(1)
     module = adapter(trainer)
     found = getattr(module, "VERSION", None) or version(module.VERSION_OF)
     Path(folder, "versions.json").write_text(json.dumps({"version": found, "torch": torch.__version__}))
