@@ -9,6 +9,7 @@ import os
 import re
 import shutil
 import subprocess
+import sys
 from itertools import product
 from pathlib import Path
 
@@ -221,9 +222,11 @@ GIVEN = {
     "--text": "--text",
 }
 GIVEN |= {"hf:MODEL": "hf:./run", "KEY=VALUES": "optim.lr=1e-4..1e-3"}
+GIVEN |= {"COMMAND": sys.executable, "A": "-mthis", "B": "-mthis"}  # the user's own command; it executes nothing else
 """What stands for the words of the table in these tests. A word that is missing here fails them: give it a payload."""
 
 NO_RECIPE = ("plan hf:MODEL", "checkpoint list DIR", "checkpoint verify DIR", "chaos", "runs", "migrate FILE")
+NO_RECIPE += ("same-gradient COMMAND A COMMAND B",)
 """Commands that read none of a recipe."""
 
 

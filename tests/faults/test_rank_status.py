@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import subprocess
 import sys
 import threading
 from contextlib import suppress
@@ -66,7 +67,31 @@ def test_a_black_box_is_read_by_another_after_its_rank_has_gone():
     box.close()
     monitor.enter(None)
     assert read_shared_status(memory, 3).activity == "loading"
+    memory.close()
     assert open_shared_status(os.getpid()) is None
+
+
+def test_the_status_of_a_rank_is_not_that_of_the_rank_it_watches():
+    """A rank that watches another has both open: its own was opened last here, and has the higher descriptor."""
+    code = """if True:
+        import time, torch
+        from trainer.faults.rank_status import SharedStatus
+        from trainer.memory.monitor import MemoryMonitor
+        box = SharedStatus(MemoryMonitor(torch.device("cpu")))
+        print("open", flush=True)
+        time.sleep(60)
+    """
+    with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True) as watched:
+        assert watched.stdout.readline() == "open\n"
+        status = open_shared_status(watched.pid)
+        assert open_shared_status(os.getpid()) is None
+        monitor = MemoryMonitor(torch.device("cpu"))
+        monitor.step = 5
+        box = SharedStatus(monitor)
+        own = open_shared_status(os.getpid())
+        assert (read_shared_status(own, 0).steps, read_shared_status(status, 1).steps) == (5, 0)
+        box.close()
+        watched.kill()
 
 
 class Watching(VisionTransformer):

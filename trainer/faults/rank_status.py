@@ -88,11 +88,13 @@ class SharedStatus:
 
     def __init__(self, monitor: MemoryMonitor) -> None:
         self.monitor = monitor
-        self._descriptor: int | None = None
+        descriptor = -1
         if hasattr(os, "memfd_create"):  # only on Linux can another process open it
-            self._descriptor = os.memfd_create(NAME)
-            os.ftruncate(self._descriptor, LAYOUT.size)
-        self.memory = mmap.mmap(-1 if self._descriptor is None else self._descriptor, LAYOUT.size)
+            descriptor = os.memfd_create(f"{NAME}-{os.getpid()}")
+            os.ftruncate(descriptor, LAYOUT.size)
+        self.memory = mmap.mmap(descriptor, LAYOUT.size)
+        if descriptor >= 0:
+            os.close(descriptor)  # the mapping keeps a duplicate, by which another process finds it
         self.write()
         monitor.on_move = self.write
 
@@ -103,16 +105,14 @@ class SharedStatus:
 
     def close(self) -> None:
         self.monitor.on_move = None
-        if self._descriptor is not None:
-            os.close(self._descriptor)
-            self._descriptor = None
+        self.memory.close()
 
 
 def open_shared_status(pid: int) -> mmap.mmap | None:
     """Open the shared memory of the rank with process id ``pid``; ``None`` if it is not accessible."""
     with suppress(OSError, ValueError):
         for link in Path(f"/proc/{pid}/fd").iterdir():
-            if os.readlink(link) == f"/memfd:{NAME} (deleted)":
+            if os.path.realpath(link) == f"/memfd:{NAME}-{pid} (deleted)":  # realpath never raises
                 with open_regular(link, LAYOUT.size) as file:
                     return mmap.mmap(file.fileno(), LAYOUT.size, access=mmap.ACCESS_READ)
     return None
