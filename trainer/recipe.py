@@ -280,8 +280,9 @@ class Memory(Settings):
         compile: none, blocks, model or cuda_graphs: compile each block, or the whole model, with torch.compile;
             cuda_graphs compiles each block and replays it as one graph, for micro-batches so small that launching
             kernels takes longer than the kernels (not yet run on a GPU).
-        correct_batchnorm: rescale BatchNorm's momentum to m' = 1 - (1 - m)^(1/k) for k micro-steps per step. Running
-            statistics change once per micro-step: without correction they would forget k times faster.
+        correct_batchnorm: null rejects BatchNorm in a batch that is cut: each micro-batch would be normalized alone.
+            true and false accept that; true rescales the momentum to m' = 1 - (1 - m)^(1/k) for k micro-steps per step,
+            without which the running statistics forget k times faster.
     """
 
     _: KW_ONLY
@@ -304,7 +305,7 @@ class Memory(Settings):
     optimizer_in_backward: bool | None = None
     init: Literal["device", "meta"] = "device"
     compile: Compile = "none"
-    correct_batchnorm: bool = True
+    correct_batchnorm: bool | None = None
 
     def __post_init__(self) -> None:
         _check("memory.", self, positive=("tensor_parallel", "replicas", "micro_batch_size", "micro_batch_tokens"))

@@ -4,15 +4,22 @@ from __future__ import annotations
 
 import gc
 import weakref
+from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
 import torch
+from helpers import matrix
 from helpers.collectives import Noted, reductions, watched
 from helpers.problems import Problem, engine_run
-from torch import Tensor
+from torch import Tensor, nn
 
+from trainer.contract import Model
 from trainer.engine import sync
+from trainer.memory.plan import decide_plan
+from trainer.recipe import Memory, Optim
+from trainer.values import Loss
 
 
 def collectives_of(problem: Problem) -> list[int]:
@@ -86,3 +93,53 @@ def test_a_hook_on_a_gradient_keeps_neither_its_object_nor_the_parameter_alive()
     del counting
     gc.collect()
     assert [one() for one in alive] == [None, None]
+
+
+GRADIENT = 0.6875  # exact in both types; the sum of 320 parts of it in bfloat16 would be 0.84
+
+
+@dataclass
+class Sums(Model):
+    """The gradient of every weight is that of the input."""
+
+    def build(self) -> nn.Module:
+        return nn.Linear(4, 2, bias=False)
+
+    def losses(self, module: nn.Module, batch: Any) -> Iterator[Loss]:
+        yield Loss(module(batch["pixel_values"]).float().sum(), float(len(batch["labels"])))
+
+
+@dataclass(frozen=True)
+class Ones(matrix.Case):
+    @property
+    def model(self) -> Model:
+        return Sums()
+
+    @property
+    def samples(self) -> list[dict[str, Tensor]]:
+        return [{"pixel_values": torch.full((4,), GRADIENT), "labels": 0} for _ in range(self.size)]
+
+    def prepared(self, module: nn.Module) -> nn.Module:
+        return module
+
+
+def gradients(case: Ones) -> list[Tensor]:
+    """The gradients of two steps as the optimizer has them; on several ranks, DDP reduces those of the second."""
+    found = []
+    _, stepper, windows, _ = matrix.set_up(case, decide_plan(case.recipe, case.world_size))
+    stepper.optimizer.register_step_pre_hook(lambda *_: found.extend(p.grad.clone() for p in stepper.parameters))
+    for window in windows.epoch(0, 0, 2):
+        stepper.step(window)
+    return found
+
+
+@pytest.mark.parametrize(("precision", "bits"), [("bf16-true", 8), ("16-true", 11)])
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_gradients_of_weights_in_half_precision_are_summed_in_float32(precision, bits, world_size, ranks):
+    size = 320 * world_size
+    memory = Memory(micro_batch_size=1, precision=precision)
+    case = Ones("ones", memory, world_size, size=2 * size, batch_size=size, optim=Optim("sgd", lr=1.0))
+    for found in ranks(2).run(gradients, case) if world_size > 1 else [gradients(case)]:
+        assert [gradient.dtype.itemsize for gradient in found] == [2, 2]
+        for gradient in found:  # each part is rounded, the sum is, and once more where DDP reduces it
+            assert (gradient.double() / GRADIENT - 1).abs().max() <= 3 * 2.0**-bits

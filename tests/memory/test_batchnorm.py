@@ -15,11 +15,10 @@ from torch import Tensor, nn
 
 from trainer.contract import Data, Model
 from trainer.errors import RecipeError
-from trainer.memory.compatibility import require_supported_parameters
+from trainer.memory.compatibility import require_supported_parameters, require_whole_batchnorm
 from trainer.memory.plan import decide_plan
 from trainer.models.base import classification_loss
 from trainer.recipe import Memory, Optim, Recipe
-from trainer.run.description import cut_batchnorm
 from trainer.values import Loss
 
 SGD = Optim("sgd", lr=0.01)  # Adam would move biases before BatchNorm, whose gradients are rounding noise
@@ -139,14 +138,36 @@ def test_strategies_with_other_gradients_are_refused_by_name(strategy):
         Memory(strategy=strategy)
 
 
-def test_a_cut_batch_is_warned_about():
-    cut = Recipe(model=Normalised(), data=Data(), batch_size=8, memory=Memory(micro_batch_size=2))
-    text = cut_batchnorm(decide_plan(cut, 1), Normalised().build())
-    assert text is not None
-    assert text.startswith("0.0.norm is a BatchNorm: each micro-batch of 2 is normalized by itself")
-    whole = decide_plan(cut.replace(memory=Memory(micro_batch_size=8)), 1)
-    assert cut_batchnorm(whole, Normalised().build()) is None
-    assert cut_batchnorm(decide_plan(cut, 1), nn.LayerNorm(4)) is None
+class Interacting(Normalised):
+    samples_interact = True
+
+
+def recipe_of(memory, **settings):
+    return Recipe(model=Normalised(), data=Data(), batch_size=8, memory=memory).replace(**settings)
+
+
+@pytest.mark.parametrize(
+    ("recipe", "world_size"),
+    [
+        (recipe_of(Memory(micro_batch_size=2)), 1),
+        (recipe_of(Memory()), 2),
+        (recipe_of(Memory(micro_batch_size=8), batch_size=None, accumulate={0: 1, 2: 4}), 1),
+    ],
+)
+def test_a_cut_batch_is_rejected_unless_another_gradient_is_accepted(recipe, world_size):
+    module, plan = Normalised().build(), decide_plan(recipe, world_size)
+    with pytest.raises(RecipeError, match=r"^0\.0\.norm is a BatchNorm: .*memory\.correct_batchnorm true$"):
+        require_whole_batchnorm(module, plan, recipe)
+    require_whole_batchnorm(nn.LayerNorm(4), plan, recipe)
+    require_whole_batchnorm(module, plan, recipe.replace(model=Interacting()))
+    for corrected in (True, False):
+        accepted = replace(recipe.memory, correct_batchnorm=corrected)
+        require_whole_batchnorm(module, plan, recipe.replace(memory=accepted))
+
+
+def test_a_whole_batch_is_trained_with_batchnorm():
+    recipe = recipe_of(Memory())
+    require_whole_batchnorm(Normalised().build(), decide_plan(recipe, 1), recipe)
 
 
 def test_the_loss_of_a_router_is_rejected_unless_the_model_allows_it():
@@ -157,9 +178,6 @@ def test_the_loss_of_a_router_is_rejected_unless_the_model_allows_it():
     plan = decide_plan(Recipe(model=Normalised(), data=Data(), batch_size=8), 1)
     with pytest.raises(RecipeError, match=r"^Normalised: output_router_logits=True [^\n]*set it to False"):
         require_supported_parameters(module, plan, Normalised())
-
-    class Interacting(Normalised):
-        samples_interact = True
 
     require_supported_parameters(module, plan, Interacting())
     config.output_router_logits = False

@@ -67,7 +67,7 @@ class Stepper(Forward):
         *,
         sync: GradientSync | None = None,  # by default chosen from the strategy's wrapper
         clip_norm: float | None = None,  # max global gradient norm
-        correct_batchnorm: bool = True,  # see BatchNormStatistics
+        correct_batchnorm: bool | None = None,  # see BatchNormStatistics
         phases: PhaseHooks | None = None,
         copies: int = 1,  # ranks that take the same share of a batch: memory.tensor_parallel
         average: Callable[[int], None] = lambda updates: None,  # optim.ema; called with the number of updates so far
@@ -281,7 +281,7 @@ class BatchNormStatistics:
     ``module``, all methods do nothing.
     """
 
-    def __init__(self, module: nn.Module, correct_momentum: bool = True) -> None:
+    def __init__(self, module: nn.Module, correct_momentum: bool | None = None) -> None:
         self.correct_momentum = correct_momentum
         self.layers = [(layer, layer.momentum) for layer in module.modules() if isinstance(layer, _BatchNorm)]
         self.before: list[Tensor] = []
@@ -295,7 +295,7 @@ class BatchNormStatistics:
         for layer, momentum in self.layers:
             if is_empty:
                 layer.momentum = 0.0
-            elif momentum is None or not self.correct_momentum:  # None is a cumulative average: no correction needed
+            elif momentum is None or self.correct_momentum is False:  # None is a cumulative average: it needs none
                 layer.momentum = momentum
             else:
                 layer.momentum = 1 - (1 - momentum) ** (1 / micro_steps)

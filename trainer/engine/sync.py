@@ -26,6 +26,7 @@ class GradientSync:
     updates_in_backward = False  # whether weights are updated before the norm is known, so no step can be skipped
     overlaps_update = False  # whether gradients are reduced during backward, after a first step allowed this
     loss_totals: type[LossTotals] = LossTotals  # sums the losses of a step; must fit the reduction of gradients
+    half: Sequence[Tensor] = ()  # weights of 2 bytes; their gradients are summed in fp32, as each sum in bf16 rounds
 
     def __init__(self, parameters: Sequence[Tensor], model: Model | None = None) -> None:
         self.parameters = list(parameters)
@@ -34,6 +35,8 @@ class GradientSync:
 
     def begin(self, window: Window) -> None:
         """Called before the first micro-step of a window."""
+        for parameter in self.half if len(window) > 1 else ():
+            parameter.grad_dtype = torch.float32
 
     def before_forward(self, is_last: bool) -> None:
         """Called before every forward to set the wrapper's synchronisation, whose own state is never trusted."""
@@ -43,6 +46,14 @@ class GradientSync:
 
     def after_last_backward(self) -> None:
         """Called after the last backward of a window."""
+        self.round_sums()
+
+    def round_sums(self) -> None:
+        """Round gradients that were summed in fp32 to the type of their weights."""
+        for parameter in self.half:
+            gradient, parameter.grad = parameter.grad, None
+            parameter.grad_dtype = parameter.dtype
+            parameter.grad = None if gradient is None else gradient.to(parameter.dtype)
 
     def clip(self, norm: Tensor, max_norm: float | None) -> None:
         if max_norm is not None:
@@ -86,10 +97,15 @@ class ReplicatedSync(GradientSync):
     def begin(self, window: Window) -> None:
         # Every step starts with the buffers of the first rank, also after other forwards.
         self.module.require_forward_param_sync = True
+        super().begin(window)
 
     def before_forward(self, is_last: bool) -> None:
         # Same effect as DDP.no_sync(), without restoring an earlier state, which this code does not rely on.
         self.module.require_backward_grad_sync = is_last and self.overlaps_update
+
+    def before_last_backward(self) -> None:
+        if self.overlaps_update:  # DDP's buckets have the type of the weights
+            self.round_sums()
 
     def after_last_backward(self) -> None:
         if self.overlaps_update:
@@ -98,6 +114,7 @@ class ReplicatedSync(GradientSync):
         reached_by = add_missing(self.parameters)
         # A parameter that no rank reached keeps grad=None, as in one process, so that the optimizer does not decay it.
         begin_mean([p.grad for p in self.parameters if p.grad is not None])()
+        self.round_sums()
         self.overlaps_update = self.may_overlap and min(reached_by) == torch.distributed.get_world_size()
 
     def _require_reduced(self) -> None:
@@ -142,7 +159,7 @@ def add_missing(parameters: Sequence[Tensor], *facts: bool) -> list[int]:
     counts = gradient_rank_counts([*(p.grad is not None for p in parameters), *facts], parameters[0].device)
     for parameter, count in zip(parameters, counts, strict=False):
         if count and parameter.grad is None:
-            parameter.grad = torch.zeros_like(parameter)
+            parameter.grad = torch.zeros_like(parameter, dtype=parameter.grad_dtype)
     return counts
 
 
@@ -207,6 +224,8 @@ def gradient_sync(
     """Return the synchronisation for a wrapped ``module``; the last two arguments are for FSDP only."""
     if isinstance(module, FSDPModule):
         return ShardedSync(module, parameters, every_micro_step, replicas)
-    if not isinstance(module, DistributedDataParallel):
-        return GradientSync(parameters)
-    return ReplicatedSync(module, parameters, model)
+    sync = GradientSync(parameters)
+    if isinstance(module, DistributedDataParallel):
+        sync = ReplicatedSync(module, parameters, model)
+    sync.half = [parameter for parameter in parameters if parameter.dtype.itemsize == 2]
+    return sync

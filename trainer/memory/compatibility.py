@@ -240,6 +240,26 @@ def _require_local_norms(module: nn.Module, plan: Plan) -> None:
             )
 
 
+def may_cut_batchnorm(memory: Memory, model: Model) -> bool:
+    """Return whether the user accepts that BatchNorm normalizes each micro-batch by itself."""
+    return memory.correct_batchnorm is not None or model.samples_interact
+
+
+def require_whole_batchnorm(module: nn.Module, plan: Plan, recipe: Recipe) -> None:
+    """Reject BatchNorm in a batch that is cut: no accumulation gives the gradient of the whole batch then."""
+    from torch.nn.modules.batchnorm import _BatchNorm
+
+    cut = plan.initial_cut
+    is_cut = cut.micro_batch_size < cut.batch_size or isinstance(recipe.accumulate, dict)
+    names = [name or "the model" for name, part in module.named_modules() if isinstance(part, _BatchNorm)]
+    if names and is_cut and not may_cut_batchnorm(recipe.memory, recipe.model):
+        raise RecipeError(
+            f"{names[0]} is a BatchNorm: it normalizes each micro-batch by itself (here {cut.micro_batch_size} of "
+            f"{cut.batch_size} samples), which does not give the gradient of the whole batch. Use GroupNorm, train "
+            "whole batches on one device, or accept another gradient with memory.correct_batchnorm true"
+        )
+
+
 def _require_no_router_loss(module: nn.Module, model: Model) -> None:
     """Reject a mixture of experts whose loss includes that of its router, which is no sum over samples."""
     has_loss = any(getattr(getattr(part, "config", None), "output_router_logits", False) for part in module.modules())

@@ -39,6 +39,7 @@ from trainer.fakegpu.torch_patches import patch as replace_attributes
 from trainer.fakegpu.tracer import Tracer, tracing
 from trainer.launching.start import launch
 from trainer.launching.world import World
+from trainer.memory.compatibility import require_whole_batchnorm
 from trainer.memory.eager_update import EagerOptimizerUpdate
 from trainer.memory.initialize import HOST, weights_device
 from trainer.memory.optimizer_offload import HostGradientSync
@@ -213,6 +214,7 @@ class _Run(PhaseHooks):
 
     def _build(self, module: nn.Module) -> PreparedModel:
         plan, dtype = self.plan, weights_dtype(self.plan.memory)
+        require_whole_batchnorm(module, self.plan, self.recipe)
         if plan.memory.cpu_offload == "parameters":  # the stack puts them on meta, which counts as the device
             plan = replace(plan, memory=replace(plan.memory, init="meta"))
         if plan.memory.init != "meta":

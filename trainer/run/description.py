@@ -5,8 +5,6 @@ from __future__ import annotations
 import dataclasses
 
 import torch
-from torch import nn
-from torch.nn.modules.batchnorm import _BatchNorm
 
 from trainer.engine.cut import data_parallel_rank, padding_share
 from trainer.engine.loop import count_steps
@@ -31,8 +29,7 @@ def describe_run(session: Session, stack: PreparedModel, windows: Windows) -> li
     where = torch.cuda.get_device_name(device) if on_gpu else "CPU"
     lines = [f"plan: {session.plan.describe()} on {where}", f"{type(recipe.model).__name__}: {size}"]
     nonsense = suspicious_settings(recipe, session.plan, windows.size, steps)
-    cut = cut_batchnorm(session.plan, stack.module)
-    warnings = [*plan_warnings(recipe, on_gpu), cut, *nonsense, idle_ranks(session.plan), stack.warning]
+    warnings = [*plan_warnings(recipe, on_gpu), *nonsense, idle_ranks(session.plan), stack.warning]
     lines += [f"warning: {text}" for text in warnings if text is not None]
     if session.forecast is not None:
         lines += session.forecast.lines(PATIENCE if session.forecast.first else 0.0)
@@ -74,13 +71,6 @@ def padding_shares(windows: Windows) -> tuple[float, float]:
         pieces = [piece for step in range(windows.steps(0)) for piece in cut.pieces(0, step)]
         shares.append(padding_share(pieces, windows.lengths))
     return shares[0], shares[1]
-
-
-def cut_batchnorm(plan: Plan, module: nn.Module) -> str | None:
-    """Return a warning if BatchNorm normalizes a part of the batch, which no accumulation can undo."""
-    cut, names = plan.initial_cut, [name for name, part in module.named_modules() if isinstance(part, _BatchNorm)]
-    fix = f"each micro-batch of {cut.micro_batch_size} is normalized by itself; GroupNorm does not depend on the cut"
-    return f"{names[0]} is a BatchNorm: {fix}" if names and cut.micro_batch_size < cut.batch_size else None
 
 
 def plan_warnings(recipe: Recipe, on_gpu: bool) -> list[str]:

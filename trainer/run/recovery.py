@@ -12,6 +12,7 @@ from trainer.engine.sync import GradientSync
 from trainer.engine.window import Windows
 from trainer.errors import RunError
 from trainer.faults.process_group_recovery import ProcessGroupRecovery, can_recover
+from trainer.memory.compatibility import may_cut_batchnorm
 from trainer.memory.oom import is_out_of_memory
 from trainer.memory.stack import PreparedModel
 from trainer.run.collectives import make_host_sum
@@ -40,7 +41,9 @@ class OOMRecovery:
     ) -> None:
         self.session, self.tensors, self.windows, self.build, self.say = session, tensors, windows, build, say
         self.stepper, self.recoveries = tensors.stepper, 0
-        self.wanted = can_recover(session.recipe, session.plan)
+        recipe = session.recipe
+        may_halve = not self.stepper.batchnorm.layers or may_cut_batchnorm(recipe.memory, recipe.model)
+        self.wanted = can_recover(recipe, session.plan) and may_halve
         several = session.fabric.world_size > 1
         self.regrouping = ProcessGroupRecovery(session.fabric) if several and self.wanted else None
 

@@ -20,6 +20,7 @@ from trainer.engine.step import Stepper
 from trainer.engine.sync import GradientSync
 from trainer.engine.window import Windows
 from trainer.errors import EvaluationInterruptedError, RecipeError, RunStoppedError
+from trainer.memory.compatibility import require_whole_batchnorm
 from trainer.memory.initialize import build_module
 from trainer.memory.parameter_groups import describe_groups, set_requires_grad
 from trainer.memory.stack import (
@@ -116,6 +117,7 @@ def build_model(session: Session) -> tuple[PreparedModel, Optimizer, GradientSyn
     module = build_module(fabric, recipe.model, recipe.seed, plan)
     with raise_on_rank_zero_only(fabric):
         set_requires_grad(module, recipe.model, recipe.optim)
+        require_whole_batchnorm(module, plan, recipe)
     stack = apply_stack(fabric, recipe.model, module, plan, recipe.seed)
     return stack, *build_optimizer_and_sync(fabric, recipe.model, stack, recipe.optim, plan)
 
