@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
+from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils.data import DistributedSampler
 
 
@@ -15,7 +16,7 @@ class ExactAccumulation:
     ``class Exact(ExactAccumulation, LightningModule)``, whose ``training_step`` returns ``self.share(total, weight)``.
 
     Raises:
-        ValueError: at the start of training, if the strategy or the sampler prevents exact gradients.
+        ValueError: at the start of training, if the strategy, the sampler or a BatchNorm prevents exact gradients.
     """
 
     window_weight: Any = None
@@ -30,6 +31,9 @@ class ExactAccumulation:
         trainer, sampler = self.trainer, self.trainer.train_dataloader.sampler
         if type(trainer.strategy) not in (SingleDeviceStrategy, DDPStrategy) or not self.automatic_optimization:
             raise ValueError("strategy: use 'auto' on one device or 'ddp', with automatic optimization")
+        is_cut = trainer.accumulate_grad_batches * trainer.world_size > 1
+        if is_cut and any(isinstance(module, _BatchNorm) and module.training for module in self.modules()):
+            raise ValueError("BatchNorm normalizes each micro-batch by itself: use GroupNorm, or freeze it with eval()")
         if isinstance(sampler, DistributedSampler) and sampler.total_size > len(sampler.dataset):  # type: ignore[arg-type]
             raise ValueError("use_distributed_sampler: it repeats samples: set it to False and pass a batch_sampler")
         if len({*self.all_gather(torch.tensor(trainer.num_training_batches)).flatten().tolist()}) > 1:
@@ -39,7 +43,7 @@ class ExactAccumulation:
         """Divide the sum of the window's gradients by its weight over all ranks."""
         if self.window_weight is None:
             raise ValueError("training_step: return self.share(total, weight)")
-        own = torch.as_tensor(self.window_weight, device=self.device)
+        own = torch.as_tensor(self.window_weight, dtype=torch.float64, device=self.device)
         weight, self.window_weight = float(self.trainer.strategy.reduce(own, reduce_op="sum")), None
         for parameter in self.parameters():
             if parameter.grad is not None:
