@@ -1,7 +1,9 @@
 """One virtual environment per trainer: pinned, and reused while its list of packages is the same.
 
 An environment of 5 GB per trainer would fill a disk, so they are layers on one base: ``base.txt`` is installed once,
-and an environment sees it through a ``.pth`` file and adds only what ``trainers/NAME.txt`` lists.
+and an environment sees it through a ``.pth`` file and adds only what ``trainers/NAME.txt`` lists. The lists have the
+hashes of all files: change a version, and then run ``uv pip compile --no-deps --generate-hashes --no-annotate
+--python-version 3.11 NAME.txt -o NAME.txt``.
 """
 
 from __future__ import annotations
@@ -43,7 +45,8 @@ def _environment(name: str, pins: Path, base: Path | None) -> Path:
     _run(sys.executable, "-m", "venv", str(folder))
     if base:
         (folder / _packages(folder) / "base.pth").write_text(str(base.parents[1] / _packages(base.parents[1])))
-    _run(str(python), "-m", "pip", "install", "--quiet", "--no-cache-dir", "--no-deps", "-r", str(pins))
+    options = ("--quiet", "--no-cache-dir", "--no-deps", "--require-hashes")
+    _run(str(python), "-m", "pip", "install", *options, "-r", str(pins))
     (folder / "complete").touch()
     return python
 
