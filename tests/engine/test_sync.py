@@ -133,7 +133,7 @@ def gradients(case: Ones) -> list[Tensor]:
     return found
 
 
-@pytest.mark.parametrize(("precision", "bits"), [("bf16-true", 8), ("16-true", 11)])
+@pytest.mark.parametrize(("precision", "bits"), [("bf16-true", 8), pytest.param("16-true", 11, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_gradients_of_weights_in_half_precision_are_summed_in_float32(precision, bits, world_size, ranks):
     size = 320 * world_size
