@@ -156,7 +156,7 @@ def recipe_of(memory, **settings):
 )
 def test_a_cut_batch_is_rejected_unless_another_gradient_is_accepted(recipe, world_size):
     module, plan = Normalised().build(), decide_plan(recipe, world_size)
-    with pytest.raises(RecipeError, match=r"^0\.0\.norm is a BatchNorm: .*memory\.correct_batchnorm true$"):
+    with pytest.raises(RecipeError, match=r"^layer '0\.0\.norm' is a BatchNorm: .*memory\.correct_batchnorm true$"):
         require_whole_batchnorm(module, plan, recipe)
     require_whole_batchnorm(nn.LayerNorm(4), plan, recipe)
     require_whole_batchnorm(module, plan, recipe.replace(model=Interacting()))
