@@ -254,9 +254,9 @@ def require_whole_batchnorm(module: nn.Module, plan: Plan, recipe: Recipe) -> No
     names = [name for name, part in module.named_modules() if isinstance(part, _BatchNorm)]
     if names and is_cut and not may_cut_batchnorm(recipe.memory, recipe.model):
         raise RecipeError(
-            f"layer {names[0]!r} is a BatchNorm: it normalizes each micro-batch by itself, here {cut.micro_batch_size} of "
-            f"{cut.batch_size} samples, which does not give the gradient of the whole batch. Use GroupNorm, train whole "
-            "batches on one device, or accept another gradient with memory.correct_batchnorm true"
+            f"layer {names[0]!r} is a BatchNorm: it normalizes each micro-batch by itself, here {cut.micro_batch_size} "
+            f"of {cut.batch_size} samples, which does not give the gradient of the whole batch. Use GroupNorm, train "
+            "whole batches on one device, or accept another gradient with memory.correct_batchnorm true"
         )
 
 
