@@ -323,11 +323,6 @@ class Forgetful(TiedModel):
         (lambda f: Forgetful(f), {}, r"head\.bias are new, and pretrained\(\)\.initialise does not set their values"),
         (lambda f: Linear(4, 10, f, ("weight",)), {"weight": torch.ones(10, 4)}, r"bias have no value"),
         (lambda f: Linear(4, 10, f), {"weight": torch.ones(10, 4)}, r"has no tensor bias"),
-        (
-            lambda f: MLP(image_size=4, channels=3, num_classes=2),
-            {},
-            r"MLP cannot start on meta: define skeleton\(\) and",
-        ),
     ],
 )
 def test_what_pretrained_leaves_open_is_refused(tmp_path, model, changes, message):

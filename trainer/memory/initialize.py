@@ -10,7 +10,6 @@ from lightning_fabric import Fabric
 from torch import nn
 
 from trainer.contract import Model, Streamable
-from trainer.errors import RecipeError
 from trainer.memory.plan import Plan
 from trainer.memory.precision import weights_dtype
 from trainer.weights.streaming import allocate, default_dtype, load_into, skeleton_on_meta
@@ -25,6 +24,7 @@ def build_module(fabric: Fabric, model: Model, seed: int, plan: Plan) -> nn.Modu
     """
     dtype = weights_dtype(plan.memory)
     if plan.memory.init == "meta":
+        assert isinstance(model, Streamable)  # a plan for other models is rejected
         return build_on_meta(model, seed, dtype)
     torch.manual_seed(seed)
     module = build_on_host(fabric, plan, model.build)
@@ -51,21 +51,15 @@ def weights_device(fabric: Fabric, plan: Plan) -> torch.device:
     return HOST if cut or plan.memory.cpu_offload != "none" else fabric.device
 
 
-def _streamable(model: Model) -> Streamable:
-    if isinstance(model, Streamable):
-        return model
-    raise RecipeError(f"{type(model).__name__} cannot start on meta: define skeleton() and pretrained()")
-
-
-def build_on_meta(model: Model, seed: int, dtype: torch.dtype | None = None) -> nn.Module:
+def build_on_meta(model: Streamable, seed: int, dtype: torch.dtype | None = None) -> nn.Module:
     """Build the ``skeleton`` of ``model`` in ``dtype``, with parameters on meta and real buffers on the CPU."""
     torch.manual_seed(seed)
     with default_dtype(dtype):
-        return skeleton_on_meta(_streamable(model)).train()
+        return skeleton_on_meta(model).train()
 
 
 def materialise(
-    module: nn.Module, model: Model, device: torch.device, dtype: torch.dtype | None = None, seed: int = 0
+    module: nn.Module, model: Streamable, device: torch.device, dtype: torch.dtype | None = None, seed: int = 0
 ) -> None:
     """Allocate the parameters of a ``module`` from :func:`build_on_meta` on ``device``, and fill them from files.
 
@@ -74,4 +68,4 @@ def materialise(
     DTensors after ``fully_shard``), one tensor at a time. Create the optimizer afterwards: parameters are new objects.
     """
     allocate(module, device, dtype)
-    load_into(module, _streamable(model), seed)
+    load_into(module, model, seed)
