@@ -150,7 +150,11 @@ class Stepper(Forward):
 
     def accumulate(self, window: Window) -> LossTotals:
         """Run forward and backward on each micro-batch; the gradients are then those of the whole batch."""
-        totals = self.begin(window)
+        self.batchnorm.save()
+        if self.check:
+            self.compare(self.check, window)
+        self.sync.begin(window)
+        totals = self.sync.loss_totals(window, self.world_size, self.copies)
         last_loss = len(self.model.loss_names)
         for micro in window:
             self.prepare(micro, len(window))
@@ -171,16 +175,8 @@ class Stepper(Forward):
         self.sync.after_last_backward()
         return totals
 
-    def begin(self, window: Window) -> LossTotals:
-        """Prepare a window. In the first steps, also check that its losses are sums over samples."""
-        self.batchnorm.save()
-        if self.check:
-            self.compare(self.check, window)
-        self.sync.begin(window)
-        return self.sync.loss_totals(window, self.world_size, self.copies)
-
     def compare(self, check: LossCheck, window: Window) -> None:
-        """Compare the losses of a few samples of ``window`` with the losses of their halves."""
+        """Check that losses are sums over samples: compare those of a few samples of ``window`` with their halves."""
         self.phases.enter("forward", window.micro_batches[0])
         check.check_additive(self, window, self.fabric.world_size, self.generator)
 
