@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
-from typing import Any
 
 import numpy as np
 
@@ -30,16 +29,12 @@ def fill_from_data(model: Model, data: Data) -> Model:
         fix = "give each class a name"
         raise RecipeError(f"{type(data).__name__} has {len(names)} class_names for num_classes={classes}: {fix}")
     changes = {}
-    pairs: dict[str, Any] = {"num_classes": (model.num_classes, classes)}
-    pairs |= {"image_size": (model.image_size, data.image_size), "channels": (model.channels, data.channels)}
-    pairs["class_names"] = model.class_names, data.class_names
     fields = {field.name for field in dataclasses.fields(model)} if dataclasses.is_dataclass(model) else ()
-    for name, (own, known) in pairs.items():
-        if known is None or (own is None and name not in fields):
-            continue
-        if own is None:
+    for name in ("num_classes", "image_size", "channels", "class_names"):
+        own, known = getattr(model, name), getattr(data, name)
+        if own is None and known is not None and name in fields:
             changes[name] = known
-        elif name != "class_names" and own != known:
+        elif own is not None and known not in (None, own) and name != "class_names":
             raise RecipeError(f"model.{name}={own} does not fit the data, which has {known}: set it to null")
     model = dataclasses.replace(model, **changes) if changes else model  # type: ignore[type-var]
     return model.suited_to(data) if isinstance(model, Preparable) else model
