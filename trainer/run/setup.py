@@ -40,8 +40,7 @@ LAUNCH_SKEW_TIMEOUT = 60.0  # min wait for ranks on machines that start later
 
 @contextmanager
 def training_session(recipe: Recipe, source: str | None = None) -> Iterator[Session]:
-    """Decide open settings, launch the processes, prepare model and data, and create the run directory. ``source`` is
-    the packaged name or the path of the recipe file, if there is one."""
+    """Decide open settings, launch the processes, prepare model and data, and create the run directory."""
     require_loggers(recipe.run.logger)
     recipe.data.require_files()
     show_status("looking for devices")
@@ -71,16 +70,14 @@ def training_session(recipe: Recipe, source: str | None = None) -> Iterator[Sess
 
 
 def _require_unused(recipe: Recipe) -> None:
-    if recipe.run.dir is not None:  # checked again on creation; preparing data may take long
-        require_unused(_absolute(recipe.run.dir), recipe.run.resume)
-
-
-def _absolute(folder: str) -> Path:
+    if recipe.run.dir is None:
+        return
     try:
-        return Path(folder).absolute()
+        run_dir = Path(recipe.run.dir).absolute()
     except FileNotFoundError as error:
         fix = "start from a folder that exists, or give an absolute --run.dir"
         raise RunError(f"the working directory was removed: {fix}") from error
+    require_unused(run_dir, recipe.run.resume)  # checked again on creation; preparing data may take long
 
 
 @contextmanager
