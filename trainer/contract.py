@@ -358,6 +358,9 @@ class _AdaptedSamples(Samples):
 
     def __init__(self, split: Any) -> None:
         self._split = split
+        for name in ("describe", "fingerprint", "files"):
+            if hasattr(split, name):
+                setattr(self, name, getattr(split, name))
 
     if not TYPE_CHECKING:
 
@@ -375,15 +378,6 @@ class _AdaptedSamples(Samples):
 
     def __getitem__(self, index: int) -> Any:
         return self._split[index]
-
-    def describe(self, index: int) -> str:
-        return getattr(self._split, "describe", super().describe)(index)
-
-    def fingerprint(self) -> str | None:
-        return getattr(self._split, "fingerprint", super().fingerprint)()
-
-    def files(self) -> Mapping[str, str]:
-        return getattr(self._split, "files", super().files)()
 
 
 def as_samples(split: Any) -> Samples:
