@@ -137,8 +137,7 @@ def set_schedule(recipe: Recipe, windows: Windows, stepper: Stepper) -> None:
 
 
 class Training:
-    """One run: connects its parts, trains, evaluates, and writes the results, also if training fails. ``source`` is
-    the packaged name or the path of the recipe file, if there is one."""
+    """Connects the parts of a run; ``source`` is the packaged name or the path of the recipe file, if there is one."""
 
     def __init__(self, session: Session, source: str | None, progress: Progress, resumption: ResumeState) -> None:
         self.session, self.progress, self.resumption = session, progress, resumption
@@ -182,15 +181,8 @@ class Training:
 
     def evaluation(self, split: str) -> Callable[[], EvaluationResult] | None:
         """Return a function that evaluates on ``split``, with averaged weights if ``optim.ema`` is set; or ``None``."""
-        run, stack = make_evaluation(self.session, self.parts.stepper, split), self.parts.stack
-        if run is None:
-            return None
-
-        def evaluate() -> EvaluationResult:
-            with stack.averaged():
-                return run()
-
-        return evaluate
+        run = make_evaluation(self.session, self.parts.stepper, split)
+        return None if run is None else self.parts.stack.averaged()(run)  # enters the context in every call
 
     def run(self) -> Summary:
         """Train, evaluate, and write the results, also if training fails."""
