@@ -126,14 +126,13 @@ def _name_of(transform: Callable[..., Any]) -> str:
 
 
 class ImageSplit(DrawnSamples):
-    """Base class of image splits. A loader may :meth:`draw` each sample alone, and scale all :meth:`together`."""
+    """Base class of image splits, whose samples a loader may draw alone and scale all :meth:`together`.
+
+    ``draw`` returns a sample's cropped and augmented bytes, ``(1 or 3, image_size, image_size)``, and its label.
+    """
 
     def __init__(self, pixels: ImageTransform) -> None:
         self.pixels, self.augmented = pixels, pixels.augmented
-
-    def draw(self, index: int) -> tuple[Tensor, int]:
-        """Return a sample's cropped and augmented bytes, ``(1 or 3, image_size, image_size)``, and its label."""
-        raise NotImplementedError
 
     def together(self, drawn: Sequence[tuple[Tensor, int]]) -> dict[str, Tensor]:
         images, labels = zip(*drawn, strict=True)
