@@ -221,7 +221,7 @@ class _Run(PhaseHooks):
             allocate(module, HOST, dtype)
             module.to(weights_device(self.fabric, plan))
             self._categorise(module)
-        stack = apply_stack(self.fabric, self.recipe.model, module, plan, stream=_allocated)
+        stack = apply_stack(self.fabric, self.recipe.model, module, plan, stream=lambda m, _, *to: allocate(m, *to[:2]))
         self._categorise(module)
         return stack
 
@@ -235,10 +235,6 @@ class _Run(PhaseHooks):
 
     def _categorise(self, module: nn.Module) -> None:
         self.tracer.categorise([*module.parameters(), *module.buffers()], "params")
-
-
-def _allocated(module: nn.Module, model: Model, device: torch.device, dtype: torch.dtype, seed: int) -> None:
-    allocate(module, device, dtype)
 
 
 class _TracedUpdates(EagerOptimizerUpdate):
