@@ -130,8 +130,7 @@ def _unpadded(kind: type[nn.Module]) -> type[nn.Module]:
 def _distilbert_block(block: Any, rows: Tensor, hidden: Tensor, lengths: Lengths, ends: Tensor) -> Tensor:
     attention = block.attention
     heads = attention.q_lin(rows), attention.k_lin(hidden), attention.v_lin(hidden)
-    rate = attention.dropout.p if block.training else 0.0
-    attended = varlen_attention(*_split_heads(heads, attention.attention_head_size), lengths, ends, rate)
+    attended = _attended(attention, heads, lengths, ends)
     attended = block.sa_layer_norm(attention.out_lin(attended) + rows)
     return block.output_layer_norm(block.ffn(attended) + attended)
 
@@ -139,14 +138,12 @@ def _distilbert_block(block: Any, rows: Tensor, hidden: Tensor, lengths: Lengths
 def _bert_block(block: Any, rows: Tensor, hidden: Tensor, lengths: Lengths, ends: Tensor) -> Tensor:
     attention = block.attention.self
     heads = attention.query(rows), attention.key(hidden), attention.value(hidden)
-    rate = attention.dropout.p if block.training else 0.0
-    attended = varlen_attention(*_split_heads(heads, attention.attention_head_size), lengths, ends, rate)
-    return block.feed_forward_chunk(block.attention.output(attended, rows))
+    return block.feed_forward_chunk(block.attention.output(_attended(attention, heads, lengths, ends), rows))
 
 
-def _split_heads(parts: Iterable[Tensor], size: int) -> tuple[Tensor, Tensor, Tensor]:
-    query, key, value = (part.unflatten(-1, (-1, size)) for part in parts)
-    return query, key, value
+def _attended(attention: Any, parts: Iterable[Tensor], lengths: Lengths, ends: Tensor) -> Tensor:
+    query, key, value = (part.unflatten(-1, (-1, attention.attention_head_size)) for part in parts)
+    return varlen_attention(query, key, value, lengths, ends, attention.dropout.p if attention.training else 0.0)
 
 
 BLOCK_FORWARDS: dict[str, Callable[..., Tensor] | None] = {
