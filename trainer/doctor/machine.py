@@ -149,9 +149,8 @@ def run_directory(subject: CheckContext) -> Iterator[Finding]:
     try:
         with tempfile.TemporaryDirectory(prefix=".doctor-", dir=disk) as name:
             speed = _write_and_rename(Path(name))
-            lock = RunLock(Path(name))
-            lock.acquire()
-            lock.release()
+            with RunLock(Path(name)):
+                pass
     except RecipeError as error:
         yield fail(str(error).replace(name, str(disk)))
         return
@@ -161,9 +160,8 @@ def run_directory(subject: CheckContext) -> Iterator[Finding]:
     text = f"{disk}: write, fsync, rename and lock work, {speed / 1e6:.0f} MB/s"
     yield warning(text, "a local disk, or a larger --checkpoint.every") if speed < SLOW_DISK_BYTES_PER_S else ok(text)
     if (folder / NAME).exists():
-        lock = RunLock(folder)
-        lock.acquire()  # raises a RecipeError if another run uses the directory
-        lock.release()
+        with RunLock(folder):  # raises a RecipeError if another run uses the directory
+            pass
 
 
 def _write_and_rename(folder: Path) -> float:

@@ -90,13 +90,9 @@ def sweep(argv: list[str]) -> None:
     parallel = parse_count("parallel", own.get("parallel", "1"))
     out = Path(own.get("out") or f"runs/{Path(reference).stem}-sweep").absolute()
     make_folder("--out", out)
-    lock = RunLock(out)
-    lock.acquire()
-    try:
+    with RunLock(out):
         settings = {"command": redact_words(words), "over": over} | ({"folds": trials} if "folds" in own else {})
         Sweep(recipe, words, out, chooser, settings).run(trials, device_slots(recipe, parallel))
-    finally:
-        lock.release()
 
 
 def parsed(recipe: Recipe, source: str | None, text: str) -> tuple[str, Any]:

@@ -68,6 +68,11 @@ class RunLock:
         self._descriptor = None
         _held.discard(self.path)
 
+    __enter__ = acquire
+
+    def __exit__(self, *_: object) -> None:
+        self.release()
+
     def _in_use(self, by: str) -> RecipeError:
         return RecipeError(f"run.dir={self.path.parent} is in use by {by}")
 
