@@ -60,16 +60,12 @@ def run_command(argv: Sequence[str]) -> int:
     command = fit_command(words, own.nproc)
     folder = Path(command.run_dir)
     make_folder("run.dir", folder)
-    lock = RunLock(folder, LOCK)
-    notice = lock.acquire()
-    try:
+    with RunLock(folder, LOCK) as notice:
         if notice is not None:
             print_message(notice)
         policy = RestartPolicy(own.restarts, own.patience, own.backoff, newest_step(folder))
-        announce(command)
+        print_message(f"run directory {command.run_dir}: trainer {shlex.join(redact_words(command.argv()))}")
         return Supervisor(command, policy, own.grace).run()
-    finally:
-        lock.release()
 
 
 def split(argv: Sequence[str]) -> tuple[SimpleNamespace, list[str]]:
@@ -115,10 +111,6 @@ def fit_command(words: Sequence[str], ranks: int | None) -> FitCommand:
     flags += ("--run.devices", devices) if devices is not None else ()
     names = [word.strip(" '\"") for word in (allowed or "").strip("[]()").split(",")]
     return FitCommand(recipe, flags, str(Path(wanted or default_folder(recipe)).absolute()), tuple(filter(None, names)))
-
-
-def announce(command: FitCommand) -> None:
-    print_message(f"run directory {command.run_dir}: trainer {shlex.join(redact_words(command.argv()))}")
 
 
 Outcome = tuple[str, int]  # final status and exit code
