@@ -81,14 +81,13 @@ class Checkpointer:
         raise RunStoppedError(f"stopped by {signal} after step {engine.counters.step}; everything is saved: {fix}")
 
     def mark_saved(self, step: int) -> None:
-        """Start at ``step``, whose state is already saved, or at step 0."""
+        """Record that the state after ``step`` is saved; at step 0 nothing is."""
         self.saved_at, self.saved_when = step, time.monotonic()
-        self.best_saved = self.best.step
-        self.writes = int(step > 0)
+        self.best_saved, self.has_saved = self.best.step, step > 0
 
     def at_end(self, engine: Engine) -> None:
         """Save the state after the last step if checkpoints were due during training."""
-        if self._is_unsaved(engine) and (self.writes or self._is_due(engine)):
+        if self._is_unsaved(engine) and (self.has_saved or self._is_due(engine)):
             self.save(engine)
         self._wait()
 
@@ -149,9 +148,7 @@ class Checkpointer:
             missing = int(self._total(disk_space_shortfall(self.folder.path, needed) if self.session.is_first else 0))
             if missing:
                 raise disk_full_message(self.folder.path, snapshot.step, needed, missing)
-        self.saved_at, self.saved_when = engine.counters.step, time.monotonic()
-        self.best_saved = self.best.step
-        self.writes += 1
+        self.mark_saved(engine.counters.step)
         self.background.run(partial(self.writer.write, snapshot))
         if not self.wishes.asynchronous:
             self._wait()
