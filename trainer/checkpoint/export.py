@@ -16,7 +16,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from trainer.checkpoint.manifest import MAX_JSON_BYTES, write_hashes
-from trainer.contract import Exportable, Model, capability
+from trainer.contract import Exportable, Model, capability, without_weights
 from trainer.errors import require
 from trainer.system.files import errno_of, read_json_object, staged_file, write_atomic
 from trainer.system.redact import redact_value
@@ -55,9 +55,7 @@ def load_model(model: Model, folder: Path) -> nn.Module:
         if model.own_format:
             return model.saved_in(folder).build()
         model = model.merged()
-    if model.weights is not None:  # do not fetch pretrained weights that are overwritten
-        model = dataclasses.replace(model, weights=None)  # type: ignore[type-var]
-    module = model.build()
+    module = without_weights(model).build()  # do not fetch pretrained weights that are overwritten
     load_weights(module, folder / WEIGHTS)
     return module
 
