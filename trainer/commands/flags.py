@@ -254,8 +254,8 @@ def load_yaml(text: str) -> Any:
     while nodes:
         depth, node = nodes.pop()
         seen += 1
-        too_many = f"has more than {MAX_YAML_NODES:,} entries, with aliases expanded: shorten it"
-        require(seen <= MAX_YAML_NODES, too_many)
+        if seen > MAX_YAML_NODES:
+            raise RecipeError(f"has more than {MAX_YAML_NODES:,} entries, with aliases expanded: shorten it")
         if depth > MAX_DEPTH:
             raise RecursionError  # like Python's loader
         lines: dict[str, int] = {}

@@ -15,7 +15,7 @@ from trainer.contract import Data, Model
 from trainer.data.base import local_path
 from trainer.data.rows import RowSource, first_rows
 from trainer.data.text import PARTS, PaddedDataset, csv_format, glob_files, load_hub_rows, require_dataset_name
-from trainer.errors import format_list, require, require_choice, require_positive
+from trainer.errors import RecipeError, format_list, require, require_choice, require_positive
 from trainer.values import DataSpec
 
 if TYPE_CHECKING:
@@ -89,15 +89,16 @@ class LanguageData(PaddedDataset):
         require(self.max_length > 1, "data.max_length=1 leaves nothing to predict: raise it")
         require_positive("data.shuffle_buffer", self.shuffle_buffer)
         self._format = csv_format(self.encoding, self.separator)
-        both = f"data.train_files={self.train_files!r} and data.name={self.name!r} exclude each other: give one"
-        require(self.train_files is None or self.name is None, both)
+        if self.train_files is not None and self.name is not None:
+            both = f"data.train_files={self.train_files!r} and data.name={self.name!r}"
+            raise RecipeError(f"{both} exclude each other: give one")
         for key in ("val_files", "test_files") if self.name else ("val_split", "test_split", "config", "revision"):
             value, fits = getattr(self, key), "train_files" if self.name else "name"
             require(value is None, f"data.{key}={value!r} needs data.{fits}, which is not set: leave it out")
         for key, off in (("name", None), ("val_fraction", 0)) if self.streamed else ():
-            cause = f"data.{key}={getattr(self, key)!r} is not supported with data.streamed"
-            fix = "give files for each part by data.train_files and data.val_files"
-            require(getattr(self, key) == off, f"{cause}: {fix}")
+            if (value := getattr(self, key)) != off:
+                cause = f"data.{key}={value!r} is not supported with data.streamed"
+                raise RecipeError(f"{cause}: give files for each part by data.train_files and data.val_files")
 
     def require_files(self) -> None:
         if self.name is not None:

@@ -598,7 +598,7 @@ class TruncationReport:
         is_short = any(why.endswith(TRUNCATED_REASON) for why in self.bad)
         fix = f", raise data.max_length={self.max_length}" if is_short else ""
         fix += f", or skip them with --data.max_bad_samples {count}" if self.learned else ""
-        cause = f"{said}, more than data.max_bad_samples={max_bad}"
-        require(count <= max_bad, f"{cause}: {shown}. Fix or remove them{fix}")
+        if count > max_bad:
+            raise RecipeError(f"{said}, more than data.max_bad_samples={max_bad}: {shown}. Fix or remove them{fix}")
         if self.bad:
             warn_once(f"{said} and are skipped: {shown}")

@@ -135,8 +135,7 @@ class ShardReader:
         with _explain_faults(f"{path} row group {group} (the first is 0)"):
             table = read_group(path, self._file(path), group, self.columns)
         cause = f"{path} row group {group} has {len(table)} rows instead of {self.sizes[number]}"
-        fix = "the file has changed since the run began; restart the run"
-        require(len(table) == self.sizes[number], f"{cause}: {fix}")
+        require(len(table) == self.sizes[number], f"{cause}: the file has changed since the run began; restart the run")
         self.decoded += 1
         return table
 
