@@ -9,6 +9,7 @@ import json
 import os
 import re
 import shlex
+import shutil
 import subprocess
 import sys
 from concurrent.futures import ProcessPoolExecutor
@@ -187,10 +188,21 @@ def test_the_loop_of_ones_own_runs_as_written():
     assert not torch.equal(model.weight, before)
 
 
+MYPY = ["--strict", "--ignore-missing-imports", "--follow-imports=silent", "--cache-dir", "cache"]
+TYPE_CHECKERS = {
+    "mypy": [sys.executable, "-m", "mypy", *MYPY, "--disable-error-code", "no-untyped-call"],  # for Tensor.backward
+    "pyright": ["pyright", "--pythonpath", sys.executable],  # its strict mode rejects what torch and datasets leave out
+}
+
+
 @pytest.mark.slow
-def test_the_examples_pass_a_strict_type_checker(tmp_path):
+@pytest.mark.parametrize("checker", TYPE_CHECKERS)
+def test_the_examples_pass_a_strict_type_checker(checker, tmp_path):
     """The package is typed (py.typed), so the examples of the pages are checked as a user's own code would be."""
-    pytest.importorskip("mypy")
+    if checker == "mypy":
+        pytest.importorskip("mypy")
+    elif not shutil.which("pyright"):
+        pytest.skip("needs pyright, see CONTRIBUTING.md")
     fragments = {"your-own-loop", "drop-in"}  # loops and classes whose names the reader has
     pages = [ROOT / "README.md", *(ROOT / "docs").glob("*.md"), *(ROOT / "docs").glob("[!u]*/*.md")]  # not upstream/
     for page in pages:
@@ -200,12 +212,10 @@ def test_the_examples_pass_a_strict_type_checker(tmp_path):
                 (tmp_path / f"{name}_{number}.py").write_text(text)
     files = sorted(map(str, tmp_path.glob("*.py")))
     assert len(files) > 8
-    flags = ["--strict", "--ignore-missing-imports", "--follow-imports=silent", "--cache-dir", str(tmp_path / "cache")]
-    flags += ["--disable-error-code", "no-untyped-call"]  # torch's Tensor.backward has no annotations
-    command = [sys.executable, "-m", "mypy", *flags, *files]
-    done = subprocess.run(
-        command, cwd=tmp_path, capture_output=True, text=True, check=False, env={**os.environ, "MYPYPATH": str(ROOT)}
-    )
+    (tmp_path / "pyrightconfig.json").write_text(json.dumps({"extraPaths": [str(ROOT)], "pythonVersion": "3.10"}))
+    command = [*TYPE_CHECKERS[checker], *(files if checker == "mypy" else [])]  # pyright reads its settings alone
+    environment = {**os.environ, "MYPYPATH": str(ROOT)}
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False, env=environment)
     assert done.returncode == 0, done.stdout
     assert (ROOT / "trainer" / "py.typed").is_file()
 
