@@ -94,8 +94,7 @@ class RecipeParser:
                 title = f"{section}: {setting.owner.__name__}" if section else "recipe"
                 groups[section] = self.parser.add_argument_group(title, _others(section))
             shown = {"metavar": _describe(setting.hint), "help": _documentation(setting.owner).get(name) or None}
-            kind = _parser_type(setting.hint)
-            groups[section].add_argument(f"--{key}", default=setting.value, type=kind, **shown)
+            groups[section].add_argument(f"--{key}", default=setting.value, type=_parser_type(setting.hint), **shown)
 
     def read_yaml(self, nested: Mapping[Any, Any]) -> dict[str, Any]:
         """Return the changes of a YAML file."""

@@ -116,8 +116,7 @@ class ShardReader:
         number = bisect_right(self.starts, index) - 1
         shard, group = self.places[number]
         before = sum(count for other, count in self.shards[shard].groups if other < group)
-        row = before + index - self.starts[number] + 1
-        return f"{self.shards[shard].path} row {row} (the first is row 1)"
+        return f"{self.shards[shard].path} row {before + index - self.starts[number] + 1} (the first is row 1)"
 
     def table(self, number: int) -> pa.Table:
         """Return a row group, from memory if possible."""
