@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from trainer.contract import Data, Model
 from trainer.data.base import local_path
-from trainer.data.rows import RowSource, first_rows
+from trainer.data.rows import RowSource, check_columns, find_chat_columns, first_rows
 from trainer.data.text import PARTS, PaddedDataset, csv_format, glob_files, load_hub_rows, require_dataset_name
 from trainer.errors import RecipeError, format_list, require, require_choice, require_positive
 from trainer.values import DataSpec
@@ -108,7 +108,9 @@ class LanguageData(PaddedDataset):
         require(self.train_files is not None, f"data.train_files is missing: {fix}")
         for path in (path for part in PARTS for path in self._paths(part)):
             if path.suffix.lower() == ".jsonl":
-                first_rows(path, most=MAX_CHECKED_ROWS)
+                _, columns, whole = first_rows(path, most=MAX_CHECKED_ROWS)
+                if whole:  # later lines may have other columns
+                    self._check_columns(str(path), columns)
 
     def for_evaluation(self, model: Model | None = None, path: str | None = None) -> Data:
         """Return a dataset of the test files alone."""
@@ -205,6 +207,9 @@ class LanguageData(PaddedDataset):
     def _reader(self, tokenizer: Any) -> Any:
         raise NotImplementedError
 
+    def _check_columns(self, source: str, found: Sequence[str]) -> None:
+        """Refuse a file without the columns to read."""
+
     def encode(self, texts: Sequence[Any], tokenizer: Any) -> dict[str, Tensor]:
         """Batch prompts without labels and without truncation: user texts, messages, or beginnings of documents."""
         from trainer.data.language_samples import make_padder
@@ -252,6 +257,9 @@ class Conversations(LanguageData):
             template = None  # for prediction: the saved tokenizer has the template, and its file may have moved
         return ChatReader(tokenizer, self.max_length, self.messages_column, pair, template, self.loss_on)
 
+    def _check_columns(self, source: str, found: Sequence[str]) -> None:
+        find_chat_columns(source, found, self.messages_column, (self.prompt_column, self.completion_column))
+
     def _prepare_stream(self, reader: Any, cache: Path) -> None:
         cause = "data.chat_template writes today's date (strftime_now), but a stream is tokenised again per epoch"
         require("strftime_now" not in reader.template, f"{cause}: give a template with a fixed date")
@@ -279,3 +287,6 @@ class Documents(LanguageData):
         from trainer.data.language_samples import DocumentReader
 
         return DocumentReader(tokenizer, self.max_length, self.text_column)
+
+    def _check_columns(self, source: str, found: Sequence[str]) -> None:
+        check_columns(source, found, text_column=self.text_column)
