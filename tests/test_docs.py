@@ -188,6 +188,21 @@ def test_the_loop_of_ones_own_runs_as_written():
     assert not torch.equal(model.weight, before)
 
 
+def test_new_names_of_the_glossary_are_in_the_code():
+    """Each name in the first column of "Renamed code" is a word of the package, or of the file that the row names."""
+    files = {path: path.read_text() for path in (ROOT / "trainer").rglob("*.py")}
+    table = (ROOT / "docs/glossary.md").read_text().partition("## Renamed code")[2]
+    rows = [line.split(" | ") for line in table.splitlines() if line.startswith("| `")]
+    missing = []
+    for names, meaning, _ in rows:
+        place = re.match(r"In `(\S+\.py)`", meaning)
+        code = files[ROOT / "trainer" / place[1]] if place else "\n".join(files.values())
+        words = {word for name in re.findall(r"`(.*?)`", names) if "..." not in name for word in name.split(".")}
+        missing += [word for word in sorted(words) if not re.search(rf"\b{word}\b", code)]
+    assert len(rows) > 50
+    assert missing == []
+
+
 MYPY = ["--strict", "--ignore-missing-imports", "--follow-imports=silent", "--cache-dir", "cache"]
 TYPE_CHECKERS = {
     "mypy": [sys.executable, "-m", "mypy", *MYPY, "--disable-error-code", "no-untyped-call"],  # for Tensor.backward
