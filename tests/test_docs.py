@@ -9,6 +9,7 @@ import json
 import os
 import re
 import shlex
+import shutil
 import subprocess
 import sys
 from concurrent.futures import ProcessPoolExecutor
@@ -187,10 +188,36 @@ def test_the_loop_of_ones_own_runs_as_written():
     assert not torch.equal(model.weight, before)
 
 
+def test_new_names_of_the_glossary_are_in_the_code():
+    """Each name in the first column of "Renamed code" is a word of the package, or of the file that the row names."""
+    files = {path: path.read_text() for path in (ROOT / "trainer").rglob("*.py")}
+    table = (ROOT / "docs/glossary.md").read_text().partition("## Renamed code")[2]
+    rows = [line.split(" | ") for line in table.splitlines() if line.startswith("| `")]
+    missing = []
+    for names, meaning, _ in rows:
+        place = re.match(r"In `(\S+\.py)`", meaning)
+        code = files[ROOT / "trainer" / place[1]] if place else "\n".join(files.values())
+        words = {word for name in re.findall(r"`(.*?)`", names) if "..." not in name for word in name.split(".")}
+        missing += [word for word in sorted(words) if not re.search(rf"\b{word}\b", code)]
+    assert len(rows) > 50
+    assert missing == []
+
+
+MYPY = ["--strict", "--ignore-missing-imports", "--follow-imports=silent", "--cache-dir", "cache"]
+TYPE_CHECKERS = {
+    "mypy": [sys.executable, "-m", "mypy", *MYPY, "--disable-error-code", "no-untyped-call"],  # for Tensor.backward
+    "pyright": ["pyright", "--pythonpath", sys.executable],  # its strict mode rejects what torch and datasets leave out
+}
+
+
 @pytest.mark.slow
-def test_the_examples_pass_a_strict_type_checker(tmp_path):
+@pytest.mark.parametrize("checker", TYPE_CHECKERS)
+def test_the_examples_pass_a_strict_type_checker(checker, tmp_path):
     """The package is typed (py.typed), so the examples of the pages are checked as a user's own code would be."""
-    pytest.importorskip("mypy")
+    if checker == "mypy":
+        pytest.importorskip("mypy")
+    elif not shutil.which("pyright"):
+        pytest.skip("needs pyright, see CONTRIBUTING.md")
     fragments = {"your-own-loop", "drop-in"}  # loops and classes whose names the reader has
     pages = [ROOT / "README.md", *(ROOT / "docs").glob("*.md"), *(ROOT / "docs").glob("[!u]*/*.md")]  # not upstream/
     for page in pages:
@@ -200,12 +227,10 @@ def test_the_examples_pass_a_strict_type_checker(tmp_path):
                 (tmp_path / f"{name}_{number}.py").write_text(text)
     files = sorted(map(str, tmp_path.glob("*.py")))
     assert len(files) > 8
-    flags = ["--strict", "--ignore-missing-imports", "--follow-imports=silent", "--cache-dir", str(tmp_path / "cache")]
-    flags += ["--disable-error-code", "no-untyped-call"]  # torch's Tensor.backward has no annotations
-    command = [sys.executable, "-m", "mypy", *flags, *files]
-    done = subprocess.run(
-        command, cwd=tmp_path, capture_output=True, text=True, check=False, env={**os.environ, "MYPYPATH": str(ROOT)}
-    )
+    (tmp_path / "pyrightconfig.json").write_text(json.dumps({"extraPaths": [str(ROOT)], "pythonVersion": "3.10"}))
+    command = [*TYPE_CHECKERS[checker], *(files if checker == "mypy" else [])]  # pyright reads its settings alone
+    environment = {**os.environ, "MYPYPATH": str(ROOT)}
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False, env=environment)
     assert done.returncode == 0, done.stdout
     assert (ROOT / "trainer" / "py.typed").is_file()
 

@@ -29,6 +29,9 @@ def test_what_predicts_imports_torch_alone_and_what_trains_fabric_too():
 WRONG = {
     "a folder of shards": ["fit", "distilbert_streaming", "--data.train_files", "nope"],
     "a folder of reviews": ["evaluate", "RUN", "--data.root", "./nope"],
+    "a column of chats": ["fit", "lm_chat", "--data.train_files", "RUN/chats.jsonl"],
+    "a model": ["fit", "distilbert_imdb", "--model.name", "nobody/absent"],
+    "weights": ["fit", "distilbert_imdb", "--model.weights", "./nope"],
     "a rung": ["ladder", "vit_digits", "--rungs", "baselin"],
     "a GPU": ["plan", "vit_digits"],
 }
@@ -38,13 +41,17 @@ WRONG = {
 def test_what_is_not_there_is_refused_before_torch_is_imported(tmp_path):
     (tmp_path / "model").mkdir()
     (tmp_path / "recipe.yaml").write_text("recipe: distilbert_imdb\n")
+    (tmp_path / "chats.jsonl").write_text('{"question": "a", "answer": "b"}\n')
     commands = [[word.replace("RUN", str(tmp_path)) for word in words] for words in WRONG.values()]
     code = "import sys; sys.modules['torch'] = None; from trainer.cli import run\n"
     code += f"print([run(words) for words in {commands}])"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    environment = {**os.environ, "HF_HUB_OFFLINE": "1"}
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, env=environment)
     assert done.stdout.strip() == str([2] * len(commands)), done.stderr
     said = [line.removeprefix("trainer: error: ") for line in done.stderr.splitlines()]
-    starts = ("data.train_files='nope': ", "data.root='./nope': ", "--rungs: no rung 'baselin'", "no GPU found: ")
+    starts = ["data.train_files='nope': ", "data.root='./nope': ", f"{tmp_path / 'chats.jsonl'} has no column messages"]
+    starts += ["model.name='nobody/absent' cannot be loaded: ", "model.weights=./nope is not a folder"]
+    starts += ["--rungs: no rung 'baselin'", "no GPU found: "]
     assert [line for line, start in zip(said, starts, strict=True) if not line.startswith(start)] == []
 
 

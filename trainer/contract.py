@@ -80,7 +80,9 @@ class Model(OptionalAttributes):
     weights: Any  # the pretrained weights that ``build`` reads; ``None`` for random weights
     lora: Any
 
-    DEFAULTS = dict.fromkeys(("task", "num_classes", "class_names", "image_size", "channels", "weights", "lora"))
+    DEFAULTS: ClassVar[Mapping[str, Any]] = dict.fromkeys(
+        ("task", "num_classes", "class_names", "image_size", "channels", "weights", "lora")
+    )
 
     def build(self) -> nn.Module:
         """Create the module on the current default device, in the current default dtype."""

@@ -32,7 +32,7 @@ _CLASS_MEANS = (name for name in HIGHER_IS_BETTER if name.startswith(("f1_", "pr
 _AVERAGED_METRICS = (*_CLASS_MEANS, "auroc", "average_precision")
 _SINGLE_LABEL_METRICS = (*_ACCURACIES[:3], "mcc", "f1", "precision", "recall", *_AVERAGED_METRICS, "perplexity")
 REGRESSION_METRICS = ("mae", "mse", "rmse", "r2", "pearson", "spearman")
-METRICS_BY_TASK = {
+METRICS_BY_TASK: dict[str, tuple[str, ...]] = {
     "single_label": _SINGLE_LABEL_METRICS,
     "token": _SINGLE_LABEL_METRICS,
     "multi_label": (*_AVERAGED_METRICS, "subset_accuracy"),

@@ -487,7 +487,7 @@ def test_settings_that_will_not_do_are_refused_by_name(tmp_path, tokenizer, chat
     texts = jsonl(tmp_path / "b.jsonl", [{"text": ""}])
     said = r"has no column messages or conversations, nor data\.prompt_column='prompt' .*it has 'text'"
     no(said, train_files=texts, chat_template="chatml")
-    no(r"has no end of text \(eos_token\), which must follow each document", Documents, words=tokenizer)
+    no(r"has no end of text \(eos_token\), which must follow", Documents, words=tokenizer, train_files=texts)
     no(r"data\.text_column='text': .*a\.jsonl has no such column; it has 'messages'", Documents)
     no(r"data\.train_files is missing", train_files=None)
     no(r"data\.train_files=.*: use it at most 8 times", train_files="**/" * 1000 + "a.txt")

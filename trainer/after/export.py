@@ -164,8 +164,7 @@ def _to_onnx(outputs: _Outputs, batches: list[dict[str, Tensor]], folder: Path, 
 
     show_status("exporting to ONNX")
     largest, dynamic = batches[-1], torch.export.Dim.DYNAMIC
-    texts = "pixel_values" not in largest
-    shapes = tuple({0: dynamic, 1: dynamic} if texts else {0: dynamic} for _ in largest)
+    shapes = tuple({0: dynamic} if "pixel_values" in largest else {0: dynamic, 1: dynamic} for _ in largest)
     with staged_file(target) as part:
         try:
             how: Any = {"input_names": list(largest), "output_names": ["logits"], "dynamic_shapes": (shapes,)}

@@ -549,8 +549,7 @@ def run_predict_command(
     folder = Path(options.output or ".").absolute().parent
     with room_in(folder, "give another file with --output"), ExitStack() as closing:
         write = closing.enter_context(_writer(options, task, inputs, list(map(name_of, range(classes)))))
-        shown = options.output is not None or (inputs.count or 0) > options.batch_size
-        progress = Progress(enabled=shown)
+        progress = Progress(enabled=options.output is not None or (inputs.count or 0) > options.batch_size)
         closing.callback(progress.close)
         progress.start(inputs.count or 0)
         for chunk in answers(model, module, reader, inputs.each, options):
@@ -644,8 +643,7 @@ def _file(path: Path, asked: PredictOptions, task: Task, inputs: Inputs, names: 
         values |= zip(all_of, answer.probabilities, strict=False)
         values["generated_text"] = None if answer.error else _printable(answer.generated)
         values["error"] = _printable(answer.error) or None
-        cells = answer.input.row if theirs else {}
-        return {**cells, **{name: values.get(key) for key, name in ours.items()}}
+        return {**(answer.input.row if theirs else {}), **{name: values.get(key) for key, name in ours.items()}}
 
     types = {**theirs, **{ours[key]: kind for key, kind in columns.items()}}
     with staged_file(path) as part, ExitStack() as closing:

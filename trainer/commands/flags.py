@@ -94,8 +94,7 @@ class RecipeParser:
                 title = f"{section}: {setting.owner.__name__}" if section else "recipe"
                 groups[section] = self.parser.add_argument_group(title, _others(section))
             shown = {"metavar": _describe(setting.hint), "help": _documentation(setting.owner).get(name) or None}
-            kind = _parser_type(setting.hint)
-            groups[section].add_argument(f"--{key}", default=setting.value, type=kind, **shown)
+            groups[section].add_argument(f"--{key}", default=setting.value, type=_parser_type(setting.hint), **shown)
 
     def read_yaml(self, nested: Mapping[Any, Any]) -> dict[str, Any]:
         """Return the changes of a YAML file."""
@@ -254,8 +253,8 @@ def load_yaml(text: str) -> Any:
     while nodes:
         depth, node = nodes.pop()
         seen += 1
-        too_many = f"has more than {MAX_YAML_NODES:,} entries, with aliases expanded: shorten it"
-        require(seen <= MAX_YAML_NODES, too_many)
+        if seen > MAX_YAML_NODES:
+            raise RecipeError(f"has more than {MAX_YAML_NODES:,} entries, with aliases expanded: shorten it")
         if depth > MAX_DEPTH:
             raise RecursionError  # like Python's loader
         lines: dict[str, int] = {}

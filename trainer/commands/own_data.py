@@ -131,8 +131,7 @@ def _of_texts(
     values = [row.get(label) for row in rows]
     task = given.get("model.task") or _task(values)
     flags |= {"model.task": task} if task != "single_label" else {}
-    counts = Counter(str(value) for value in values)
-    about = format_counts(counts) if task == "single_label" else f"task {task}"
+    about = format_counts(Counter(map(str, values))) if task == "single_label" else f"task {task}"
     data = f"{_count(rows)}; text in column {text!r}, label in column {label!r}: {about}"
     return Inferred("text_files", flags | _held_out(parts, len(rows)), data)
 

@@ -62,22 +62,26 @@ EXPORT_FLAGS = CommandFlags(
 )
 
 
-def check_files(recipe: Recipe) -> None:
-    """Check the files of the data, before torch is imported."""
-    recipe.data.use_model(recipe.model)
-    recipe.data.require_files()
-
-
 def fit(argv: list[str]) -> None:
     """Train, evaluate and write a run directory."""
     from trainer.faults.signals import requeue_before_training
 
     requeue_before_training()
     if asked := parse_command("fit", "RECIPE", argv):
-        check_files(asked.recipe)
-        from trainer.api import fit
+        _check_and_fit(asked.recipe, asked.source)
 
-        fit(asked.recipe, source=asked.source)
+
+def _check_and_fit(recipe: Recipe, source: str | None) -> None:
+    """Check the files of data and model, before torch is imported, and train."""
+    from trainer.models.hub import HubModel
+
+    recipe.data.use_model(recipe.model)
+    recipe.data.require_files()
+    if isinstance(recipe.model, HubModel):
+        recipe.model.require_files()
+    from trainer.api import fit
+
+    fit(recipe, source=source)
 
 
 def fit_script(recipe: Recipe) -> None:
@@ -95,10 +99,7 @@ def fit_script(recipe: Recipe) -> None:
         raise RecipeError(f"unexpected {word!r}: python {sys.argv[0]} takes flags only")
     source = source_of(script)
     if resolved := resolve(recipe, source, flags, usage=f"python {sys.argv[0]} [flags]"):
-        check_files(resolved)
-        from trainer.api import fit
-
-        fit(resolved, source=source)
+        _check_and_fit(resolved, source)
 
 
 def evaluate(argv: list[str]) -> None:
@@ -107,7 +108,9 @@ def evaluate(argv: list[str]) -> None:
         files = [text for name, text in asked.flags if name == "file"]
         require(len(files) <= 1, f"evaluate takes one file, not {len(files)}")
         file = files[0] if files else None
-        check_files(asked.recipe.replace(data=asked.recipe.data.for_evaluation(path=file)))
+        data = asked.recipe.data.for_evaluation(path=file)
+        data.use_model(asked.recipe.model)
+        data.require_files()
         from trainer.api import evaluate
 
         evaluate(asked.recipe, Path(asked.reference), file)

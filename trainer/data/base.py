@@ -70,9 +70,9 @@ class BuiltinDataset(Loading):
             raise RecipeError(f"data.worker_timeout={seconds} must be more than 0 and at most {MAX_SECONDS:,} seconds")
         require(bad >= 0, f"data.max_bad_samples={bad} must not be negative; 0 ends the run at the first bad sample")
         for name in ("val_file", "val_files", "val_split"):
-            value = getattr(self, name, None)
-            both = f"data.{name}={value!r} and data.val_fraction={fraction} exclude each other: give one"
-            require(value is None or fraction == 0, both)
+            if fraction and (value := getattr(self, name, None)) is not None:
+                both = f"data.{name}={value!r} and data.val_fraction={fraction}"
+                raise RecipeError(f"{both} exclude each other: give one")
 
     def _make_spec(self, train: int, test: int, num_classes: int, tensors: Mapping[str, Any], **more: Any) -> DataSpec:
         """Return the spec of ``train`` samples, some of them held out, and ``test`` samples, with one label each."""

@@ -17,7 +17,7 @@ from torch import Tensor
 from trainer.contract import Data, as_samples, splits_of
 from trainer.data.cache import MAX_HASHED_BYTES, evenly_spaced
 from trainer.data.loader import preserve_rng_state, seed_everything
-from trainer.errors import require
+from trainer.errors import RecipeError
 
 NUM_HASHED_SAMPLES = 64  # number of samples that are hashed if a split defines no fingerprint
 MAX_DEPTH = 16  # max depth of nesting, because a sample may refer to itself
@@ -55,8 +55,8 @@ def split_fingerprint(split: Any) -> str:
     """Return the hash of one split; see :func:`fingerprint`."""
     samples = as_samples(split)
     if (found := samples.fingerprint()) is not None:
-        wrong = f"{type(split).__name__}.fingerprint() returned {found!r}: it must return a string"
-        require(isinstance(found, str), wrong)
+        if not isinstance(found, str):
+            raise RecipeError(f"{type(split).__name__}.fingerprint() returned {found!r}: it must return a string")
         return found
     split = samples.original
     size, lengths = len(split), samples.lengths

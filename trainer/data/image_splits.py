@@ -104,8 +104,7 @@ class ImageTransform:
 
     def normalize(self, images: Tensor) -> Tensor:
         """Convert bytes to normalised float32. Whole micro-batches at once, in place, take a third of the time."""
-        channels = max(images.shape[-3], len(self.mean))
-        scaled = torch.empty(*images.shape[:-3], channels, *self.size)
+        scaled = torch.empty(*images.shape[:-3], max(images.shape[-3], len(self.mean)), *self.size)
         return scaled.copy_(images).mul_(1 / 255).sub_(self.mean).div_(self.std)
 
 

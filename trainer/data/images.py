@@ -181,8 +181,8 @@ class Digits(_ImageDataset):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        wrong = f"data.test_fraction={self.test_fraction} must be more than 0 and less than 1"
-        require(0 < self.test_fraction < 1, wrong)
+        if not 0 < self.test_fraction < 1:
+            raise RecipeError(f"data.test_fraction={self.test_fraction} must be more than 0 and less than 1")
 
     def prepare(self, tokenizer: Any = None, model: Model | None = None) -> None:
         self.use_model(model)
@@ -352,8 +352,8 @@ class ImageFolder(_ImageDataset):
         folders = {part: root / part for part in ("train", "val", "test") if (root / part).is_dir()} or {"train": root}
         found = {part: _folders_in(folder) for part, folder in folders.items()}
         cause = f"{key} contains neither a test nor a val folder"
-        fix = "add one, or hold out part of the training images with --data.val_fraction 0.1"
-        require(len(found) > 1 or self.val_fraction > 0, f"{cause}: {fix}")
+        if len(found) == 1 and self.val_fraction == 0:
+            raise RecipeError(f"{cause}: add one, or hold out part of the training images with --data.val_fraction 0.1")
         both = f"data.val_fraction={self.val_fraction} and the folder {root / 'val'}"
         require("val" not in found or self.val_fraction == 0, f"{both} exclude each other: set it to 0")
         self._set_classes(found["train"])

@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from trainer.contract import Data, Model
 from trainer.data.base import local_path
-from trainer.data.rows import RowSource, first_rows
+from trainer.data.rows import RowSource, check_columns, find_chat_columns, first_rows
 from trainer.data.text import PARTS, PaddedDataset, csv_format, glob_files, load_hub_rows, require_dataset_name
-from trainer.errors import format_list, require, require_choice, require_positive
+from trainer.errors import RecipeError, format_list, require, require_choice, require_positive
 from trainer.values import DataSpec
 
 if TYPE_CHECKING:
@@ -89,15 +89,16 @@ class LanguageData(PaddedDataset):
         require(self.max_length > 1, "data.max_length=1 leaves nothing to predict: raise it")
         require_positive("data.shuffle_buffer", self.shuffle_buffer)
         self._format = csv_format(self.encoding, self.separator)
-        both = f"data.train_files={self.train_files!r} and data.name={self.name!r} exclude each other: give one"
-        require(self.train_files is None or self.name is None, both)
+        if self.train_files is not None and self.name is not None:
+            both = f"data.train_files={self.train_files!r} and data.name={self.name!r}"
+            raise RecipeError(f"{both} exclude each other: give one")
         for key in ("val_files", "test_files") if self.name else ("val_split", "test_split", "config", "revision"):
             value, fits = getattr(self, key), "train_files" if self.name else "name"
             require(value is None, f"data.{key}={value!r} needs data.{fits}, which is not set: leave it out")
         for key, off in (("name", None), ("val_fraction", 0)) if self.streamed else ():
-            cause = f"data.{key}={getattr(self, key)!r} is not supported with data.streamed"
-            fix = "give files for each part by data.train_files and data.val_files"
-            require(getattr(self, key) == off, f"{cause}: {fix}")
+            if (value := getattr(self, key)) != off:
+                cause = f"data.{key}={value!r} is not supported with data.streamed"
+                raise RecipeError(f"{cause}: give files for each part by data.train_files and data.val_files")
 
     def require_files(self) -> None:
         if self.name is not None:
@@ -107,7 +108,9 @@ class LanguageData(PaddedDataset):
         require(self.train_files is not None, f"data.train_files is missing: {fix}")
         for path in (path for part in PARTS for path in self._paths(part)):
             if path.suffix.lower() == ".jsonl":
-                first_rows(path, most=MAX_CHECKED_ROWS)
+                _, columns, whole = first_rows(path, most=MAX_CHECKED_ROWS)
+                if whole:  # later lines may have other columns
+                    self._check_columns(str(path), columns)
 
     def for_evaluation(self, model: Model | None = None, path: str | None = None) -> Data:
         """Return a dataset of the test files alone."""
@@ -204,6 +207,9 @@ class LanguageData(PaddedDataset):
     def _reader(self, tokenizer: Any) -> Any:
         raise NotImplementedError
 
+    def _check_columns(self, source: str, found: Sequence[str]) -> None:
+        """Refuse a file without the columns to read."""
+
     def encode(self, texts: Sequence[Any], tokenizer: Any) -> dict[str, Tensor]:
         """Batch prompts without labels and without truncation: user texts, messages, or beginnings of documents."""
         from trainer.data.language_samples import make_padder
@@ -251,6 +257,9 @@ class Conversations(LanguageData):
             template = None  # for prediction: the saved tokenizer has the template, and its file may have moved
         return ChatReader(tokenizer, self.max_length, self.messages_column, pair, template, self.loss_on)
 
+    def _check_columns(self, source: str, found: Sequence[str]) -> None:
+        find_chat_columns(source, found, self.messages_column, (self.prompt_column, self.completion_column))
+
     def _prepare_stream(self, reader: Any, cache: Path) -> None:
         cause = "data.chat_template writes today's date (strftime_now), but a stream is tokenised again per epoch"
         require("strftime_now" not in reader.template, f"{cause}: give a template with a fixed date")
@@ -278,3 +287,6 @@ class Documents(LanguageData):
         from trainer.data.language_samples import DocumentReader
 
         return DocumentReader(tokenizer, self.max_length, self.text_column)
+
+    def _check_columns(self, source: str, found: Sequence[str]) -> None:
+        check_columns(source, found, text_column=self.text_column)

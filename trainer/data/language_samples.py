@@ -25,7 +25,7 @@ from trainer.data import tokens
 from trainer.data.base import hold_out, local_path, root_cause
 from trainer.data.cache import hash_of
 from trainer.data.fingerprint import ContentHasher, add_rows, sample_row_blocks
-from trainer.data.rows import RowSource, brief_places, check_columns
+from trainer.data.rows import ALPACA, RowSource, brief_places, check_columns, find_chat_columns
 from trainer.errors import RecipeError, require, suggest_name
 from trainer.system.child_jobs import Bounded, ChildError
 from trainer.system.environment import is_local_rank_zero
@@ -43,7 +43,6 @@ EMPTY_REASON, TRUNCATED_REASON = "is empty", "has no text of the assistant withi
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
 TOOLS = "tools"
-ALPACA = ("instruction", "input", "output")  # columns of a prompt, its optional context, and the answer
 SHAREGPT = {"human": "user", "gpt": "assistant", "function_response": "tool"}
 
 CHATML = (
@@ -139,8 +138,7 @@ class DocumentReader:
 
     def _pieces(self, text: str, words: ndarray) -> list[Sample]:
         ids, size = np.array([*self.begin, *words, self.end], dtype=np.int32), len(text.encode())
-        starts = range(0, len(ids) - 1, self.max_length - 1)
-        pieces = [ids[start : start + self.max_length] for start in starts]
+        pieces = [ids[start : start + self.max_length] for start in range(0, len(ids) - 1, self.max_length - 1)]
         return [Sample(piece, piece, 0, place, 0 if place else size) for place, piece in enumerate(pieces)]
 
     def prompts(self, texts: Sequence[str]) -> list[list[int]]:
@@ -198,19 +196,7 @@ class ChatReader:
         if tools and TOOLS not in self.template and source not in self.unwritten:
             self.unwritten.add(source)
             warn_once(f"{source} has a column {TOOLS}, which the chat template ignores: give another one")
-        if self.column is not None:
-            check_columns(source, found, messages_column=self.column)
-            return [self.column, *tools]
-        for name in ("messages", "conversations"):
-            if name in found:
-                return [name, *tools]
-        if {*self.pair} <= {*found}:
-            return [*self.pair, *tools]
-        if {*ALPACA[::2]} <= {*found}:
-            return [*(name for name in ALPACA if name in found), *tools]
-        pair = f"data.prompt_column={self.pair[0]!r} and data.completion_column={self.pair[1]!r}"
-        cause = f"{source} has no column messages or conversations, nor {pair}; it has"
-        raise RecipeError(f"{cause} {', '.join(map(repr, found))}: name its column, as with data.messages_column")
+        return [*find_chat_columns(source, found, self.column, self.pair), *tools]
 
     def __call__(self, rows: Sequence[Mapping[str, Any]]) -> list[list[Sample] | str]:
         written = [self._render_row(cells) for cells in rows]
@@ -306,8 +292,7 @@ class ChatReader:
             if learned is None:
                 return "has text of the assistant that shares a token with the text before it: fix the template"
         labels = np.where(learned, joined, IGNORED_LABEL).astype(np.int32)
-        lost = max(0, len(joined) - self.max_length)
-        return [Sample(joined[: self.max_length], labels[: self.max_length], lost)]
+        return [Sample(joined[: self.max_length], labels[: self.max_length], max(0, len(joined) - self.max_length))]
 
     def _decoded(self, ids: ndarray) -> str:
         return self.tokenizer.decode(ids.tolist(), clean_up_tokenization_spaces=False)
@@ -489,8 +474,7 @@ class Sequences(Samples):
 
     def row_numbers(self) -> ndarray:
         """Return the row number of each sample, over all tables."""
-        begins = (self.table.data.column("place").to_numpy() == 0).cumsum()
-        return begins[np.asarray(self.chosen, dtype=np.int64)]
+        return (self.table.data.column("place").to_numpy() == 0).cumsum()[np.asarray(self.chosen, dtype=np.int64)]
 
     @property
     def bytes_per_token(self) -> float | None:  # type: ignore[override]
@@ -512,8 +496,7 @@ class Sequences(Samples):
 
     def describe(self, index: int) -> str:
         row = self.chosen[index]
-        number = bisect_right(self.starts, row) - 1
-        return self.rows[number].describe(self.table[row]["row"])
+        return self.rows[bisect_right(self.starts, row) - 1].describe(self.table[row]["row"])
 
     def fingerprint(self) -> str:
         """Hash every token and label, in order; above 1 GiB, evenly spread blocks of samples."""
@@ -598,7 +581,7 @@ class TruncationReport:
         is_short = any(why.endswith(TRUNCATED_REASON) for why in self.bad)
         fix = f", raise data.max_length={self.max_length}" if is_short else ""
         fix += f", or skip them with --data.max_bad_samples {count}" if self.learned else ""
-        cause = f"{said}, more than data.max_bad_samples={max_bad}"
-        require(count <= max_bad, f"{cause}: {shown}. Fix or remove them{fix}")
+        if count > max_bad:
+            raise RecipeError(f"{said}, more than data.max_bad_samples={max_bad}: {shown}. Fix or remove them{fix}")
         if self.bad:
             warn_once(f"{said} and are skipped: {shown}")

@@ -15,7 +15,7 @@ from trainer.data.base import Loading, is_number
 from trainer.data.images import CIFAR10, Digits, FashionMNIST, ImageFolder
 from trainer.data.language import Conversations, Documents
 from trainer.data.text import HubText, IMDb, TextFiles
-from trainer.errors import require
+from trainer.errors import RecipeError, require
 from trainer.system.field_types import require_types
 from trainer.values import MixupConfig, Task
 
@@ -86,9 +86,9 @@ class Mixture(Loading):
             require(alike, f"Mixture: {names} collate batches differently: mix datasets of one kind")
             cause = f"Mixture: {names} differ in data.mixup, data.cutmix or data.mix_probability, but share batches"
             require(data.mixup_config() == first.mixup_config(), f"{cause}: make them the same")
-            cause = f"Mixture: part {number} ({type(data).__name__}) reads its samples group by group"
-            fix = "so single samples cannot be drawn: use a dataset that is not streamed"
-            require(as_samples(data.train).groups is None, f"{cause}, {fix}")
+            if as_samples(data.train).groups is not None:
+                cause = f"Mixture: part {number} ({type(data).__name__}) reads its samples group by group"
+                raise RecipeError(f"{cause}, so single samples cannot be drawn: use a dataset that is not streamed")
         self.train = ConcatSplit([data.train for data in self.datasets], self.mixup_config())
         splits = [splits_of(data) for data in self.datasets]
         held = ([found[part] for found in splits if part in found] for part in ("val", "test"))
@@ -123,8 +123,8 @@ def _built(number: int, part: Any) -> tuple[Data, float]:
     *given, weight = part if isinstance(part, tuple | list) and part else (None, None)
     data, named = given[0] if given else None, f"data.parts: part {number}"
     if isinstance(data, str) and len(given) < 3:
-        known = f"use one of {', '.join(DATASET_CLASSES)}"
-        require(data in DATASET_CLASSES, f"{named}: there is no dataset {data}: {known}")
+        if data not in DATASET_CLASSES:
+            raise RecipeError(f"{named}: there is no dataset {data}: use one of {', '.join(DATASET_CLASSES)}")
         settings = given[1] if len(given) == 2 else {}
         require(isinstance(settings, dict), f"{named}: {settings!r} must be a mapping of settings of {data}")
         kind = DATASET_CLASSES[data]

@@ -42,6 +42,7 @@ ARCHIVES = (
     b"\x28\xb5\x2f\xfd",
     b"\x04\x22\x4d\x18",
 )
+ALPACA = ("instruction", "input", "output")  # columns of a prompt, its optional context, and the answer
 MAX_SHOWN_GAPS = 5  # max number of rows with a gap that are named
 MAX_ROWS = 1_000  # max rows that are read to infer settings
 MAX_BYTES = 4_000_000  # max bytes that are read before torch is imported; takes 0.1 s
@@ -103,6 +104,19 @@ def check_columns(source: str, found: Sequence[str], **wanted: str) -> None:
         if name not in found:
             missing = f"data.{key}={name!r}: {source} has no such column; it has {', '.join(map(repr, found))}"
             raise RecipeError(missing + suggest_name(repr(name), map(repr, found)))
+
+
+def find_chat_columns(source: str, found: Sequence[str], messages: str | None, pair: Sequence[str]) -> Sequence[str]:
+    """Return the columns of conversations: ``messages`` if given, its default names, ``pair`` or ``ALPACA``."""
+    if messages is not None:
+        check_columns(source, found, messages_column=messages)
+        return [messages]
+    for names in ["messages"], ["conversations"], pair, ALPACA[::2]:
+        if {*names} <= {*found}:
+            return names if names != ALPACA[::2] else [name for name in ALPACA if name in found]
+    prompt = f"data.prompt_column={pair[0]!r} and data.completion_column={pair[1]!r}"
+    cause = f"{source} has no column messages or conversations, nor {prompt}; it has"
+    raise RecipeError(f"{cause} {', '.join(map(repr, found))}: name its column, as with data.messages_column")
 
 
 class CsvFormat(NamedTuple):
@@ -225,8 +239,7 @@ def _first_of_csv(written: CsvFormat, path: Path, most: int) -> FirstRows:
     require_line_length("the header", header.encode())
     limit = csv.field_size_limit(MAX_LINE_BYTES)
     try:
-        separator = written.separator or separator_of(header)
-        rows, columns = _parse_csv(text, separator, most, strict=whole)
+        rows, columns = _parse_csv(text, written.separator or separator_of(header), most, strict=whole)
     finally:
         csv.field_size_limit(limit)  # is global, and other readers of untrusted files rely on it
     twice = sorted({name for name in columns if name and columns.count(name) > 1}) if len(columns) < MAX_COLUMNS else []

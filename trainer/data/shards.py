@@ -116,8 +116,7 @@ class ShardReader:
         number = bisect_right(self.starts, index) - 1
         shard, group = self.places[number]
         before = sum(count for other, count in self.shards[shard].groups if other < group)
-        row = before + index - self.starts[number] + 1
-        return f"{self.shards[shard].path} row {row} (the first is row 1)"
+        return f"{self.shards[shard].path} row {before + index - self.starts[number] + 1} (the first is row 1)"
 
     def table(self, number: int) -> pa.Table:
         """Return a row group, from memory if possible."""
@@ -135,8 +134,7 @@ class ShardReader:
         with _explain_faults(f"{path} row group {group} (the first is 0)"):
             table = read_group(path, self._file(path), group, self.columns)
         cause = f"{path} row group {group} has {len(table)} rows instead of {self.sizes[number]}"
-        fix = "the file has changed since the run began; restart the run"
-        require(len(table) == self.sizes[number], f"{cause}: {fix}")
+        require(len(table) == self.sizes[number], f"{cause}: the file has changed since the run began; restart the run")
         self.decoded += 1
         return table
 

@@ -142,8 +142,7 @@ def _parquet_rows(path: Path) -> Iterator[dict[str, Any]]:
     with pq.ParquetFile(path, arrow_extensions_enabled=False, pre_buffer=False, buffer_size=2**20) as file:
         groups = map(file.metadata.row_group, range(file.metadata.num_row_groups))
         widest = max(group.total_byte_size // max(1, group.num_rows) for group in groups)
-        rows = max(1, min(BLOCK_ROWS, BLOCK_BYTES // max(1, widest)))
-        for batch in file.iter_batches(rows, use_threads=False):
+        for batch in file.iter_batches(max(1, min(BLOCK_ROWS, BLOCK_BYTES // max(1, widest))), use_threads=False):
             yield from batch.to_pylist()
 
 

@@ -99,8 +99,8 @@ class Texts(PaddedDataset):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        both = f"data.text_column and data.label_column are both {self.text_column!r}"
-        require(self.text_column != self.label_column, f"{both}: they must differ")
+        if self.text_column == self.label_column:
+            raise RecipeError(f"data.text_column and data.label_column are both {self.text_column!r}: they must differ")
 
     def encode(self, texts: Sequence[str], tokenizer: Any) -> dict[str, Tensor]:
         """Make a batch of texts without labels, tokenised, truncated and padded like the dataset's own texts. For the
@@ -201,8 +201,7 @@ class _TokenizedDataset(ClassWeightedDataset, Texts):
         column = f"{source}: data.label_column={self.label_column!r}"
         is_single = self._task == "single_label"
         cause = f"{column} has {len(labels):,} different numbers such as {labels[0]}, which looks like regression"
-        fix = f"use --model.task regression, or {CLASS_COLUMN}"
-        require(not (is_single and is_continuous(labels)), f"{cause}: {fix}")
+        require(not (is_single and is_continuous(labels)), f"{cause}: use --model.task regression, or {CLASS_COLUMN}")
         self._set_classes(sort_classes(labels))
         cause = f"{column} is {self.class_names[0]!r} in every row, but a classifier needs two classes or more"
         enough = self.num_classes > 1 or self._task == "multi_label"
@@ -501,8 +500,7 @@ def glob_files(key: str, pattern: str, kinds: Sequence[str]) -> list[Path]:
     """Return the files that match ``pattern``, in which ** matches any folders, sorted by name; for a folder those of
     ``kinds``. ``key`` is the setting, for messages."""
     path, is_url = local_path(pattern), "://" in pattern.removeprefix("file://")
-    fix = "download the files first (hf download for files of the hub)"
-    require(not is_url, f"{key} is not a local path: {fix}")
+    require(not is_url, f"{key} is not a local path: download the files first (hf download for files of the hub)")
     require(pattern.count("**") <= 8, f"{key:.200}: the pattern contains ** more than 8 times: use it at most 8 times")
     if path.is_dir():
         names = {name for kind in kinds for name in glob(f"{escape(str(path))}/{kind}", recursive=True)}

@@ -155,8 +155,7 @@ def run_tokenizer(tokenizer: Any, *texts: Sequence[Any], **options: Any) -> Any:
     try:
         return tokenizer(*texts, return_attention_mask=False, verbose=False, **options)
     except Exception as error:  # its Rust code raises a bare Exception
-        cause = f"the tokenizer of model.tokenizer cannot encode a text ({error})"
-        raise RecipeError(f"{cause}: choose another") from error
+        raise RecipeError(f"the tokenizer of model.tokenizer cannot encode a text ({error}): choose another") from error
 
 
 def _first_subwords(words: Sequence[int | None]) -> list[int]:

@@ -219,8 +219,7 @@ class Windows:
         batch_size, lengths = self.cut(epoch).batch_size, self.lengths
         if not len(self.quarantine) and lengths is None:
             return min(batch_size, self.size - step * batch_size), 0
-        batch = self._batch(epoch, step)
-        kept = self.quarantine.filter("train", batch)
+        kept = self.quarantine.filter("train", self._batch(epoch, step))
         return len(kept), 0 if lengths is None else tokens_of(kept, lengths, packs=True)
 
     def _weights(self, micro_batches: list[MicroBatch], bad: int = 0) -> tuple[dict[str, float], list[bool], bool]:

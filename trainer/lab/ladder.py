@@ -146,8 +146,7 @@ def choose(rungs: Sequence[LadderStep], wanted: str | None) -> list[LadderStep]:
     known = [rung.name for rung in rungs]
     for name in names:
         if name not in known:
-            hint = f"{did_you_mean(name, known)} (rungs: {', '.join(known)})"
-            raise RecipeError(f"--rungs: no rung {name!r} here{hint}")
+            raise RecipeError(f"--rungs: no rung {name!r} here{did_you_mean(name, known)} (rungs: {', '.join(known)})")
     return [rung for rung in rungs if rung.name in ("baseline", *names)]
 
 

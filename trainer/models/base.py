@@ -104,8 +104,7 @@ class SupervisedModel(Preparable):
             labels = as_samples(data.train).labels
             if labels is None:
                 cause = f"needs the training labels, and {type(data).__name__}'s train has no attribute labels"
-                fix = "add it, or give the weights as a list"
-                raise RecipeError(f"model.loss.class_weights=balanced {cause}: {fix}")
+                raise RecipeError(f"model.loss.class_weights=balanced {cause}: add it, or give the weights as a list")
             weights = balanced_weights(self.task, cast(Any, labels), self.num_classes or 0, self.class_names)
         if len(weights) != self.num_classes:
             given = f"model.loss.class_weights has {len(weights)} weights for {self.num_classes} classes"

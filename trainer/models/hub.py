@@ -107,8 +107,7 @@ def from_hub(key: str, source: str, load: Any, *args: Any, **kwargs: Any) -> Any
                 "name": ", or a model type such as distilbert or vit",
                 "tokenizer": ", or bytes, which needs no files",
             }
-            kind = kinds.get(key, "")
-            fix = f"Give a local folder as save_pretrained writes it{kind}; {offline_advice()}"
+            fix = f"Give a local folder as save_pretrained writes it{kinds.get(key, '')}; {offline_advice()}"
         if "trust_remote_code" in str(error):
             reason = "it needs Python code from its repository (auto_map), and remote code is never executed."
             fix = (
@@ -119,6 +118,13 @@ def from_hub(key: str, source: str, load: Any, *args: Any, **kwargs: Any) -> Any
     if why_not:
         warn_offline_cache()
     return found
+
+
+def _require_cached(source: str) -> None:
+    from huggingface_hub.constants import HF_HUB_CACHE
+
+    if not is_local(source) and not isdir(f"{HF_HUB_CACHE}/models--{source.replace('/', '--')}") and offline_reason():
+        raise FileNotFoundError(source)
 
 
 def _require_files(folder: Path) -> None:
@@ -250,6 +256,14 @@ class HubModel(SupportsLoRA, Preparable):
     def __post_init__(self) -> None:
         require(self.dropout is None or 0 <= self.dropout < 1, f"model.dropout={self.dropout} must be in [0, 1)")
         self.lora.require_alone(self.train_last_blocks)
+
+    def require_files(self) -> None:
+        """Refuse missing files, as far as they are known before torch is imported and anything is downloaded."""
+        name = None if self.name in BUNDLED_CONFIGS else self.name
+        sources = ("tokenizer", getattr(self, "tokenizer", None)), ("name", name), ("weights", self.weights)
+        for key, source in sources:
+            if source and "/" in source and not source.startswith("timm/"):  # others may be model types, or timm's
+                from_hub(key, source, _require_cached, source)
 
     def prepare(self) -> None:
         _import_transformers()  # now, so that its host memory is not attributed to the run

@@ -120,8 +120,7 @@ class ImageClassifier(HubClassifier, DrawnInputs):
         seen = {key: list(getattr(known, key)) for key in ("input_size", "mean", "std")} if known else {}
         size = self.image_size
         resized = known and known.fixed_input_size and size is not None and size != known.input_size[-1]
-        arguments = {"model_args": {"img_size": size}} if resized else {}
-        return {"architecture": name, "pretrained_cfg": seen, **arguments}
+        return {"architecture": name, "pretrained_cfg": seen, **({"model_args": {"img_size": size}} if resized else {})}
 
     def _configuration(self) -> Any:
         config = super()._configuration()

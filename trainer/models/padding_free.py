@@ -220,8 +220,7 @@ def _flash(
     window = {"window_size_left": far, "window_size_right": 0 if pattern.causal else far}
     is_causal = pattern.causal and pattern.window is None
     flash = torch.ops.aten._flash_attention_forward
-    found = flash(query, key, value, *texts, dropout, is_causal, False, scale=pattern.scale, **window)
-    return found[0].flatten(1)
+    return flash(query, key, value, *texts, dropout, is_causal, False, scale=pattern.scale, **window)[0].flatten(1)
 
 
 @torch.compiler.disable  # lengths differ in every micro-batch, so compiled code would not be reused

@@ -69,8 +69,7 @@ class TextModel(HubModel, Packable):
                 raise RecipeError(f"{missing}: give one")
             self._cached_tokenizer = self._load_tokenizer(source)
             # For a folder with only a configuration, transformers creates a tokenizer to which every word is unknown.
-            words = len(self._cached_tokenizer) - len(self._cached_tokenizer.all_special_tokens)
-            if not words:
+            if len(self._cached_tokenizer) == len(self._cached_tokenizer.all_special_tokens):
                 fix = "give a folder or hub id with a tokenizer"
                 raise RecipeError(f"model.tokenizer={source!r} has no vocabulary: {fix}")
         return self._cached_tokenizer

@@ -120,8 +120,7 @@ def _read(reference: str, name: str, revision: str | None) -> tuple[dict[str, An
             fault = f"{reference}: no such folder, and its {CONFIG} could not be downloaded from the hub ({why})"
             raise RecipeError(f"{fault}: {fix}; {offline_advice()}") from error
     try:
-        content = read_regular(folder / CONFIG, hub.MAX_CONFIG_BYTES)
-        config = parse_json_object(content, hub.MAX_CONFIG_BYTES) or {}
+        config = parse_json_object(read_regular(folder / CONFIG, hub.MAX_CONFIG_BYTES), hub.MAX_CONFIG_BYTES) or {}
     except OSError as error:
         raise RecipeError(f"{reference}: {folder / CONFIG} cannot be read: {error.strerror}") from error
     if not isinstance(config.get("model_type"), str):

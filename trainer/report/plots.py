@@ -326,8 +326,7 @@ def _draw_budget(axes: Axes, budget: float, peak: float) -> None:
 def _draw_predicted_phases(strip: Axes, axes: Axes, marks: list[list[Any]], points: int) -> None:
     ends = [point for point, _ in marks[1:]] + [points - 1]
     for (start, phase), end in zip(marks, ends, strict=True):
-        colour = PHASES.get(phase, GREY)
-        strip.axvspan(start, end, color=colour, alpha=0.75, linewidth=0)
+        strip.axvspan(start, end, color=PHASES.get(phase, GREY), alpha=0.75, linewidth=0)
         axes.axvline(start, color=GREY, linewidth=0.6, alpha=0.5)
         room = (end - start) / max(1, points - 1) / LETTER - 1
         word = next((word for word in (phase, SHORT.get(phase, "")) if len(word) <= room), "")

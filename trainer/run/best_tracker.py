@@ -8,7 +8,7 @@ from typing import Any
 
 from trainer.contract import Metric
 from trainer.engine.events import Counters, Listener
-from trainer.errors import RecipeError, require
+from trainer.errors import RecipeError
 from trainer.recipe import Recipe
 from trainer.report.whole_set_metrics import is_higher_better
 
@@ -49,8 +49,8 @@ class BestTracker(Listener):
             return
         metrics = result.metrics()
         score = self.score_of(metrics)
-        fix = f"use one of {', '.join(metrics)}"
-        require(self.name in metrics, f"run.best={self.name} is not a metric of this model: {fix}")
+        if self.name not in metrics:
+            raise RecipeError(f"run.best={self.name} is not a metric of this model: use one of {', '.join(metrics)}")
         self.since = 0 if score[0] > self.score[0] else self.since + 1
         self.last = metrics[str(self.name)]
         if score != WORST and score >= self.score:

@@ -72,8 +72,7 @@ def resolve_plan(recipe: Recipe, world: World, say: Callable[[str], None]) -> tu
         found.append(_search(recipe, world, say))
         return dict(found[0].flags)
 
-    settings = _shared_decision(recipe, world, decide)
-    return apply_settings(recipe, settings), found[0].prediction if found else None
+    return apply_settings(recipe, _shared_decision(recipe, world, decide)), found[0].prediction if found else None
 
 
 def _search(recipe: Recipe, world: World, say: Callable[[str], None]) -> Candidate:

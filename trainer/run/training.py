@@ -296,8 +296,7 @@ class Training:
             result = on_test()
             if split == "val":
                 step = self.best_weights_info["step"] if self.best_weights_info else engine.counters.step
-                metrics = {f"test_{name}": value for name, value in result.metrics().items()}
-                self.logging.log(metrics, step)
+                self.logging.log({f"test_{name}": value for name, value in result.metrics().items()}, step)
             return result
         if engine.last_result is None and engine.evaluation is not None:  # evaluated before the run was resumed
             return engine.evaluation()

@@ -44,8 +44,7 @@ def format_number(value: float | None, form: str, missing: str = "unknown") -> s
 
 def format_metric(name: str, value: float | None, missing: str = "unknown") -> str:
     """Return a metric as printed, an accuracy in percent, or ``missing`` without a finite value."""
-    form = ".2%" if name.endswith("accuracy") else ".4f"
-    return format_number(value, form, missing).replace("%", " %")
+    return format_number(value, ".2%" if name.endswith("accuracy") else ".4f", missing).replace("%", " %")
 
 
 def wrapped(line: str, indent: str) -> str:
