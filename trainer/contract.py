@@ -361,8 +361,8 @@ class _AdaptedSamples(Samples):
     def __init__(self, split: Any) -> None:
         self._split = split
         for name in ("describe", "fingerprint", "files"):
-            if hasattr(split, name):
-                setattr(self, name, getattr(split, name))
+            if (own := getattr(split, name, None)) is not None:
+                setattr(self, name, own)
 
     if not TYPE_CHECKING:
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
+from typing import Any
 
 import numpy as np
 
@@ -30,8 +31,10 @@ def fill_from_data(model: Model, data: Data) -> Model:
         raise RecipeError(f"{type(data).__name__} has {len(names)} class_names for num_classes={classes}: {fix}")
     changes = {}
     fields = {field.name for field in dataclasses.fields(model)} if dataclasses.is_dataclass(model) else ()
-    for name in ("num_classes", "image_size", "channels", "class_names"):
-        own, known = getattr(model, name), getattr(data, name)
+    pairs: dict[str, tuple[Any, Any]] = {"num_classes": (model.num_classes, classes)}
+    pairs |= {"image_size": (model.image_size, data.image_size), "channels": (model.channels, data.channels)}
+    pairs["class_names"] = model.class_names, data.class_names
+    for name, (own, known) in pairs.items():
         if own is None and known is not None and name in fields:
             changes[name] = known
         elif own is not None and known not in (None, own) and name != "class_names":
