@@ -91,9 +91,6 @@ class Windows:
             cut = cut.halved(self.world_size) or cut
         return cut
 
-    def can_halve(self) -> bool:
-        return self.cut(self.current_epoch).micro_batch_size > 1
-
     def halve(self) -> Cut:
         """Halve the micro-batches of all later windows; return the new cut of this epoch."""
         self.halvings += 1

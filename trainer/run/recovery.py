@@ -76,7 +76,7 @@ class OOMRecovery:
         """Describe an out of memory, on this or another rank, that smaller micro-batches may avoid; else ``None``."""
         phase, regrouping = self.session.monitor.phase, self.regrouping
         if is_out_of_memory(error):
-            if phase not in GRAPH or not self.windows.can_halve():
+            if phase not in GRAPH or self.windows.cut(self.windows.current_epoch).micro_batch_size == 1:
                 return None
             why = f"out of memory in {phase} on rank {self.session.fabric.global_rank}"
             if regrouping is not None:
