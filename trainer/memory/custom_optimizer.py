@@ -78,7 +78,6 @@ class _OptimizerTraits:
 
     per_parameter: bool  # parameters can be updated one at a time: no update reads another parameter
     elementwise: bool  # parameters can also be sharded: no update reads another element
-    state_tensors: int  # number of state tensors with the size of a weight, for each weight
     hidden_state: tuple[str, ...]  # what changes outside the state of the parameters, which checkpoints do not contain
 
 
@@ -115,8 +114,6 @@ def _trial(optim: Optim) -> _OptimizerTraits:
         changed = sorted(key for key, value in _outside(optimizer).items() if before.get(key) != value)
         # A private attribute may be recomputed in every step. Others that change may influence later steps.
         hidden = tuple(key for key in changed if not (goes_on and key[0] == "_")) or (() if goes_on else ("something",))
-        values = optimizer.state.get(whole[0], {}).values()
-        moments = sum(isinstance(value, Tensor) and value.shape == whole[0].shape for value in values)
 
         alone = [weight.clone().requires_grad_() for weight in weights]
         shown = build_custom_optimizer(_group(alone, optim), optim)
@@ -133,7 +130,7 @@ def _trial(optim: Optim) -> _OptimizerTraits:
         _take(build_custom_optimizer(_group(cut, optim), optim), cut, parts)
     joined = [torch.cat(cut[at : at + 2]) for at in (0, 2)]
     one_by_one = all(map(torch.allclose, alone, whole))
-    return _OptimizerTraits(one_by_one, one_by_one and all(map(torch.allclose, joined, whole)), moments, hidden)
+    return _OptimizerTraits(one_by_one, one_by_one and all(map(torch.allclose, joined, whole)), hidden)
 
 
 def _group(parameters: Sequence[Tensor], optim: Optim) -> list[dict[str, Any]]:
