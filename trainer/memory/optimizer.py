@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
+from trainer.engine.memory_rehearsal import init_optimizer_state
 from trainer.engine.sync import GradientSync
 from trainer.errors import require, require_package
 from trainer.memory.custom_optimizer import build_custom_optimizer
@@ -108,14 +109,11 @@ class OptimizerInBackward(Optimizer):
 
     def init_state(self) -> None:
         """Create the optimizer's state by a step of length 0, one parameter at a time."""
-        for number, group in enumerate(self.param_groups):
-            rate = group["lr"]
-            group["lr"] = rate * 0
+        self.optimizer.state = self.state
+        for group in self.param_groups:
             for parameter in group["params"]:
-                parameter.grad = torch.zeros_like(parameter)
-                self._update(number, parameter)
-            group["lr"] = rate
-        self.forget_norms()
+                self.optimizer.param_groups = [{**group, "params": [parameter]}]
+                init_optimizer_state(self.optimizer)
 
     def forget_norms(self) -> None:
         """Start to record the gradient norms of the next step."""
