@@ -107,7 +107,7 @@ def test_no_file_imports_itself_by_way_of_others():
 
 
 INTERFACES = {"data", "dataset", "first", "split", "_split", "samples", "train", "val", "test", "model"}
-MAX_LOOKUPS = 8
+MAX_LOOKUPS = 5
 
 
 def test_attributes_of_data_splits_and_models_are_not_looked_up_by_name():
