@@ -133,7 +133,7 @@ def details(cells: Cells, name: str) -> list[str]:
 def detail(cell: dict[str, Any]) -> str:
     """Return a line about a cell: the kind, the error and what was found."""
     error = "" if cell.get("error") is None else f", relative error {cell['error']:.2g}"
-    text = re.sub(r"([|<>*_\[\]])", r"\\\1", cell.get("detail", ""))
+    text = re.sub(r"([|<>*\[\]]|\b_|_\b)", r"\\\1", cell.get("detail", ""))  # within a word _ has no meaning
     return f"{SIGNS[cell['verdict']]}{error}{': ' if text else ''}{text}"
 
 

@@ -14,6 +14,7 @@ from trainer.commands.classes import split_classes
 from trainer.commands.flags import RecipeParser, load_yaml
 from trainer.commands.recipes import load_recipe, recipes_folder
 from trainer.errors import RecipeError
+from trainer.models.hub import HubModel
 from trainer.recipe import Memory
 from trainer.settings import change, class_spec, derive_batch, dump_recipe, settings_of
 
@@ -158,7 +159,8 @@ def test_what_gives_way_to_what_is_asked_for(before, asked, giving_way):
     assert derive_batch(dict(zip(keys, before, strict=True)), asked) == {**asked, **giving_way}
 
 
-def test_other_data_take_nothing_along_that_belongs_to_the_recipes_own(calls, tmp_path):
+def test_other_data_take_nothing_along_that_belongs_to_the_recipes_own(calls, tmp_path, monkeypatch):
+    monkeypatch.setattr(HubModel, "require_files", lambda self: None)  # its base model is not here
     (tmp_path / "own.txt").write_text("own")
     own = str(tmp_path / "own.txt")
     data = resolved(calls, "lm_chat", "--data.train_files", own, "--data.val_fraction", "0.1").data

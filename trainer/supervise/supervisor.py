@@ -52,6 +52,10 @@ Schedulers signal every process of a job, and a second signal would end the run 
 """
 
 
+def announce(command: FitCommand) -> None:
+    print_message(f"run directory {command.run_dir}: trainer {shlex.join(redact_words(command.argv()))}")
+
+
 def run_command(argv: Sequence[str]) -> int:
     if not argv or argv[0] in ("-h", "--help"):
         print(USAGE, end="")
@@ -64,7 +68,7 @@ def run_command(argv: Sequence[str]) -> int:
         if notice is not None:
             print_message(notice)
         policy = RestartPolicy(own.restarts, own.patience, own.backoff, newest_step(folder))
-        print_message(f"run directory {command.run_dir}: trainer {shlex.join(redact_words(command.argv()))}")
+        announce(command)
         return Supervisor(command, policy, own.grace).run()
 
 
