@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.fsdp._fully_shard._fsdp_api import ReduceScatter
+from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultReduceScatter
 from torch.distributed.tensor import DTensor
 from torch.nn.modules.batchnorm import _BatchNorm
 
@@ -176,13 +176,10 @@ class ShardedTreeSync(TreeSync):
         self.gradients = []
 
 
-class TreeReduceScatter(ReduceScatter):
+class TreeReduceScatter(DefaultReduceScatter):
     """Replaces FSDP's reduce-scatter, whose order of additions is not defined."""
 
     present: Sequence[bool] = ()  # for each rank, whether its micro-batch of this micro-step has samples
-
-    def allocate(self, size: Sequence[Any], *, dtype: torch.dtype, device: torch.device) -> Tensor:
-        return torch.empty(*size, dtype=dtype, device=device)
 
     def __call__(self, output_tensor: Tensor, input_tensor: Tensor, group: Any, op: Any, async_op: Any = False) -> None:
         """Write this rank's part of the sum over ``group`` to the output, on the current stream."""

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.fsdp._fully_shard._fsdp_api import ReduceScatter
+from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultReduceScatter
 from torch.distributed.tensor import DTensor
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.optim import Optimizer
@@ -404,7 +404,7 @@ class TransferStream:
         self.written.clear()
 
 
-class ReduceAfterOffload(ReduceScatter):
+class ReduceAfterOffload(DefaultReduceScatter):
     """FSDP's reduce-scatter into memory of gradients that left for the host; only FSDP's stream waits for them."""
 
     def __init__(self, carrier: TransferStream) -> None:
@@ -414,10 +414,7 @@ class ReduceAfterOffload(ReduceScatter):
         """Allocate the input on the computing stream, and the output on FSDP's stream."""
         if torch.cuda.current_stream(device) != self.computing:
             self.carrier.wait_on_current_stream()
-        return torch.empty(*size, dtype=dtype, device=device)
-
-    def __call__(self, output_tensor: Tensor, input_tensor: Tensor, group: Any, op: Any, async_op: bool = False) -> Any:
-        return torch.distributed.reduce_scatter_tensor(output_tensor, input_tensor, op, group, async_op)
+        return super().allocate(size, dtype=dtype, device=device)
 
 
 def reduce_after_offload(module: nn.Module, sync: HostGradientSync) -> None:
