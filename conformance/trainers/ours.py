@@ -18,8 +18,8 @@ from trainer import Checkpoint, Data, Loss, Memory, Model, Optim, Recipe, Run, f
 TITLE, VERSION_OF = "trainer", "exactbatch-trainer"
 DOCS = "../your-own-model.md"
 VERSION = trainer.__version__
-FEATURES = {"ranks", "clip", "momentum", "schedule", "checkpointing", "fsdp2", "skip", "ema", "resume", "evaluate"}
-FEATURES.add("router")
+FEATURES = {"ranks", "clip", "momentum", "schedule", "checkpointing", "fsdp2"}
+FEATURES |= {"skip", "ema", "resume", "evaluate", "router"}
 SHUFFLES = True
 
 

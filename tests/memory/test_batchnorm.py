@@ -13,12 +13,15 @@ from helpers import matrix
 from helpers.combinations import CLASSES, PIXELS, Trained
 from torch import Tensor, nn
 
+from trainer.api import fit
 from trainer.contract import Data, Model
+from trainer.data import Digits
 from trainer.errors import RecipeError
 from trainer.memory.compatibility import require_supported_parameters, require_whole_batchnorm
+from trainer.memory.oom import OutOfMemoryError
 from trainer.memory.plan import decide_plan
 from trainer.models.base import classification_loss
-from trainer.recipe import Memory, Optim, Recipe
+from trainer.recipe import Memory, Optim, Recipe, Run
 from trainer.values import Loss
 
 SGD = Optim("sgd", lr=0.01)  # Adam would move biases before BatchNorm, whose gradients are rounding noise
@@ -168,6 +171,30 @@ def test_a_cut_batch_is_rejected_unless_another_gradient_is_accepted(recipe, wor
 def test_a_whole_batch_is_trained_with_batchnorm():
     recipe = recipe_of(Memory())
     require_whole_batchnorm(Normalised().build(), decide_plan(recipe, 1), recipe)
+
+
+@dataclass
+class Hungry(Model):
+    """Has no memory for more than 12 samples."""
+
+    def build(self) -> nn.Module:
+        return nn.Sequential(nn.Flatten(), nn.Linear(64, 10), nn.BatchNorm1d(10))
+
+    def losses(self, module: nn.Module, batch: Any) -> Iterator[Loss]:
+        if module.training and len(batch["labels"]) > 12:
+            raise torch.OutOfMemoryError("no memory for these activations")
+        yield classification_loss(module(batch["pixel_values"]), batch["labels"])
+
+
+def test_a_recovery_cuts_batches_only_where_another_gradient_is_accepted(tmp_path):
+    def train(name: str, corrected: bool | None) -> Any:
+        memory, run = Memory(correct_batchnorm=corrected), Run(dir=str(tmp_path / name), progress=False, evaluate=False)
+        data = Digits(test_fraction=0.9)
+        return fit(Recipe(model=Hungry(), data=data, optim=SGD, batch_size=24, max_steps=2, memory=memory, run=run))
+
+    with pytest.raises(OutOfMemoryError, match="out of memory in forward"):
+        train("whole", None)
+    assert train("cut", True).summary.recoveries == 1
 
 
 def test_the_loss_of_a_router_is_rejected_unless_the_model_allows_it():

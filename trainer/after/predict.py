@@ -643,7 +643,8 @@ def _file(path: Path, asked: PredictOptions, task: Task, inputs: Inputs, names: 
         values |= zip(all_of, answer.probabilities, strict=False)
         values["generated_text"] = None if answer.error else _printable(answer.generated)
         values["error"] = _printable(answer.error) or None
-        return {**(answer.input.row if theirs else {}), **{name: values.get(key) for key, name in ours.items()}}
+        cells = answer.input.row if theirs else {}
+        return {**cells, **{name: values.get(key) for key, name in ours.items()}}
 
     types = {**theirs, **{ours[key]: kind for key, kind in columns.items()}}
     with staged_file(path) as part, ExitStack() as closing:

@@ -474,7 +474,8 @@ class Sequences(Samples):
 
     def row_numbers(self) -> ndarray:
         """Return the row number of each sample, over all tables."""
-        return (self.table.data.column("place").to_numpy() == 0).cumsum()[np.asarray(self.chosen, dtype=np.int64)]
+        begins = (self.table.data.column("place").to_numpy() == 0).cumsum()
+        return begins[np.asarray(self.chosen, dtype=np.int64)]
 
     @property
     def bytes_per_token(self) -> float | None:  # type: ignore[override]

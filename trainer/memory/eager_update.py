@@ -91,7 +91,8 @@ class EagerOptimizerUpdate:
 
     def needs_no_clipping(self, norm: Tensor, largest: float | None) -> bool:
         """Return whether the clipping factor, computed as in ``clip_grads_with_norm_``, is 1 and changes no bit."""
-        return (norm.isfinite() if largest is None else torch.clamp(largest / (norm + 1e-6), max=1.0)).item() == 1
+        factor = norm.isfinite() if largest is None else torch.clamp(largest / (norm + 1e-6), max=1.0)
+        return factor.item() == 1
 
     @torch.no_grad()
     def undo(self) -> None:

@@ -66,7 +66,8 @@ class WholeSetMetrics:
         logits, targets = loss.logits.detach(), loss.targets
         if self.task in ("single_label", "token"):
             logits, targets = logits.reshape(-1, logits.shape[-1]), targets.reshape(-1)
-        self.kept[0].append((logits.float() if logits.dtype in (torch.float16, torch.bfloat16) else logits).cpu())
+        is_half = logits.dtype in (torch.float16, torch.bfloat16)
+        self.kept[0].append((logits.float() if is_half else logits).cpu())
         self.kept[1].append(targets.cpu())
 
     def compute(self, loss: float) -> dict[str, float]:

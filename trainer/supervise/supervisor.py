@@ -52,10 +52,6 @@ Schedulers signal every process of a job, and a second signal would end the run 
 """
 
 
-def announce(command: FitCommand) -> None:
-    print_message(f"run directory {command.run_dir}: trainer {shlex.join(redact_words(command.argv()))}")
-
-
 def run_command(argv: Sequence[str]) -> int:
     if not argv or argv[0] in ("-h", "--help"):
         print(USAGE, end="")
@@ -115,6 +111,10 @@ def fit_command(words: Sequence[str], ranks: int | None) -> FitCommand:
     flags += ("--run.devices", devices) if devices is not None else ()
     names = [word.strip(" '\"") for word in (allowed or "").strip("[]()").split(",")]
     return FitCommand(recipe, flags, str(Path(wanted or default_folder(recipe)).absolute()), tuple(filter(None, names)))
+
+
+def announce(command: FitCommand) -> None:
+    print_message(f"run directory {command.run_dir}: trainer {shlex.join(redact_words(command.argv()))}")
 
 
 Outcome = tuple[str, int]  # final status and exit code
