@@ -190,7 +190,7 @@ OTHERS = {
     "lora, optimizer": Configuration(OPTIMIZER, model="lora"),
     "text, optimizer": Configuration(OPTIMIZER, model="distilbert"),
     "bigbird": Configuration(model="bigbird"),
-    "batch norm, ddp of 2": Configuration(model="batchnorm", ranks=2),
+    "batch norm, ddp of 2": Configuration({"correct_batchnorm": True}, model="batchnorm", ranks=2),
     "two losses, ddp of 2": Configuration(model="two_losses", ranks=2),
     "packed texts": Configuration(model="distilbert"),
     "language model, tied rows, updated ahead": Configuration(OPTIMIZER, model="gemma"),

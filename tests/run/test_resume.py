@@ -102,7 +102,7 @@ CASES: dict[str, dict[str, Any]] = {
         "optim": dataclasses.replace(OPTIM, clip_norm=None),
     },
     "schedule of batches": {"memory": {"micro_batch_size": 12}, "batch_size": None, "accumulate": {0: 2, 1: 1}},
-    "buffers": {"model": Normed([16], dropout=0.5)},
+    "buffers": {"model": Normed([16], dropout=0.5), "memory": {"correct_batchnorm": True}},
     "other generators, rehearsed": {"model": Drawing([16]), "memory": {"micro_batch_size": "auto"}},
     "data that draw": {"data": NoisyDigits(test_fraction=0.97)},
     "synchronous": {"checkpoint": Checkpoint(every=2, keep_last=9, asynchronous=False)},

@@ -235,8 +235,8 @@ def _require_local_norms(module: nn.Module, plan: Plan) -> None:
         if isinstance(part, SyncBatchNorm):
             raise RecipeError(
                 f"memory.strategy={plan.strategy} cannot train {name or 'a module'}, a SyncBatchNorm, whose statistics "
-                "cover one micro-step of all ranks instead of the batch, and change with the cut: use BatchNorm, whose "
-                "running statistics are corrected and shared, or LayerNorm or GroupNorm"
+                "cover one micro-step of all ranks instead of the batch, and change with the cut: use LayerNorm or "
+                "GroupNorm"
             )
 
 
