@@ -325,7 +325,7 @@ def predicted(row: Row) -> dict[str, Any]:
     known = row.torch >= OLDEST_KERNELS
     with (fake_gpu if known else published.old_gpu)(row.card, torch_version=".".join(map(str, row.torch))) as gpu:
         row.script()
-    return {"allocated": gpu.allocated, "reserved": gpu.reserved, "fits": gpu.fits, "ms": gpu.step_ms}
+    return {"allocated": gpu.allocated, "reserved": gpu.reserved, "fits": gpu.retries is not None, "ms": gpu.step_ms}
 
 
 def compared(row: Row, found: Any) -> dict[str, Any]:

@@ -293,7 +293,7 @@ def test_a_run_that_fits_when_torch_gives_its_cache_back(monkeypatch):
     answer = Prediction(10, 10**15, 0, {}, {}, [], "forward", {}, {}, 0.0, retries=2)
     monkeypatch.setattr(machine, "predict_in_process", lambda *_, capacity: vars(answer))
     status, text = finding_of(machine.PeakMemory(subject_of()).finding)
-    assert (status, "fits after 2 retries" in text) == ("warning", True)
+    assert (status, "fits after 2 allocator retries" in text) == ("warning", True)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a device")

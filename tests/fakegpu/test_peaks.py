@@ -60,9 +60,10 @@ def test_fragmentation_is_what_is_reserved_and_not_in_use_at_the_peak() -> None:
 def test_with_less_memory_the_cache_is_given_back_until_what_is_allocated_is_too_much() -> None:
     """30, 40, 20 and 10 MiB; then 50 more, for which the 40 and the 10 that are free go back."""
     assert replay(TRACE).peak_reserved == 150 * MiB
-    assert retries_within(TRACE, 150 * MiB) == 0
-    assert retries_within(TRACE, 110 * MiB) == 1
-    assert retries_within(TRACE, 95 * MiB) is None
+    found = [retries_within(TRACE, size * MiB) for size in (150, 110, 95)]
+    assert found == [(0, 0), (1, 2), (None, 0)]
+    assert list(map(str, found)) == ["fits", "fits after 1 allocator retry", "does not fit"]
+    assert [one.cell for one in found] == ["yes", "after 1 retry", "no"]
 
 
 def test_no_events() -> None:

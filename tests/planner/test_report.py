@@ -28,7 +28,7 @@ from trainer.weights.nf4 import WeightCounts
 GB = 1_000_000_000
 
 
-def made_up(recipe: Recipe, plan: Plan, target: Target, nodes: int, timeline: bool, **_: Any) -> dict[str, Any]:
+def made_up(recipe: Recipe, plan: Plan, target: Target, *, capacity: int, **_: Any) -> dict[str, Any]:
     """Weights and optimizer of 8 GB, activations of 0.1 GB a sample; a micro-step takes 10 ms and 1 ms a sample."""
     memory, size = plan.memory, plan.initial_cut.micro_batch_size
     weights = {"none": 8 * GB, "optimizer": 2 * GB, "parameters": GB // 2}[memory.cpu_offload]
@@ -50,7 +50,7 @@ def made_up(recipe: Recipe, plan: Plan, target: Target, nodes: int, timeline: bo
     line = {"allocated": {"params": [0, weights]}, "reserved": [0, reserved], "marks": [[0, "init"]]}
     phases, largest = {"forward": {"allocated": reserved, "reserved": reserved}}, [["params", "empty", "init", weights]]
     figures = (reserved - GB // 10, reserved, 8 * GB - weights, phases, {"params": weights}, largest, "forward", costs)
-    return asdict(Prediction(*figures, {}, 0.0, timeline=line))
+    return asdict(Prediction(*figures, {}, 0.0, timeline=line, retries=0 if reserved <= capacity else None))
 
 
 def answers(calls: Sequence[Callable[[], Any]]) -> Iterator[tuple[int, Any]]:
@@ -228,7 +228,7 @@ def test_json_has_the_promised_keys_in_gb(searched):
     report = searched("8.9GB")
     content = json.loads(json.dumps(report.to_json(), allow_nan=False))
     promised = {"flags", "predicted_allocated_gb", "predicted_reserved_gb", "predicted_host_gb"}
-    promised |= {"predicted_step_ms", "fits", "reason"}
+    promised |= {"predicted_step_ms", "fits", "retries", "reason"}
     assert all(promised <= set(one) for one in content["candidates"])
     first = content["candidates"][0]
     assert first.items() <= content["chosen"].items()

@@ -217,7 +217,7 @@ def _run_scale(asked: ParsedCommand, own: dict[str, str]) -> tuple[dict[str, Any
     content = write_content(out / "scale.json", {"recipe": redact(reference)}, to_json(report))
     print(f"\nfiles: {escaped(out)}: scale.json")
     missing = "nothing fits on any of these numbers of devices: use more devices, or plan for one number"
-    return content, "" if any(row["fits"] for row in content["rows"]) else missing
+    return content, "" if any(row["retries"] is not None for row in content["rows"]) else missing
 
 
 PAGE = Path(__file__).with_name("page.html")

@@ -60,7 +60,7 @@ def plan_script(argv: Sequence[str]) -> None:
     lines += [f"steps     {found['steps']} traced"] + [f"outlined  {line}" for line in found["outlined"]]
     lines += [f"\nfiles: {escaped(Path(script.out))}: plan.json, plan.png, {scripts.LOG}"]
     print(json.dumps(found, indent=1) if ("json", None) in flags else "\n".join(lines))
-    if not found["fits"]:
+    if found["retries"] is None:
         needs, limit = f"{found['reserved_gb']:.3f} GB", f"{found['capacity_gb']:.3f} GB"
         raise RunError(f"it does not fit: {script.path} needs {needs}, and torch can use {limit}")
 

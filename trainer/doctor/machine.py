@@ -26,6 +26,7 @@ from trainer.data.workers import MIN_SHM_BYTES, SHM_PATH, decide_workers
 from trainer.doctor.context import CheckContext, Finding, fail, ok, skipped, warning
 from trainer.errors import RecipeError
 from trainer.fakegpu.fake_process_group import forget_process_group
+from trainer.fakegpu.peaks import Retries
 from trainer.fakegpu.target import Target, budget_bytes
 from trainer.launching.local_store import ADDRESS, bind_to_loopback, loopback_store
 from trainer.planner.predict import Prediction, predict_in_process
@@ -283,7 +284,7 @@ class PeakMemory:
         text = f"estimated {kind} for the longest samples: {format_bytes(peak)} of {format_bytes(self.limit)}"
         if found.retries is None:
             return fail(text, MEMORY_FIX)
-        text += f"; fits after {found.retries} retries of torch's allocator" if found.retries else ""
+        text += f"; {Retries(found.retries)}" if found.retries else ""
         return warning(text, MEMORY_FIX) if peak * (1 + BUDGET_MARGIN) > self.limit else ok(text)
 
 

@@ -148,13 +148,14 @@ class CachingAllocator:
         requested: bytes requested by the program.
         reserved: bytes obtained from the driver, in use or free.
         retries: number of times that the cache was released because the driver had no memory (num_alloc_retries).
+        freed: number of segments, or of runs of pages, that these retries returned to the driver.
     """
 
     def __init__(self, settings: AllocatorSettings | None = None, capacity: int | None = None) -> None:
         self.settings, self.capacity = settings or AllocatorSettings(), capacity
         self.pools: dict[tuple[int, bool], Pool] = {}
-        self.allocated = self.peak_allocated = self.requested = self.peak_requested = self.retries = 0
-        self.reserved = self.peak_reserved = 0
+        self.allocated = self.peak_allocated = self.requested = self.peak_requested = 0
+        self.reserved = self.peak_reserved = self.retries = self.freed = 0
         self._next_address = 2**40
 
     def malloc(self, requested: int, stream: int = 0) -> Block:
@@ -186,15 +187,19 @@ class CachingAllocator:
         block.merge()
         block.pool.insert(block)
 
-    def release_cached(self) -> None:
-        """Return all unused segments and mapped pages to the driver (``torch.cuda.empty_cache``)."""
+    def release_cached(self) -> int:
+        """Return all unused segments and mapped pages to the driver (``torch.cuda.empty_cache``); return how many."""
+        freed = 0
         for pool in self.pools.values():
             for _, _, block in list(pool.free):
+                before = self.reserved
                 if block.segment is not None:
                     self._unmap(block, block.segment)
                 elif block.previous is None and block.next is None:
                     pool.remove(block)
                     self.reserved -= block.size
+                freed += self.reserved < before
+        return freed
 
     def _cached(self, pool: Pool, size: int) -> Block | None:
         """Remove the best fitting free block from its list and return it (get_free_block)."""
@@ -210,7 +215,7 @@ class CachingAllocator:
 
     def _retried(self, pool: Pool, size: int) -> Block:
         """Release the cache, then return a block from the driver."""
-        self.release_cached()
+        self.freed += self.release_cached()
         self.retries += 1
         if (block := self._from_driver(pool, size)) is None:
             raise DriverOutOfMemory

@@ -10,7 +10,7 @@ from __future__ import annotations
 import re
 from collections import defaultdict, deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import groupby
 from typing import TYPE_CHECKING
 
@@ -42,6 +42,9 @@ ATTENTION = 0.72
 # without a kernel, 1.0 to 1.9 µs on a CPU. ``chunk`` of the optimizer offload, without its copies: assumed; 40 to
 # 60 µs with them (``TransferStream.gradient_to_host``). ``fused``: merged by the compiler with the previous kernel.
 LAUNCH, NO_KERNEL = 8e-6, {"view": 1.5e-6, "chunk": 25e-6, "fused": 0.0}
+# Seconds to free one cached segment when torch runs out of memory, and to take it again later. Assumed: ``cudaFree``
+# waits for all queued work (Paszke et al., 2019, section 5.3); neither call was measured.
+CUDA_FREE = 0.5e-3
 COPY = 10e-6  # seconds to start a copy over the bus; assumed, typical are 5 to 20 µs
 # Bytes/s of one rank's optimizer on the host. Assumed: Adam on a billion weights takes 1.39 s in plain torch and 0.22 s
 # in DeepSpeed's kernel on two large sockets (ZeRO-Offload, Ren et al., 2021, table 4), which is 20 to 127 GB/s.
@@ -78,6 +81,17 @@ class StepCost:
     transfer_ms: float  # copies over the bus
     communication_ms: float  # collectives
     host_ms: float  # the optimizer on the CPU, during the last backward or after it
+    retry_ms: float = 0.0  # part of ``step_ms`` in which torch's allocator releases its cache
+
+    @property
+    def work_ms(self) -> float:
+        """The step without the retries of the allocator."""
+        return self.step_ms - self.retry_ms
+
+    def with_retries(self, freed: float) -> StepCost:
+        """Return the cost of a step in which the allocator frees ``freed`` segments to stay within its capacity."""
+        waits = 1e3 * freed * CUDA_FREE
+        return replace(self, step_ms=self.work_ms + waits, alone_ms=self.alone_ms + waits, retry_ms=waits)
 
     @property
     def exposed_ms(self) -> float:
@@ -142,6 +156,24 @@ def extrapolate_step(trace: Trace, measure: Callable[[Sequence[Operation]], list
     begin, end = trace.micro_steps[-3:-1]
     twice = measure(work[:end] + work[begin:end] + work[end:])
     return [a + more * (b - a) for a, b in zip(once, twice, strict=True)]
+
+
+def traffic_of(trace: Trace, cluster: Cluster) -> tuple[dict[str, float], float]:
+    """Return the bytes that a rank sends per step, by collective, and those that its node sends to others."""
+    ops = list(dict.fromkeys(item.op for item in trace.work if item.kind == "collective"))
+
+    def measure(work: Sequence[Operation]) -> list[float]:
+        by_op, leaving = dict.fromkeys(ops, 0.0), 0.0
+        for item in work:
+            if item.kind == "collective":
+                group = cluster.group(item.ranks, item.stride)
+                size = sent(item.op, item.bytes, group)
+                by_op[item.op] += size
+                leaving += size * group.concurrent_groups if group.nodes > 1 else 0.0
+        return [*by_op.values(), leaving]
+
+    *sizes, leaving = extrapolate_step(trace, measure)
+    return dict(zip(ops, sizes, strict=True)), leaving
 
 
 def _times(work: Sequence[Operation], gpu: GPU, seconds: Seconds) -> list[float]:

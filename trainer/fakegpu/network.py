@@ -10,6 +10,7 @@ import math
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from trainer.errors import RecipeError, require, suggest_name
 from trainer.fakegpu.gpus import GPU, LINK_EFFICIENCY, PCIE_4, PCIE_5
@@ -81,6 +82,13 @@ class Interconnect:
     def describe_intra_node(self) -> str:
         """Description of the link within a node."""
         return f"{self.intra_node.title}, {self.intra_node.bandwidth / 1e9:.3g} GB/s a GPU"
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the links in plain types, with bandwidths in GB/s and latencies in µs, for files."""
+        links = {"within": self.intra_node, "between": self.inter_node}
+        rates = {f"{name}_gb_s": link.bandwidth / 1e9 for name, link in links.items()}
+        hops = {f"{name}_hop_us": round(1e6 * link.latency, 3) for name, link in links.items()}
+        return {name: link.title for name, link in links.items()} | rates | hops
 
     def seconds(self, op: str, size: int, group: RankGroup) -> float:
         """Return the seconds of a collective of ``size`` bytes (whole tensor) as a ring or, if faster, as a tree.

@@ -78,6 +78,26 @@ class Replay:
         return self.reserved_then - self.peak_allocated
 
 
+class Retries(NamedTuple):
+    """The retries with which torch's allocator stays within a capacity."""
+
+    times: int | None  # how often it releases its cache; ``None`` if even that is not sufficient
+    freed: int = 0  # segments that it then frees, each with a ``cudaFree``, which waits for the GPU
+
+    def __str__(self) -> str:
+        """Say whether it fits: without retries, after some, or not."""
+        if not self.times:
+            return "fits" if self.times == 0 else "does not fit"
+        return f"fits {self.cell.replace('retr', 'allocator retr')}"
+
+    @property
+    def cell(self) -> str:
+        """The same in a column of a table with the heading ``fits``."""
+        if not self.times:
+            return "yes" if self.times == 0 else "no"
+        return f"after {self.times} {'retry' if self.times == 1 else 'retries'}"
+
+
 class _Moment(NamedTuple):
     """Bytes after an event. ``size`` is its block's, negative for a free."""
 
@@ -106,16 +126,16 @@ def timeline_of(memory: Replay, trace: Trace) -> dict[str, Any]:
 
 def retries_within(
     run: Trace, capacity: int, settings: AllocatorSettings | None = None, memory: Replay | None = None
-) -> int | None:
-    """Return how often torch must release its cache to stay within ``capacity`` bytes; ``None`` if impossible."""
+) -> Retries:
+    """Return how often torch must release its cache to stay within ``capacity`` bytes."""
     if memory and not memory.peak_allocated <= capacity < memory.peak_reserved:  # its replay without a limit knows
-        return 0 if memory.peak_reserved <= capacity else None
+        return Retries(0 if memory.peak_reserved <= capacity else None)
     allocator = CachingAllocator(settings, capacity)
     try:
         _history(allocator, run.events)
     except DriverOutOfMemory:
-        return None
-    return allocator.retries
+        return Retries(None)
+    return Retries(allocator.retries, allocator.freed)
 
 
 def _history(allocator: CachingAllocator, events: Sequence[Event]) -> list[_Moment]:

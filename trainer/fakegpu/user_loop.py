@@ -29,6 +29,7 @@ from trainer.fakegpu.network import DEFAULT_NETWORK, Cluster, interconnects
 from trainer.fakegpu.peaks import (
     LARGEST,
     PhasePeak,
+    Retries,
     apply_event,
     in_gb,
     peaks_to_json,
@@ -259,7 +260,7 @@ class FakeGPU:
 
     card: GPU
     capacity: int  # memory for torch: the card's without CUDA's context; can be set to a smaller value
-    fits: bool  # whether the capacity is sufficient; the loop itself never runs out of memory
+    fits: bool  # whether ``reserved`` is within the capacity; the loop itself never runs out of memory
     retries: int | None  # how often torch must release its cache to stay within the capacity; ``None``: impossible
     allocated: int  # peak memory of tensors, as torch.cuda.max_memory_allocated
     reserved: int  # peak memory of torch's allocator, as torch.cuda.max_memory_reserved
@@ -287,7 +288,7 @@ class FakeGPU:
         found = self._found[1]
         if name in ("fits", "retries"):  # these depend on the capacity
             retries = retries_within(tracer.trace, self.capacity, tracer.settings, found["memory"])
-            return retries if name == "retries" else retries is not None
+            return retries.times if name == "retries" else retries.times == 0
         return found[name]
 
     def _statistics(self) -> dict[str, Any]:
@@ -345,9 +346,8 @@ class FakeGPU:
 
     @property
     def _verdict(self) -> str:
-        if self.retries:
-            return f"it fits if torch releases its cache {self.retries} times"
-        return "it fits" if self.fits else f"it does not fit: it needs {format_bytes(self.reserved)}"
+        needs = "" if self.retries is not None else f": it needs {format_bytes(self.reserved)}"
+        return f"it {Retries(self.retries)}{needs}"
 
     def __str__(self) -> str:
         parts = ", ".join(f"{name} {format_bytes(size)}" for name, size in self.categories.items())

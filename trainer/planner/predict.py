@@ -13,11 +13,11 @@ from typing import Any
 from trainer.contract import Data, Plannable, Preparable, capability, prepare_data, without_weights
 from trainer.engine.data_feed import fill_from_data
 from trainer.errors import RecipeError, require
-from trainer.fakegpu.cost import StepCost, changed, cost_of, extrapolate_step, peak_seconds
-from trainer.fakegpu.events import Category, Operation, Trace
+from trainer.fakegpu import peaks
+from trainer.fakegpu.cost import StepCost, changed, cost_of, peak_seconds, traffic_of
+from trainer.fakegpu.events import Category, Trace
 from trainer.fakegpu.gpus import GPU
-from trainer.fakegpu.network import Cluster, Interconnect, sent
-from trainer.fakegpu.peaks import LARGEST, AllocatorSettings, in_gb, peaks_to_json, replay, retries_within, timeline_of
+from trainer.fakegpu.network import Cluster, Interconnect
 from trainer.fakegpu.target import Target
 from trainer.memory.plan import Plan, decide_plan
 from trainer.planner.knobs import apply_settings
@@ -67,6 +67,11 @@ class Prediction:
         return cls(**fields | {"costs": {name: StepCost(**cost) for name, cost in fields["costs"].items()}})
 
     @property
+    def fits(self) -> bool:
+        """Whether ``reserved`` stays within the capacity; with ``retries`` only the tensors do."""
+        return self.retries == 0
+
+    @property
     def cost(self) -> StepCost:
         """The cost over the first interconnect."""
         return next(iter(self.costs.values()))
@@ -95,8 +100,8 @@ class Prediction:
             **{name: getattr(self, name) for name in ("peak_phase", "guesses", "notes", "attention", "seconds")},
             "step_ms": cost.step_ms,
             "times": times,
-            **peaks_to_json(sizes, self.phases, self.categories),
-            "largest": [[*names, in_gb(size)] for *names, size in self.largest],
+            **peaks.peaks_to_json(sizes, self.phases, self.categories),
+            "largest": [[*names, peaks.in_gb(size)] for *names, size in self.largest],
         }
 
 
@@ -153,25 +158,31 @@ def predict_in_process(
     began = time.perf_counter()
     samples = draw_samples(recipe, plan)
     trace = trace_run(recipe, plan, samples, target, nodes, priced)
-    settings = AllocatorSettings(target.expandable_segments)
-    memory = replay(trace, settings)
+    settings = peaks.AllocatorSettings(target.expandable_segments)
+    memory = peaks.replay(trace, settings)
     on_cpu = target.device.type == "cpu"  # a CPU reserves nothing in advance
     allocated = memory.peak_requested if on_cpu else memory.peak_allocated
     cluster = Cluster(plan.world_size, nodes)
     traffic, leaving = traffic_of(trace, cluster)
     reserved = allocated + CPU_BUFFERS if on_cpu else memory.peak_reserved
-    fits = capacity is None or reserved <= capacity
-    retries = 0 if fits else None if on_cpu else retries_within(trace, capacity or 0, settings, memory)
+    retries = peaks.Retries(0 if capacity is None or reserved <= capacity else None)
+    if capacity is not None and retries.times is None and not on_cpu:
+        retries = peaks.retries_within(trace, capacity, settings, memory)
     networks = interconnects or [target.network]
+    freed = retries.freed / max(1, sum(phase == "step" for _, phase in trace.marks))  # per step, in the mean
+
+    def price(run: Trace, network: Interconnect) -> StepCost:
+        return cost_of(run, target, cluster, network).with_retries(freed)
+
     return {
         "allocated": allocated,
         "reserved": reserved,
         "host": trace.host_bytes,
         "phases": {name: peak._asdict() for name, peak in memory.phases.items()},
         "categories": memory.categories,
-        "largest": [[*names, size] for names, size in list(memory.live_by_source.items())[:LARGEST]],
+        "largest": [[*names, size] for names, size in list(memory.live_by_source.items())[: peaks.LARGEST]],
         "peak_phase": memory.allocated_phase or "init",
-        "costs": {one.name: asdict(cost_of(trace, target, cluster, one)) for one in networks},
+        "costs": {one.name: asdict(price(trace, one)) for one in networks},
         "traffic": traffic,
         "leaving": leaving,
         "guesses": trace.guesses,
@@ -180,12 +191,12 @@ def predict_in_process(
         "seconds": time.perf_counter() - began,
         "peak_seconds": peak_seconds(trace, target.gpu) / (samples.first.tokens or samples.first.samples),
         "fragmentation": 0 if on_cpu else memory.fragmentation,
-        "retries": retries,
+        "retries": retries.times,
         "faster": {
-            flag: cost_of(replace(trace, work=changed(trace.work, FASTER[flag])), target, cluster, networks[0]).step_ms
+            flag: price(replace(trace, work=changed(trace.work, FASTER[flag])), networks[0]).step_ms
             for flag in candidates(recipe, plan.world_size, target.gpu)
         },
-        "timeline": timeline_of(memory, trace) if timeline else None,
+        "timeline": peaks.timeline_of(memory, trace) if timeline else None,
     }
 
 
@@ -210,21 +221,3 @@ def faster(recipe: Recipe, ranks: int, gpu: GPU, found: Prediction | None) -> li
     names = [f"--memory.{flag}{f' ({ms:,.3g} ms)' if found else ''}" for ms, flag in gains]
     about = f"than {now:,.3g} ms per step (estimate)" if found else "perhaps"
     return [f"faster {about}, each on its own: {', '.join(names)}"] if names else []
-
-
-def traffic_of(trace: Trace, cluster: Cluster) -> tuple[dict[str, float], float]:
-    """Return the bytes that a rank sends per step, by collective, and those that its node sends to others."""
-    ops = list(dict.fromkeys(item.op for item in trace.work if item.kind == "collective"))
-
-    def measure(work: Sequence[Operation]) -> list[float]:
-        by_op, leaving = dict.fromkeys(ops, 0.0), 0.0
-        for item in work:
-            if item.kind == "collective":
-                group = cluster.group(item.ranks, item.stride)
-                size = sent(item.op, item.bytes, group)
-                by_op[item.op] += size
-                leaving += size * group.concurrent_groups if group.nodes > 1 else 0.0
-        return [*by_op.values(), leaving]
-
-    *sizes, leaving = extrapolate_step(trace, measure)
-    return dict(zip(ops, sizes, strict=True)), leaving

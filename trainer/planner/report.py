@@ -5,8 +5,10 @@ from __future__ import annotations
 import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from math import inf
 from typing import Any
 
+from trainer.fakegpu.peaks import Retries
 from trainer.memory.knobs import LOSSLESS_PLANNED, LOSSY
 from trainer.memory.plan import Plan, decide_plan
 from trainer.planner.knobs import UNSET_VALUES, Settings, apply_settings, non_default_settings, without_size
@@ -15,14 +17,16 @@ from trainer.recipe import Memory, Recipe
 from trainer.system.text import GB, WIDTH, align_columns, as_text, format_bytes, wrapped
 
 OWN = {knob.column: knob.name for knob in LOSSLESS_PLANNED if knob.column}
-LEFT = ("micro-batch", "strategy", *OWN, "offload", "lossy", "why")  # columns of text; numbers are aligned to the right
+LEFT = ("micro-batch", "strategy", *OWN, "offload", "lossy", "why")  # columns of text
 RESERVED, ON_HOST, TIME = "reserved", "on the host", "ms per step"
 SIGNS = {
     "*": "keeps whole weights until backward: memory.reshard_after_forward false",
     "+": "sums gradients over the ranks in every micro-step: memory.sync_every_micro_step true",
+    "after": "retries: more than the budget would be reserved, so torch must release its cache",
     "hsdp": "keeps a replica of the sharded model on each machine: memory.replicas",
 }
 SIZE = "memory.micro_batch_size"
+RETRIES_PAY = 0.03  # share by which allocator retries must shorten a step: how often they recur is not known
 NOTHING = ("no plan fits", "no combination of knobs works", "the model cannot be traced")  # how explanations begin
 
 
@@ -36,7 +40,7 @@ class Candidate:
     reserved: int | None = None  # peak of the memory that torch's allocator takes
     host: int | None = None  # peak of tensors in host memory
     step_ms: float | None = None  # estimated milliseconds of an optimizer step
-    fits: bool = False  # whether it stays within the budget, with the margin
+    fits: bool = False  # whether ``reserved`` stays within the budget, with the margin
     reason: str = ""  # why it was chosen, or why not
     traced: bool = True  # else interpolated between traces with other micro-batches
     prediction: Prediction | None = None  # the whole prediction of a traced plan
@@ -51,9 +55,14 @@ class Candidate:
         return without_size(non_default_settings(self.flags))
 
     @property
-    def retries(self) -> int:
-        """The number of times that torch must release its cache to stay within the budget."""
-        return (self.prediction.retries or 0) if self.prediction is not None else 0
+    def retries(self) -> int | None:
+        """The number of times that torch must release its cache to stay within the budget; ``None`` if it cannot."""
+        return self.prediction.retries if self.prediction is not None else 0 if self.fits else None
+
+    @property
+    def rank_ms(self) -> float:
+        """The milliseconds by which plans are compared: more with retries, infinite if it cannot run."""
+        return inf if self.retries is None else (self.step_ms or 0.0) * (1 + RETRIES_PAY * (self.retries > 0))
 
     def slowdown_text(self, fastest: Candidate) -> str:
         """Compare with the ``fastest`` plan, such as ``5 % slower``."""
@@ -67,7 +76,7 @@ class Candidate:
             "plan": self.plan,
             **{f"predicted_{name}_gb": _gb(getattr(self, name)) for name in ("allocated", "reserved", "host")},
             "predicted_step_ms": None if self.step_ms is None else round(self.step_ms, 2),
-            **{name: getattr(self, name) for name in ("fits", "reason", "traced")},
+            **{name: getattr(self, name) for name in ("fits", "retries", "reason", "traced")},
         }
 
 
@@ -129,7 +138,8 @@ def table(report: PlanReport) -> str:
     lines = [align_columns(names, [[row[name] for name in names] for row in rows], LEFT)]
     if any("~" in row[RESERVED] for row in rows):
         lines.append("~ interpolated between the traces of a smaller and a larger micro-batch")
-    lines += [f"{sign} {words}" for sign, words in SIGNS.items() if any(sign in row["strategy"] for row in rows)]
+    shown = "".join(row["strategy"] + row["fits"] for row in rows)
+    lines += [f"{sign} {words}" for sign, words in SIGNS.items() if sign in shown]
     return "\n".join(lines)
 
 
@@ -201,7 +211,7 @@ def _row(one: Candidate, report: PlanReport) -> dict[str, str]:
         RESERVED: about + format_bytes(one.reserved),
         ON_HOST: about + format_bytes(one.host or 0),
         TIME: f"{about}{one.step_ms or 0:,.1f}",
-        "fits": "yes" if one.fits else "no",
+        "fits": Retries(one.retries).cell,
         "why": _reason(one, report),
     }
 
@@ -225,15 +235,15 @@ def _lossy(one: Candidate) -> str:
 
 def _reason(one: Candidate, report: PlanReport) -> str:
     if one is report.chosen:
-        return "chosen" + _retried(one)
-    if one.fits and report.chosen is not None:
-        return one.slowdown_text(report.chosen) + _retried(one)
+        return "chosen"
+    if one.retries is not None and report.chosen is not None:
+        return one.slowdown_text(report.chosen)
     over = one.reserved - report.budget  # type: ignore[operator]
     return f"{format_bytes(over)} too much" if over > 0 else "in the margin"
 
 
-def _retried(one: Candidate) -> str:
-    return f", {one.retries} retr{'ies' if one.retries > 1 else 'y'}" if one.retries else ""
+def _values(one: Candidate) -> str:
+    return f"{one.plan}: {one.step_ms:,.1f} ms per step, {format_bytes(one.reserved or 0)}"
 
 
 def explain_choice(candidates: Sequence[Candidate], combinations: tuple[int, int]) -> list[str]:
@@ -241,11 +251,16 @@ def explain_choice(candidates: Sequence[Candidate], combinations: tuple[int, int
     chosen = candidates[0]
     lines = _tried(candidates, combinations)
     time = chosen.step_ms or 0.0
-    faster = [one for one in candidates if one.traced and not one.fits and (one.step_ms or 0.0) < time]
+    calm = next((one for one in candidates if one.fits and one.traced), None)
+    if chosen.retries:
+        other = f"{100 * RETRIES_PAY:g} % slower or less"
+        if calm is not None:
+            other += f"; the fastest that was traced is {_values(calm)}, {calm.slowdown_text(chosen)}"
+        lines.append(f"the chosen plan {Retries(chosen.retries)}: no plan that fits without retries is {other}")
+    faster = [one for one in candidates if one.traced and one.rank_ms == inf and (one.step_ms or 0.0) < time]
     if faster:
         next_one = max(faster, key=lambda one: one.step_ms or 0.0)
-        needs = f"{next_one.step_ms:,.1f} ms per step, {format_bytes(next_one.reserved or 0)}, {next_one.reason}"
-        lines.append(f"the next faster plan does not fit: {next_one.plan}: {needs}")
+        lines.append(f"the next faster plan does not fit: {_values(next_one)}, {next_one.reason}")
     elif not chosen.knobs:
         lines.append("no memory technique is needed: the plan without any is the fastest")
     return lines + [knob.note for knob in LOSSLESS_PLANNED if knob.note and chosen.flags.get(f"memory.{knob.name}")]
@@ -270,9 +285,9 @@ def explain_no_fit(
     for one in lossy:
         assert one.reserved is not None
         flags = " ".join(f"--{key} {as_text(value)}" for key, value in non_default_settings(one.flags).items())
-        verdict = "would fit" if one.fits else "would not fit either"
-        lines.append(f"lossy, must be enabled explicitly: {flags}: {format_bytes(one.reserved)}, {verdict}")
-    if any(one.fits for one in lossy):
+        verdict = "not fit either" if one.retries is None else str(Retries(one.retries)).replace("fits", "fit")
+        lines.append(f"lossy, must be enabled explicitly: {flags}: {format_bytes(one.reserved)}, would {verdict}")
+    if any(one.rank_ms < inf for one in lossy):
         lines.append("trainer plan --lossy true also considers lossy plans and finds the fastest that fits")
     return lines
 
@@ -284,10 +299,12 @@ def _tried(candidates: Sequence[Candidate], combinations: tuple[int, int]) -> li
     cut = f" with micro-batches of {' to '.join(map(str, sorted({min(sizes), max(sizes)})))}" if sizes else ""
     plans = f"{len(candidates)} plan{'s' if len(candidates) > 1 else ''}, {traced} traced"
     plans += f", {len(candidates) - traced} interpolated" if traced < len(candidates) else ""
-    plans += f"; {fitting} fit" + (f"; {refused} other combinations were rejected" if refused else "")
+    retried = sum(bool(one.retries) for one in candidates)
+    plans += f"; {fitting} fit" + (f", {retried} more only after allocator retries" if retried else "")
+    plans += f"; {refused} other combinations were rejected" if refused else ""
     tried = len(best_of_each(candidates))
     lines = [f"tried: {tried} of {possible} combinations of knobs{cut}: {plans}"]
     if tried < possible:
-        cannot = "cannot be faster or cannot fit" if fitting else "cannot need less memory"
+        cannot = "cannot be faster or cannot fit" if fitting or retried else "cannot need less memory"
         lines.append(f"not tried: the other combinations, which {cannot}; trainer plan --all tries more of them")
     return lines

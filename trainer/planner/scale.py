@@ -47,8 +47,8 @@ class ScaleRow:
     reason: str = ""  # why it was rejected
 
     @property
-    def fits(self) -> bool:
-        """Whether its memory stays within the budget and margin, if needed after torch releases its cache."""
+    def runs(self) -> bool:
+        """Whether it stays within the budget and margin, if needed after allocator retries, which the table names."""
         return self.prediction is not None and self.prediction.retries is not None
 
     def step_ms(self, network: str) -> float:
@@ -172,8 +172,8 @@ class ScaleSearch:
 
 def guess(tried: Sequence[ScaleRow], sizes: Sequence[int]) -> int | None:
     """Return the next micro-batch size to simulate; ``None`` if the largest that fits is known, or a guess fits."""
-    fitting = [size_of(row) for row in tried if row.fits]
-    failing = [size_of(row) for row in tried if not row.fits]
+    fitting = [size_of(row) for row in tried if row.runs]
+    failing = [size_of(row) for row in tried if not row.runs]
     left = [size for size in sizes if size > max(fitting, default=0) and size < min(failing, default=size + 1)]
     if not left or len(fitting) > 1:
         return None
@@ -196,7 +196,7 @@ def size_of(row: ScaleRow) -> int:
 def best_of(tried: Sequence[ScaleRow]) -> ScaleRow:
     """Return the row with the largest micro-batch that fits; the smallest if none does."""
     known = [row for row in tried if row.prediction is not None]
-    fitting = [row for row in known if row.fits]
+    fitting = [row for row in known if row.runs]
     return max(fitting, key=size_of) if fitting else min(known, key=size_of, default=tried[-1])
 
 
@@ -211,7 +211,7 @@ ASSUMED = (
 SIGNS = {
     "fsdp*": "fsdp* keeps whole weights until backward: memory.reshard_after_forward false",
     "hsdp": "hsdp shards within each node, with one replica per node: memory.replicas",
-    "retries": "retries: it fits, but torch must release its cache in the first steps, which takes time",
+    "retries": "retries: it fits only after allocator retries: torch must release its cache, which takes time",
 }
 
 
@@ -242,7 +242,7 @@ def _cells(row: ScaleRow, report: ScaleReport) -> list[str]:
     found, plan = row.prediction, row.plan
     assert found is not None
     assert plan is not None
-    fits = "retries" if found.retries else "yes" if row.fits else "no"
+    fits = "retries" if found.retries else "yes" if found.fits else "no"
     cells = [str(row.cluster.devices), str(row.cluster.nodes), row.strategy]
     cells += [f"{plan.initial_cut.accumulate} × {size_of(row)}", format_bytes(found.reserved), fits]
     cells += [_short(found.sent / GB), _short(found.leaving / GB)]
@@ -258,7 +258,7 @@ def _short(number: float) -> str:
 
 def fastest(rows: Sequence[ScaleRow], network: str) -> ScaleRow | None:
     """Return the fastest row that fits; the first of equally fast ones."""
-    fitting = [row for row in rows if row.fits]
+    fitting = [row for row in rows if row.runs]
     least = min((row.step_ms(network) for row in fitting), default=0.0)
     return next((row for row in fitting if row.step_ms(network) <= least * (1 + EQUAL)), None)
 
@@ -292,9 +292,9 @@ def _runs(winners: dict[int, str]) -> str:
 
 def _not_fitting(rows: Sequence[ScaleRow]) -> list[str]:
     found = []
-    for name in dict.fromkeys(row.strategy for row in rows if row.prediction is not None and not row.fits):
+    for name in dict.fromkeys(row.strategy for row in rows if row.prediction is not None and not row.runs):
         own = [(row, row.prediction.reserved) for row in rows if row.strategy == name and row.prediction is not None]
-        unfit = [(row, reserved) for row, reserved in own if not row.fits]
+        unfit = [(row, reserved) for row, reserved in own if not row.runs]
         least = min(reserved for _, reserved in unfit)
         where = "" if len(unfit) == len(own) > 1 else " on " + ", ".join(str(row.cluster.devices) for row, _ in unfit)
         found.append(f"{name} does not fit{where} (it takes at least {format_bytes(least)})")
@@ -317,17 +317,7 @@ def to_json(report: ScaleReport) -> dict[str, Any]:
     return {
         "device": report.target.gpu.title,
         "margin": BUDGET_MARGIN,
-        "interconnects": {
-            network.name: {
-                "within": network.intra_node.title,
-                "within_gb_s": network.intra_node.bandwidth / 1e9,
-                "between": network.inter_node.title,
-                "between_gb_s": network.inter_node.bandwidth / 1e9,
-                "within_hop_us": round(1e6 * network.intra_node.latency, 3),
-                "between_hop_us": round(1e6 * network.inter_node.latency, 3),
-            }
-            for network in report.networks
-        },
+        "interconnects": {network.name: network.to_json() for network in report.networks},
         "rows": [_row_to_json(row, report) for row in report.rows],
         "verdicts": {network.name: summary_text(report, network.name) for network in report.networks},
         "assumed": list(ASSUMED),
@@ -346,7 +336,7 @@ def _row_to_json(row: ScaleRow, report: ScaleReport) -> dict[str, Any]:
         "samples": row.samples,
         "plan": row.plan and row.plan.describe(),
         "budget_gb": in_gb(row.budget),
-        "fits": row.fits,
+        "fits": found is not None and found.fits,
         "retries": found and found.retries,
         "reason": row.reason,
     }

@@ -23,6 +23,7 @@ from trainer.fakegpu.cost import ESTIMATES
 from trainer.fakegpu.events import Category
 from trainer.fakegpu.gpus import GPU, NO_GPU, gpu_named, host_as_device, nccl_bytes, non_allocator_bytes
 from trainer.fakegpu.network import DEFAULT_NETWORK
+from trainer.fakegpu.peaks import Retries
 from trainer.fakegpu.target import Target, budget_bytes, gpu_here, reduced_budget_note
 from trainer.memory.knobs import IMPLIED_NAMES, ONE_MICRO_BATCH, UNTESTED_WITH_TP
 from trainer.memory.plan import CUT_MATTERS, Plan, decide_plan, with_precision
@@ -214,7 +215,7 @@ class Search:
         while wanted := self._next():
             self._trace(wanted)
         candidates = self._ordered(everything)
-        chosen = bool(candidates) and candidates[0].fits
+        chosen = bool(candidates) and candidates[0].rank_ms < inf
         possible = {repr(arm.settings) for arm in self.arms if arm.traced or not arm.failed}
         refused = {repr(arm.settings) for arm in self.arms if arm.failed}
         refused |= {repr(knobs.without_size(one.flags)) for one in self.refused}
@@ -304,7 +305,7 @@ class Search:
         return [arm for arm in self.arms if not arm.bracketing]
 
     def _next(self) -> list[tuple[PlanFamily, int | None]]:
-        fastest = min((one.step_ms or inf for arm in self.arms for one in arm.traced.values() if one.fits), default=inf)
+        fastest = min((one.rank_ms for arm in self.arms for one in arm.traced.values()), default=inf)
         if fastest == inf and 1 < self.done <= MAX_PARALLEL_TRACES + 1 and (last := self._last_resorts()):
             return last
         found = self._promising(self._whole, fastest) or self._between_ends(fastest)
@@ -343,8 +344,8 @@ class Search:
     def _left(self, arm: PlanFamily, fastest: float) -> list[int | None]:
         if arm.failed:
             return []
-        fits = max((size for size, one in arm.traced.items() if one.fits), default=0)
-        too_large = min((size for size, one in arm.traced.items() if not one.fits), default=inf)
+        runs = max((size for size, one in arm.traced.items() if one.rank_ms < inf), default=0)
+        too_large = min((size for size, one in arm.traced.items() if one.rank_ms == inf), default=inf)
         left = []
         for size in arm.micro_batch_sizes:
             samples = size or 0
@@ -352,7 +353,7 @@ class Search:
                 continue
             if self._needs(arm, size) > self.limit:
                 continue
-            between = arm.bracketing or samples < fits  # a smaller one is slower, unless it pads less
+            between = arm.bracketing or samples < runs  # a smaller one is slower, unless it pads less or saves retries
             if not between or (found := self._estimate(arm, size)) is None or found.step_ms < fastest:
                 left.append(size)
         return left
@@ -372,10 +373,10 @@ class Search:
     def _at_least_ms(self, arm: PlanFamily, size: int | None) -> float:
         samples, padding = size or 0, self.padding
         slower = (
-            (one.step_ms or 0.0) * min(1.0, padding[samples] / padding[known])
+            one.prediction.cost.work_ms * min(1.0, padding[samples] / padding[known])
             for other in arm.dominated_by
             for known, one in other.traced.items()
-            if known >= samples
+            if known >= samples and one.prediction
         )
         return max(slower, default=0.0)
 
@@ -423,7 +424,7 @@ class Search:
         growing = large.allocated - constant
         grown = growing * (samples / last - 1) if last else 0.0
         allocated, reserved = large.allocated + min(0.0, grown), large.reserved + grown
-        each = [(one.cost.step_ms - one.cost.update_ms) / self._micro_steps(count) for count, one in ends]
+        each = [(one.cost.work_ms - one.cost.update_ms) / self._micro_steps(count) for count, one in ends]
         micro_step = each[0] * (samples / last if last else 1.0) * min(1.0, self.padding[samples] / self.padding[last])
         if last > first:
             part = (samples - first) / (last - first)
@@ -434,7 +435,7 @@ class Search:
             micro_step = each[0] + part * (each[1] - each[0])
         step_ms = min(one.cost.update_ms for _, one in ends) + self._micro_steps(samples) * micro_step
         if last > samples > first:  # the same for time: more micro-steps are not faster
-            step_ms = (step_ms + min(step_ms, large.cost.step_ms)) / 2
+            step_ms = (step_ms + min(step_ms, large.cost.work_ms)) / 2
         return Estimate(allocated, reserved, step_ms, growing + grown)
 
     def _micro_steps(self, samples: int) -> int:
@@ -499,8 +500,7 @@ class Search:
         if found.guesses:
             self.notes[f"{found.guesses} branches of the model depend on values that were guessed"] = None
         values = (found.allocated, found.reserved, found.host, found.cost.step_ms)
-        fits = found.retries is not None or found.reserved <= self.limit
-        return Candidate(settings, plan.describe(), *values, fits, prediction=found)
+        return Candidate(settings, plan.describe(), *values, found.fits, prediction=found)
 
     def _plan(self, settings: Mapping[str, Any]) -> Plan:
         return decide_plan(knobs.apply_settings(self.recipe, settings), self.devices)
@@ -529,17 +529,16 @@ class Search:
     def _reason(self, one: Candidate, first: Candidate) -> str:
         assert one.reserved is not None
         over = one.reserved - self.budget
-        if not one.fits:
+        if one.retries is None:
             near = f"within the budget, but not within the margin of {100 * BUDGET_MARGIN:g} %"
             return f"{format_bytes(over)} more than the budget" if over > 0 else near
         held = f"{format_bytes(-over)} of the budget stays free"
-        if one.retries:
-            times = f"{one.retries} times" if one.retries > 1 else "once"
-            held = f"torch must release its cache {times} during the traced steps to stay within the budget, which "
-            held += "takes time and may happen again in later steps"
+        if one.retries and one.prediction:
+            held = f"tensors need {format_bytes(one.allocated or 0)}; releasing torch's cache is assumed to take "
+            held += f"{one.prediction.cost.retry_ms:.1f} ms per step"
         if one is first:
-            return f"fastest plan that fits; {held}"
-        return f"fits, {one.slowdown_text(first)}{f'; {held}' if one.retries else ''}"
+            return f"fastest plan that {Retries(one.retries)}; {held}"
+        return f"{Retries(one.retries)}, {one.slowdown_text(first)}{f'; {held}' if one.retries else ''}"
 
     def _smaller_at_a_loss(self, candidates: Sequence[Candidate]) -> list[Candidate]:
         """Predict each lossy setting that the recipe does not use, with the smallest plan that it works with."""
@@ -557,10 +556,10 @@ class Search:
         return None
 
 
-def _rank(candidate: Candidate) -> tuple[bool, float, int]:
-    """Sort key: plans that fit by time, then the others by memory; of equal ones the fewest knobs first."""
-    value = candidate.step_ms if candidate.fits else candidate.reserved
-    return not candidate.fits, value or 0.0, len(knobs.non_default_settings(candidate.flags))
+def _rank(candidate: Candidate) -> tuple[float, int, int]:
+    """Sort key: plans that run by time, then the others by memory; of equal ones the fewest knobs first."""
+    size = (candidate.reserved or 0) * (candidate.rank_ms == inf)
+    return candidate.rank_ms, size, len(knobs.non_default_settings(candidate.flags))
 
 
 def with_size(settings: Mapping[str, Any], size: int | None) -> Settings:

@@ -20,6 +20,7 @@ from trainer.engine.data_feed import fill_from_data
 from trainer.engine.events import Counters, Listener
 from trainer.errors import RecipeError, RunError
 from trainer.fakegpu.gpus import GPU, host_as_device
+from trainer.fakegpu.peaks import Retries
 from trainer.fakegpu.target import Target, budget_bytes, gpu_here
 from trainer.launching.world import World
 from trainer.memory.plan import Plan, with_precision
@@ -191,12 +192,11 @@ class RunPrediction:
         if found is None:
             return [f"predicted peak: unknown: {self.failure}"]
         kind = " of host memory for training" if self.device.name == "cpu" else " reserved"
-        verdict = "DOES NOT FIT" if found.retries is None else "fits"
+        verdict = "DOES NOT FIT" if found.retries is None else str(Retries(found.retries))
         near = " (barely)" if verdict == "fits" and found.reserved * (1 + BUDGET_MARGIN) > self.limit else ""
-        near = f" (after {found.retries} retries of torch's allocator)" if found.retries else near
         peak, limit = format_bytes(found.reserved), format_bytes(self.limit)
         lines = [f"predicted peak: {peak}{kind}; {limit} available: {verdict}{near}"]
-        if verdict != "fits":
+        if found.retries is None:
             lines.append("warning: the run will probably run out of memory; --memory.budget 90% finds a plan that fits")
         return lines + [f"note: {note}" for note in found.notes]
 
