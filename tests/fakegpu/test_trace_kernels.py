@@ -190,7 +190,8 @@ def test_the_backward_of_many_ids_sorts_them_and_sums_rows_in_fp32() -> None:
         "few ids": partial(looked_up, rows, few, FP32),
         "few ids, counted": partial(looked_up, rows, few, FP32, **counted),
     }
-    inside = {name: [size for _, size in sizes_of(trace, " (inside)").elements()] for name, trace in traces(calls).items()}
+    found = {name: sizes_of(trace, " (inside)") for name, trace in traces(calls).items()}
+    inside = {name: [size for _, size in sizes.elements()] for name, sizes in found.items()}
     parts = many // 10 + many
     assert sorted(inside["many"]) == sorted([8 * many] * 5 + [8 * parts, 4 * 768 * parts])
     parts = many // 10 + 256
