@@ -86,8 +86,7 @@ def from_hub(key: str, source: str, load: Any, *args: Any, **kwargs: Any) -> Any
         raise RecipeError(f"model.{key}={source} is not a folder")
     if is_local(source):
         _require_files(Path(local_folder(source)))
-    here = is_local(source) or load.__name__ == "from_config"  # the configuration was read before
-    why_not = "" if here else offline_reason()
+    why_not = "" if is_local(source) or load.__name__ == "from_config" else offline_reason()  # it was read before
     from huggingface_hub.constants import HF_HUB_CACHE
     from huggingface_hub.errors import StrictDataclassError
 
