@@ -38,6 +38,7 @@ from trainer.fakegpu.peaks import (
     retries_within,
     timeline_of,
 )
+from trainer.fakegpu.snapshot import snapshot
 from trainer.fakegpu.target import Target
 from trainer.fakegpu.torch_patches import _undo_stack, patch, patch_libraries
 from trainer.fakegpu.tracer import Tracer, constituent_tensors, tracing
@@ -353,6 +354,20 @@ class FakeGPU:
     def unseen(self) -> str:
         """Describe what a loop that was stopped here may still do and that needs more memory."""
         return self._tracer.unseen()
+
+    def snapshot(self) -> dict[str, Any]:
+        """Return what ``torch.cuda.memory._snapshot()`` would: a pickle of it is for https://pytorch.org/memory_viz.
+
+        Instead of lines of code, a block has its category, its tensor or operation, and its phase.
+        """
+        tracer, frames = self._tracer, {}
+        tracer.mark_batches()
+        for event in (event for event in tracer.trace.events if event.bytes):
+            (block,) = tracer.describe_blocks([event])
+            shape = f"{list(block.shape)} {block.dtype}" if block.dtype else ""
+            texts = {"category": block.category, "tensor": f"{block.name} {shape}".strip(), "phase": block.phase}
+            frames[event.id] = [{"filename": label, "line": 0, "name": text} for label, text in texts.items()]
+        return snapshot(tracer.trace.events, tracer.settings, frames)
 
     def plot(self, path: str | Path) -> None:
         """Write a PNG with memory by category over allocations and frees; a RunError if no tensor was on the GPU."""
