@@ -57,7 +57,7 @@ def test_the_memory_test_fails_for_a_larger_model_only(tmp_path: Path) -> None:
         test.write_text(EXAMPLES[-1].replace("1024", change or "1024"))
         done = python("-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "no:randomly", str(test), cwd=tmp_path)
         assert done.returncode == code, done.stdout + done.stderr
-    assert list(json.loads(test.with_suffix(".memory.json").read_text())) == [f"{name}, torch {torch.__version__}"]
+    assert list(json.loads(test.with_suffix(".peaks.json").read_text())) == [f"{name}, torch {torch.__version__}"]
 
 
 def remembered() -> list[Any]:

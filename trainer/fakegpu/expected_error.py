@@ -12,7 +12,7 @@ class PublishedErrors(NamedTuple):
     sources: int  # authors who published them
     low: float
     high: float
-    median: float  # of absolute errors
+    median: float  # median of the absolute errors
 
 
 PUBLISHED = {
