@@ -366,6 +366,9 @@ plan vit_digits --gpu a100-80gb --interconnect ib-hd
 plan vit_digits --gpu a100-80gb --devices 8,16 --lossy true
 plan vit_digits --gpu a100-80gb --devices 8,16 --all
 plan vit_digits --gpu a100-80gb --devices 8,16 --memory.cpu_offload auto
+# a section instead of one of its settings
+fit lm_bytes --model.lora '{"rank":8}'
+fit lm_bytes --model.lora 8
 """
 
 

@@ -15,6 +15,7 @@ from torch import nn
 
 from trainer.cli import run
 from trainer.errors import RecipeError
+from trainer.fakegpu.expected_error import expected_error
 from trainer.fakegpu.script import Script, plan_script
 from trainer.fakegpu.script_fallbacks import NoOpObject, columns_of
 from trainer.planner import fake_gpu
@@ -133,6 +134,64 @@ def test_guesses_and_a_budget_above_the_card_are_said_and_secrets_are_not(writte
     assert "memory.budget: 90GB was asked for" in printed
     assert "abc123secret" not in printed + Path("out/plan.json").read_text()
     assert "train.py:10" in said
+
+
+LATER = """
+    import torch
+    from torch import nn
+
+    encoder = nn.Sequential(nn.Linear(256, 1024), nn.Linear(1024, 256)).to("cuda").requires_grad_(False)
+    head = nn.Linear(256, 16).to("cuda")
+    optimizer = torch.optim.AdamW(head.parameters())
+    for step in range(1, 7):
+        encoder.requires_grad_(step > 4)
+        head(encoder(torch.randn(8 * step, 256, device="cuda"))).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        torch.save(head.state_dict(), "weights.pt")
+    with torch.no_grad():
+        encoder(torch.randn(512, 256, device="cuda"))
+"""
+
+
+@pytest.mark.usefixtures("warm")
+@pytest.mark.parametrize("steps", ["3", "9"])
+def test_what_a_script_would_do_later_is_said_and_what_was_left_out(written, capsys, golden, steps):
+    found = planned(written(LATER), flags=("--steps", steps))
+    printed = capsys.readouterr().out.splitlines()
+    start = next(number for number, line in enumerate(printed) if line.startswith("error "))
+    golden("\n".join(printed[start:-2]))
+    kind = "adapters" if steps == "3" else "eager"
+    assert (found["kind"], found["expected_error"]) == (kind, expected_error(kind))
+    assert "none" not in found["notes"]
+
+
+@pytest.mark.usefixtures("warm")
+def test_evaluation_that_was_seen_is_not_named(written):
+    text = LOOP.replace("pin_memory=True):", "pin_memory=True):\n        torch.no_grad()(model)(x.to('cuda'))")
+    (stopped,) = planned(written(text), "64")["notes"]
+    assert stopped == "stopped after 3 steps; batches larger than [64, 256] later in the script were not seen"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", [None, "bfloat16"])
+def test_a_configuration_without_a_dtype_is_named(written, monkeypatch, dtype):
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    text = """
+        import torch
+        from transformers import AutoModelForSequenceClassification
+
+        model = AutoModelForSequenceClassification.from_pretrained("bert").to("cuda")
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        model(input_ids=torch.zeros(2, 8, dtype=torch.long, device="cuda")).logits.sum().backward()
+        optimizer.step()
+    """
+    path = written(text)
+    Path("bert/config.json").write_text(json.dumps(BERT | ({"dtype": dtype} if dtype else {})))
+    found = planned(path)
+    named = "config.json of bert has no dtype: weights are taken as float32, and would be half as large in bfloat16"
+    assert (named in found["outlined"]) == (dtype is None)
+    assert found["notes"][0] == "the script has ended after 1 of 3 steps"
 
 
 @pytest.mark.usefixtures("warm")

@@ -171,3 +171,30 @@ def test_the_newest_take_one_at_each_call(workspaces: dict[str, Trace]) -> None:
     assert sizes_of(newest, " (inside)") == {("forward", LT_WORKSPACE): 2, ("backward", WORKSPACE): 2}
     inside = {event.id for event in newest.events if event.op.endswith("(inside)")}
     assert inside <= {event.id for event in newest.events if not event.bytes}
+
+
+def looked_up(rows: int, ids: int, dtype: torch.dtype, **options: Any) -> Trace:
+    """A backward of an embedding of 768 features; its gradient is contiguous."""
+    with tracing(Target(gpu_named("a100-80gb"))) as tracer:
+        words = nn.Embedding(rows, 768, device="cuda", dtype=dtype, **options)
+        found = words(torch.zeros(ids, dtype=torch.long, device="cuda"))
+        found.backward(torch.empty_like(found))
+    return tracer.trace
+
+
+def test_the_backward_of_many_ids_sorts_them_and_sums_rows_in_fp32() -> None:
+    many, rows, few, counted = 32 * 512, 32_768, 3072, {"scale_grad_by_freq": True}
+    calls = {
+        "many": partial(looked_up, rows, many, FP32),
+        "few rows": partial(looked_up, 256, many, BF16),
+        "few ids": partial(looked_up, rows, few, FP32),
+        "few ids, counted": partial(looked_up, rows, few, FP32, **counted),
+    }
+    found = {name: sizes_of(trace, " (inside)") for name, trace in traces(calls).items()}
+    inside = {name: [size for _, size in sizes.elements()] for name, sizes in found.items()}
+    parts = many // 10 + many
+    assert sorted(inside["many"]) == sorted([8 * many] * 5 + [8 * parts, 4 * 768 * parts])
+    parts = many // 10 + 256
+    assert sorted(inside["few rows"]) == sorted([8 * many] * 3 + [8 * 256] * 2 + [8 * parts, 4 * 768 * parts])
+    assert inside["few ids"] == []
+    assert len(inside["few ids, counted"]) == 8

@@ -16,6 +16,7 @@ from transformers import GPT2Config
 from trainer.cli import run
 from trainer.commands.plan import command_for_plan
 from trainer.commands.recipes import load_recipe
+from trainer.errors import RecipeError
 from trainer.memory.plan import with_precision
 from trainer.models import CausalLM, LoRA
 from trainer.planner.hub_config import FromConfig, hub_recipe, recipe_to_train
@@ -248,6 +249,25 @@ def test_what_cannot_be_planned_is_refused_in_one_line(config, flags, parts, tmp
     out, err = capsys.readouterr()
     assert (out, err.count("\n")) == ("", 1)
     assert [part for part in parts if part not in err] == [], err
+
+
+LLAMA = {"model_type": "llama", "architectures": ["LlamaForCausalLM"]}
+QWEN2_VL = {"model_type": "qwen2_vl", "architectures": ["Qwen2VLForConditionalGeneration"]}
+MISTAKES = {
+    "images with texts": json.dumps(QWEN2_VL),
+    "cut off": json.dumps(LLAMA)[:-3],
+    "a list": "[]",
+    "no model_type": "{}",
+    "negative": json.dumps(LLAMA | {"hidden_size": -5}),
+    "a word": json.dumps(LLAMA | {"hidden_size": "large"}),
+}
+
+
+@pytest.mark.parametrize("name", MISTAKES)
+def test_messages_about_a_configuration_name_the_cause(name, tmp_path, golden):
+    (tmp_path / "config.json").write_text(MISTAKES[name])
+    with golden.raises(RecipeError):
+        hub_recipe(str(tmp_path))
 
 
 @pytest.mark.parametrize(

@@ -168,6 +168,8 @@ class RecipeParser:
         section, _, name = key.rpartition(".")
         if (flag := SWEEP_FLAG_HINTS.get(name.replace("-", "_"))) and flag not in self.valued:
             return f"; it is a flag of another command: trainer sweep RECIPE --{flag}"
+        if inner := next((known for known in self.settings if known.startswith(f"{key}.")), ""):
+            return f"; {key} is a section: give its settings, such as --{inner}"
         if section not in SWAPPABLE_SECTIONS or not name:
             return ""
         own = next((one.owner for known, one in self.settings.items() if known.startswith(f"{section}.")), None)

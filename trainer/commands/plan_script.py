@@ -52,12 +52,11 @@ def plan_script(argv: Sequence[str]) -> None:
     configs = [text or "" for name, text in flags if name == "config"]
     script = _parse_script({name: text or "" for name, text in flags}, configs, args)
     shown, answer = redact_words(args), scripts.plan_script(script)
-    timeline, capacity, title = answer.pop("picture")
+    (timeline, capacity, title), text = answer.pop("picture"), redact(answer.pop("text"))
     plot_plan(timeline, capacity, title, Path(script.out, "plan.png"))
-    text = redact(answer.pop("text"))
     found = write_content(Path(script.out, "plan.json"), {"script": script.path, "args": shown}, answer)
     lines = [wrapped(f"script    {' '.join([script.path, *shown])}", " " * 10), text]
-    lines += [f"steps     {found['steps']} traced"] + [f"outlined  {line}" for line in found["outlined"]]
+    lines += [wrapped(f"left out  {line}", " " * 10) for line in found["outlined"]]
     lines += [f"\nfiles: {escaped(Path(script.out))}: plan.json, plan.png, {scripts.LOG}"]
     print(json.dumps(found, indent=1) if ("json", None) in flags else "\n".join(lines))
     if found["retries"] is None:
@@ -70,8 +69,7 @@ def _parse_script(own: dict[str, str], named: Sequence[str], args: Sequence[str]
     if "gpu" in own:
         require(own["gpu"] != "cpu", "--gpu=cpu is not supported for scripts: give a GPU, such as --gpu rtx-4090")
         gpu_named(own["gpu"])
-    if "memory.budget" in own:
-        parse_budget(own["memory.budget"], 1)
+    parse_budget(own.get("memory.budget", "1GB"), 1)
     pairs = [text.partition("=") for text in named]
     for name, _, folder in pairs:
         require(Path(folder, "config.json").is_file(), f"--config {name}={folder}: the folder has no config.json")

@@ -19,6 +19,7 @@ LINK_EFFICIENCY = 0.8
 PCIE_3, PCIE_4, PCIE_5 = 15.75, 31.5, 63.0  # nominal GB/s of 16 lanes in one direction, after line coding
 AMD_MI300 = (9, 4)  # torch's capability of gfx942, which no CUDA device has
 MIB, GIB = 2**20, 2**30
+CPU_BUFFERS = 40_000_000  # bytes of CPU kernels outside tensors: 26 to 55 MB measured, see benchmarks/planner_cpu.py
 
 
 @dataclass(frozen=True)
@@ -99,7 +100,8 @@ def host_as_device() -> GPU:
     """Return this machine's CPU as the device of a run, with rough rates that only serve to rank plans."""
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     flops = {"float32": 50e9 * cores(), "float64": 25e9 * cores()}
-    return GPU("cpu", "CPU", (0, 0), memory, 20e9, flops, (1, 1, 1), bus=20e9, link=1e9, estimated=True)
+    note = f"reserved is that of tensors, plus about {CPU_BUFFERS / 1e6:.0f} MB for CPU kernels (26 to 55 MB measured)"
+    return GPU("cpu", "CPU", (0, 0), memory, 20e9, flops, (1, 1, 1), bus=20e9, link=1e9, note=note, estimated=True)
 
 
 def non_allocator_bytes(gpu: GPU, ranks: int) -> int:

@@ -137,10 +137,12 @@ def _trace(script: Script, end: Callable[[Callable[[], Any]], None], stopped: in
     with fake_gpu(card) as gpu:
         gpu.capacity, cut = budget_bytes(script.budget, card, 1), reduced_budget_note(script.budget, card, 1)
 
-        def result() -> Any:
+        def result(ended: bool = False) -> Any:
             sys.modules.update(ours)
             require(bool(taken), f"{script.path} has ended without a step of an optimizer")
             require(gpu.allocated > 0, f"{script.path} took its steps on the CPU: does it need a flag to use a GPU?")
+            early = f"the script has ended after {max(taken.values())} of {script.steps} steps"
+            gpu.add_note(early if ended else gpu.unseen())
             with _disable_current_modes():
                 text = "\n".join([f"{gpu}", *cut])
                 found = gpu.to_json()
@@ -169,8 +171,7 @@ def _trace(script: Script, end: Callable[[Callable[[], Any]], None], stopped: in
             if not isinstance(error, SystemExit) or error.code not in (None, 0):
                 traceback.print_exc()
                 raise RecipeError(_described(script.path, error)) from error
-        outlines.note(f"the script has ended by itself, before the {script.steps} steps that were wanted")
-        return result()
+        return result(ended=True)
 
 
 def _described(path: str, error: BaseException) -> str:

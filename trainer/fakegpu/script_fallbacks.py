@@ -35,12 +35,13 @@ LETTERS = 4  # approximate characters per token of English, for vocabularies of 
 COLUMN = re.compile(r"([^:]+):(str|chat|int|float|image)(?::(\d{1,6}))?")
 KINDS = "NAME:KIND, where KIND is str:CHARACTERS, chat:CHARACTERS, int:CLASSES, float or image:SIDE"
 UNREAD = "weights are not read: models have the shapes that their configuration says"
+UNSAVED = "nothing is saved: the memory, the time and the files of checkpoints were not looked at"
 KERNELS = "Triton's kernels are not in the time of a step; what they fill is counted"
 SILENT = {  # by module: functions that become no-ops, and the note for each call
-    "safetensors.torch": ("save_file save_model", ""),
-    "lightning.fabric.utilities.cloud_io": ("_atomic_save", ""),
-    "lightning_fabric.utilities.cloud_io": ("_atomic_save", ""),
-    "torch.utils.tensorboard.writer": ("SummaryWriter", ""),
+    "safetensors.torch": ("save_file save_model", UNSAVED),
+    "lightning.fabric.utilities.cloud_io": ("_atomic_save", UNSAVED),
+    "lightning_fabric.utilities.cloud_io": ("_atomic_save", UNSAVED),
+    "torch.utils.tensorboard.writer": ("SummaryWriter", "TensorBoard logs nothing"),
     "timm.models._builder": ("load_pretrained", UNREAD),
     "triton.runtime.jit": ("JITFunction.run", KERNELS),
     "triton.runtime.autotuner": ("Autotuner.run", KERNELS),
@@ -146,6 +147,7 @@ class MissingFilePatches(MetaPathFinder):
             return state if isinstance(state, NoOpObject) else load(module, state, *args, **options)
 
         def forward(parallel: Any, *args: Any, **options: Any) -> Any:  # on one device, without its streams
+            self.note("nn.DataParallel uses one GPU")
             return parallel.module(*args, **options)
 
         def tolist(tensor: Any) -> Any:  # torch's reads each element separately
@@ -155,7 +157,7 @@ class MissingFilePatches(MetaPathFinder):
             setattr(owner, function.__name__, function)
         for name in ("numpy", "__deepcopy__"):  # for real tensors
             setattr(torch.Tensor, name, run_inside(_disable_current_modes, getattr(torch.Tensor, name)))
-        self._disable(torch, "save")
+        self._disable(torch, "save", UNSAVED)
         self._disable(torch.hub, "load_state_dict_from_url", UNREAD)
 
     # transformers
@@ -182,6 +184,9 @@ class MissingFilePatches(MetaPathFinder):
                 raise RecipeError(f"{name} has quantised weights, which cannot be planned yet: {fix}")
             own = {"attn_implementation", *inspect.signature(cls.__init__).parameters}  # others control loading
             kept = {key: value for key, value in options.items() if key in own}
+            if dtype in ("auto", None) and config.dtype is None:
+                half = "weights are taken as float32, and would be half as large in bfloat16"
+                self.note(f"config.json of {name} has no dtype: {half}")
             dtype = config.dtype or torch.float32 if dtype in ("auto", None) else dtype
             model = cls._from_config(config, dtype=dtype, **kept).eval()
             model.config._name_or_path = model.name_or_path = str(name)
@@ -190,7 +195,7 @@ class MissingFilePatches(MetaPathFinder):
             return (model, {}) if informed else model
 
         module.PreTrainedModel.from_pretrained = classmethod(from_pretrained)
-        self._disable(module.PreTrainedModel, "save_pretrained")
+        self._disable(module.PreTrainedModel, "save_pretrained", UNSAVED)
 
     def _tokenizers(self, kind: Any) -> None:
         self._with_fallback(kind, "from_pretrained", self._tokenizer)

@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
 from trainer.fakegpu.events import HOST_STREAM, HOST_THREAD, INNER_BYTES, Category, Event, Kind, Operation
-from trainer.fakegpu.kernels import counted_args
+from trainer.fakegpu.kernels import counted_args, embedding_bytes
 from trainer.fakegpu.mode import FakeGPUMode
 from trainer.fakegpu.target import Target
 from trainer.fakegpu.torch_patches import FakeStream, is_paused, patch, patched_torch
@@ -213,6 +213,8 @@ class Tracer(TorchDispatchMode):
             if name == "_flash_attention_forward":
                 self.trace.note_attention("flash over packed texts", args[0], masked=False)
             self.allocate_workspace(self._inside_attention(func, name, args), name)
+        elif name == "embedding_dense_backward" and self.target.device.type == "cuda":
+            self.allocate_workspace(embedding_bytes(*args), name)
         if name in MATRIX_PRODUCTS:
             self._workspace(name)
         if self.records_work:

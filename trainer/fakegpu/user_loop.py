@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
+from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_leaves
@@ -23,6 +24,7 @@ from trainer.errors import RecipeError, RunError
 from trainer.fakegpu.allocator import AllocatorSettings, Block, CachingAllocator
 from trainer.fakegpu.cost import cost_of
 from trainer.fakegpu.events import EMPTY_CACHE, Category, Event
+from trainer.fakegpu.expected_error import expected_error, kind_of_loop
 from trainer.fakegpu.gpus import GPU, gpu_named, usable_memory
 from trainer.fakegpu.mode import FakeGPUMode
 from trainer.fakegpu.network import DEFAULT_NETWORK, Cluster, interconnects
@@ -37,11 +39,13 @@ from trainer.fakegpu.peaks import (
     retries_within,
     timeline_of,
 )
+from trainer.fakegpu.snapshot import snapshot
 from trainer.fakegpu.target import Target
 from trainer.fakegpu.torch_patches import _undo_stack, patch, patch_libraries
 from trainer.fakegpu.tracer import Tracer, constituent_tensors, tracing
 from trainer.system.text import format_bytes, wrapped
 
+NOT_COMPILED = "torch.compile is not simulated: fused operations usually need less memory and time"
 draw: Callable[[dict[str, Any], int, str, Path], None] | None = None
 """The function that :meth:`FakeGPU.plot` calls with :attr:`FakeGPU.picture`. ``trainer.planner`` registers it."""
 
@@ -79,7 +83,6 @@ class UserLoopTracer(Tracer):
     def __enter__(self) -> Tracer:
         call, backward, apply = nn.Module.__call__, torch.autograd.backward, nn.Module._apply
         compiled = torch.compile
-        less = "torch.compile is not simulated: fused operations usually need less memory and time"
 
         def called(module: nn.Module, *args: Any, **options: Any) -> Any:
             if not self._calls and not self._backwards:  # a call during backward is recomputation
@@ -114,11 +117,11 @@ class UserLoopTracer(Tracer):
         def compiles(function: Any = None, **options: Any) -> Any:
             done = compiled(function, **options)
             if function is None or done is function:
-                self.trace.add_note(less)
+                self.trace.add_note(NOT_COMPILED)
             return done
 
         patch(torch.autograd, backward=backwards)
-        patch(nn.Module, __call__=called, _apply=applied, compile=lambda *_, **__: self.trace.add_note(less))
+        patch(nn.Module, __call__=called, _apply=applied, compile=lambda *_, **__: self.trace.add_note(NOT_COMPILED))
         patch(torch, compile=compiles)
         for module in (torch.cuda, torch.cuda.memory):
             patch(module, memory_stats=self._stats, mem_get_info=self._free, empty_cache=self._empty_cache)
@@ -160,6 +163,30 @@ class UserLoopTracer(Tracer):
         if self._ids > before and func is torch.ops.aten._to_copy.default and not self.is_on_device(args[0]):
             self._from_host.add(self._ids)
         return out
+
+    def kind(self) -> str:
+        """Return the kind of this loop; see :mod:`trainer.fakegpu.expected_error`."""
+        weights = self._weights()
+        trained = sum(one.numel() for one in weights if one.requires_grad)
+        share = trained / max(1, sum(one.numel() for one in weights))
+        is_sharded = any(isinstance(one, DTensor) for one in weights)
+        return kind_of_loop(NOT_COMPILED in self.trace.notes, is_sharded, share, self.target.version)
+
+    def unseen(self) -> str:
+        """Describe what a loop that was stopped here may still do and that needs more memory."""
+        self.mark_batches()
+        batches = [block for number, block in self.made.items() if self.trace.categories.get(number) == "batch"]
+        frozen = sum(one.numel() * one.element_size() for one in self._weights() if not one.requires_grad)
+        later = [] if "evaluation" in (phase for _, phase in self.trace.marks) else ["evaluation"]
+        later += [f"unfreezing of {format_bytes(frozen)} of weights"] if frozen else []
+        shape = list(max(batches, key=lambda block: block.bytes).shape) if batches else []
+        later.append(f"batches larger than {shape}" if shape else "longer batches")
+        listed = " and ".join(filter(None, [", ".join(later[:-1]), later[-1]]))
+        stopped = f"stopped after {self.steps} step{'s' if self.steps > 1 else ''}"
+        return f"{stopped}; {listed} later in the script were not seen"
+
+    def _weights(self) -> list[nn.Parameter]:
+        return [part for part in self._names if isinstance(part, nn.Parameter)]
 
     def _begin_step(self, optimizer: Optimizer, args: Any, options: Any) -> None:
         for number, parameter in enumerate(p for group in optimizer.param_groups for p in group["params"]):
@@ -271,6 +298,7 @@ class FakeGPU:
     phases: dict[str, PhasePeak]  # peaks within init, forward, backward, step, evaluation and other
     steps: int  # number of optimizer steps
     step_ms: float | None  # estimated GPU time of the last step; ``None`` without a step
+    kind: str  # eager, adapters, compiled, FSDP2 or old torch: the kind of published peaks to compare with
     notes: list[str]  # limits of the prediction
     timeline: dict[str, Any]  # data for a plot
 
@@ -315,9 +343,32 @@ class FakeGPU:
             "phases": memory.phases,
             "steps": tracer.steps,
             "step_ms": step_ms,
+            "kind": tracer.kind(),
             "notes": notes,
             "timeline": timeline_of(memory, trace),
         }
+
+    def add_note(self, line: str) -> None:
+        """Add a limit of the prediction that the simulator cannot know."""
+        self._tracer.trace.add_note(line)
+
+    def unseen(self) -> str:
+        """Describe what a loop that was stopped here may still do and that needs more memory."""
+        return self._tracer.unseen()
+
+    def snapshot(self) -> dict[str, Any]:
+        """Return what ``torch.cuda.memory._snapshot()`` would: a pickle of it is for https://pytorch.org/memory_viz.
+
+        Instead of lines of code, a block has its category, its tensor or operation, and its phase.
+        """
+        tracer, frames = self._tracer, {}
+        tracer.mark_batches()
+        for event in (event for event in tracer.trace.events if event.bytes):
+            (block,) = tracer.describe_blocks([event])
+            shape = f"{list(block.shape)} {block.dtype}" if block.dtype else ""
+            texts = {"category": block.category, "tensor": f"{block.name} {shape}".strip(), "phase": block.phase}
+            frames[event.id] = [{"filename": label, "line": 0, "name": text} for label, text in texts.items()]
+        return snapshot(tracer.trace.events, tracer.settings, frames)
 
     def plot(self, path: str | Path) -> None:
         """Write a PNG with memory by category over allocations and frees; a RunError if no tensor was on the GPU."""
@@ -342,6 +393,8 @@ class FakeGPU:
             **{name: getattr(self, name) for name in ("fits", "retries", "steps", "step_ms", "peak_phase", "notes")},
             **peaks_to_json(sizes, peaks, self.categories),
             "largest": largest,
+            "kind": self.kind,
+            "expected_error": expected_error(self.kind),
         }
 
     @property
@@ -359,6 +412,7 @@ class FakeGPU:
             "largest": largest or "nothing",
             "host": format_bytes(self.host),
             "step": "no step was taken" if self.step_ms is None else f"{self.step_ms:,.1f} ms, estimated",
+            "error": expected_error(self.kind),
             "notes": "; ".join(self.notes) or "none",
         }
         return "\n".join(wrapped(f"{label:<9} {text}", " " * 10) for label, text in rows.items())

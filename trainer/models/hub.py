@@ -86,9 +86,9 @@ def from_hub(key: str, source: str, load: Any, *args: Any, **kwargs: Any) -> Any
         raise RecipeError(f"model.{key}={source} is not a folder")
     if is_local(source):
         _require_files(Path(local_folder(source)))
-    here = is_local(source) or load.__name__ == "from_config"  # the configuration was read before
-    why_not = "" if here else offline_reason()
+    why_not = "" if is_local(source) or load.__name__ == "from_config" else offline_reason()  # it was read before
     from huggingface_hub.constants import HF_HUB_CACHE
+    from huggingface_hub.errors import StrictDataclassError
 
     try:
         with room_in(Path(HF_HUB_CACHE), "set HF_HOME to a folder on another disk"):
@@ -97,10 +97,11 @@ def from_hub(key: str, source: str, load: Any, *args: Any, **kwargs: Any) -> Any
         is_out_of_memory = isinstance(error, MemoryError | RuntimeError) and "memory" in str(error)
         if isinstance(error, RunError | RecipeError) or is_out_of_memory:
             raise  # not caused by the files
-        reason = next(iter(str(error).strip().splitlines()), "")
-        if not isinstance(error, OSError | ValueError | SafetensorError):
+        is_invalid = isinstance(error, StrictDataclassError)  # its first line names a validator, the last one the cause
+        reason = (str(error).strip().splitlines() or [""])[-is_invalid].strip()
+        if not isinstance(error, OSError | ValueError | SafetensorError | StrictDataclassError):
             reason = f"{type(error).__name__}: {reason}."
-        fix = "Give a local folder as save_pretrained writes it, or a hub id"
+        fix = "Correct config.json" if is_invalid else "Give a local folder as save_pretrained writes it, or a hub id"
         if why_not and isinstance(error, OSError):
             reason = f"it is neither a local folder nor in the hub's cache, and {why_not}."
             kinds = {
@@ -110,10 +111,8 @@ def from_hub(key: str, source: str, load: Any, *args: Any, **kwargs: Any) -> Any
             fix = f"Give a local folder as save_pretrained writes it{kinds.get(key, '')}; {offline_advice()}"
         if "trust_remote_code" in str(error):
             reason = "it needs Python code from its repository (auto_map), and remote code is never executed."
-            fix = (
-                "Use a model whose architecture is part of transformers, or review the code and write a trainer.Model "
-                "that imports it"
-            )
+            known = "Use a model whose architecture is part of transformers"
+            fix = f"{known}, or review the code and write a trainer.Model that imports it"
         raise RecipeError(f"model.{key}={source!r} cannot be loaded: {reason.rstrip('.')}. {fix}") from error
     if why_not:
         warn_offline_cache()

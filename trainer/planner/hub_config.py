@@ -119,16 +119,17 @@ def _read(reference: str, name: str, revision: str | None) -> tuple[dict[str, An
             fix = f"save that file in a folder and plan {PREFIX}./FOLDER; a gated model needs HF_TOKEN"
             fault = f"{reference}: no such folder, and its {CONFIG} could not be downloaded from the hub ({why})"
             raise RecipeError(f"{fault}: {fix}; {offline_advice()}") from error
+    file = f"{reference}: {folder / CONFIG}"
     try:
-        config = parse_json_object(read_regular(folder / CONFIG, hub.MAX_CONFIG_BYTES), hub.MAX_CONFIG_BYTES) or {}
+        config = parse_json_object(read_regular(folder / CONFIG, hub.MAX_CONFIG_BYTES), hub.MAX_CONFIG_BYTES)
     except OSError as error:
-        raise RecipeError(f"{reference}: {folder / CONFIG} cannot be read: {error.strerror}") from error
-    if not isinstance(config.get("model_type"), str):
-        raise RecipeError(f"{reference}: {folder / CONFIG} has no model_type: add the one that transformers writes")
+        raise RecipeError(f"{file} cannot be read: {error.strerror}") from error
+    if config is None:
+        raise RecipeError(f"{file} is not a JSON object; it may be cut off: copy or download it again")
+    require(isinstance(config.get("model_type"), str), f"{file} has no model_type: add the one transformers writes")
     hub.require_moderate_config(reference, config)
-    if config.get("quantization_config"):
-        quantized = f"{reference}: its {CONFIG} has a quantization_config, and quantized weights cannot be trained"
-        raise RecipeError(f"{quantized}: name the original model")
+    quantized = f"its {CONFIG} has a quantization_config, and quantized weights cannot be trained"
+    require(not config.get("quantization_config"), f"{reference}: {quantized}: name the original model")
     return config, folder
 
 
@@ -154,12 +155,13 @@ def _class(said: str, config: Mapping[str, Any], task: str) -> type[FromConfig |
     own = transformers.CONFIG_MAPPING[kind]
     classes = {one: getattr(transformers, f"AutoModelFor{word}")._model_mapping for one, word in TASKS.items()}
     able = [one for one, known in classes.items() if own in known]
+    if not able and own in transformers.AutoModelForImageTextToText._model_mapping:
+        raise RecipeError(f"{said}: {kind} reads images with texts; this needs a script: trainer plan --script FILE")
     if task not in able:
         instead = f"give --task {' or '.join(able)}" if able else f"choose a model for one of {', '.join(TASKS)}"
         raise RecipeError(f"{said}: transformers has no {kind} model for --task {task}: {instead}")
-    found = classes[task][own]
+    found, base = classes[task][own], CausalLM if task == "causal-lm" else FromConfig
     name = (found[0] if isinstance(found, tuple) else found).__name__
-    base = CausalLM if task == "causal-lm" else FromConfig
     made = globals()[name] = type(name, (base,), {"head": task})  # pickle looks the class up here
     return made
 

@@ -16,7 +16,7 @@ from trainer.errors import RecipeError, require
 from trainer.fakegpu import peaks
 from trainer.fakegpu.cost import StepCost, changed, cost_of, peak_seconds, traffic_of
 from trainer.fakegpu.events import Category, Trace
-from trainer.fakegpu.gpus import GPU
+from trainer.fakegpu.gpus import CPU_BUFFERS, GPU
 from trainer.fakegpu.network import Cluster, Interconnect
 from trainer.fakegpu.target import Target
 from trainer.memory.plan import Plan, decide_plan
@@ -25,7 +25,6 @@ from trainer.planner.synthetic_data import SyntheticData
 from trainer.planner.traced_run import draw_samples, trace_run
 from trainer.recipe import Memory, Recipe
 
-CPU_BUFFERS = 40_000_000  # bytes of CPU kernels outside tensors: 30 to 55 MB for a ViT, see benchmarks/planner_cpu.py
 MIN_GAIN = 0.1  # share of a step's time that a setting must save to be suggested
 FASTER = {"precision bf16-mixed": "bfloat16", "matmul_precision high": "tfloat32", "compile blocks": None}
 """Settings of ``memory`` that may be faster, with the units that then compute fp32 products."""

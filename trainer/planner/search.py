@@ -191,8 +191,7 @@ class Search:
             context = f"in addition, about {format_bytes(gpu.cuda_context_bytes)} for the CUDA context"
             nccl = f" and {format_bytes(nccl_bytes(self.devices))} for NCCL" if self.devices > 1 else ""
             rows.append(("outside", context + nccl))
-        if gpu.note:
-            rows.append(("note", gpu.note))
+        rows += [("note", gpu.note)] if gpu.note else []
         return "\n".join(wrapped(f"{label:<8} {text}", " " * 9) for label, text in rows)
 
     def run(self, lossy: bool = False, everything: bool = False) -> PlanReport:

@@ -19,7 +19,7 @@ import torch
 from trainer.engine.data_feed import fill_from_data
 from trainer.engine.events import Counters, Listener
 from trainer.errors import RecipeError, RunError
-from trainer.fakegpu.gpus import GPU, host_as_device
+from trainer.fakegpu.gpus import CPU_BUFFERS, GPU, host_as_device
 from trainer.fakegpu.peaks import Retries
 from trainer.fakegpu.target import Target, budget_bytes, gpu_here
 from trainer.launching.world import World
@@ -191,10 +191,11 @@ class RunPrediction:
         self._is_shown = True
         if found is None:
             return [f"predicted peak: unknown: {self.failure}"]
-        kind = " of host memory for training" if self.device.name == "cpu" else " reserved"
+        on_cpu, kernels = self.device.name == "cpu", f", plus about {format_bytes(CPU_BUFFERS)} for CPU kernels"
+        kind = f" of host memory for training{kernels}" if on_cpu else " reserved"
         verdict = "DOES NOT FIT" if found.retries is None else str(Retries(found.retries))
         near = " (barely)" if verdict == "fits" and found.reserved * (1 + BUDGET_MARGIN) > self.limit else ""
-        peak, limit = format_bytes(found.reserved), format_bytes(self.limit)
+        peak, limit = format_bytes(found.allocated if on_cpu else found.reserved), format_bytes(self.limit)
         lines = [f"predicted peak: {peak}{kind}; {limit} available: {verdict}{near}"]
         if found.retries is None:
             lines.append("warning: the run will probably run out of memory; --memory.budget 90% finds a plan that fits")
