@@ -70,6 +70,7 @@ def searched(monkeypatch: pytest.MonkeyPatch) -> Callable[..., PlanReport]:
     """The report of a search on a GPU of 80 GB, with changes to the recipe of the digits."""
     monkeypatch.setattr(searching, "predict_in_process", made_up)
     monkeypatch.setattr(searching, "run_in_children", lambda calls: enumerate(call() for call in calls))
+    monkeypatch.setattr(searching, "run_in_child", lambda call: call())
 
     def search(
         budget: str, devices: int = 1, lossy: bool = False, everything: bool = False, **changes: Any

@@ -188,6 +188,7 @@ def said(one: tuple[float, float, Memory]) -> str:
 def search(monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[Any, int]]:
     """The report of a search for such a model, and how many plans it asked about."""
     monkeypatch.setattr(searching, "run_in_children", lambda calls: enumerate(call() for call in calls))
+    monkeypatch.setattr(searching, "run_in_child", lambda call: call())
 
     def searched(model: Analytic, budget: float, **options: Any) -> tuple[Any, int]:
         asked = []

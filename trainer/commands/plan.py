@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any
 
 from trainer.commands import TRUST_RECIPE, CommandFlags
 from trainer.commands.recipes import ParsedCommand, create_output_folder, parse_command, parse_count, write_content
-from trainer.contract import without_weights
 from trainer.errors import RecipeError, RunError, require
 from trainer.fakegpu.gpus import NO_GPU, gpu_named, host_as_device
 from trainer.recipe import Recipe
@@ -104,29 +103,20 @@ def _run_search(asked: ParsedCommand, own: dict[str, str]) -> tuple[dict[str, An
     with quick_imports():
         import accelerate  # noqa: F401  # imported once here instead of in each forked child
 
-        from trainer.memory.parameter_groups import set_requires_grad
         from trainer.planner.hub_config import recipe_to_train
         from trainer.planner.report import NOTHING, explanation_text, settings, table, wrap_command
         from trainer.planner.search import search_for
         from trainer.report.progress import Progress
-        from trainer.system.child_jobs import run_in_child
-        from trainer.weights.nf4 import WeightCounts, count_weights
-        from trainer.weights.streaming import on_meta
-
-    def planned_size() -> WeightCounts:
-        module = on_meta(without_weights(search.recipe.model).build)
-        set_requires_grad(module, search.recipe.model, search.recipe.optim)
-        return count_weights(module)
 
     show_status("preparing model and data")
     search = search_for(recipe, gpu, cluster.devices, cluster.nodes, interconnect=own.get("interconnect"))
     out = create_output_folder("plan", own.get("out"), reference)
-    size = WeightCounts(*run_in_child(planned_size))  # a child answers in JSON
-    print(search.heading(size))
+    counts = search.size.counts
+    print(search.heading(counts))
     with contextlib.closing(Progress(recipe.run.progress)) as progress:
         progress.start(0)
         show_status("predicting")
-        search.progress = lambda done, total, text: progress.count(done, total, text.partition(" × ")[2])
+        search.progress = lambda done, total, text: progress.count(done, total, text)
         report = search.run(lossy.lower() == "true", ("all", None) in flags)
     by, own_flags = recipe_to_train(reference, recipe)
     passed = [(name, text) for name, text in flags if name not in (*VALUED_FLAGS, *SWITCHES, *own_flags)]
@@ -137,7 +127,7 @@ def _run_search(asked: ParsedCommand, own: dict[str, str]) -> tuple[dict[str, An
         print(f"\nthe chosen plan{over}:\n{wrap_command(command)}")
     elif report.chosen is not None:
         print(f"\nthe chosen plan{over} (no packaged recipe trains this model):\n{settings(report)}")
-    found = {"parameters": size.parameters, "trained_parameters": size.trained, **report.to_json()}
+    found = {"parameters": counts.parameters, "trained_parameters": counts.trained, **report.to_json()}
     found["command"] = " ".join(command) or None
     content = write_content(out / "plan.json", {"recipe": redact(reference)}, found)
     drawn = report.drawn.prediction if report.drawn is not None else None

@@ -106,7 +106,7 @@ def shard(
             fully_shard(layer, mp_policy=MixedPrecisionPolicy(), **options)
     alone = _without_shared_parameters(module, blocks)
     with _allow_uint8_shards():
-        for part in [*alone, *_large_embeddings(module, blocks)]:
+        for part in gathered_alone(module, blocks):
             part.register_forward_hook(_watch_backward)  # before FSDP's hooks
             fully_shard(part, mp_policy=policy, **options)
         module.register_forward_hook(_watch_backward)
@@ -169,6 +169,11 @@ def make_device_mesh(plan: Plan, device: torch.device) -> DeviceMesh:
     elif replicas > 1:
         dimensions = {"replicate": replicas, "shard": world // replicas}
     return device_mesh.init_device_mesh(device.type, (*dimensions.values(),), mesh_dim_names=(*dimensions,))
+
+
+def gathered_alone(module: nn.Module, blocks: Sequence[nn.Module]) -> list[nn.Module]:
+    """Return the parts of ``module`` that FSDP gathers separately; the rest is gathered together."""
+    return [*_without_shared_parameters(module, blocks), *_large_embeddings(module, blocks)]
 
 
 def _large_embeddings(module: nn.Module, blocks: Sequence[nn.Module]) -> list[nn.Module]:

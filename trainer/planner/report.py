@@ -242,7 +242,8 @@ def _reason(one: Candidate, report: PlanReport) -> str:
     return f"{format_bytes(over)} too much" if over > 0 else "in the margin"
 
 
-def _values(one: Candidate) -> str:
+def values_text(one: Candidate) -> str:
+    """Describe a plan with its time and its memory."""
     return f"{one.plan}: {one.step_ms:,.1f} ms per step, {format_bytes(one.reserved or 0)}"
 
 
@@ -255,12 +256,12 @@ def explain_choice(candidates: Sequence[Candidate], combinations: tuple[int, int
     if chosen.retries:
         other = f"{100 * RETRIES_PAY:g} % slower or less"
         if calm is not None:
-            other += f"; the fastest that was traced is {_values(calm)}, {calm.slowdown_text(chosen)}"
+            other += f"; the fastest that was traced is {values_text(calm)}, {calm.slowdown_text(chosen)}"
         lines.append(f"the chosen plan {Retries(chosen.retries)}: no plan that fits without retries is {other}")
     faster = [one for one in candidates if one.traced and one.rank_ms == inf and (one.step_ms or 0.0) < time]
     if faster:
         next_one = max(faster, key=lambda one: one.step_ms or 0.0)
-        lines.append(f"the next faster plan does not fit: {_values(next_one)}, {next_one.reason}")
+        lines.append(f"the next faster plan does not fit: {values_text(next_one)}, {next_one.reason}")
     elif not chosen.knobs:
         lines.append("no memory technique is needed: the plan without any is the fastest")
     return lines + [knob.note for knob in LOSSLESS_PLANNED if knob.note and chosen.flags.get(f"memory.{knob.name}")]
@@ -290,6 +291,14 @@ def explain_no_fit(
     if any(one.rank_ms < inf for one in lossy):
         lines.append("trainer plan --lossy true also considers lossy plans and finds the fastest that fits")
     return lines
+
+
+def explain_too_small(plan: Plan, parts: Mapping[str, int], budget: int) -> list[str]:
+    """Explain that no plan can fit, because of the ``parts`` that even the smallest, ``plan``, needs."""
+    needs, total = ", ".join(f"{name} {format_bytes(size)}" for name, size in parts.items()), sum(parts.values())
+    given = format_bytes(budget) if budget >= GB / 1e4 else f"{budget:,} bytes"
+    least = f"a rank needs more than {format_bytes(total)}, even without activations: {needs} ({plan.describe()})"
+    return [f"no plan fits in {given}: {least}", "nothing was traced, because the weights alone need more"]
 
 
 def _tried(candidates: Sequence[Candidate], combinations: tuple[int, int]) -> list[str]:

@@ -11,7 +11,8 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cached_property, partial
+from itertools import count
 from math import inf
 from typing import Any, NamedTuple
 
@@ -25,15 +26,17 @@ from trainer.fakegpu.gpus import GPU, NO_GPU, gpu_named, host_as_device, nccl_by
 from trainer.fakegpu.network import DEFAULT_NETWORK
 from trainer.fakegpu.peaks import Retries
 from trainer.fakegpu.target import Target, budget_bytes, gpu_here, reduced_budget_note
+from trainer.fakegpu.weight_bytes import WeightBytes
 from trainer.memory.knobs import IMPLIED_NAMES, ONE_MICRO_BATCH, UNTESTED_WITH_TP
 from trainer.memory.plan import CUT_MATTERS, Plan, decide_plan, with_precision
 from trainer.planner import knobs
 from trainer.planner.knobs import Settings, devices_of
+from trainer.planner.lower_bound import ModelSize, lower_bound, measure
 from trainer.planner.predict import PER_SAMPLE_CATEGORIES, Prediction, faster, predict_in_process, prepare_recipe
-from trainer.planner.report import Candidate, PlanReport, explain_choice, explain_no_fit
+from trainer.planner.report import Candidate, PlanReport, explain_choice, explain_no_fit, explain_too_small, values_text
 from trainer.planner.synthetic_data import data_notes
 from trainer.recipe import Recipe
-from trainer.system.child_jobs import ChildError, run_in_children
+from trainer.system.child_jobs import ChildError, run_in_child, run_in_children
 from trainer.system.text import as_text, format_bytes, wrapped
 from trainer.weights.nf4 import WeightCounts
 
@@ -43,7 +46,6 @@ not tuned on (torch 2.4 to 2.6, median 0.07 %). Peaks of older versions were up 
 trace does not see allocations by kernels of cuDNN or of an extension. A run out of memory costs more than 3 % of it."""
 
 DEFAULT_BUDGET = "90%"  # default budget of a recipe that leaves knobs to the planner
-MAX_PARALLEL_TRACES = 4  # maximum number of plans traced per round
 # A plan needs at least this share of the memory of a plan whose knobs all save as much or more: buffers may cost a bit.
 MIN_MEMORY_RATIO = 0.9
 # Share of an update's peak that is independent of the micro-batch. Traces of a ViT: all of 3 MB except 1 kB.
@@ -119,6 +121,7 @@ class PlanFamily:
     micro_batch_sizes: list[int | None]  # micro-batch sizes, largest first; ``[None]`` if the recipe sets it
     sharded: bool  # whether weights are sharded, and sometimes gathered
     single_micro_step: bool  # whether a rank's share is one micro-step
+    floor: int = 0  # lower bound in bytes, from the weights alone
     traced: dict[int, Candidate] = field(default_factory=dict)  # traced plans, by micro-batch size
     partly_untraceable: bool = False  # whether tracing one of the plans failed
     failed: bool = False  # whether the arm is given up
@@ -159,7 +162,7 @@ class Search:
         self.limit = int(self.budget / (1 + BUDGET_MARGIN))  # maximum bytes that a plan may reserve
         self.cut_budget = reduced_budget_note(wanted, target.gpu, devices)
         self.progress = progress or (lambda done, total, text: None)
-        self.done = self.total = 0
+        self.done = 0
         self.refused: list[Candidate] = []
         self.untraceable = ""  # why no plan can be traced
         self.arms: list[PlanFamily] = []
@@ -170,6 +173,17 @@ class Search:
             untested = ", ".join(UNTESTED_WITH_TP)
             self.notes[f"not tried, because not verified with memory.tensor_parallel: {untested}"] = None
         self.notes |= {CUT_MATTERS.format(type(model).__name__): None} if model.samples_interact else {}
+
+    @cached_property
+    def size(self) -> ModelSize:
+        """The weights of the model, counted in a child process."""
+        counts, *sizes = run_in_child(partial(measure, self.recipe))
+        return ModelSize(WeightCounts(*counts), *(WeightBytes(*one) for one in sizes))
+
+    def _bound(self, plan: Plan) -> dict[str, int]:
+        with suppress(ChildError, RecipeError):  # some models cannot be built on meta
+            return lower_bound(self.size, plan, self.recipe)
+        return {}
 
     def heading(self, size: WeightCounts) -> str:
         """Format what is planned, for a model of ``size``."""
@@ -206,13 +220,11 @@ class Search:
         self.padding = self._padding(sizes)
         self.arms = [arm for one in settings for arm in self._arms(one, sizes)]
         self._link_families()
+        hopeless = [] if everything else self._hopeless()
         if everything:
-            self._trace(self._next())  # alone: if it cannot be traced, no plan can
-            ends = {arm: {arm.micro_batch_sizes[0], arm.micro_batch_sizes[-1]} for arm in self._whole if not arm.failed}
-            both = [(arm, size) for arm, sizes in ends.items() for size in sizes]
-            self._trace([(arm, size) for arm, size in both if (size or 0) not in arm.traced])
-        while wanted := self._next():
-            self._trace(wanted)
+            self._trace(lambda: self._next()[: not self.done] or self._ends())
+        if not hopeless:
+            self._trace(self._next)
         candidates = self._ordered(everything)
         chosen = bool(candidates) and candidates[0].rank_ms < inf
         possible = {repr(arm.settings) for arm in self.arms if arm.traced or not arm.failed}
@@ -222,6 +234,8 @@ class Search:
         if chosen:
             explanations = explain_choice(candidates, counts)
             self.notes |= dict.fromkeys(faster(self.recipe, self.devices, self.target.gpu, candidates[0].prediction))
+        elif hopeless:
+            explanations = hopeless
         elif self.untraceable:
             explanations = [self.untraceable]
         else:
@@ -256,10 +270,19 @@ class Search:
                 self._refuse(whole, error)
             return
         sharded = plan.strategy == "fsdp"
+        floor = sum(self._bound(plan).values())
         if plan.initial_cut.accumulate > 1 or not settings.get(knobs.SYNC):
-            yield PlanFamily(settings, list(sizes[:1]), sharded, True)
+            yield PlanFamily(settings, list(sizes[:1]), sharded, True, floor)
         if sizes[1:] and not undivided:
-            yield PlanFamily(settings, list(sizes[1:]), sharded, False)
+            yield PlanFamily(settings, list(sizes[1:]), sharded, False, floor)
+
+    def _hopeless(self) -> list[str]:
+        """If the weights alone rule out every plan, say why; else return nothing."""
+        least = min(self.arms, key=lambda arm: arm.floor, default=None)
+        if least is None or least.floor <= self.limit:
+            return []
+        plan = self._plan(with_size(least.settings, least.micro_batch_sizes[-1]))
+        return explain_too_small(plan, self._bound(plan), self.budget)
 
     def _link_families(self) -> None:
         by_settings: dict[str, list[PlanFamily]] = {}
@@ -305,14 +328,23 @@ class Search:
 
     def _next(self) -> list[tuple[PlanFamily, int | None]]:
         fastest = min((one.rank_ms for arm in self.arms for one in arm.traced.values()), default=inf)
-        if fastest == inf and 1 < self.done <= MAX_PARALLEL_TRACES + 1 and (last := self._last_resorts()):
+        if fastest == inf and self.done > 1 and (last := self._last_resorts()):
             return last
         found = self._promising(self._whole, fastest) or self._between_ends(fastest)
         return found or (self._smaller() if fastest == inf else [])
 
     def _last_resorts(self) -> list[tuple[PlanFamily, int | None]]:
         live = [arm for arm in self._whole if self._left(arm, inf)]
-        return [(arm, arm.micro_batch_sizes[-1]) for arm in live if not any(one in live for one in arm.stronger)]
+        strongest = [arm for arm in live if not any(one in live for one in arm.stronger)]
+        return [
+            (arm, arm.micro_batch_sizes[-1]) for arm in sorted(strongest, key=lambda arm: not arm.single_micro_step)
+        ]
+
+    def _ends(self) -> list[tuple[PlanFamily, int | None]]:
+        """Return the plans with the largest and the smallest micro-batch of each combination that are not traced."""
+        arms = [arm for arm in self._whole if not arm.failed]
+        both = {(arm, size): None for arm in arms for size in (arm.micro_batch_sizes[0], arm.micro_batch_sizes[-1])}
+        return [(arm, size) for arm, size in both if (size or 0) not in arm.traced]
 
     def _promising(self, arms: Sequence[PlanFamily], fastest: float) -> list[tuple[PlanFamily, int | None]]:
         """Return the plans that may be faster than all that fit, without those that another of them may rule out."""
@@ -328,7 +360,7 @@ class Search:
             return any(one in arm.dominated_by and (size or 0) >= (guess or 0) for one, size in others)
 
         first = sorted((one for one in live if not waits(*one[2:])), key=lambda one: one[:2])
-        return [(arm, guess) for _, _, arm, guess in first[:MAX_PARALLEL_TRACES]]
+        return [(arm, guess) for _, _, arm, guess in first]
 
     def _between_ends(self, fastest: float) -> list[tuple[PlanFamily, int | None]]:
         """Do the same for fractions of checkpointing, after tracing the arms with none and full."""
@@ -394,7 +426,7 @@ class Search:
         further = (item for other in arm.stronger for item in other.traced.items())
         saving = [MIN_MEMORY_RATIO * (one.allocated or 0) for known, one in further if known <= (size or 0)]
         found = self._estimate(arm, size)
-        return max([*floors, *saving, found.allocated if found else 0.0], default=0.0)
+        return max([arm.floor, *floors, *saving, found.allocated if found else 0.0], default=0.0)
 
     def _estimate(self, arm: PlanFamily, size: int | None) -> Estimate | None:
         if not arm.bracketing:
@@ -440,25 +472,48 @@ class Search:
     def _micro_steps(self, samples: int) -> int:
         return -(-(self.arms[0].micro_batch_sizes[0] or 1) // samples) if samples else 1
 
-    def _trace(self, wanted: Sequence[tuple[PlanFamily, int | None]]) -> None:
-        answers = self._predicted([with_size(arm.settings, size) for arm, size in wanted])
-        first = bool(answers) and not any(arm.traced for arm in self.arms)
-        if first and all(isinstance(one, ChildError) for one in answers):  # tracing other plans would fail as well
-            self.untraceable = f"the model cannot be traced, and no other plan was tried: {answers[0]}"
-            for arm in self.arms:
-                arm.failed = True
-            return
-        for (arm, size), found in zip(wanted, answers, strict=True):
-            if isinstance(found, Candidate):
-                arm.traced[size or 0] = found
-                continue
-            if not isinstance(found, ChildError):
-                self._rule_out(arm, str(found))
-            elif len(arm.micro_batch_sizes) > 1 and (arm.traced or not arm.partly_untraceable):  # try one more size
-                arm.micro_batch_sizes.remove(size)
-                arm.partly_untraceable = True
-            else:
-                arm.failed = True
+    def _trace(self, upcoming: Callable[[], list[tuple[PlanFamily, int | None]]]) -> None:
+        """Trace the first of the ``upcoming`` plans whenever a core is free, until there are none."""
+        running: dict[int, tuple[PlanFamily, int | None, Plan]] = {}
+        numbers = count()
+
+        def jobs() -> Iterator[Callable[[], Any] | None]:
+            while True:
+                busy = [arm for arm, _, _ in running.values()]
+                free = [(arm, size) for arm, size in upcoming() if arm not in busy]
+                if not running and not free:
+                    return
+                # If none of the first plans can be traced, no plan can.
+                if not free or (running and self.done and not any(arm.traced for arm in self.arms)):
+                    yield None
+                    continue
+                arm, size = free[0]
+                job = self._job(with_size(arm.settings, size))
+                if isinstance(job, Exception):
+                    self._take(arm, size, job)
+                    continue
+                running[next(numbers)] = (arm, size, job[1])
+                yield self._call(*job)
+
+        for number, result in run_in_children(jobs()):
+            arm, size, plan = running.pop(number)
+            found = self._answer(with_size(arm.settings, size), plan, result, len(running))
+            self._take(arm, size, found, is_last=not running)
+
+    def _take(self, arm: PlanFamily, size: int | None, found: Candidate | Exception, is_last: bool = False) -> None:
+        if isinstance(found, Candidate):
+            arm.traced[size or 0] = found
+        elif not isinstance(found, ChildError):
+            self._rule_out(arm, str(found))
+        elif is_last and not any(one.traced for one in self.arms):  # tracing other plans would fail as well
+            self.untraceable = f"the model cannot be traced, and no other plan was tried: {found}"
+            for one in self.arms:
+                one.failed = True
+        elif len(arm.micro_batch_sizes) > 1 and (arm.traced or not arm.partly_untraceable):  # try one more size
+            arm.micro_batch_sizes.remove(size)
+            arm.partly_untraceable = True
+        else:
+            arm.failed = True
 
     def _rule_out(self, arm: PlanFamily, reason: str) -> None:
         """Give up ``arm``, and all arms with the same value if the reason names a setting that is always rejected."""
@@ -468,20 +523,28 @@ class Search:
                 for other in self.arms:
                     other.failed |= other.settings.get(key, ...) == value
 
+    def _call(self, recipe: Recipe, plan: Plan) -> Callable[[], Any]:
+        fixed: dict[str, Any] = {"target": self.target, "nodes": self.nodes, "timeline": True, "capacity": self.limit}
+        return partial(predict_in_process, recipe, plan, **fixed)
+
+    def _answer(self, settings: Settings, plan: Plan, result: Any, left: int) -> Candidate | Exception:
+        """Return the candidate from the ``result`` of :meth:`_call`, with ``left`` other calls running."""
+        self.done += 1
+        failed = isinstance(result, Exception)
+        found = self._refuse(settings, result, plan.describe()) if failed else self._candidate(settings, plan, result)
+        traced = [one for arm in self.arms for one in arm.traced.values()]
+        best = min([*traced, found] if isinstance(found, Candidate) else traced, key=_rank, default=None)
+        fits = best is not None and best.rank_ms < inf
+        so_far = f"best so far: {values_text(best)}" if best is not None and fits else "none fits so far"
+        self.progress(self.done, self.done + left, f"{plan.describe()}; {so_far}")
+        return found
+
     def _predicted(self, settings: Sequence[Settings]) -> list[Candidate | Exception]:
         found: list[Any] = [self._job(one) for one in settings]
         jobs = [(at, job) for at, job in enumerate(found) if isinstance(job, tuple)]
-        self.total = self.done + len(jobs)
-        fixed: dict[str, Any] = {"target": self.target, "nodes": self.nodes, "timeline": True, "capacity": self.limit}
-        calls = [partial(predict_in_process, recipe, plan, **fixed) for _, (recipe, plan) in jobs]
-        for number, result in run_in_children(calls):
+        for number, result in run_in_children([self._call(*job) for _, job in jobs]):
             at, (_, plan) = jobs[number]
-            self.done += 1
-            self.progress(self.done, self.total, plan.describe())
-            if isinstance(result, Exception):
-                found[at] = self._refuse(settings[at], result, plan.describe())
-            else:
-                found[at] = self._candidate(settings[at], plan, Prediction.from_child(result))
+            found[at] = self._answer(settings[at], plan, result, 0)
         return found
 
     def _job(self, settings: Settings) -> tuple[Recipe, Plan] | Exception:
@@ -494,7 +557,8 @@ class Search:
         self.refused.append(Candidate(settings, description, reason=str(error).splitlines()[0]))
         return error
 
-    def _candidate(self, settings: Settings, plan: Plan, found: Prediction) -> Candidate:
+    def _candidate(self, settings: Settings, plan: Plan, fields: dict[str, Any]) -> Candidate:
+        found = Prediction.from_child(fields)
         self.notes |= dict.fromkeys(found.notes)
         if found.guesses:
             self.notes[f"{found.guesses} branches of the model depend on values that were guessed"] = None

@@ -105,7 +105,7 @@ def trace_run(
         with _disable_current_modes():
             launcher = "torchrun" if ranks > 1 else "python"
             fabric = launch(plan, World(launcher, target.device.type, ranks // nodes, nodes))
-            module = _empty(recipe, plan)
+            module = empty_module(recipe, weights_dtype(plan.memory))
         patch_libraries(tracer.launch)
         _Run(recipe, plan, fabric, tracer).run(module, samples, priced)
     trace = tracer.trace
@@ -142,12 +142,13 @@ def _notes(recipe: Recipe, plan: Plan, module: nn.Module) -> list[str]:
     return notes
 
 
-def _empty(recipe: Recipe, plan: Plan) -> nn.Module:
+def empty_module(recipe: Recipe, dtype: torch.dtype | None = None) -> nn.Module:
+    """Build the module of ``recipe`` on meta, in ``dtype`` or, by default, fp32."""
     model = without_weights(recipe.model)
     build = model.build
     if isinstance(model, Streamable) and type(model).build is Model.build:  # the default reads the weights
         build = model.skeleton
-    with default_dtype(weights_dtype(plan.memory) or torch.float32):
+    with default_dtype(dtype or torch.float32):
         module = on_meta(build).train()
     set_requires_grad(module, recipe.model, recipe.optim)
     return module

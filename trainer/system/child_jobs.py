@@ -14,9 +14,10 @@ import resource
 import signal
 import sys
 import traceback
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from functools import partial
+from itertools import count
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any, cast
@@ -160,21 +161,23 @@ def run_in_child(job: Job, sees_gpu: bool = False, seconds: float | None = None)
 
 
 def run_in_children(
-    jobs: Sequence[Job], max_workers: int | None = None, sees_gpu: bool = False
+    jobs: Iterable[Job | None], max_workers: int | None = None, sees_gpu: bool = False
 ) -> Iterator[tuple[int, Any]]:
     """Run each job in a child process, started in order; yield (index, result) of each job when it ends.
 
-    A result may be the ``RecipeError`` or :class:`ChildError` that ended the job. By default, a process per core runs
-    at a time, at most 8."""
+    A job is taken when it can start; ``None`` stands for one that depends on the next result. A result may be the
+    ``RecipeError`` or :class:`ChildError` that ended the job. By default, a process per core runs at a time, at most 8.
+    """
     max_workers = max_workers or min(cores(), 8)
-    waiting = list(enumerate(jobs))
+    waiting, numbers = iter(jobs), count()
     running: dict[Any, tuple[int, ChildJob]] = {}
     try:
-        while waiting or running:
-            while waiting and len(running) < max_workers:
-                number, job = waiting.pop(0)
+        while True:
+            while len(running) < max_workers and (job := next(waiting, None)) is not None:
                 child = ChildJob(job, sees_gpu)
-                running[child.connection] = (number, child)
+                running[child.connection] = (next(numbers), child)
+            if not running:
+                break
             for connection in wait(list(running)):
                 number, child = running.pop(connection)
                 yield number, child.result()

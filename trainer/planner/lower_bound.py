@@ -1,0 +1,45 @@
+"""A lower bound for the memory of a plan, from its weights alone: what exceeds it needs no trace."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from trainer.fakegpu.weight_bytes import WeightBytes, weight_bytes
+from trainer.memory.knobs import ADAM, HALF_TRUE
+from trainer.memory.plan import Plan
+from trainer.memory.sharding import AMP_DTYPES, gathered_alone
+from trainer.planner.traced_run import empty_module
+from trainer.recipe import Recipe
+from trainer.weights.blocks import find_blocks
+from trainer.weights.nf4 import WeightCounts, count_weights
+
+
+class ModelSize(NamedTuple):
+    """The weights of a model: their number, and their bytes in full and in half precision."""
+
+    counts: WeightCounts
+    full: WeightBytes
+    half: WeightBytes
+
+
+def measure(recipe: Recipe) -> ModelSize:
+    """Count the weights of the model of ``recipe``, which is built on meta."""
+    module = empty_module(recipe)
+    blocks = gathered_alone(module, find_blocks(module, recipe.model.blocks))
+    return ModelSize(count_weights(module), *(weight_bytes(module, blocks, half) for half in (False, True)))
+
+
+def lower_bound(size: ModelSize, plan: Plan, recipe: Recipe) -> dict[str, int]:
+    """Return the bytes, by purpose, that a rank needs at the same time with every cut of the batch."""
+    memory, copies, streamed = plan.memory, plan.memory.tensor_parallel, plan.memory.cpu_offload == "parameters"
+    casts, sharded = memory.precision in AMP_DTYPES, plan.strategy == "fsdp"
+    own = size.half if casts and (memory.cpu_offload == "optimizer" or memory.precision in HALF_TRUE) else size.full
+    shards = plan.world_size // memory.replicas if sharded else copies
+    found = {"weights": 0 if streamed else own.every // shards}
+    if sharded and (streamed or shards > copies):
+        found["weights of a block and outside blocks"] = (size.half if casts else size.full).gathered // copies
+    elif memory.cpu_offload == "none" and not memory.optimizer_in_backward:
+        found["gradients"] = own.trained // shards
+    if memory.cpu_offload == "none" and recipe.optim.name in ADAM:
+        found["optimizer state"] = int(2 * memory.optimizer_state_bits / 32 * own.trained) // shards
+    return {name: count for name, count in found.items() if count}
