@@ -48,6 +48,8 @@ trace does not see allocations by kernels of cuDNN or of an extension. A run out
 DEFAULT_BUDGET = "90%"  # default budget of a recipe that leaves knobs to the planner
 # A plan needs at least this share of the memory of a plan whose knobs all save as much or more: buffers may cost a bit.
 MIN_MEMORY_RATIO = 0.9
+# Share of the activations that a plan keeps at least if its weights have another dtype, or are sharded.
+MIN_ACTIVATIONS = 0.5
 # Share of an update's peak that is independent of the micro-batch. Traces of a ViT: all of 3 MB except 1 kB.
 UPDATE_PEAK_SHARE = 0.99
 
@@ -128,6 +130,7 @@ class PlanFamily:
     dominated_by: list[PlanFamily] = field(default_factory=list)  # arms that compute and move no more than this one
     stronger: list[PlanFamily] = field(default_factory=list)  # arms in which every knob saves at least as much memory
     same_state: list[PlanFamily] = field(default_factory=list)  # arms with the same weights and optimizer state
+    same_forward: list[PlanFamily] = field(default_factory=list)  # arms that keep the same activations
     same_settings: list[PlanFamily] = field(default_factory=list)  # arms whose traces are used to estimate this arm
     bracketing: list[list[PlanFamily]] = field(default_factory=list)  # for a fraction: arms with none and with full
 
@@ -287,9 +290,11 @@ class Search:
     def _link_families(self) -> None:
         by_settings: dict[str, list[PlanFamily]] = {}
         by_kept: dict[str, list[PlanFamily]] = {}
+        by_forward: dict[str, list[PlanFamily]] = {}
         for arm in self.arms:
             by_settings.setdefault(repr(arm.settings), []).append(arm)
             by_kept.setdefault(repr(knobs.state_settings(arm.settings)), []).append(arm)
+            by_forward.setdefault(repr(knobs.forward_settings(arm.settings)), []).append(arm)
         for arm in self.arms:
             wanted, checkpointing = arm.settings, arm.settings.get(knobs.CHECKPOINTING)
             arm.dominated_by = [one for one in self.arms if knobs.is_slower_or_equal(wanted, one.settings, arm.sharded)]
@@ -299,6 +304,7 @@ class Search:
             alike = (one for one in alike if streamed or one.settings.get(knobs.OFFLOAD) != "parameters")
             arm.stronger = [one for one in alike if knobs.saves_at_least(one.settings, wanted)]
             arm.same_state = by_kept[repr(knobs.state_settings(wanted))]
+            arm.same_forward = by_forward[repr(knobs.forward_settings(wanted))]
             arm.same_settings = [*by_settings[repr(wanted)]]
             if wanted.get(knobs.SYNC):  # makes no difference in one micro-step
                 arm.same_settings += by_settings.get(repr(wanted | {knobs.SYNC: None}), [])[:1]
@@ -351,8 +357,7 @@ class Search:
         live = []
         for arm in arms:
             if left := self._left(arm, fastest):
-                about = ((size, self._estimate(arm, size)) for size in left)
-                guess = next((size for size, found in about if found and found.reserved <= self.limit), left[-1])
+                guess = next((size for size in left if self._expected(arm, size) <= self.limit), left[-1])
                 live.append((self._at_least_ms(arm, guess), knobs.num_changed_levels(arm.settings), arm, guess))
 
         def waits(arm: PlanFamily, guess: int | None) -> bool:
@@ -409,15 +414,22 @@ class Search:
             for known, one in other.traced.items()
             if known >= samples and one.prediction
         )
-        return max(slower, default=0.0)
+        # Neither an update nor the place of the optimizer state makes a forward or a backward much faster.
+        alike = (
+            MIN_MEMORY_RATIO * (one.prediction.cost.work_ms - one.prediction.cost.update_ms)
+            for other in arm.same_forward
+            for known, one in other.traced.items()
+            if known == samples and one.prediction and not arm.sharded and not other.sharded
+        )
+        return max([*slower, *alike], default=0.0)
 
     def _needs(self, arm: PlanFamily, size: int | None) -> float:
         """Return a lower bound in bytes for a plan of ``arm``, from plans with the same weights and optimizer state."""
         fixed: tuple[Category, ...] = ("optimizer",) if arm.sharded else ("params", "optimizer")
         kept = [(other, one.prediction) for other in arm.same_state for one in other.traced.values() if one.prediction]
-        floors = [float(sum(one.categories.get(name, 0) for name in fixed)) for _, one in kept]
+        lasting = max((sum(one.categories.get(name, 0) for name in fixed) for _, one in kept), default=0)
         alike = knobs.update_settings(arm.settings)  # under FSDP the number of micro-steps, one or several, matters too
-        floors += [
+        floors = [
             UPDATE_PEAK_SHARE * one.update_peak_bytes
             for other, one in kept
             if knobs.update_settings(other.settings) == alike
@@ -426,7 +438,27 @@ class Search:
         further = (item for other in arm.stronger for item in other.traced.items())
         saving = [MIN_MEMORY_RATIO * (one.allocated or 0) for known, one in further if known <= (size or 0)]
         found = self._estimate(arm, size)
-        return max([arm.floor, *floors, *saving, found.allocated if found else 0.0], default=0.0)
+        activations = self._activations(arm, size, MIN_ACTIVATIONS)
+        return max([arm.floor, lasting + activations, *floors, *saving, found.allocated if found else 0.0])
+
+    def _activations(self, arm: PlanFamily, size: int | None, share: float) -> float:
+        """Return a lower bound for the activations of a plan; ``share`` counts for those of other kinds of weights."""
+        found = 0.0
+        for other in arm.same_forward:
+            for known, one in other.traced.items():
+                parts = one.prediction.categories if one.prediction else {}
+                # Without copies of the weights that autocast keeps. What is proportional at most is above a line.
+                grown = parts.get("activations", 0) - parts.get("params", 0) / 2
+                part = 1.0 if other in arm.same_state else share
+                found = max(found, part * grown * min(1.0, (size or 0) / known if known else 1.0))
+        return found
+
+    def _expected(self, arm: PlanFamily, size: int | None) -> float:
+        """Return the bytes that a plan is expected to reserve; infinite if nothing similar was traced."""
+        if (found := self._estimate(arm, size)) is not None:
+            return found.reserved
+        activations = self._activations(arm, size, 1.0)
+        return self._needs(arm, size) + activations if activations else inf
 
     def _estimate(self, arm: PlanFamily, size: int | None) -> Estimate | None:
         if not arm.bracketing:
@@ -483,8 +515,8 @@ class Search:
                 free = [(arm, size) for arm, size in upcoming() if arm not in busy]
                 if not running and not free:
                     return
-                # If none of the first plans can be traced, no plan can.
-                if not free or (running and self.done and not any(arm.traced for arm in self.arms)):
+                # The first is traced alone: it rules out others, and if it cannot be traced, none can.
+                if not free or (running and not any(arm.traced for arm in self.arms)):
                     yield None
                     continue
                 arm, size = free[0]
@@ -498,14 +530,14 @@ class Search:
         for number, result in run_in_children(jobs()):
             arm, size, plan = running.pop(number)
             found = self._answer(with_size(arm.settings, size), plan, result, len(running))
-            self._take(arm, size, found, is_last=not running)
+            self._take(arm, size, found)
 
-    def _take(self, arm: PlanFamily, size: int | None, found: Candidate | Exception, is_last: bool = False) -> None:
+    def _take(self, arm: PlanFamily, size: int | None, found: Candidate | Exception) -> None:
         if isinstance(found, Candidate):
             arm.traced[size or 0] = found
         elif not isinstance(found, ChildError):
             self._rule_out(arm, str(found))
-        elif is_last and not any(one.traced for one in self.arms):  # tracing other plans would fail as well
+        elif not any(one.traced for one in self.arms):  # tracing other plans would fail as well
             self.untraceable = f"the model cannot be traced, and no other plan was tried: {found}"
             for one in self.arms:
                 one.failed = True
