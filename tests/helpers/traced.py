@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from helpers.combinations import Block
 from helpers.tiny import InMemory, trace_of
 from trainer.contract import Model
-from trainer.fakegpu.events import BatchMark, Event, Operation, Trace
+from trainer.fakegpu.events import Event, Operation, Trace
 from trainer.models.base import classification_loss
 from trainer.planner.predict import prepare_recipe
 from trainer.recipe import Memory, Optim, Recipe
@@ -88,11 +88,7 @@ def _in_plain_types(job: Callable[[], Trace]) -> dict[str, Any]:
 
 
 def _from_plain_types(found: dict[str, Any]) -> Trace:
-    for name in ("events", "host_events"):
-        found[name] = [Event(*event) for event in found[name]]
-    found["batches"] = [BatchMark(*mark) for mark in found["batches"]]
-    found["marks"] = [tuple(mark) for mark in found["marks"]]
-    found["formulas"] = {int(key): tuple(values) for key, values in found["formulas"].items()}
+    found["events"] = [Event(*event) for event in found["events"]]
     found["work"] = [Operation(*work) for work in found["work"]]
     found["categories"] = {int(key): category for key, category in found["categories"].items()}
     return Trace(**found)

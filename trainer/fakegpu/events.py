@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
 
@@ -42,32 +42,6 @@ class Operation(NamedTuple):
     is_recompute: bool = False  # whether this is recomputation (activation checkpointing)
 
 
-def on_host(size: int, is_pinned: bool) -> int:
-    """Return the host memory for ``size`` bytes: torch rounds pinned memory up (CachingHostAllocator.h)."""
-    return 1 << (size - 1).bit_length() if is_pinned and size else size
-
-
-def host_peak(events: Iterable[Event]) -> int:
-    """Return the peak bytes of host memory of ``Trace.host_events``."""
-    held: dict[int, int] = {}
-    now = peak = 0
-    for event in events:
-        now += on_host(event.bytes, event.op == "pinned") - held.pop(event.id, 0)
-        held[event.id] = on_host(event.bytes, event.op == "pinned")
-        peak = max(peak, now)
-    return peak
-
-
-class BatchMark(NamedTuple):
-    """Where the records of a micro-batch begin in a trace, and the input that decides their sizes."""
-
-    event: int  # index of the next of ``Trace.events``
-    host_event: int  # index of the next of ``Trace.host_events``
-    operation: int  # index of the next of ``Trace.work``
-    samples: int
-    kind: str = ""  # shapes and dtypes of one sample; see ``kind_of`` in tracer.py
-
-
 @dataclass
 class Trace:
     """Everything that a traced run did, in order."""
@@ -78,10 +52,6 @@ class Trace:
     work: list[Operation] = field(default_factory=list)  # operations of the last traced optimizer step
     micro_steps: list[int] = field(default_factory=list)  # starts of micro-steps in ``work``, and the last one's end
     host_bytes: int = 0  # peak host memory of tensors
-    host_events: list[Event] = field(default_factory=list)  # allocations and frees on the host; ``op``: pinned or not
-    batches: list[BatchMark] = field(default_factory=list)  # starts of all traced micro-batches
-    # Arguments of ``embedding_bytes``, by the index of the first event that it sized
-    formulas: dict[int, tuple[int, ...]] = field(default_factory=dict)
     skipped_micro_steps: int = 0  # micro-steps of a real step that were not traced; they repeat the middle one
     guesses: int = 0  # number of guessed values that only a real run would know
     notes: list[str] = field(default_factory=list)  # limits of the prediction, one line each

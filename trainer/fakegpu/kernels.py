@@ -160,28 +160,22 @@ MAX_UNSORTED = 3072  # number of ids up to which the backward of an embedding do
 ROWS_PER_PART = 10  # ids of one row that one thread sums up (NROWS_PER_THREAD)
 
 
-def embedding_arguments(grad: Tensor, ids: Tensor, rows: int, padding: int, by_frequency: bool) -> tuple[int, ...]:
-    """Return the arguments of :func:`embedding_bytes` for those of ``embedding_dense_backward``."""
-    copied = 0 if grad.is_contiguous() else grad.numel() * grad.element_size()
-    return ids.numel(), rows, grad.size(-1), ids.element_size(), grad.element_size(), copied, int(by_frequency)
-
-
-def embedding_bytes(
-    count: int, rows: int, width: int, id_bytes: int, grad_bytes: int, copied: int, by_frequency: int
-) -> tuple[int, ...]:
+def embedding_bytes(grad: Tensor, ids: Tensor, rows: int, padding: int, by_frequency: bool) -> tuple[int, ...]:
     """Return the sizes of the temporary allocations of the backward of ``nn.Embedding``, which sorts many ids.
 
     The largest holds a row in fp32 for up to ten equal ids, so nearly as many rows as ids if they differ: 55 MB for
     16,384 ids of 32,768 rows of 768. Source: embedding_dense_backward_cuda in aten/src/ATen/native/cuda/Embedding.cu,
     embedding_backward_cuda_kernel in EmbeddingBackwardKernel.cu. For few rows, torch 2.11 and later may need less.
     """
+    count = ids.numel()
+    copied = 0 if grad.is_contiguous() else grad.numel() * grad.element_size()
     if count <= MAX_UNSORTED and not by_frequency:
         return (copied,)
     distinct = min(count, rows)
-    parts = count // ROWS_PER_PART + distinct
-    by_id = (id_bytes * count,) * (4 if by_frequency else 3)  # sorted ids, their order, starts of rows, frequencies
-    summed = parts * width * max(4, grad_bytes)
-    return copied, *by_id, id_bytes * distinct, id_bytes * distinct, id_bytes * parts, summed
+    parts, size = count // ROWS_PER_PART + distinct, ids.element_size()
+    by_id = (size * count,) * (4 if by_frequency else 3)  # sorted ids, their order, starts of rows, frequencies
+    summed = parts * grad.size(-1) * max(4, grad.element_size())
+    return copied, *by_id, size * distinct, size * distinct, size * parts, summed
 
 
 def attend(rules: AttentionRules) -> Any:

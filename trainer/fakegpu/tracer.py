@@ -5,7 +5,6 @@ from __future__ import annotations
 import weakref
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from fractions import Fraction
 from typing import Any
 
 import torch
@@ -13,22 +12,12 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed import distributed_c10d
 from torch.distributed.tensor import DTensor
-from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
-from trainer.fakegpu.events import (
-    HOST_STREAM,
-    HOST_THREAD,
-    INNER_BYTES,
-    BatchMark,
-    Category,
-    Event,
-    Kind,
-    Operation,
-    on_host,
-)
-from trainer.fakegpu.kernels import counted_args, embedding_arguments, embedding_bytes
+from trainer.fakegpu.events import HOST_STREAM, HOST_THREAD, INNER_BYTES, Category, Event, Kind, Operation
+from trainer.fakegpu.kernels import counted_args, embedding_bytes
 from trainer.fakegpu.mode import FakeGPUMode
 from trainer.fakegpu.target import Target
 from trainer.fakegpu.torch_patches import FakeStream, is_paused, patch, patched_torch
@@ -59,6 +48,10 @@ class Storage:
         self.is_pinned = False
         self.reference: Any = None
 
+    def host_bytes(self, size: int) -> int:
+        """Return the host memory for ``size`` bytes: torch rounds pinned memory up (CachingHostAllocator.h)."""
+        return 1 << (size - 1).bit_length() if self.is_pinned and size else size
+
 
 class Tracer(TorchDispatchMode):
     """Records events and work of everything that runs within it, on tensors of ``mode`` on the simulated ``target``."""
@@ -72,7 +65,7 @@ class Tracer(TorchDispatchMode):
         self.records_work = False
         self.repeat = 1  # number of times that an operation traced once is executed
         self.host = HOST_STREAM
-        self._ids = self._host_ids = self._host_bytes = 0
+        self._ids = self._host_bytes = 0
         self._workspaces: set[tuple[bool, int]] = set()
 
     def enter(self, phase: str) -> None:
@@ -84,13 +77,6 @@ class Tracer(TorchDispatchMode):
             for storage in self.storages.values():
                 if storage.on_device and storage.bytes and storage.phase == "forward":
                     self.trace.categories.setdefault(storage.id, "activations")
-
-    def begin_batch(self, batch: Any, samples: int) -> None:
-        """Note that the records of a micro-batch of ``samples`` begin."""
-        trace = self.trace
-        with _disable_current_modes():
-            kind = kind_of(batch, samples)
-        trace.batches.append(BatchMark(len(trace.events), len(trace.host_events), len(trace.work), samples, kind))
 
     @contextmanager
     def on_host_thread(self) -> Iterator[None]:
@@ -131,13 +117,10 @@ class Tracer(TorchDispatchMode):
             self._resize(storage, size, op)
 
     def _new(self, untyped: Any, key: int, size: int, on_device: bool, op: str) -> None:
-        if on_device:
-            storage = Storage(self._allocate(size, op), size, on_device, self.phase)
-        else:
-            self._host_ids += 1
-            storage = Storage(self._host_ids, 0, on_device, self.phase)
+        storage = Storage(self._allocate(size, op) if on_device else 0, size, on_device, self.phase)
+        if not on_device:
             storage.is_pinned = untyped in self.mode.pinned
-            self._resize(storage, size, op)
+            self._on_host(storage.host_bytes(size))
 
         def gone(_: Any) -> None:
             lost = self.storages.pop(key, None)
@@ -149,11 +132,7 @@ class Tracer(TorchDispatchMode):
 
     def _resize(self, storage: Storage, size: int, op: str) -> None:
         if not storage.on_device:
-            for number in [0] * bool(storage.bytes) + [size] * bool(size):
-                event = Event(storage.id, number, "pinned" if storage.is_pinned else "", self.phase)
-                self.trace.host_events.append(event)
-            self._host_bytes += on_host(size, storage.is_pinned) - on_host(storage.bytes, storage.is_pinned)
-            self.trace.host_bytes = max(self.trace.host_bytes, self._host_bytes)
+            self._on_host(storage.host_bytes(size) - storage.host_bytes(storage.bytes))
         else:
             category = self.trace.categories.get(storage.id)
             if storage.bytes:
@@ -170,6 +149,10 @@ class Tracer(TorchDispatchMode):
         self._ids += 1
         self.trace.events.append(Event(self._ids, size, op, self.phase, FakeStream.current.number))
         return self._ids
+
+    def _on_host(self, change: int) -> None:
+        self._host_bytes += change
+        self.trace.host_bytes = max(self.trace.host_bytes, self._host_bytes)
 
     def allocate_workspace(self, sizes: Iterable[int], op: str) -> None:
         """Record the temporary allocations of a kernel."""
@@ -231,8 +214,7 @@ class Tracer(TorchDispatchMode):
                 self.trace.note_attention("flash over packed texts", args[0], masked=False)
             self.allocate_workspace(self._inside_attention(func, name, args), name)
         elif name == "embedding_dense_backward" and self.target.device.type == "cuda":
-            self.trace.formulas[len(self.trace.events)] = values = embedding_arguments(*args)
-            self.allocate_workspace(embedding_bytes(*values), name)
+            self.allocate_workspace(embedding_bytes(*args), name)
         if name in MATRIX_PRODUCTS:
             self._workspace(name)
         if self.records_work:
@@ -293,24 +275,6 @@ class Tracer(TorchDispatchMode):
         again = self.phase == "backward" and torch.is_grad_enabled()  # gradient formulas run without it
         work = Operation(op, kind, self.phase, number, flops, moved, dtype, *group)._replace(is_recompute=again)
         self.trace.work.extend([work] * self.repeat)
-
-
-def kind_of(batch: Any, samples: int) -> str:
-    """Describe all of a ``batch`` that may decide the sizes of its trace, except the number of ``samples``.
-
-    Of whole numbers these are the ignored labels and masked elements of a sample, because a model may leave them out.
-    """
-
-    def describe(leaf: Any) -> str:
-        if not isinstance(leaf, Tensor):
-            return repr(leaf) if isinstance(leaf, (int, float, str, bytes)) else type(leaf).__name__
-        shape = ["samples" if size == samples and not at else size for at, size in enumerate(leaf.shape)]
-        left_out = 0
-        if leaf.dim() > 1 and not leaf.is_floating_point():
-            left_out = int((leaf < (leaf <= 1).all()).sum())  # below 1 in a mask, below 0 otherwise
-        return f"{leaf.dtype} {shape} {Fraction(left_out, max(1, samples))}"
-
-    return " ".join(map(describe, tree_leaves(batch)))
 
 
 def dtype_of(tensors: Iterable[Tensor]) -> str:

@@ -193,7 +193,6 @@ class _Run(PhaseHooks):
         stepper.settle()
         if samples.evaluation:
             self.tracer.enter("evaluation")
-            self.tracer.begin_batch(samples.evaluation[0].batch, len(samples.evaluation[0].indices))
             with averages.swapped_in() if averages is not None else nullcontext():
                 evaluate(stepper, samples.evaluation, _Nothing())
         self.tracer.enter("saving")
@@ -208,8 +207,6 @@ class _Run(PhaseHooks):
             if self.tracer.phase != phase:
                 self.tracer.trace.micro_steps.append(len(self.tracer.trace.work))
             self.tracer.categorise(_gradients(self.stack), "gradients")
-        if phase == "forward" and micro is not None:
-            self.tracer.begin_batch(micro.batch, len(micro.indices))
         self.tracer.enter(phase)
 
     def end_step(self) -> None:
