@@ -251,9 +251,8 @@ class Memory(Settings):
         micro_batch_tokens: maximum tokens of a micro-batch of text, with padding; micro_batch_size is a limit, too.
         precision: 32-true, 64-true, bf16-mixed (or bf16), 16-mixed (or fp16), bf16-true, 16-true, or auto: bf16-mixed
             on GPUs that support it (compute capability 8.0 or higher), 32-true on others and on a CPU.
-        matmul_precision: arithmetic of fp32 products and convolutions on a GPU: highest (fp32), high (inputs rounded to
-            the 10 bits of TF32) or medium (inputs of products rounded to the 7 bits of bfloat16); high and medium are
-            lossy.
+        matmul_precision: arithmetic of fp32 products and convolutions on a GPU: highest (fp32), or, lossy, high (inputs
+            rounded to the 10 bits of TF32) or medium (inputs of products rounded to the 7 bits of bfloat16).
         strategy: auto, single, ddp or fsdp; auto is single on one rank and ddp on several.
         tensor_parallel: number of ranks that share every block: each has a part of the attention heads and of the MLP's
             width, and all have the same samples. ddp or fsdp is used over the other ranks. 1 is off.
@@ -271,15 +270,15 @@ class Memory(Settings):
         cpu_offload: none; optimizer (gradients, fp32 master weights and optimizer state live in host memory);
             parameters (also all weights: the device holds one or two blocks at a time, by fsdp); or auto.
         optimizer_state_bits: 32, 8 or 4 bits for the state of adam and adamw; 8 and 4 are lossy.
-        stochastic_rounding: round updates of bfloat16 weights up or down at random, so that small updates are kept on
-            average; for adam and adamw with precision bf16-true.
-        optimizer_in_backward: update each weight as soon as its gradient is ready, and free the gradient; true, false,
-            or null (the planner decides; without planner, false).
+        stochastic_rounding: for adam and adamw with bf16-true, round updates at random: small ones are kept on average.
+        optimizer_in_backward: update each weight as soon as its gradient is ready, and free the gradient; null lets the
+            planner decide, or is false.
         init: device creates weights on the device in their type; meta allocates memory only when model.weights are
             read, and each rank reads only its slices.
         compile: none, blocks, model or cuda_graphs: compile each block, or the whole model, with torch.compile;
-            cuda_graphs compiles each block and replays it as one graph, for micro-batches so small that launching
-            kernels takes longer than the kernels (not yet run on a GPU).
+            cuda_graphs also replays each block as one graph, for tiny micro-batches (not yet run on a GPU).
+        expandable_segments: true makes torch's allocator on a GPU grow its segments of memory, which leaves fewer
+            gaps; null keeps PYTORCH_ALLOC_CONF, and with a budget the planner chooses true for plans that need it.
         correct_batchnorm: null rejects BatchNorm in a batch that is cut: each micro-batch would be normalized alone.
             true and false accept that; true rescales the momentum to m' = 1 - (1 - m)^(1/k) for k micro-steps per step,
             without which the running statistics forget k times faster.
@@ -305,6 +304,7 @@ class Memory(Settings):
     optimizer_in_backward: bool | None = None
     init: Literal["device", "meta"] = "device"
     compile: Compile = "none"
+    expandable_segments: bool | None = None
     correct_batchnorm: bool | None = None
 
     def __post_init__(self) -> None:

@@ -8,7 +8,7 @@ import pytest
 
 from trainer.fakegpu.allocator import AllocatorSettings
 from trainer.fakegpu.events import Event, Trace
-from trainer.fakegpu.peaks import CATEGORIES, PhasePeak, replay, retries_within
+from trainer.fakegpu.peaks import CATEGORIES, PhasePeak, replay, replay_within, retries_within
 
 MiB = 2**20
 
@@ -55,6 +55,14 @@ def test_fragmentation_is_what_is_reserved_and_not_in_use_at_the_peak() -> None:
     result, expandable = replay(events), replay(events, AllocatorSettings(expandable_segments=True))
     assert (result.peak_allocated, result.reserved_then, result.fragmentation) == (38 * MiB, 58 * MiB, 20 * MiB)
     assert (expandable.peak_allocated, expandable.peak_reserved) == (38 * MiB, 40 * MiB)
+
+
+@pytest.mark.parametrize(("capacity", "expandable"), [(None, False), (58, False), (57, True), (40, True), (39, False)])
+def test_expandable_segments_are_used_only_if_they_are_what_makes_a_run_fit(capacity, expandable) -> None:
+    sizes = [(1, 30 * MiB), (1, 0), (2, 10 * MiB), (3, 28 * MiB)]
+    trace = Trace(events=[Event(number, size, "mm", "forward") for number, size in sizes])
+    settings, found = replay_within(trace, AllocatorSettings(), capacity and capacity * MiB)
+    assert (settings.expandable_segments, found.peak_reserved) == (expandable, (40 if expandable else 58) * MiB)
 
 
 def test_with_less_memory_the_cache_is_given_back_until_what_is_allocated_is_too_much() -> None:

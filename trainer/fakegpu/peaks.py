@@ -118,6 +118,17 @@ def replay(run: Trace | Sequence[Event], settings: AllocatorSettings | None = No
     return Replay(*peaks, at, phase, _phases(events, history), alive, blocks, reserved, timeline)
 
 
+def replay_within(run: Trace, settings: AllocatorSettings, capacity: int | None) -> tuple[AllocatorSettings, Replay]:
+    """Replay a trace; with expandable segments if only then at most ``capacity`` bytes are reserved."""
+    memory = replay(run, settings)
+    if capacity is not None and memory.peak_allocated <= capacity < memory.peak_reserved:
+        expandable = AllocatorSettings(expandable_segments=True)
+        denser = replay(run, expandable)
+        if denser.peak_reserved <= capacity:
+            return expandable, denser
+    return settings, memory
+
+
 def timeline_of(memory: Replay, trace: Trace) -> dict[str, Any]:
     points = memory.timeline.events
     marks = [[min(bisect_left(points, event), len(points) - 1), phase] for event, phase in trace.marks]

@@ -43,6 +43,8 @@ def launch(
             read_int_variable(name)
     if world.launcher != "ray":  # Ray ends its workers itself
         _end_with_launcher()
+    if world.accelerator == "cuda":
+        set_expandable_segments(plan.memory.expandable_segments)
     environment = _environment(world)
     store = None
     if plan.strategy != "single" and world.nodes == 1 and world.launcher != "ray" and not dist.is_initialized():
@@ -60,6 +62,13 @@ def launch(
         fix = "check run.devices and the launcher (under Slurm, ntasks-per-node must equal run.devices)"
         raise RecipeError(f"{world.world_size} rank(s) were requested and {fabric.world_size} started: {fix}")
     return fabric
+
+
+def set_expandable_segments(value: bool | None) -> None:
+    """Add ``memory.expandable_segments`` to the settings of torch's allocator, before it allocates on a GPU."""
+    if value is not None:  # torch resets the settings that are not given again
+        given = os.environ.get("PYTORCH_ALLOC_CONF") or os.environ.get("PYTORCH_CUDA_ALLOC_CONF") or ""
+        torch._C._accelerator_setAllocatorSettings(f"{given},expandable_segments:{value}".lstrip(","))
 
 
 def _end_with_launcher() -> None:

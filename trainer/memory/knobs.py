@@ -179,10 +179,10 @@ KNOBS = (  # in the order in which to try them
     Knob("optimizer_state_bits", (32, 8, 4), "{}-bit optimizer state", BITS, column="{}-bit", **LOSSY_STATE),
     Knob("stochastic_rounding", (False, True), "stochastic rounding", optimizers=ADAM, splits=False),
     Knob("precision", HALF_TRUE, candidates=IN_HALF, lossy=True, column="{}", evaluated=True),  # casts weights as well
-    # Saves time, not memory.
     Knob("matmul_precision", TF32, "{} matmul precision", IN_TF32, lossy=True, column="{} matmuls", evaluated=True),
     Knob("init", ("device", "meta"), "{} init"),
     Knob("compile", ("none", "blocks", "model", "cuda_graphs"), "compiled {}", splits=False),
+    Knob("expandable_segments", (None, True, False), "expandable segments", noop_values=(False,), evaluated=True),
 )
 
 LOSSLESS_PLANNED = tuple(sorted((k for k in KNOBS if k.planned and k.values), key=lambda knob: -knob.num_phases))

@@ -56,6 +56,7 @@ class Prediction:
     fragmentation: int = 0  # bytes reserved but not in use at the allocated peak
     # How often torch must release its cache to stay within the capacity; ``None`` if it cannot stay within it
     retries: int | None = None
+    expandable_segments: bool = False  # whether this is with ``memory.expandable_segments``
     faster: dict[str, float] = field(default_factory=dict)  # ms per step with each of ``candidates`` alone
     # Memory over time, for a plot: {"allocated": {category: [...]}, "reserved": [...], "marks": [[at, phase]]}
     timeline: dict[str, Any] | None = None
@@ -157,9 +158,11 @@ def predict_in_process(
     began = time.perf_counter()
     samples = draw_samples(recipe, plan)
     trace = trace_run(recipe, plan, samples, target, nodes, priced)
-    settings = peaks.AllocatorSettings(target.expandable_segments)
-    memory = peaks.replay(trace, settings)
     on_cpu = target.device.type == "cpu"  # a CPU reserves nothing in advance
+    asked = plan.memory.expandable_segments
+    settings = peaks.AllocatorSettings(target.expandable_segments if asked is None else asked)
+    may_choose = asked is None and recipe.memory.budget is not None and not on_cpu
+    settings, memory = peaks.replay_within(trace, settings, capacity if may_choose else None)
     allocated = memory.peak_requested if on_cpu else memory.peak_allocated
     cluster = Cluster(plan.world_size, nodes)
     traffic, leaving = traffic_of(trace, cluster)
@@ -191,6 +194,7 @@ def predict_in_process(
         "peak_seconds": peak_seconds(trace, target.gpu) / (samples.first.tokens or samples.first.samples),
         "fragmentation": 0 if on_cpu else memory.fragmentation,
         "retries": retries.times,
+        "expandable_segments": settings.expandable_segments,
         "faster": {
             flag: price(replace(trace, work=changed(trace.work, FASTER[flag])), networks[0]).step_ms
             for flag in candidates(recipe, plan.world_size, target.gpu)

@@ -23,6 +23,7 @@ SIGNS = {
     "*": "keeps whole weights until backward: memory.reshard_after_forward false",
     "+": "sums gradients over the ranks in every micro-step: memory.sync_every_micro_step true",
     "after": "retries: more than the budget would be reserved, so torch must release its cache",
+    "expandable": "memory.expandable_segments true: torch's allocator leaves fewer gaps",
     "hsdp": "keeps a replica of the sharded model on each machine: memory.replicas",
 }
 SIZE = "memory.micro_batch_size"
@@ -181,6 +182,7 @@ def settings(report: PlanReport) -> str:
         ("precision", plan.memory.precision),
         ("optimizer", recipe.optim.kind),
         *((f"memory.{name}", as_text(getattr(plan.memory, name))) for name in UNSET_VALUES if name != "strategy"),
+        ("memory.expandable_segments", as_text(plan.memory.expandable_segments)),
     ]
     return align_columns(["knob", "value"], [[name, str(value)] for name, value in rows], ("knob", "value"))
 
@@ -211,7 +213,7 @@ def _row(one: Candidate, report: PlanReport) -> dict[str, str]:
         RESERVED: about + format_bytes(one.reserved),
         ON_HOST: about + format_bytes(one.host or 0),
         TIME: f"{about}{one.step_ms or 0:,.1f}",
-        "fits": Retries(one.retries).cell,
+        "fits": Retries(one.retries).cell + (", expandable" if memory.expandable_segments else ""),
         "why": _reason(one, report),
     }
 

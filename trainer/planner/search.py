@@ -595,6 +595,9 @@ class Search:
         if found.guesses:
             self.notes[f"{found.guesses} branches of the model depend on values that were guessed"] = None
         values = (found.allocated, found.reserved, found.host, found.cost.step_ms)
+        if found.expandable_segments != self.target.expandable_segments:
+            settings = settings | {"memory.expandable_segments": found.expandable_segments}
+            plan = self._plan(settings)
         return Candidate(settings, plan.describe(), *values, found.fits, prediction=found)
 
     def _plan(self, settings: Mapping[str, Any]) -> Plan:
