@@ -20,9 +20,10 @@ from trainer.commands.doctor import run_checks
 from trainer.data import Digits, ImageFolder, TextFiles
 from trainer.doctor import machine, samples
 from trainer.doctor.context import CheckContext, findings
+from trainer.fakegpu.prediction import Prediction
 from trainer.launching.world import World
 from trainer.models import LoRA, TextClassifier, VisionTransformer
-from trainer.planner.predict import Prediction, prepare_recipe
+from trainer.planner.predict import prepare_recipe
 from trainer.system.lock import RunLock
 
 if not sys.platform.startswith("linux"):

@@ -18,10 +18,11 @@ from helpers.problems import CLASSES, OneHead, Problem, collate, make_model, mak
 from trainer.contract import Data, Model
 from trainer.fakegpu.events import Trace
 from trainer.fakegpu.gpus import gpu_named
+from trainer.fakegpu.prediction import Prediction
 from trainer.fakegpu.target import Target
 from trainer.memory.plan import Plan, decide_plan
 from trainer.models import LoRA
-from trainer.planner.predict import Prediction, predict_in_process, prepare_recipe
+from trainer.planner.predict import predict_in_process, prepare_recipe
 from trainer.planner.traced_run import draw_samples, trace_run
 from trainer.recipe import Memory, Optim, Recipe
 from trainer.system.child_jobs import run_in_child

@@ -9,8 +9,9 @@ from helpers.tiny import prediction_of, recipe_of
 
 from trainer.fakegpu.cost import StepCost
 from trainer.fakegpu.gpus import gpu_named, host_as_device
+from trainer.fakegpu.prediction import Prediction
 from trainer.memory.plan import with_precision
-from trainer.planner.predict import FASTER, Prediction, candidates, faster
+from trainer.planner.predict import FASTER, candidates, faster
 from trainer.recipe import Memory, Recipe, Run
 
 H100, V100, T4 = (gpu_named(name) for name in ("h100-sxm", "v100-16gb", "t4"))

@@ -12,11 +12,11 @@ import pytest
 from helpers.tiny import predict
 
 from trainer.commands.recipes import load_recipe
-from trainer.fakegpu.gpus import host_as_device
+from trainer.fakegpu.gpus import CPU_BUFFERS, host_as_device
 from trainer.fakegpu.target import Target
 from trainer.lab.measured_run import MALLOC_TRIM_ENV
 from trainer.memory.plan import decide_plan
-from trainer.planner.predict import CPU_BUFFERS, prepare_recipe
+from trainer.planner.predict import prepare_recipe
 from trainer.settings import change
 from trainer.system.text import as_text
 

@@ -13,7 +13,7 @@ from helpers.tiny import InMemory, prediction_of
 from helpers.traced import BATCH, CLASSES, WIDTH, Own, own_recipe
 from torch import Tensor, nn
 
-from trainer.planner.predict import Prediction
+from trainer.fakegpu.prediction import Prediction
 from trainer.planner.search import plan
 from trainer.recipe import Memory, Recipe, Run
 from trainer.system.child_jobs import ChildError

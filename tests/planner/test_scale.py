@@ -15,10 +15,10 @@ from trainer.errors import RecipeError
 from trainer.fakegpu.cost import StepCost, cost_of, traffic_of
 from trainer.fakegpu.events import Trace
 from trainer.fakegpu.network import Cluster, clusters, interconnects
+from trainer.fakegpu.prediction import Prediction
 from trainer.memory.plan import decide_plan
 from trainer.planner import scale
 from trainer.planner.knobs import apply_settings, strategies
-from trainer.planner.predict import Prediction
 from trainer.planner.scale import ScaleReport, ScaleRow, ScaleSearch
 from trainer.recipe import Memory, Run
 

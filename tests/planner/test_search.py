@@ -19,10 +19,10 @@ from trainer.commands.recipes import load_recipe
 from trainer.errors import RecipeError
 from trainer.fakegpu.cost import CUDA_FREE, StepCost
 from trainer.fakegpu.gpus import gpu_named
+from trainer.fakegpu.prediction import Prediction
 from trainer.fakegpu.target import Target
 from trainer.memory.plan import Plan, decide_plan
 from trainer.planner import search as searching
-from trainer.planner.predict import Prediction
 from trainer.planner.report import RETRIES_PAY, table
 from trainer.planner.search import BUDGET_MARGIN, Search, plan
 from trainer.recipe import Memory, Optim, Recipe, Run

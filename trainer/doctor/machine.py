@@ -27,9 +27,10 @@ from trainer.doctor.context import CheckContext, Finding, fail, ok, skipped, war
 from trainer.errors import RecipeError
 from trainer.fakegpu.fake_process_group import forget_process_group
 from trainer.fakegpu.peaks import Retries
+from trainer.fakegpu.prediction import Prediction
 from trainer.fakegpu.target import Target, budget_bytes
 from trainer.launching.local_store import ADDRESS, bind_to_loopback, loopback_store
-from trainer.planner.predict import Prediction, predict_in_process
+from trainer.planner.predict import predict_in_process
 from trainer.planner.search import BUDGET_MARGIN
 from trainer.run.run_prediction import this_device
 from trainer.system.child_jobs import ChildError, ChildJob, run_in_child

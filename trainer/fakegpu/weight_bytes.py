@@ -20,9 +20,8 @@ class WeightBytes(NamedTuple):
 def weight_bytes(module: nn.Module, blocks: Sequence[nn.Module], half: bool) -> WeightBytes:
     """Count the bytes of ``module``; with ``half``, floating-point weights have 2 bytes at most.
 
-    What may get no gradient, or a sparse one, does not count as trained: lists of modules in a block, such as experts,
-    embeddings, and one block, the largest, because a model may not use its last one. FSDP gathers BatchNorm and inner
-    blocks apart from their block.
+    What may get no gradient, or a sparse one, does not count as trained: lists of modules, such as experts, embeddings
+    and the largest block, because a model may not use its last one. FSDP gathers BatchNorm and inner blocks separately.
     """
 
     def total(parameters: Iterable[nn.Parameter]) -> int:

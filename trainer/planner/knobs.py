@@ -105,11 +105,6 @@ def update_settings(settings: Mapping[str, Any]) -> Settings:
     return {key: value for key, value in settings.items() if LASTING.get(key) != "forward"}
 
 
-def forward_settings(settings: Mapping[str, Any]) -> Settings:
-    """Return the settings that decide which activations a forward keeps, and where."""
-    return {key: value for key, value in settings.items() if LASTING.get(key) == "forward"}
-
-
 def micro_batch_sizes(recipe: Recipe, ranks: int) -> list[int | None]:
     """Return the different micro-batch sizes in samples, largest first; ``[None]`` if the recipe sets it."""
     given = recipe.memory.micro_batch_size != "auto" or recipe.accumulate is not None

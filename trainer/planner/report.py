@@ -9,10 +9,10 @@ from math import inf
 from typing import Any
 
 from trainer.fakegpu.peaks import Retries
+from trainer.fakegpu.prediction import Prediction
 from trainer.memory.knobs import LOSSLESS_PLANNED, LOSSY
 from trainer.memory.plan import Plan, decide_plan
 from trainer.planner.knobs import UNSET_VALUES, Settings, apply_settings, non_default_settings, without_size
-from trainer.planner.predict import Prediction
 from trainer.recipe import Memory, Recipe
 from trainer.system.text import GB, WIDTH, align_columns, as_text, format_bytes, wrapped
 

@@ -20,10 +20,11 @@ from trainer.fakegpu.cost import ESTIMATES
 from trainer.fakegpu.gpus import non_allocator_bytes
 from trainer.fakegpu.network import Cluster, Interconnect
 from trainer.fakegpu.peaks import in_gb
+from trainer.fakegpu.prediction import Prediction
 from trainer.fakegpu.target import Target, budget_bytes, reduced_budget_note
 from trainer.memory.plan import Plan, decide_plan, with_precision
 from trainer.planner.knobs import Settings, apply_settings, micro_batch_sizes, strategies, undecided_knobs
-from trainer.planner.predict import Prediction, predict_in_process
+from trainer.planner.predict import predict_in_process
 from trainer.planner.search import BUDGET_MARGIN, DEFAULT_BUDGET, Progress
 from trainer.planner.synthetic_data import data_notes
 from trainer.recipe import Recipe

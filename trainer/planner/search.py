@@ -25,6 +25,7 @@ from trainer.fakegpu.events import Category
 from trainer.fakegpu.gpus import GPU, NO_GPU, gpu_named, host_as_device, nccl_bytes, non_allocator_bytes
 from trainer.fakegpu.network import DEFAULT_NETWORK
 from trainer.fakegpu.peaks import Retries
+from trainer.fakegpu.prediction import PER_SAMPLE_CATEGORIES, Prediction
 from trainer.fakegpu.target import Target, budget_bytes, gpu_here, reduced_budget_note
 from trainer.fakegpu.weight_bytes import WeightBytes
 from trainer.memory.knobs import IMPLIED_NAMES, ONE_MICRO_BATCH, UNTESTED_WITH_TP
@@ -32,7 +33,7 @@ from trainer.memory.plan import CUT_MATTERS, Plan, decide_plan, with_precision
 from trainer.planner import knobs
 from trainer.planner.knobs import Settings, devices_of
 from trainer.planner.lower_bound import ModelSize, lower_bound, measure
-from trainer.planner.predict import PER_SAMPLE_CATEGORIES, Prediction, faster, predict_in_process, prepare_recipe
+from trainer.planner.predict import faster, predict_in_process, prepare_recipe
 from trainer.planner.report import Candidate, PlanReport, explain_choice, explain_no_fit, explain_too_small, values_text
 from trainer.planner.synthetic_data import data_notes
 from trainer.recipe import Recipe
@@ -48,8 +49,6 @@ trace does not see allocations by kernels of cuDNN or of an extension. A run out
 DEFAULT_BUDGET = "90%"  # default budget of a recipe that leaves knobs to the planner
 # A plan needs at least this share of the memory of a plan whose knobs all save as much or more: buffers may cost a bit.
 MIN_MEMORY_RATIO = 0.9
-# Share of the activations that a plan keeps at least if its weights have another dtype, or are sharded.
-MIN_ACTIVATIONS = 0.5
 # Share of an update's peak that is independent of the micro-batch. Traces of a ViT: all of 3 MB except 1 kB.
 UPDATE_PEAK_SHARE = 0.99
 
@@ -130,7 +129,6 @@ class PlanFamily:
     dominated_by: list[PlanFamily] = field(default_factory=list)  # arms that compute and move no more than this one
     stronger: list[PlanFamily] = field(default_factory=list)  # arms in which every knob saves at least as much memory
     same_state: list[PlanFamily] = field(default_factory=list)  # arms with the same weights and optimizer state
-    same_forward: list[PlanFamily] = field(default_factory=list)  # arms that keep the same activations
     same_settings: list[PlanFamily] = field(default_factory=list)  # arms whose traces are used to estimate this arm
     bracketing: list[list[PlanFamily]] = field(default_factory=list)  # for a fraction: arms with none and with full
 
@@ -167,7 +165,7 @@ class Search:
         self.progress = progress or (lambda done, total, text: None)
         self.done = 0
         self.refused: list[Candidate] = []
-        self.untraceable = ""  # why no plan can be traced
+        self.impossible: list[str] = []  # why no plan can be traced, or needs to be
         self.arms: list[PlanFamily] = []
         self.padding: dict[int, float] = {}
         model = recipe.model
@@ -223,11 +221,11 @@ class Search:
         self.padding = self._padding(sizes)
         self.arms = [arm for one in settings for arm in self._arms(one, sizes)]
         self._link_families()
-        hopeless = [] if everything else self._hopeless()
         if everything:
             self._trace(lambda: self._next()[: not self.done] or self._ends())
-        if not hopeless:
-            self._trace(self._next)
+        else:
+            self._reject_by_weights()
+        self._trace(self._next)
         candidates = self._ordered(everything)
         chosen = bool(candidates) and candidates[0].rank_ms < inf
         possible = {repr(arm.settings) for arm in self.arms if arm.traced or not arm.failed}
@@ -237,10 +235,8 @@ class Search:
         if chosen:
             explanations = explain_choice(candidates, counts)
             self.notes |= dict.fromkeys(faster(self.recipe, self.devices, self.target.gpu, candidates[0].prediction))
-        elif hopeless:
-            explanations = hopeless
-        elif self.untraceable:
-            explanations = [self.untraceable]
+        elif self.impossible:
+            explanations = self.impossible
         else:
             lossy_ones = [] if lossy else self._smaller_at_a_loss(candidates)
             explanations = explain_no_fit(candidates, counts, self.budget, lossy_ones, self.refused)
@@ -279,22 +275,24 @@ class Search:
         if sizes[1:] and not undivided:
             yield PlanFamily(settings, list(sizes[1:]), sharded, False, floor)
 
-    def _hopeless(self) -> list[str]:
-        """If the weights alone rule out every plan, say why; else return nothing."""
+    def _reject_by_weights(self) -> None:
+        """Give up all plans if the weights alone need more memory than there is."""
         least = min(self.arms, key=lambda arm: arm.floor, default=None)
-        if least is None or least.floor <= self.limit:
-            return []
-        plan = self._plan(with_size(least.settings, least.micro_batch_sizes[-1]))
-        return explain_too_small(plan, self._bound(plan), self.budget)
+        if least is not None and least.floor > self.limit:
+            plan = self._plan(with_size(least.settings, least.micro_batch_sizes[-1]))
+            self._give_up(explain_too_small(plan, self._bound(plan), self.budget))
+
+    def _give_up(self, reasons: list[str]) -> None:
+        self.impossible = reasons
+        for arm in self.arms:
+            arm.failed = True
 
     def _link_families(self) -> None:
         by_settings: dict[str, list[PlanFamily]] = {}
         by_kept: dict[str, list[PlanFamily]] = {}
-        by_forward: dict[str, list[PlanFamily]] = {}
         for arm in self.arms:
             by_settings.setdefault(repr(arm.settings), []).append(arm)
             by_kept.setdefault(repr(knobs.state_settings(arm.settings)), []).append(arm)
-            by_forward.setdefault(repr(knobs.forward_settings(arm.settings)), []).append(arm)
         for arm in self.arms:
             wanted, checkpointing = arm.settings, arm.settings.get(knobs.CHECKPOINTING)
             arm.dominated_by = [one for one in self.arms if knobs.is_slower_or_equal(wanted, one.settings, arm.sharded)]
@@ -304,7 +302,6 @@ class Search:
             alike = (one for one in alike if streamed or one.settings.get(knobs.OFFLOAD) != "parameters")
             arm.stronger = [one for one in alike if knobs.saves_at_least(one.settings, wanted)]
             arm.same_state = by_kept[repr(knobs.state_settings(wanted))]
-            arm.same_forward = by_forward[repr(knobs.forward_settings(wanted))]
             arm.same_settings = [*by_settings[repr(wanted)]]
             if wanted.get(knobs.SYNC):  # makes no difference in one micro-step
                 arm.same_settings += by_settings.get(repr(wanted | {knobs.SYNC: None}), [])[:1]
@@ -340,11 +337,8 @@ class Search:
         return found or (self._smaller() if fastest == inf else [])
 
     def _last_resorts(self) -> list[tuple[PlanFamily, int | None]]:
-        live = [arm for arm in self._whole if self._left(arm, inf)]
-        strongest = [arm for arm in live if not any(one in live for one in arm.stronger)]
-        return [
-            (arm, arm.micro_batch_sizes[-1]) for arm in sorted(strongest, key=lambda arm: not arm.single_micro_step)
-        ]
+        live = sorted((arm for arm in self._whole if self._left(arm, inf)), key=lambda arm: not arm.single_micro_step)
+        return [(arm, arm.micro_batch_sizes[-1]) for arm in live if not any(one in live for one in arm.stronger)]
 
     def _ends(self) -> list[tuple[PlanFamily, int | None]]:
         """Return the plans with the largest and the smallest micro-batch of each combination that are not traced."""
@@ -357,7 +351,8 @@ class Search:
         live = []
         for arm in arms:
             if left := self._left(arm, fastest):
-                guess = next((size for size in left if self._expected(arm, size) <= self.limit), left[-1])
+                about = ((size, self._estimate(arm, size)) for size in left)
+                guess = next((size for size, found in about if found and found.reserved <= self.limit), left[-1])
                 live.append((self._at_least_ms(arm, guess), knobs.num_changed_levels(arm.settings), arm, guess))
 
         def waits(arm: PlanFamily, guess: int | None) -> bool:
@@ -414,22 +409,15 @@ class Search:
             for known, one in other.traced.items()
             if known >= samples and one.prediction
         )
-        # Neither an update nor the place of the optimizer state makes a forward or a backward much faster.
-        alike = (
-            MIN_MEMORY_RATIO * (one.prediction.cost.work_ms - one.prediction.cost.update_ms)
-            for other in arm.same_forward
-            for known, one in other.traced.items()
-            if known == samples and one.prediction and not arm.sharded and not other.sharded
-        )
-        return max([*slower, *alike], default=0.0)
+        return max(slower, default=0.0)
 
     def _needs(self, arm: PlanFamily, size: int | None) -> float:
         """Return a lower bound in bytes for a plan of ``arm``, from plans with the same weights and optimizer state."""
         fixed: tuple[Category, ...] = ("optimizer",) if arm.sharded else ("params", "optimizer")
         kept = [(other, one.prediction) for other in arm.same_state for one in other.traced.values() if one.prediction]
-        lasting = max((sum(one.categories.get(name, 0) for name in fixed) for _, one in kept), default=0)
+        floors = [float(sum(one.categories.get(name, 0) for name in fixed)) for _, one in kept]
         alike = knobs.update_settings(arm.settings)  # under FSDP the number of micro-steps, one or several, matters too
-        floors = [
+        floors += [
             UPDATE_PEAK_SHARE * one.update_peak_bytes
             for other, one in kept
             if knobs.update_settings(other.settings) == alike
@@ -438,27 +426,7 @@ class Search:
         further = (item for other in arm.stronger for item in other.traced.items())
         saving = [MIN_MEMORY_RATIO * (one.allocated or 0) for known, one in further if known <= (size or 0)]
         found = self._estimate(arm, size)
-        activations = self._activations(arm, size, MIN_ACTIVATIONS)
-        return max([arm.floor, lasting + activations, *floors, *saving, found.allocated if found else 0.0])
-
-    def _activations(self, arm: PlanFamily, size: int | None, share: float) -> float:
-        """Return a lower bound for the activations of a plan; ``share`` counts for those of other kinds of weights."""
-        found = 0.0
-        for other in arm.same_forward:
-            for known, one in other.traced.items():
-                parts = one.prediction.categories if one.prediction else {}
-                # Without copies of the weights that autocast keeps. What is proportional at most is above a line.
-                grown = parts.get("activations", 0) - parts.get("params", 0) / 2
-                part = 1.0 if other in arm.same_state else share
-                found = max(found, part * grown * min(1.0, (size or 0) / known if known else 1.0))
-        return found
-
-    def _expected(self, arm: PlanFamily, size: int | None) -> float:
-        """Return the bytes that a plan is expected to reserve; infinite if nothing similar was traced."""
-        if (found := self._estimate(arm, size)) is not None:
-            return found.reserved
-        activations = self._activations(arm, size, 1.0)
-        return self._needs(arm, size) + activations if activations else inf
+        return max([arm.floor, *floors, *saving, found.allocated if found else 0.0])
 
     def _estimate(self, arm: PlanFamily, size: int | None) -> Estimate | None:
         if not arm.bracketing:
@@ -538,9 +506,7 @@ class Search:
         elif not isinstance(found, ChildError):
             self._rule_out(arm, str(found))
         elif not any(one.traced for one in self.arms):  # tracing other plans would fail as well
-            self.untraceable = f"the model cannot be traced, and no other plan was tried: {found}"
-            for one in self.arms:
-                one.failed = True
+            self._give_up([f"the model cannot be traced, and no other plan was tried: {found}"])
         elif len(arm.micro_batch_sizes) > 1 and (arm.traced or not arm.partly_untraceable):  # try one more size
             arm.micro_batch_sizes.remove(size)
             arm.partly_untraceable = True
@@ -564,10 +530,9 @@ class Search:
         self.done += 1
         failed = isinstance(result, Exception)
         found = self._refuse(settings, result, plan.describe()) if failed else self._candidate(settings, plan, result)
-        traced = [one for arm in self.arms for one in arm.traced.values()]
-        best = min([*traced, found] if isinstance(found, Candidate) else traced, key=_rank, default=None)
-        fits = best is not None and best.rank_ms < inf
-        so_far = f"best so far: {values_text(best)}" if best is not None and fits else "none fits so far"
+        known = [*(one for arm in self.arms for one in arm.traced.values()), found]
+        fitting = [one for one in known if isinstance(one, Candidate) and one.rank_ms < inf]
+        so_far = f"best so far: {values_text(min(fitting, key=_rank))}" if fitting else "none fits so far"
         self.progress(self.done, self.done + left, f"{plan.describe()}; {so_far}")
         return found
 

@@ -21,11 +21,12 @@ from trainer.engine.events import Counters, Listener
 from trainer.errors import RecipeError, RunError
 from trainer.fakegpu.gpus import CPU_BUFFERS, GPU, host_as_device
 from trainer.fakegpu.peaks import Retries
+from trainer.fakegpu.prediction import Prediction
 from trainer.fakegpu.target import Target, budget_bytes, gpu_here
 from trainer.launching.world import World
 from trainer.memory.plan import Plan, with_precision
 from trainer.planner.knobs import apply_settings, wants_plan
-from trainer.planner.predict import Prediction, predict_in_process, prepare_recipe
+from trainer.planner.predict import predict_in_process, prepare_recipe
 from trainer.planner.report import Candidate
 from trainer.planner.search import BUDGET_MARGIN, Search
 from trainer.recipe import Recipe
