@@ -132,7 +132,8 @@ class HugeModel(Own):
 @pytest.fixture
 def untraced(monkeypatch: pytest.MonkeyPatch) -> None:
     def traced(calls: Any) -> Any:
-        raise AssertionError("a plan was traced")
+        assert not list(calls), "a plan was traced"
+        return []
 
     monkeypatch.setattr(searching, "run_in_children", traced)
 

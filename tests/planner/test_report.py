@@ -15,8 +15,10 @@ from trainer.errors import RecipeError
 from trainer.fakegpu.cost import StepCost
 from trainer.fakegpu.prediction import Prediction
 from trainer.fakegpu.target import Target
+from trainer.fakegpu.weight_bytes import WeightBytes
 from trainer.memory.plan import Plan
 from trainer.planner import search as searching
+from trainer.planner.lower_bound import ModelSize
 from trainer.planner.report import PlanReport, best_of_each, explanation_text, table, wrap_command
 from trainer.planner.search import plan, search_for
 from trainer.recipe import Recipe
@@ -240,7 +242,10 @@ def test_json_has_the_promised_keys_in_gb(searched):
 
 def test_the_heading_says_what_lies_outside_of_the_budget():
     recipe = load_recipe("vit_digits")[0]
-    text = search_for(recipe, "a100-80gb", 2, 1, "8.9GB").heading(WeightCounts(1000, 0, 10))
+    search = search_for(recipe, "a100-80gb", 2, 1, "8.9GB")
+    weights = WeightBytes(4000, 40, 4000)
+    search.size = ModelSize(WeightCounts(1000, 0, 10), weights, weights)
+    text = search.heading()
     said = [
         "VisionTransformer: 1,000 parameters (10 trained)",
         "64 samples per step",

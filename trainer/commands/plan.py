@@ -111,8 +111,7 @@ def _run_search(asked: ParsedCommand, own: dict[str, str]) -> tuple[dict[str, An
     show_status("preparing model and data")
     search = search_for(recipe, gpu, cluster.devices, cluster.nodes, interconnect=own.get("interconnect"))
     out = create_output_folder("plan", own.get("out"), reference)
-    counts = search.size.counts
-    print(search.heading(counts))
+    print(search.heading())
     with contextlib.closing(Progress(recipe.run.progress)) as progress:
         progress.start(0)
         show_status("predicting")
@@ -127,6 +126,7 @@ def _run_search(asked: ParsedCommand, own: dict[str, str]) -> tuple[dict[str, An
         print(f"\nthe chosen plan{over}:\n{wrap_command(command)}")
     elif report.chosen is not None:
         print(f"\nthe chosen plan{over} (no packaged recipe trains this model):\n{settings(report)}")
+    counts = search.size.counts
     found = {"parameters": counts.parameters, "trained_parameters": counts.trained, **report.to_json()}
     found["command"] = " ".join(command) or None
     content = write_content(out / "plan.json", {"recipe": redact(reference)}, found)

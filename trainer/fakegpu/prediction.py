@@ -1,4 +1,4 @@
-"""What a traced run needs: the memory of one rank, and the time of its steps."""
+"""Prediction from a trace: the memory of one rank, and the time of its steps."""
 
 from __future__ import annotations
 

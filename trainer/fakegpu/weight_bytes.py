@@ -28,14 +28,11 @@ def weight_bytes(module: nn.Module, blocks: Sequence[nn.Module], half: bool) -> 
         return sum(p.numel() * min(p.itemsize, 2 if half and p.is_floating_point() else 8) for p in parameters)
 
     def without(whole: nn.Module, *kinds: type[nn.Module]) -> set[nn.Parameter]:
-        left_out = [
-            part for part in whole.modules() if part is not whole and (isinstance(part, kinds) or part in units)
-        ]
-        return {*whole.parameters()}.difference(*(part.parameters() for part in left_out))
+        apart = [part for part in whole.modules() if part is not whole and (isinstance(part, kinds) or part in units)]
+        return {*whole.parameters()}.difference(*(part.parameters() for part in apart))
 
     units = {*blocks}
     certain = [without(block, nn.ModuleList, nn.ModuleDict, nn.Embedding, nn.EmbeddingBag) for block in blocks]
     trained = sorted(total(p for p in parameters if p.requires_grad) for parameters in certain)
     largest = max((total(without(block, _BatchNorm, nn.Embedding)) for block in blocks), default=0)
-    root = total(without(module, _BatchNorm))
-    return WeightBytes(total(module.parameters()), sum(trained[:-1]), largest + root)
+    return WeightBytes(total(module.parameters()), sum(trained[:-1]), largest + total(without(module, _BatchNorm)))

@@ -104,9 +104,9 @@ def shard(
         # BatchNorm accepts inputs in half precision, but its weights must have the dtype of its running statistics.
         for layer in [part for part in module.modules() if isinstance(part, _BatchNorm)]:
             fully_shard(layer, mp_policy=MixedPrecisionPolicy(), **options)
-    alone = _without_shared_parameters(module, blocks)
+    alone = without_shared_parameters(module, blocks)
     with _allow_uint8_shards():
-        for part in gathered_alone(module, blocks):
+        for part in [*alone, *large_embeddings(module, blocks)]:
             part.register_forward_hook(_watch_backward)  # before FSDP's hooks
             fully_shard(part, mp_policy=policy, **options)
         module.register_forward_hook(_watch_backward)
@@ -171,19 +171,14 @@ def make_device_mesh(plan: Plan, device: torch.device) -> DeviceMesh:
     return device_mesh.init_device_mesh(device.type, (*dimensions.values(),), mesh_dim_names=(*dimensions,))
 
 
-def gathered_alone(module: nn.Module, blocks: Sequence[nn.Module]) -> list[nn.Module]:
-    """Return the parts of ``module`` that FSDP gathers separately; the rest is gathered together."""
-    return [*_without_shared_parameters(module, blocks), *_large_embeddings(module, blocks)]
-
-
-def _large_embeddings(module: nn.Module, blocks: Sequence[nn.Module]) -> list[nn.Module]:
+def large_embeddings(module: nn.Module, blocks: Sequence[nn.Module]) -> list[nn.Module]:
     """Return embeddings larger than a block with untied weights: sharded with the root, they would always be whole."""
     limit = max((sum(p.numel() for p in block.parameters()) for block in blocks), default=0)
     embeddings = [part for part in module.modules() if isinstance(part, nn.Embedding) and part.weight.numel() > limit]
-    return _without_shared_parameters(module, embeddings)
+    return without_shared_parameters(module, embeddings)
 
 
-def _without_shared_parameters(module: nn.Module, parts: Sequence[nn.Module]) -> list[nn.Module]:
+def without_shared_parameters(module: nn.Module, parts: Sequence[nn.Module]) -> list[nn.Module]:
     """Return the ``parts`` whose parameters no other part of ``module`` uses: FSDP gathers a parameter in one place."""
 
     def owners(whole: nn.Module) -> Counter[nn.Parameter]:

@@ -7,7 +7,7 @@ from typing import NamedTuple
 from trainer.fakegpu.weight_bytes import WeightBytes, weight_bytes
 from trainer.memory.knobs import ADAM, HALF_TRUE
 from trainer.memory.plan import Plan
-from trainer.memory.sharding import AMP_DTYPES, gathered_alone
+from trainer.memory.sharding import AMP_DTYPES, large_embeddings, without_shared_parameters
 from trainer.planner.traced_run import empty_module
 from trainer.recipe import Recipe
 from trainer.weights.blocks import find_blocks
@@ -25,8 +25,9 @@ class ModelSize(NamedTuple):
 def measure(recipe: Recipe) -> ModelSize:
     """Count the weights of the model of ``recipe``, which is built on meta."""
     module = empty_module(recipe)
-    blocks = gathered_alone(module, find_blocks(module, recipe.model.blocks))
-    return ModelSize(count_weights(module), *(weight_bytes(module, blocks, half) for half in (False, True)))
+    blocks = find_blocks(module, recipe.model.blocks)
+    alone = [*without_shared_parameters(module, blocks), *large_embeddings(module, blocks)]
+    return ModelSize(count_weights(module), *(weight_bytes(module, alone, half) for half in (False, True)))
 
 
 def lower_bound(size: ModelSize, plan: Plan, recipe: Recipe) -> dict[str, int]:

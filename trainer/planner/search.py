@@ -186,13 +186,13 @@ class Search:
             return lower_bound(self.size, plan, self.recipe)
         return {}
 
-    def heading(self, size: WeightCounts) -> str:
-        """Format what is planned, for a model of ``size``."""
+    def heading(self) -> str:
+        """Format what is planned."""
         recipe, gpu, nodes = self.recipe, self.target.gpu, self.nodes
         where = f" on {nodes} machines" if nodes > 1 else ""
         samples, margin = cut_at(recipe, self.devices, 0).batch_size, f"{100 * BUDGET_MARGIN:g} %"
         rows = [
-            ("model", f"{type(recipe.model).__name__}: {size}"),
+            ("model", f"{type(recipe.model).__name__}: {self.size.counts}"),
             ("batch", f"{samples:,} samples per step, {recipe.memory.precision}"),
             ("devices", f"{self.devices} × {gpu.title} of {format_bytes(gpu.memory)}{where}"),
             ("budget", f"{format_bytes(self.budget)} on each device for torch; {margin} is kept free as a margin"),
@@ -492,8 +492,9 @@ class Search:
                 if isinstance(job, Exception):
                     self._take(arm, size, job)
                     continue
-                running[next(numbers)] = (arm, size, job[1])
-                yield self._call(*job)
+                call, plan = job
+                running[next(numbers)] = (arm, size, plan)
+                yield call
 
         for number, result in run_in_children(jobs()):
             arm, size, plan = running.pop(number)
@@ -521,12 +522,8 @@ class Search:
                 for other in self.arms:
                     other.failed |= other.settings.get(key, ...) == value
 
-    def _call(self, recipe: Recipe, plan: Plan) -> Callable[[], Any]:
-        fixed: dict[str, Any] = {"target": self.target, "nodes": self.nodes, "timeline": True, "capacity": self.limit}
-        return partial(predict_in_process, recipe, plan, **fixed)
-
     def _answer(self, settings: Settings, plan: Plan, result: Any, left: int) -> Candidate | Exception:
-        """Return the candidate from the ``result`` of :meth:`_call`, with ``left`` other calls running."""
+        """Return the candidate from the ``result`` of a job, with ``left`` other calls running."""
         self.done += 1
         failed = isinstance(result, Exception)
         found = self._refuse(settings, result, plan.describe()) if failed else self._candidate(settings, plan, result)
@@ -539,16 +536,18 @@ class Search:
     def _predicted(self, settings: Sequence[Settings]) -> list[Candidate | Exception]:
         found: list[Any] = [self._job(one) for one in settings]
         jobs = [(at, job) for at, job in enumerate(found) if isinstance(job, tuple)]
-        for number, result in run_in_children([self._call(*job) for _, job in jobs]):
+        for number, result in run_in_children([job for _, (job, _) in jobs]):
             at, (_, plan) = jobs[number]
             found[at] = self._answer(settings[at], plan, result, 0)
         return found
 
-    def _job(self, settings: Settings) -> tuple[Recipe, Plan] | Exception:
+    def _job(self, settings: Settings) -> tuple[Callable[[], Any], Plan] | Exception:
+        fixed: dict[str, Any] = {"target": self.target, "nodes": self.nodes, "timeline": True, "capacity": self.limit}
         try:
-            return knobs.apply_settings(self.recipe, settings), self._plan(settings)
+            plan = self._plan(settings)
         except RecipeError as error:
             return self._refuse(settings, error)
+        return partial(predict_in_process, knobs.apply_settings(self.recipe, settings), plan, **fixed), plan
 
     def _refuse(self, settings: Settings, error: Exception, description: str = "") -> Exception:
         self.refused.append(Candidate(settings, description, reason=str(error).splitlines()[0]))
