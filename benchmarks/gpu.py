@@ -147,9 +147,8 @@ def run(
 
 def predict(benchmark: Benchmark, parts: Mapping[str, list[Row]], gpu: str, record: Record) -> None:
     """Predict what each row takes of a GPU that is not there, beside its target; print and write it."""
-    from trainer.fakegpu.prediction import Prediction
     from trainer.memory.plan import decide_plan
-    from trainer.planner.predict import predict_in_process, prepare_recipe
+    from trainer.planner.predict import Prediction, predict_in_process, prepare_recipe
     from trainer.planner.search import target_for
     from trainer.system.child_jobs import run_in_child
 
