@@ -2,32 +2,171 @@
 
 from __future__ import annotations
 
+import copy
 import os
-from collections.abc import Iterator
+import re
+import sys
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
+import torch.distributed.rpc
 from torch import Tensor, nn
-from torch.distributed import distributed_c10d
+from torch.distributed import distributed_c10d, fsdp, rendezvous
 from torch.nn.parallel import DistributedDataParallel
 from torch.testing._internal.distributed.fake_pg import FakeStore
+from torch.utils._pytree import tree_map
 
-from trainer.fakegpu.torch_patches import patch
+from trainer.errors import RecipeError, require
+from trainer.fakegpu.mode import GPU_DEVICE
+from trainer.fakegpu.network import Cluster
+from trainer.fakegpu.torch_patches import _undo_stack, patch
 
 MIB = 2**20
 FIRST_BUCKET, BUCKET = 1 * MIB, 25 * MIB  # sizes at which DDP closes its first bucket of gradients, and later ones
 BROADCAST_BUFFER = 250 * MIB  # size at which DDP closes a buffer of weights that rank 0 sends to all ranks
+MAX_RANKS = 100_000
+FSDP1 = "FSDP1 is not simulated: use fully_shard (FSDP2), in Accelerate with FSDP_VERSION=2"
+
+
+BACKENDS = re.compile(r"((cpu|cuda):)?(nccl|gloo|fake|undefined)")  # backends whose collectives are simulated
+# Functions that need what another rank sends, and what to do instead. An answer that is made up would be wrong.
+PIPELINES = "pipelines and other messages between two ranks are not simulated: plan without pipeline parallelism"
+UNSIMULATED: dict[str, str] = dict.fromkeys(
+    "send recv isend irecv batch_isend_irecv send_object_list recv_object_list".split(), PIPELINES
+)
+
+
+def launcher_environment(ranks: int, nodes: int, rank: int = 0) -> dict[str, str]:
+    """Return the environment variables that torchrun sets for one of ``ranks`` on ``nodes``."""
+    here = ranks // nodes
+    group, local = divmod(rank, here)
+    numbers = {"WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": here, "GROUP_WORLD_SIZE": nodes, "ROLE_WORLD_SIZE": ranks}
+    numbers |= {"RANK": rank, "LOCAL_RANK": local, "GROUP_RANK": group, "ROLE_RANK": rank, "MASTER_PORT": 29500}
+    texts = {"TORCHELASTIC_RUN_ID": "planner", "MASTER_ADDR": "localhost"}
+    return {name: str(number) for name, number in numbers.items()} | texts
 
 
 def fake_ranks(ranks: int, nodes: int = 1) -> None:
     """Make this process the first of ``ranks`` on ``nodes``. The simulated other ranks contribute what it does."""
-    sizes = {"WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks // nodes, "GROUP_WORLD_SIZE": nodes}
-    own = dict.fromkeys(("RANK", "LOCAL_RANK", "GROUP_RANK", "MASTER_PORT"), 0)
-    os.environ.update({name: str(number) for name, number in (sizes | own).items()})
-    os.environ.update(TORCHELASTIC_RUN_ID="planner", MASTER_ADDR="localhost")
+    os.environ.update(launcher_environment(ranks, nodes))
     forget_process_group()
     torch.distributed.init_process_group("fake", rank=0, world_size=ranks, store=FakeStore())
     patch(nn.parallel, DistributedDataParallel=TracedDDP)
+
+
+def simulated_cluster(ranks: int, nodes: int, rank: int) -> Cluster:
+    """Return the cluster; a ``RecipeError`` for numbers that do not fit together."""
+    require(1 <= ranks <= MAX_RANKS, f"ranks={ranks} must be from 1 to {MAX_RANKS:,}")
+    require(nodes >= 1 and ranks % nodes == 0, f"ranks={ranks} must be a multiple of nodes={nodes}")
+    require(0 <= rank < ranks, f"rank={rank} must be from 0 to {ranks - 1}, one of ranks={ranks}")
+    return Cluster(ranks, nodes)
+
+
+def simulate_ranks(cluster: Cluster, rank: int, is_launched: bool) -> None:
+    """Let this process be ``rank`` of the cluster for any code, until the simulated GPU ends.
+
+    ``init_process_group`` and ``new_group`` return groups of torch's fake backend. With ``is_launched``, the environment
+    has the variables of torchrun.
+    """
+    if is_launched:
+        _set_environment(launcher_environment(cluster.devices, cluster.nodes, rank))
+    _undo_stack.callback(forget_process_group)
+    patch(sys, excepthook=sys.excepthook)  # init_process_group replaces it
+    own: dict[str, Any] = {name: _refusing(name, reason) for name, reason in UNSIMULATED.items()}
+    own |= {"barrier": _no_barrier, "monitored_barrier": _no_barrier}
+    own |= {function.__name__.strip("_"): function for function in OBJECT_COLLECTIVES}
+    for module in (distributed_c10d, torch.distributed):
+        patch(module, rendezvous=_rendezvous(cluster.devices, rank), **own)
+    patch(distributed_c10d, _new_process_group_helper=_fake_group(distributed_c10d._new_process_group_helper))
+    patch(rendezvous, rendezvous=_rendezvous(cluster.devices, rank))
+    patch(torch.distributed.rpc, init_rpc=_refusing("init_rpc", "RPC is not simulated: use collectives"))
+    patch(fsdp.FullyShardedDataParallel, __init__=_refusing("FullyShardedDataParallel", FSDP1))
+    patch(DistributedDataParallel, __init__=_init_ddp)
+    spawn = _in_this_process(cluster, rank)
+    patch(torch.multiprocessing, spawn=spawn, start_processes=spawn)
+
+
+def _set_environment(variables: dict[str, str]) -> None:
+    before = {name: os.environ.get(name) for name in variables}
+
+    def restore() -> None:
+        for name, text in before.items():
+            os.environ.pop(name, None)
+            os.environ.update({} if text is None else {name: text})
+
+    os.environ.update(variables)
+    _undo_stack.callback(restore)
+
+
+def _refusing(name: str, reason: str) -> Callable[..., Any]:
+    def refuse(*args: Any, **options: Any) -> Any:
+        raise RecipeError(f"{name}: {reason}")
+
+    return refuse
+
+
+def _no_barrier(*args: Any, **options: Any) -> None: ...
+
+
+def _rendezvous(ranks: int, own: int) -> Callable[..., Iterator[Any]]:
+    def found(url: Any, rank: int = -1, world_size: int = -1, **options: Any) -> Iterator[Any]:
+        fix = f"plan with that number: --devices {world_size}, or ranks={world_size} in fake_gpu"
+        require(world_size in (-1, ranks), f"the script starts {world_size} ranks, but {ranks} are planned: {fix}")
+        yield FakeStore(), own, ranks
+
+    return found
+
+
+def _fake_group(make: Callable[..., Any]) -> Callable[..., Any]:
+    def helper(size: int, rank: Any, members: list[int], backend: Any, store: Any, name: Any, *_: Any, **options: Any) -> Any:
+        parts = str(backend).split(",")
+        if bad := [part for part in parts if not BACKENDS.fullmatch(part)]:
+            raise RecipeError(f"the backend {bad[0]} cannot be simulated: use init_process_group('nccl')")
+        kept = {key: value for key, value in options.items() if key in ("timeout", "pg_tag", "group_desc")}
+        group, prefix = make(size, rank, members, "fake", FakeStore(), name, **kept)
+        if group in distributed_c10d._world.pg_map:  # what get_backend returns
+            distributed_c10d._world.pg_map[group] = backend, prefix
+        return group, prefix
+
+    return helper
+
+
+def _in_this_process(cluster: Cluster, rank: int) -> Callable[..., None]:
+    """Return a replacement for ``torch.multiprocessing.spawn`` that calls the function for the traced rank only."""
+    here = cluster.devices // cluster.nodes
+
+    def spawn(fn: Callable[..., Any], args: Any = (), nprocs: int = 1, *_: Any, **options: Any) -> None:
+        fix = f"plan with --devices {nprocs * cluster.nodes}, or ranks={nprocs * cluster.nodes} in fake_gpu"
+        require(nprocs == here, f"the script starts {nprocs} processes, but {here} a node are planned: {fix}")
+        fn(rank % here, *args)
+
+    return spawn
+
+
+# Collectives of Python objects: every rank has what this one has.
+
+
+def _all_gather_object(object_list: list[Any], obj: Any, group: Any = None) -> None:
+    object_list[:] = [copy.deepcopy(obj) for _ in object_list]
+
+
+def _gather_object(obj: Any, object_gather_list: Any = None, *args: Any, **options: Any) -> None:
+    if object_gather_list is not None:
+        _all_gather_object(object_gather_list, obj)
+
+
+def _broadcast_object_list(object_list: list[Any], src: Any = None, *args: Any, **options: Any) -> None:
+    if options.get("group_src", src or 0) != torch.distributed.get_rank(options.get("group")) and None in object_list:
+        raise RecipeError(f"broadcast_object_list: what rank {src or 0} sends is not known to another simulated rank")
+
+
+def _scatter_object_list(output: list[Any], objects: Any = None, *args: Any, **options: Any) -> None:
+    require(bool(objects), "scatter_object_list: what another rank sends is not known to this simulated rank")
+    output[0] = objects[torch.distributed.get_rank(options.get("group"))]
+
+
+OBJECT_COLLECTIVES = (_all_gather_object, _gather_object, _broadcast_object_list, _scatter_object_list)
 
 
 _FORGOTTEN: list[Any] = []
@@ -49,12 +188,14 @@ class TracedDDP(DistributedDataParallel):
 
     Source: torch/csrc/distributed/c10d/reducer.cpp with ``gradient_as_bucket_view``. A new gradient is copied to its
     place in a bucket and becomes a view of it. After the first reduced backward, the buckets are created again, in the
-    order in which the gradients arrived.
+    order in which the gradients arrived. Without ``gradient_as_bucket_view``, gradients and buckets are both in memory.
     """
 
-    def __init__(self, module: nn.Module, *args: Any, **options: Any) -> None:
+    def __init__(self, module: nn.Module, device_ids: Any = None, *args: Any, **options: Any) -> None:
         nn.Module.__init__(self)
-        self.module = module
+        self.module, self.device_ids = module, device_ids
+        self.gradient_as_bucket_view = bool(options.get("gradient_as_bucket_view"))
+        self.bucket = int(MIB * (options.get("bucket_cap_mb") or BUCKET // MIB))
         self.require_backward_grad_sync, self.rebuilt = True, False
         self.buckets: list[Tensor] = []
         self.waiting: list[set[Tensor]] = []
@@ -74,7 +215,11 @@ class TracedDDP(DistributedDataParallel):
             self.buckets.clear()  # before the new ones are made, as in C++
             self.waiting.clear()
             self._make_buckets(self.arrived)
+        if self.device_ids:
+            inputs, kwargs = tree_map(_moved, (inputs, kwargs))
         return self.module(*inputs, **kwargs)
+
+    register_comm_hook = _refusing("register_comm_hook", "hooks of DDP are not simulated: plan without them")
 
     def _check_reducer_finalized(self) -> None:
         """No-op: a gradient is reduced as soon as it arrives."""
@@ -89,7 +234,7 @@ class TracedDDP(DistributedDataParallel):
             in_flight = in_flight[-2:]
 
     def _make_buckets(self, parameters: list[Tensor]) -> None:
-        for group in _grouped(parameters, FIRST_BUCKET, BUCKET):
+        for group in _grouped(parameters, FIRST_BUCKET, self.bucket):
             sizes = [parameter.numel() for parameter in group]
             bucket = torch.empty(sum(sizes), dtype=group[0].dtype, device=group[0].device)
             self.buckets.append(bucket)
@@ -107,12 +252,26 @@ class TracedDDP(DistributedDataParallel):
         place = self.places[parameter]
         if parameter.grad is not None and parameter.grad.untyped_storage()._cdata != place.untyped_storage()._cdata:
             place.copy_(parameter.grad)
-            parameter.grad = place
+            if self.gradient_as_bucket_view:
+                parameter.grad = place
         number = self.bucket_of[parameter]
         self.waiting[number].discard(parameter)
         if not self.waiting[number]:
             torch.distributed.all_reduce(self.buckets[number], async_op=True)
             self.waiting[number] = {p for p, own in self.bucket_of.items() if own == number}
+            for one in () if self.gradient_as_bucket_view else self.waiting[number]:
+                one.grad.copy_(self.places[one])  # type: ignore[union-attr]
+
+
+def _init_ddp(self: Any, *args: Any, **options: Any) -> None:
+    """Replace the constructor of DDP: the object becomes a :class:`TracedDDP`, also one of a subclass."""
+    own = type(self)
+    self.__class__ = TracedDDP if own is DistributedDataParallel else type(own.__name__, (own, TracedDDP), {})
+    TracedDDP.__init__(self, *args, **options)
+
+
+def _moved(item: Any) -> Any:
+    return item.to(GPU_DEVICE) if isinstance(item, Tensor) else item
 
 
 def _grouped(tensors: list[Any], first: int, others: int) -> Iterator[list[Any]]:

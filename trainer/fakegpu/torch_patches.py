@@ -272,6 +272,11 @@ def patch_cuda(target: Target, ranks: int) -> None:
     for module in (torch.cuda, torch.cuda.memory, torch.cuda.random):
         patch(module, **answers)
     patch(torch, Generator=FakeGenerator)
+    index = dict.fromkeys(("_accelerator_getDeviceIndex", "_accelerator_exchangeDevice"), lambda *args: 0)
+    quiet = dict.fromkeys(("setDeviceIndex", "synchronizeDevice", "setStream", "maybeExchangeDevice"), _nothing)
+    index |= {f"_accelerator_{name}": function for name, function in quiet.items()}
+    index |= dict.fromkeys(("_get_accelerator", "_accelerator_getAccelerator"), lambda *args: torch.device("cuda"))
+    patch(torch._C, **index, _accelerator_getStream=lambda *args: FakeStream.current)
 
 
 def patch_updates() -> None:
@@ -325,14 +330,22 @@ def patch_libraries(launch: Callable[..., None]) -> None:
 
 
 def patch_fsdp() -> None:
-    """Let FSDP2 accept parameters on meta, and cut off only the first shard: 512 fake shards would be slow."""
-
-    def first_shard(tensor: Tensor, ranks: int, dim: int) -> list[Tensor]:
-        return [tensor.narrow(dim, 0, -(-tensor.size(dim) // ranks))]
-
-    patch(_fsdp_param, _chunk_with_empty=first_shard)
+    """Let FSDP2 accept parameters on meta, and cut off only the shard that is used: 512 fake ones would be slow."""
+    patch(_fsdp_param, _chunk_with_empty=Shards)
     patch(FSDPParamGroup, _validate_no_meta_params=lambda group: None)
     patch(_fsdp_collectives, record_grad_output_stream=lambda *args: None)
+
+
+class Shards:
+    """The shards of a tensor by rank, each cut off when it is asked for."""
+
+    def __init__(self, tensor: Tensor, ranks: int, dim: int) -> None:
+        self.tensor, self.dim, self.size = tensor, dim, -(-tensor.size(dim) // ranks)
+
+    def __getitem__(self, rank: int) -> Tensor:
+        size = self.tensor.size(self.dim)
+        start = min(rank * self.size, size)
+        return self.tensor.narrow(self.dim, start, min(self.size, size - start))
 
 
 def patch_ranks() -> None:
