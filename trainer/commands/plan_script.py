@@ -5,12 +5,14 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from trainer.commands import CommandFlags
 from trainer.commands.recipes import create_output_folder, parse_count, write_content
 from trainer.errors import RunError, require
 from trainer.fakegpu import script as scripts
 from trainer.fakegpu.gpus import gpu_named
+from trainer.fakegpu.network import check_cluster
 from trainer.system.names import did_you_mean
 from trainer.system.redact import redact, redact_words
 from trainer.system.text import escaped, parse_budget, wrapped
@@ -19,6 +21,9 @@ VALUED = {
     "script": "the Python file; it runs like `python FILE ARGS` in this directory, until it is stopped",
     "gpu": "the GPU to plan for, such as a100-80gb (default: the GPU of this machine)",
     "memory.budget": "memory for torch: 8GB, 7.5GiB or 90% (default: all except the CUDA context)",
+    "devices": "number of ranks, as torchrun starts them (default: one, without torchrun)",
+    "nodes": "number of machines (default: 1)",
+    "interconnect": "network between devices, such as 100gbe or pcie-4+25gbe (default: ib-hdr)",
     "steps": "optimizer steps after which the script is stopped (default: 3)",
     "seconds": "time limit of the script (default: 600)",
     "config": "NAME=FOLDER with a config.json, for a hub model that the script loads; may be repeated",
@@ -74,7 +79,10 @@ def _parse_script(own: dict[str, str], named: Sequence[str], args: Sequence[str]
     for name, _, folder in pairs:
         require(Path(folder, "config.json").is_file(), f"--config {name}={folder}: the folder has no config.json")
     configs = {name: str(Path(folder).absolute()) for name, _, folder in pairs}
-    numbers = {name: parse_count(name, own[name]) for name in ("steps", "seconds", "rows") if name in own}
+    counts = ("steps", "seconds", "rows", "devices", "nodes")
+    numbers: dict[str, Any] = {name: parse_count(name, own[name]) for name in counts if name in own}
+    check_cluster(numbers.get("devices", 1), numbers.get("nodes", 1))
+    numbers |= {name: own[name] for name in ("interconnect",) if name in own}
     out = str(create_output_folder("plan", own.get("out"), own["script"]))
     gpu, budget, columns = own.get("gpu"), own.get("memory.budget"), own.get("columns", "")
     return scripts.Script(own["script"], args, out, gpu, budget, configs=configs, columns=columns, **numbers)

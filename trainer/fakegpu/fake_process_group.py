@@ -25,7 +25,6 @@ from trainer.fakegpu.torch_patches import _undo_stack, patch
 MIB = 2**20
 FIRST_BUCKET, BUCKET = 1 * MIB, 25 * MIB  # sizes at which DDP closes its first bucket of gradients, and later ones
 BROADCAST_BUFFER = 250 * MIB  # size at which DDP closes a buffer of weights that rank 0 sends to all ranks
-MAX_RANKS = 100_000
 FSDP1 = "FSDP1 is not simulated: use fully_shard (FSDP2), in Accelerate with FSDP_VERSION=2"
 
 
@@ -53,14 +52,6 @@ def fake_ranks(ranks: int, nodes: int = 1) -> None:
     forget_process_group()
     torch.distributed.init_process_group("fake", rank=0, world_size=ranks, store=FakeStore())
     patch(nn.parallel, DistributedDataParallel=TracedDDP)
-
-
-def simulated_cluster(ranks: int, nodes: int, rank: int) -> Cluster:
-    """Return the cluster; a ``RecipeError`` for numbers that do not fit together."""
-    require(1 <= ranks <= MAX_RANKS, f"ranks={ranks} must be from 1 to {MAX_RANKS:,}")
-    require(nodes >= 1 and ranks % nodes == 0, f"ranks={ranks} must be a multiple of nodes={nodes}")
-    require(0 <= rank < ranks, f"rank={rank} must be from 0 to {ranks - 1}, one of ranks={ranks}")
-    return Cluster(ranks, nodes)
 
 
 def simulate_ranks(cluster: Cluster, rank: int, is_launched: bool) -> None:

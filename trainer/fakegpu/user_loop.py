@@ -25,10 +25,10 @@ from trainer.fakegpu.allocator import AllocatorSettings, Block, CachingAllocator
 from trainer.fakegpu.cost import cost_of, traffic_of
 from trainer.fakegpu.events import EMPTY_CACHE, Category, Event
 from trainer.fakegpu.expected_error import expected_error, kind_of_loop
-from trainer.fakegpu.fake_process_group import simulate_ranks, simulated_cluster
+from trainer.fakegpu.fake_process_group import TracedDDP, simulate_ranks
 from trainer.fakegpu.gpus import GPU, gpu_named, usable_memory
 from trainer.fakegpu.mode import FakeGPUMode
-from trainer.fakegpu.network import DEFAULT_NETWORK, Cluster
+from trainer.fakegpu.network import DEFAULT_NETWORK, Cluster, check_cluster
 from trainer.fakegpu.peaks import (
     LARGEST,
     PhasePeak,
@@ -229,6 +229,8 @@ class UserLoopTracer(Tracer):
         for part, name in self._names.items():
             if isinstance(part, nn.Parameter) and part.grad is not None:
                 self._set_category(part.grad, "gradients", f"gradient of {name}")
+            for bucket in part.buckets if isinstance(part, TracedDDP) else ():
+                self._set_category(bucket, "gradients", "bucket of DDP")
 
     def _set_category(self, tensor: Any, category: Category, name: str) -> None:
         """Set category and name of the memory of ``tensor``, replacing an earlier guess."""
@@ -479,7 +481,7 @@ def fake_gpu(
     if version is None:
         raise RecipeError(f"torch_version={torch_version!r} must be a version such as '2.6'")
     major, minor = map(int, version.groups())
-    cluster = simulated_cluster(ranks or 1, nodes, rank)
+    cluster = check_cluster(1 if ranks is None else ranks, nodes, rank)
     target = dataclasses.replace(Target.here(gpu, interconnect), torch_version=(major, minor))
     require("," not in interconnect, f"interconnect={interconnect}: give one")
     assert target.network  # a wrong name is an error before the block
