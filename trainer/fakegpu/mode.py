@@ -116,7 +116,7 @@ class FakeGPUMode(FakeTensorMode):
         if not isinstance(func, torch._ops.OpOverload):  # such as flex attention
             return super().dispatch(func, types, args, kwargs)
         pinned = bool(kwargs) and _is_pinned(func, args, kwargs)
-        kwargs = _on_a_device(func, kwargs) if kwargs else {}
+        kwargs = _on_a_device(func, kwargs, is_meta=_meta_calls > 0 or _is_meta(args)) if kwargs else {}
         if func is aten._local_scalar_dense.default:
             return self.read(args[0]).item()
         if func.namespace == "aten" and func.__name__.startswith("_fused_") and not func._schema.returns:
@@ -263,13 +263,31 @@ def _is_pinned(func: Any, args: Any, kwargs: dict[str, Any]) -> bool:
     return bool(kwargs.get("pin_memory"))
 
 
-def _on_a_device(func: Any, kwargs: dict[str, Any]) -> dict[str, Any]:
-    """Replace the device meta, which C++ sees for simulated tensors, by the GPU; drop ``pin_memory``, which needs one.
+_meta_calls = 0  # number of active calls that ask for the device meta
+
+
+def asking_for_meta(call: Callable[[], Any]) -> Any:
+    """Return ``call()``, which asks in Python for the device meta: its tensors have no memory anywhere."""
+    global _meta_calls
+    _meta_calls += 1
+    try:
+        return call()
+    finally:
+        _meta_calls -= 1
+
+
+def _is_meta(args: Any) -> bool:
+    return bool(args) and isinstance(args[0], FakeTensor) and args[0].fake_device.type == "meta"
+
+
+def _on_a_device(func: Any, kwargs: dict[str, Any], is_meta: bool) -> dict[str, Any]:
+    """Replace the device meta, which C++ sees for simulated tensors, by the GPU, and other GPUs by the simulated one.
 
     A scalar that C++ creates for ``torch.where`` stays on the host: it can be combined with tensors of both devices.
+    ``pin_memory``, which needs a GPU, is dropped.
     """
-    device = kwargs.get("device")
-    if device is not None and torch.device(device).type == "meta":
+    kind = "" if kwargs.get("device") is None else torch.device(kwargs["device"]).type
+    if kind == "cuda" or (kind == "meta" and not is_meta):
         kwargs = {**kwargs, "device": "cpu" if func is aten.scalar_tensor.default else GPU_DEVICE}
     return {**kwargs, "pin_memory": False} if kwargs.get("pin_memory") else kwargs
 

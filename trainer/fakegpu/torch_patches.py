@@ -12,7 +12,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from copy import copy
-from functools import wraps
+from functools import partial, wraps
 from types import SimpleNamespace
 from typing import Any, ClassVar
 
@@ -28,12 +28,13 @@ from torch.cuda.amp import common as cuda_amp
 from torch.distributed import device_mesh
 from torch.distributed.fsdp._fully_shard import _fsdp_collectives, _fsdp_param
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
+from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._sharding_prop import ShardingPropagator
 from torch.nn.utils import clip_grad
 from torch.optim import optimizer as optimizers
 from torch.utils import _foreach_utils
-from torch.utils._device import _device_constructors
+from torch.utils._device import DeviceContext, _device_constructors
 from torch.utils._mode_utils import no_dispatch
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils.data import DataLoader
@@ -41,7 +42,7 @@ from torch.utils.data.dataloader import _SingleProcessDataLoaderIter
 
 from trainer.errors import RunError
 from trainer.fakegpu.kernels import install_kernels
-from trainer.fakegpu.mode import GPU_DEVICE, cast_weights, install_autocast
+from trainer.fakegpu.mode import GPU_DEVICE, asking_for_meta, cast_weights, install_autocast
 from trainer.fakegpu.target import NEWEST, OLDEST, Target, installed_version
 
 NOTHING = """set_device init _lazy_init synchronize empty_cache set_rng_state manual_seed manual_seed_all seed seed_all
@@ -105,7 +106,7 @@ def _install(library: torch.library.Library, target: Target, ranks: int) -> list
     patch_tensors()
     patch_cuda(target, ranks)
     patch_updates()
-    patch_fsdp()
+    patch_fsdp(target.version)
     with warnings.catch_warnings():  # torch warns about replaced kernels
         warnings.simplefilter("ignore")
         patch(torch, clear_autocast_cache=torch.clear_autocast_cache)  # so that its replacement below is undone
@@ -132,7 +133,7 @@ def _apply(module: nn.Module, change: Callable[[Tensor], Tensor], recurse: bool 
             continue
         with torch.no_grad():
             changed = change(parameter)
-        if isinstance(parameter, FakeTensor) and changed is not parameter:
+        if isinstance(parameter, FakeTensor) and changed is not parameter and parameter.is_meta == changed.is_meta:
             parameter.data = changed
         elif changed is not parameter:
             module._parameters[name] = nn.Parameter(changed, parameter.requires_grad)
@@ -215,6 +216,18 @@ def patch_tensors() -> None:
     def is_on(kind: str) -> property:
         return property(lambda tensor: tensor.fake_device.type == kind)
 
+    by_context, empty = DeviceContext.__torch_function__, torch.empty
+
+    def in_context(context: Any, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        call = partial(by_context, context, func, types, args, kwargs)
+        return asking_for_meta(call) if context.device.type == "meta" else call()
+
+    def emptied(*args: Any, **options: Any) -> Tensor:
+        call = partial(empty, *args, **options)
+        return asking_for_meta(call) if str(options.get("device")) == "meta" else call()
+
+    patch(DeviceContext, __torch_function__=in_context)
+    patch(torch, empty=emptied)
     patch(fake_tensor, init_gpu_context=lambda device: None)  # torch 2.11 to 2.14 would open a real one
     patch(FakeTensor, is_cuda=is_on("cuda"), is_cpu=is_on("cpu"), is_meta=is_on("meta"))
     patch(torch._C._nn, _parse_to=_to(torch._C._nn._parse_to, moved=0))
@@ -247,7 +260,11 @@ def _to(move: Callable[..., Any], moved: int = 1) -> Callable[..., Any]:
         given = (part for where in args[moved : moved + 1] for part in placed(where))
         if "device" in options:
             (options["device"],) = placed(options["device"])
-        return move(*args[:moved], *given, *args[moved + 1 :], **options)
+        call = partial(move, *args[:moved], *given, *args[moved + 1 :], **options)
+        is_meta = "meta" in (str(options.get("device")), *map(str, args[moved : moved + 1]))
+        if is_meta and moved and isinstance(args[0], FakeTensor):  # C++ would return it unchanged: it is on meta there
+            call = partial(torch.empty_like, args[0], device="meta")
+        return asking_for_meta(call) if is_meta else call()
 
     return to
 
@@ -329,8 +346,18 @@ def patch_libraries(launch: Callable[..., None]) -> None:
     patch(getattr(jit, "JITFunction", None), run=lambda *args, **options: launch(*args, **options))
 
 
-def patch_fsdp() -> None:
-    """Let FSDP2 accept parameters on meta, and cut off only the shard that is used: 512 fake ones would be slow."""
+def patch_fsdp(version: tuple[int, int]) -> None:
+    """Let FSDP2 accept parameters on meta, and cut off only the shard that is used: 512 fake ones would be slow.
+
+    Before torch 2.8, the outermost module kept its weights after forward, also with ``reshard_after_forward=True``
+    (github.com/pytorch/pytorch/pull/154704).
+    """
+    init = FSDPState.init
+
+    def kept(state: Any, modules: Any, device: Any, policy: Any, is_automatic: bool) -> None:
+        init(state, modules, device, policy, is_automatic or version < (2, 8))
+
+    patch(FSDPState, init=kept)
     patch(_fsdp_param, _chunk_with_empty=Shards)
     patch(FSDPParamGroup, _validate_no_meta_params=lambda group: None)
     patch(_fsdp_collectives, record_grad_output_stream=lambda *args: None)
