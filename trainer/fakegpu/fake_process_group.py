@@ -29,11 +29,8 @@ FSDP1 = "FSDP1 is not simulated: use fully_shard (FSDP2), in Accelerate with FSD
 
 
 BACKENDS = re.compile(r"((cpu|cuda):)?(nccl|gloo|fake|undefined)")  # backends whose collectives are simulated
-# Functions that need what another rank sends, and what to do instead. An answer that is made up would be wrong.
 PIPELINES = "pipelines and other messages between two ranks are not simulated: plan without pipeline parallelism"
-UNSIMULATED: dict[str, str] = dict.fromkeys(
-    "send recv isend irecv batch_isend_irecv send_object_list recv_object_list".split(), PIPELINES
-)
+MESSAGES = ("send", "recv", "isend", "irecv", "batch_isend_irecv", "send_object_list", "recv_object_list")
 
 
 def launcher_environment(ranks: int, nodes: int, rank: int = 0) -> dict[str, str]:
@@ -57,14 +54,14 @@ def fake_ranks(ranks: int, nodes: int = 1) -> None:
 def simulate_ranks(cluster: Cluster, rank: int, is_launched: bool) -> None:
     """Let this process be ``rank`` of the cluster for any code, until the simulated GPU ends.
 
-    ``init_process_group`` and ``new_group`` return groups of torch's fake backend. With ``is_launched``, the environment
-    has the variables of torchrun.
+    ``init_process_group`` and ``new_group`` return groups of torch's fake backend. With ``is_launched``, the
+    environment has the variables of torchrun.
     """
     if is_launched:
         _set_environment(launcher_environment(cluster.devices, cluster.nodes, rank))
     _undo_stack.callback(forget_process_group)
     patch(sys, excepthook=sys.excepthook)  # init_process_group replaces it
-    own: dict[str, Any] = {name: _refusing(name, reason) for name, reason in UNSIMULATED.items()}
+    own: dict[str, Any] = {name: _refusing(name, PIPELINES) for name in MESSAGES}
     own |= {"barrier": _no_barrier, "monitored_barrier": _no_barrier}
     own |= {function.__name__.strip("_"): function for function in OBJECT_COLLECTIVES}
     for module in (distributed_c10d, torch.distributed):
@@ -110,7 +107,9 @@ def _rendezvous(ranks: int, own: int) -> Callable[..., Iterator[Any]]:
 
 
 def _fake_group(make: Callable[..., Any]) -> Callable[..., Any]:
-    def helper(size: int, rank: Any, members: list[int], backend: Any, store: Any, name: Any, *_: Any, **options: Any) -> Any:
+    def helper(
+        size: int, rank: Any, members: list[int], backend: Any, store: Any, name: Any, *_: Any, **options: Any
+    ) -> Any:
         parts = str(backend).split(",")
         if bad := [part for part in parts if not BACKENDS.fullmatch(part)]:
             raise RecipeError(f"the backend {bad[0]} cannot be simulated: use init_process_group('nccl')")

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses import fake_tensor
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.distributed import ProcessGroup, ReduceOp
 from torch.utils._mode_utils import no_dispatch
 from torch.utils._pytree import tree_leaves, tree_map
 
@@ -33,6 +34,7 @@ ABSORBING = {aten.bitwise_or.Tensor: True, aten.logical_or.default: True}
 ABSORBING |= {aten.bitwise_and.Tensor: False, aten.logical_and.default: False}
 """The operand value that determines the result of an operation regardless of the other operand."""
 ALL = {aten.all.default, aten._is_all_true.default}  # usually validity checks, which should hold
+GATHERED = {torch.ops.c10d.allgather_.default, torch.ops.c10d._allgather_base_.default}
 WRITTEN_WHOLE = {aten.copy_.default, aten.zero_.default, aten.fill_.Scalar, aten.fill_.Tensor}
 BUILT_IN = {"aten", "prims", "quantized", "torchvision"}  # namespaces whose CPU kernels are safe to run
 
@@ -122,10 +124,10 @@ class FakeGPUMode(FakeTensorMode):
         if func.namespace == "aten" and func.__name__.startswith("_fused_") and not func._schema.returns:
             self._forget(func, args)
             return None  # a fused optimizer works in place; some have no kernel for fake tensors
-        if func is torch.ops.c10d.allreduce_.default:
+        if func is torch.ops.c10d.allreduce_.default and ReduceOp.unbox(args[2]) == ReduceOp.SUM:
             for tensor in args[0]:
                 if (value := self.value(tensor)) is not None:
-                    self.set_value(tensor, value * self.ranks)
+                    self.set_value(tensor, value * ProcessGroup.unbox(args[1]).size())
         if func is torch.ops.c10d.allreduce_coalesced_.default:  # torch has no meta kernel for it
             out = super().dispatch(torch.ops.c10d.allreduce_.default, types, (*args[:3], None, *args[3:]), kwargs)
             return out[1]
@@ -145,7 +147,19 @@ class FakeGPUMode(FakeTensorMode):
         if pinned:
             self.pinned.add(out.untyped_storage())
         self._learn(func, args, kwargs, out)
+        if func in GATHERED:
+            self._gather(*args[:2])
         return out
+
+    def _gather(self, outs: Any, inputs: Any) -> None:
+        """Set the values that a rank receives: all ranks have the same."""
+        pairs = [(outs, inputs)] if isinstance(outs, Tensor) else zip(outs, inputs, strict=True)
+        for out, given in pairs:
+            if (value := self.value(given)) is None:
+                continue
+            for part in [out] if isinstance(out, Tensor) else out:
+                with no_dispatch():
+                    self.set_value(part, value.reshape(-1).repeat(part.numel() // given.numel()).view(part.shape))
 
     def _sized(self, func: Any, tensor: Any, mask: Any) -> Any:
         """Return the result of an operation whose shape depends on an unknown mask, as if all elements are selected."""

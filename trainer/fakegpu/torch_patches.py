@@ -289,9 +289,12 @@ def patch_cuda(target: Target, ranks: int) -> None:
     for module in (torch.cuda, torch.cuda.memory, torch.cuda.random):
         patch(module, **answers)
     patch(torch, Generator=FakeGenerator)
-    index = dict.fromkeys(("_accelerator_getDeviceIndex", "_accelerator_exchangeDevice"), lambda *args: 0)
-    quiet = dict.fromkeys(("setDeviceIndex", "synchronizeDevice", "setStream", "maybeExchangeDevice"), _nothing)
-    index |= {f"_accelerator_{name}": function for name, function in quiet.items()}
+    restore = torch.set_rng_state
+    for module in (torch, torch.random):
+        patch(module, set_rng_state=lambda state: None if isinstance(state, FakeTensor) else restore(state))
+    quiet = ("setDeviceIndex", "synchronizeDevice", "setStream", "maybeExchangeDevice")
+    index: dict[str, Any] = {f"_accelerator_{name}": _nothing for name in quiet}
+    index |= dict.fromkeys(("_accelerator_getDeviceIndex", "_accelerator_exchangeDevice"), lambda *args: 0)
     index |= dict.fromkeys(("_get_accelerator", "_accelerator_getAccelerator"), lambda *args: torch.device("cuda"))
     patch(torch._C, **index, _accelerator_getStream=lambda *args: FakeStream.current)
 
@@ -459,6 +462,9 @@ class FakeGenerator(torch.Generator):
         made = super().__new__(cls)
         made.device = torch.device(device)
         return made
+
+    def set_state(self, state: Tensor) -> Any:  # another rank's state, whose numbers are not known
+        return self if isinstance(state, FakeTensor) else super().set_state(state)
 
 
 class FakeEvent:
