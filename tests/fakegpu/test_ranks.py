@@ -159,8 +159,8 @@ def refused(what: str) -> None:
     ("what", "told"),
     [
         ("mpi", "the backend mpi cannot be simulated: use init_process_group"),
-        ("world_size", "the script starts 4 ranks, but 2 are planned: plan with that number: --devices 4"),
-        ("spawn", "the script starts 4 processes, but 2 a node are planned: plan with --devices 4"),
+        ("world_size", "the script starts 4 ranks, but 2 are planned: plan with --devices 4, or ranks=4"),
+        ("spawn", "the script starts 4 ranks, but 2 are planned: plan with --devices 4"),
         ("FSDP1", r"FSDP1 is not simulated: use fully_shard \(FSDP2\), in Accelerate with FSDP_VERSION=2"),
         ("send", "send: pipelines and other messages between two ranks are not simulated"),
     ],
@@ -224,7 +224,9 @@ def test_a_script_runs_as_the_first_and_the_last_rank_of_torchrun(script: str, c
     assert found["allocated_gb"] == peaks["7"]["allocated_gb"]
     assert found["ranks"]["rank"] == 7
     assert found["ranks"]["exposed_ms"] > 0
-    assert re.search(r"rank 7 of 8 on 2 nodes; sends 7.\d MB by all_reduce; its node sends 7.\d MB to others", printed)
+    assert re.search(
+        r"rank      7 of 8 on 2 nodes sends 7.\d MB by all_reduce; 7.\d MB leave its node over 100gbe", printed
+    )
     assert "traced    rank 0: " in printed
     assert Path("out/rank7.log").exists()
 

@@ -7,15 +7,15 @@ import os
 import re
 import sys
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed.rpc
 from torch import Tensor, nn
-from torch.distributed import distributed_c10d, fsdp, rendezvous
+from torch.distributed import distributed_c10d, fsdp
 from torch.nn.parallel import DistributedDataParallel
 from torch.testing._internal.distributed.fake_pg import FakeStore
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_map_only
 
 from trainer.errors import RecipeError, require
 from trainer.fakegpu.mode import GPU_DEVICE
@@ -26,8 +26,6 @@ MIB = 2**20
 FIRST_BUCKET, BUCKET = 1 * MIB, 25 * MIB  # sizes at which DDP closes its first bucket of gradients, and later ones
 BROADCAST_BUFFER = 250 * MIB  # size at which DDP closes a buffer of weights that rank 0 sends to all ranks
 FSDP1 = "FSDP1 is not simulated: use fully_shard (FSDP2), in Accelerate with FSDP_VERSION=2"
-
-
 BACKENDS = re.compile(r"((cpu|cuda):)?(nccl|gloo|fake|undefined)")  # backends whose collectives are simulated
 PIPELINES = "pipelines and other messages between two ranks are not simulated: plan without pipeline parallelism"
 MESSAGES = ("send", "recv", "isend", "irecv", "batch_isend_irecv", "send_object_list", "recv_object_list")
@@ -58,33 +56,24 @@ def simulate_ranks(cluster: Cluster, rank: int, is_launched: bool) -> None:
     environment has the variables of torchrun.
     """
     if is_launched:
-        _set_environment(launcher_environment(cluster.devices, cluster.nodes, rank))
-    _undo_stack.callback(forget_process_group)
+        _undo_stack.callback(os.environ.update, dict(os.environ))
+        _undo_stack.callback(os.environ.clear)
+        os.environ.update(launcher_environment(cluster.devices, cluster.nodes, rank))
+    if not torch.distributed.is_initialized():
+        _undo_stack.callback(forget_process_group)
     patch(sys, excepthook=sys.excepthook)  # init_process_group replaces it
     own: dict[str, Any] = {name: _refusing(name, PIPELINES) for name in MESSAGES}
-    own |= {"barrier": _no_barrier, "monitored_barrier": _no_barrier}
-    own |= {function.__name__.strip("_"): function for function in OBJECT_COLLECTIVES}
+    own |= dict.fromkeys(("barrier", "monitored_barrier"), lambda *args, **options: None)
+    own |= {"all_gather_object": _all_gather_object, "gather_object": _gather_object}
+    own |= {"broadcast_object_list": _broadcast_object_list, "scatter_object_list": _scatter_object_list}
+    starts = _Starts(cluster, rank)
     for module in (distributed_c10d, torch.distributed):
-        patch(module, rendezvous=_rendezvous(cluster.devices, rank), **own)
+        patch(module, rendezvous=starts.rendezvous, **own)
     patch(distributed_c10d, _new_process_group_helper=_fake_group(distributed_c10d._new_process_group_helper))
-    patch(rendezvous, rendezvous=_rendezvous(cluster.devices, rank))
     patch(torch.distributed.rpc, init_rpc=_refusing("init_rpc", "RPC is not simulated: use collectives"))
     patch(fsdp.FullyShardedDataParallel, __init__=_refusing("FullyShardedDataParallel", FSDP1))
     patch(DistributedDataParallel, __init__=_init_ddp)
-    spawn = _in_this_process(cluster, rank)
-    patch(torch.multiprocessing, spawn=spawn, start_processes=spawn)
-
-
-def _set_environment(variables: dict[str, str]) -> None:
-    before = {name: os.environ.get(name) for name in variables}
-
-    def restore() -> None:
-        for name, text in before.items():
-            os.environ.pop(name, None)
-            os.environ.update({} if text is None else {name: text})
-
-    os.environ.update(variables)
-    _undo_stack.callback(restore)
+    patch(torch.multiprocessing, spawn=starts.spawn, start_processes=starts.spawn)
 
 
 def _refusing(name: str, reason: str) -> Callable[..., Any]:
@@ -94,25 +83,29 @@ def _refusing(name: str, reason: str) -> Callable[..., Any]:
     return refuse
 
 
-def _no_barrier(*args: Any, **options: Any) -> None: ...
+class _Starts(NamedTuple):
+    """What a script calls to start its ranks: only the traced one runs."""
 
+    cluster: Cluster
+    rank: int
 
-def _rendezvous(ranks: int, own: int) -> Callable[..., Iterator[Any]]:
-    def found(url: Any, rank: int = -1, world_size: int = -1, **options: Any) -> Iterator[Any]:
-        fix = f"plan with that number: --devices {world_size}, or ranks={world_size} in fake_gpu"
-        require(world_size in (-1, ranks), f"the script starts {world_size} ranks, but {ranks} are planned: {fix}")
-        yield FakeStore(), own, ranks
+    def rendezvous(self, url: Any, rank: int = -1, world_size: int = -1, **options: Any) -> Iterator[Any]:
+        self._require(self.cluster.devices if world_size == -1 else world_size)
+        yield FakeStore(), self.rank, self.cluster.devices
 
-    return found
+    def spawn(self, fn: Callable[..., Any], args: Any = (), nprocs: int = 1, *_: Any, **options: Any) -> None:
+        self._require(nprocs * self.cluster.nodes)
+        fn(self.rank % nprocs, *args)
+
+    def _require(self, asked: int) -> None:
+        planned, fix = self.cluster.devices, f"plan with --devices {asked}, or ranks={asked} in fake_gpu"
+        require(asked == planned, f"the script starts {asked} ranks, but {planned} are planned: {fix}")
 
 
 def _fake_group(make: Callable[..., Any]) -> Callable[..., Any]:
-    def helper(
-        size: int, rank: Any, members: list[int], backend: Any, store: Any, name: Any, *_: Any, **options: Any
-    ) -> Any:
-        parts = str(backend).split(",")
-        if bad := [part for part in parts if not BACKENDS.fullmatch(part)]:
-            raise RecipeError(f"the backend {bad[0]} cannot be simulated: use init_process_group('nccl')")
+    def helper(size: int, rank: Any, members: Any, backend: Any, store: Any, name: Any, *_: Any, **options: Any) -> Any:
+        known = all(BACKENDS.fullmatch(part) for part in str(backend).split(","))
+        require(known, f"the backend {backend} cannot be simulated: use init_process_group('nccl')")
         kept = {key: value for key, value in options.items() if key in ("timeout", "pg_tag", "group_desc")}
         group, prefix = make(size, rank, members, "fake", FakeStore(), name, **kept)
         if group in distributed_c10d._world.pg_map:  # what get_backend returns
@@ -120,18 +113,6 @@ def _fake_group(make: Callable[..., Any]) -> Callable[..., Any]:
         return group, prefix
 
     return helper
-
-
-def _in_this_process(cluster: Cluster, rank: int) -> Callable[..., None]:
-    """Return a replacement for ``torch.multiprocessing.spawn`` that calls the function for the traced rank only."""
-    here = cluster.devices // cluster.nodes
-
-    def spawn(fn: Callable[..., Any], args: Any = (), nprocs: int = 1, *_: Any, **options: Any) -> None:
-        fix = f"plan with --devices {nprocs * cluster.nodes}, or ranks={nprocs * cluster.nodes} in fake_gpu"
-        require(nprocs == here, f"the script starts {nprocs} processes, but {here} a node are planned: {fix}")
-        fn(rank % here, *args)
-
-    return spawn
 
 
 # Collectives of Python objects: every rank has what this one has.
@@ -142,8 +123,7 @@ def _all_gather_object(object_list: list[Any], obj: Any, group: Any = None) -> N
 
 
 def _gather_object(obj: Any, object_gather_list: Any = None, *args: Any, **options: Any) -> None:
-    if object_gather_list is not None:
-        _all_gather_object(object_gather_list, obj)
+    _all_gather_object([] if object_gather_list is None else object_gather_list, obj)
 
 
 def _broadcast_object_list(object_list: list[Any], src: Any = None, *args: Any, **options: Any) -> None:
@@ -154,9 +134,6 @@ def _broadcast_object_list(object_list: list[Any], src: Any = None, *args: Any, 
 def _scatter_object_list(output: list[Any], objects: Any = None, *args: Any, **options: Any) -> None:
     require(bool(objects), "scatter_object_list: what another rank sends is not known to this simulated rank")
     output[0] = objects[torch.distributed.get_rank(options.get("group"))]
-
-
-OBJECT_COLLECTIVES = (_all_gather_object, _gather_object, _broadcast_object_list, _scatter_object_list)
 
 
 _FORGOTTEN: list[Any] = []
@@ -206,7 +183,7 @@ class TracedDDP(DistributedDataParallel):
             self.waiting.clear()
             self._make_buckets(self.arrived)
         if self.device_ids:
-            inputs, kwargs = tree_map(_moved, (inputs, kwargs))
+            inputs, kwargs = tree_map_only(Tensor, lambda tensor: tensor.to(GPU_DEVICE), (inputs, kwargs))
         return self.module(*inputs, **kwargs)
 
     register_comm_hook = _refusing("register_comm_hook", "hooks of DDP are not simulated: plan without them")
@@ -258,10 +235,6 @@ def _init_ddp(self: Any, *args: Any, **options: Any) -> None:
     own = type(self)
     self.__class__ = TracedDDP if own is DistributedDataParallel else type(own.__name__, (own, TracedDDP), {})
     TracedDDP.__init__(self, *args, **options)
-
-
-def _moved(item: Any) -> Any:
-    return item.to(GPU_DEVICE) if isinstance(item, Tensor) else item
 
 
 def _grouped(tensors: list[Any], first: int, others: int) -> Iterator[list[Any]]:

@@ -70,25 +70,21 @@ def plan_script(script: Script) -> dict[str, Any]:
     Of several ranks, the first and the last are traced, and the result is that of the one which needs more memory.
     Raises a ``RecipeError`` if the script fails, takes no step, takes too long or needs a missing file.
     """
-    ranks = script.devices or 1
-    check_cluster(ranks, script.nodes)
-    if ranks == 1:
+    last = check_cluster(script.devices or 1, script.nodes).devices - 1
+    if not last:
         return _plan_rank(script)
     with ThreadPoolExecutor(2) as pool:
-        first, last = (pool.submit(_plan_rank, replace(script, rank=rank)) for rank in (0, ranks - 1))
-        found = {"0": first.result()}
+        jobs = {rank: pool.submit(_plan_rank, replace(script, rank=rank)) for rank in (0, last)}
+        found, line = {0: jobs[0].result()}, "traced    rank 0 only"
         try:
-            found[f"{ranks - 1}"] = last.result()
-            line = "traced    " + "; ".join(f"rank {rank}: {_needs(one)}" for rank, one in found.items())
+            found[last] = jobs[last].result()
         except RecipeError as error:
-            line = f"traced    rank 0 only. The last: {error}"
-    worst = max(found.values(), key=lambda one: (one["reserved_gb"], one["allocated_gb"]))
+            line += f"; rank {last}: {error}"
     peaks = {rank: {size: one[size] for size in ("reserved_gb", "allocated_gb")} for rank, one in found.items()}
+    if len(peaks) > 1:
+        line = "traced    " + "; ".join(f"rank {rank}: {one['reserved_gb']:.3f} GB" for rank, one in peaks.items())
+    worst = max(found.values(), key=lambda one: (one["reserved_gb"], one["allocated_gb"]))
     return worst | {"text": f"{worst['text']}\n{wrapped(line, ' ' * 10)}", "traced_ranks": peaks}
-
-
-def _needs(found: dict[str, Any]) -> str:
-    return f"{found['reserved_gb']:.3f} GB reserved, {found['allocated_gb']:.3f} GB of tensors"
 
 
 def _plan_rank(script: Script) -> dict[str, Any]:

@@ -370,12 +370,12 @@ class Shards:
     """The shards of a tensor by rank, each cut off when it is asked for."""
 
     def __init__(self, tensor: Tensor, ranks: int, dim: int) -> None:
-        self.tensor, self.dim, self.size = tensor, dim, -(-tensor.size(dim) // ranks)
+        self.rows = partial(tensor.narrow, dim)
+        self.all, self.size = tensor.size(dim), -(-tensor.size(dim) // ranks)
 
     def __getitem__(self, rank: int) -> Tensor:
-        size = self.tensor.size(self.dim)
-        start = min(rank * self.size, size)
-        return self.tensor.narrow(self.dim, start, min(self.size, size - start))
+        start = min(rank * self.size, self.all)
+        return self.rows(start, min(self.size, self.all - start))
 
 
 def patch_ranks() -> None:

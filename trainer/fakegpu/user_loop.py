@@ -28,7 +28,7 @@ from trainer.fakegpu.expected_error import expected_error, kind_of_loop
 from trainer.fakegpu.fake_process_group import TracedDDP, simulate_ranks
 from trainer.fakegpu.gpus import GPU, gpu_named, usable_memory
 from trainer.fakegpu.mode import FakeGPUMode
-from trainer.fakegpu.network import DEFAULT_NETWORK, Cluster, check_cluster
+from trainer.fakegpu.network import DEFAULT_NETWORK, Cluster, check_cluster, interconnects
 from trainer.fakegpu.peaks import (
     LARGEST,
     PhasePeak,
@@ -46,6 +46,7 @@ from trainer.fakegpu.torch_patches import _undo_stack, patch, patch_libraries
 from trainer.fakegpu.tracer import Tracer, constituent_tensors, tracing
 from trainer.system.text import format_bytes, wrapped
 
+ALONE = Cluster(1, 1)
 NOT_COMPILED = "torch.compile is not simulated: fused operations usually need less memory and time"
 draw: Callable[[dict[str, Any], int, str, Path], None] | None = None
 """The function that :meth:`FakeGPU.plot` calls with :attr:`FakeGPU.picture`. ``trainer.planner`` registers it."""
@@ -308,7 +309,7 @@ class FakeGPU:
     notes: list[str]  # limits of the prediction
     timeline: dict[str, Any]  # data for a plot
 
-    def __init__(self, tracer: UserLoopTracer, cluster: Cluster = Cluster(1, 1), rank: int = 0) -> None:  # noqa: B008
+    def __init__(self, tracer: UserLoopTracer, cluster: Cluster = ALONE, rank: int = 0) -> None:
         self.card, self.capacity = tracer.target.gpu, usable_memory(tracer.target.gpu, cluster.devices)
         self.ranks, self.nodes, self.rank = cluster.devices, cluster.nodes, rank
         self._tracer, self._found = tracer, ((-1, -1, -1), dict[str, Any]())
@@ -410,21 +411,17 @@ class FakeGPU:
         }
 
     def _ranks_to_json(self) -> dict[str, Any]:
-        network = self._tracer.target.network.name
-        places = {"ranks": self.ranks, "nodes": self.nodes, "rank": self.rank, "interconnect": network}
+        named = {name: getattr(self, name) for name in ("ranks", "nodes", "rank", "exposed_ms")}
         sent = {op: in_gb(size) for op, size in self.traffic.items()}
-        return places | {"sent_gb": sent, "leaving_a_node_gb": in_gb(self.leaving), "exposed_ms": self.exposed_ms}
+        network = self._tracer.target.network.name
+        return named | {"interconnect": network, "sent_gb": sent, "leaving_a_node_gb": in_gb(self.leaving)}
 
     @property
     def _collectives(self) -> str:
-        nodes = f"{self.nodes} nodes" if self.nodes > 1 else "one node"
-        text = f"rank {self.rank} of {self.ranks} on {nodes}; "
-        if not self.traffic:
-            return f"{text}no collective in a step"
-        text += "sends " + ", ".join(f"{format_bytes(size)} by {op}" for op, size in self.traffic.items())
-        if self.leaving:
-            text += f"; its node sends {format_bytes(self.leaving)} to others over {self._tracer.target.network.name}"
-        return f"{text} in a step, of which {self.exposed_ms or 0:,.1f} ms are not hidden"
+        sent = ", ".join(f"{format_bytes(size)} by {op}" for op, size in self.traffic.items()) or "nothing"
+        over = f"; {format_bytes(self.leaving)} leave its node over {self._tracer.target.network.name}"
+        exposed = f"{self.exposed_ms or 0:,.1f} ms of the step wait for it"
+        return f"{self.rank} of {self.ranks} on {self.nodes} nodes sends {sent}{over * (self.nodes > 1)}; {exposed}"
 
     @property
     def _verdict(self) -> str:
@@ -441,7 +438,7 @@ class FakeGPU:
             "largest": largest or "nothing",
             "host": format_bytes(self.host),
             "step": "no step was taken" if self.step_ms is None else f"{self.step_ms:,.1f} ms, estimated",
-            **({"ranks": self._collectives} if self.ranks > 1 else {}),
+            **({"rank": self._collectives} if self.ranks > 1 else {}),
             "error": expected_error(self.kind),
             "notes": "; ".join(self.notes) or "none",
         }
@@ -482,9 +479,8 @@ def fake_gpu(
         raise RecipeError(f"torch_version={torch_version!r} must be a version such as '2.6'")
     major, minor = map(int, version.groups())
     cluster = check_cluster(1 if ranks is None else ranks, nodes, rank)
+    require(len(interconnects(interconnect, gpu)) == 1, f"interconnect={interconnect} must be one name")
     target = dataclasses.replace(Target.here(gpu, interconnect), torch_version=(major, minor))
-    require("," not in interconnect, f"interconnect={interconnect}: give one")
-    assert target.network  # a wrong name is an error before the block
     with tracing(target, cluster.devices, cluster.nodes, kind=UserLoopTracer) as tracer:
         assert isinstance(tracer, UserLoopTracer)
         simulate_ranks(cluster, rank, is_launched=ranks is not None)
