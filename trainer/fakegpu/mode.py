@@ -118,7 +118,7 @@ class FakeGPUMode(FakeTensorMode):
         if not isinstance(func, torch._ops.OpOverload):  # such as flex attention
             return super().dispatch(func, types, args, kwargs)
         pinned = bool(kwargs) and _is_pinned(func, args, kwargs)
-        kwargs = _on_a_device(func, kwargs, is_meta=_meta_calls > 0 or _is_meta(args)) if kwargs else {}
+        kwargs = _on_a_device(func, args, kwargs) if kwargs else {}
         if func is aten._local_scalar_dense.default:
             return self.read(args[0]).item()
         if func.namespace == "aten" and func.__name__.startswith("_fused_") and not func._schema.returns:
@@ -280,28 +280,30 @@ def _is_pinned(func: Any, args: Any, kwargs: dict[str, Any]) -> bool:
 _meta_calls = 0  # number of active calls that ask for the device meta
 
 
-def asking_for_meta(call: Callable[[], Any]) -> Any:
-    """Return ``call()``, which asks in Python for the device meta: its tensors have no memory anywhere."""
-    global _meta_calls
-    _meta_calls += 1
-    try:
-        return call()
-    finally:
-        _meta_calls -= 1
+def on_meta_if(asks: Callable[..., bool], call: Callable[..., Any]) -> Callable[..., Any]:
+    """Wrap ``call``: if ``asks`` of its arguments is true, Python asks for meta, where tensors have no memory."""
+
+    def wrapped(*args: Any, **options: Any) -> Any:
+        global _meta_calls
+        asked = asks(*args, **options)
+        _meta_calls += asked
+        try:
+            return call(*args, **options)
+        finally:
+            _meta_calls -= asked
+
+    return wrapped
 
 
-def _is_meta(args: Any) -> bool:
-    return bool(args) and isinstance(args[0], FakeTensor) and args[0].fake_device.type == "meta"
-
-
-def _on_a_device(func: Any, kwargs: dict[str, Any], is_meta: bool) -> dict[str, Any]:
+def _on_a_device(func: Any, args: Any, kwargs: dict[str, Any]) -> dict[str, Any]:
     """Replace the device meta, which C++ sees for simulated tensors, by the GPU, and other GPUs by the simulated one.
 
     A scalar that C++ creates for ``torch.where`` stays on the host: it can be combined with tensors of both devices.
     ``pin_memory``, which needs a GPU, is dropped.
     """
     kind = "" if kwargs.get("device") is None else torch.device(kwargs["device"]).type
-    if kind == "cuda" or (kind == "meta" and not is_meta):
+    like_meta = _meta_calls or (args and isinstance(args[0], FakeTensor) and args[0].fake_device.type == "meta")
+    if kind == "cuda" or (kind == "meta" and not like_meta):
         kwargs = {**kwargs, "device": "cpu" if func is aten.scalar_tensor.default else GPU_DEVICE}
     return {**kwargs, "pin_memory": False} if kwargs.get("pin_memory") else kwargs
 

@@ -75,16 +75,15 @@ def plan_script(script: Script) -> dict[str, Any]:
         return _plan_rank(script)
     with ThreadPoolExecutor(2) as pool:
         jobs = {rank: pool.submit(_plan_rank, replace(script, rank=rank)) for rank in (0, last)}
-        found, line = {0: jobs[0].result()}, "traced    rank 0 only"
+        found, failed = {0: jobs[0].result()}, ""
         try:
             found[last] = jobs[last].result()
         except RecipeError as error:
-            line += f"; rank {last}: {error}"
+            failed = f"; rank {last} was not: {error}"
     peaks = {rank: {size: one[size] for size in ("reserved_gb", "allocated_gb")} for rank, one in found.items()}
-    if len(peaks) > 1:
-        line = "traced    " + "; ".join(f"rank {rank}: {one['reserved_gb']:.3f} GB" for rank, one in peaks.items())
+    line = "; ".join(f"rank {rank}: {one['reserved_gb']:.3f} GB reserved" for rank, one in peaks.items()) + failed
     worst = max(found.values(), key=lambda one: (one["reserved_gb"], one["allocated_gb"]))
-    return worst | {"text": f"{worst['text']}\n{wrapped(line, ' ' * 10)}", "traced_ranks": peaks}
+    return worst | {"text": f"{worst['text']}\n{wrapped(f'traced    {line}', ' ' * 10)}", "traced_ranks": peaks}
 
 
 def _plan_rank(script: Script) -> dict[str, Any]:
@@ -160,10 +159,10 @@ def _trace(script: Script, end: Callable[[Callable[[], Any]], None], stopped: in
     if (card := gpu_named(script.gpu) if script.gpu else gpu_here()) is None:
         raise RecipeError(f"no GPU found: choose one with --gpu: {', '.join(sorted(GPUS))}")
     os.environ["CUDA_VISIBLE_DEVICES"] = ""  # from here on, the real GPU must not be used
-    ranks = script.devices or 1
-    cluster = {"nodes": script.nodes, "rank": script.rank, "interconnect": script.interconnect}
-    with fake_gpu(card, ranks=script.devices, **cluster) as gpu:  # type: ignore[arg-type]
-        gpu.capacity, cut = budget_bytes(script.budget, card, ranks), reduced_budget_note(script.budget, card, ranks)
+    on = {"nodes": script.nodes, "rank": script.rank, "interconnect": script.interconnect}
+    with fake_gpu(card, ranks=script.devices, **on) as gpu:  # type: ignore[arg-type]
+        gpu.capacity = budget_bytes(script.budget, card, gpu.ranks)
+        cut = reduced_budget_note(script.budget, card, gpu.ranks)
 
         def result(ended: bool = False) -> Any:
             sys.modules.update(ours)

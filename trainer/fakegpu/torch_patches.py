@@ -42,7 +42,7 @@ from torch.utils.data.dataloader import _SingleProcessDataLoaderIter
 
 from trainer.errors import RunError
 from trainer.fakegpu.kernels import install_kernels
-from trainer.fakegpu.mode import GPU_DEVICE, asking_for_meta, cast_weights, install_autocast
+from trainer.fakegpu.mode import GPU_DEVICE, cast_weights, install_autocast, on_meta_if
 from trainer.fakegpu.target import NEWEST, OLDEST, Target, installed_version
 
 NOTHING = """set_device init _lazy_init synchronize empty_cache set_rng_state manual_seed manual_seed_all seed seed_all
@@ -216,18 +216,11 @@ def patch_tensors() -> None:
     def is_on(kind: str) -> property:
         return property(lambda tensor: tensor.fake_device.type == kind)
 
-    by_context, empty = DeviceContext.__torch_function__, torch.empty
-
-    def in_context(context: Any, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        call = partial(by_context, context, func, types, args, kwargs)
-        return asking_for_meta(call) if context.device.type == "meta" else call()
-
-    def emptied(*args: Any, **options: Any) -> Tensor:
-        call = partial(empty, *args, **options)
-        return asking_for_meta(call) if str(options.get("device")) == "meta" else call()
-
-    patch(DeviceContext, __torch_function__=in_context)
-    patch(torch, empty=emptied)
+    by_context = on_meta_if(lambda context, *_: context.device.type == "meta", DeviceContext.__torch_function__)
+    patch(DeviceContext, __torch_function__=by_context)
+    for function in (torch.empty, torch.empty_like):
+        asked = on_meta_if(lambda *_, device=None, **__: str(device) == "meta", function)
+        patch(torch, **{function.__name__: asked})
     patch(fake_tensor, init_gpu_context=lambda device: None)  # torch 2.11 to 2.14 would open a real one
     patch(FakeTensor, is_cuda=is_on("cuda"), is_cpu=is_on("cpu"), is_meta=is_on("meta"))
     patch(torch._C._nn, _parse_to=_to(torch._C._nn._parse_to, moved=0))
@@ -260,11 +253,9 @@ def _to(move: Callable[..., Any], moved: int = 1) -> Callable[..., Any]:
         given = (part for where in args[moved : moved + 1] for part in placed(where))
         if "device" in options:
             (options["device"],) = placed(options["device"])
-        call = partial(move, *args[:moved], *given, *args[moved + 1 :], **options)
-        is_meta = "meta" in (str(options.get("device")), *map(str, args[moved : moved + 1]))
-        if is_meta and moved and isinstance(args[0], FakeTensor):  # C++ would return it unchanged: it is on meta there
-            call = partial(torch.empty_like, args[0], device="meta")
-        return asking_for_meta(call) if is_meta else call()
+        if moved and isinstance(args[0], FakeTensor) and "meta" in map(str, (*args[1:2], options.get("device"))):
+            return torch.empty_like(args[0], device="meta")  # C++ would return it unchanged: it is on meta there
+        return move(*args[:moved], *given, *args[moved + 1 :], **options)
 
     return to
 

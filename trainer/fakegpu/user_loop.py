@@ -469,8 +469,7 @@ def fake_gpu(
         interconnect: network between devices, as in ``trainer plan --interconnect``.
 
     Raises:
-        RecipeError: unknown card, version or interconnect, ``ranks`` that are no multiple of ``nodes``, or what cannot
-            be simulated, such as FSDP1 and messages between two ranks.
+        RecipeError: a wrong argument, or what cannot be simulated, such as FSDP1 and messages between two ranks.
         RunError: the block is in another such block, or this process has already used its GPU.
     """
     gpu = gpu_named(card) if isinstance(card, str) else card
