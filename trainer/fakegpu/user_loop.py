@@ -421,7 +421,8 @@ class FakeGPU:
         sent = ", ".join(f"{format_bytes(size)} by {op}" for op, size in self.traffic.items()) or "nothing"
         over = f"; {format_bytes(self.leaving)} leave its node over {self._tracer.target.network.name}"
         exposed = f"{self.exposed_ms or 0:,.1f} ms of the step wait for it"
-        return f"{self.rank} of {self.ranks} on {self.nodes} nodes sends {sent}{over * (self.nodes > 1)}; {exposed}"
+        where = f"{self.nodes} nodes" if self.nodes > 1 else "one node"
+        return f"{self.rank} of {self.ranks} on {where} sends {sent}{over * (self.nodes > 1)}; {exposed}"
 
     @property
     def _verdict(self) -> str:
