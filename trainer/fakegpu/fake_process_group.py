@@ -7,7 +7,7 @@ import os
 import re
 import sys
 from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed.rpc
@@ -50,30 +50,40 @@ def fake_ranks(ranks: int, nodes: int = 1) -> None:
 
 
 def simulate_ranks(cluster: Cluster, rank: int, is_launched: bool) -> None:
-    """Let this process be ``rank`` of the cluster for any code, until the simulated GPU ends.
-
-    ``init_process_group`` and ``new_group`` return groups of torch's fake backend. With ``is_launched``, the
-    environment has the variables of torchrun.
-    """
+    """Let this process be ``rank`` of the cluster for any code; with ``is_launched``, as torchrun starts it."""
+    ranks = cluster.devices
     if is_launched:
         _undo_stack.callback(os.environ.update, dict(os.environ))
         _undo_stack.callback(os.environ.clear)
-        os.environ.update(launcher_environment(cluster.devices, cluster.nodes, rank))
+        os.environ.update(launcher_environment(ranks, cluster.nodes, rank))
     if not torch.distributed.is_initialized():
         _undo_stack.callback(forget_process_group)
     patch(sys, excepthook=sys.excepthook)  # init_process_group replaces it
     own: dict[str, Any] = {name: _refusing(name, PIPELINES) for name in MESSAGES}
     own |= dict.fromkeys(("barrier", "monitored_barrier"), lambda *args, **options: None)
-    own |= {"all_gather_object": _all_gather_object, "gather_object": _gather_object}
+    own |= {"gather_object": lambda obj, objects=None, *_, **__: _all_gather_object(objects or [], obj)}
     own |= {"broadcast_object_list": _broadcast_object_list, "scatter_object_list": _scatter_object_list}
-    starts = _Starts(cluster, rank)
+    own["all_gather_object"] = _all_gather_object
+
+    def check(asked: int) -> None:
+        fix = f"plan with --devices {asked}, or ranks={asked} in fake_gpu"
+        require(asked == ranks, f"the script starts {asked} ranks, but {ranks} are planned: {fix}")
+
+    def rendezvous(url: Any, _: int = -1, world_size: int = -1, **options: Any) -> Iterator[Any]:
+        check(ranks if world_size == -1 else world_size)
+        yield FakeStore(), rank, ranks
+
+    def spawn(fn: Callable[..., Any], args: Any = (), nprocs: int = 1, *_: Any, **options: Any) -> None:
+        check(nprocs * cluster.nodes)
+        fn(rank % nprocs, *args)
+
     for module in (distributed_c10d, torch.distributed):
-        patch(module, rendezvous=starts.rendezvous, **own)
+        patch(module, rendezvous=rendezvous, **own)
     patch(distributed_c10d, _new_process_group_helper=_fake_group(distributed_c10d._new_process_group_helper))
     patch(torch.distributed.rpc, init_rpc=_refusing("init_rpc", "RPC is not simulated: use collectives"))
     patch(fsdp.FullyShardedDataParallel, __init__=_refusing("FullyShardedDataParallel", FSDP1))
     patch(DistributedDataParallel, __init__=_init_ddp)
-    patch(torch.multiprocessing, spawn=starts.spawn, start_processes=starts.spawn)
+    patch(torch.multiprocessing, spawn=spawn, start_processes=spawn)
 
 
 def _refusing(name: str, reason: str) -> Callable[..., Any]:
@@ -81,25 +91,6 @@ def _refusing(name: str, reason: str) -> Callable[..., Any]:
         raise RecipeError(f"{name}: {reason}")
 
     return refuse
-
-
-class _Starts(NamedTuple):
-    """What a script calls to start its ranks: only the traced one runs."""
-
-    cluster: Cluster
-    rank: int
-
-    def rendezvous(self, url: Any, rank: int = -1, world_size: int = -1, **options: Any) -> Iterator[Any]:
-        self._require(self.cluster.devices if world_size == -1 else world_size)
-        yield FakeStore(), self.rank, self.cluster.devices
-
-    def spawn(self, fn: Callable[..., Any], args: Any = (), nprocs: int = 1, *_: Any, **options: Any) -> None:
-        self._require(nprocs * self.cluster.nodes)
-        fn(self.rank % nprocs, *args)
-
-    def _require(self, asked: int) -> None:
-        planned, fix = self.cluster.devices, f"plan with --devices {asked}, or ranks={asked} in fake_gpu"
-        require(asked == planned, f"the script starts {asked} ranks, but {planned} are planned: {fix}")
 
 
 def _fake_group(make: Callable[..., Any]) -> Callable[..., Any]:
@@ -120,10 +111,6 @@ def _fake_group(make: Callable[..., Any]) -> Callable[..., Any]:
 
 def _all_gather_object(object_list: list[Any], obj: Any, group: Any = None) -> None:
     object_list[:] = [copy.deepcopy(obj) for _ in object_list]
-
-
-def _gather_object(obj: Any, object_gather_list: Any = None, *args: Any, **options: Any) -> None:
-    _all_gather_object([] if object_gather_list is None else object_gather_list, obj)
 
 
 def _broadcast_object_list(object_list: list[Any], src: Any = None, *args: Any, **options: Any) -> None:

@@ -153,11 +153,9 @@ class FakeGPUMode(FakeTensorMode):
 
     def _gather(self, outs: Any, inputs: Any) -> None:
         """Set the values that a rank receives: all ranks have the same."""
-        pairs = [(outs, inputs)] if isinstance(outs, Tensor) else zip(outs, inputs, strict=True)
-        for out, given in pairs:
-            if (value := self.value(given)) is None:
-                continue
-            for part in [out] if isinstance(out, Tensor) else out:
+        for out, given in [(outs, inputs)] if isinstance(outs, Tensor) else zip(outs, inputs, strict=True):
+            value: Any = self.value(given)
+            for part in tree_leaves(out) if value is not None else ():
                 with no_dispatch():
                     self.set_value(part, value.reshape(-1).repeat(part.numel() // given.numel()).view(part.shape))
 

@@ -67,7 +67,7 @@ class Script:
 def plan_script(script: Script) -> dict[str, Any]:
     """Return ``FakeGPU.to_json()`` with ``picture``, readable ``text`` and ``outlined``: the files that were missing.
 
-    Of several ranks, the first and the last are traced, and the result is that of the one which needs more memory.
+    The first and the last rank are traced. The result is that of the one which needs more memory.
     Raises a ``RecipeError`` if the script fails, takes no step, takes too long or needs a missing file.
     """
     last = check_cluster(script.devices or 1, script.nodes).devices - 1
@@ -159,8 +159,8 @@ def _trace(script: Script, end: Callable[[Callable[[], Any]], None], stopped: in
     if (card := gpu_named(script.gpu) if script.gpu else gpu_here()) is None:
         raise RecipeError(f"no GPU found: choose one with --gpu: {', '.join(sorted(GPUS))}")
     os.environ["CUDA_VISIBLE_DEVICES"] = ""  # from here on, the real GPU must not be used
-    on = {"nodes": script.nodes, "rank": script.rank, "interconnect": script.interconnect}
-    with fake_gpu(card, ranks=script.devices, **on) as gpu:  # type: ignore[arg-type]
+    on: Any = {"nodes": script.nodes, "rank": script.rank, "interconnect": script.interconnect}
+    with fake_gpu(card, ranks=script.devices, **on) as gpu:
         gpu.capacity = budget_bytes(script.budget, card, gpu.ranks)
         cut = reduced_budget_note(script.budget, card, gpu.ranks)
 

@@ -283,11 +283,11 @@ def patch_cuda(target: Target, ranks: int) -> None:
     restore = torch.set_rng_state
     for module in (torch, torch.random):
         patch(module, set_rng_state=lambda state: None if isinstance(state, FakeTensor) else restore(state))
-    quiet = ("setDeviceIndex", "synchronizeDevice", "setStream", "maybeExchangeDevice")
-    index: dict[str, Any] = {f"_accelerator_{name}": _nothing for name in quiet}
-    index |= dict.fromkeys(("_accelerator_getDeviceIndex", "_accelerator_exchangeDevice"), lambda *args: 0)
-    index |= dict.fromkeys(("_get_accelerator", "_accelerator_getAccelerator"), lambda *args: torch.device("cuda"))
-    patch(torch._C, **index, _accelerator_getStream=lambda *args: FakeStream.current)
+    says = dict.fromkeys(("setDeviceIndex", "synchronizeDevice", "setStream", "maybeExchangeDevice"))
+    says |= {"getDeviceIndex": 0, "exchangeDevice": 0, "getAccelerator": torch.device("cuda")}
+    answers = {f"_accelerator_{name}": lambda *_, said=said: said for name, said in says.items()}
+    answers |= {"_get_accelerator": answers["_accelerator_getAccelerator"]}
+    patch(torch._C, **answers, _accelerator_getStream=lambda *_: FakeStream.current)
 
 
 def patch_updates() -> None:
@@ -341,14 +341,11 @@ def patch_libraries(launch: Callable[..., None]) -> None:
 
 
 def patch_fsdp(version: tuple[int, int]) -> None:
-    """Let FSDP2 accept parameters on meta, and cut off only the shard that is used: 512 fake ones would be slow.
-
-    Before torch 2.8, the outermost module kept its weights after forward, also with ``reshard_after_forward=True``
-    (github.com/pytorch/pytorch/pull/154704).
-    """
+    """Let FSDP2 accept parameters on meta, and cut off only the shard that is used: 512 fake ones would be slow."""
     init = FSDPState.init
 
     def kept(state: Any, modules: Any, device: Any, policy: Any, is_automatic: bool) -> None:
+        # Torch before 2.8 always kept the weights of the outermost module (pytorch/pytorch pull 154704).
         init(state, modules, device, policy, is_automatic or version < (2, 8))
 
     patch(FSDPState, init=kept)

@@ -420,9 +420,8 @@ class FakeGPU:
     def _collectives(self) -> str:
         sent = ", ".join(f"{format_bytes(size)} by {op}" for op, size in self.traffic.items()) or "nothing"
         over = f"; {format_bytes(self.leaving)} leave its node over {self._tracer.target.network.name}"
-        exposed = f"{self.exposed_ms or 0:,.1f} ms of the step wait for it"
-        where = f"{self.nodes} nodes" if self.nodes > 1 else "one node"
-        return f"{self.rank} of {self.ranks} on {where} sends {sent}{over * (self.nodes > 1)}; {exposed}"
+        on = (f"on {self.nodes} nodes" if self.nodes > 1 else "on one node") + f" sends {sent}{over * (self.nodes > 1)}"
+        return f"{self.rank} of {self.ranks} {on}; {self.exposed_ms or 0:,.1f} ms of the step wait for it"
 
     @property
     def _verdict(self) -> str:
@@ -464,8 +463,8 @@ def fake_gpu(
     Args:
         card: a name such as ``"a100-80gb"``; an error lists all names.
         torch_version: the version, such as ``"2.6"``, whose kernels the card would run; default: the installed one.
-        ranks: number of processes, with one such card each, as if torchrun had started them; default: one, without it.
-        nodes: number of machines, with equally many ranks each.
+        ranks: number of processes that torchrun starts, with one such card each, on ``nodes``; default: no torchrun.
+        nodes: number of machines.
         rank: the rank that the block is. The others are simulated: they do the same.
         interconnect: network between devices, as in ``trainer plan --interconnect``.
 
