@@ -75,4 +75,4 @@ def test_the_kind_of_a_loop(loop, kind):
 
 
 def test_the_line_names_sources_and_the_worst_errors():
-    assert expected_error("FSDP2") == "2 published peaks like this (FSDP2, 1 source): -3.6 to -2.7 %, half within 3.1 %"
+    assert expected_error("FSDP2") == "2 published peaks like this (FSDP2, 1 source): -3.6 to -2.7 %, half within 3.2 %"
