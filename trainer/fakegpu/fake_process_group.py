@@ -20,7 +20,7 @@ from torch.utils._pytree import tree_map_only
 from trainer.errors import RecipeError, require
 from trainer.fakegpu.mode import GPU_DEVICE
 from trainer.fakegpu.network import Cluster
-from trainer.fakegpu.torch_patches import _undo_stack, patch
+from trainer.fakegpu.torch_patches import _nothing, _undo_stack, patch
 
 MIB = 2**20
 FIRST_BUCKET, BUCKET = 1 * MIB, 25 * MIB  # sizes at which DDP closes its first bucket of gradients, and later ones
@@ -60,10 +60,9 @@ def simulate_ranks(cluster: Cluster, rank: int, is_launched: bool) -> None:
         _undo_stack.callback(forget_process_group)
     patch(sys, excepthook=sys.excepthook)  # init_process_group replaces it
     own: dict[str, Any] = {name: _refusing(name, PIPELINES) for name in MESSAGES}
-    own |= dict.fromkeys(("barrier", "monitored_barrier"), lambda *args, **options: None)
+    own |= dict.fromkeys(("barrier", "monitored_barrier"), _nothing) | {"all_gather_object": _all_gather_object}
     own |= {"gather_object": lambda obj, objects=None, *_, **__: _all_gather_object(objects or [], obj)}
     own |= {"broadcast_object_list": _broadcast_object_list, "scatter_object_list": _scatter_object_list}
-    own["all_gather_object"] = _all_gather_object
 
     def check(asked: int) -> None:
         fix = f"plan with --devices {asked}, or ranks={asked} in fake_gpu"
@@ -80,6 +79,7 @@ def simulate_ranks(cluster: Cluster, rank: int, is_launched: bool) -> None:
     for module in (distributed_c10d, torch.distributed):
         patch(module, rendezvous=rendezvous, **own)
     patch(distributed_c10d, _new_process_group_helper=_fake_group(distributed_c10d._new_process_group_helper))
+    patch(torch.cuda.nccl, version=lambda: (2, 27, 5))  # for the log of collectives, on a CPU build of torch
     patch(torch.distributed.rpc, init_rpc=_refusing("init_rpc", "RPC is not simulated: use collectives"))
     patch(fsdp.FullyShardedDataParallel, __init__=_refusing("FullyShardedDataParallel", FSDP1))
     patch(DistributedDataParallel, __init__=_init_ddp)

@@ -124,8 +124,9 @@ class FakeGPUMode(FakeTensorMode):
         if func.namespace == "aten" and func.__name__.startswith("_fused_") and not func._schema.returns:
             self._forget(func, args)
             return None  # a fused optimizer works in place; some have no kernel for fake tensors
-        if func is torch.ops.c10d.allreduce_.default and ReduceOp.unbox(args[2]) == ReduceOp.SUM:
-            for tensor in args[0]:
+        if func is torch.ops.c10d.allreduce_.default:
+            op = ReduceOp.unbox(args[2]) if hasattr(ReduceOp, "unbox") else args[2].op()  # before torch 2.15
+            for tensor in args[0] if op == ReduceOp.SUM else ():
                 if (value := self.value(tensor)) is not None:
                     self.set_value(tensor, value * ProcessGroup.unbox(args[1]).size())
         if func is torch.ops.c10d.allreduce_coalesced_.default:  # torch has no meta kernel for it
