@@ -29,7 +29,8 @@ PRINTS = {  # what an example must print
     "A smaller budget": [r"0.5 GB: fits False", r"2 GB: fits True, releases of the cache: 0"],
     "A compiled loop": [r"compiled \['torch.compile is not simulated"],
     "A model of transformers without its weights": [r"frozen False: .* eager", r"frozen True: .* adapters"],
-    "DDP": [r"4 ranks card"],
+    "DDP": [r"\{'all_reduce': \d+\} card", r"rank      0 of 4 on one node sends 125 MB by all_reduce"],
+    "FSDP2": [r"8 GPUs: 1.\d\d GB, \d+ ms, \d+ MB sent\n64 GPUs: \d.\d\d GB, \d+ ms"],
 }
 
 

@@ -20,8 +20,9 @@ aten = torch.ops.aten
 
 def install_kernels(library: torch.library.Library, attention: AttentionRules) -> None:
     """Register aten's attention, dropout and device moves in ``library``."""
-    library.impl("scaled_dot_product_attention", attend(attention), "AutogradCUDA")
-    library.impl("dropout", dropout, "AutogradCUDA")
+    for key in ("AutogradCUDA", "AutogradMeta"):  # C++ sees a DTensor on meta
+        library.impl("scaled_dot_product_attention", attend(attention), key)
+        library.impl("dropout", dropout, key)
     library.impl("_pad_packed_sequence", pad_packed_sequence, "AutogradCUDA")
     for key in ("AutogradCUDA", "AutogradCPU"):
         library.impl("to.dtype_layout", to_dtype_layout, key)

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses import fake_tensor
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.distributed import ProcessGroup, ReduceOp
 from torch.utils._mode_utils import no_dispatch
 from torch.utils._pytree import tree_leaves, tree_map
 
@@ -33,6 +34,7 @@ ABSORBING = {aten.bitwise_or.Tensor: True, aten.logical_or.default: True}
 ABSORBING |= {aten.bitwise_and.Tensor: False, aten.logical_and.default: False}
 """The operand value that determines the result of an operation regardless of the other operand."""
 ALL = {aten.all.default, aten._is_all_true.default}  # usually validity checks, which should hold
+GATHERED = {torch.ops.c10d.allgather_.default, torch.ops.c10d._allgather_base_.default}
 WRITTEN_WHOLE = {aten.copy_.default, aten.zero_.default, aten.fill_.Scalar, aten.fill_.Tensor}
 BUILT_IN = {"aten", "prims", "quantized", "torchvision"}  # namespaces whose CPU kernels are safe to run
 
@@ -116,16 +118,17 @@ class FakeGPUMode(FakeTensorMode):
         if not isinstance(func, torch._ops.OpOverload):  # such as flex attention
             return super().dispatch(func, types, args, kwargs)
         pinned = bool(kwargs) and _is_pinned(func, args, kwargs)
-        kwargs = _on_a_device(func, kwargs) if kwargs else {}
+        kwargs = _on_a_device(func, args, kwargs) if kwargs else {}
         if func is aten._local_scalar_dense.default:
             return self.read(args[0]).item()
         if func.namespace == "aten" and func.__name__.startswith("_fused_") and not func._schema.returns:
             self._forget(func, args)
             return None  # a fused optimizer works in place; some have no kernel for fake tensors
         if func is torch.ops.c10d.allreduce_.default:
-            for tensor in args[0]:
+            op = ReduceOp.unbox(args[2]) if hasattr(ReduceOp, "unbox") else args[2].op()  # before torch 2.15
+            for tensor in args[0] if op == ReduceOp.SUM else ():
                 if (value := self.value(tensor)) is not None:
-                    self.set_value(tensor, value * self.ranks)
+                    self.set_value(tensor, value * ProcessGroup.unbox(args[1]).size())
         if func is torch.ops.c10d.allreduce_coalesced_.default:  # torch has no meta kernel for it
             out = super().dispatch(torch.ops.c10d.allreduce_.default, types, (*args[:3], None, *args[3:]), kwargs)
             return out[1]
@@ -145,7 +148,17 @@ class FakeGPUMode(FakeTensorMode):
         if pinned:
             self.pinned.add(out.untyped_storage())
         self._learn(func, args, kwargs, out)
+        if func in GATHERED:
+            self._gather(*args[:2])
         return out
+
+    def _gather(self, outs: Any, inputs: Any) -> None:
+        """Set the values that a rank receives: all ranks have the same."""
+        for out, given in [(outs, inputs)] if isinstance(outs, Tensor) else zip(outs, inputs, strict=True):
+            value: Any = self.value(given)
+            for part in tree_leaves(out) if value is not None else ():
+                with no_dispatch():
+                    self.set_value(part, value.reshape(-1).repeat(part.numel() // given.numel()).view(part.shape))
 
     def _sized(self, func: Any, tensor: Any, mask: Any) -> Any:
         """Return the result of an operation whose shape depends on an unknown mask, as if all elements are selected."""
@@ -263,13 +276,33 @@ def _is_pinned(func: Any, args: Any, kwargs: dict[str, Any]) -> bool:
     return bool(kwargs.get("pin_memory"))
 
 
-def _on_a_device(func: Any, kwargs: dict[str, Any]) -> dict[str, Any]:
-    """Replace the device meta, which C++ sees for simulated tensors, by the GPU; drop ``pin_memory``, which needs one.
+_meta_calls = 0  # number of active calls that ask for the device meta
+
+
+def on_meta_if(asks: Callable[..., bool], call: Callable[..., Any]) -> Callable[..., Any]:
+    """Wrap ``call``: if ``asks`` of its arguments is true, Python asks for meta, where tensors have no memory."""
+
+    def wrapped(*args: Any, **options: Any) -> Any:
+        global _meta_calls
+        asked = asks(*args, **options)
+        _meta_calls += asked
+        try:
+            return call(*args, **options)
+        finally:
+            _meta_calls -= asked
+
+    return wrapped
+
+
+def _on_a_device(func: Any, args: Any, kwargs: dict[str, Any]) -> dict[str, Any]:
+    """Replace the device meta, which C++ sees for simulated tensors, by the GPU, and other GPUs by the simulated one.
 
     A scalar that C++ creates for ``torch.where`` stays on the host: it can be combined with tensors of both devices.
+    ``pin_memory``, which needs a GPU, is dropped.
     """
-    device = kwargs.get("device")
-    if device is not None and torch.device(device).type == "meta":
+    kind = "" if kwargs.get("device") is None else torch.device(kwargs["device"]).type
+    like_meta = _meta_calls or (args and isinstance(args[0], FakeTensor) and args[0].fake_device.type == "meta")
+    if kind == "cuda" or (kind == "meta" and not like_meta):
         kwargs = {**kwargs, "device": "cpu" if func is aten.scalar_tensor.default else GPU_DEVICE}
     return {**kwargs, "pin_memory": False} if kwargs.get("pin_memory") else kwargs
 

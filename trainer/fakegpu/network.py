@@ -26,6 +26,7 @@ TCP = 0.6
 TREE = 0.9  # bandwidth of a tree relative to a ring
 DEFAULT_NETWORKS = "25gbe,100gbe,8x-ib-hdr"  # interconnects that are compared by default
 DEFAULT_NETWORK = "ib-hdr"  # default interconnect of a single plan
+MAX_RANKS = 16_384  # ranks of a loop or a script: torch's process groups list their members
 
 
 @dataclass(frozen=True)
@@ -170,6 +171,15 @@ class Cluster:
         ranks, here = ranks or self.devices, self.devices // self.nodes
         on_nodes = max(1, min(ranks, ranks * stride // here))
         return RankGroup(ranks, on_nodes, concurrent_groups=max(1, here * on_nodes // ranks))
+
+
+def check_cluster(ranks: int, nodes: int, rank: int = 0) -> Cluster:
+    """Return the cluster of a loop or a script; a ``RecipeError`` reports numbers that cannot be simulated."""
+    require(1 <= ranks <= MAX_RANKS, f"{ranks} ranks (devices) cannot be simulated: give 1 to {MAX_RANKS:,}")
+    divides = nodes >= 1 and ranks % nodes == 0
+    require(divides, f"{ranks} ranks (devices) on {nodes} nodes: the ranks must be a multiple of the nodes")
+    require(0 <= rank < ranks, f"rank={rank} must be from 0 to {ranks - 1}, one of {ranks} ranks")
+    return Cluster(ranks, nodes)
 
 
 def clusters(devices: Sequence[int], nodes: Sequence[int] | None, per_node: int | None) -> list[Cluster]:

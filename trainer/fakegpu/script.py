@@ -15,7 +15,8 @@ import sys
 import sysconfig
 import traceback
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass, field, replace
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -23,8 +24,10 @@ from tempfile import TemporaryFile
 from typing import Any
 
 from trainer.errors import RecipeError, require, safe_message
+from trainer.fakegpu.network import DEFAULT_NETWORK, check_cluster
 from trainer.system.child_jobs import innermost_user_frame
 from trainer.system.processes import ProcessSession, python_command
+from trainer.system.text import wrapped
 
 START = "from trainer.fakegpu.script import child_main; child_main()"
 LOG = "script.log"
@@ -50,18 +53,40 @@ class Script:
     configs: Mapping[str, str] = field(default_factory=dict)  # this and the next two: see ``MissingFilePatches``
     columns: str = ""
     rows: int = 1000
+    devices: int | None = None  # number of ranks, as torchrun starts them; by default one, without torchrun
+    nodes: int = 1
+    interconnect: str = DEFAULT_NETWORK
+    rank: int = 0  # the rank that is traced
 
     @property
     def log(self) -> Path:
-        """The file with the script's output."""
-        return Path(self.out, LOG)
+        """The file with the output of the script."""
+        return Path(self.out, f"rank{self.rank}.log" if self.rank else LOG)
 
 
 def plan_script(script: Script) -> dict[str, Any]:
     """Return ``FakeGPU.to_json()`` with ``picture``, readable ``text`` and ``outlined``: the files that were missing.
 
+    The first and the last rank are traced. The result is that of the one which needs more memory.
     Raises a ``RecipeError`` if the script fails, takes no step, takes too long or needs a missing file.
     """
+    last = check_cluster(script.devices or 1, script.nodes).devices - 1
+    if not last:
+        return _plan_rank(script)
+    with ThreadPoolExecutor(2) as pool:
+        jobs = {rank: pool.submit(_plan_rank, replace(script, rank=rank)) for rank in (0, last)}
+        found, failed = {0: jobs[0].result()}, ""
+        try:
+            found[last] = jobs[last].result()
+        except RecipeError as error:
+            failed = f"; rank {last} was not: {error}"
+    peaks = {rank: {size: one[size] for size in ("reserved_gb", "allocated_gb")} for rank, one in found.items()}
+    line = "; ".join(f"rank {rank}: {one['reserved_gb']:.3f} GB reserved" for rank, one in peaks.items()) + failed
+    worst = max(found.values(), key=lambda one: (one["reserved_gb"], one["allocated_gb"]))
+    return worst | {"text": f"{worst['text']}\n{wrapped(f'traced    {line}', ' ' * 10)}", "traced_ranks": peaks}
+
+
+def _plan_rank(script: Script) -> dict[str, Any]:
     ours, theirs = Pipe(duplex=False)
     environment = {name: text for name, text in os.environ.items() if not LAUNCHED.fullmatch(name)}
     with script.log.open("wb") as log, TemporaryFile() as stopped:
@@ -134,8 +159,10 @@ def _trace(script: Script, end: Callable[[Callable[[], Any]], None], stopped: in
     if (card := gpu_named(script.gpu) if script.gpu else gpu_here()) is None:
         raise RecipeError(f"no GPU found: choose one with --gpu: {', '.join(sorted(GPUS))}")
     os.environ["CUDA_VISIBLE_DEVICES"] = ""  # from here on, the real GPU must not be used
-    with fake_gpu(card) as gpu:
-        gpu.capacity, cut = budget_bytes(script.budget, card, 1), reduced_budget_note(script.budget, card, 1)
+    on: Any = {"nodes": script.nodes, "rank": script.rank, "interconnect": script.interconnect}
+    with fake_gpu(card, ranks=script.devices, **on) as gpu:
+        gpu.capacity = budget_bytes(script.budget, card, gpu.ranks)
+        cut = reduced_budget_note(script.budget, card, gpu.ranks)
 
         def result(ended: bool = False) -> Any:
             sys.modules.update(ours)

@@ -174,6 +174,9 @@ class MissingFilePatches(MetaPathFinder):
         def from_pretrained(cls: Any, name: Any, *args: Any, config: Any = None, **options: Any) -> Any:
             quantised = any(options.pop(key, 0) for key in ("quantization_config", "load_in_4bit", "load_in_8bit"))
             require(not quantised, f"{name} with quantised weights cannot be planned yet: leave the quantization out")
+            sharded = [key for key in ("tp_plan", "tp_size", "distributed_config") if options.pop(key, None)]
+            require(not sharded, f"{name} with {', '.join(sharded)}: transformers' own parallelism is not simulated")
+            options.pop("device_mesh", None)
             place, informed = options.pop("device_map", None), options.pop("output_loading_info", False)
             dtype = options.pop("dtype", options.pop("torch_dtype", "auto"))
             if not isinstance(config, module.PreTrainedConfig):

@@ -12,7 +12,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from copy import copy
-from functools import wraps
+from functools import partial, wraps
 from types import SimpleNamespace
 from typing import Any, ClassVar
 
@@ -28,12 +28,13 @@ from torch.cuda.amp import common as cuda_amp
 from torch.distributed import device_mesh
 from torch.distributed.fsdp._fully_shard import _fsdp_collectives, _fsdp_param
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
+from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._sharding_prop import ShardingPropagator
 from torch.nn.utils import clip_grad
 from torch.optim import optimizer as optimizers
 from torch.utils import _foreach_utils
-from torch.utils._device import _device_constructors
+from torch.utils._device import DeviceContext, _device_constructors
 from torch.utils._mode_utils import no_dispatch
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils.data import DataLoader
@@ -41,7 +42,7 @@ from torch.utils.data.dataloader import _SingleProcessDataLoaderIter
 
 from trainer.errors import RunError
 from trainer.fakegpu.kernels import install_kernels
-from trainer.fakegpu.mode import GPU_DEVICE, cast_weights, install_autocast
+from trainer.fakegpu.mode import GPU_DEVICE, cast_weights, install_autocast, on_meta_if
 from trainer.fakegpu.target import NEWEST, OLDEST, Target, installed_version
 
 NOTHING = """set_device init _lazy_init synchronize empty_cache set_rng_state manual_seed manual_seed_all seed seed_all
@@ -105,7 +106,7 @@ def _install(library: torch.library.Library, target: Target, ranks: int) -> list
     patch_tensors()
     patch_cuda(target, ranks)
     patch_updates()
-    patch_fsdp()
+    patch_fsdp(target.version)
     with warnings.catch_warnings():  # torch warns about replaced kernels
         warnings.simplefilter("ignore")
         patch(torch, clear_autocast_cache=torch.clear_autocast_cache)  # so that its replacement below is undone
@@ -132,7 +133,7 @@ def _apply(module: nn.Module, change: Callable[[Tensor], Tensor], recurse: bool 
             continue
         with torch.no_grad():
             changed = change(parameter)
-        if isinstance(parameter, FakeTensor) and changed is not parameter:
+        if isinstance(parameter, FakeTensor) and changed is not parameter and parameter.is_meta == changed.is_meta:
             parameter.data = changed
         elif changed is not parameter:
             module._parameters[name] = nn.Parameter(changed, parameter.requires_grad)
@@ -215,6 +216,11 @@ def patch_tensors() -> None:
     def is_on(kind: str) -> property:
         return property(lambda tensor: tensor.fake_device.type == kind)
 
+    by_context = on_meta_if(lambda context, *_: context.device.type == "meta", DeviceContext.__torch_function__)
+    patch(DeviceContext, __torch_function__=by_context)
+    for function in (torch.empty, torch.empty_like):
+        asked = on_meta_if(lambda *_, device=None, **__: str(device) == "meta", function)
+        patch(torch, **{function.__name__: asked})
     patch(fake_tensor, init_gpu_context=lambda device: None)  # torch 2.11 to 2.14 would open a real one
     patch(FakeTensor, is_cuda=is_on("cuda"), is_cpu=is_on("cpu"), is_meta=is_on("meta"))
     patch(torch._C._nn, _parse_to=_to(torch._C._nn._parse_to, moved=0))
@@ -247,6 +253,8 @@ def _to(move: Callable[..., Any], moved: int = 1) -> Callable[..., Any]:
         given = (part for where in args[moved : moved + 1] for part in placed(where))
         if "device" in options:
             (options["device"],) = placed(options["device"])
+        if moved and isinstance(args[0], FakeTensor) and "meta" in map(str, (*args[1:2], options.get("device"))):
+            return torch.empty_like(args[0], device="meta")  # C++ would return it unchanged: it is on meta there
         return move(*args[:moved], *given, *args[moved + 1 :], **options)
 
     return to
@@ -272,6 +280,14 @@ def patch_cuda(target: Target, ranks: int) -> None:
     for module in (torch.cuda, torch.cuda.memory, torch.cuda.random):
         patch(module, **answers)
     patch(torch, Generator=FakeGenerator)
+    restore = torch.set_rng_state
+    for module in (torch, torch.random):
+        patch(module, set_rng_state=lambda state: None if isinstance(state, FakeTensor) else restore(state))
+    says = dict.fromkeys(("setDeviceIndex", "synchronizeDevice", "setStream", "maybeExchangeDevice"))
+    says |= {"getDeviceIndex": 0, "exchangeDevice": 0, "getAccelerator": torch.device("cuda")}
+    answers = {f"_accelerator_{name}": lambda *_, said=said: said for name, said in says.items()}
+    answers |= {"_get_accelerator": answers["_accelerator_getAccelerator"]}
+    patch(torch._C, **answers, _accelerator_getStream=lambda *_: FakeStream.current)
 
 
 def patch_updates() -> None:
@@ -324,15 +340,30 @@ def patch_libraries(launch: Callable[..., None]) -> None:
     patch(getattr(jit, "JITFunction", None), run=lambda *args, **options: launch(*args, **options))
 
 
-def patch_fsdp() -> None:
-    """Let FSDP2 accept parameters on meta, and cut off only the first shard: 512 fake shards would be slow."""
+def patch_fsdp(version: tuple[int, int]) -> None:
+    """Let FSDP2 accept parameters on meta, and cut off only the shard that is used: 512 fake ones would be slow."""
+    init = FSDPState.init
 
-    def first_shard(tensor: Tensor, ranks: int, dim: int) -> list[Tensor]:
-        return [tensor.narrow(dim, 0, -(-tensor.size(dim) // ranks))]
+    def kept(state: Any, modules: Any, device: Any, policy: Any, is_automatic: bool) -> None:
+        # Torch before 2.8 always kept the weights of the outermost module (pytorch/pytorch pull 154704).
+        init(state, modules, device, policy, is_automatic or version < (2, 8))
 
-    patch(_fsdp_param, _chunk_with_empty=first_shard)
+    patch(FSDPState, init=kept)
+    patch(_fsdp_param, _chunk_with_empty=Shards)
     patch(FSDPParamGroup, _validate_no_meta_params=lambda group: None)
     patch(_fsdp_collectives, record_grad_output_stream=lambda *args: None)
+
+
+class Shards:
+    """The shards of a tensor by rank, each cut off when it is asked for."""
+
+    def __init__(self, tensor: Tensor, ranks: int, dim: int) -> None:
+        self.rows = partial(tensor.narrow, dim)
+        self.all, self.size = tensor.size(dim), -(-tensor.size(dim) // ranks)
+
+    def __getitem__(self, rank: int) -> Tensor:
+        start = min(rank * self.size, self.all)
+        return self.rows(start, min(self.size, self.all - start))
 
 
 def patch_ranks() -> None:
@@ -419,6 +450,9 @@ class FakeGenerator(torch.Generator):
         made = super().__new__(cls)
         made.device = torch.device(device)
         return made
+
+    def set_state(self, state: Tensor) -> Any:  # another rank's state, whose numbers are not known
+        return self if isinstance(state, FakeTensor) else super().set_state(state)
 
 
 class FakeEvent:

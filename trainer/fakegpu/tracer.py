@@ -102,7 +102,7 @@ class Tracer(TorchDispatchMode):
 
     def watch(self, tensor: Any, op: str) -> None:
         """Record the storage of ``tensor`` if it is new or its size has changed."""
-        if not isinstance(tensor, FakeTensor):
+        if not isinstance(tensor, FakeTensor) or tensor.fake_device.type == "meta":
             return
         if tensor.layout is torch.sparse_coo:
             for part in constituent_tensors(tensor):

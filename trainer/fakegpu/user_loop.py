@@ -20,14 +20,15 @@ from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_leaves
 from torch.utils.weak import WeakIdKeyDictionary
 
-from trainer.errors import RecipeError, RunError
+from trainer.errors import RecipeError, RunError, require
 from trainer.fakegpu.allocator import AllocatorSettings, Block, CachingAllocator
-from trainer.fakegpu.cost import cost_of
+from trainer.fakegpu.cost import cost_of, traffic_of
 from trainer.fakegpu.events import EMPTY_CACHE, Category, Event
 from trainer.fakegpu.expected_error import expected_error, kind_of_loop
+from trainer.fakegpu.fake_process_group import TracedDDP, simulate_ranks
 from trainer.fakegpu.gpus import GPU, gpu_named, usable_memory
 from trainer.fakegpu.mode import FakeGPUMode
-from trainer.fakegpu.network import DEFAULT_NETWORK, Cluster, interconnects
+from trainer.fakegpu.network import DEFAULT_NETWORK, Cluster, check_cluster, interconnects
 from trainer.fakegpu.peaks import (
     LARGEST,
     PhasePeak,
@@ -45,6 +46,7 @@ from trainer.fakegpu.torch_patches import _undo_stack, patch, patch_libraries
 from trainer.fakegpu.tracer import Tracer, constituent_tensors, tracing
 from trainer.system.text import format_bytes, wrapped
 
+ALONE = Cluster(1, 1)
 NOT_COMPILED = "torch.compile is not simulated: fused operations usually need less memory and time"
 draw: Callable[[dict[str, Any], int, str, Path], None] | None = None
 """The function that :meth:`FakeGPU.plot` calls with :attr:`FakeGPU.picture`. ``trainer.planner`` registers it."""
@@ -228,6 +230,8 @@ class UserLoopTracer(Tracer):
         for part, name in self._names.items():
             if isinstance(part, nn.Parameter) and part.grad is not None:
                 self._set_category(part.grad, "gradients", f"gradient of {name}")
+            for bucket in part.buckets if isinstance(part, TracedDDP) else ():
+                self._set_category(bucket, "gradients", "bucket of DDP")
 
     def _set_category(self, tensor: Any, category: Category, name: str) -> None:
         """Set category and name of the memory of ``tensor``, replacing an earlier guess."""
@@ -298,12 +302,16 @@ class FakeGPU:
     phases: dict[str, PhasePeak]  # peaks within init, forward, backward, step, evaluation and other
     steps: int  # number of optimizer steps
     step_ms: float | None  # estimated GPU time of the last step; ``None`` without a step
+    traffic: dict[str, int]  # bytes that the rank sends in the last step, by collective
+    leaving: int  # bytes that its node sends to other nodes in the last step
+    exposed_ms: float | None  # part of ``step_ms`` in which nothing overlaps the collectives
     kind: str  # eager, adapters, compiled, FSDP2 or old torch: the kind of published peaks to compare with
     notes: list[str]  # limits of the prediction
     timeline: dict[str, Any]  # data for a plot
 
-    def __init__(self, tracer: UserLoopTracer) -> None:
-        self.card, self.capacity = tracer.target.gpu, usable_memory(tracer.target.gpu, 1)
+    def __init__(self, tracer: UserLoopTracer, cluster: Cluster = ALONE, rank: int = 0) -> None:
+        self.card, self.capacity = tracer.target.gpu, usable_memory(tracer.target.gpu, cluster.devices)
+        self.ranks, self.nodes, self.rank = cluster.devices, cluster.nodes, rank
         self._tracer, self._found = tracer, ((-1, -1, -1), dict[str, Any]())
 
     def __getattr__(self, name: str) -> Any:  # the results are computed on access
@@ -322,11 +330,12 @@ class FakeGPU:
     def _statistics(self) -> dict[str, Any]:
         tracer = self._tracer
         tracer.mark_batches()
-        target, trace, step_ms = tracer.target, tracer.trace, None
-        memory = replay(trace, tracer.settings)
+        target, trace, cluster = tracer.target, tracer.trace, Cluster(self.ranks, self.nodes)
+        memory, cost = replay(trace, tracer.settings), None
+        last = dataclasses.replace(trace, work=trace.work[slice(*tracer.step_work)])
         if tracer.steps:
-            last = dataclasses.replace(trace, work=trace.work[slice(*tracer.step_work)])
-            step_ms = cost_of(last, target, Cluster(1, 1), interconnects(DEFAULT_NETWORK, target.gpu)[0]).step_ms
+            cost = cost_of(last, target, cluster, target.network)
+        sent, leaving = traffic_of(last, cluster)
         notes = list(trace.notes)
         if not memory.peak_allocated:
             notes.append('no tensor is on the GPU: move the model and the batches with .to("cuda")')
@@ -342,7 +351,10 @@ class FakeGPU:
             "peak_phase": memory.allocated_phase or "init",
             "phases": memory.phases,
             "steps": tracer.steps,
-            "step_ms": step_ms,
+            "step_ms": cost and cost.step_ms,
+            "exposed_ms": cost and cost.exposed_ms,
+            "traffic": {op: int(size) for op, size in sent.items()},
+            "leaving": int(leaving),
             "kind": tracer.kind(),
             "notes": notes,
             "timeline": timeline_of(memory, trace),
@@ -393,9 +405,23 @@ class FakeGPU:
             **{name: getattr(self, name) for name in ("fits", "retries", "steps", "step_ms", "peak_phase", "notes")},
             **peaks_to_json(sizes, peaks, self.categories),
             "largest": largest,
+            "ranks": self._ranks_to_json(),
             "kind": self.kind,
             "expected_error": expected_error(self.kind),
         }
+
+    def _ranks_to_json(self) -> dict[str, Any]:
+        named = {name: getattr(self, name) for name in ("ranks", "nodes", "rank", "exposed_ms")}
+        sent = {op: in_gb(size) for op, size in self.traffic.items()}
+        network = self._tracer.target.network.name
+        return named | {"interconnect": network, "sent_gb": sent, "leaving_a_node_gb": in_gb(self.leaving)}
+
+    @property
+    def _collectives(self) -> str:
+        sent = ", ".join(f"{format_bytes(size)} by {op}" for op, size in self.traffic.items()) or "nothing"
+        over = f"; {format_bytes(self.leaving)} leave its node over {self._tracer.target.network.name}"
+        on = (f"on {self.nodes} nodes" if self.nodes > 1 else "on one node") + f" sends {sent}{over * (self.nodes > 1)}"
+        return f"{self.rank} of {self.ranks} {on}; {self.exposed_ms or 0:,.1f} ms of the step wait for it"
 
     @property
     def _verdict(self) -> str:
@@ -412,6 +438,7 @@ class FakeGPU:
             "largest": largest or "nothing",
             "host": format_bytes(self.host),
             "step": "no step was taken" if self.step_ms is None else f"{self.step_ms:,.1f} ms, estimated",
+            **({"rank": self._collectives} if self.ranks > 1 else {}),
             "error": expected_error(self.kind),
             "notes": "; ".join(self.notes) or "none",
         }
@@ -419,18 +446,30 @@ class FakeGPU:
 
 
 @contextmanager
-def fake_gpu(card: str | GPU, *, torch_version: str | None = None) -> Iterator[FakeGPU]:
+def fake_gpu(
+    card: str | GPU,
+    *,
+    torch_version: str | None = None,
+    ranks: int | None = None,
+    nodes: int = 1,
+    rank: int = 0,
+    interconnect: str = DEFAULT_NETWORK,
+) -> Iterator[FakeGPU]:
     """Simulate a GPU in the block and predict what the block would need on the real card, without weights.
 
     Tensors and modules that are created or moved in the block have no data and cannot be used after it. Data loaders
-    stay real. Reading a floating-point value returns 1. Nothing is compiled, and memory is unlimited.
+    stay real. Reading a floating-point value returns the number of ranks. Nothing is compiled, and memory is unlimited.
 
     Args:
         card: a name such as ``"a100-80gb"``; an error lists all names.
         torch_version: the version, such as ``"2.6"``, whose kernels the card would run; default: the installed one.
+        ranks: number of processes that torchrun starts, with one such card each, on ``nodes``; default: no torchrun.
+        nodes: number of machines.
+        rank: the rank that the block is. The others are simulated: they do the same.
+        interconnect: network between devices, as in ``trainer plan --interconnect``.
 
     Raises:
-        RecipeError: unknown card or version.
+        RecipeError: a wrong argument, or what cannot be simulated, such as FSDP1 and messages between two ranks.
         RunError: the block is in another such block, or this process has already used its GPU.
     """
     gpu = gpu_named(card) if isinstance(card, str) else card
@@ -438,7 +477,11 @@ def fake_gpu(card: str | GPU, *, torch_version: str | None = None) -> Iterator[F
     if version is None:
         raise RecipeError(f"torch_version={torch_version!r} must be a version such as '2.6'")
     major, minor = map(int, version.groups())
-    with tracing(dataclasses.replace(Target.here(gpu), torch_version=(major, minor)), kind=UserLoopTracer) as tracer:
+    cluster = check_cluster(1 if ranks is None else ranks, nodes, rank)
+    require(len(interconnects(interconnect, gpu)) == 1, f"interconnect={interconnect} must be one name")
+    target = dataclasses.replace(Target.here(gpu, interconnect), torch_version=(major, minor))
+    with tracing(target, cluster.devices, cluster.nodes, kind=UserLoopTracer) as tracer:
         assert isinstance(tracer, UserLoopTracer)
+        simulate_ranks(cluster, rank, is_launched=ranks is not None)
         tracer.enter("init")
-        yield FakeGPU(tracer)
+        yield FakeGPU(tracer, cluster, rank)
