@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import csv
 import dataclasses
 import math
 import os
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from trainer.errors import RecipeError, closest_names
@@ -126,35 +128,11 @@ def _squash(name: str) -> str:
     return re.sub(r"nvidia|geforce|tesla|rtx|[^a-z0-9]", "", name.lower())
 
 
-# Fraction of the data sheet's rate in large products (fp32, tf32, half precision), from published measurements of
-# torch.mm with square matrices of 8,192 rows. Sources: (a) github.com/zzc0721/torch-performance-test-data, database.md
-# and issues 54 to 200; (b) github.com/mli/transformers-benchmarks; (c) github.com/chsasank/device-benchmarks; (d) the
-# best of many shapes, so rather high: github.com/mag-/gpu_benchmark and the table of achievable FLOPS of
-# github.com/stas00/ml-engineering. Reason: a data sheet assumes one clock; in products, cards of 70 to 150 W are below
-# it, larger cards slightly below, and GeForce cards above. Since capability 8.6, multiprocessors have twice as many
-# fp32 units but not twice their data rate: fp32 products reach 0.6 to 0.77.
-GEFORCE = (0.70, 1.03, 1.05)  # medians of (a): 3060 to 3090, 4060 Ti to 4090, 5060 Ti to 5090: 0.61-0.76, 0.98-1.13
-PRODUCTS = {
-    "t4": (0.51, 1, 0.64),  # (a), (c); only while the card is cool
-    "v100-16gb": (0.90, 1, 0.75),  # (a) 0.92 and 0.78, (b) 0.76, (c) 0.83 and 0.67
-    "v100-32gb": (0.90, 1, 0.75),
-    "a10": (0.45, 0.45, 0.45),  # (c); tf32 assumed
-    "a10g": (0.67, 0.98, 0.95),  # (a)
-    "l4": (0.60, 0.70, 0.70),  # (d) 0.76; fp32 and tf32 assumed
-    "l40s": (0.65, 0.70, 0.70),  # (d); fp32 and tf32 assumed
-    "rtx-a6000": (0.63, 0.78, 0.68),  # (b) 0.61 in 2022, (a) 0.74 for the A40, which has the same chip
-    "rtx-6000-ada": (0.65, 0.76, 0.76),  # (d); fp32 and tf32 assumed
-    "a100-40gb": (0.95, 0.74, 0.80),  # (a)
-    "a100-80gb": (0.98, 0.74, 0.83),  # (a) 0.83-0.85, (b) 0.74 in 2022, (d) 0.87
-    "a100-80gb-pcie": (0.88, 0.66, 0.69),  # (a), (b), (d) 0.81
-    "h100-sxm": (0.76, 0.76, 0.76),  # (a) 0.74-0.81, (d) 0.80
-    "h100-pcie": (0.71, 0.62, 0.61),  # (a), (c), (d) 0.66
-    "h100-nvl": (0.71, 0.60, 0.58),  # (d); fp32 and tf32 assumed
-    "h200": (0.76, 0.76, 0.76),  # assumed: same chip and power as the H100
-    "gh200": (0.76, 0.78, 0.80),  # (d) 0.84; fp32 and tf32 assumed
-    "b200": (0.88, 0.75, 0.75),  # (a); tf32 assumed
-    "mi300x": (0.55, 0.55, 0.55),  # (d) 0.51-0.60; fp32 and tf32 assumed
-}
+GEFORCE = (
+    0.70,
+    1.03,
+    1.05,
+)  # ``GPU.products`` of GeForce cards: medians of 3060 to 3090, 4060 Ti to 4090, 5060 Ti to 5090
 
 # FLOPs per clock and multiprocessor by major capability: fp32, and half precision with sums in fp32. If GeForce and
 # server cards differ, the value is GeForce's, so that a card is faster rather than slower than estimated.
@@ -181,94 +159,26 @@ def _flops(capability: tuple[int, int], fp64: float, fp32: float, tf32: float, h
     return flops | {"tfloat32": tf32, "bfloat16": half} if capability >= (8, 0) else flops
 
 
-def _card(
-    name: str,
-    title: str,
-    reported: str,
-    capability: tuple[int, int],
-    memory: float,
-    bandwidth: float,
-    tflops: tuple[float, float, float, float],
-    bus: float = PCIE_4,
-    link: float | None = None,
-    note: str = "",
-) -> GPU:
-    """Build a GPU from data sheet units: GiB, GB/s, TFLOP/s (fp64, fp32, tf32, half), nominal GB/s."""
-    flops = _flops(capability, *(rate * 1e12 for rate in tflops))
-    within = (bus if link is None else link) * 1e9 * LINK_EFFICIENCY
-    size, moves, reached = int(memory * GIB), bandwidth * 1e9, bus * 1e9 * LINK_EFFICIENCY
-    products = PRODUCTS.get(name, GEFORCE)
-    return GPU(name, title, capability, size, moves, flops, products, reached, within, reported, note=note)
+def _card(row: Mapping[str, str]) -> GPU:
+    """Build a GPU from a line of ``gpus.csv``, which explains the columns."""
+    major, minor = map(int, row["capability"].split("."))
+    fp32, bus = float(row["fp32"]), float(row["bus"])
+    usual = {"fp64": fp32 / 64, "fp32": fp32, "tf32": fp32, "half": 2 * fp32, "link": bus}
+    fp64, fp32, tf32, half, link = (float(row[name] or value) for name, value in usual.items())
+    flops = _flops((major, minor), *(1e12 * rate for rate in (fp64, fp32, tf32, half)))
+    products: Any = tuple(map(float, row["products"].split())) or GEFORCE
+    reached, within = bus * 1e9 * LINK_EFFICIENCY, link * 1e9 * LINK_EFFICIENCY
+    sizes = int(float(row["memory"]) * GIB), float(row["bandwidth"]) * 1e9
+    own = (row["name"], row["title"], (major, minor), *sizes, flops, products, reached, within, row["reported"])
+    return GPU(*own, note=row["note"])
 
 
-def _geforce(title: str, capability: tuple[int, int], memory: float, speed: float, tflops: float, bus: float) -> GPU:
-    """Build a GeForce GPU: half precision with fp32 sums has twice the fp32 rate (half the data sheet)."""
-    name, reported = title.lower().replace(" ", "-"), "NVIDIA GeForce " + re.sub(r" \d+GB$", "", title)
-    return _card(name, title, reported, capability, memory, speed, (tflops / 64, tflops, tflops, 2 * tflops), bus)
+def _read_cards() -> dict[str, GPU]:
+    lines = Path(__file__).with_name("gpus.csv").read_text(encoding="utf-8").splitlines()
+    return {row["name"]: _card(row) for row in csv.DictReader(line for line in lines if line[:1] != "#")}
 
 
-# Memory is torch's value on Linux: the minimum in published out-of-memory messages. It varies by about 1 % with driver
-# and ECC: 79.14-79.33 GiB on A100, 139.72-139.81 on H200, 23.5-23.7 on RTX 4090. GeForce cards of one generation and
-# size are assumed to have the same value. fp64 rates are those of tensor cores if they support it. NVLink bridges
-# between two PCIe cards are ignored, because a ring over more than two cards uses the bus.
-_AMPERE, _ADA, _BLACKWELL = (8, 6), (8, 9), (12, 0)
-_V100 = (7.8, 15.7, 0, 125)
-_A100 = (19.5, 19.5, 156, 312)
-_HOPPER = (66.9, 66.9, 494.7, 989.4)
-_MI300X = (163.4, 163.4, 653.7, 1307.4)
-_ROCM = "the replay assumes the workspaces of CUDA's kernels, and was not compared with a run on ROCm"
-_SERVERS = [
-    _card("t4", "T4", "Tesla T4", (7, 5), 14.56, 320, (0.25, 8.1, 0, 65), PCIE_3),
-    _card("v100-16gb", "V100 16 GB (SXM)", "Tesla V100-SXM2-16GB", (7, 0), 15.77, 900, _V100, PCIE_3, 150),
-    _card("v100-32gb", "V100 32 GB (SXM)", "Tesla V100-SXM2-32GB", (7, 0), 31.73, 900, _V100, PCIE_3, 150),
-    _card("a10", "A10", "NVIDIA A10", _AMPERE, 22.03, 600, (0.49, 31.2, 62.5, 125)),
-    _card("a10g", "A10G", "NVIDIA A10G", _AMPERE, 22.03, 600, (0.55, 35, 35, 70)),
-    _card("l4", "L4", "NVIDIA L4", _ADA, 22.03, 300, (0.47, 30.3, 60, 121)),
-    _card("l40s", "L40S", "NVIDIA L40S", _ADA, 44.34, 864, (1.43, 91.6, 183, 362)),
-    _card("rtx-a6000", "RTX A6000", "NVIDIA RTX A6000", _AMPERE, 47.4, 768, (0.6, 38.7, 77.4, 154.8)),
-    _card("rtx-6000-ada", "RTX 6000 Ada", "NVIDIA RTX 6000 Ada Generation", _ADA, 47.4, 960, (1.4, 91.1, 182.1, 364.2)),
-    _card("a100-40gb", "A100 40 GB (SXM)", "NVIDIA A100-SXM4-40GB", (8, 0), 39.39, 1555, _A100, PCIE_4, 300),
-    _card("a100-80gb", "A100 80 GB (SXM)", "NVIDIA A100-SXM4-80GB", (8, 0), 79.14, 2039, _A100, PCIE_4, 300),
-    _card("a100-80gb-pcie", "A100 80 GB (PCIe)", "NVIDIA A100 80GB PCIe", (8, 0), 79.14, 1935, _A100, PCIE_4),
-    _card("h100-sxm", "H100 (SXM)", "NVIDIA H100 80GB HBM3", (9, 0), 79.1, 3350, _HOPPER, PCIE_5, 450),
-    _card("h100-pcie", "H100 (PCIe)", "NVIDIA H100 PCIe", (9, 0), 79.1, 2000, (51.2, 51.2, 378, 756), PCIE_5),
-    _card("h100-nvl", "H100 NVL", "NVIDIA H100 NVL", (9, 0), 93.02, 3900, (60, 60, 417.5, 835.5), PCIE_5),
-    _card("h200", "H200 (SXM)", "NVIDIA H200", (9, 0), 139.72, 4800, _HOPPER, PCIE_5, 450),
-    # NVLink-C2C joins its host memory: 450 GB/s each way.
-    _card("gh200", "GH200 (96 GB)", "NVIDIA GH200 480GB", (9, 0), 94.5, 4000, _HOPPER, 450, 450),
-    _card("b200", "B200", "NVIDIA B200", (10, 0), 178.35, 7700, (37, 75, 1125, 2250), PCIE_5, 900),
-    _card("mi300x", "MI300X", "AMD Instinct MI300X", AMD_MI300, 191.69, 5300, _MI300X, PCIE_5, 448, _ROCM),
-]
-_GEFORCE = [
-    _geforce("RTX 3060", _AMPERE, 11.63, 360, 12.7, PCIE_4),
-    _geforce("RTX 3060 Ti", _AMPERE, 7.63, 448, 16.2, PCIE_4),
-    _geforce("RTX 3070", _AMPERE, 7.63, 448, 20.3, PCIE_4),
-    _geforce("RTX 3070 Ti", _AMPERE, 7.63, 608, 21.7, PCIE_4),
-    _geforce("RTX 3080", _AMPERE, 9.63, 760, 29.8, PCIE_4),
-    _geforce("RTX 3080 12GB", _AMPERE, 11.63, 912, 30.6, PCIE_4),
-    _geforce("RTX 3080 Ti", _AMPERE, 11.63, 912, 34.1, PCIE_4),
-    _geforce("RTX 3090", _AMPERE, 23.55, 936, 35.6, PCIE_4),
-    _geforce("RTX 3090 Ti", _AMPERE, 23.55, 1008, 40.0, PCIE_4),
-    _geforce("RTX 4060", _ADA, 7.63, 272, 15.1, PCIE_4 / 2),
-    _geforce("RTX 4060 Ti 8GB", _ADA, 7.63, 288, 22.1, PCIE_4 / 2),
-    _geforce("RTX 4060 Ti 16GB", _ADA, 15.56, 288, 22.1, PCIE_4 / 2),
-    _geforce("RTX 4070", _ADA, 11.57, 504, 29.1, PCIE_4),
-    _geforce("RTX 4070 SUPER", _ADA, 11.57, 504, 35.5, PCIE_4),
-    _geforce("RTX 4070 Ti", _ADA, 11.57, 504, 40.1, PCIE_4),
-    _geforce("RTX 4070 Ti SUPER", _ADA, 15.56, 672, 44.1, PCIE_4),
-    _geforce("RTX 4080", _ADA, 15.56, 717, 48.7, PCIE_4),
-    _geforce("RTX 4080 SUPER", _ADA, 15.56, 736, 52.2, PCIE_4),
-    _geforce("RTX 4090", _ADA, 23.52, 1008, 82.6, PCIE_4),
-    _geforce("RTX 5060", _BLACKWELL, 7.52, 448, 19.2, PCIE_5 / 2),
-    _geforce("RTX 5060 Ti 8GB", _BLACKWELL, 7.52, 448, 23.7, PCIE_5 / 2),
-    _geforce("RTX 5060 Ti 16GB", _BLACKWELL, 15.45, 448, 23.7, PCIE_5 / 2),
-    _geforce("RTX 5070", _BLACKWELL, 11.49, 672, 30.9, PCIE_5),
-    _geforce("RTX 5070 Ti", _BLACKWELL, 15.45, 896, 43.9, PCIE_5),
-    _geforce("RTX 5080", _BLACKWELL, 15.45, 960, 56.3, PCIE_5),
-    _geforce("RTX 5090", _BLACKWELL, 31.36, 1792, 104.8, PCIE_5),
-]
-
-GPUS = {gpu.name: gpu for gpu in [*_SERVERS, *_GEFORCE]}
+GPUS = _read_cards()
 
 NO_GPU = f"no GPU found: choose one with --gpu: {', '.join(sorted(GPUS))}, or cpu"
 
