@@ -3,7 +3,7 @@
     python docs/fit/build.py                  trace all models, then write the page: about 40 minutes of one core
     python docs/fit/build.py --only llama     trace only models whose name contains "llama", then write the page
 
-Each template is written to ``traces/`` when it is traced, so an interrupted build continues where it was. Templates are
+Each template is written to ``build/fit/`` when it is traced, so an interrupted build continues where it was. Templates are
 those of the installed torch, on a simulated A100.
 """
 
@@ -14,9 +14,10 @@ import hashlib
 import json
 import tempfile
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import peft  # noqa: F401
 import torch
@@ -39,7 +40,7 @@ from trainer.recipe import Recipe
 from trainer.weights.streaming import on_meta
 
 DATA = Path(__file__).parent / "data"
-TRACES = DATA.parent / "traces"  # one file a template, not in the repository
+TRACES = Path(__file__).parents[2] / "build" / "fit"  # one file a template, not in the repository
 TRACED = "a100-80gb"  # the card of the traces
 MICRO_STEPS = 2  # the page derives one micro-step from two, see Events.whole in template.js
 
@@ -50,34 +51,52 @@ FULL: Flags = {"memory.activation_checkpointing": "full"}
 IN_8_BITS: Flags = {"memory.optimizer_state_bits": 8}
 ADAPTERS: Flags = {"memory.precision": "bf16-true", "memory.cpu_offload": "optimizer", "lora": 16}
 NF4: Flags = {"model.lora.base": "nf4"}
-USUAL = [MIXED, MIXED | FULL, MIXED | FULL | IN_8_BITS]
 
 
-@dataclass(frozen=True)
-class Length:
-    """A length of the input, with the micro-batches to trace: each tuple is a template, valid from its first number.
-
-    torch sums the gradient of an embedding in another way above 3,072 tokens, so no template crosses this number."""
+class Combination(NamedTuple):
+    """A combination of techniques at one length of the input, with the micro-batches to trace for its template."""
 
     tokens: int | None
-    flags: list[Flags]
-    sizes: list[tuple[int, tuple[int, ...]]]  # (smallest micro-batch, traced micro-batches)
+    flags: Flags
+    least: int  # smallest micro-batch of the template
+    sizes: tuple[int, ...]
     pieces: int = 0  # parts of the loss of a language model; their number must not depend on the micro-batch
 
 
+def texts(*every: tuple[int, Flags, int, tuple[int, ...]], pieces: int = 0) -> list[Combination]:
+    return [Combination(*one, pieces) for one in every]
+
+
+# The first combination of every model is traced first, then the second, and so on. No template of texts crosses 3,072
+# tokens, because torch sums the gradient of an embedding in another way above them.
 GROUPS = {
-    "images": ("image-classification", IMAGES, [Length(None, USUAL, [(2, (2, 128))])]),
+    "images": (
+        *("image-classification", IMAGES),
+        [Combination(None, flags, 2, (2, 128)) for flags in (MIXED, MIXED | FULL, MIXED | FULL | IN_8_BITS)],
+    ),
     "text classifiers": (
         *("sequence-classification", ENCODERS),
-        [Length(512, USUAL, [(7, (8, 64))]), Length(128, [MIXED], [(25, (32, 256))])],
+        texts(
+            *((512, MIXED, 7, (8, 64)), (512, MIXED | FULL, 7, (8, 64)), (128, MIXED, 25, (32, 256))),
+            (512, MIXED | FULL | IN_8_BITS, 7, (8, 64)),
+        ),
     ),
     "language models to 2 B": (
         *("causal-lm", SMALL_DECODERS),
-        [Length(1024, [MIXED | FULL, ADAPTERS | FULL, MIXED], [(1, (1,)), (4, (4, 16))], 3)],
+        texts(
+            *((1024, MIXED | FULL, 1, (1,)), (1024, ADAPTERS | FULL, 1, (1,)), (1024, MIXED | FULL, 4, (4, 16))),
+            *((1024, ADAPTERS | FULL, 4, (4, 16)), (1024, MIXED, 4, (4, 16)), (1024, MIXED, 1, (1,))),
+            pieces=3,
+        ),
     ),
     "language models from 2 B": (
         *("causal-lm", LARGE_DECODERS),
-        [Length(2048, [ADAPTERS | NF4 | FULL, HALF | FULL | IN_8_BITS, ADAPTERS | FULL], [(1, (1,)), (2, (2, 8))], 23)],
+        texts(
+            *((2048, ADAPTERS | FULL, 1, (1,)), (2048, HALF | FULL | IN_8_BITS, 1, (1,))),
+            *((2048, ADAPTERS | NF4 | FULL, 1, (1,)), (2048, ADAPTERS | FULL, 2, (2, 8))),
+            *((2048, HALF | FULL | IN_8_BITS, 2, (2, 8)), (2048, ADAPTERS | NF4 | FULL, 2, (2, 8))),
+            pieces=23,
+        ),
     ),
 }
 
@@ -85,16 +104,16 @@ GROUPS = {
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", default="", help="trace only models whose name contains this text")
-    parser.add_argument("--group", default="", help="trace only groups whose name contains this text")
+    parser.add_argument("--group", default="", help="trace only groups whose name contains one of these texts, with commas")
     asked = parser.parse_args()
     for folder in (DATA, TRACES):
-        folder.mkdir(exist_ok=True)
+        folder.mkdir(parents=True, exist_ok=True)
     models = [Published(name, group, *GROUPS[group]) for group in GROUPS for name in GROUPS[group][1]]
-    wanted = [one for one in models if asked.only.lower() in one.name.lower() and asked.group in one.group]
-    for place in range(max(len(length.flags) for one in wanted for length in one.lengths)):  # the first ones of all first
+    wanted = [one for one in models if asked.only.lower() in one.name.lower() and any(part in one.group for part in asked.group.split(","))]
+    for place in range(max(len(one.combinations) for one in wanted)):
         for one in wanted:
             began = time.time()
-            if one.trace(place):
+            if one.trace(one.combinations[place : place + 1]):
                 print(f"{one.name}: {one.path.stat().st_size:,} bytes, {time.time() - began:.0f} s", flush=True)
     listed = [one.listing for one in models if one.path.exists()]
     versions = f"torch {torch.__version__.partition('+')[0]}, transformers {transformers.__version__}"
@@ -109,7 +128,7 @@ class Published:
     group: str
     task: str
     configurations: dict[str, Flags]
-    lengths: list[Length]
+    combinations: list[Combination]
 
     @property
     def path(self) -> Path:
@@ -124,60 +143,47 @@ class Published:
         """Whether a batch must not be cut: BatchNorm then computes something else."""
         return self.configurations[self.name]["model_type"] == "resnet"
 
-    def trace(self, place: int) -> bool:
-        """Trace the combinations at ``place`` and write all that are known; return whether one was traced."""
-        new = False
-        for length in self.lengths:
-            for flags in length.flags[place : place + 1]:
-                for least, sizes in length.sizes:
-                    if not self.stored(length, flags, sizes).exists():
-                        found = self.template(length, flags, least, sizes)
-                        self.stored(length, flags, sizes).write_text(json.dumps(found))
-                        new = True
-        known = [
-            self.stored(length, flags, sizes)
-            for length in self.lengths
-            for flags in length.flags
-            for _, sizes in length.sizes
-        ]
-        found = [json.loads(path.read_text()) for path in known if path.exists()]
+    def trace(self, combinations: Sequence[Combination]) -> bool:
+        """Trace ``combinations`` and write all that are known; return whether one was traced."""
+        new = [one for one in combinations if not self.stored(one).exists()]
+        for one in new:
+            self.stored(one).write_text(json.dumps(self.template(one)))
+        found = [json.loads(path.read_text()) for one in self.combinations if (path := self.stored(one)).exists()]
         self.path.write_text(data_script(self.name, [one for one in found if one is not None]))
-        return new
+        return bool(new)
 
-    def stored(self, length: Length, flags: Flags, sizes: tuple[int, ...]) -> Path:
+    def stored(self, one: Combination) -> Path:
         """Return the file of a template, whose name changes when it must be traced again."""
-        inputs = [self.configurations[self.name], length.tokens, length.pieces, flags, sizes, self.whole]
-        digest = hashlib.sha256(json.dumps([*inputs, torch.__version__.partition("+")[0]]).encode())
-        return TRACES / f"{self.path.stem}-{digest.hexdigest()[:16]}.json"
+        inputs = json.dumps([self.configurations[self.name], one, self.whole, torch.__version__.partition("+")[0]])
+        return TRACES / f"{self.path.stem}-{hashlib.sha256(inputs.encode()).hexdigest()[:16]}.json"
 
-    def template(self, length: Length, flags: Flags, least: int, sizes: tuple[int, ...]) -> dict[str, Any] | None:
+    def template(self, one: Combination) -> dict[str, Any] | None:
         """Return the template of a combination; print why, and return ``None``, if it cannot be traced."""
-        chunk = (length.tokens - 1) // length.pieces if length.tokens and length.pieces else None
-        memory = {key: value for key, value in flags.items() if key.startswith("memory.")}
+        chunk = (one.tokens - 1) // one.pieces if one.tokens and one.pieces else None
+        memory = {key: value for key, value in one.flags.items() if key.startswith("memory.")}
         with tempfile.TemporaryDirectory() as folder:
             Path(folder, "config.json").write_text(json.dumps(self.configurations[self.name]))
             steps = 1 if self.whole else MICRO_STEPS
-            recipes = {size: recipe_of(folder, self.task, length.tokens, flags, size, steps, chunk) for size in sizes}
-            on_meta(without_weights(recipes[sizes[0]].model).build)  # imports once what every trace needs
+            recipes = {size: recipe_of(folder, self.task, one, size, steps, chunk) for size in one.sizes}
+            on_meta(without_weights(recipes[one.sizes[0]].model).build)  # imports once what every trace needs
             try:
                 columns = trace_columns(recipes, memory, Target(gpu_named(TRACED)))
             except RunError as error:
-                print(f"{self.name} {flags}: {error}", flush=True)
+                print(f"{self.name} {one}: {error}", flush=True)
                 return None
         if columns is None:
-            print(f"{self.name} {flags}: the events of micro-batches {sizes} differ", flush=True)
+            print(f"{self.name} {one}: the events of the two micro-batches differ", flush=True)
             return None
-        about = {"flags": flags, "tokens": length.tokens, "least": least, "single": self.whole, "loss_chunk": chunk}
-        return {**about, **columns}
+        about = {"flags": one.flags, "tokens": one.tokens, "least": one.least, "single": self.whole}
+        return {**about, "loss_chunk": chunk, **columns}
 
 
-def recipe_of(
-    folder: str, task: str, tokens: int | None, flags: Flags, size: int, micro_steps: int, chunk: int | None
-) -> Recipe:
+def recipe_of(folder: str, task: str, one: Combination, size: int, micro_steps: int, chunk: int | None) -> Recipe:
     """Return the prepared recipe of a batch of ``micro_steps`` micro-batches of ``size``."""
-    recipe = hub_recipe(folder, task, tokens, size * micro_steps, flags.get("lora", 0))
-    if "model.lora.base" in flags:
-        recipe = recipe.replace(model=replace(recipe.model, lora=LoRA(flags["lora"], base=flags["model.lora.base"])))
+    recipe = hub_recipe(folder, task, one.tokens, size * micro_steps, one.flags.get("lora", 0))
+    if "model.lora.base" in one.flags:
+        lora = LoRA(one.flags["lora"], base=one.flags["model.lora.base"])
+        recipe = recipe.replace(model=replace(recipe.model, lora=lora))
     if chunk:
         recipe = recipe.replace(model=replace(recipe.model, loss_chunk=chunk * size))
     return prepare_recipe(recipe, outlines=True)

@@ -1,19 +1,34 @@
-"""The page "Will it fit?": its allocator, replay and times equal those of Python."""
+"""The page "Will it fit?": its allocator, replay and times equal those of Python; its answers in a browser."""
 
 from __future__ import annotations
 
+import base64
+import json
 import random
+import re
+import zlib
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
 from helpers.javascript import HAS_ENGINE, page_answers
+from helpers.page import BROWSER, WIDTHS_AND_SCHEMES, Nesting, answered, assert_layout, embedded
+from helpers.traced import own_recipe, traced
 
+from trainer.commands import fit_page
+from trainer.fakegpu import cost
 from trainer.fakegpu.allocator import AllocatorSettings, CachingAllocator, DriverOutOfMemory
+from trainer.fakegpu.event_columns import event_columns
+from trainer.fakegpu.events import EMPTY_CACHE, Event, Trace
+from trainer.fakegpu.gpus import gpu_named
+from trainer.fakegpu.peaks import replay, retries_within
+from trainer.recipe import Memory
 
 needs_engine = pytest.mark.skipif(not HAS_ENGINE, reason="neither mini-racer nor node is installed")
-pytestmark = needs_engine
-
+needs_browser = pytest.mark.skipif(BROWSER is None, reason="neither chromium nor google-chrome is installed")
+BUILT = Path(__file__).parents[2] / "docs" / "fit"
+STORED = sorted((BUILT / "data").glob("*.js"))
 MIB = 2**20
 CASES = 1000
 ALLOCATE = """
@@ -22,7 +37,7 @@ ALLOCATE = """
       try {
         for (const [kind, value, stream] of actions) {
           if (kind === "malloc") blocks.push(allocator.malloc(value, stream));
-          else if (kind === "free") { allocator.free(blocks[value]); }
+          else if (kind === "free") allocator.free(blocks[value]);
           else allocator.releaseCached();
           history.push([allocator.allocated, allocator.reserved]);
         }
@@ -35,27 +50,28 @@ ALLOCATE = """
 
 
 def random_case(chance: random.Random) -> dict[str, Any]:
-    """A list of allocations, frees and releases of the cache, sometimes with too little memory for all of them."""
+    """Allocations, frees and releases of the cache, sometimes with too little memory for all of them."""
     actions: list[tuple[Any, ...]] = []
     live: list[int] = []
-    sizes = [1, 512, 4096, MIB, MIB + 1, 3 * MIB, 10 * MIB, 30 * MIB]
+    sizes, count = [1, 512, 4096, MIB, MIB + 1, 3 * MIB, 10 * MIB, 30 * MIB], 0
     for _ in range(chance.randint(5, 120)):
-        roll, count = chance.random(), sum(one[0] == "malloc" for one in actions)
+        roll = chance.random()
         if live and roll < 0.42:
             actions.append(("free", live.pop(chance.randrange(len(live))), 0))
         elif roll < 0.45:
             actions.append(("release", 0, 0))
         else:
+            share = 1.0 if chance.random() < 0.3 else chance.random()
+            actions.append(("malloc", max(1, int(chance.choice(sizes) * share)), chance.choice((0, 0, 0, 1))))
             live.append(count)
-            size = chance.choice(sizes) if chance.random() < 0.3 else int(chance.choice(sizes) * (chance.random() + 0.01)) + 1
-            actions.append(("malloc", size, chance.choice((0, 0, 0, 1))))
+            count += 1
     capacity = chance.choice((None, None, 25 * MIB, 60 * MIB, 120 * MIB + 1))
     return {"expandable": chance.random() < 0.5, "capacity": capacity, "actions": actions}
 
 
 def python_answer(case: dict[str, Any]) -> list[Any]:
     allocator = CachingAllocator(AllocatorSettings(case["expandable"]), case["capacity"])
-    blocks, history = [], []
+    blocks, history = [], list[Any]()
     try:
         for kind, value, stream in case["actions"]:
             if kind == "malloc":
@@ -70,6 +86,7 @@ def python_answer(case: dict[str, Any]) -> list[Any]:
     return [history, allocator.peak_allocated, allocator.peak_reserved, allocator.retries, allocator.freed]
 
 
+@needs_engine
 def test_the_allocator_equals_python_to_the_byte(tmp_path: Path) -> None:
     chance = random.Random(7)
     cases = [random_case(chance) for _ in range(CASES)]
@@ -77,3 +94,100 @@ def test_the_allocator_equals_python_to_the_byte(tmp_path: Path) -> None:
     assert sum(one[0][-1] == "out of memory" for one in wanted) > 20
     assert sum(one[3] > 0 for one in wanted) > 50
     assert page_answers(ALLOCATE, cases, tmp_path) == wanted
+
+
+REPLAY = """
+    return given.plans.map(([columns, cases]) => {
+      const template = new Template(columns);
+      return cases.map(([micro, whole, expandable, share]) => {
+        const bytes = template.bytes(micro, given.workspace), events = template.events(whole);
+        const all = replay(events, bytes, template.blocks, {expandable, details: true});
+        const capacity = Math.floor(share * all.reserved), less = share ? replay(events, bytes, template.blocks, {expandable, capacity}) : null;
+        const floor = template.floor(micro, whole, given.workspace), steps = whole ? 1 : 2;
+        const seconds = template.seconds(micro, steps, given.card, given.costs);
+        return [all.allocated, all.reserved, all.categories, less && [less.retries, less.freed], floor <= all.allocated, seconds];
+      });
+    });"""
+CARD = gpu_named("a100-80gb")
+
+
+def page_replays(plans: list[Any], folder: Path) -> list[Any]:
+    """What the page finds for ``plans``: pairs of columns, and (micro-batch, one micro-step, expandable, capacity)."""
+    facts = {"card": fit_page._card(CARD), "costs": {name: getattr(cost, name) for name in fit_page.COSTS}}
+    return page_answers(REPLAY, {"plans": plans, "workspace": CARD.cublas_workspace, **facts}, folder)
+
+
+def python_replay(trace: Trace, expandable: bool, share: float) -> list[Any]:
+    settings = AllocatorSettings(expandable)
+    memory = replay(trace, settings)
+    retries = retries_within(trace, int(share * memory.peak_reserved), settings) if share else None
+    fewer = None if retries is None or retries.times is None else [*retries]
+    return [memory.peak_allocated, memory.peak_reserved, memory.categories, fewer]
+
+
+def agree(page: list[Any], python: list[Any]) -> None:
+    shown = {name: size for name, size in page[2].items() if size}
+    assert [page[0], page[1], shown, page[3]] == python
+    assert page[4], "the lower bound is above the peak"
+
+
+@pytest.fixture(scope="module")
+def own_traces() -> dict[str, Trace]:
+    """Traces of ``Own`` with micro-batches of 4, 8 and 16, twice a step and once."""
+    sizes = {"4": (4, 8), "8": (8, 16), "16": (16, 32), "8 whole": (8, 8)}
+    recipes = {
+        name: (own_recipe(Memory(micro_batch_size=size), batch_size=batch), 1) for name, (size, batch) in sizes.items()
+    }
+    return traced(recipes)
+
+
+@needs_engine
+def test_a_template_gives_memory_and_time_of_another_micro_batch(own_traces: dict[str, Trace], tmp_path: Path) -> None:
+    columns = event_columns({4: own_traces["4"], 16: own_traces["16"]})
+    ways = [(expandable, share) for expandable in (False, True) for share in (0, 0.9, 0.6)]
+    cases = [(size, name, *way) for size, name in ((4, "4"), (8, "8"), (16, "16"), (8, "8 whole")) for way in ways]
+    asked = [[size, name.endswith("whole"), *way] for size, name, *way in cases]
+    (answers,) = page_replays([[columns, asked]], tmp_path)
+    for (_, name, expandable, share), answer in zip(cases, answers, strict=True):
+        agree(answer, python_replay(own_traces[name], expandable, share))
+        wanted = cost.step_cost(own_traces[name], CARD, lambda item: ("", 0.0)).step_ms
+        assert answer[5] * 1e3 == pytest.approx(wanted, rel=1e-3)
+
+
+def test_traces_that_differ_in_more_than_sizes_have_no_columns(own_traces: dict[str, Trace]) -> None:
+    assert event_columns({8: own_traces["8"], 16: own_traces["8 whole"]}) is None
+
+
+def unpacked(text: str) -> list[dict[str, Any]]:
+    (packed,) = re.findall(r', "([^"]*)"\)', text)
+    return json.loads(zlib.decompress(base64.b64decode(packed)))
+
+
+def as_trace(columns: Mapping[str, Any], place: int) -> Trace:
+    """Rebuild the trace with the traced micro-batch at ``place`` of a template's sizes."""
+    events: list[Event] = []
+    live: list[int] = []
+    categories = {}
+    for number, code in enumerate(columns["code"]):
+        if code > 0:
+            op, phase, stream, category, *sizes = columns["blocks"][code - 1]
+            events.append(Event(number, sizes[place], op, phase, stream))
+            live.insert(0, number)
+            categories[number] = category
+        else:
+            events.append(Event(live.pop(-1 - code) if code else EMPTY_CACHE, 0, "", "", 0))
+    return Trace(events, categories)
+
+
+@needs_engine
+@pytest.mark.skipif(not STORED, reason="docs/fit/build.py has stored no templates")
+@pytest.mark.parametrize("quick", [True, pytest.param(False, marks=pytest.mark.slow)])
+def test_stored_templates_replay_as_in_python(quick: bool, tmp_path: Path) -> None:
+    def plans() -> Iterator[dict[str, Any]]:
+        for path in sorted(STORED, key=lambda one: one.stat().st_size)[: 2 if quick else None]:
+            yield from unpacked(path.read_text())[: 1 if quick else None]
+
+    asked = [(columns, [[size, False, False, 0.97] for size in columns["sizes"]]) for columns in plans()]
+    for (columns, _), answers in zip(asked, page_replays([[*one] for one in asked], tmp_path), strict=True):
+        for place, answer in enumerate(answers):
+            agree(answer, python_replay(as_trace(columns, place), False, 0.97))

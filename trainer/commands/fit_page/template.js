@@ -74,7 +74,7 @@ class Template {
   }
 
   // A lower bound of the peak of allocated memory: rounded sizes, without rests that are not split.
-  least(micro, whole, workspace) {
+  floor(micro, whole, workspace) {
     const { kinds, owners } = this.events(whole), bytes = this.bytes(micro, workspace).map(size => roundUp(size, MIN_BLOCK));
     let now = 0, most = 0;
     for (let at = 0; at < kinds.length; at++) {
@@ -85,15 +85,16 @@ class Template {
     return most;
   }
 
-  // Seconds of a step with `micro_steps` micro-steps on a card, as cost.step_cost.
+  // Seconds of a step with `microSteps` micro-steps on a card, as cost.step_cost.
   seconds(micro, microSteps, card, constants) {
     const count = this.sizes.length;
     const rows = this.operations.map(row => operation(row, this.at(row, 5, micro), this.at(row, 5 + count, micro), card, constants));
-    const middle = this.micro_steps[this.micro_steps.length - 2], work = this.work;
-    if (this.single || microSteps === 1) return stepSeconds(this.single ? work : work.slice(middle), rows, card, constants);
+    const [middle, end] = this.micro_steps.slice(-2), work = this.work, first = work.slice(0, middle);
+    if (this.single) return stepSeconds(work, rows, card, constants);
+    if (microSteps === 1) return stepSeconds([...first, ...work.slice(end)], rows, card, constants);
     const once = stepSeconds(work, rows, card, constants);
     if (microSteps === 2) return once;
-    return once + (microSteps - 2) * (stepSeconds([...work.slice(0, middle), ...work], rows, card, constants) - once);
+    return once + (microSteps - 2) * (stepSeconds([...first, ...work], rows, card, constants) - once);
   }
 }
 
@@ -251,7 +252,7 @@ function search(combinations, asked, card, { costs, margin }, details = true) {
   for (const combination of combinations) for (const micro of combination.microBatches(asked.batch)) {
     if (asked.micro && micro !== asked.micro) continue;
     const template = combination.templateFor(micro), steps = asked.batch / micro;
-    const least = template.least(micro, steps === 1, card.workspace);
+    const least = template.floor(micro, steps === 1, card.workspace);
     plans.push({ combination, template, micro, steps, least });
   }
   const run = (plan, options) => {
