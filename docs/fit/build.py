@@ -3,8 +3,8 @@
     python docs/fit/build.py                  trace all models, then write the page: about 40 minutes of one core
     python docs/fit/build.py --only llama     trace only models whose name contains "llama", then write the page
 
-Each template is written to ``build/fit/`` when it is traced, so an interrupted build continues where it was. Templates are
-those of the installed torch, on a simulated A100.
+Each template is written to ``build/fit/`` when it is traced, so an interrupted build continues where it was. Templates
+are those of the installed torch, on a simulated A100.
 """
 
 from __future__ import annotations
@@ -14,8 +14,9 @@ import hashlib
 import json
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -28,15 +29,22 @@ from models import ENCODERS, IMAGES, LARGE_DECODERS, SMALL_DECODERS
 
 import trainer.models.packed_attention
 import trainer.models.padding_free  # noqa: F401  # imported once here instead of in each child
-from trainer.commands.fit_page import data_script, trace_columns, write_fit_page
+from trainer.commands.fit_page import data_script, write_fit_page
 from trainer.contract import without_weights
 from trainer.errors import RunError
+from trainer.fakegpu.events import Event, Operation, Trace
 from trainer.fakegpu.gpus import gpu_named
+from trainer.fakegpu.snapshot import event_columns
 from trainer.fakegpu.target import Target
+from trainer.memory.plan import Plan, decide_plan
 from trainer.models.lora import LoRA
 from trainer.planner.hub_config import hub_recipe
+from trainer.planner.knobs import apply_settings
 from trainer.planner.predict import prepare_recipe
+from trainer.planner.search import with_size
+from trainer.planner.traced_run import draw_samples, trace_run
 from trainer.recipe import Recipe
+from trainer.system.child_jobs import run_in_children
 from trainer.weights.streaming import on_meta
 
 DATA = Path(__file__).parent / "data"
@@ -104,12 +112,18 @@ GROUPS = {
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", default="", help="trace only models whose name contains this text")
-    parser.add_argument("--group", default="", help="trace only groups whose name contains one of these texts, with commas")
+    parser.add_argument(
+        "--group", default="", help="trace only groups whose name contains one of these texts, with commas"
+    )
     asked = parser.parse_args()
     for folder in (DATA, TRACES):
         folder.mkdir(parents=True, exist_ok=True)
     models = [Published(name, group, *GROUPS[group]) for group in GROUPS for name in GROUPS[group][1]]
-    wanted = [one for one in models if asked.only.lower() in one.name.lower() and any(part in one.group for part in asked.group.split(","))]
+    wanted = [
+        one
+        for one in models
+        if asked.only.lower() in one.name.lower() and any(part in one.group for part in asked.group.split(","))
+    ]
     for place in range(max(len(one.combinations) for one in wanted)):
         for one in wanted:
             began = time.time()
@@ -117,7 +131,9 @@ def main() -> None:
                 print(f"{one.name}: {one.path.stat().st_size:,} bytes, {time.time() - began:.0f} s", flush=True)
     listed = [one.listing for one in models if one.path.exists()]
     versions = f"torch {torch.__version__.partition('+')[0]}, transformers {transformers.__version__}"
-    write_fit_page(DATA.parent / "index.html", {"models": listed, "traced": gpu_named(TRACED).title, "versions": versions})
+    write_fit_page(
+        DATA.parent / "index.html", {"models": listed, "traced": gpu_named(TRACED).title, "versions": versions}
+    )
 
 
 @dataclass(frozen=True)
@@ -187,6 +203,37 @@ def recipe_of(folder: str, task: str, one: Combination, size: int, micro_steps: 
     if chunk:
         recipe = recipe.replace(model=replace(recipe.model, loss_chunk=chunk * size))
     return prepare_recipe(recipe, outlines=True)
+
+
+def trace_columns(recipes: Mapping[int, Recipe], settings: Flags, target: Target) -> dict[str, Any] | None:
+    """Return the columns of prepared ``recipes`` by micro-batch with ``settings``; ``None`` if their events differ."""
+    runs = [apply_settings(recipe, with_size(settings, size)) for size, recipe in recipes.items()]
+    found = dict(run_in_children([partial(traced, run, decide_plan(run, 1), target) for run in runs], 1))
+    for answer in found.values():
+        if isinstance(answer, Exception):
+            raise RunError(f"a plan cannot be traced: {answer}") from answer
+    traces = {size: as_trace(found[place]) for place, size in enumerate(recipes)}
+    return event_columns(traces) if len({outline(one) for one in traces.values()}) == 1 else None
+
+
+def outline(trace: Trace) -> str:
+    """Return everything but sizes."""
+    events = [(*one[:1], *one[2:], one.bytes > 0) for one in trace.events]
+    return repr((events, [one[:4] for one in trace.work], trace.categories, trace.marks, trace.micro_steps))
+
+
+def traced(recipe: Recipe, plan: Plan, target: Target) -> Flags:
+    """Return the fields of a trace that the page needs; it changes torch for the rest of the process."""
+    trace = trace_run(recipe, plan, draw_samples(recipe, plan), target)
+    names = ("events", "work", "categories", "marks", "micro_steps")
+    return {name: field for name, field in vars(trace).items() if name in names}
+
+
+def as_trace(fields: Flags) -> Trace:
+    """Rebuild a trace from JSON, whose keys are texts and whose records are lists."""
+    categories = {int(block): category for block, category in fields["categories"].items()}
+    records = {"events": [Event(*one) for one in fields["events"]], "work": [Operation(*one) for one in fields["work"]]}
+    return Trace(**{**fields, **records, "categories": categories})
 
 
 if __name__ == "__main__":

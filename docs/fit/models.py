@@ -33,7 +33,12 @@ def _resnet(depths: list[int], sizes: list[int], layer: str = "bottleneck") -> C
 
 
 def _bert(kind: str, name: str, size: int, layers: int, heads: int, words: int, places: int = 512) -> Configuration:
-    sizes = {"hidden_size": size, "num_hidden_layers": layers, "num_attention_heads": heads, "intermediate_size": 4 * size}
+    sizes = {
+        "hidden_size": size,
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads,
+        "intermediate_size": 4 * size,
+    }
     rest = {"vocab_size": words, "max_position_embeddings": places}
     return {"architectures": [f"{name}ForMaskedLM"], "model_type": kind, **sizes, **rest}
 
@@ -72,8 +77,14 @@ _ROBERTA = {"pad_token_id": 1, "type_vocab_size": 1}
 _MODERN = {"max_position_embeddings": 8192, "intermediate_size": 1152, "hidden_activation": "gelu"}
 ENCODERS: dict[str, Configuration] = {
     "distilbert/distilbert-base-uncased": {
-        **{"architectures": ["DistilBertForMaskedLM"], "model_type": "distilbert", "dim": 768, "n_layers": 6},
-        **{"n_heads": 12, "hidden_dim": 3072, "vocab_size": 30522, "max_position_embeddings": 512},
+        "architectures": ["DistilBertForMaskedLM"],
+        "model_type": "distilbert",
+        "dim": 768,
+        "n_layers": 6,
+        "n_heads": 12,
+        "hidden_dim": 3072,
+        "vocab_size": 30522,
+        "max_position_embeddings": 512,
     },
     "google-bert/bert-base-uncased": _bert("bert", "Bert", 768, 12, 12, 30522),
     "google-bert/bert-large-uncased": _bert("bert", "Bert", 1024, 24, 16, 30522),
@@ -122,7 +133,9 @@ LARGE_DECODERS: dict[str, Configuration] = {
     ),
     "Qwen/Qwen3-4B": _decoder("qwen3", "Qwen3", 2560, 36, (32, 8), 9728, 151936, tie_word_embeddings=True, **_QWEN3),
     "mistralai/Mistral-7B-v0.1": _decoder("mistral", "Mistral", 4096, 32, (32, 8), 14336, 32000, sliding_window=4096),
-    "meta-llama/Llama-2-7b-hf": _decoder("llama", "Llama", 4096, 32, (32, 32), 11008, 32000, max_position_embeddings=4096),
+    "meta-llama/Llama-2-7b-hf": _decoder(
+        "llama", "Llama", 4096, 32, (32, 32), 11008, 32000, max_position_embeddings=4096
+    ),
     "meta-llama/Llama-3.1-8B": _decoder("llama", "Llama", 4096, 32, (32, 8), 14336, 128256),
     "Qwen/Qwen3-8B": _decoder("qwen3", "Qwen3", 4096, 36, (32, 8), 12288, 151936, **_QWEN3),
 }

@@ -13,16 +13,16 @@ from typing import Any
 
 import pytest
 from helpers.javascript import HAS_ENGINE, page_answers
-from helpers.page import BROWSER, WIDTHS_AND_SCHEMES, Nesting, answered, assert_layout, embedded
+from helpers.page import BROWSER
 from helpers.traced import own_recipe, traced
 
 from trainer.commands import fit_page
 from trainer.fakegpu import cost
 from trainer.fakegpu.allocator import AllocatorSettings, CachingAllocator, DriverOutOfMemory
-from trainer.fakegpu.event_columns import event_columns
 from trainer.fakegpu.events import EMPTY_CACHE, Event, Trace
 from trainer.fakegpu.gpus import gpu_named
 from trainer.fakegpu.peaks import replay, retries_within
+from trainer.fakegpu.snapshot import event_columns
 from trainer.recipe import Memory
 
 needs_engine = pytest.mark.skipif(not HAS_ENGINE, reason="neither mini-racer nor node is installed")
@@ -102,10 +102,12 @@ REPLAY = """
       return cases.map(([micro, whole, expandable, share]) => {
         const bytes = template.bytes(micro, given.workspace), events = template.events(whole);
         const all = replay(events, bytes, template.blocks, {expandable, details: true});
-        const capacity = Math.floor(share * all.reserved), less = share ? replay(events, bytes, template.blocks, {expandable, capacity}) : null;
+        const limit = {expandable, capacity: Math.floor(share * all.reserved)};
+        const less = share ? replay(events, bytes, template.blocks, limit) : null;
+        const retries = less && [less.retries, less.freed];
         const floor = template.floor(micro, whole, given.workspace), steps = whole ? 1 : 2;
-        const seconds = template.seconds(micro, steps, given.card, given.costs);
-        return [all.allocated, all.reserved, all.categories, less && [less.retries, less.freed], floor <= all.allocated, seconds];
+        const seconds = template.seconds(micro, steps, withRates(given.card, given.costs), given.costs);
+        return [all.allocated, all.reserved, all.categories, retries, floor <= all.allocated, seconds];
       });
     });"""
 CARD = gpu_named("a100-80gb")
@@ -113,8 +115,10 @@ CARD = gpu_named("a100-80gb")
 
 def page_replays(plans: list[Any], folder: Path) -> list[Any]:
     """What the page finds for ``plans``: pairs of columns, and (micro-batch, one micro-step, expandable, capacity)."""
-    facts = {"card": fit_page._card(CARD), "costs": {name: getattr(cost, name) for name in fit_page.COSTS}}
-    return page_answers(REPLAY, {"plans": plans, "workspace": CARD.cublas_workspace, **facts}, folder)
+    facts = fit_page.facts()
+    (card,) = (one for one in facts["cards"] if one["name"] == CARD.name)
+    given = {"plans": plans, "workspace": CARD.cublas_workspace, "card": card, "costs": facts["costs"]}
+    return page_answers(REPLAY, given, folder)
 
 
 def python_replay(trace: Trace, expandable: bool, share: float) -> list[Any]:
@@ -152,10 +156,6 @@ def test_a_template_gives_memory_and_time_of_another_micro_batch(own_traces: dic
         agree(answer, python_replay(own_traces[name], expandable, share))
         wanted = cost.step_cost(own_traces[name], CARD, lambda item: ("", 0.0)).step_ms
         assert answer[5] * 1e3 == pytest.approx(wanted, rel=1e-3)
-
-
-def test_traces_that_differ_in_more_than_sizes_have_no_columns(own_traces: dict[str, Trace]) -> None:
-    assert event_columns({8: own_traces["8"], 16: own_traces["8 whole"]}) is None
 
 
 def unpacked(text: str) -> list[dict[str, Any]]:

@@ -18,6 +18,7 @@ from trainer.fakegpu.cost import StepCost, changed, cost_of, peak_seconds, traff
 from trainer.fakegpu.events import Category, Trace
 from trainer.fakegpu.gpus import CPU_BUFFERS, GPU
 from trainer.fakegpu.network import Cluster, Interconnect
+from trainer.fakegpu.snapshot import event_columns
 from trainer.fakegpu.target import Target
 from trainer.memory.plan import Plan, decide_plan
 from trainer.planner.knobs import apply_settings
@@ -59,6 +60,7 @@ class Prediction:
     faster: dict[str, float] = field(default_factory=dict)  # ms per step with each of ``candidates`` alone
     # Memory over time, for a plot: {"allocated": {category: [...]}, "reserved": [...], "marks": [[at, phase]]}
     timeline: dict[str, Any] | None = None
+    columns: dict[str, Any] | None = None  # for the page "Will it fit?"
 
     @classmethod
     def from_child(cls, fields: dict[str, Any]) -> Prediction:
@@ -147,6 +149,7 @@ def predict_in_process(
     interconnects: Sequence[Interconnect] = (),
     capacity: int | None = None,
     priced: bool = True,
+    columns: bool = False,
 ) -> dict[str, Any]:
     """Return the fields of a :class:`Prediction`, in JSON types. Call it in a child process: it changes torch.
 
@@ -196,6 +199,7 @@ def predict_in_process(
             for flag in candidates(recipe, plan.world_size, target.gpu)
         },
         "timeline": peaks.timeline_of(memory, trace) if timeline else None,
+        "columns": event_columns({plan.initial_cut.micro_batch_size: trace}) if columns else None,
     }
 
 

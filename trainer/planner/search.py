@@ -164,6 +164,7 @@ class Search:
         self.untraceable = ""  # why no plan can be traced
         self.arms: list[PlanFamily] = []
         self.padding: dict[int, float] = {}
+        self.keeps_columns = False  # whether predictions have what the page "Will it fit?" replays
         model = recipe.model
         self.notes = dict.fromkeys(data_notes(recipe.data))
         if recipe.memory.tensor_parallel > 1:
@@ -473,6 +474,7 @@ class Search:
         jobs = [(at, job) for at, job in enumerate(found) if isinstance(job, tuple)]
         self.total = self.done + len(jobs)
         fixed: dict[str, Any] = {"target": self.target, "nodes": self.nodes, "timeline": True, "capacity": self.limit}
+        fixed["columns"] = self.keeps_columns
         calls = [partial(predict_in_process, recipe, plan, **fixed) for _, (recipe, plan) in jobs]
         for number, result in run_in_children(calls):
             at, (_, plan) = jobs[number]

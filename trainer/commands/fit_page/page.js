@@ -2,6 +2,7 @@
 "use strict";
 
 const $ = id => document.getElementById(id), facts = JSON.parse($("facts").textContent);
+facts.cards = facts.cards.map(one => withRates(one, facts.costs));
 const gb = bytes => bytes >= 1e9 ? (bytes / 1e9).toFixed(2) + " GB" : (bytes / 1e6).toFixed(bytes >= 1e7 || !bytes ? 0 : 1) + " MB";
 const make = (parent, tag, text = null, attributes = {}) => {  // text is never read as HTML
   const made = document.createElementNS(parent.namespaceURI, tag);
@@ -62,6 +63,7 @@ function showModels() {
   }
   fill($("card"), facts.cards.map(one => [one.name, `${one.title}: ${gb(one.memory)}`]), facts.card ?? "rtx-4090");
   $("model").closest("label").hidden = facts.models.length < 2;
+  if (facts.budget) $("budget").value = +facts.budget.toFixed(1);
 }
 
 async function chooseModel() {
@@ -78,7 +80,7 @@ async function chooseModel() {
   }
   const lengths = [...new Set(combinations.map(one => one.tokens))];
   fill($("tokens"), lengths.map(one => [one ?? "", one === null ? "image of the model's size" : `${one} tokens`]), $("tokens").value);
-  $("tokens").closest("label").hidden = lengths.length === 1 && lengths[0] === undefined;
+  $("tokens").closest("label").hidden = lengths.length < 2;
   const usual = model.batch ?? (model.task === "causal-lm" ? 16 : 64);
   if (!$("batch").dataset.own) $("batch").value = usual;
   const form = $("techniques"), chosen = Object.fromEntries([...form.querySelectorAll("select")].map(one => [one.name, one.value]));
@@ -111,7 +113,7 @@ function read() {
 
 function show() {
   const began = performance.now(), asked = read();
-  const own = combinations.filter(one => (one.tokens ?? null) === asked.tokens || one.tokens === undefined);
+  const own = combinations.filter(one => one.tokens === asked.tokens);
   const sizes = [...new Set(own.flatMap(one => one.microBatches(asked.batch)))].sort((a, b) => a - b);
   fill($("micro"), [[0, "any: the fastest that fits"], ...sizes.map(size => [size, `${asked.batch / size} × ${size}`])], asked.micro);
   asked.micro = +$("micro").value;
@@ -161,7 +163,7 @@ function commands({ combination, micro, template }, asked) {
   if (template.loss_chunk) flags["model.loss_chunk"] = template.loss_chunk * micro;
   const text = own => Object.entries(own).map(([key, value]) => ` --${key} ${value}`).join("");
   const start = asked.expandable ? "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True " : "";
-  if (model.command) return [start + model.command + text({ batch_size: asked.batch, ...flags })];
+  if (model.command) return [start + model.command + text(asked.batch === model.batch ? flags : { batch_size: asked.batch, ...flags })];
   const length = asked.tokens ? ` --tokens ${asked.tokens}` : "";
   const found = [`${start}trainer plan hf:${model.name} --task ${model.task}${length} --batch ${asked.batch} --gpu ${card.name}${text(flags)}`];
   if (model.task !== "sequence-classification") return found;
@@ -269,7 +271,7 @@ function showErrors() {
     for (const text of [one.rows, one.sources, `${signed(one.low)} to ${signed(one.high)} %`, `${one.median.toFixed(1)} %`]) make(row, "td", text);
   }
   const notes = [
-    `Templates: ${facts.versions}, traced on a simulated ${facts.traced}; sizes from the published configurations.`,
+    `Traced on a simulated ${facts.traced}` + (facts.versions ? `, with ${facts.versions}; sizes from the published configurations.` : "."),
     "Traced: a trace of exactly this micro-batch was replayed. Interpolated: every size lies on the straight line between two traces; extrapolated: beyond the larger one. One micro-step per step is derived from a trace of two.",
     "A card with cuDNN attention (H100, H200, B200) may need other temporary memory for image models than the traced kernels: its answers count as interpolated.",
     "A plan fits if its reserved peak leaves 3 % of the budget free. Of techniques that are not stored here, trainer plan also tries combinations.",

@@ -1,5 +1,5 @@
 // Templates of traces: the events of a run at any micro-batch, what they need, and how long a step takes.
-// A template holds the columns of trainer/fakegpu/event_columns.py; costs are those of trainer/fakegpu/cost.py.
+// A template holds the columns of event_columns in trainer/fakegpu/snapshot.py; costs are those of trainer/fakegpu/cost.py.
 "use strict";
 
 const EMPTY_CACHE = -1, FREE = -2, WORKSPACE = 8519680, HOST_STREAM = -1, HOST_THREAD = -2;
@@ -47,7 +47,7 @@ class Events {
 // One combination of techniques at one length of input; `sizes` are the micro-batches that were traced.
 class Template {
   constructor(columns) {
-    Object.assign(this, columns);
+    Object.assign(this, { tokens: null, least: columns.sizes[0], single: columns.micro_steps.length === 2 }, columns);
     this.cache = {};
   }
 
@@ -163,6 +163,13 @@ function describe(events, sizes, allocated, reserved, blocks) {
   return { peak, phase, categories, largest, curve, marks, line: at.map(event => reserved[event]), fragmentation: reserved[peak] - allocated[peak] };
 }
 
+// A card with the rates of its products, memory and multiprocessors: GPU.product_rate and GPU.clocks of gpus.py.
+function withRates(gpu, { MEMORY }) {
+  const part = dtype => ({ tfloat32: 1, float16: 2, bfloat16: 2 })[dtype] ?? 0, units = gpu.capability[0] === 8 && gpu.capability[1] === 0 ? 64 : 128;
+  const rates = Object.fromEntries(Object.entries(gpu.flops).map(([dtype, rate]) => [dtype, rate * gpu.products[part(dtype)]]));
+  return { ...gpu, rates, moves: gpu.bandwidth * MEMORY, clocks: gpu.flops.float32 / (2 * units) };
+}
+
 // One operation with its times on a card: [kind, phase, stream, op, CPU seconds, seconds on the card, bytes].
 function operation([op, kind, phase, stream, dtype], flops, bytes, card, constants) {
   const { LAUNCH, NO_KERNEL, KERNEL, EXPOSED, ELEMENTS, ATTENTION, COPY } = constants, launch = NO_KERNEL[op] ?? LAUNCH;
@@ -242,7 +249,7 @@ function combine(plans) {
   return [...groups.values()].map(templates => new Combination(templates.sort((a, b) => a.least - b.least)));
 }
 
-const sourceOf = ({ template, micro }, card) => card.cudnn && template.blocks.some(row => row[0].includes("flash_attention") && !template.tokens)
+const sourceOf = ({ template, micro }, card) => [9, 10].includes(card.capability[0]) && template.blocks.some(row => row[0].includes("flash_attention") && !template.tokens)
   ? "interpolated" : template.isTraced(micro) ? "traced" : micro > Math.max(...template.sizes) ? "extrapolated" : "interpolated";
 
 // The fastest plan of `combinations` that fits a card; else the one that needs least; null if none is stored. Plans
