@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 from helpers.javascript import HAS_ENGINE, page_answers
-from helpers.page import BROWSER
+from helpers.page import BROWSER, WIDTHS_AND_SCHEMES, Nesting, answered, assert_layout, embedded
 from helpers.traced import own_recipe, traced
 
 from trainer.commands import fit_page
@@ -191,3 +191,68 @@ def test_stored_templates_replay_as_in_python(quick: bool, tmp_path: Path) -> No
     for (columns, _), answers in zip(asked, page_replays([[*one] for one in asked], tmp_path), strict=True):
         for place, answer in enumerate(answers):
             agree(answer, python_replay(as_trace(columns, place), False, 0.97))
+
+
+STATE = """
+    const text = id => document.getElementById(id).textContent;
+    const rows = id => [...document.querySelectorAll(`#${id} tbody tr`)];
+    return {
+      verdict: text("verdict"), code: document.querySelector("#verdict code").textContent, title: document.title,
+      plans: rows("plans").map(row => [...row.cells].map(cell => cell.textContent)), parts: rows("parts").length,
+      errors: rows("errors").length, shapes: document.querySelectorAll("#curve polygon").length,
+      labels: [...document.querySelectorAll("select, input")].every(one => one.closest("label")),
+    };"""
+WAIT = 4000
+EVIL = "my</script><script>document.title='run'</script><img src=x>"
+
+
+def own_page(own_traces: Mapping[str, Trace], folder: Path, name: str = "own") -> str:
+    """The page about plans of ``Own`` with micro-batches of 8, one of which takes the whole batch."""
+    none, half = {}, {"memory.activation_checkpointing": 0.5}
+    runs = [(none, own_traces["8"], 8), (half, own_traces["8"], 8), (none, own_traces["16"], 16)]
+    plans = [{"flags": flags, **event_columns({size: trace})} for flags, trace, size in runs]
+    known = {
+        "card": CARD.name,
+        "traced": CARD.title,
+        "models": [{"name": name, "command": "trainer fit own", "batch": 16}],
+    }
+    fit_page.write_fit_page(folder / "fit.html", known, fit_page.data_script(name, plans))
+    return (folder / "fit.html").read_text()
+
+
+@needs_browser
+@pytest.mark.parametrize("name", ["own", EVIL])
+def test_the_page_answers_with_a_plan_its_parts_and_the_command(
+    own_traces: dict[str, Trace], tmp_path: Path, name: str
+) -> None:
+    page = own_page(own_traces, tmp_path, name)
+    assert Nesting(page).open == []
+    assert "img" not in Nesting(page).seen
+    assert embedded(page, "facts")["models"][0]["name"] == name
+    state = answered(page, STATE, tmp_path, wait=WAIT)
+    memory = replay(own_traces["8"])
+    assert state["verdict"].startswith("fits: ")
+    assert f"{memory.peak_reserved / 1e6:.0f} MB of " in state["verdict"]
+    assert "traced" in state["verdict"]
+    assert state["code"] == "trainer fit own --memory.micro_batch_size 8"
+    assert [row[1:3] for row in state["plans"]] == [["2 × 8", f"{memory.peak_reserved / 1e6:.0f} MB"]] * 2
+    assert (state["errors"], state["title"], state["labels"]) == (5, "Will it fit?", True)
+    assert state["shapes"] == 6
+    assert state["parts"] >= 4
+
+
+@needs_browser
+@pytest.mark.first(1)
+@pytest.mark.parametrize(("width", "scheme"), WIDTHS_AND_SCHEMES)
+def test_the_page_fits_the_window_in_light_and_dark(
+    own_traces: dict[str, Trace], tmp_path: Path, width: int, scheme: str
+) -> None:
+    assert_layout(own_page(own_traces, tmp_path, "own_" * 40), tmp_path, width, scheme, WAIT)
+
+
+def test_the_built_page_asks_no_host_and_is_small() -> None:
+    page = (BUILT / "index.html").read_text()
+    files = [BUILT / model["file"] for model in embedded(page, "facts")["models"]]
+    assert files
+    assert re.findall(r"(?:src|href)\s*=\s*[\"'](?:https?:)?//|url\(|@import|fetch\(|import\(", page) == []
+    assert (BUILT / "index.html").stat().st_size + sum(file.stat().st_size for file in files) < 5e6

@@ -35,7 +35,8 @@ CARDS = [gpu for gpu in GPUS.values() if gpu.capability >= (8, 0) and gpu.report
 def data_script(name: str, plans: Sequence[Mapping[str, Any]]) -> str:
     """Return JavaScript that gives the page the ``plans`` of the model ``name``: flags, and columns of their traces."""
     packed = zlib.compress(json.dumps(plans, separators=(",", ":")).encode(), 9)
-    return f'fit.add({json.dumps(name)}, "{base64.b64encode(packed).decode()}");\n'
+    safe = json.dumps(name).replace("<", "\\u003c")  # HTML ends a script at the first </script>
+    return f'fit.add({safe}, "{base64.b64encode(packed).decode()}");\n'
 
 
 def facts(cards: Sequence[GPU] = CARDS) -> dict[str, Any]:

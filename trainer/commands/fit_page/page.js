@@ -3,7 +3,8 @@
 
 const $ = id => document.getElementById(id), facts = JSON.parse($("facts").textContent);
 facts.cards = facts.cards.map(one => withRates(one, facts.costs));
-const gb = bytes => bytes >= 1e9 ? (bytes / 1e9).toFixed(2) + " GB" : (bytes / 1e6).toFixed(bytes >= 1e7 || !bytes ? 0 : 1) + " MB";
+const gb = bytes => bytes >= 1e9 ? (bytes / 1e9).toFixed(2) + " GB" : bytes >= 1e5 || !bytes
+  ? (bytes / 1e6).toFixed(bytes >= 1e7 || !bytes ? 0 : 1) + " MB" : (bytes / 1e3).toFixed(1) + " kB";
 const make = (parent, tag, text = null, attributes = {}) => {  // text is never read as HTML
   const made = document.createElementNS(parent.namespaceURI, tag);
   if (text !== null) made.textContent = text;
@@ -63,7 +64,7 @@ function showModels() {
   }
   fill($("card"), facts.cards.map(one => [one.name, `${one.title}: ${gb(one.memory)}`]), facts.card ?? "rtx-4090");
   $("model").closest("label").hidden = facts.models.length < 2;
-  if (facts.budget) $("budget").value = +facts.budget.toFixed(1);
+  if (facts.budget) $("budget").value = +facts.budget.toPrecision(4);
 }
 
 async function chooseModel() {
@@ -89,17 +90,17 @@ async function chooseModel() {
     const values = [...new Set(combinations.map(one => one.flags[key]))];
     if (values.length < 2 || !title) continue;
     const select = make(make(form, "label", title + " "), "select", null, { name: key });
-    fill(select, [["any", "any: the fastest that fits"], ...values.map(value => [String(value), describeValue(key, value)])], chosen[key]);
+    fill(select, [["any", "any: the fastest that fits"], ...values.map(value => [String(value), describeValue(key, value)])], chosen[key] ?? "any");
   }
   const check = make(form, "label", null, { class: "check" });
   make(check, "input", null, { type: "checkbox", id: "expandable" }).checked = chosen.expandable === "true";
-  check.append("expandable segments");
+  check.append("expandable segments of the allocator");
   show();
 }
 
 function read() {
   card = facts.cards.find(one => one.name === $("card").value);
-  const share = Math.min(100, Math.max(1, +$("budget").value || 90)) / 100;
+  const share = Math.min(100, Math.max(0, +$("budget").value || 90)) / 100;
   const wanted = Object.fromEntries([...$("techniques").querySelectorAll("select")].map(one => [one.name, one.value]));
   return {
     batch: Math.max(1, Math.min(4096, Math.round(+$("batch").value) || 1)),
