@@ -148,10 +148,9 @@ def _run_search(asked: ParsedCommand, own: dict[str, str]) -> tuple[dict[str, An
     drawn = report.drawn.prediction if report.drawn is not None else None
     write_page(out / "plan.html", content, drawn.timeline if drawn is not None else None)
     if search.keeps_columns:
-        start = f"trainer {'fit' if by else 'plan'} {shlex.quote(by or reference)}"
-        write_own_page(
-            out / "fit.html", redact(reference), [start, *_as_words([*own_flags.items(), *passed])], search, report
-        )
+        words = [f"trainer {'fit' if by else 'plan'} {shlex.quote(by or reference)}"]
+        words += _as_words([*own_flags.items(), *passed])
+        write_own_page(out / "fit.html", redact(reference), words, search, report)
     print(f"\nfiles: {escaped(out)}: plan.json, plan.html{', fit.html' if search.keeps_columns else ''}")
     missing = [line for line in report.explanations if line.startswith(NOTHING)]
     return content, missing[0] if report.chosen is None else ""
@@ -247,13 +246,11 @@ def write_page(path: Path, content: Mapping[str, Any], timeline: Mapping[str, An
 
 def write_own_page(path: Path, name: str, command: list[str], search: Search, report: PlanReport) -> None:
     """Write the page "Will it fit?" about the traced plans of a search, which ``command`` with their flags trains."""
-    from trainer.commands import fit_page
+    from trainer.commands.fit_page import data_script, write_fit_page
     from trainer.planner.knobs import without_size
 
     traced = [(one.flags, one.prediction.columns) for one in report.candidates if one.prediction is not None]
     plans = [{"flags": without_size(flags), **(columns or {})} for flags, columns in traced]
-    gpu, batch = search.target.gpu, search.recipe.batch_size
-    about = {"card": gpu.name, "traced": gpu.title, "budget": 100 * report.budget / gpu.memory}
-    models = [{"name": name, "group": "", "command": " ".join(command), "batch": batch}]
-    cards = fit_page.facts([gpu, *(one for one in fit_page.CARDS if one.name != gpu.name)])["cards"]
-    fit_page.write_fit_page(path, {**about, "models": models, "cards": cards}, fit_page.data_script(name, plans))
+    gpu, model = search.target.gpu, {"name": name, "command": " ".join(command), "batch": search.recipe.batch_size}
+    about = {"card": gpu.name, "traced": gpu.title, "budget": 100 * report.budget / gpu.memory, "models": [model]}
+    write_fit_page(path, about, data_script(name, plans), gpu)

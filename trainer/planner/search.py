@@ -474,7 +474,7 @@ class Search:
         jobs = [(at, job) for at, job in enumerate(found) if isinstance(job, tuple)]
         self.total = self.done + len(jobs)
         fixed: dict[str, Any] = {"target": self.target, "nodes": self.nodes, "timeline": True, "capacity": self.limit}
-        fixed["columns"] = self.keeps_columns
+        fixed |= {"columns": self.keeps_columns}
         calls = [partial(predict_in_process, recipe, plan, **fixed) for _, (recipe, plan) in jobs]
         for number, result in run_in_children(calls):
             at, (_, plan) = jobs[number]

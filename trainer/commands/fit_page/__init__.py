@@ -17,41 +17,24 @@ from trainer.report.html_report import write_page
 from trainer.report.plots import CATEGORIES
 
 FOLDER = Path(__file__).parent
-COSTS = (
-    "LAUNCH",
-    "NO_KERNEL",
-    "KERNEL",
-    "EXPOSED",
-    "ELEMENTS",
-    "ATTENTION",
-    "COPY",
-    "HOST_MEMORY",
-    "CUDA_FREE",
-    "MEMORY",
-)
-CARDS = [gpu for gpu in GPUS.values() if gpu.capability >= (8, 0) and gpu.reported.startswith("NVIDIA")]  # with bf16
 
 
 def data_script(name: str, plans: Sequence[Mapping[str, Any]]) -> str:
     """Return JavaScript that gives the page the ``plans`` of the model ``name``: flags, and columns of their traces."""
-    packed = zlib.compress(json.dumps(plans, separators=(",", ":")).encode(), 9)
-    safe = json.dumps(name).replace("<", "\\u003c")  # HTML ends a script at the first </script>
-    return f'fit.add({safe}, "{base64.b64encode(packed).decode()}");\n'
+    packed = base64.b64encode(zlib.compress(json.dumps(plans, separators=(",", ":")).encode(), 9)).decode()
+    return "fit.add({}, {});\n".format(*(json.dumps(text).replace("<", "\\u003c") for text in (name, packed)))
 
 
-def facts(cards: Sequence[GPU] = CARDS) -> dict[str, Any]:
-    """Return what the page knows about cards, times and errors."""
+def facts(gpu: GPU | None = None) -> dict[str, Any]:
+    """Return what the page knows about cards, with ``gpu`` if it is in no table, about times and about errors."""
+    cards = GPUS.values() if gpu is None else {**GPUS, gpu.name: gpu}.values()
     known = [{**vars(one), "usable": usable_memory(one, 1), "workspace": one.cublas_workspace} for one in cards]
-    costs, errors = (
-        {name: getattr(cost, name) for name in COSTS},
-        {name: one._asdict() for name, one in PUBLISHED.items()},
-    )
+    costs = {name: value for name, value in vars(cost).items() if isinstance(value, float) or name == "NO_KERNEL"}
+    errors = {name: one._asdict() for name, one in PUBLISHED.items()}
     return {"cards": known, "costs": costs, "errors": errors, "margin": BUDGET_MARGIN, "categories": CATEGORIES}
 
 
-def write_fit_page(path: Path, known: Mapping[str, Any], data: str = "") -> None:
+def write_fit_page(path: Path, known: Mapping[str, Any], data: str = "", gpu: GPU | None = None) -> None:
     """Write the page about the models in ``known``, whose data is the script ``data``, or in files beside the page."""
-    scripts = [
-        Markup((FOLDER / f"{name}.js").read_text(encoding="utf-8")) for name in ("allocator", "template", "page")
-    ]
-    write_page(path, FOLDER / "page.html", facts={**facts(), **known}, scripts=scripts, data=Markup(data))
+    texts = [(FOLDER / f"{name}.js").read_text(encoding="utf-8") for name in ("allocator", "template", "page")]
+    write_page(path, FOLDER / "page.html", facts=facts(gpu) | {**known}, scripts=map(Markup, texts), data=Markup(data))

@@ -2,7 +2,9 @@
 "use strict";
 
 const $ = id => document.getElementById(id), facts = JSON.parse($("facts").textContent);
-facts.cards = facts.cards.map(one => withRates(one, facts.costs));
+// Cards before Ampere have other attention kernels than the traced ones, and no bf16.
+facts.cards = facts.cards.filter(one => one.name === facts.card || (one.capability[0] >= 8 && one.reported.startsWith("NVIDIA")))
+  .map(one => withRates(one, facts.costs));
 const gb = bytes => bytes >= 1e9 ? (bytes / 1e9).toFixed(2) + " GB" : bytes >= 1e5 || !bytes
   ? (bytes / 1e6).toFixed(bytes >= 1e7 || !bytes ? 0 : 1) + " MB" : (bytes / 1e3).toFixed(1) + " kB";
 const make = (parent, tag, text = null, attributes = {}) => {  // text is never read as HTML
@@ -59,7 +61,7 @@ function fill(select, options, value) {
 
 function showModels() {
   for (const group of new Set(facts.models.map(one => one.group))) {
-    const part = make($("model"), "optgroup", null, { label: group });
+    const part = make($("model"), "optgroup", null, { label: group ?? "this recipe" });
     for (const one of facts.models.filter(one => one.group === group)) make(part, "option", one.name, { value: one.name });
   }
   fill($("card"), facts.cards.map(one => [one.name, `${one.title}: ${gb(one.memory)}`]), facts.card ?? "rtx-4090");
