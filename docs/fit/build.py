@@ -3,17 +3,20 @@
     python docs/fit/build.py                  trace all models, then write the page: about 40 minutes of one core
     python docs/fit/build.py --only llama     trace only models whose name contains "llama", then write the page
 
-Each template is written to ``build/fit/`` when it is traced, so an interrupted build continues where it was. Templates
-are those of the installed torch, on a simulated A100.
+The file of a model keeps what was traced, so an interrupted build continues where it was; a template is traced again if
+its configuration or torch has changed. Templates are those of the installed torch, on a simulated A100.
 """
 
 from __future__ import annotations
 
 import argparse
+import base64
 import hashlib
 import json
+import re
 import tempfile
 import time
+import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -48,7 +51,6 @@ from trainer.system.child_jobs import run_in_children
 from trainer.weights.streaming import on_meta
 
 DATA = Path(__file__).parent / "data"
-TRACES = Path(__file__).parents[2] / "build" / "fit"  # one file a template, not in the repository
 TRACED = "a100-80gb"  # the card of the traces
 MICRO_STEPS = 2  # the page derives one micro-step from two, see Events.whole in template.js
 
@@ -116,8 +118,7 @@ def main() -> None:
         "--group", default="", help="trace only groups whose name contains one of these texts, with commas"
     )
     asked = parser.parse_args()
-    for folder in (DATA, TRACES):
-        folder.mkdir(parents=True, exist_ok=True)
+    DATA.mkdir(exist_ok=True)
     models = [Published(name, group, *GROUPS[group]) for group in GROUPS for name in GROUPS[group][1]]
     wanted = [
         one
@@ -160,18 +161,25 @@ class Published:
         return self.configurations[self.name]["model_type"] == "resnet"
 
     def trace(self, combinations: Sequence[Combination]) -> bool:
-        """Trace ``combinations`` and write all that are known; return whether one was traced."""
-        new = [one for one in combinations if not self.stored(one).exists()]
+        """Trace what the model's file lacks of ``combinations``, and write it; return whether one was traced."""
+        found = {plan["key"]: plan for plan in self.stored()}
+        new = [one for one in combinations if self.key(one) not in found]
         for one in new:
-            self.stored(one).write_text(json.dumps(self.template(one)))
-        found = [json.loads(path.read_text()) for one in self.combinations if (path := self.stored(one)).exists()]
-        self.path.write_text(data_script(self.name, [one for one in found if one is not None]))
+            if (template := self.template(one)) is not None:
+                found[self.key(one)] = {"key": self.key(one), **template}
+        keys = [self.key(one) for one in self.combinations]
+        self.path.write_text(data_script(self.name, [found[key] for key in keys if key in found]))
         return bool(new)
 
-    def stored(self, one: Combination) -> Path:
-        """Return the file of a template, whose name changes when it must be traced again."""
+    def stored(self) -> list[dict[str, Any]]:
+        """Return the templates in the model's file."""
+        packed = re.findall(r', "([^"]*)"\);', self.path.read_text()) if self.path.exists() else []
+        return [plan for text in packed for plan in json.loads(zlib.decompress(base64.b64decode(text)))]
+
+    def key(self, one: Combination) -> str:
+        """Return a text that changes when a template must be traced again."""
         inputs = json.dumps([self.configurations[self.name], one, self.whole, torch.__version__.partition("+")[0]])
-        return TRACES / f"{self.path.stem}-{hashlib.sha256(inputs.encode()).hexdigest()[:16]}.json"
+        return hashlib.sha256(inputs.encode()).hexdigest()[:16]
 
     def template(self, one: Combination) -> dict[str, Any] | None:
         """Return the template of a combination; print why, and return ``None``, if it cannot be traced."""
