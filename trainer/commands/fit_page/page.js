@@ -7,6 +7,7 @@ facts.cards = facts.cards.filter(one => one.name === facts.card || (one.capabili
   .map(one => withRates(one, facts.costs));
 const gb = bytes => bytes >= 1e9 ? (bytes / 1e9).toFixed(2) + " GB" : bytes >= 1e5 || !bytes
   ? (bytes / 1e6).toFixed(bytes >= 1e7 || !bytes ? 0 : 1) + " MB" : (bytes / 1e3).toFixed(1) + " kB";
+const time = seconds => seconds < 10 ? +(1e3 * seconds).toPrecision(3) + " ms" : seconds.toFixed(1) + " s";
 const make = (parent, tag, text = null, attributes = {}) => {  // text is never read as HTML
   const made = document.createElementNS(parent.namespaceURI, tag);
   if (text !== null) made.textContent = text;
@@ -83,7 +84,7 @@ async function chooseModel() {
   }
   const lengths = [...new Set(combinations.map(one => one.tokens))];
   fill($("tokens"), lengths.map(one => [one ?? "", one === null ? "image of the model's size" : `${one} tokens`]), $("tokens").value);
-  $("tokens").closest("label").hidden = lengths.length < 2;
+  $("tokens").closest("label").hidden = lengths.length < 2 && lengths[0] === null;
   const usual = model.batch ?? (model.task === "causal-lm" ? 16 : 64);
   if (!$("batch").dataset.own) $("batch").value = usual;
   const form = $("techniques"), chosen = Object.fromEntries([...form.querySelectorAll("select")].map(one => [one.name, one.value]));
@@ -150,7 +151,7 @@ function showVerdict(found, asked) {
   line.append(" ");
   make(line, "span", sourceOf(found, card), { class: "source" });
   const words = Object.entries(combination.flags).filter(([key]) => TECHNIQUES[key]?.[0]).map(([key, value]) => `${TECHNIQUES[key][0]}: ${describeValue(key, value)}`);
-  const plan = `batch ${asked.batch} = ${steps} micro-batch${steps > 1 ? "es" : ""} of ${micro}; ${words.join("; ") || "no technique"}; about ${(1e3 * seconds).toPrecision(3)} ms per step (an estimate, ± 20 %)`;
+  const plan = `batch ${asked.batch} = ${steps} micro-batch${steps > 1 ? "es" : ""} of ${micro}; ${words.join("; ") || "no technique"}; about ${time(seconds)} per step (an estimate, ± 20 %)`;
   make(verdict, "p", (found.runs ? "the fastest that fits: " : "the smallest: ") + plan);
   make(verdict, "p", `Peak in ${memory.phase}: ${gb(memory.allocated)} allocated, ${gb(memory.fragmentation)} more reserved but unused. CUDA's context takes about ${gb(card.memory - card.usable)} in addition.`, { class: "dim" });
   for (const command of commands(found, asked)) {
@@ -199,11 +200,11 @@ function showPlans(own, asked, found) {
     if (number !== filling || place === own.length) return;
     const one = search([own[place]], asked, card, facts, false), row = make(body, "tr");
     if (own[place] === found?.combination) row.className = "chosen";
-    const words = Object.entries(own[place].flags).filter(([key]) => TECHNIQUES[key]?.[0]).map(([key, value]) => describeValue(key, value));
-    make(row, "td", words.join(", "), { class: "words" });
+    const words = Object.entries(own[place].flags).filter(([key]) => TECHNIQUES[key]?.[0]).map(([key, value]) => `${TECHNIQUES[key][0]}: ${describeValue(key, value)}`);
+    make(row, "td", words.join("; ") || "none", { class: "words" });
     make(row, "td", one ? `${one.steps} × ${one.micro}` : "not stored");
     make(row, "td", one ? gb(one.memory.reserved) : "");
-    make(row, "td", one ? (1e3 * one.seconds).toFixed(0) : "");
+    make(row, "td", one ? time(one.seconds) : "");
     make(row, "td", one ? one.retries ? "after retries" : one.runs ? "yes" : "no" : "", { class: one?.runs ? "yes" : "no" });
     make(row, "td", one ? sourceOf(one, card) : "", { class: "optional" });
     setTimeout(next, 0, place + 1);

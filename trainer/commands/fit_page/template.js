@@ -157,7 +157,7 @@ function describe(events, sizes, allocated, reserved, blocks) {
     }
     if (points.has(event)) curve.forEach((line, place) => line.push(held[place]));
   }
-  const marks = events.marks.map(([event, phase]) => [Math.max(0, at.findIndex(point => point >= event)), phase]);
+  const marks = events.marks.filter(([event]) => event < count).map(([event, phase]) => [at.findIndex(point => point >= event), phase]);
   const phase = events.marks.filter(([event]) => event <= peak).pop()?.[1] ?? "";
   const largest = [...parts].sort((a, b) => b[1] - a[1]).map(([name, size]) => [...name.split("\t"), size]);
   return { peak, phase, categories, largest, curve, marks, line: at.map(event => reserved[event]), fragmentation: reserved[peak] - allocated[peak] };
