@@ -35,6 +35,6 @@ def facts(gpu: GPU | None = None) -> dict[str, Any]:
 
 
 def write_fit_page(path: Path, known: Mapping[str, Any], data: str = "", gpu: GPU | None = None) -> None:
-    """Write the page about the models in ``known``; ``data`` is a script with their plans, unless ``known`` names files."""
+    """Write the page about the models in ``known``; ``data`` is a script with their plans, if they are not in files."""
     texts = [(FOLDER / f"{name}.js").read_text(encoding="utf-8") for name in ("allocator", "template", "page")]
     write_page(path, FOLDER / "page.html", facts=facts(gpu) | {**known}, scripts=map(Markup, texts), data=Markup(data))
