@@ -52,10 +52,10 @@ LAYOUT = """
     return {wide, window, matrix, background: color("backgroundColor"), ink: color("color")};"""
 
 
-def assert_layout(page: str, folder: Path, width: int, scheme: str) -> None:
+def assert_layout(page: str, folder: Path, width: int, scheme: str, wait: int = 0) -> None:
     """Check that a page is as wide as the window, its confusion matrix at most 400 pixels, and its colours readable."""
     allowed = page.replace("img-src data:", "img-src data:; script-src 'unsafe-inline'")
-    found = answered(allowed, LAYOUT, folder, width, scheme)
+    found = answered(allowed, LAYOUT, folder, width, scheme, wait)
     assert width - 20 <= found["window"] <= width, found  # a scroll bar takes some of it
     assert found["wide"] == found["window"], found
     assert found["matrix"] <= min(400, width), found
@@ -64,19 +64,24 @@ def assert_layout(page: str, folder: Path, width: int, scheme: str) -> None:
     assert min(found[light]) > 200, found
 
 
-def answered(page: str, script: str, folder: Path, width: int | None = None, scheme: str = "light") -> Any:
+def answered(
+    page: str, script: str, folder: Path, width: int | None = None, scheme: str = "light", wait: int = 0
+) -> Any:
     """What ``script``, added to the end of a page, returns in a browser, as JSON holds it. With a ``width`` in pixels,
-    the page is in a frame, because a window has a minimum width. The user prefers the colour ``scheme``."""
+    the page is in a frame, because a window has a minimum width. The user prefers the colour ``scheme``. The script
+    runs after ``wait`` milliseconds of the browser's own time, which passes only while nothing is computed."""
     assert BROWSER is not None
     path = folder / "asked.html"
     ask = f"top.document.body.textContent = JSON.stringify((() => {{ {script} }})())"
+    ask = f"setTimeout(() => {{ {ask} }}, {wait})" if wait else ask
     content = page.replace("</html>", f"<script>{ask}</script></html>")
     if width is not None:
         meta = '<meta charset="utf-8"><meta name="color-scheme" content="light dark">'
         content = f'{meta}<iframe style="border: 0; width: {width}px" srcdoc="{escape(content)}"></iframe>'
     path.write_text(content)
     flags = [f"--blink-settings=preferredColorScheme={int(scheme != 'dark')}", f"--user-data-dir={folder / 'browser'}"]
+    flags += [f"--virtual-time-budget={2 * wait}"] if wait else []
     command = [BROWSER, *QUIET, *flags, "--dump-dom", path.as_uri()]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
-    (body,) = re.findall(r"<body>(.*)</body>", done.stdout, re.DOTALL)
+    (body,) = re.findall(r"<body[^>]*>(.*)</body>", done.stdout, re.DOTALL)
     return json.loads(unescape(body))

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from trainer.commands.flags import Flags
     from trainer.fakegpu.network import Cluster
     from trainer.planner.report import PlanReport
+    from trainer.planner.search import Search
 
 # Modules that import torch are imported inside the functions, so that --help and errors in flags are fast.
 
@@ -48,6 +49,7 @@ VALUED_FLAGS = {
 }
 SWITCHES = {
     "all": "also predict plans that cannot be chosen, because they are slower than one that fits, or too large",
+    "page": 'also write fit.html, the page "Will it fit?" about the traced plans: they are replayed for any card',
     "json": "print only the content of plan.json on stdout",
 }
 DESCRIPTION = (
@@ -110,6 +112,9 @@ def _run_search(asked: ParsedCommand, own: dict[str, str]) -> tuple[dict[str, An
 
     show_status("preparing model and data")
     search = search_for(recipe, gpu, cluster.devices, cluster.nodes, interconnect=own.get("interconnect"))
+    search.keeps_columns = ("page", None) in flags
+    one_gpu = search.devices == 1 and search.target.device.type == "cuda"
+    require(one_gpu or not search.keeps_columns, "--page shows a run on one GPU: leave it out, or give one --devices")
     out = create_output_folder("plan", own.get("out"), reference)
     print(search.heading())
     with contextlib.closing(Progress(recipe.run.progress)) as progress:
@@ -132,7 +137,11 @@ def _run_search(asked: ParsedCommand, own: dict[str, str]) -> tuple[dict[str, An
     content = write_content(out / "plan.json", {"recipe": redact(reference)}, found)
     drawn = report.drawn.prediction if report.drawn is not None else None
     write_page(out / "plan.html", content, drawn.timeline if drawn is not None else None)
-    print(f"\nfiles: {escaped(out)}: plan.json, plan.html")
+    if search.keeps_columns:
+        words = [f"trainer {'fit' if by else 'plan'} {shlex.quote(by or reference)}"]
+        words += _as_words([*own_flags.items(), *passed])
+        write_own_page(out / "fit.html", redact(reference), words, search, report)
+    print(f"\nfiles: {escaped(out)}: plan.json, plan.html{', fit.html' if search.keeps_columns else ''}")
     missing = [line for line in report.explanations if line.startswith(NOTHING)]
     return content, missing[0] if report.chosen is None else ""
 
@@ -170,10 +179,13 @@ def command_for_plan(reference: str, passed: Flags, recipe: Recipe, report: Plan
         start = f"torchrun {ranks} --rdzv-backend c10d --rdzv-endpoint HOST:29500 -m {start}"
     decided = {"memory.precision": report.recipe.memory.precision} if recipe.memory.precision == "auto" else {}
     chosen = {**run, **decided, **report.chosen.flags}
-    kept = [(name, text) for name, text in passed if name not in chosen and text is not None]
-    flags = [(name, as_text(value)) for name, value in chosen.items()]
+    kept = [(name, text) for name, text in passed if name not in chosen]
     start += f" --{TRUST_RECIPE}" if (TRUST_RECIPE, None) in passed else ""
-    return [start, *(f"--{name} {shlex.quote(redact_value(text, name))}" for name, text in [*kept, *flags])]
+    return [start, *_as_words([*kept, *((name, as_text(value)) for name, value in chosen.items())])]
+
+
+def _as_words(flags: Flags) -> list[str]:
+    return [f"--{name} {shlex.quote(redact_value(text, name))}" for name, text in flags if text is not None]
 
 
 def _run_scale(asked: ParsedCommand, own: dict[str, str]) -> tuple[dict[str, Any], str]:
@@ -220,3 +232,15 @@ def write_page(path: Path, content: Mapping[str, Any], timeline: Mapping[str, An
 
     curve = None if timeline is None else {**timeline, "categories": CATEGORIES}
     html_report.write_page(path, PAGE, title=content["recipe"], plan=content, curve=curve)
+
+
+def write_own_page(path: Path, name: str, command: list[str], search: Search, report: PlanReport) -> None:
+    """Write the page "Will it fit?" about the traced plans of a search, which ``command`` with their flags trains."""
+    from trainer.commands.fit_page import data_script, write_fit_page
+    from trainer.planner.knobs import without_size
+
+    traced = [(one.flags, one.prediction.columns) for one in report.candidates if one.prediction is not None]
+    plans = [{"flags": without_size(flags), **(columns or {})} for flags, columns in traced]
+    gpu, model = search.target.gpu, {"name": name, "command": " ".join(command), "batch": search.recipe.batch_size}
+    about = {"card": gpu.name, "traced": gpu.title, "budget": 100 * report.budget / gpu.memory, "models": [model]}
+    write_fit_page(path, about, data_script(name, plans), gpu)

@@ -45,6 +45,7 @@ class Prediction:
     faster: dict[str, float] = field(default_factory=dict)  # ms per step with each of ``candidates`` alone
     # Memory over time, for a plot: {"allocated": {category: [...]}, "reserved": [...], "marks": [[at, phase]]}
     timeline: dict[str, Any] | None = None
+    columns: dict[str, Any] | None = None  # for the page "Will it fit?", see :func:`event_columns`
 
     @classmethod
     def from_child(cls, fields: dict[str, Any]) -> Prediction:

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from trainer.fakegpu.allocator import AllocatorSettings, Block, CachingAllocator
-from trainer.fakegpu.events import EMPTY_CACHE, Event
+from trainer.fakegpu.events import EMPTY_CACHE, Event, Trace
 from trainer.fakegpu.peaks import apply_event
 
 
@@ -73,3 +73,22 @@ def _segment(address: int, size: int, stream: int, blocks: list[dict[str, Any]])
     sizes = dict.fromkeys(("allocated_size", "active_size"), sum(block["size"] for block in used))
     about = {"device": 0, "address": address, "total_size": size, "stream": stream, "is_expandable": False}
     return {**about, **sizes, "requested_size": sum(block["requested_size"] for block in used), "blocks": blocks}
+
+
+def event_columns(traces: Mapping[int, Trace]) -> dict[str, Any]:
+    """Return ``traces`` by micro-batch, which differ only in sizes, as JSON for the page "Will it fit?"."""
+    (run, *_), runs = traces.values(), traces.values()
+    blocks, operations, code, live = dict[Any, int](), dict[Any, int](), list[int](), list[int]()
+    for event, *more in zip(*(one.events for one in runs), strict=True):
+        if event.bytes:  # 1 + the number of the block's kind; for a free, minus 1 and its place among the newest
+            kind = (*event[2:], run.categories.get(event.id, "temporaries"), event.bytes, *(one.bytes for one in more))
+            code.append(1 + blocks.setdefault(kind, len(blocks)))
+            live.insert(0, event.id)
+        else:
+            code.append(0 if event.id == EMPTY_CACHE else -1 - live.index(event.id))
+            live[-1 - code[-1] : -code[-1]] = []
+    works = zip(*(one.work for one in runs), strict=True)
+    rows = ((*w[0][:4], w[0].dtype, *(one.flops for one in w), *(one.bytes for one in w)) for w in works)
+    found = {"sizes": [*traces], "work": [operations.setdefault(row, len(operations)) for row in rows], "code": code}
+    found |= {"blocks": [*blocks], "operations": [*operations]}
+    return {**found, "marks": run.marks, "micro_steps": run.micro_steps}

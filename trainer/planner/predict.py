@@ -16,6 +16,7 @@ from trainer.fakegpu.allocator import AllocatorSettings
 from trainer.fakegpu.gpus import GPU
 from trainer.fakegpu.network import Cluster, Interconnect
 from trainer.fakegpu.prediction import Prediction, predict_from_trace
+from trainer.fakegpu.snapshot import event_columns
 from trainer.fakegpu.target import Target
 from trainer.memory.plan import Plan, decide_plan
 from trainer.planner.knobs import apply_settings
@@ -71,6 +72,7 @@ def predict_in_process(
     interconnects: Sequence[Interconnect] = (),
     capacity: int | None = None,
     priced: bool = True,
+    columns: bool = False,
 ) -> dict[str, Any]:
     """Return the fields of a :class:`Prediction`, in JSON types. Call it in a child process: it changes torch.
 
@@ -88,6 +90,8 @@ def predict_in_process(
     run = (trace, target, cluster, interconnects or [target.network], capacity, settings)
     found = predict_from_trace(*run, may_expand=may_expand, timeline=timeline, units=units)
     of_each = samples.first.tokens or samples.first.samples
+    if columns:
+        found["columns"] = event_columns({plan.initial_cut.micro_batch_size: trace})
     return found | {"seconds": time.perf_counter() - began, "peak_seconds": found["peak_seconds"] / of_each}
 
 

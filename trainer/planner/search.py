@@ -168,6 +168,7 @@ class Search:
         self.impossible: list[str] = []  # why no plan can be traced, or needs to be
         self.arms: list[PlanFamily] = []
         self.padding: dict[int, float] = {}
+        self.keeps_columns = False  # whether predictions have what the page "Will it fit?" replays
         model = recipe.model
         self.notes = dict.fromkeys(data_notes(recipe.data))
         if recipe.memory.tensor_parallel > 1:
@@ -543,6 +544,7 @@ class Search:
 
     def _job(self, settings: Settings) -> tuple[Callable[[], Any], Plan] | Exception:
         fixed: dict[str, Any] = {"target": self.target, "nodes": self.nodes, "timeline": True, "capacity": self.limit}
+        fixed |= {"columns": self.keeps_columns}
         try:
             plan = self._plan(settings)
         except RecipeError as error:
