@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 from helpers.payloads import code
 
-from trainer.cli import COMMANDS, USAGE, run
+from trainer.cli import COMMANDS, run
 from trainer.lab.measured_run import probe_machine, run_trial
 from trainer.system.processes import python_command, trainer_command
 
@@ -202,9 +202,9 @@ WAYS = [
 
 def command_lines() -> dict[str, list[str]]:
     """Every command with what it takes, as its line of the usage says: ``{"evaluate": ["evaluate", "RUN_DIR"]}``."""
-    lines = {}
+    lines, usage = {}, (ROOT / "trainer" / "usage.txt").read_text(encoding="utf-8")
     for name in COMMANDS:
-        taken = re.search(rf"^  {name} (.*?)(  |$)", USAGE, re.MULTILINE)
+        taken = re.search(rf"^  {name} (.*?)(  |$)", usage, re.MULTILINE)
         needed = re.sub(r"\[[^]]*\]", "", taken[1].partition(" | ")[0]).split()
         for words in product(*(word.split("|") for word in needed)):
             line = [name, *words]

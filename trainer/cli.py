@@ -10,6 +10,7 @@ import traceback
 import warnings
 from collections.abc import Callable, Sequence
 from importlib import import_module
+from pathlib import Path
 from typing import Any, NoReturn
 
 import trainer
@@ -22,48 +23,6 @@ from trainer.system.streams import install_safe_streams, stdout_error
 from trainer.system.text import escaped
 
 # Everything beyond the top-level help is imported where it is used, so that `trainer --help` is fast.
-
-USAGE = """\
-usage: trainer COMMAND ...
-
-{summary}
-
-commands:
-  fit RECIPE [flags]        train, evaluate and write a run directory
-  run [--restarts N] -- RECIPE [flags]
-                            fit, restarted from its newest checkpoint after a crash; see `trainer run --help`
-  doctor RECIPE [flags]     check this machine, the data and the model before a run: each finding with its fix
-  plan RECIPE|hf:MODEL [flags]
-                            find the fastest plan that fits a memory budget, also for GPUs that are not installed
-  plan --script FILE [flags] -- ARGS
-                            predict the memory that any training script needs on such a GPU
-  ladder RECIPE [flags]     measure the memory techniques on a recipe, one by one and stacked: memory, speed, loss
-  sweep RECIPE --over KEY=VALUES [flags]
-                            search good settings by many runs, with Optuna
-  evaluate RUN_DIR [FILE] [flags]
-                            evaluate the trained model of a run directory, also on another file with labels
-  checkpoint list|verify|export DIR
-                            list the checkpoints of a run, verify them, or export one as a model
-  predict RUN_DIR --text TEXT [TEXT ...] | --image PATH [PATH ...] | PATH ...
-                            classify files, folders, tables, texts or images with the trained model of a run directory
-  export RUN_DIR --to onnx|hf|hub [flags]
-                            export the trained model of a run directory, and check the result
-  migrate FILE [--from transformers|lightning|accelerate|timm] [--ranks N]
-                            print a recipe with the settings of training_args.json, a config.yaml of Lightning CLI or
-                            accelerate, or args.yaml of timm, and what has no counterpart; N processes used the file
-  same-gradient [--steps N] [--tolerance X] -- COMMAND A -- COMMAND B
-                            compare the gradients of two runs of a training script, which is not changed
-  runs [DIR ...]            a table of runs with their metrics; --compare two of them
-
-RECIPE is a packaged name, a .py file that defines `recipe`, or the recipe.yaml of a run. A .py file that a recipe.yaml
-names is executed only with --trust-recipe. It may also be your data: a table (.csv, .tsv, .jsonl, .parquet), a text,
-or a folder of images or texts; the recipe and its settings are then inferred and printed.
-packaged recipes: {recipes}
-
-options:
-  -h, --help                show this page; `trainer fit RECIPE --help` lists every flag, with its value in that recipe
-  --version                 show the version
-"""
 PEER_LOST_MESSAGES = ("Connection closed by peer", "Connection reset by peer")  # if another rank has ended
 
 COMMANDS = {
@@ -223,7 +182,8 @@ def _dispatch(argv: list[str]) -> int:
     if first in ("-h", "--help"):
         from trainer.commands.recipes import packaged_recipes
 
-        print(USAGE.format(summary=trainer.__doc__, recipes=", ".join(packaged_recipes())), end="")
+        usage = Path(__file__).with_name("usage.txt").read_text(encoding="utf-8")
+        print(usage.format(summary=trainer.__doc__, recipes=", ".join(packaged_recipes())), end="")
     elif first == "--version":
         print(f"trainer {trainer.__version__}")
     else:

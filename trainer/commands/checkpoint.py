@@ -14,22 +14,6 @@ from trainer.errors import require
 from trainer.system.files import read_json_object
 from trainer.system.text import escaped, format_bytes
 
-USAGE = """\
-usage: trainer checkpoint list DIR
-       trainer checkpoint verify DIR
-       trainer checkpoint export DIR [--best | --last] [--out FOLDER] [--trust-recipe]
-
-list    list checkpoints with step, epoch, size, ranks and metrics; the best of the run is marked
-verify  check the hash of every file, including model/ and recipe.yaml of a run directory; exit code 1 if a file has
-        changed
-export  write the model of a checkpoint like a finished run: for trainer evaluate, trainer predict, transformers and
-        other readers of safetensors. FOLDER is RUN_DIR/model by default. If the recipe is a .py file, it is executed,
-        which needs --trust-recipe
-
-DIR is a run directory or one checkpoint, such as RUN_DIR/checkpoints/step-00000100. For a run directory, export
-takes the weights that a finished run has in model/: the best evaluation's, or the newest without an evaluation. --last
-takes the newest valid checkpoint; --best fails if no evaluation has chosen one.
-"""
 ACTIONS = ("list", "verify", "export")
 CHOICES = ("best", "last")  # flags of export that choose a checkpoint of a run
 RESULTS = {"recipe.yaml": verify_text_file, "model": manifests.verify_folder}  # checks of other results of a run
@@ -41,7 +25,7 @@ def checkpoint(argv: Sequence[str]) -> None:
 
     positionals, flags = split_argv(argv, CommandFlags({}, {"best": "", "last": ""}))
     if ("help", None) in flags or not positionals:
-        print(USAGE, end="")
+        print(Path(__file__).with_name("checkpoint_usage.txt").read_text(encoding="utf-8"), end="")
         return
     action, *rest = positionals
     unknown = [name for name, _ in flags if action != "export" or name not in ("out", *CHOICES, TRUST_RECIPE)]

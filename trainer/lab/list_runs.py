@@ -22,17 +22,6 @@ from trainer.system.names import did_you_mean
 from trainer.system.processes import ProcessId
 from trainer.system.text import align_columns, as_text, escaped, format_metric
 
-USAGE = """\
-usage: trainer runs [DIR ...] [--where KEY=VALUE] [--sort COLUMN] [--json]
-       trainer runs --compare RUN_DIR RUN_DIR
-
-Show a table of the runs in and below each DIR (default: runs), the newest last.
-
---where KEY=VALUE  only runs with that value of a column or setting, such as optim.lr=1e-3; may be repeated
---sort COLUMN      sort by a column, such as test_accuracy; -COLUMN sorts in descending order
---json             print all columns and settings as a JSON list
---compare          show the settings and metrics in which two runs differ
-"""
 MAX_JSON_BYTES = 4_000_000  # size limit of a run's JSON files, and of the part read from the end of its metrics.csv
 MAX_VALUE_CHARS = 60  # maximum characters of a setting in --compare
 SHOWN = ("run", "status", "step", "metric", "val_loss", "memory_gb", "seconds", "date")
@@ -47,7 +36,7 @@ def runs(argv: Sequence[str]) -> None:
     known = CommandFlags(valued, {"json": ""}, multi_valued=("compare",))
     folders, flags = split_argv(argv, known)
     if ("help", None) in flags:
-        print(USAGE, end="")
+        print(Path(__file__).with_name("list_runs_usage.txt").read_text(encoding="utf-8"), end="")
         return
     names = [*known.valued, *known.switches]
     for name, _ in flags:

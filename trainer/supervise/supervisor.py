@@ -21,22 +21,6 @@ from trainer.system.lock import RunLock
 from trainer.system.processes import trainer_command
 from trainer.system.redact import redact_words
 
-USAGE = """\
-usage: trainer run [flags] -- RECIPE [flags of trainer fit]
-
-Trains RECIPE and restarts it from its newest checkpoint after a crash; after out of memory, with smaller
-micro-batches. See docs/supervisor.md.
-
-flags:
-  --restarts N       maximum number of restarts; the count starts again at each new checkpoint (default: 3)
-  --nproc N          ranks on this machine: --run.devices of each attempt
-  --grace SECONDS    time to stop after a signal before the run is killed (default: unlimited)
-  --patience N       give up after this many crashes in a row without a new checkpoint (default: 2)
-  --backoff SECONDS  wait before the first restart; doubled before each further one, up to 60 (default: 1)
-  -h, --help         show this page
-
-The run directory is --run.dir or, without it, a new one that is printed; --run.resume is auto.
-"""
 LOCK = ".supervisor.lock"  # in addition to the run's lock, which is free between two attempts
 FLAGS = {"restarts": (3, 0), "nproc": (None, 1), "grace": (None, 0), "patience": (2, 1), "backoff": (1.0, 0)}
 """Default and minimum value of each flag."""
@@ -54,7 +38,7 @@ Schedulers signal every process of a job, and a second signal would end the run 
 
 def run_command(argv: Sequence[str]) -> int:
     if not argv or argv[0] in ("-h", "--help"):
-        print(USAGE, end="")
+        print(Path(__file__).with_name("supervisor_usage.txt").read_text(encoding="utf-8"), end="")
         return 0
     own, words = split(argv)
     command = fit_command(words, own.nproc)
