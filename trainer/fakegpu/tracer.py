@@ -58,6 +58,11 @@ class Tracer(TorchDispatchMode):
 
     supports_higher_order_operators = True
 
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """``True``: torch.compile may compile in this mode."""
+        return True
+
     def __init__(self, target: Target, mode: FakeGPUMode) -> None:
         super().__init__()
         self.target, self.mode, self.trace, self.phase = target, mode, mode.trace, "init"
@@ -227,6 +232,17 @@ class Tracer(TorchDispatchMode):
         self.trace.add_note(f"Triton kernels of {kernel.__module__.partition('.')[0]} compute parts of the model")
         if self.records_work:
             self.record_operation(kernel.__name__, "compute", 0, _bytes(tensors), dtype_of(tensors))
+
+    def launch_compiled(self, name: str, args: tuple[Any, ...], names: list[str]) -> None:
+        """Record a kernel that Inductor generates; ``names`` of its arguments say which of ``args`` it writes."""
+        tensors = [one for one in args if isinstance(one, FakeTensor)]
+        moved = tensors.copy()
+        for label, tensor in zip(names, args, strict=False):
+            if isinstance(tensor, FakeTensor) and "out_ptr" in label:
+                self.mode.forget(tensor)
+                moved += [tensor] if label.startswith("in_out") else []
+        if self.records_work:
+            self.record_operation(name, "compute", 0, _bytes(moved), dtype_of(tensors))
 
     def _note_work(self, func: Any, name: str, args: Any, kwargs: Any, out: Any, results: list[Tensor]) -> None:
         tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]

@@ -22,6 +22,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from trainer.errors import RecipeError, RunError
 from trainer.fakegpu.allocator import AllocatorSettings, Block, CachingAllocator
+from trainer.fakegpu.compiled import COMPILED, MODULE_COMPILE, CompilerOnFakeTensors
 from trainer.fakegpu.cost import cost_of
 from trainer.fakegpu.events import EMPTY_CACHE, Category, Event
 from trainer.fakegpu.expected_error import expected_error, kind_of_loop
@@ -45,7 +46,6 @@ from trainer.fakegpu.torch_patches import _undo_stack, patch, patch_libraries
 from trainer.fakegpu.tracer import Tracer, constituent_tensors, tracing
 from trainer.system.text import format_bytes, wrapped
 
-NOT_COMPILED = "torch.compile is not simulated: fused operations usually need less memory and time"
 draw: Callable[[dict[str, Any], int, str, Path], None] | None = None
 """The function that :meth:`FakeGPU.plot` calls with :attr:`FakeGPU.picture`. ``trainer.planner`` registers it."""
 
@@ -82,7 +82,7 @@ class UserLoopTracer(Tracer):
 
     def __enter__(self) -> Tracer:
         call, backward, apply = nn.Module.__call__, torch.autograd.backward, nn.Module._apply
-        compiled = torch.compile
+        compiles = CompilerOnFakeTensors(self)
 
         def called(module: nn.Module, *args: Any, **options: Any) -> Any:
             if not self._calls and not self._backwards:  # a call during backward is recomputation
@@ -114,14 +114,8 @@ class UserLoopTracer(Tracer):
             self._name(module)
             return module
 
-        def compiles(function: Any = None, **options: Any) -> Any:
-            done = compiled(function, **options)
-            if function is None or done is function:
-                self.trace.add_note(NOT_COMPILED)
-            return done
-
         patch(torch.autograd, backward=backwards)
-        patch(nn.Module, __call__=called, _apply=applied, compile=lambda *_, **__: self.trace.add_note(NOT_COMPILED))
+        patch(nn.Module, __call__=called, _apply=applied, compile=MODULE_COMPILE)
         patch(torch, compile=compiles)
         for module in (torch.cuda, torch.cuda.memory):
             patch(module, memory_stats=self._stats, mem_get_info=self._free, empty_cache=self._empty_cache)
@@ -170,7 +164,7 @@ class UserLoopTracer(Tracer):
         trained = sum(one.numel() for one in weights if one.requires_grad)
         share = trained / max(1, sum(one.numel() for one in weights))
         is_sharded = any(isinstance(one, DTensor) for one in weights)
-        return kind_of_loop(NOT_COMPILED in self.trace.notes, is_sharded, share, self.target.version)
+        return kind_of_loop(COMPILED in self.trace.notes, is_sharded, share, self.target.version)
 
     def unseen(self) -> str:
         """Describe what a loop that was stopped here may still do and that needs more memory."""

@@ -1,0 +1,234 @@
+"""``torch.compile`` on the simulated GPU.
+
+Dynamo, AOTAutograd and Inductor really compile, up to the source code of Inductor's wrapper: it allocates, reuses and
+frees buffers and calls kernels. Here it runs with fake tensors, so its allocations and frees are those of a real run.
+Triton's kernels are not compiled: a launch records what the kernel reads and writes.
+"""
+
+from __future__ import annotations
+
+import re
+import time
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from functools import partial
+from pathlib import Path
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.functional_tensor import FunctionalTensor, FunctionalTensorMode
+from torch.fx.experimental.proxy_tensor import ProxyTorchDispatchMode
+from torch.utils._mode_utils import no_dispatch
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+
+from trainer.fakegpu.mode import GPU_DEVICE, on_a_device
+from trainer.fakegpu.torch_patches import _undo_stack, patch, run_inside
+
+if TYPE_CHECKING:
+    from trainer.fakegpu.tracer import Tracer
+
+COMPILED = "parts compiled by torch.compile are predicted from the code that Inductor generates, without autotuning"
+import traceback, os
+DEBUG = "DBG" in os.environ
+HERE = str(Path(__file__).parent)
+TORCH_COMPILE, MODULE_COMPILE, MODULE_CALL = torch.compile, nn.Module.compile, nn.Module.__call__
+SIGNATURE = re.compile(r"^def \w+\(([^)]*)\)", re.MULTILINE)
+
+
+class RealOnCPU(TorchDispatchMode):
+    """Creates on the CPU the few real tensors that Inductor wants on the GPU to fold constants."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return func(*args, **({**kwargs, "device": "cpu"} if kwargs and kwargs.get("device") else kwargs or {}))
+
+
+class SimulatedKernel:
+    """Stands in for a compiled Triton kernel: a launch computes nothing and is recorded."""
+
+    def __init__(self, tracer: Tracer, name: str, source: str) -> None:
+        self.tracer, self.name = tracer, name
+        found = SIGNATURE.search(source)
+        self.arguments = [part.split(":")[0].strip() for part in found[1].split(",")] if found else []
+
+    def run(self, *args: Any, **options: Any) -> None:
+        """Record a launch; ``args`` start with the tensors, in the order of the kernel's arguments."""
+        self.tracer.launch_compiled(self.name, args, self.arguments)
+
+
+class CompilerOnFakeTensors:
+    """Lets ``torch.compile`` compile for the simulated GPU of ``tracer``; parts that fail run eagerly, with a note."""
+
+    def __init__(self, tracer: Tracer) -> None:
+        self.tracer = tracer
+        self.installed = False
+
+    def __call__(self, function: Any = None, **options: Any) -> Any:
+        """Stand in for ``torch.compile``."""
+        if function is None:  # as a decorator with options
+            return partial(self.__call__, **options)
+        if getattr(function, "__module__", "").startswith("torchao."):  # updates of 8-bit optimizers, in place
+            return lambda *args: None
+        if options.get("disable") or options.get("backend", "inductor") == "eager":
+            return function
+        if options.get("backend", "inductor") != "inductor":
+            self.tracer.trace.add_note(f"torch.compile(backend={options['backend']!r}) is predicted without compiling")
+            return function
+        self._install()
+        return TORCH_COMPILE(function, dynamic=options.get("dynamic"))
+
+    def _install(self) -> None:
+        if self.installed:
+            return
+        self.installed = True
+        self.tracer.trace.add_note(COMPILED)
+        with _disable_current_modes():
+            import torch._inductor.async_compile
+            import torch._inductor.compile_fx
+            from torch._dynamo import convert_frame, device_interface
+            from torch._inductor.codegen import triton_utils
+            from torch._inductor.fx_passes import joint_graph, pad_mm, post_grad
+            from torch._inductor.graph import GraphLowering
+            from torch._inductor.runtime.hints import DeviceProperties
+        inductor: Any = torch._inductor
+        self._patch_device(device_interface.CudaInterface, pad_mm, inductor.utils)
+        patch(inductor.config, force_disable_caches=True, compile_threads=1)
+        for module in (joint_graph, post_grad):  # patterns are the same for all devices, and need tensors of one
+            patch(module, lazy_init=partial(_on_cpu, module.lazy_init))
+        folder: Any = joint_graph.UniformValueConstantFolder
+        patch(folder, run_node=run_inside(RealOnCPU, folder.run_node))
+        patch(GraphLowering, compile_to_module=lambda graph: self._module(graph))
+        compiler: Any = inductor.async_compile.AsyncCompile
+        patch(
+            compiler,
+            triton=lambda _, name, source, *args, **options: SimulatedKernel(self.tracer, name, source),
+            cpp_pybinding=lambda *args, **options: lambda *tensors: None,
+            wait=lambda *args: None,
+            wakeup=lambda *args: None,
+        )
+        patch(inductor.compile_fx, _compile_fx_inner=partial(self._graph, inductor.compile_fx._compile_fx_inner))
+        wrapper: Any = convert_frame.CatchErrorsWrapper
+        convert = wrapper.__call__
+        patch(wrapper, __call__=lambda catcher, *args: self._frame(partial(convert, catcher), *args))
+        _patch_functional_tensors()
+        patch(torch.utils._triton, triton_hash_with_backend=lambda: "simulated")
+        for cache in (DeviceProperties.create, triton_utils):
+            _undo_stack.callback(getattr(cache, "cache_clear", lambda: None))
+        _undo_stack.callback(torch._dynamo.reset)
+
+    def _patch_device(self, interface: Any, pad_mm: Any, utils: Any) -> None:
+        """Let Inductor see the card; it pads products whose sizes tensor cores do not like if arithmetic limits them."""
+        gpu = self.tracer.target.gpu
+        for kind in (interface, interface.Worker):
+            for name in ("get_device_properties", "current_device", "device_count", "synchronize", "set_device"):
+                patch(kind, **{name: staticmethod(vars(torch.cuda).get(name))})
+        patch(utils, get_device_tflops=lambda dtype, *_: gpu.flops.get(str(dtype)[6:], gpu.flops["float32"]) / 1e12)
+        patch(utils, get_gpu_dram_gbps=lambda: gpu.bandwidth / 1e9)
+        patch(pad_mm, _should_pad=partial(_is_padded, pad_mm.is_mm_compute_bound))
+
+    def _frame(self, convert: Callable[..., Any], frame: Any, *args: Any) -> Any:
+        """Compile a frame of Python; leave it eager if that fails."""
+        from torch._dynamo.types import ConvertFrameReturn
+
+        code = frame.f_code
+        if code.co_filename.startswith(HERE):
+            return ConvertFrameReturn()
+        try:
+            with _compiling():
+                return convert(frame, *args)
+        except Exception as error:  # raised by Dynamo and the compiler: many different classes
+            self._note_failure(f"{code.co_name} ({Path(code.co_filename).name}:{code.co_firstlineno})", error)
+            return ConvertFrameReturn()
+
+    def _graph(self, compile_graph: Any, graph: Any, inputs: Any, *args: Any, **options: Any) -> Any:
+        """Compile a graph of a forward or a backward; run its operations one by one if that fails."""
+        try:
+            with _compiling():
+                return compile_graph(graph, inputs, *args, **options)
+        except Exception as error:
+            self._note_failure("a graph of " + ("backward" if options.get("is_backward") else "forward"), error)
+            from functorch.compile import make_boxed_func
+
+            return make_boxed_func(graph.forward)
+
+    def _note_failure(self, what: str, error: Exception) -> None:
+        if DEBUG: traceback.print_exception(error)
+        reason = str(error).strip().partition("\n")[0][:120]
+        self.tracer.trace.add_note(f"torch.compile of {what} failed and is predicted eagerly: {type(error).__name__} {reason}")
+
+    def _module(self, graph: Any) -> Any:
+        """Return the module of Inductor's wrapper, with fake buffers and simulated kernels."""
+        code = graph.codegen()[0]
+        names: dict[str, Any] = {"__name__": "compiled", **graph.constants, **graph.torchbind_constants}
+        exec(compile(code if isinstance(code, str) else code.value, "<Inductor>", "exec"), names)
+        checks = ("assert_size_stride", "assert_alignment", "get_raw_stream")
+        names |= dict.fromkeys(checks, lambda *args: 0)
+        names |= {"empty_strided_cuda": _empty, "reinterpret_tensor": _reinterpret}
+        return SimpleNamespace(call=names["call"], __file__="")
+
+
+@contextmanager
+def _compiling() -> Iterator[None]:
+    """Restore ``nn.Module.__call__``, which Dynamo looks into. Nothing is traced."""
+    before = nn.Module.__call__
+    nn.Module.__call__ = MODULE_CALL  # type: ignore[method-assign]
+    try:
+        with _disable_current_modes():
+            yield
+    finally:
+        nn.Module.__call__ = before  # type: ignore[method-assign]
+
+
+def _patch_functional_tensors() -> None:
+    """Let AOTAutograd's tensors have the dispatch keys of the GPU, too, while C++ sees them on meta."""
+    make, wrap = FunctionalTensor.__new__, torch.Tensor._make_wrapper_subclass
+    devices = [torch.device("meta")]
+
+    def new(cls: Any, elem: Any, mode: Any) -> Any:
+        devices.append(torch._from_functional_tensor(elem).device)
+        try:
+            return make(cls, elem, mode)
+        finally:
+            devices.pop()
+
+    def make_wrapper(cls: Any, size: Any, strides: Any = None, offset: Any = None, *rest: Any, **options: Any) -> Any:
+        if cls is not FunctionalTensor or devices[-1].type != "cuda":
+            return wrap(cls, size, strides, offset, *rest, **options)
+        with no_dispatch():
+            data = torch.empty_strided(size, strides, dtype=rest[1], device="meta")
+        return torch.Tensor._make_subclass(cls, data, rest[5], dispatch_device=False, device_for_backend_keys=devices[-1])
+
+    def dispatch(mode: Any, call: Any, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return call(mode, func, types, args, on_a_device(func, kwargs or {}))
+
+    def device(tensor: Any) -> torch.device:
+        return torch._from_functional_tensor(tensor.elem).device
+
+    patch(FunctionalTensor, __new__=new, device=property(device))
+    patch(FunctionalTensor, is_cuda=property(lambda tensor: device(tensor).type == "cuda"))
+    patch(FunctionalTensor, is_meta=property(lambda tensor: device(tensor).type == "meta"))
+    patch(torch.Tensor, _make_wrapper_subclass=staticmethod(make_wrapper))
+    for kind in (FunctionalTensorMode, FakeTensorMode, ProxyTorchDispatchMode):
+        call = kind.__torch_dispatch__
+        patch(kind, __torch_dispatch__=torch._disable_dynamo(lambda mode, *args, call=call: dispatch(mode, call, *args)))
+
+
+def _empty(size: Any, stride: Any, dtype: torch.dtype) -> Tensor:
+    return torch.empty_strided(size, stride, dtype=dtype, device=GPU_DEVICE)
+
+
+def _reinterpret(tensor: Tensor, size: Any, stride: Any, offset: int = 0) -> Tensor:
+    return tensor.as_strided(size, stride, tensor.storage_offset() + offset)
+
+
+def _on_cpu(initialise: Callable[..., None], device: Any = None) -> None:
+    initialise(torch.device("cpu"))
+
+
+def _is_padded(is_compute_bound: Any, match: Any, mat1: Any, mat2: Any, op: Any, bias: Any = None) -> bool:
+    """Decide what Inductor measures on a GPU: whether a product whose sizes are not multiples of 8 is padded."""
+    rows, inner = mat1.shape[-2:]
+    return bool(mat1.element_size() < 4 and is_compute_bound(rows, inner, mat2.shape[-1], mat1.dtype))
