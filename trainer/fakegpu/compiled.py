@@ -25,7 +25,7 @@ from torch.fx.experimental.proxy_tensor import ProxyTorchDispatchMode
 from torch.utils._mode_utils import no_dispatch
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
-from trainer.fakegpu.mode import GPU_DEVICE, on_a_device
+from trainer.fakegpu.mode import GPU_DEVICE, FakeGPUMode, on_a_device
 from trainer.fakegpu.torch_patches import _undo_stack, patch, run_inside
 
 if TYPE_CHECKING:
@@ -202,7 +202,8 @@ def _patch_functional_tensors() -> None:
         return torch.Tensor._make_subclass(cls, data, rest[5], dispatch_device=False, device_for_backend_keys=devices[-1])
 
     def dispatch(mode: Any, call: Any, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        return call(mode, func, types, args, on_a_device(func, kwargs or {}))
+        kwargs = kwargs or {}
+        return call(mode, func, types, args, kwargs if isinstance(mode, FakeGPUMode) else on_a_device(func, kwargs))
 
     def device(tensor: Any) -> torch.device:
         return torch._from_functional_tensor(tensor.elem).device
