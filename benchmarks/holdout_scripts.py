@@ -493,7 +493,8 @@ class TorchTune:
         optimizer: of all weights that are trained.
         rank: of the adapters beside ``adapted``; 0 trains the weights themselves.
         nf4: whether the matrices of the blocks are frozen in four bits.
-        compiled: whether every block and the loss are compiled.
+        compiled: whether every block and the loss in chunks are compiled. The recipes drop what ``compile_loss``
+            returns, so a loss of all logits at once stays eager.
     """
 
     layers: int
@@ -520,7 +521,7 @@ class TorchTune:
         if self.compiled:
             for block in model.blocks:
                 block.compile()
-        cross_entropy = torch.compile(_tune_loss) if self.compiled else _tune_loss
+        cross_entropy = torch.compile(_tune_loss) if self.compiled and self.chunks else _tune_loss
         trained = [weight for weight in model.parameters() if weight.requires_grad]
         optimizers = {weight: self.optimizer([weight]) for weight in trained} if self.in_backward else {}
         for weight in optimizers:

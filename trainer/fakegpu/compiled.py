@@ -8,10 +8,9 @@ Triton's kernels are not compiled: a launch records what the kernel reads and wr
 from __future__ import annotations
 
 import re
-import time
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -19,6 +18,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
+from torch._dynamo.types import ConvertFrameReturn
+from torch._functorch.aot_autograd import make_boxed_func
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch._subclasses.functional_tensor import FunctionalTensor, FunctionalTensorMode
 from torch.fx.experimental.proxy_tensor import ProxyTorchDispatchMode
@@ -32,8 +33,6 @@ if TYPE_CHECKING:
     from trainer.fakegpu.tracer import Tracer
 
 COMPILED = "parts compiled by torch.compile are predicted from the code that Inductor generates, without autotuning"
-import traceback, os
-DEBUG = "DBG" in os.environ
 HERE = str(Path(__file__).parent)
 TORCH_COMPILE, MODULE_COMPILE, MODULE_CALL = torch.compile, nn.Module.compile, nn.Module.__call__
 SIGNATURE = re.compile(r"^def \w+\(([^)]*)\)", re.MULTILINE)
@@ -70,8 +69,6 @@ class CompilerOnFakeTensors:
         """Stand in for ``torch.compile``."""
         if function is None:  # as a decorator with options
             return partial(self.__call__, **options)
-        if getattr(function, "__module__", "").startswith("torchao."):  # updates of 8-bit optimizers, in place
-            return lambda *args: None
         if options.get("disable") or options.get("backend", "inductor") == "eager":
             return function
         if options.get("backend", "inductor") != "inductor":
@@ -86,16 +83,18 @@ class CompilerOnFakeTensors:
         self.installed = True
         self.tracer.trace.add_note(COMPILED)
         with _disable_current_modes():
+            import torch._functorch.config
             import torch._inductor.async_compile
             import torch._inductor.compile_fx
             from torch._dynamo import convert_frame, device_interface
-            from torch._inductor.codegen import triton_utils
             from torch._inductor.fx_passes import joint_graph, pad_mm, post_grad
             from torch._inductor.graph import GraphLowering
             from torch._inductor.runtime.hints import DeviceProperties
         inductor: Any = torch._inductor
         self._patch_device(device_interface.CudaInterface, pad_mm, inductor.utils)
-        patch(inductor.config, force_disable_caches=True, compile_threads=1)
+        since_2_6 = self.tracer.target.version >= (2, 6)
+        patch(inductor.config, force_disable_caches=True, compile_threads=1, reorder_for_peak_memory=since_2_6)
+        patch(torch._functorch.config, donated_buffer=since_2_6)
         for module in (joint_graph, post_grad):  # patterns are the same for all devices, and need tensors of one
             patch(module, lazy_init=partial(_on_cpu, module.lazy_init))
         folder: Any = joint_graph.UniformValueConstantFolder
@@ -115,24 +114,23 @@ class CompilerOnFakeTensors:
         patch(wrapper, __call__=lambda catcher, *args: self._frame(partial(convert, catcher), *args))
         _patch_functional_tensors()
         patch(torch.utils._triton, triton_hash_with_backend=lambda: "simulated")
-        for cache in (DeviceProperties.create, triton_utils):
-            _undo_stack.callback(getattr(cache, "cache_clear", lambda: None))
+        _undo_stack.enter_context(warnings.catch_warnings())
+        warnings.filterwarnings("ignore", "Accessing the data pointer of FakeTensor")
+        _undo_stack.callback(DeviceProperties.create.cache_clear)
         _undo_stack.callback(torch._dynamo.reset)
 
     def _patch_device(self, interface: Any, pad_mm: Any, utils: Any) -> None:
-        """Let Inductor see the card; it pads products whose sizes tensor cores do not like if arithmetic limits them."""
+        """Let Inductor see the card, also where it would measure."""
         gpu = self.tracer.target.gpu
         for kind in (interface, interface.Worker):
             for name in ("get_device_properties", "current_device", "device_count", "synchronize", "set_device"):
-                patch(kind, **{name: staticmethod(vars(torch.cuda).get(name))})
+                patch(kind, **{name: staticmethod(vars(torch.cuda)[name])})
         patch(utils, get_device_tflops=lambda dtype, *_: gpu.flops.get(str(dtype)[6:], gpu.flops["float32"]) / 1e12)
         patch(utils, get_gpu_dram_gbps=lambda: gpu.bandwidth / 1e9)
         patch(pad_mm, _should_pad=partial(_is_padded, pad_mm.is_mm_compute_bound))
 
     def _frame(self, convert: Callable[..., Any], frame: Any, *args: Any) -> Any:
         """Compile a frame of Python; leave it eager if that fails."""
-        from torch._dynamo.types import ConvertFrameReturn
-
         code = frame.f_code
         if code.co_filename.startswith(HERE):
             return ConvertFrameReturn()
@@ -143,21 +141,21 @@ class CompilerOnFakeTensors:
             self._note_failure(f"{code.co_name} ({Path(code.co_filename).name}:{code.co_firstlineno})", error)
             return ConvertFrameReturn()
 
-    def _graph(self, compile_graph: Any, graph: Any, inputs: Any, *args: Any, **options: Any) -> Any:
-        """Compile a graph of a forward or a backward; run its operations one by one if that fails."""
+    def _graph(self, compile_graph: Any, graph: Any, *args: Any, **options: Any) -> Any:
+        """Compile a graph; if that fails for a backward, whose forward is compiled, run its operations one by one."""
         try:
             with _compiling():
-                return compile_graph(graph, inputs, *args, **options)
+                return compile_graph(graph, *args, **options)
         except Exception as error:
-            self._note_failure("a graph of " + ("backward" if options.get("is_backward") else "forward"), error)
-            from functorch.compile import make_boxed_func
-
+            if not options.get("is_backward"):
+                raise
+            self._note_failure("a backward", error)
             return make_boxed_func(graph.forward)
 
     def _note_failure(self, what: str, error: Exception) -> None:
-        if DEBUG: traceback.print_exception(error)
-        reason = str(error).strip().partition("\n")[0][:120]
-        self.tracer.trace.add_note(f"torch.compile of {what} failed and is predicted eagerly: {type(error).__name__} {reason}")
+        reason = " ".join(str(error).split())[:160]
+        note = f"torch.compile of {what} failed, so that part is predicted eagerly: {type(error).__name__}: {reason}"
+        self.tracer.trace.add_note(note)
 
     def _module(self, graph: Any) -> Any:
         """Return the module of Inductor's wrapper, with fake buffers and simulated kernels."""
@@ -166,8 +164,16 @@ class CompilerOnFakeTensors:
         exec(compile(code if isinstance(code, str) else code.value, "<Inductor>", "exec"), names)
         checks = ("assert_size_stride", "assert_alignment", "get_raw_stream")
         names |= dict.fromkeys(checks, lambda *args: 0)
-        names |= {"empty_strided_cuda": _empty, "reinterpret_tensor": _reinterpret}
+        names |= {"empty_strided_cuda": self._empty, "reinterpret_tensor": _reinterpret}
         return SimpleNamespace(call=names["call"], __file__="")
+
+    def _empty(self, size: Any, stride: Any, dtype: torch.dtype) -> Tensor:
+        tracer = self.tracer
+        records, tracer.records_work = tracer.records_work, False  # no kernel runs
+        try:
+            return torch.empty_strided(size, stride, dtype=dtype, device=GPU_DEVICE)
+        finally:
+            tracer.records_work = records
 
 
 @contextmanager
@@ -176,7 +182,8 @@ def _compiling() -> Iterator[None]:
     before = nn.Module.__call__
     nn.Module.__call__ = MODULE_CALL  # type: ignore[method-assign]
     try:
-        with _disable_current_modes():
+        with _disable_current_modes(), warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of the compiler, such as about disabled caches
             yield
     finally:
         nn.Module.__call__ = before  # type: ignore[method-assign]
@@ -199,7 +206,9 @@ def _patch_functional_tensors() -> None:
             return wrap(cls, size, strides, offset, *rest, **options)
         with no_dispatch():
             data = torch.empty_strided(size, strides, dtype=rest[1], device="meta")
-        return torch.Tensor._make_subclass(cls, data, rest[5], dispatch_device=False, device_for_backend_keys=devices[-1])
+        return torch.Tensor._make_subclass(
+            cls, data, rest[5], dispatch_device=False, device_for_backend_keys=devices[-1]
+        )
 
     def dispatch(mode: Any, call: Any, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -214,11 +223,9 @@ def _patch_functional_tensors() -> None:
     patch(torch.Tensor, _make_wrapper_subclass=staticmethod(make_wrapper))
     for kind in (FunctionalTensorMode, FakeTensorMode, ProxyTorchDispatchMode):
         call = kind.__torch_dispatch__
-        patch(kind, __torch_dispatch__=torch._disable_dynamo(lambda mode, *args, call=call: dispatch(mode, call, *args)))
-
-
-def _empty(size: Any, stride: Any, dtype: torch.dtype) -> Tensor:
-    return torch.empty_strided(size, stride, dtype=dtype, device=GPU_DEVICE)
+        patch(
+            kind, __torch_dispatch__=torch._disable_dynamo(lambda mode, *args, call=call: dispatch(mode, call, *args))
+        )
 
 
 def _reinterpret(tensor: Tensor, size: Any, stride: Any, offset: int = 0) -> Tensor:

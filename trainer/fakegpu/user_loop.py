@@ -208,7 +208,8 @@ class UserLoopTracer(Tracer):
     def _name(self, module: nn.Module) -> None:
         """Name the parts of ``module``; shared parts get the longest path."""
         tensors = dict(module.named_parameters()) | dict(module.named_buffers())
-        for name, part in (*module.named_modules(), *tensors.items()):
+        for path, part in (*module.named_modules(), *tensors.items()):
+            name = path.replace("_orig_mod.", "")  # torch.compile's wrapper
             self._names[part] = max(name, self._names.get(part, ""), key=len)
         for tensor in tensors.values():
             self._set_category(tensor, "params", self._names[tensor])
