@@ -12,12 +12,14 @@ import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
+from torch._dynamo import convert_frame
 from torch._dynamo.types import ConvertFrameReturn
 from torch._functorch.aot_autograd import make_boxed_func
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -33,6 +35,7 @@ if TYPE_CHECKING:
     from trainer.fakegpu.tracer import Tracer
 
 COMPILED = "parts compiled by torch.compile are predicted from the code that Inductor generates, without autotuning"
+NOTHING = "torch.compile was called and has compiled nothing, so the loop is predicted as if it were eager"
 HERE = str(Path(__file__).parent)
 TORCH_COMPILE, MODULE_COMPILE, MODULE_CALL = torch.compile, nn.Module.compile, nn.Module.__call__
 SIGNATURE = re.compile(r"^def \w+\(([^)]*)\)", re.MULTILINE)
@@ -64,6 +67,9 @@ class CompilerOnFakeTensors:
     def __init__(self, tracer: Tracer) -> None:
         self.tracer = tracer
         self.installed = False
+        wrapper: Any = convert_frame.CatchErrorsWrapper  # also called for what was compiled before the block
+        convert = wrapper.__call__
+        patch(wrapper, __call__=lambda catcher, *args: self._frame(partial(convert, catcher), *args))
 
     def __call__(self, function: Any = None, **options: Any) -> Any:
         """Stand in for ``torch.compile``."""
@@ -71,8 +77,9 @@ class CompilerOnFakeTensors:
             return partial(self.__call__, **options)
         if options.get("disable") or options.get("backend", "inductor") == "eager":
             return function
-        if options.get("backend", "inductor") != "inductor":
-            self.tracer.trace.add_note(f"torch.compile(backend={options['backend']!r}) is predicted without compiling")
+        missing = "without Triton" if find_spec("triton") is None else f"(backend={options.get('backend')!r})"
+        if missing == "without Triton" or options.get("backend", "inductor") != "inductor":
+            self.tracer.trace.add_note(f"torch.compile {missing} is not simulated, so the loop is predicted as eager")
             return function
         self._install()
         return TORCH_COMPILE(function, dynamic=options.get("dynamic"))
@@ -81,22 +88,23 @@ class CompilerOnFakeTensors:
         if self.installed:
             return
         self.installed = True
-        self.tracer.trace.add_note(COMPILED)
+        self.tracer.trace.add_note(NOTHING)
         with _disable_current_modes():
-            import torch._functorch.config
             import torch._inductor.async_compile
             import torch._inductor.compile_fx
-            from torch._dynamo import convert_frame, device_interface
-            from torch._inductor.fx_passes import joint_graph, pad_mm, post_grad
+            from torch._dynamo import device_interface
+            from torch._functorch import config as functorch_config
+            from torch._inductor.fx_passes import joint_graph, pad_mm
             from torch._inductor.graph import GraphLowering
             from torch._inductor.runtime.hints import DeviceProperties
         inductor: Any = torch._inductor
         self._patch_device(device_interface.CudaInterface, pad_mm, inductor.utils)
         since_2_6 = self.tracer.target.version >= (2, 6)
-        patch(inductor.config, force_disable_caches=True, compile_threads=1, reorder_for_peak_memory=since_2_6)
-        patch(torch._functorch.config, donated_buffer=since_2_6)
-        for module in (joint_graph, post_grad):  # patterns are the same for all devices, and need tensors of one
-            patch(module, lazy_init=partial(_on_cpu, module.lazy_init))
+        settings = {"force_disable_caches": True, "compile_threads": 1, "reorder_for_peak_memory": since_2_6}
+        _undo_stack.enter_context(inductor.config.patch(**settings))
+        _undo_stack.enter_context(functorch_config.patch(donated_buffer=since_2_6))
+        initialise = joint_graph.lazy_init  # patterns are the same for all devices, and need tensors of one
+        patch(joint_graph, lazy_init=lambda device=None: initialise(torch.device("cpu")))
         folder: Any = joint_graph.UniformValueConstantFolder
         patch(folder, run_node=run_inside(RealOnCPU, folder.run_node))
         patch(GraphLowering, compile_to_module=lambda graph: self._module(graph))
@@ -109,9 +117,6 @@ class CompilerOnFakeTensors:
             wakeup=lambda *args: None,
         )
         patch(inductor.compile_fx, _compile_fx_inner=partial(self._graph, inductor.compile_fx._compile_fx_inner))
-        wrapper: Any = convert_frame.CatchErrorsWrapper
-        convert = wrapper.__call__
-        patch(wrapper, __call__=lambda catcher, *args: self._frame(partial(convert, catcher), *args))
         _patch_functional_tensors()
         patch(torch.utils._triton, triton_hash_with_backend=lambda: "simulated")
         _undo_stack.enter_context(warnings.catch_warnings())
@@ -134,6 +139,7 @@ class CompilerOnFakeTensors:
         code = frame.f_code
         if code.co_filename.startswith(HERE):
             return ConvertFrameReturn()
+        self._install()
         try:
             with _compiling():
                 return convert(frame, *args)
@@ -153,13 +159,15 @@ class CompilerOnFakeTensors:
             return make_boxed_func(graph.forward)
 
     def _note_failure(self, what: str, error: Exception) -> None:
-        reason = " ".join(str(error).split())[:160]
+        reason = " ".join(str(error).split())[:120]
         note = f"torch.compile of {what} failed, so that part is predicted eagerly: {type(error).__name__}: {reason}"
         self.tracer.trace.add_note(note)
 
     def _module(self, graph: Any) -> Any:
         """Return the module of Inductor's wrapper, with fake buffers and simulated kernels."""
         code = graph.codegen()[0]
+        notes = self.tracer.trace.notes
+        notes[:] = [COMPILED, *(note for note in notes if note not in (COMPILED, NOTHING))]
         names: dict[str, Any] = {"__name__": "compiled", **graph.constants, **graph.torchbind_constants}
         exec(compile(code if isinstance(code, str) else code.value, "<Inductor>", "exec"), names)
         checks = ("assert_size_stride", "assert_alignment", "get_raw_stream")
@@ -230,10 +238,6 @@ def _patch_functional_tensors() -> None:
 
 def _reinterpret(tensor: Tensor, size: Any, stride: Any, offset: int = 0) -> Tensor:
     return tensor.as_strided(size, stride, tensor.storage_offset() + offset)
-
-
-def _on_cpu(initialise: Callable[..., None], device: Any = None) -> None:
-    initialise(torch.device("cpu"))
 
 
 def _is_padded(is_compute_bound: Any, match: Any, mat1: Any, mat2: Any, op: Any, bias: Any = None) -> bool:
