@@ -27,7 +27,7 @@ PRINTS = {  # what an example must print
     "Which card, and how fast.": [r"T4: [\d.]+ ms", r"H100 .*: [\d.]+ ms, fits: True"],
     "What the memory consists of": [r"backward: \d+ MB of tensors", r"'params': '131 MB'", r"float32 backward"],
     "A smaller budget": [r"0.5 GB: fits False", r"2 GB: fits True, releases of the cache: 0"],
-    "A compiled loop": [r"compiled \['torch.compile is not simulated"],
+    "A compiled loop": [r"compiled \['parts compiled by"],
     "A model of transformers without its weights": [r"frozen False: .* eager", r"frozen True: .* adapters"],
     "DDP": [r"4 ranks card"],
 }

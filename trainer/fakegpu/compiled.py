@@ -15,7 +15,7 @@ from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -29,10 +29,7 @@ from torch.utils._mode_utils import no_dispatch
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from trainer.fakegpu.mode import GPU_DEVICE, FakeGPUMode, on_a_device
-from trainer.fakegpu.torch_patches import _undo_stack, patch, run_inside
-
-if TYPE_CHECKING:
-    from trainer.fakegpu.tracer import Tracer
+from trainer.fakegpu.torch_patches import _nothing, _undo_stack, patch, run_inside
 
 COMPILED = "parts compiled by torch.compile are predicted from the code that Inductor generates, without autotuning"
 NOTHING = "torch.compile was called and has compiled nothing, so the loop is predicted as if it were eager"
@@ -48,23 +45,10 @@ class RealOnCPU(TorchDispatchMode):
         return func(*args, **({**kwargs, "device": "cpu"} if kwargs and kwargs.get("device") else kwargs or {}))
 
 
-class SimulatedKernel:
-    """Stands in for a compiled Triton kernel: a launch computes nothing and is recorded."""
-
-    def __init__(self, tracer: Tracer, name: str, source: str) -> None:
-        self.tracer, self.name = tracer, name
-        found = SIGNATURE.search(source)
-        self.arguments = [part.split(":")[0].strip() for part in found[1].split(",")] if found else []
-
-    def run(self, *args: Any, **options: Any) -> None:
-        """Record a launch; ``args`` start with the tensors, in the order of the kernel's arguments."""
-        self.tracer.launch_compiled(self.name, args, self.arguments)
-
-
 class CompilerOnFakeTensors:
     """Lets ``torch.compile`` compile for the simulated GPU of ``tracer``; parts that fail run eagerly, with a note."""
 
-    def __init__(self, tracer: Tracer) -> None:
+    def __init__(self, tracer: Any) -> None:
         self.tracer = tracer
         self.installed = False
         wrapper: Any = convert_frame.CatchErrorsWrapper  # also called for what was compiled before the block
@@ -108,19 +92,14 @@ class CompilerOnFakeTensors:
         folder: Any = joint_graph.UniformValueConstantFolder
         patch(folder, run_node=run_inside(RealOnCPU, folder.run_node))
         patch(GraphLowering, compile_to_module=lambda graph: self._module(graph))
-        compiler: Any = inductor.async_compile.AsyncCompile
-        patch(
-            compiler,
-            triton=lambda _, name, source, *args, **options: SimulatedKernel(self.tracer, name, source),
-            cpp_pybinding=lambda *args, **options: lambda *tensors: None,
-            wait=lambda *args: None,
-            wakeup=lambda *args: None,
-        )
+        compiler = inductor.async_compile.AsyncCompile
+        patch(compiler, triton=lambda _, name, source, *args, **options: self._kernel(name, source))
+        patch(compiler, cpp_pybinding=lambda *args, **options: _nothing, wait=_nothing, wakeup=_nothing)
         patch(inductor.compile_fx, _compile_fx_inner=partial(self._graph, inductor.compile_fx._compile_fx_inner))
         _patch_functional_tensors()
         patch(torch.utils._triton, triton_hash_with_backend=lambda: "simulated")
         _undo_stack.enter_context(warnings.catch_warnings())
-        warnings.filterwarnings("ignore", "Accessing the data pointer of FakeTensor")
+        warnings.filterwarnings("ignore", "Accessing the data pointer of FakeTensor|dynamo_pgo")
         _undo_stack.callback(DeviceProperties.create.cache_clear)
         _undo_stack.callback(torch._dynamo.reset)
 
@@ -132,7 +111,8 @@ class CompilerOnFakeTensors:
                 patch(kind, **{name: staticmethod(vars(torch.cuda)[name])})
         patch(utils, get_device_tflops=lambda dtype, *_: gpu.flops.get(str(dtype)[6:], gpu.flops["float32"]) / 1e12)
         patch(utils, get_gpu_dram_gbps=lambda: gpu.bandwidth / 1e9)
-        patch(pad_mm, _should_pad=partial(_is_padded, pad_mm.is_mm_compute_bound))
+        bound = pad_mm.is_mm_compute_bound  # half precision: tensor cores want sizes that are multiples of 8
+        patch(pad_mm, _should_pad=lambda _, a, b, *rest: a.itemsize < 4 and bound(*a.shape[-2:], b.shape[-1], a.dtype))
 
     def _frame(self, convert: Callable[..., Any], frame: Any, *args: Any) -> Any:
         """Compile a frame of Python; leave it eager if that fails."""
@@ -170,18 +150,22 @@ class CompilerOnFakeTensors:
         notes[:] = [COMPILED, *(note for note in notes if note not in (COMPILED, NOTHING))]
         names: dict[str, Any] = {"__name__": "compiled", **graph.constants, **graph.torchbind_constants}
         exec(compile(code if isinstance(code, str) else code.value, "<Inductor>", "exec"), names)
-        checks = ("assert_size_stride", "assert_alignment", "get_raw_stream")
-        names |= dict.fromkeys(checks, lambda *args: 0)
-        names |= {"empty_strided_cuda": self._empty, "reinterpret_tensor": _reinterpret}
+        names |= dict.fromkeys(("assert_size_stride", "assert_alignment", "get_raw_stream"), _nothing)
+        names["reinterpret_tensor"] = lambda one, *how: one.as_strided(*how[:2], one.storage_offset() + sum(how[2:]))
+        names["empty_strided_cuda"] = self._empty
         return SimpleNamespace(call=names["call"], __file__="")
 
+    def _kernel(self, name: str, source: str) -> Any:
+        """Return what stands in for a compiled Triton kernel: a launch computes nothing and is recorded."""
+        found = SIGNATURE.search(source)
+        names = [part.split(":")[0].strip() for part in found[1].split(",")] if found else []
+        return SimpleNamespace(run=lambda *args, **options: self.tracer.launch_compiled(name, args, names))
+
     def _empty(self, size: Any, stride: Any, dtype: torch.dtype) -> Tensor:
-        tracer = self.tracer
-        records, tracer.records_work = tracer.records_work, False  # no kernel runs
-        try:
-            return torch.empty_strided(size, stride, dtype=dtype, device=GPU_DEVICE)
-        finally:
-            tracer.records_work = records
+        work, done = self.tracer.trace.work, len(self.tracer.trace.work)
+        made = torch.empty_strided(size, stride, dtype=dtype, device=GPU_DEVICE)
+        del work[done:]  # no kernel runs
+        return made
 
 
 @contextmanager
@@ -190,8 +174,7 @@ def _compiling() -> Iterator[None]:
     before = nn.Module.__call__
     nn.Module.__call__ = MODULE_CALL  # type: ignore[method-assign]
     try:
-        with _disable_current_modes(), warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # of the compiler, such as about disabled caches
+        with _disable_current_modes():
             yield
     finally:
         nn.Module.__call__ = before  # type: ignore[method-assign]
@@ -214,11 +197,9 @@ def _patch_functional_tensors() -> None:
             return wrap(cls, size, strides, offset, *rest, **options)
         with no_dispatch():
             data = torch.empty_strided(size, strides, dtype=rest[1], device="meta")
-        return torch.Tensor._make_subclass(
-            cls, data, rest[5], dispatch_device=False, device_for_backend_keys=devices[-1]
-        )
+        return torch.Tensor._make_subclass(cls, data, rest[5], device_for_backend_keys=devices[-1])
 
-    def dispatch(mode: Any, call: Any, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def dispatch(call: Any, mode: Any, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         return call(mode, func, types, args, kwargs if isinstance(mode, FakeGPUMode) else on_a_device(func, kwargs))
 
@@ -227,20 +208,7 @@ def _patch_functional_tensors() -> None:
 
     patch(FunctionalTensor, __new__=new, device=property(device))
     patch(FunctionalTensor, is_cuda=property(lambda tensor: device(tensor).type == "cuda"))
-    patch(FunctionalTensor, is_meta=property(lambda tensor: device(tensor).type == "meta"))
     patch(torch.Tensor, _make_wrapper_subclass=staticmethod(make_wrapper))
     for kind in (FunctionalTensorMode, FakeTensorMode, ProxyTorchDispatchMode):
-        call = kind.__torch_dispatch__
-        patch(
-            kind, __torch_dispatch__=torch._disable_dynamo(lambda mode, *args, call=call: dispatch(mode, call, *args))
-        )
-
-
-def _reinterpret(tensor: Tensor, size: Any, stride: Any, offset: int = 0) -> Tensor:
-    return tensor.as_strided(size, stride, tensor.storage_offset() + offset)
-
-
-def _is_padded(is_compute_bound: Any, match: Any, mat1: Any, mat2: Any, op: Any, bias: Any = None) -> bool:
-    """Decide what Inductor measures on a GPU: whether a product whose sizes are not multiples of 8 is padded."""
-    rows, inner = mat1.shape[-2:]
-    return bool(mat1.element_size() < 4 and is_compute_bound(rows, inner, mat2.shape[-1], mat1.dtype))
+        inner = partial(dispatch, kind.__torch_dispatch__)
+        patch(kind, __torch_dispatch__=torch._disable_dynamo(lambda mode, *args, inner=inner: inner(mode, *args)))

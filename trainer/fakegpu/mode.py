@@ -49,6 +49,7 @@ class FakeGPUMode(FakeTensorMode):
     """
 
     supports_higher_order_operators = True
+    ignore_compile_internals = classmethod(lambda cls: True)  # torch.compile may compile in it
 
     def __init__(self, ranks: int = 1) -> None:
         super().__init__(allow_non_fake_inputs=True, allow_fallback_kernels=False)
@@ -61,11 +62,6 @@ class FakeGPUMode(FakeTensorMode):
     @property
     def avoid_device_init(self) -> bool:
         """``True``: a real tensor that is moved to the GPU becomes a fake tensor."""
-        return True
-
-    @classmethod
-    def ignore_compile_internals(cls) -> bool:
-        """``True``: torch.compile may compile in this mode."""
         return True
 
     def fake(self, real: Tensor) -> Tensor:

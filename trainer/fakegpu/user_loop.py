@@ -418,7 +418,7 @@ def fake_gpu(card: str | GPU, *, torch_version: str | None = None) -> Iterator[F
     """Simulate a GPU in the block and predict what the block would need on the real card, without weights.
 
     Tensors and modules that are created or moved in the block have no data and cannot be used after it. Data loaders
-    stay real. Reading a floating-point value returns 1. Nothing is compiled, and memory is unlimited.
+    stay real. Reading a floating-point value returns 1, and memory is unlimited.
 
     Args:
         card: a name such as ``"a100-80gb"``; an error lists all names.
