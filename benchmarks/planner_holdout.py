@@ -105,13 +105,7 @@ GPT2_ROWS = [
         ("torch's LayerNorm and GELU", 11.5645, 55256, GPT2(True, True, True, True, True), ""),
         ("flash attention", 5.9004, 91901, GPT2(True, True, True, True, True, True), ""),
         ("compiled", 6.1875, 112046, GPT2(True, True, True, True, True, True, compiled=True), "compiled"),
-        (
-            "vocabulary of 50304",
-            5.8906,
-            127345,
-            GPT2(True, True, True, True, True, True, 50304, compiled=True),
-            "compiled",
-        ),
+        ("vocabulary of 50304", 5.8906, 127345, GPT2(*[True] * 6, 50304, compiled=True), "compiled"),
         ("batch 32", 22.5078, 142156 / 4, GPT2(True, True, True, True, True, True, 50304, 32, True), "compiled"),
     )
 ]
@@ -161,20 +155,12 @@ SAVING: dict[str, Any] = {"chunks": 8, "checkpointing": True}
 IN_BACKWARD = {**SAVING, "in_backward": True}
 EVERY = ("q", "k", "v", "o", "w1", "w2", "w3")
 ADAPTED = {**SAVING, "offloading": True, "rank": 64, "adapted": ("q", "v", "o", "w1", "w2", "w3")}
-TUNE_8B = partial(
-    TorchTune, layers=32, size=4096, heads=32, inner=14336, tokens=2048, tied=False, rank=8, compiled=True, **SAVING
-)
+COMPILED = partial(TUNE_3B, compiled=True)
+TUNE_8B = partial(COMPILED, layers=32, size=4096, heads=32, inner=14336, tokens=2048, tied=False, rank=8, **SAVING)
 TUNE_ROWS = [
     TORCHTUNE("Llama 3.2 3B, 2 x 4096, packed", *ON_A100_80, gib(60.0), TUNE_3B(), 8192e3 / 7075),
     *(
-        TORCHTUNE(
-            f"Llama 3.2 3B, {what}",
-            *ON_A100_80,
-            gib(size),
-            TUNE_3B(**options, compiled=True),
-            8192e3 / rate,
-            "compiled",
-        )
+        TORCHTUNE(f"Llama 3.2 3B, {what}", *ON_A100_80, gib(size), COMPILED(**options), 8192e3 / rate, "compiled")
         for what, size, rate, options in (
             ("compiled", 51.0, 8998, {}),
             ("loss in chunks", 42.9, 9174, {"chunks": 8}),
