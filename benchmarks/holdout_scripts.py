@@ -44,11 +44,14 @@ class GPT2:
     flash: bool = False
     vocabulary: int = 50257
     batch: int = 8
+    compiled: bool = False
 
     def __call__(self) -> None:
         if self.tf32:
             torch.set_float32_matmul_precision("high")
-        model = _Decoder(self).to("cuda")
+        model: nn.Module = _Decoder(self).to("cuda")
+        if self.compiled:
+            model = torch.compile(model)  # type: ignore[assignment]
         if self.bf16:
             model.to(torch.bfloat16)
         optimizer = torch.optim.AdamW(model.parameters(), lr=5e-4, weight_decay=0.1, fused=self.fused or None)
@@ -171,6 +174,7 @@ class Timm:
     amp: torch.dtype | None = None
     weights: torch.dtype = torch.float32
     checkpointing: bool = False
+    compiled: bool = False
     benchmark: bool = False  # timm's: a batch that stays on the GPU, and attention of single operations
     options: tuple[tuple[str, Any], ...] = ()
 
@@ -184,6 +188,8 @@ class Timm:
             model.set_grad_checkpointing()
         model.to(self.weights)
         model.cuda().train()
+        if self.compiled:
+            model.compile(fullgraph=True)
         optimizer = self.optimizer(model.parameters())
         if self.benchmark:
             self._benchmark(model, optimizer)
@@ -487,6 +493,8 @@ class TorchTune:
         optimizer: of all weights that are trained.
         rank: of the adapters beside ``adapted``; 0 trains the weights themselves.
         nf4: whether the matrices of the blocks are frozen in four bits.
+        compiled: whether every block and the loss in chunks are compiled. The recipes drop what ``compile_loss``
+            returns, so a loss of all logits at once stays eager.
     """
 
     layers: int
@@ -503,12 +511,17 @@ class TorchTune:
     rank: int = 0
     adapted: tuple[str, ...] = ()
     nf4: bool = False
+    compiled: bool = False
 
     def __call__(self) -> None:
         with torch.device("cuda"):
             torch.set_default_dtype(torch.bfloat16)
             model = _TuneModel(self)
             torch.set_default_dtype(torch.float32)
+        if self.compiled:
+            for block in model.blocks:
+                block.compile()
+        cross_entropy = torch.compile(_tune_loss) if self.compiled and self.chunks else _tune_loss
         trained = [weight for weight in model.parameters() if weight.requires_grad]
         optimizers = {weight: self.optimizer([weight]) for weight in trained} if self.in_backward else {}
         for weight in optimizers:
@@ -520,7 +533,7 @@ class TorchTune:
             places = torch.zeros(2, self.tokens, dtype=torch.long).to("cuda")
             with _Offloaded() if self.offloading else nullcontext():
                 hidden = model(tokens, places)
-            loss = self._loss(model, hidden, torch.hstack((labels[..., 1:], no_label)))
+            loss = self._loss(cross_entropy, model, hidden, torch.hstack((labels[..., 1:], no_label)))
             del hidden
             loss.backward()
             if optimizer is not None:
@@ -529,16 +542,17 @@ class TorchTune:
                 optimizer.step()
                 optimizer.zero_grad(set_to_none=True)
 
-    def _loss(self, model: Any, hidden: Tensor, labels: Tensor) -> Tensor:
+    def _loss(self, cross_entropy: Any, model: Any, hidden: Tensor, labels: Tensor) -> Tensor:
         if not self.chunks:
             logits = model.logits(hidden).float()
-            return functional.cross_entropy(logits.reshape(-1, logits.size(-1)), labels.reshape(-1))
+            return cross_entropy(logits.reshape(-1, logits.size(-1)), labels.reshape(-1), "mean")
         logits = [model.logits(piece) for piece in hidden.chunk(self.chunks, dim=1)]
         pairs = zip(logits, labels.chunk(self.chunks, dim=1), strict=True)
-        return sum(
-            functional.cross_entropy(piece.flatten(0, 1).float(), wanted.reshape(-1), reduction="sum")
-            for piece, wanted in pairs
-        )  # type: ignore[return-value]
+        return sum(cross_entropy(piece.flatten(0, 1), wanted.reshape(-1), "sum") for piece, wanted in pairs)  # type: ignore[return-value]
+
+
+def _tune_loss(logits: Tensor, labels: Tensor, reduction: str) -> Tensor:
+    return functional.cross_entropy(logits.float(), labels, reduction=reduction)
 
 
 def _update_now(optimizers: dict[Tensor, torch.optim.Optimizer], weight: Tensor) -> None:

@@ -104,9 +104,9 @@ GPT2_ROWS = [
         ("bf16 weights", 13.7871, 45486, GPT2(True, True, True, True), ""),
         ("torch's LayerNorm and GELU", 11.5645, 55256, GPT2(True, True, True, True, True), ""),
         ("flash attention", 5.9004, 91901, GPT2(True, True, True, True, True, True), ""),
-        ("compiled", 6.1875, 112046, GPT2(True, True, True, True, True, True), "compiled"),
-        ("vocabulary of 50304", 5.8906, 127345, GPT2(True, True, True, True, True, True, 50304), "compiled"),
-        ("batch 32", 22.5078, 142156 / 4, GPT2(True, True, True, True, True, True, 50304, 32), "compiled"),
+        ("compiled", 6.1875, 112046, GPT2(True, True, True, True, True, True, compiled=True), "compiled"),
+        ("vocabulary of 50304", 5.8906, 127345, GPT2(*[True] * 6, 50304, compiled=True), "compiled"),
+        ("batch 32", 22.5078, 142156 / 4, GPT2(True, True, True, True, True, True, 50304, 32, True), "compiled"),
     )
 ]
 
@@ -114,11 +114,11 @@ GPT2_ROWS = [
 TORCHAO = partial(Row, "pytorch/ao torchao/optim README")
 GIANT = Timm("vit_giant_patch14_dinov2", 32, fused, weights=BF16, checkpointing=True, options=(("img_size", 224),))
 AMP_GIANT = replace(GIANT, weights=torch.float32, amp=BF16)
-HUGE = partial(Timm, "vit_huge_patch14_224", 8, amp=BF16)
+HUGE = partial(Timm, "vit_huge_patch14_224", 8, amp=BF16, compiled=True)
 ON_4070 = ("rtx-4070-ti-super", (2, 4), "allocated")
 VIT_ROWS = [
     TORCHAO("ViT-giant/14, batch 32, bf16, checkpointing", *ON_4070, 9.82, GIANT, 1270),
-    TORCHAO("the same, compiled", *ON_4070, 9.90, GIANT, 1180, "compiled"),
+    TORCHAO("the same, compiled", *ON_4070, 9.90, replace(GIANT, compiled=True), 1180, "compiled"),
     TORCHAO("ViT-H/14, batch 8, bf16 AMP", *ON_4070, 12.23, HUGE(fused), 8e3 / 41.9, "compiled"),
     TORCHAO("the same, 8-bit AdamW", *ON_4070, 8.33, HUGE(eight_bits), 8e3 / 42.5, "compiled"),
     TORCHAO("the same, 4-bit AdamW", *ON_4070, 7.72, HUGE(four_bits), 8e3 / 42.4, "compiled"),
@@ -134,7 +134,7 @@ VIT_ROWS = [
         "ViT-giant/14, bf16, AdamW on the host, compiled",
         *ON_4070,
         5.33,
-        replace(GIANT, optimizer=on_the_host),
+        replace(GIANT, optimizer=on_the_host, compiled=True),
         1750,
         "compiled",
     ),
@@ -155,12 +155,12 @@ SAVING: dict[str, Any] = {"chunks": 8, "checkpointing": True}
 IN_BACKWARD = {**SAVING, "in_backward": True}
 EVERY = ("q", "k", "v", "o", "w1", "w2", "w3")
 ADAPTED = {**SAVING, "offloading": True, "rank": 64, "adapted": ("q", "v", "o", "w1", "w2", "w3")}
-TUNE_8B = partial(TorchTune, layers=32, size=4096, heads=32, inner=14336, tokens=2048, tied=False, rank=8, **SAVING)
-COMPILED_LOSS = "compiled: eager, the loss keeps an fp32 softmax"
+COMPILED = partial(TUNE_3B, compiled=True)
+TUNE_8B = partial(COMPILED, layers=32, size=4096, heads=32, inner=14336, tokens=2048, tied=False, rank=8, **SAVING)
 TUNE_ROWS = [
     TORCHTUNE("Llama 3.2 3B, 2 x 4096, packed", *ON_A100_80, gib(60.0), TUNE_3B(), 8192e3 / 7075),
     *(
-        TORCHTUNE(f"Llama 3.2 3B, {what}", *ON_A100_80, gib(size), TUNE_3B(**options), 8192e3 / rate, COMPILED_LOSS)
+        TORCHTUNE(f"Llama 3.2 3B, {what}", *ON_A100_80, gib(size), COMPILED(**options), 8192e3 / rate, "compiled")
         for what, size, rate, options in (
             ("compiled", 51.0, 8998, {}),
             ("loss in chunks", 42.9, 9174, {"chunks": 8}),
@@ -173,7 +173,7 @@ TUNE_ROWS = [
         )
     ),
     *(
-        TORCHTUNE(f"Llama 3.1 8B, 2 x 2048, {what}", "rtx-4090", *ON_A100_80[1:], gib(size), script, ms, COMPILED_LOSS)
+        TORCHTUNE(f"Llama 3.1 8B, 2 x 2048, {what}", "rtx-4090", *ON_A100_80[1:], gib(size), script, ms, "compiled")
         for what, size, ms, script in (
             ("LoRA", 16.2, 4096e3 / 3083, TUNE_8B(adapted=("q", "v"))),
             ("QLoRA", 7.4, 4096e3 / 2413, TUNE_8B(adapted=EVERY, nf4=True)),

@@ -27,7 +27,7 @@ PRINTS = {  # what an example must print
     "Which card, and how fast.": [r"T4: [\d.]+ ms", r"H100 .*: [\d.]+ ms, fits: True"],
     "What the memory consists of": [r"backward: \d+ MB of tensors", r"'params': '131 MB'", r"float32 backward"],
     "A smaller budget": [r"0.5 GB: fits False", r"2 GB: fits True, releases of the cache: 0"],
-    "A compiled loop": [r"compiled \['torch.compile is not simulated"],
+    "A compiled loop": [r"compiled \['parts compiled by"],
     "A model of transformers without its weights": [r"frozen False: .* eager", r"frozen True: .* adapters"],
     "DDP": [r"\{'all_reduce': \d+\} card", r"rank      0 of 4 on one node sends 125 MB by all_reduce"],
     "FSDP2": [r"8 GPUs: 1.\d\d GB, \d+ ms, \d+ MB sent\n64 GPUs: \d.\d\d GB, \d+ ms"],

@@ -9,6 +9,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
+from torch._subclasses.functional_tensor import FunctionalTensor
 from torch.backends import cuda
 from torch.nn import functional
 
@@ -64,7 +65,7 @@ def to_dtype_layout(
     """Do the same as the C++ function, with the device that Python sees for ``tensor``."""
     dtype = dtype or tensor.dtype
     device = torch.device(device) if device is not None else tensor.device
-    if device.type == "meta" and isinstance(tensor, FakeTensor):
+    if device.type == "meta" and isinstance(tensor, FakeTensor | FunctionalTensor):
         device = tensor.device  # C++ means the current device of the tensor
     if device.type == "cuda":
         device = GPU_DEVICE

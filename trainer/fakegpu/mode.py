@@ -51,6 +51,7 @@ class FakeGPUMode(FakeTensorMode):
     """
 
     supports_higher_order_operators = True
+    ignore_compile_internals = classmethod(lambda cls: True)  # torch.compile may compile in it
 
     def __init__(self, ranks: int = 1) -> None:
         super().__init__(allow_non_fake_inputs=True, allow_fallback_kernels=False)
@@ -106,23 +107,28 @@ class FakeGPUMode(FakeTensorMode):
 
         self.known[id(fake)] = (weakref.ref(fake, forget), value)
 
-    def _forget(self, func: Any, args: Any) -> None:
+    def _forget(self, func: Any, args: Any, kwargs: dict[str, Any]) -> None:
         """Invalidate the values of tensors written by ``func`` and of tensors that share their memory."""
-        for argument, written in zip(func._schema.arguments, args, strict=False):
-            for tensor in tree_leaves(written) if argument.is_write else ():
-                if (value := self.value(tensor)) is not None:
-                    self.overwritten.add(value.untyped_storage())
+        named = dict(zip((argument.name for argument in func._schema.arguments), args, strict=False)) | kwargs
+        for argument in func._schema.arguments:
+            for tensor in tree_leaves(named.get(argument.name)) if argument.is_write else ():
+                self.forget(tensor)
+
+    def forget(self, tensor: Any) -> None:
+        """Invalidate the value of a tensor that is written to."""
+        if (value := self.value(tensor)) is not None:
+            self.overwritten.add(value.untyped_storage())
 
     def dispatch(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out: Any
         if not isinstance(func, torch._ops.OpOverload):  # such as flex attention
             return super().dispatch(func, types, args, kwargs)
         pinned = bool(kwargs) and _is_pinned(func, args, kwargs)
-        kwargs = _on_a_device(func, args, kwargs) if kwargs else {}
+        kwargs = on_a_device(func, args, kwargs) if kwargs else {}
         if func is aten._local_scalar_dense.default:
             return self.read(args[0]).item()
         if func.namespace == "aten" and func.__name__.startswith("_fused_") and not func._schema.returns:
-            self._forget(func, args)
+            self._forget(func, args, kwargs)
             return None  # a fused optimizer works in place; some have no kernel for fake tensors
         if func is torch.ops.c10d.allreduce_.default:
             op = ReduceOp.unbox(args[2]) if hasattr(ReduceOp, "unbox") else args[2].op()  # before torch 2.15
@@ -198,9 +204,11 @@ class FakeGPUMode(FakeTensorMode):
             with no_dispatch():
                 self.set_value(target, torch.empty_strided(target.shape, target.stride(), dtype=target.dtype))
         # Randomly initialised weights stay unknown, because their values are never needed.
-        drawn = torch.Tag.nondeterministic_seeded in func.tags and target.is_floating_point()
+        drawn = (
+            torch.Tag.nondeterministic_seeded in func.tags and (target := kwargs.get("out", target)).is_floating_point()
+        )
         if drawn or self._computed(func, args, kwargs) is None:
-            self._forget(func, args)
+            self._forget(func, args, kwargs)
 
     def _value_independent(self, func: Any, args: Any) -> bool | None:
         """Return a result that unknown values cannot change: all are finite, one operand decides ``and``, ``or``."""
@@ -294,7 +302,7 @@ def on_meta_if(asks: Callable[..., bool], call: Callable[..., Any]) -> Callable[
     return wrapped
 
 
-def _on_a_device(func: Any, args: Any, kwargs: dict[str, Any]) -> dict[str, Any]:
+def on_a_device(func: Any, args: Any, kwargs: dict[str, Any]) -> dict[str, Any]:
     """Replace the device meta, which C++ sees for simulated tensors, by the GPU, and other GPUs by the simulated one.
 
     A scalar that C++ creates for ``torch.where`` stays on the host: it can be combined with tensors of both devices.

@@ -23,6 +23,7 @@ import torch.utils._triton
 from torch import Tensor, nn
 from torch._subclasses import fake_tensor
 from torch._subclasses.fake_tensor import FakeTensor
+from torch._subclasses.functional_tensor import FunctionalTensor
 from torch.amp import grad_scaler
 from torch.cuda.amp import common as cuda_amp
 from torch.distributed import device_mesh
@@ -64,7 +65,9 @@ def is_paused() -> bool:
 
 def is_on_gpu(tensor: Any) -> bool:
     """Return whether a tensor is on the simulated GPU."""
-    return isinstance(tensor, FakeTensor) and tensor.fake_device.type == "cuda"
+    if isinstance(tensor, FakeTensor):
+        return tensor.fake_device.type == "cuda"
+    return isinstance(tensor, FunctionalTensor) and tensor.device.type == "cuda"
 
 
 def patch(owner: Any, **attributes: Any) -> None:
@@ -312,7 +315,7 @@ def patch_updates() -> None:
     patch(DataLoader, __iter__=_real_batches)
     batches: Any = _SingleProcessDataLoaderIter
     patch(batches, __next__=run_inside(_disable_current_modes, batches.__next__))
-    patch(torch.utils._triton, has_triton=lambda: True)
+    patch(torch.utils._triton, has_triton=lambda *_, **__: True)
     for module in (cuda_amp, grad_scaler):
         patch(module, amp_definitely_not_available=lambda: False)
     patch(torch.amp.GradScaler, _maybe_opt_step=step)

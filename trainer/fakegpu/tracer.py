@@ -57,6 +57,7 @@ class Tracer(TorchDispatchMode):
     """Records events and work of everything that runs within it, on tensors of ``mode`` on the simulated ``target``."""
 
     supports_higher_order_operators = True
+    ignore_compile_internals = classmethod(lambda cls: True)  # torch.compile may compile in it
 
     def __init__(self, target: Target, mode: FakeGPUMode) -> None:
         super().__init__()
@@ -227,6 +228,15 @@ class Tracer(TorchDispatchMode):
         self.trace.add_note(f"Triton kernels of {kernel.__module__.partition('.')[0]} compute parts of the model")
         if self.records_work:
             self.record_operation(kernel.__name__, "compute", 0, _bytes(tensors), dtype_of(tensors))
+
+    def launch_compiled(self, name: str, args: tuple[Any, ...], names: list[str]) -> None:
+        """Record a kernel that Inductor generates; ``names`` of its arguments say which of ``args`` it writes."""
+        tensors = [one for one in args if isinstance(one, FakeTensor)]
+        for label, tensor in zip(names, tensors, strict=False):
+            if "out_ptr" in label:
+                self.mode.forget(tensor)
+        if self.records_work:
+            self.record_operation(name, "compute", 0, _bytes(tensors), dtype_of(tensors))
 
     def _note_work(self, func: Any, name: str, args: Any, kwargs: Any, out: Any, results: list[Tensor]) -> None:
         tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]

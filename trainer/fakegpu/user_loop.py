@@ -22,6 +22,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from trainer.errors import RecipeError, RunError, require
 from trainer.fakegpu.allocator import AllocatorSettings, Block, CachingAllocator
+from trainer.fakegpu.compiled import COMPILED, MODULE_COMPILE, CompilerOnFakeTensors
 from trainer.fakegpu.cost import cost_of, traffic_of
 from trainer.fakegpu.events import EMPTY_CACHE, Category, Event
 from trainer.fakegpu.expected_error import expected_error, kind_of_loop
@@ -47,7 +48,6 @@ from trainer.fakegpu.tracer import Tracer, constituent_tensors, tracing
 from trainer.system.text import format_bytes, wrapped
 
 ALONE = Cluster(1, 1)
-NOT_COMPILED = "torch.compile is not simulated: fused operations usually need less memory and time"
 draw: Callable[[dict[str, Any], int, str, Path], None] | None = None
 """The function that :meth:`FakeGPU.plot` calls with :attr:`FakeGPU.picture`. ``trainer.planner`` registers it."""
 
@@ -84,7 +84,7 @@ class UserLoopTracer(Tracer):
 
     def __enter__(self) -> Tracer:
         call, backward, apply = nn.Module.__call__, torch.autograd.backward, nn.Module._apply
-        compiled = torch.compile
+        compiles = CompilerOnFakeTensors(self)
 
         def called(module: nn.Module, *args: Any, **options: Any) -> Any:
             if not self._calls and not self._backwards:  # a call during backward is recomputation
@@ -116,14 +116,8 @@ class UserLoopTracer(Tracer):
             self._name(module)
             return module
 
-        def compiles(function: Any = None, **options: Any) -> Any:
-            done = compiled(function, **options)
-            if function is None or done is function:
-                self.trace.add_note(NOT_COMPILED)
-            return done
-
         patch(torch.autograd, backward=backwards)
-        patch(nn.Module, __call__=called, _apply=applied, compile=lambda *_, **__: self.trace.add_note(NOT_COMPILED))
+        patch(nn.Module, __call__=called, _apply=applied, compile=MODULE_COMPILE)
         patch(torch, compile=compiles)
         for module in (torch.cuda, torch.cuda.memory):
             patch(module, memory_stats=self._stats, mem_get_info=self._free, empty_cache=self._empty_cache)
@@ -172,7 +166,7 @@ class UserLoopTracer(Tracer):
         trained = sum(one.numel() for one in weights if one.requires_grad)
         share = trained / max(1, sum(one.numel() for one in weights))
         is_sharded = any(isinstance(one, DTensor) for one in weights)
-        return kind_of_loop(NOT_COMPILED in self.trace.notes, is_sharded, share, self.target.version)
+        return kind_of_loop(COMPILED in self.trace.notes, is_sharded, share, self.target.version)
 
     def unseen(self) -> str:
         """Describe what a loop that was stopped here may still do and that needs more memory."""
@@ -216,7 +210,8 @@ class UserLoopTracer(Tracer):
     def _name(self, module: nn.Module) -> None:
         """Name the parts of ``module``; shared parts get the longest path."""
         tensors = dict(module.named_parameters()) | dict(module.named_buffers())
-        for name, part in (*module.named_modules(), *tensors.items()):
+        for path, part in (*module.named_modules(), *tensors.items()):
+            name = path.replace("_orig_mod.", "")  # torch.compile's wrapper
             self._names[part] = max(name, self._names.get(part, ""), key=len)
         for tensor in tensors.values():
             self._set_category(tensor, "params", self._names[tensor])
@@ -458,7 +453,7 @@ def fake_gpu(
     """Simulate a GPU in the block and predict what the block would need on the real card, without weights.
 
     Tensors and modules that are created or moved in the block have no data and cannot be used after it. Data loaders
-    stay real. Reading a floating-point value returns the number of ranks. Nothing is compiled, and memory is unlimited.
+    stay real. Reading a floating-point value returns the number of ranks, and memory is unlimited.
 
     Args:
         card: a name such as ``"a100-80gb"``; an error lists all names.
