@@ -72,28 +72,25 @@ def requests(split: Any) -> Iterator[Request]:
 def measure_speed(record: Record, folder: Path, tokenizer: Any, arguments: argparse.Namespace) -> None:
     write_reviews(folder, arguments.speed_reviews, arguments.words)
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # one core a process, with workers or without
-    began = time.perf_counter()
-    found = dataset("tokenised", folder)
-    found.prepare(tokenizer)
-    before_training = {"tokenised": time.perf_counter() - began}
-    began = time.perf_counter()
-    streamed = dataset("streamed", folder)
-    streamed.prepare(tokenizer)
-    before_training["streamed"] = time.perf_counter() - began
-    rates: dict[str, list[float]] = {}
+    found, before_training, rates = dict[str, Any](), dict[str, float](), dict[str, list[float]]()
+    for kind in ("tokenised", "streamed"):
+        began = time.perf_counter()
+        found[kind] = dataset(kind, folder)
+        found[kind].prepare(tokenizer)
+        before_training[kind] = round(time.perf_counter() - began, 2)
     for _ in range(arguments.repeats):
-        for kind, data in (("tokenised", found), ("streamed", streamed)):
+        for kind, data in found.items():
             for workers in arguments.workers:
                 loader = Loader(data.train, data.collate, workers=workers)
                 began = time.perf_counter()
                 samples = sum(len(batch["labels"]) for batch in loader(requests(data.train)))
                 rates.setdefault(f"{kind}, {workers} workers", []).append(samples / (time.perf_counter() - began))
-    reader = streamed.train.reader
-    reader.decoded, began = 0, time.perf_counter()
-    for request in requests(streamed.train):
+    split = found["streamed"].train
+    split.reader.decoded, began = 0, time.perf_counter()
+    for request in requests(split):
         for index in request.indices:
-            reader.row(index)
-    reading = len(streamed.train) / (time.perf_counter() - began)
+            split.reader.row(index)
+    reading = len(split) / (time.perf_counter() - began)
     figures = {
         name: {"median": round(statistics.median(values)), "all": list(map(round, values))}
         for name, values in rates.items()
@@ -103,7 +100,7 @@ def measure_speed(record: Record, folder: Path, tokenizer: Any, arguments: argpa
             "reviews": arguments.speed_reviews,
             "mean_words": arguments.words,
             "machine": machine(),
-            "seconds_before_training": {name: round(value, 2) for name, value in before_training.items()},
+            "seconds_before_training": before_training,
             "samples_per_second": figures,
             "rows_read_per_second_without_tokenising": round(reading),
         }
