@@ -2,6 +2,7 @@
 
     python docs/fit/build.py                  trace all models, then write the page: about 40 minutes of one core
     python docs/fit/build.py --only llama     trace only models whose name contains "llama", then write the page
+    python docs/fit/build.py --minutes 0      write the page with what is traced
 
 The file of a model keeps what was traced, so an interrupted build continues where it was; a template is traced again if
 its configuration or torch has changed. Templates are those of the installed torch, on a simulated A100.
@@ -13,6 +14,7 @@ import argparse
 import base64
 import hashlib
 import json
+import math
 import re
 import tempfile
 import time
@@ -117,7 +119,9 @@ def main() -> None:
     parser.add_argument(
         "--group", default="", help="trace only groups whose name contains one of these texts, with commas"
     )
+    parser.add_argument("--minutes", type=float, default=math.inf, help="start no trace after this time; 0: none")
     asked = parser.parse_args()
+    end = time.time() + 60 * asked.minutes
     DATA.mkdir(exist_ok=True)
     models = [Published(name, group, *GROUPS[group]) for group in GROUPS for name in GROUPS[group][1]]
     wanted = [
@@ -125,10 +129,12 @@ def main() -> None:
         for one in models
         if asked.only.lower() in one.name.lower() and any(part in one.group for part in asked.group.split(","))
     ]
+    if not wanted:
+        parser.error(f"no model of --group {asked.group!r} has {asked.only!r} in its name")
     for place in range(max(len(one.combinations) for one in wanted)):
         for one in wanted:
             began = time.time()
-            if one.trace(one.combinations[place : place + 1]):
+            if began < end and one.trace(one.combinations[place : place + 1]):
                 print(f"{one.name}: {one.path.stat().st_size:,} bytes, {time.time() - began:.0f} s", flush=True)
     listed = [one.listing for one in models if one.path.exists()]
     versions = f"torch {torch.__version__.partition('+')[0]}, transformers {transformers.__version__}"
