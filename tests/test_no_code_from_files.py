@@ -35,6 +35,8 @@ ALLOWED = {
     ("trainer/commands/recipes.py", "exec_module"): "a recipe is a Python file, and running it is what is asked for",
     ("trainer/system/imports.py", "importlib.import_module"): "of a class named by a flag, or by a trusted file",
     ("trainer/fakegpu/__init__.py", "importlib.import_module"): "one of the public names, listed in that file",
+    ("trainer/fakegpu/compiled.py", "exec"): "what Inductor has generated in this process",
+    ("trainer/fakegpu/compiled.py", "compile"): "the same",
     ("trainer/fakegpu/script.py", "import runpy"): "a script is one, too",
     ("trainer/fakegpu/script_fallbacks.py", "from_pretrained"): "replaced for that script, and not called",
     (

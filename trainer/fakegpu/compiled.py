@@ -76,6 +76,7 @@ class CompilerOnFakeTensors:
         with _disable_current_modes():
             import torch._inductor.async_compile
             import torch._inductor.compile_fx
+            import torch._inductor.scheduler
             from torch._dynamo import device_interface
             from torch._functorch import config as functorch_config
             from torch._inductor.fx_passes import joint_graph, pad_mm
@@ -91,6 +92,7 @@ class CompilerOnFakeTensors:
         patch(joint_graph, lazy_init=lambda device=None: initialise(torch.device("cpu")))
         folder: Any = joint_graph.UniformValueConstantFolder
         patch(folder, run_node=run_inside(RealOnCPU, folder.run_node))
+        patch(inductor.scheduler, has_triton=lambda *_, **__: True)  # it may have asked before the block
         patch(GraphLowering, compile_to_module=lambda graph: self._module(graph))
         compiler = inductor.async_compile.AsyncCompile
         patch(compiler, triton=lambda _, name, source, *args, **options: self._kernel(name, source))
