@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import base64
 import dataclasses
 import json
+import re
 import shlex
 import subprocess
 import sys
+import zlib
 from contextlib import redirect_stderr, redirect_stdout
 from io import StringIO
 from pathlib import Path
@@ -53,7 +56,7 @@ def planned(tmp_path_factory: pytest.TempPathFactory) -> tuple[int, str, str, Pa
     folder, out, err = tmp_path_factory.mktemp("plan") / "out", StringIO(), StringIO()
     with redirect_stdout(out), redirect_stderr(err), pytest.MonkeyPatch.context() as patch:
         patch.setenv(*WORKSPACE)
-        code = run([*VIT, "--memory.budget", "30MB", *FEW, "--seed=3", "--all", "--out", str(folder)])
+        code = run([*VIT, "--memory.budget", "30MB", *FEW, "--seed=3", "--all", "--page", "--out", str(folder)])
     return code, out.getvalue(), err.getvalue(), folder
 
 
@@ -75,7 +78,7 @@ def test_a_plan_is_printed_with_its_reasons_and_written(planned):
         "- note: faster than ",
         "--memory.compile blocks (",
         "the chosen plan:\ntrainer fit vit_digits",
-        f"files: {folder}: plan.json, plan.html",
+        f"files: {folder}: plan.json, plan.html, fit.html",
     ]
     places = [out.find(part) for part in parts]
     assert -1 not in places, (parts[places.index(-1)], out)
@@ -106,6 +109,24 @@ def test_the_pasted_command_is_that_plan(planned, capsys):
     for line in ("seed: 3", "  budget: 30MB", "  cpu_offload: optimizer", "  micro_batch_size: 16", "  devices: 1"):
         assert line in printed.splitlines(), printed
     assert "activation_offload: false" in printed
+
+
+def test_a_page_replays_the_traced_plans(planned):
+    _, _, _, folder = planned
+    page = (folder / "fit.html").read_text()
+    (model,) = embedded(page, "facts")["models"]
+    assert (model["name"], model["batch"]) == ("vit_digits", 64)
+    assert model["command"].startswith("trainer fit vit_digits --")
+    assert "--seed 3" in model["command"]
+    (packed,) = re.findall(r'fit\.add\("vit_digits", "([^"]*)"\)', page)
+    plans = json.loads(zlib.decompress(base64.b64decode(packed)))
+    assert sorted(one["flags"].get("memory.activation_offload", False) for one in plans) == [False, True]
+    assert all(one["blocks"] and one["sizes"] == [16] for one in plans)
+
+
+def test_a_page_is_for_one_gpu(tmp_path, capsys):
+    assert run([*VIT, "--page", "--devices", "2", "--out", str(tmp_path)]) == 2
+    assert "--page shows a run on one GPU: leave it out, or give one --devices" in capsys.readouterr().err
 
 
 @pytest.mark.slow

@@ -249,9 +249,13 @@ def test_the_page_fits_the_window_in_light_and_dark(
     assert_layout(own_page(own_traces, tmp_path, "own_" * 40), tmp_path, width, scheme, WAIT)
 
 
-def test_the_built_page_asks_no_host_and_is_small() -> None:
+def test_the_built_page_is_current_asks_no_host_and_is_small() -> None:
     page = (BUILT / "index.html").read_text()
     files = [BUILT / model["file"] for model in embedded(page, "facts")["models"]]
     assert files
     assert re.findall(r"(?:src|href)\s*=\s*[\"'](?:https?:)?//|url\(|@import|fetch\(|import\(", page) == []
+    current = json.loads(json.dumps(fit_page.facts()))
+    outdated = [name for name, value in current.items() if embedded(page, "facts")[name] != value]
+    outdated += [script.name for script in fit_page.FOLDER.glob("*.js") if script.read_text() not in page]
+    assert outdated == [], "write the page again: python docs/fit/build.py --minutes 0"
     assert (BUILT / "index.html").stat().st_size + sum(file.stat().st_size for file in files) < 5e6
