@@ -125,8 +125,10 @@ def test_a_page_replays_the_traced_plans(planned):
 
 
 def test_a_page_is_for_one_gpu(tmp_path, capsys):
+    assert run([*VIT, "--page", "--devices", "1,2", "--out", str(tmp_path)]) == 2
+    assert "--page is for a search with one number of devices" in capsys.readouterr().err
     assert run([*VIT, "--page", "--devices", "2", "--out", str(tmp_path)]) == 2
-    assert "--page shows a run on one GPU: leave it out, or give one --devices" in capsys.readouterr().err
+    assert "--page shows a run on one GPU: give --gpu and --devices 1" in capsys.readouterr().err
 
 
 @pytest.mark.slow

@@ -66,6 +66,13 @@ def test_a_compiled_chain_keeps_its_input_for_its_backward() -> None:
     assert "product.weight" in {block.name for block in whole.largest}
 
 
+def test_what_is_compiled_for_the_cpu_computes() -> None:
+    with fake_gpu("a100-80gb") as gpu:
+        assert torch.compile(lambda x: (2 * x).sin().sum())(torch.zeros(16)).item() == 0
+        assert torch.compile(lambda x: (2 * x).sum())(torch.ones(16)).item() == 32
+    assert any("it computes on the CPU, where its values are real" in note for note in gpu.notes)
+
+
 @pytest.mark.slow
 def test_module_compile_and_graph_breaks_and_other_batch_sizes() -> None:
     alone = peak_of(lambda model: model.compile())

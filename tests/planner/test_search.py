@@ -14,6 +14,7 @@ import pytest
 from helpers.tiny import predict
 from helpers.traced import CLASSES, WIDTH, Own, own_recipe
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 
 from trainer.commands.recipes import load_recipe
 from trainer.errors import RecipeError
@@ -384,6 +385,30 @@ def test_the_chosen_plan_against_brute_force(search, capsys):
     with capsys.disabled():
         print("\n" + "\n".join(rows))
     assert not wrong, "\n".join(wrong)
+
+
+@dataclass
+class NotSharded(Own):
+    """Its forward fails under FSDP."""
+
+    def build(self) -> nn.Module:
+        module = super().build()
+        forward = module.forward
+
+        def checked(*args: Any) -> Any:
+            assert not isinstance(module, FSDPModule)
+            return forward(*args)
+
+        module.forward = checked  # type: ignore[method-assign]
+        return module
+
+
+@pytest.mark.slow
+def test_a_model_that_one_strategy_cannot_train_is_planned_with_another() -> None:
+    recipe = own_recipe(model=NotSharded(), batch_size=16, run=Run(evaluate=False))
+    report = plan(recipe, gpu="rtx-3060", devices=2, budget="1GB")
+    assert report.chosen.flags["memory.strategy"] == "ddp"
+    assert "cannot be traced" not in " ".join(report.explanations)
 
 
 @pytest.mark.slow

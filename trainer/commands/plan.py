@@ -114,7 +114,7 @@ def _run_search(asked: ParsedCommand, own: dict[str, str]) -> tuple[dict[str, An
     search = search_for(recipe, gpu, cluster.devices, cluster.nodes, interconnect=own.get("interconnect"))
     search.keeps_columns = ("page", None) in flags
     one_gpu = search.devices == 1 and search.target.device.type == "cuda"
-    require(one_gpu or not search.keeps_columns, "--page shows a run on one GPU: leave it out, or give one --devices")
+    require(one_gpu or not search.keeps_columns, "--page shows a run on one GPU: give --gpu and --devices 1")
     out = create_output_folder("plan", own.get("out"), reference)
     print(search.heading())
     with contextlib.closing(Progress(recipe.run.progress)) as progress:
@@ -137,11 +137,13 @@ def _run_search(asked: ParsedCommand, own: dict[str, str]) -> tuple[dict[str, An
     content = write_content(out / "plan.json", {"recipe": redact(reference)}, found)
     drawn = report.drawn.prediction if report.drawn is not None else None
     write_page(out / "plan.html", content, drawn.timeline if drawn is not None else None)
-    if search.keeps_columns:
+    pages = "plan.json, plan.html"
+    if search.keeps_columns and any(one.prediction for one in report.candidates):
+        pages += ", fit.html"
         words = [f"trainer {'fit' if by else 'plan'} {shlex.quote(by or reference)}"]
         words += _as_words([*own_flags.items(), *passed])
         write_own_page(out / "fit.html", redact(reference), words, search, report)
-    print(f"\nfiles: {escaped(out)}: plan.json, plan.html{', fit.html' if search.keeps_columns else ''}")
+    print(f"\nfiles: {escaped(out)}: {pages}")
     missing = [line for line in report.explanations if line.startswith(NOTHING)]
     return content, missing[0] if report.chosen is None else ""
 
@@ -190,7 +192,7 @@ def _as_words(flags: Flags) -> list[str]:
 
 def _run_scale(asked: ParsedCommand, own: dict[str, str]) -> tuple[dict[str, Any], str]:
     recipe, _, reference, _ = asked
-    for name in {"lossy", "all"} & {name for name, _ in asked.flags}:
+    for name in {"lossy", "all", "page"} & {name for name, _ in asked.flags}:
         raise RecipeError(f"--{name} is for a search with one number of devices: leave it out, or give one number")
     sizes = _parse_clusters(recipe, own, True)
     with quick_imports():

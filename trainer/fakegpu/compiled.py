@@ -66,7 +66,9 @@ class CompilerOnFakeTensors:
             self.tracer.trace.add_note(f"torch.compile {missing} is not simulated, so the loop is predicted as eager")
             return function
         self._install()
-        return TORCH_COMPILE(function, dynamic=options.get("dynamic"))
+        if options.get("mode", "default") not in ("default", None) or options.get("options"):
+            self.tracer.trace.add_note("mode and options of torch.compile are not simulated")
+        return TORCH_COMPILE(function, dynamic=options.get("dynamic"), fullgraph=options.get("fullgraph", False))
 
     def _install(self) -> None:
         if self.installed:
@@ -96,7 +98,7 @@ class CompilerOnFakeTensors:
         patch(GraphLowering, compile_to_module=lambda graph: self._module(graph))
         compiler = inductor.async_compile.AsyncCompile
         patch(compiler, triton=lambda _, name, source, *args, **options: self._kernel(name, source))
-        patch(compiler, cpp_pybinding=lambda *args, **options: _nothing, wait=_nothing, wakeup=_nothing)
+        patch(compiler, cpp_pybinding=_refuse_cpu, wait=_nothing, wakeup=_nothing)
         patch(inductor.compile_fx, _compile_fx_inner=partial(self._graph, inductor.compile_fx._compile_fx_inner))
         _patch_functional_tensors()
         patch(torch.utils._triton, triton_hash_with_backend=lambda: "simulated")
@@ -168,6 +170,10 @@ class CompilerOnFakeTensors:
         made = torch.empty_strided(size, stride, dtype=dtype, device=GPU_DEVICE)
         del work[done:]  # no kernel runs
         return made
+
+
+def _refuse_cpu(*args: Any, **options: Any) -> Any:
+    raise NotImplementedError("it computes on the CPU, where its values are real")
 
 
 @contextmanager

@@ -128,11 +128,9 @@ def _squash(name: str) -> str:
     return re.sub(r"nvidia|geforce|tesla|rtx|[^a-z0-9]", "", name.lower())
 
 
-GEFORCE = (
-    0.70,
-    1.03,
-    1.05,
-)  # ``GPU.products`` of GeForce cards: medians of 3060 to 3090, 4060 Ti to 4090, 5060 Ti to 5090
+# ``GPU.products`` of GeForce cards: medians over 3060 to 3090, 4060 Ti to 4090 and 5060 Ti to 5090, source (a) of
+# gpus.csv: 0.61-0.76 for fp32, 0.98-1.13 for half precision.
+GEFORCE = (0.70, 1.03, 1.05)
 
 # FLOPs per clock and multiprocessor by major capability: fp32, and half precision with sums in fp32. If GeForce and
 # server cards differ, the value is GeForce's, so that a card is faster rather than slower than estimated.

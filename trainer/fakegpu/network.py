@@ -175,6 +175,8 @@ class Cluster:
 
 def check_cluster(ranks: int, nodes: int, rank: int = 0) -> Cluster:
     """Return the cluster of a loop or a script; a ``RecipeError`` reports numbers that cannot be simulated."""
+    whole = all(isinstance(one, int) for one in (ranks, nodes, rank))
+    require(whole, f"ranks={ranks!r}, nodes={nodes!r} and rank={rank!r} must be integers")
     require(1 <= ranks <= MAX_RANKS, f"{ranks} ranks (devices) cannot be simulated: give 1 to {MAX_RANKS:,}")
     divides = nodes >= 1 and ranks % nodes == 0
     require(divides, f"{ranks} ranks (devices) on {nodes} nodes: the ranks must be a multiple of the nodes")

@@ -72,21 +72,27 @@ def plan_script(script: Script) -> dict[str, Any]:
     """
     last = check_cluster(script.devices or 1, script.nodes).devices - 1
     if not last:
-        return _plan_rank(script)
+        return _plan_rank(script, [])
     with ThreadPoolExecutor(2) as pool:
-        jobs = {rank: pool.submit(_plan_rank, replace(script, rank=rank)) for rank in (0, last)}
-        found, failed = {0: jobs[0].result()}, ""
+        started: list[ProcessSession] = []
+        jobs = {rank: pool.submit(_plan_rank, replace(script, rank=rank), started) for rank in (0, last)}
         try:
-            found[last] = jobs[last].result()
-        except RecipeError as error:
-            failed = f"; rank {last} was not: {error}"
+            found, failed = {0: jobs[0].result()}, ""
+            try:
+                found[last] = jobs[last].result()
+            except RecipeError as error:
+                failed = f"; rank {last} was not: {error}"
+        except BaseException:  # leaving the pool waits for both
+            for process in started:
+                process.kill()
+            raise
     peaks = {rank: {size: one[size] for size in ("reserved_gb", "allocated_gb")} for rank, one in found.items()}
     line = "; ".join(f"rank {rank}: {one['reserved_gb']:.3f} GB reserved" for rank, one in peaks.items()) + failed
     worst = max(found.values(), key=lambda one: (one["reserved_gb"], one["allocated_gb"]))
     return worst | {"text": f"{worst['text']}\n{wrapped(f'traced    {line}', ' ' * 10)}", "traced_ranks": peaks}
 
 
-def _plan_rank(script: Script) -> dict[str, Any]:
+def _plan_rank(script: Script, started: list[ProcessSession]) -> dict[str, Any]:
     ours, theirs = Pipe(duplex=False)
     environment = {name: text for name, text in os.environ.items() if not LAUNCHED.fullmatch(name)}
     with script.log.open("wb") as log, TemporaryFile() as stopped:
@@ -94,6 +100,7 @@ def _plan_rank(script: Script) -> dict[str, Any]:
         words = [*python_command(START), json.dumps(asdict(script)), *map(str, files)]
         environment |= {"WANDB_MODE": "disabled", "MPLBACKEND": "Agg"}
         process = ProcessSession(words, environment, stdout=log, stderr=subprocess.STDOUT, pass_fds=files)
+        started.append(process)
         theirs.close()
         answer, code = _answer(process, ours, script.seconds + GRACE)
         stopped.seek(0)  # contains a traceback after a timeout only

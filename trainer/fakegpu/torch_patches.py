@@ -213,8 +213,8 @@ def patch_tensors() -> None:
         return make(cls, data, requires_grad, **options)
 
     def is_pinned(tensor: Any, device: Any = None) -> bool:
-        fake = isinstance(tensor, FakeTensor)
-        return tensor.device.type == "cpu" and (not fake or tensor.untyped_storage() in tensor.fake_mode.pinned)
+        pinned = getattr(tensor.fake_mode, "pinned", ()) if isinstance(tensor, FakeTensor) else None
+        return tensor.device.type == "cpu" and (pinned is None or tensor.untyped_storage() in pinned)
 
     def is_on(kind: str) -> property:
         return property(lambda tensor: tensor.fake_device.type == kind)

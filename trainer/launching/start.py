@@ -67,7 +67,8 @@ def launch(
 def set_expandable_segments(value: bool | None) -> None:
     """Add ``memory.expandable_segments`` to the settings of torch's allocator, before it allocates on a GPU."""
     if value is not None:  # torch resets the settings that are not given again
-        given = os.environ.get("PYTORCH_ALLOC_CONF") or os.environ.get("PYTORCH_CUDA_ALLOC_CONF") or ""
+        names = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")
+        given = next(filter(None, map(os.environ.get, names)), "")
         torch._C._accelerator_setAllocatorSettings(f"{given},expandable_segments:{value}".lstrip(","))
 
 

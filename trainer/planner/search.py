@@ -46,6 +46,7 @@ BUDGET_MARGIN = 0.03
 not tuned on (torch 2.4 to 2.6, median 0.07 %). Peaks of older versions were up to 2.8 % higher than predicted, and a
 trace does not see allocations by kernels of cuDNN or of an extension. A run out of memory costs more than 3 % of it."""
 
+STRATEGY = "memory.strategy"
 DEFAULT_BUDGET = "90%"  # default budget of a recipe that leaves knobs to the planner
 # A plan needs at least this share of the memory of a plan whose knobs all save as much or more: buffers may cost a bit.
 MIN_MEMORY_RATIO = 0.9
@@ -507,8 +508,11 @@ class Search:
             arm.traced[size or 0] = found
         elif not isinstance(found, ChildError):
             self._rule_out(arm, str(found))
-        elif not any(one.traced for one in self.arms):  # tracing other plans would fail as well
-            self._give_up([f"the model cannot be traced, and no other plan was tried: {found}"])
+        elif not any(one.traced for one in self.arms):  # tracing other plans of the strategy would fail as well
+            for other in self.arms:
+                other.failed |= other.settings.get(STRATEGY) == arm.settings.get(STRATEGY)
+            if all(other.failed for other in self.arms):
+                self._give_up([f"the model cannot be traced, and no other plan was tried: {found}"])
         elif len(arm.micro_batch_sizes) > 1 and (arm.traced or not arm.partly_untraceable):  # try one more size
             arm.micro_batch_sizes.remove(size)
             arm.partly_untraceable = True

@@ -1,4 +1,4 @@
-// Torch's caching allocator: a port of trainer/fakegpu/allocator.py, equal to the byte (tests/fit/test_fit_page.py).
+// Torch's caching allocator: a port of trainer/fakegpu/allocator.py, equal to the byte (tests/planner/test_fit_page.py).
 // Names are those of the Python file, which names its sources in torch. Streams do not share blocks.
 "use strict";
 

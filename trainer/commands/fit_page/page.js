@@ -48,6 +48,7 @@ const TECHNIQUES = {
   "memory.activation_offload": ["activations", { undefined: "on the card", true: "on the host" }],
   "memory.optimizer_state_bits": ["optimizer", { undefined: "AdamW", 8: "AdamW, 8-bit state", 4: "AdamW, 4-bit state" }],
   "memory.cpu_offload": ["optimizer state", { undefined: "on the card", optimizer: "on the host" }],
+  "memory.expandable_segments": ["segments", { undefined: "fixed", true: "expandable" }],
   "memory.optimizer_in_backward": ["update", { undefined: "after backward", true: "in backward" }],
 };
 const describeValue = (key, value) => TECHNIQUES[key]?.[1][value] ?? String(value ?? "default");
@@ -103,10 +104,12 @@ async function chooseModel() {
 
 function read() {
   card = facts.cards.find(one => one.name === $("card").value);
-  const share = Math.min(100, Math.max(0, +$("budget").value || 90)) / 100;
+  const share = Math.min(100, Math.max(0, $("budget").value === "" ? 90 : +$("budget").value)) / 100;
   const wanted = Object.fromEntries([...$("techniques").querySelectorAll("select")].map(one => [one.name, one.value]));
+  const batch = Math.max(1, Math.min(4096, Math.round(+$("batch").value) || 1));
   return {
-    batch: Math.max(1, Math.min(4096, Math.round(+$("batch").value) || 1)),
+    batch,
+    isTraced: batch === model.batch,
     budget: Math.min(card.usable, Math.floor(card.memory * share)),
     tokens: $("tokens").value === "" ? null : +$("tokens").value,
     micro: +$("micro").value || 0,
@@ -118,8 +121,8 @@ function read() {
 function show() {
   const began = performance.now(), asked = read();
   const own = combinations.filter(one => one.tokens === asked.tokens);
-  const sizes = [...new Set(own.flatMap(one => one.microBatches(asked.batch)))].sort((a, b) => a - b);
-  fill($("micro"), [[0, "any: the fastest that fits"], ...sizes.map(size => [size, `${asked.batch / size} × ${size}`])], asked.micro);
+  const sizes = [...new Set(own.flatMap(one => one.microBatches(asked.batch, asked.isTraced)))].sort((a, b) => a - b);
+  fill($("micro"), [[0, "any: the fastest that fits"], ...sizes.map(size => [size, `${Math.ceil(asked.batch / size)} × ${size}`])], asked.micro);
   asked.micro = +$("micro").value;
   const found = search(own.filter(asked.matches), asked, card, facts);
   showVerdict(found, asked);
@@ -166,7 +169,7 @@ function commands({ combination, micro, template }, asked) {
   const flags = { ...combination.flags, "memory.micro_batch_size": micro };
   if (template.loss_chunk) flags["model.loss_chunk"] = template.loss_chunk * micro;
   const text = own => Object.entries(own).map(([key, value]) => ` --${key} ${value}`).join("");
-  const start = asked.expandable ? "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True " : "";
+  const start = asked.expandable && !flags["memory.expandable_segments"] ? "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True " : "";
   if (model.command) return [start + model.command + text(asked.batch === model.batch ? flags : { batch_size: asked.batch, ...flags })];
   const length = asked.tokens ? ` --tokens ${asked.tokens}` : "";
   const found = [`${start}trainer plan hf:${model.name} --task ${model.task}${length} --batch ${asked.batch} --gpu ${card.name}${text(flags)}`];

@@ -229,11 +229,12 @@ class Combination {
     return found && (found.sizes.length > 1 || found.sizes[0] === micro) ? found : null;
   }
 
-  // The micro-batches that cut `batch` evenly, and have a template.
-  microBatches(batch) {
+  // The micro-batches that have a template and cut `batch` evenly, or were traced with it.
+  microBatches(batch, isTraced) {
     const found = [];
     for (let micro = 1; micro <= batch; micro++) {
-      const template = batch % micro ? null : this.templateFor(micro);
+      const template = this.templateFor(micro);
+      if (batch % micro && !(isTraced && template?.isTraced(micro))) continue;
       if (template && (!template.single || micro === batch)) found.push(micro);
     }
     return found;
@@ -252,19 +253,21 @@ function combine(plans) {
 const sourceOf = ({ template, micro }, card) => [9, 10].includes(card.capability[0]) && template.blocks.some(row => row[0].includes("flash_attention") && !template.tokens)
   ? "interpolated" : template.isTraced(micro) ? "traced" : micro > Math.max(...template.sizes) ? "extrapolated" : "interpolated";
 
+const isExpandable = ({ flags }, asked) => asked.expandable || flags["memory.expandable_segments"] === true;
+
 // The fastest plan of `combinations` that fits a card; else the one that needs least; null if none is stored. Plans
 // with allocator retries count as 3 % slower, as in trainer plan.
 function search(combinations, asked, card, { costs, margin }, details = true) {
   const limit = Math.floor(asked.budget / (1 + margin)), plans = [];
-  for (const combination of combinations) for (const micro of combination.microBatches(asked.batch)) {
+  for (const combination of combinations) for (const micro of combination.microBatches(asked.batch, asked.isTraced)) {
     if (asked.micro && micro !== asked.micro) continue;
-    const template = combination.templateFor(micro), steps = asked.batch / micro;
+    const template = combination.templateFor(micro), steps = Math.ceil(asked.batch / micro);
     const least = template.floor(micro, steps === 1, card.workspace);
     plans.push({ combination, template, micro, steps, least });
   }
   const run = (plan, options) => {
     const events = plan.template.events(plan.steps === 1), bytes = plan.template.bytes(plan.micro, card.workspace);
-    return replay(events, bytes, plan.template.blocks, { expandable: asked.expandable, ...options });
+    return replay(events, bytes, plan.template.blocks, { expandable: isExpandable(plan.combination, asked), ...options });
   };
   const possible = plans.filter(plan => plan.least <= limit);
   for (const plan of possible) plan.seconds = plan.template.seconds(plan.micro, plan.steps, card, costs);
