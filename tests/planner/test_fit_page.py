@@ -158,6 +158,27 @@ def test_a_template_gives_memory_and_time_of_another_micro_batch(own_traces: dic
         assert answer[5] * 1e3 == pytest.approx(wanted, rel=1e-3)
 
 
+SEARCH = """
+    const card = withRates(given.card, given.facts.costs);
+    return given.asked.map(([flags, batch, isTraced]) => {
+      const asked = { batch, isTraced, micro: 0, budget: 1e10, expandable: false };
+      const found = search(combine([{ ...given.columns, flags }]), asked, card, given.facts);
+      return found && [found.micro, found.steps, found.memory.reserved];
+    });"""
+
+
+@needs_engine
+def test_the_page_keeps_the_segments_of_a_plan_and_the_micro_batch_of_a_traced_batch(tmp_path: Path) -> None:
+    sizes = [(1, 30 * MIB), (1, 0), (2, 10 * MIB), (3, 28 * MIB)]
+    trace = Trace(events=[Event(number, size, "mm", "forward") for number, size in sizes], marks=[(0, "forward")])
+    facts = fit_page.facts()
+    (card,) = (one for one in facts["cards"] if one["name"] == CARD.name)
+    asked = [[{}, 16, True], [{"memory.expandable_segments": True}, 16, True], [{}, 19, True], [{}, 19, False]]
+    given = {"asked": asked, "card": card, "facts": facts, "columns": event_columns({8: trace})}
+    fixed, expandable = 58 * MIB, 40 * MIB
+    assert page_answers(SEARCH, given, tmp_path) == [[8, 2, fixed], [8, 2, expandable], [8, 3, fixed], None]
+
+
 def unpacked(text: str) -> list[dict[str, Any]]:
     (packed,) = re.findall(r', "([^"]*)"\);', text)
     return json.loads(zlib.decompress(base64.b64decode(packed)))
