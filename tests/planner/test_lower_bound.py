@@ -21,10 +21,10 @@ from trainer.memory.plan import Plan, decide_plan
 from trainer.planner import search as searching
 from trainer.planner.lower_bound import lower_bound, measure
 from trainer.planner.predict import predict_in_process, prepare_recipe
-from trainer.planner.search import plan
+from trainer.planner.search import Search, plan
 from trainer.recipe import Memory, Optim, Recipe
 from trainer.settings import change
-from trainer.system.child_jobs import run_in_children
+from trainer.system.child_jobs import ChildError, run_in_children
 
 ONE_RANK: list[dict[str, Any]] = [
     {},
@@ -150,3 +150,18 @@ def test_what_cannot_fit_is_answered_without_a_trace():
     huge = plan(replace(recipe, model=HugeModel()), gpu="h100-sxm", budget="40GB")
     assert "no plan fits in 40.00 GB: a rank needs more than 80.00 GB" in huge.explanations[0]
     assert huge.to_json()["chosen"] is None
+
+
+def test_weights_that_cannot_be_counted_are_counted_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = []
+
+    def failing(job: Any) -> Any:
+        calls.append(job)
+        raise ChildError("build() reads a file")
+
+    recipe = own_recipe()
+    search = Search(recipe, target_of("rtx-3060"), 1)
+    monkeypatch.setattr(searching, "run_in_child", failing)
+    one = decide_plan(recipe.replace(memory=Memory(micro_batch_size=8)), 1)
+    assert [search._bound(one) for _ in range(3)] == [{}] * 3
+    assert len(calls) == 1

@@ -120,7 +120,7 @@ def _run_search(asked: ParsedCommand, own: dict[str, str]) -> tuple[dict[str, An
     with contextlib.closing(Progress(recipe.run.progress)) as progress:
         progress.start(0)
         show_status("predicting")
-        search.progress = lambda done, total, text: progress.count(done, total, text)
+        search.progress = progress.count
         report = search.run(lossy.lower() == "true", ("all", None) in flags)
     by, own_flags = recipe_to_train(reference, recipe)
     passed = [(name, text) for name, text in flags if name not in (*VALUED_FLAGS, *SWITCHES, *own_flags)]

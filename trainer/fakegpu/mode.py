@@ -204,9 +204,7 @@ class FakeGPUMode(FakeTensorMode):
             with no_dispatch():
                 self.set_value(target, torch.empty_strided(target.shape, target.stride(), dtype=target.dtype))
         # Randomly initialised weights stay unknown, because their values are never needed.
-        drawn = (
-            torch.Tag.nondeterministic_seeded in func.tags and (target := kwargs.get("out", target)).is_floating_point()
-        )
+        drawn = torch.Tag.nondeterministic_seeded in func.tags and kwargs.get("out", target).is_floating_point()
         if drawn or self._computed(func, args, kwargs) is None:
             self._forget(func, args, kwargs)
 

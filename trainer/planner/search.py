@@ -169,6 +169,7 @@ class Search:
         self.impossible: list[str] = []  # why no plan can be traced, or needs to be
         self.arms: list[PlanFamily] = []
         self.padding: dict[int, float] = {}
+        self.has_bound = True  # whether the weights can be counted without a trace
         self.keeps_columns = False  # whether predictions have what the page "Will it fit?" replays
         model = recipe.model
         self.notes = dict.fromkeys(data_notes(recipe.data))
@@ -184,8 +185,11 @@ class Search:
         return ModelSize(WeightCounts(*counts), *(WeightBytes(*one) for one in sizes))
 
     def _bound(self, plan: Plan) -> dict[str, int]:
-        with suppress(ChildError, RecipeError):  # some models cannot be built on meta
-            return lower_bound(self.size, plan, self.recipe)
+        if self.has_bound:
+            try:
+                return lower_bound(self.size, plan, self.recipe)
+            except (ChildError, RecipeError):  # it cannot be built on meta: do not try again for every plan
+                self.has_bound = False
         return {}
 
     def heading(self) -> str:
