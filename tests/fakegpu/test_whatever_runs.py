@@ -241,6 +241,8 @@ def on_the_fake_gpu() -> dict[str, Any]:
 def test_code_runs_on_the_fake_gpu_as_on_a_cpu() -> None:
     # New interpreters: a case that computes can hang in a fork of a process that has compiled or has trained.
     real, fake = (ChildJob(job, anew=True).result() for job in (partial(results, "cpu"), on_the_fake_gpu))
+    assert isinstance(real, dict), real  # otherwise the error that ended the process
+    assert isinstance(fake, dict), fake
     assert {name: found for name, found in real.items() if isinstance(found, str)} == {}
     assert {name: found for name, found in fake.items() if found != real[name]} == {}
 

@@ -265,7 +265,7 @@ def explain_choice(candidates: Sequence[Candidate], combinations: tuple[int, int
         next_one = max(faster, key=lambda one: one.step_ms or 0.0)
         lines.append(f"the next faster plan does not fit: {values_text(next_one)}, {next_one.reason}")
     elif not chosen.knobs:
-        lines.append("no memory technique is needed beyond what the recipe sets: that plan is the fastest")
+        lines.append("no memory technique is needed beyond what the recipe sets: the plan without more is the fastest")
     return lines + [knob.note for knob in LOSSLESS_PLANNED if knob.note and chosen.flags.get(f"memory.{knob.name}")]
 
 
