@@ -6,6 +6,7 @@ import math
 import traceback
 import weakref
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -17,6 +18,7 @@ from torch.utils._mode_utils import no_dispatch
 from torch.utils._pytree import tree_leaves, tree_map
 
 from trainer.fakegpu.events import Trace
+from trainer.fakegpu.repeats import Repeats
 from trainer.system.child_jobs import innermost_user_frame
 
 aten = torch.ops.aten
@@ -58,6 +60,7 @@ class FakeGPUMode(FakeTensorMode):
         self.ranks = ranks
         self.trace = Trace()  # shared with the tracer; counts guesses
         self.known: dict[int, tuple[Any, Tensor]] = {}
+        self.repeats = Repeats(self)
         self.pinned: weakref.WeakSet[Any] = weakref.WeakSet()
         self.overwritten: weakref.WeakSet[Any] = weakref.WeakSet()  # storages of values that are no longer valid
 
@@ -141,7 +144,8 @@ class FakeGPUMode(FakeTensorMode):
         if func in SIZED_BY_VALUES and self.value(args[-1]) is None:
             return self._sized(func, args[0], args[-1])
         try:
-            out = super().dispatch(func, types, args, kwargs)
+            usual = partial(super().dispatch, func, types, args, kwargs)
+            out = self.repeats.result(func, args, kwargs, usual)
         except fake_tensor.DataDependentOutputException:
             if func not in (aten.equal.default, aten.allclose.default):
                 raise
