@@ -10,7 +10,7 @@ from __future__ import annotations
 import re
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ContextDecorator, contextmanager
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
@@ -29,7 +29,7 @@ from torch.utils._mode_utils import no_dispatch
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from trainer.fakegpu.mode import GPU_DEVICE, FakeGPUMode, on_a_device
-from trainer.fakegpu.torch_patches import _nothing, _undo_stack, patch, run_inside
+from trainer.fakegpu.torch_patches import _nothing, _undo_stack, patch
 
 COMPILED = "parts compiled by torch.compile are predicted from the code that Inductor generates, without autotuning"
 NOTHING = "torch.compile was called and has compiled nothing, so the loop is predicted as if it were eager"
@@ -38,7 +38,7 @@ TORCH_COMPILE, MODULE_COMPILE, MODULE_CALL = torch.compile, nn.Module.compile, n
 SIGNATURE = re.compile(r"^def \w+\(([^)]*)\)", re.MULTILINE)
 
 
-class RealOnCPU(TorchDispatchMode):
+class RealOnCPU(TorchDispatchMode, ContextDecorator):
     """Creates on the CPU the few real tensors that Inductor wants on the GPU to fold constants."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -93,7 +93,7 @@ class CompilerOnFakeTensors:
         initialise = joint_graph.lazy_init  # patterns are the same for all devices, and need tensors of one
         patch(joint_graph, lazy_init=lambda device=None: initialise(torch.device("cpu")))
         folder: Any = joint_graph.UniformValueConstantFolder
-        patch(folder, run_node=run_inside(RealOnCPU, folder.run_node))
+        patch(folder, run_node=RealOnCPU()(folder.run_node))
         patch(inductor.scheduler, has_triton=lambda *_, **__: True)  # it may have asked before the block
         patch(GraphLowering, compile_to_module=lambda graph: self._module(graph))
         compiler = inductor.async_compile.AsyncCompile

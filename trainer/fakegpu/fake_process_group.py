@@ -154,8 +154,7 @@ class TracedDDP(DistributedDataParallel):
         self.buckets: list[Tensor] = []
         self.waiting: list[set[Tensor]] = []
         self.arrived: list[Tensor] = []
-        self.places: dict[Tensor, Tensor] = {}
-        self.bucket_of: dict[Tensor, int] = {}
+        self.places: dict[Tensor, tuple[int, Tensor]] = {}  # bucket and view of each gradient
         trained: list[Tensor] = [parameter for parameter in module.parameters() if parameter.requires_grad]
         self._broadcast([*module.parameters(), *module.buffers()])
         self._make_buckets(list(reversed(trained)))
@@ -193,9 +192,8 @@ class TracedDDP(DistributedDataParallel):
             bucket = torch.empty(sum(sizes), dtype=group[0].dtype, device=group[0].device)
             self.buckets.append(bucket)
             self.waiting.append(set(group))
-            self.bucket_of |= dict.fromkeys(group, len(self.buckets) - 1)
             for parameter, place in zip(group, bucket.split(sizes), strict=True):
-                self.places[parameter] = place.view(parameter.shape)
+                self.places[parameter] = len(self.buckets) - 1, place.view(parameter.shape)
 
     @torch.no_grad()
     def _reduce(self, parameter: Tensor) -> None:
@@ -203,18 +201,17 @@ class TracedDDP(DistributedDataParallel):
             return
         if not self.rebuilt:
             self.arrived.append(parameter)
-        place = self.places[parameter]
+        number, place = self.places[parameter]
         if parameter.grad is not None and parameter.grad.untyped_storage()._cdata != place.untyped_storage()._cdata:
             place.copy_(parameter.grad)
             if self.gradient_as_bucket_view:
                 parameter.grad = place
-        number = self.bucket_of[parameter]
         self.waiting[number].discard(parameter)
         if not self.waiting[number]:
             torch.distributed.all_reduce(self.buckets[number], async_op=True)
-            self.waiting[number] = {p for p, own in self.bucket_of.items() if own == number}
+            self.waiting[number] = {p for p, (own, _) in self.places.items() if own == number}
             for one in () if self.gradient_as_bucket_view else self.waiting[number]:
-                one.grad.copy_(self.places[one])  # type: ignore[union-attr]
+                one.grad.copy_(self.places[one][1])  # type: ignore[union-attr]
 
 
 def _init_ddp(self: Any, *args: Any, **options: Any) -> None:

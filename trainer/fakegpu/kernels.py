@@ -22,7 +22,7 @@ aten = torch.ops.aten
 def install_kernels(library: torch.library.Library, attention: AttentionRules) -> None:
     """Register aten's attention, dropout and device moves in ``library``."""
     for key in ("AutogradCUDA", "AutogradMeta"):  # C++ sees a DTensor on meta
-        library.impl("scaled_dot_product_attention", attend(attention), key)
+        library.impl("scaled_dot_product_attention", attention.attend, key)
         library.impl("dropout", dropout, key)
     library.impl("_pad_packed_sequence", pad_packed_sequence, "AutogradCUDA")
     for key in ("AutogradCUDA", "AutogradCPU"):
@@ -138,6 +138,35 @@ class AttentionRules:
         out = aten._scaled_dot_product_flash_attention(query, key, value, dropout, causal, False, scale=scale)[0]
         return out[..., :size] if missing else out
 
+    def attend(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attn_mask: Tensor | None = None,
+        dropout_p: float = 0.0,
+        is_causal: bool = False,
+        *,
+        scale: float | None = None,
+        enable_gqa: bool = False,
+    ) -> Tensor:
+        """Compute ``scaled_dot_product_attention`` with the kernel that is chosen for the GPU."""
+        kernel = self.choose(query, key, value, attn_mask, enable_gqa)
+        if isinstance(mode := getattr(query, "fake_mode", None), FakeGPUMode):
+            mode.trace.note_attention(kernel, query, attn_mask is not None)
+        if kernel == "flash":
+            return self.flash(query, key, value, dropout_p, is_causal, scale)
+        how: tuple[Any, ...] = (dropout_p, is_causal)
+        if kernel == "math":
+            math_kernel = aten._scaled_dot_product_attention_math
+            return math_kernel(query, key, value, attn_mask, *how, None, scale=scale, enable_gqa=enable_gqa)[0]
+        mask = None if attn_mask is None else _as_bias(attn_mask, query, key)
+        trains = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in (query, key, value))
+        if kernel == "cudnn":
+            cudnn = aten._scaled_dot_product_cudnn_attention
+            return cudnn(query, key, value, mask, trains, *how, False, scale=scale)[0]
+        return aten._scaled_dot_product_efficient_attention(query, key, value, mask, trains, *how, scale=scale)[0]
+
     def workspace_bytes(self, name: str, args: tuple) -> tuple[int, ...]:
         """Return the sizes in bytes of the temporary allocations of an attention kernel called with ``args``."""
         if not name.endswith("attention_backward"):
@@ -178,39 +207,6 @@ def embedding_bytes(grad: Tensor, ids: Tensor, rows: int, padding: int, by_frequ
     by_id = (size * count,) * (4 if by_frequency else 3)  # sorted ids, their order, starts of rows, frequencies
     summed = parts * grad.size(-1) * max(4, grad.element_size())
     return copied, *by_id, size * distinct, size * distinct, size * parts, summed
-
-
-def attend(rules: AttentionRules) -> Any:
-    """Return a ``scaled_dot_product_attention`` that uses the kernel chosen by ``rules``."""
-
-    def attention(
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        attn_mask: Tensor | None = None,
-        dropout_p: float = 0.0,
-        is_causal: bool = False,
-        *,
-        scale: float | None = None,
-        enable_gqa: bool = False,
-    ) -> Tensor:
-        kernel = rules.choose(query, key, value, attn_mask, enable_gqa)
-        if isinstance(mode := getattr(query, "fake_mode", None), FakeGPUMode):
-            mode.trace.note_attention(kernel, query, attn_mask is not None)
-        if kernel == "flash":
-            return rules.flash(query, key, value, dropout_p, is_causal, scale)
-        how: tuple[Any, ...] = (dropout_p, is_causal)
-        if kernel == "math":
-            math_kernel = aten._scaled_dot_product_attention_math
-            return math_kernel(query, key, value, attn_mask, *how, None, scale=scale, enable_gqa=enable_gqa)[0]
-        mask = None if attn_mask is None else _as_bias(attn_mask, query, key)
-        trains = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in (query, key, value))
-        if kernel == "cudnn":
-            cudnn = aten._scaled_dot_product_cudnn_attention
-            return cudnn(query, key, value, mask, trains, *how, False, scale=scale)[0]
-        return aten._scaled_dot_product_efficient_attention(query, key, value, mask, trains, *how, scale=scale)[0]
-
-    return attention
 
 
 def _as_bias(mask: Tensor, query: Tensor, key: Tensor) -> Tensor:

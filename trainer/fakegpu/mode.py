@@ -104,11 +104,8 @@ class FakeGPUMode(FakeTensorMode):
 
     def set_value(self, fake: Any, value: Tensor) -> None:
         """Set the value of a fake tensor, valid until it is written to."""
-
-        def forget(_: Any, key: int = id(fake)) -> None:
-            self.known.pop(key, None)
-
-        self.known[id(fake)] = (weakref.ref(fake, forget), value)
+        key = id(fake)
+        self.known[key] = (weakref.ref(fake, lambda _: self.known.pop(key, None)), value)
 
     def _forget(self, func: Any, args: Any, kwargs: dict[str, Any]) -> None:
         """Invalidate the values of tensors written by ``func`` and of tensors that share their memory."""

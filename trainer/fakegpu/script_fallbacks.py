@@ -23,7 +23,6 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import _disable_current_modes
 
 from trainer.errors import RecipeError, require
-from trainer.fakegpu.torch_patches import run_inside
 
 # Side, channels, classes, and samples to train and to test with, as torchvision's documentation says.
 IMAGES = dict.fromkeys(("MNIST", "FashionMNIST", "KMNIST"), (28, 1, 10, 60_000, 10_000))
@@ -156,7 +155,7 @@ class MissingFilePatches(MetaPathFinder):
         for owner, function in ((nn.Module, load_state_dict), (nn.DataParallel, forward), (FakeTensor, tolist)):
             setattr(owner, function.__name__, function)
         for name in ("numpy", "__deepcopy__"):  # for real tensors
-            setattr(torch.Tensor, name, run_inside(_disable_current_modes, getattr(torch.Tensor, name)))
+            setattr(torch.Tensor, name, _disable_current_modes()(getattr(torch.Tensor, name)))
         self._disable(torch, "save", UNSAVED)
         self._disable(torch.hub, "load_state_dict_from_url", UNREAD)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -32,8 +31,7 @@ def snapshot(events: Sequence[Event], settings: AllocatorSettings, frames: Mappi
             add("free_completed", freed.address, freed.requested, event)
         apply_event(allocator, blocks, event)
         if event.id == EMPTY_CACHE:
-            kept = {_start(segments, block.address) for block in _blocks(allocator, blocks)}
-            for address in segments.keys() - kept:
+            for address in segments.keys() - _first_blocks(allocator, blocks).keys():
                 add("segment_free", address, segments.pop(address), event)
         elif event.bytes:
             block = blocks[event.id]
@@ -43,36 +41,31 @@ def snapshot(events: Sequence[Event], settings: AllocatorSettings, frames: Mappi
             owners[block.address] = event.id
             add("alloc", block.address, block.requested, event)
 
-    found: dict[int, list[dict[str, Any]]] = {address: [] for address in segments}
-    streams = dict.fromkeys(segments, 0)
-    for block in sorted(_blocks(allocator, blocks) if segments else (), key=lambda block: block.address):
-        state = "active_allocated" if block.allocated else "inactive"
-        requested = block.requested if block.allocated else 0
-        shown = {"frames": frames.get(owners.get(block.address, 0), []), "requested_size": requested}
-        start = _start(segments, block.address)
-        found[start].append({"address": block.address, "size": block.size, "state": state, **shown})
-        streams[start] = block.pool.stream
-    return {
-        "segments": [_segment(address, segments[address], streams[address], found[address]) for address in segments],
-        "device_traces": [history],
-    }
+    firsts = _first_blocks(allocator, blocks)
+    labels = {address: frames.get(number, []) for address, number in owners.items()}
+    found = [_segment(address, size, firsts[address], labels) for address, size in segments.items()]
+    return {"segments": found, "device_traces": [history]}
 
 
-def _blocks(allocator: CachingAllocator, used: Mapping[int, Block]) -> list[Block]:
-    return [*used.values(), *(block for pool in allocator.pools.values() for _, _, block in pool.free)]
+def _first_blocks(allocator: CachingAllocator, used: Mapping[int, Block]) -> dict[int, Block]:
+    """Return the first block of each segment by its address, which is that of the segment."""
+    free = (block for pool in allocator.pools.values() for _, _, block in pool.free)
+    return {block.address: block for block in (*used.values(), *free) if block.previous is None}
 
 
-def _start(segments: Mapping[int, int], address: int) -> int:
-    """Return the address of the segment with ``address``; segments are in the order of their addresses."""
-    starts = list(segments)
-    return starts[bisect_right(starts, address) - 1]
-
-
-def _segment(address: int, size: int, stream: int, blocks: list[dict[str, Any]]) -> dict[str, Any]:
-    used = [block for block in blocks if block["state"] == "active_allocated"]
-    sizes = dict.fromkeys(("allocated_size", "active_size"), sum(block["size"] for block in used))
-    about = {"device": 0, "address": address, "total_size": size, "stream": stream, "is_expandable": False}
-    return {**about, **sizes, "requested_size": sum(block["requested_size"] for block in used), "blocks": blocks}
+def _segment(address: int, size: int, first: Block, labels: Mapping[int, Any]) -> dict[str, Any]:
+    block: Block | None = first
+    blocks: list[dict[str, Any]] = []
+    used = requested = 0
+    while block is not None:
+        state, asked = ("active_allocated", block.requested) if block.allocated else ("inactive", 0)
+        used, requested = used + block.size * block.allocated, requested + asked
+        shown = {"frames": labels.get(block.address, []), "requested_size": asked}
+        blocks.append({"address": block.address, "size": block.size, "state": state, **shown})
+        block = block.next
+    totals = {"allocated_size": used, "active_size": used, "requested_size": requested}
+    about = {"device": 0, "address": address, "total_size": size, "stream": first.pool.stream, "is_expandable": False}
+    return {**about, **totals, "blocks": blocks}
 
 
 def event_columns(traces: Mapping[int, Trace]) -> dict[str, Any]:

@@ -10,9 +10,10 @@ import sys
 import warnings
 from collections import defaultdict
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager
 from copy import copy
 from functools import partial, wraps
+from itertools import count
 from types import SimpleNamespace
 from typing import Any, ClassVar
 
@@ -24,7 +25,6 @@ from torch import Tensor, nn
 from torch._subclasses import fake_tensor
 from torch._subclasses.fake_tensor import FakeTensor
 from torch._subclasses.functional_tensor import FunctionalTensor
-from torch.amp import grad_scaler
 from torch.cuda.amp import common as cuda_amp
 from torch.distributed import device_mesh
 from torch.distributed.fsdp._fully_shard import _fsdp_collectives, _fsdp_param
@@ -314,10 +314,9 @@ def patch_updates() -> None:
     patch(torch.backends.mha, get_fastpath_enabled=lambda: False)  # its nested tensors cannot be traced
     patch(DataLoader, __iter__=_real_batches)
     batches: Any = _SingleProcessDataLoaderIter
-    patch(batches, __next__=run_inside(_disable_current_modes, batches.__next__))
+    patch(batches, __next__=_disable_current_modes()(batches.__next__))
     patch(torch.utils._triton, has_triton=lambda *_, **__: True)
-    for module in (cuda_amp, grad_scaler):
-        patch(module, amp_definitely_not_available=lambda: False)
+    patch(cuda_amp, amp_definitely_not_available=lambda: False)
     patch(torch.amp.GradScaler, _maybe_opt_step=step)
     modules: tuple[Any, ...] = (optimizers, _foreach_utils)
     for module in modules:
@@ -329,11 +328,11 @@ def patch_updates() -> None:
     patch(torch.optim.Optimizer, **dict.fromkeys(checks, lambda optimizer: None))
 
 
+@_disable_current_modes()
 def _real_batches(loader: DataLoader) -> Any:
     alone: Any = copy(loader)
     alone.num_workers, alone.timeout, alone.pin_memory = 0, 0, False
-    with _disable_current_modes():
-        return _SingleProcessDataLoaderIter(alone)
+    return _SingleProcessDataLoaderIter(alone)
 
 
 def patch_libraries(launch: Callable[..., None]) -> None:
@@ -369,23 +368,6 @@ class Shards:
         return self.rows(start, min(self.size, self.all - start))
 
 
-def patch_ranks() -> None:
-    """Compute device meshes with real tensors; the tensors of DTensor's shape propagation are not traced."""
-    patch(device_mesh, init_device_mesh=run_inside(_disable_current_modes, device_mesh.init_device_mesh))
-    names = ("_propagate_tensor_meta_non_cached", "propagate_op_sharding_non_cached", "_propagate_tensor_meta")
-    for name in (*names, "propagate_tensor_meta", "propagate"):
-        patch(ShardingPropagator, **{name: run_inside(_only_shapes, getattr(ShardingPropagator, name, None))})
-
-
-def run_inside(context: Callable[[], AbstractContextManager[Any]], function: Any) -> Callable[..., Any]:
-    @wraps(function)
-    def wrapped(*args: Any, **options: Any) -> Any:
-        with context():
-            return function(*args, **options)
-
-    return wrapped
-
-
 @contextmanager
 def _only_shapes() -> Iterator[None]:
     global _paused
@@ -394,6 +376,15 @@ def _only_shapes() -> Iterator[None]:
         yield
     finally:
         _paused -= 1
+
+
+def patch_ranks() -> None:
+    """Compute device meshes with real tensors; the tensors of DTensor's shape propagation are not traced."""
+    patch(device_mesh, init_device_mesh=_disable_current_modes()(device_mesh.init_device_mesh))
+    names = ("_propagate_tensor_meta_non_cached", "propagate_op_sharding_non_cached", "_propagate_tensor_meta")
+    for name in (*names, "propagate_tensor_meta", "propagate"):
+        before: Any = getattr(ShardingPropagator, name, None)
+        patch(ShardingPropagator, **{name: _only_shapes()(before)})
 
 
 # Streams and events of the simulated GPU record the order of allocations, but no time.
@@ -420,14 +411,13 @@ class OnStream:
 class FakeStream(OnStream):
     """Stands in for ``torch.cuda.Stream``. Number 0 is the compute stream; free memory is separate per stream."""
 
-    made: ClassVar[int] = 0
+    numbers: ClassVar[Iterator[int]] = count()
     current: ClassVar[FakeStream]
     default: ClassVar[FakeStream]
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(self)
-        self.number = FakeStream.made
-        FakeStream.made += 1
+        self.number = next(FakeStream.numbers)
         self.device = torch.device("cuda", 0)
         self.device_index, self.device_type = 0, 1
         self.stream_id = self.cuda_stream = self.number

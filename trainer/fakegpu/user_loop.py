@@ -21,6 +21,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.weak import WeakIdKeyDictionary
 
 from trainer.errors import RecipeError, RunError, require
+from trainer.fakegpu import peaks
 from trainer.fakegpu.allocator import AllocatorSettings, Block, CachingAllocator
 from trainer.fakegpu.compiled import COMPILED, MODULE_COMPILE, CompilerOnFakeTensors
 from trainer.fakegpu.cost import cost_of, traffic_of
@@ -30,17 +31,6 @@ from trainer.fakegpu.fake_process_group import TracedDDP, simulate_ranks
 from trainer.fakegpu.gpus import GPU, gpu_named, usable_memory
 from trainer.fakegpu.mode import FakeGPUMode
 from trainer.fakegpu.network import DEFAULT_NETWORK, Cluster, check_cluster, interconnects
-from trainer.fakegpu.peaks import (
-    LARGEST,
-    PhasePeak,
-    Retries,
-    apply_event,
-    in_gb,
-    peaks_to_json,
-    replay,
-    retries_within,
-    timeline_of,
-)
 from trainer.fakegpu.snapshot import snapshot
 from trainer.fakegpu.target import Target
 from trainer.fakegpu.torch_patches import _undo_stack, patch, patch_libraries
@@ -162,26 +152,13 @@ class UserLoopTracer(Tracer):
 
     def kind(self) -> str:
         """Return the kind of this loop; see :mod:`trainer.fakegpu.expected_error`."""
-        weights = self._weights()
+        weights = self.weights()
         trained = sum(one.numel() for one in weights if one.requires_grad)
         share = trained / max(1, sum(one.numel() for one in weights))
         is_sharded = any(isinstance(one, DTensor) for one in weights)
         return kind_of_loop(COMPILED in self.trace.notes, is_sharded, share, self.target.version)
 
-    def unseen(self) -> str:
-        """Describe what a loop that was stopped here may still do and that needs more memory."""
-        self.mark_batches()
-        batches = [block for number, block in self.made.items() if self.trace.categories.get(number) == "batch"]
-        frozen = sum(one.numel() * one.element_size() for one in self._weights() if not one.requires_grad)
-        later = [] if "evaluation" in (phase for _, phase in self.trace.marks) else ["evaluation"]
-        later += [f"unfreezing of {format_bytes(frozen)} of weights"] if frozen else []
-        shape = list(max(batches, key=lambda block: block.bytes).shape) if batches else []
-        later.append(f"batches larger than {shape}" if shape else "longer batches")
-        listed = " and ".join(filter(None, [", ".join(later[:-1]), later[-1]]))
-        stopped = f"stopped after {self.steps} step{'s' if self.steps > 1 else ''}"
-        return f"{stopped}; {listed} later in the script were not seen"
-
-    def _weights(self) -> list[nn.Parameter]:
+    def weights(self) -> list[nn.Parameter]:
         return [part for part in self._names if isinstance(part, nn.Parameter)]
 
     def _begin_step(self, optimizer: Optimizer, args: Any, options: Any) -> None:
@@ -264,7 +241,7 @@ class UserLoopTracer(Tracer):
     def _stats(self, device: Any = None) -> dict[str, int]:
         meter, events = self._meter, self.trace.events
         for event in events[self._metered :]:
-            apply_event(meter, self._blocks, event)
+            peaks.apply_event(meter, self._blocks, event)
         self._metered = len(events)
         allocated, reserved = (meter.allocated, meter.peak_allocated), (meter.reserved, meter.peak_reserved)
         found: dict[str, int] = defaultdict(int, num_ooms=0, num_alloc_retries=0)
@@ -294,7 +271,7 @@ class FakeGPU:
     categories: dict[Category, int]  # memory at the allocated peak, by category
     largest: list[MemoryBlock]  # the largest blocks at the allocated peak
     peak_phase: str  # phase of the allocated peak
-    phases: dict[str, PhasePeak]  # peaks within init, forward, backward, step, evaluation and other
+    phases: dict[str, peaks.PhasePeak]  # peaks within init, forward, backward, step, evaluation and other
     steps: int  # number of optimizer steps
     step_ms: float | None  # estimated GPU time of the last step; ``None`` without a step
     traffic: dict[str, int]  # bytes that the rank sends in the last step, by collective
@@ -318,7 +295,7 @@ class FakeGPU:
             self._found = seen, self._statistics()
         found = self._found[1]
         if name in ("fits", "retries"):  # these depend on the capacity
-            retries = retries_within(tracer.trace, self.capacity, tracer.settings, found["memory"])
+            retries = peaks.retries_within(tracer.trace, self.capacity, tracer.settings, found["memory"])
             return retries.times if name == "retries" else retries.times == 0
         return found[name]
 
@@ -326,7 +303,7 @@ class FakeGPU:
         tracer = self._tracer
         tracer.mark_batches()
         target, trace, cluster = tracer.target, tracer.trace, Cluster(self.ranks, self.nodes)
-        memory, cost = replay(trace, tracer.settings), None
+        memory, cost = peaks.replay(trace, tracer.settings), None
         last = dataclasses.replace(trace, work=trace.work[slice(*tracer.step_work)])
         if tracer.steps:
             cost = cost_of(last, target, cluster, target.network)
@@ -342,7 +319,7 @@ class FakeGPU:
             "reserved": memory.peak_reserved,
             "host": trace.host_bytes,
             "categories": memory.categories,
-            "largest": tracer.describe_blocks(memory.blocks)[:LARGEST],
+            "largest": tracer.describe_blocks(memory.blocks)[: peaks.LARGEST],
             "peak_phase": memory.allocated_phase or "init",
             "phases": memory.phases,
             "steps": tracer.steps,
@@ -352,7 +329,7 @@ class FakeGPU:
             "leaving": int(leaving),
             "kind": tracer.kind(),
             "notes": notes,
-            "timeline": timeline_of(memory, trace),
+            "timeline": peaks.timeline_of(memory, trace),
         }
 
     def add_note(self, line: str) -> None:
@@ -361,7 +338,17 @@ class FakeGPU:
 
     def unseen(self) -> str:
         """Describe what a loop that was stopped here may still do and that needs more memory."""
-        return self._tracer.unseen()
+        tracer = self._tracer
+        tracer.mark_batches()
+        batches = [block for number, block in tracer.made.items() if tracer.trace.categories.get(number) == "batch"]
+        frozen = sum(one.numel() * one.element_size() for one in tracer.weights() if not one.requires_grad)
+        later = [] if "evaluation" in (phase for _, phase in tracer.trace.marks) else ["evaluation"]
+        later += [f"unfreezing of {format_bytes(frozen)} of weights"] if frozen else []
+        shape = list(max(batches, key=lambda block: block.bytes).shape) if batches else []
+        later.append(f"batches larger than {shape}" if shape else "longer batches")
+        listed = " and ".join(filter(None, [", ".join(later[:-1]), later[-1]]))
+        stopped = f"stopped after {tracer.steps} step{'s' if tracer.steps > 1 else ''}"
+        return f"{stopped}; {listed} later in the script were not seen"
 
     def snapshot(self) -> dict[str, Any]:
         """Return what ``torch.cuda.memory._snapshot()`` would: a pickle of it is for https://pytorch.org/memory_viz.
@@ -393,13 +380,13 @@ class FakeGPU:
     def to_json(self) -> dict[str, Any]:
         """Return all results except the timeline in plain types, with memory in GB (1e9 bytes)."""
         sizes = {name: getattr(self, name) for name in ("capacity", "allocated", "reserved", "host")}
-        largest = [{"gb": in_gb(one.bytes), **dict(zip(one._fields[1:], one[1:], strict=True))} for one in self.largest]
-        peaks = {name: peak._asdict() for name, peak in self.phases.items()}
+        blocks = [one._asdict() for one in self.largest]
+        phases = {name: peak._asdict() for name, peak in self.phases.items()}
         return {
             "card": self.card.name,
             **{name: getattr(self, name) for name in ("fits", "retries", "steps", "step_ms", "peak_phase", "notes")},
-            **peaks_to_json(sizes, peaks, self.categories),
-            "largest": largest,
+            **peaks.peaks_to_json(sizes, phases, self.categories),
+            "largest": [{"gb": peaks.in_gb(one.pop("bytes")), **one} for one in blocks],
             "ranks": self._ranks_to_json(),
             "kind": self.kind,
             "expected_error": expected_error(self.kind),
@@ -407,9 +394,9 @@ class FakeGPU:
 
     def _ranks_to_json(self) -> dict[str, Any]:
         named = {name: getattr(self, name) for name in ("ranks", "nodes", "rank", "exposed_ms")}
-        sent = {op: in_gb(size) for op, size in self.traffic.items()}
+        sent = {op: peaks.in_gb(size) for op, size in self.traffic.items()}
         network = self._tracer.target.network.name
-        return named | {"interconnect": network, "sent_gb": sent, "leaving_a_node_gb": in_gb(self.leaving)}
+        return named | {"interconnect": network, "sent_gb": sent, "leaving_a_node_gb": peaks.in_gb(self.leaving)}
 
     @property
     def _collectives(self) -> str:
@@ -421,7 +408,7 @@ class FakeGPU:
     @property
     def _verdict(self) -> str:
         needs = "" if self.retries is not None else f": it needs {format_bytes(self.reserved)}"
-        return f"it {Retries(self.retries)}{needs}"
+        return f"it {peaks.Retries(self.retries)}{needs}"
 
     def __str__(self) -> str:
         parts = ", ".join(f"{name} {format_bytes(size)}" for name, size in self.categories.items())
