@@ -15,10 +15,9 @@ from trainer.errors import RecipeError
 from trainer.fakegpu.cost import StepCost
 from trainer.fakegpu.prediction import Prediction
 from trainer.fakegpu.target import Target
-from trainer.fakegpu.weight_bytes import WeightBytes
 from trainer.memory.plan import Plan
 from trainer.planner import search as searching
-from trainer.planner.lower_bound import ModelSize
+from trainer.planner.lower_bound import ModelSize, WeightBytes
 from trainer.planner.report import PlanReport, best_of_each, explanation_text, table, wrap_command
 from trainer.planner.search import plan, search_for
 from trainer.recipe import Recipe

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
-from trainer.fakegpu.weight_bytes import WeightBytes, weight_bytes
+from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
+
 from trainer.memory.knobs import ADAM, HALF_TRUE
 from trainer.memory.plan import Plan
 from trainer.memory.sharding import AMP_DTYPES, large_embeddings, without_shared_parameters
@@ -12,6 +15,14 @@ from trainer.planner.traced_run import empty_module
 from trainer.recipe import Recipe
 from trainer.weights.blocks import find_blocks
 from trainer.weights.nf4 import WeightCounts, count_weights
+
+
+class WeightBytes(NamedTuple):
+    """Bytes of the weights of a module."""
+
+    every: int  # all weights
+    trained: int  # trained weights of its blocks that all get dense gradients
+    gathered: int  # the largest block and all that is in no block, which FSDP gathers together
 
 
 class ModelSize(NamedTuple):
@@ -28,6 +39,27 @@ def measure(recipe: Recipe) -> ModelSize:
     blocks = find_blocks(module, recipe.model.blocks)
     alone = [*without_shared_parameters(module, blocks), *large_embeddings(module, blocks)]
     return ModelSize(count_weights(module), *(weight_bytes(module, alone, half) for half in (False, True)))
+
+
+def weight_bytes(module: nn.Module, blocks: Sequence[nn.Module], half: bool) -> WeightBytes:
+    """Count the bytes of ``module``; with ``half``, floating-point weights have 2 bytes at most.
+
+    What may get no gradient, or a sparse one, does not count as trained: lists of modules, such as experts, embeddings
+    and the largest block, because a model may not use its last one. FSDP gathers BatchNorm and inner blocks separately.
+    """
+
+    def total(parameters: Iterable[nn.Parameter]) -> int:
+        return sum(p.numel() * min(p.itemsize, 2 if half and p.is_floating_point() else 8) for p in parameters)
+
+    def without(whole: nn.Module, *kinds: type[nn.Module]) -> set[nn.Parameter]:
+        apart = [part for part in whole.modules() if part is not whole and (isinstance(part, kinds) or part in units)]
+        return {*whole.parameters()}.difference(*(part.parameters() for part in apart))
+
+    units = {*blocks}
+    certain = [without(block, nn.ModuleList, nn.ModuleDict, nn.Embedding, nn.EmbeddingBag) for block in blocks]
+    trained = sorted(total(p for p in parameters if p.requires_grad) for parameters in certain)
+    largest = max((total(without(block, _BatchNorm, nn.Embedding)) for block in blocks), default=0)
+    return WeightBytes(total(module.parameters()), sum(trained[:-1]), largest + total(without(module, _BatchNorm)))
 
 
 def lower_bound(size: ModelSize, plan: Plan, recipe: Recipe) -> dict[str, int]:

@@ -27,12 +27,11 @@ from trainer.fakegpu.network import DEFAULT_NETWORK
 from trainer.fakegpu.peaks import Retries
 from trainer.fakegpu.prediction import PER_SAMPLE_CATEGORIES, Prediction
 from trainer.fakegpu.target import Target, budget_bytes, gpu_here, reduced_budget_note
-from trainer.fakegpu.weight_bytes import WeightBytes
 from trainer.memory.knobs import IMPLIED_NAMES, ONE_MICRO_BATCH, UNTESTED_WITH_TP
 from trainer.memory.plan import CUT_MATTERS, Plan, decide_plan, with_precision
 from trainer.planner import knobs
 from trainer.planner.knobs import Settings, devices_of
-from trainer.planner.lower_bound import ModelSize, lower_bound, measure
+from trainer.planner.lower_bound import ModelSize, WeightBytes, lower_bound, measure
 from trainer.planner.predict import faster, predict_in_process, prepare_recipe
 from trainer.planner.report import Candidate, PlanReport, explain_choice, explain_no_fit, explain_too_small, values_text
 from trainer.planner.synthetic_data import data_notes
