@@ -6,7 +6,6 @@ from bisect import bisect_left
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from itertools import groupby
 from typing import Any, NamedTuple, get_args
 
 from trainer.fakegpu.allocator import AllocatorSettings, Block, CachingAllocator, DriverOutOfMemory
@@ -176,12 +175,10 @@ def apply_event(allocator: CachingAllocator, blocks: dict[int, Block], event: Ev
 
 def _phases(events: Sequence[Event], history: Sequence[_Moment]) -> dict[str, PhasePeak]:
     peaks: dict[str, PhasePeak] = {}
-    for phase, group in groupby(range(len(events)), key=lambda index: events[index].phase):
-        indices = list(group)
-        moments = history[max(indices[0] - 1, 0) : indices[-1] + 1]
-        before = peaks.get(phase, PhasePeak(0, 0))
-        allocated = max(before.allocated, *(one.allocated for one in moments))
-        peaks[phase] = PhasePeak(allocated, max(before.reserved, *(one.reserved for one in moments)))
+    for event, before, after in zip(events, [*history[:1], *history], history, strict=False):
+        allocated, reserved = peaks.get(event.phase, (0, 0))
+        allocated = max(allocated, before.allocated, after.allocated)
+        peaks[event.phase] = PhasePeak(allocated, max(reserved, before.reserved, after.reserved))
     return peaks
 
 
