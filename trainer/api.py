@@ -136,8 +136,7 @@ def fit(recipe: Recipe, source: str | None = None) -> FinishedRun:
             progress.notice(notice)
         resumption = ResumeState(session, progress)
         closing.enter_context(status_file(session))
-        summary = Training(session, source, progress, resumption).run()
-        return FinishedRun(session.recipe, session.run_dir, summary)
+        return FinishedRun(session.recipe, session.run_dir, Training(session, source, progress, resumption).run())
 
 
 def _require_recipe(given: object) -> None:

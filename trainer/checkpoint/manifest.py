@@ -116,10 +116,6 @@ def _is_count(value: Any) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 2**63
 
 
-def _is_metric_value(value: Any) -> bool:
-    return (isinstance(value, float) and math.isfinite(value)) or _is_count(value)
-
-
 def _is_entry(value: Any) -> bool:
     if not isinstance(value, dict) or not _is_text(value.get("sha256")):
         return False
@@ -142,7 +138,9 @@ FIELDS: Mapping[str, Callable[[Any], bool]] = {
     "recipe": lambda value: isinstance(value, dict),
     "tokenizer": _or_none(_is_text),
     "versions": _maps_to(_or_none(_is_text)),
-    "figures": _or_none(_maps_to(_is_metric_value)),
+    "figures": _or_none(
+        _maps_to(lambda value: (isinstance(value, float) and math.isfinite(value)) or _is_count(value))
+    ),
     "files": lambda value: _maps_to(_is_entry)(value) and all(Path(name).name == name for name in value),
     "format": lambda value: value == FORMAT and _is_count(value),
     "data_files": _maps_to(_is_text),

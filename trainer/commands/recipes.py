@@ -91,8 +91,7 @@ def source_of(reference: str, folder: Path | None = None) -> str:
         raise RecipeError(f"unknown recipe {reference!r}{meant} ({known})")
     # Unlike Path.is_file, also for an invalid name.
     require(os.path.isfile(path), f"recipe {reference!r}: no such file")
-    packaged = path.stem in names and path.samefile(recipes_folder() / path.name)
-    return path.stem if packaged else str(path)
+    return path.stem if path.stem in names and path.samefile(recipes_folder() / path.name) else str(path)
 
 
 def yaml_source(path: Path, tree: Mapping[Any, Any]) -> str | None:

@@ -179,8 +179,7 @@ class ChatReader:
 
     def _probe_turn_end(self, given: str | None) -> None:
         """Render a short conversation to find how the template ends a turn of the assistant."""
-        probe = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
-        (found,) = self([{"messages": probe}])
+        (found,) = self([{"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}])
         if isinstance(found, str) or self.loss_on == "all" or found[0].num_truncated:
             return
         last = found[0].labels[found[0].labels != IGNORED_LABEL][-1:].tolist()

@@ -43,8 +43,7 @@ class Mixture(Loading):
     workers: int | None = field(default=None, kw_only=True)
 
     def __post_init__(self) -> None:
-        are_parts = isinstance(self.parts, list | tuple) and bool(self.parts)
-        require(are_parts, f"data.parts={self.parts!r}: {PARTS_HELP}")
+        require(isinstance(self.parts, list | tuple) and bool(self.parts), f"data.parts={self.parts!r}: {PARTS_HELP}")
         self._built = [_built(number, part) for number, part in enumerate(self.parts, start=1)]
         is_finite = sum(weight for _, weight in self._built) < math.inf
         require(is_finite, "data.parts: the sum of the weights overflows: give smaller weights")

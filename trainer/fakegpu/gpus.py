@@ -171,12 +171,8 @@ def _card(row: Mapping[str, str]) -> GPU:
     return GPU(*own, note=row["note"])
 
 
-def _read_cards() -> dict[str, GPU]:
-    lines = Path(__file__).with_name("gpus.csv").read_text(encoding="utf-8").splitlines()
-    return {row["name"]: _card(row) for row in csv.DictReader(line for line in lines if line[:1] != "#")}
-
-
-GPUS = _read_cards()
+_LINES = Path(__file__).with_name("gpus.csv").read_text(encoding="utf-8").splitlines()
+GPUS = {row["name"]: _card(row) for row in csv.DictReader(line for line in _LINES if line[:1] != "#")}
 
 NO_GPU = f"no GPU found: choose one with --gpu: {', '.join(sorted(GPUS))}, or cpu"
 

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import math
+import re
 import traceback
 import weakref
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -141,8 +143,7 @@ class FakeGPUMode(FakeTensorMode):
         if func in SIZED_BY_VALUES and self.value(args[-1]) is None:
             return self._sized(func, args[0], args[-1])
         try:
-            usual = partial(super().dispatch, func, types, args, kwargs)
-            out = self.repeats.result(func, args, kwargs, usual)
+            out = self.repeats.result(func, args, kwargs, partial(super().dispatch, func, types, args, kwargs))
         except fake_tensor.DataDependentOutputException:
             if func not in (aten.equal.default, aten.allclose.default):
                 raise
@@ -315,39 +316,20 @@ def on_a_device(func: Any, args: Any, kwargs: dict[str, Any]) -> dict[str, Any]:
 
 
 # CUDA's autocast for simulated tensors. Torch's casts check a tensor's device, which is ``meta`` in C++. So they are
-# replaced, with the same lists of operations and the same cache of cast weights, which ends with the autocast context.
-# Source of the lists: aten/src/ATen/autocast_mode.h. The dispatcher's registrations show whether they are complete.
-
-CASTS = {  # operations cast to the lower type, to fp32, with a result in fp32, and to the widest type of the inputs
-    "lower": """_convolution.deprecated _convolution conv1d conv2d conv3d conv_tbc conv_transpose1d
-        conv_transpose2d.input conv_transpose3d.input convolution prelu addmm addmv addr matmul einsum mm mv
-        linalg_vecdot linear addbmm baddbmm bmm chain_matmul linalg_multi_dot scaled_dot_product_attention
-        _scaled_dot_product_flash_attention""",
-    "float32": """acos asin cosh erfinv exp expm1 log log10 log2 log1p reciprocal rsqrt sinh tan pow.Tensor_Scalar
-        pow.Tensor_Tensor pow.Scalar softplus layer_norm native_layer_norm rms_norm group_norm frobenius_norm.dim
-        nuclear_norm nuclear_norm.dim cosine_similarity poisson_nll_loss cosine_embedding_loss nll_loss nll_loss2d
-        hinge_embedding_loss kl_div l1_loss smooth_l1_loss huber_loss mse_loss margin_ranking_loss
-        multilabel_margin_loss soft_margin_loss triplet_margin_loss multi_margin_loss binary_cross_entropy_with_logits
-        dist pdist cdist renorm logsumexp linalg_matrix_sqrth upsample_nearest1d upsample_nearest2d upsample_nearest3d
-        _upsample_nearest_exact1d _upsample_nearest_exact2d _upsample_nearest_exact3d upsample_linear1d
-        upsample_bilinear2d _upsample_bilinear2d_aa upsample_trilinear3d upsample_bicubic2d _upsample_bicubic2d_aa""",
-    "result": """prod prod.dim_int softmax.int log_softmax.int cumprod cumsum linalg_vector_norm linalg_matrix_norm
-        linalg_matrix_norm.str_ord sum sum.dim_IntList""",
-    "widest": "addcdiv addcmul atan2 bilinear cross dot vdot grid_sampler index_put tensordot scatter_add",
-}
-LEFT_ALONE = """norm.Scalar norm.ScalarOpt_dim binary_cross_entropy _cudnn_rnn rnn_relu_cell rnn_tanh_cell lstm_cell
-    gru_cell _thnn_fused_lstm_cell _thnn_fused_gru_cell cudnn_convolution cudnn_convolution_transpose"""
-"""Operations that autocast rejects, recurrent ones, and those called only by operations of the lists."""
+# replaced, with the same operations and the same cache of cast weights, which ends with the autocast context. The
+# dispatcher's registrations show whether the operations of autocast.txt are complete.
 
 cast_weights: dict[int, tuple[Tensor, Tensor]] = {}
 
 
 def install_autocast(library: torch.library.Library, is_on_gpu: Callable[[Any], bool]) -> list[str]:
     """Register the kernels in ``library``; return the operations that torch casts but that are in none of the lists."""
-    for policy, names in CASTS.items():
-        for name in names.split():
-            if (op := _overload(name)) is not None:
-                library.impl(name, _kernel(op, policy, is_on_gpu), "AutocastCUDA", allow_override=True)
+    policies = _cast_policies()
+    for name, policy in policies.items():
+        packet, _, overload = name.partition(".")
+        op = getattr(getattr(aten, packet, None), overload or "default", None)
+        if op is not None and policy != "uncast":
+            library.impl(name, _kernel(op, policy, is_on_gpu), "AutocastCUDA", allow_override=True)
     clear = torch.clear_autocast_cache
 
     def clear_all() -> None:
@@ -355,14 +337,15 @@ def install_autocast(library: torch.library.Library, is_on_gpu: Callable[[Any], 
         clear()
 
     torch.clear_autocast_cache = clear_all
-    known = {f"aten::{name}" for names in (*CASTS.values(), LEFT_ALONE) for name in names.split()}
     cast = torch._C._dispatch_get_registrations_for_dispatch_key("AutocastCUDA")
-    return sorted(name for name in cast if name.startswith("aten::") and name not in known)
+    return sorted(name for name in cast if name.startswith("aten::") and name[6:] not in policies)
 
 
-def _overload(name: str) -> Any:
-    packet, _, overload = name.partition(".")
-    return getattr(getattr(aten, packet, None), overload or "default", None)
+def _cast_policies() -> dict[str, str]:
+    """Return the policy of each operation in autocast.txt."""
+    text = re.sub(r"#.*|\n ", "", Path(__file__).with_name("autocast.txt").read_text(encoding="utf-8"))
+    lines = (line.partition(":") for line in text.split("\n"))
+    return {name: policy for policy, _, names in lines for name in names.split()}
 
 
 def _kernel(op: Any, policy: str, is_on_gpu: Callable[[Any], bool]) -> Callable[..., Any]:

@@ -72,10 +72,6 @@ class Prediction:
         """Bytes that an update needs, independent of the activations and of the micro-batch."""
         return self.phases.get("step", {}).get("allocated", 0)
 
-    @property
-    def sent(self) -> float:
-        return sum(self.traffic.values())
-
     def to_json(self) -> dict[str, Any]:
         """Return the entry of the chosen plan in ``plan.json``, in plain types, with memory in GB (1e9 bytes)."""
         cost = self.cost

@@ -1,7 +1,8 @@
 """Results of repeated operations on fake tensors.
 
-Blocks of a model are alike, and so are its steps. The first call of an operation runs torch's fake kernel. Later calls
-with arguments of the same form create their result from its form, in a fifth of the time of torch's own cache.
+The blocks of a model repeat the same operations, and so do the steps of a loop. Torch's fake kernel runs for the first
+call. Later calls with arguments of the same form create their result from the form of the first one, in a fifth of the
+time of torch's own cache.
 """
 
 from __future__ import annotations
@@ -15,20 +16,17 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, in_kernel_
 
 VARYING = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape, torch.Tag.inplace_view}
 """Tags of operations whose result depends on more than the form of the arguments, or that change that form."""
-ABSOLUTE = {torch.ops.aten.as_strided.default, torch.ops.aten.view.dtype}
-"""Views that do not start at a fixed distance from their argument."""
 
 
 class Form(NamedTuple):
-    """How to create one tensor of a result."""
+    """Form of a tensor of a result. Without a shape it is one of the arguments."""
 
-    kind: str  # "new", "view" of an argument, or "same" as an argument
-    argument: int  # position of that argument
-    offset: int  # of a view, in elements from the start of the argument
-    shape: Any
-    stride: Any
-    dtype: torch.dtype
-    device: torch.device
+    argument: int | None  # position of the argument that has the same memory; ``None``: new memory
+    offset: int = 0  # elements from the start of that argument
+    shape: Any = None
+    stride: Any = None
+    dtype: torch.dtype | None = None
+    device: Any = None
 
 
 class Repeats:
@@ -36,7 +34,7 @@ class Repeats:
 
     def __init__(self, mode: FakeTensorMode) -> None:
         self.mode = mode
-        self.forms: dict[Any, Any] = {}
+        self.forms: dict[Any, list[Any] | None] = {}
 
     def result(self, func: Any, args: Any, kwargs: dict[str, Any], usual: Callable[[], Any]) -> Any:
         """Return the result of ``func``, from the form of an earlier result if possible, otherwise from ``usual``."""
@@ -54,60 +52,57 @@ class Repeats:
         return tuple(found) if len(func._schema.returns) > 1 else found[0]
 
     def _create(self, form: Form, args: Any) -> Any:
-        if form.kind == "same":
-            return args[form.argument]
+        owner = None if form.argument is None else args[form.argument]
+        if form.shape is None:
+            return owner
         with in_kernel_invocation_manager(self.mode):
-            if form.kind == "new":
+            if owner is None:
                 meta = torch.empty_strided(form.shape, form.stride, dtype=form.dtype, device="meta")
             else:
-                meta, viewed = torch.empty((), dtype=form.dtype, device="meta"), args[form.argument]
-                meta.set_(viewed.untyped_storage(), viewed.storage_offset() + form.offset, form.shape, form.stride)
+                meta, start = torch.empty((), dtype=form.dtype, device="meta"), owner.storage_offset() + form.offset
+                meta.set_(owner.untyped_storage(), start, form.shape, form.stride)
         return FakeTensor(self.mode, meta, form.device)
 
 
 def _key(func: Any, args: Any, kwargs: dict[str, Any]) -> tuple[Any, ...]:
-    if func.namespace != "aten":
+    if func.namespace != "aten" or func is torch.ops.aten.as_strided.default:  # whose offset is that in the memory
         raise TypeError
-    key = [func, torch.is_inference_mode_enabled(), torch.get_default_dtype()]
+    key = [func, torch.is_inference_mode_enabled(), torch.get_default_dtype(), _hashable([*kwargs.items()])]
     for item in args:
         if type(item) is FakeTensor and item.constant is None:
             key += item.shape, item.stride(), item.dtype, item.fake_device
-            key += [item.storage_offset()] if func in ABSOLUTE else []
         else:
-            key += type(item), _hashable(item)
-    for name, item in kwargs.items():
-        key += name, type(item), _hashable(item)
+            key.append(_hashable(item))
     return tuple(key)
 
 
 def _hashable(item: Any) -> Any:
     if isinstance(item, torch.Tensor):
         raise TypeError
-    return tuple(map(_hashable, item)) if isinstance(item, list | tuple) else item
+    return type(item), tuple(map(_hashable, item)) if isinstance(item, list | tuple) else item
 
 
 def _forms(func: Any, args: Any, out: Any) -> list[Any] | None:
-    """Return the form of each value of ``out``, or ``None`` if ``out`` depends on more than the form of ``args``."""
+    """Return the form of each value of ``out``, or ``None`` if a later result could differ from it."""
     outs = out if isinstance(out, tuple) else (out,)
     strided = all(one.layout is torch.strided for one in (*args, *outs) if isinstance(one, torch.Tensor))
     if not strided or VARYING & {*func.tags} or isinstance(out, tuple) != (len(func._schema.returns) > 1):
         return None
-    forms = [_form(func, args, one) if isinstance(one, FakeTensor) else one for one in outs]
-    kinds = [form.kind if isinstance(form, Form) else type(form) for form in forms]
-    new = {one.untyped_storage()._cdata for one, kind in zip(outs, kinds, strict=True) if kind == "new"}
-    known = {*kinds} <= ({"same"} if func._schema.is_mutable else {"new", "view", "same", type(None), int})
-    return forms if known and len(new) == kinds.count("new") else None
+    forms = [_form(func, args, outs[:at], one) for at, one in enumerate(outs)]
+    return None if "unusual" in forms else forms
 
 
-def _form(func: Any, args: Any, out: FakeTensor) -> Form | str:
-    unusual = out.requires_grad or out.is_conj() or out.is_neg() or out.constant is not None
-    memory, offset = out.untyped_storage(), int(out.storage_offset())
-    form = Form("new", 0, 0, out.shape, out.stride(), out.dtype, out.fake_device)
-    for at, one in enumerate(args):
+def _form(func: Any, args: Any, earlier: tuple[Any, ...], out: Any) -> Any:
+    if out is None or type(out) is int:
+        return out
+    if type(out) is not FakeTensor or out.requires_grad or out.is_conj() or out.is_neg() or out.constant is not None:
+        return "unusual"
+    memory, start, form = out.untyped_storage(), out.storage_offset(), (out.shape, out.stride(), out.dtype)
+    for at, one in enumerate((*args, *earlier)):
         if one is out:
-            return form._replace(kind="same", argument=at)
+            return Form(at)
         if isinstance(one, FakeTensor) and one.untyped_storage()._cdata == memory._cdata:
-            unusual |= one.dtype != out.dtype and func not in ABSOLUTE
-            form = form._replace(kind="view", argument=at, offset=offset - int(one.storage_offset()))
-    whole = compute_required_storage_length(form.shape, form.stride, 0) * out.element_size()
-    return "unusual" if unusual or (form.kind == "new" and (offset or memory.nbytes() != whole)) else form
+            usual = at < len(args) and one.dtype == out.dtype and not func._schema.is_mutable
+            return Form(at, start - one.storage_offset(), *form, out.fake_device) if usual else "unusual"
+    whole = compute_required_storage_length(out.shape, out.stride(), 0) * out.element_size()
+    return "unusual" if start or memory.nbytes() != whole else Form(None, 0, *form, out.fake_device)

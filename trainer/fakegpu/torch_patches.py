@@ -222,8 +222,7 @@ def patch_tensors() -> None:
     by_context = on_meta_if(lambda context, *_: context.device.type == "meta", DeviceContext.__torch_function__)
     patch(DeviceContext, __torch_function__=by_context)
     for function in (torch.empty, torch.empty_like):
-        asked = on_meta_if(lambda *_, device=None, **__: str(device) == "meta", function)
-        patch(torch, **{function.__name__: asked})
+        patch(torch, **{function.__name__: on_meta_if(lambda *_, device=None, **__: str(device) == "meta", function)})
     patch(fake_tensor, init_gpu_context=lambda device: None)  # torch 2.11 to 2.14 would open a real one
     patch(FakeTensor, is_cuda=is_on("cuda"), is_cpu=is_on("cpu"), is_meta=is_on("meta"))
     patch(torch._C._nn, _parse_to=_to(torch._C._nn._parse_to, moved=0))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -224,12 +224,10 @@ class Tracer(TorchDispatchMode):
 
     def launch(self, kernel: Any, *args: Any, grid: Any, warmup: bool, **options: Any) -> None:
         """Record a Triton kernel that a library launches; its outputs are allocated already."""
-        tensors = [one for one in (*args, *options.values()) if isinstance(one, FakeTensor)]
         self.trace.add_note(f"Triton kernels of {kernel.__module__.partition('.')[0]} compute parts of the model")
-        if self.records_work:
-            self.record_operation(kernel.__name__, "compute", 0, _bytes(tensors), dtype_of(tensors))
+        self.launch_compiled(kernel.__name__, (*args, *options.values()))
 
-    def launch_compiled(self, name: str, args: tuple[Any, ...], names: list[str]) -> None:
+    def launch_compiled(self, name: str, args: tuple[Any, ...], names: Sequence[str] = ()) -> None:
         """Record a kernel that Inductor generates; ``names`` of its arguments say which of ``args`` it writes."""
         tensors = [one for one in args if isinstance(one, FakeTensor)]
         for label, tensor in zip(names, tensors, strict=False):

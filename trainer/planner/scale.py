@@ -246,7 +246,7 @@ def _cells(row: ScaleRow, report: ScaleReport) -> list[str]:
     fits = "retries" if found.retries else "yes" if found.fits else "no"
     cells = [str(row.cluster.devices), str(row.cluster.nodes), row.strategy]
     cells += [f"{plan.initial_cut.accumulate} × {size_of(row)}", format_bytes(found.reserved), fits]
-    cells += [_short(found.sent / GB), _short(found.leaving / GB)]
+    cells += [_short(sum(found.traffic.values()) / GB), _short(found.leaving / GB)]
     for network in report.networks:
         efficiency = report.efficiency(row, network.name)
         cells += [f"{row.step_ms(network.name):,.1f}", "" if efficiency is None else f"{100 * efficiency:.0f} %"]

@@ -503,8 +503,7 @@ class Search:
 
         for number, result in run_in_children(jobs()):
             arm, size, plan = running.pop(number)
-            found = self._answer(with_size(arm.settings, size), plan, result, len(running))
-            self._take(arm, size, found)
+            self._take(arm, size, self._answer(with_size(arm.settings, size), plan, result, len(running)))
 
     def _take(self, arm: PlanFamily, size: int | None, found: Candidate | Exception) -> None:
         if isinstance(found, Candidate):

@@ -59,8 +59,7 @@ def fit_in_subprocess(recipe: Recipe) -> Path:
     if code == EXIT_REQUEUE:
         raise RunStoppedError(said.reason)
     if code != 0:
-        kind = RecipeError if code == 2 else RunError
-        raise kind(said.reason or f"the processes of the run ended with {code}")
+        raise (RecipeError if code == 2 else RunError)(said.reason or f"the processes of the run ended with {code}")
     return run_dir
 
 
