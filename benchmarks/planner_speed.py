@@ -82,8 +82,7 @@ def main() -> None:
                     runs.setdefault(question, {}).setdefault(which, []).append(found)
                     record.write(runs=runs, medians=medians(runs))
     record.write(True)
-    rows = medians(runs)
-    print(table(list(rows[0]), [[str(value) for value in row.values()] for row in rows]))
+    print(table(list(medians(runs)[0]), [[str(value) for value in row.values()] for row in medians(runs)]))
 
 
 def ask(words: list[str], checkout: Path, out: Path, limit: float) -> dict[str, Any]:

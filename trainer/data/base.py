@@ -187,8 +187,7 @@ def hold_out(
     if counts.min() < 2:
         why = f"class {classes[counts.argmin()]} has one sample, and needs two"
     short = f"{key}={fraction} of {len(codes)} samples cannot contain every class ({why})"
-    fits = counts.min() >= 2 and min(sizes) >= len(classes)
-    require(fits, f"{short}: use another fraction or more samples")
+    require(counts.min() >= 2 and min(sizes) >= len(classes), f"{short}: use another fraction or more samples")
     generator = np.random.RandomState(seed)  # as scikit-learn does
     if fold is not None:  # assign the samples, sorted by class, to the folds in turn
         classwise = [np.flatnonzero(codes == code)[generator.permutation(count)] for code, count in enumerate(counts)]

@@ -65,7 +65,7 @@ class Repeats:
 
 
 def _key(func: Any, args: Any, kwargs: dict[str, Any]) -> tuple[Any, ...]:
-    if func.namespace != "aten" or func is torch.ops.aten.as_strided.default:  # whose offset is that in the memory
+    if func.namespace != "aten" or func is torch.ops.aten.as_strided.default:  # its offset is absolute
         raise TypeError
     key = [func, torch.is_inference_mode_enabled(), torch.get_default_dtype(), _hashable([*kwargs.items()])]
     for item in args:
@@ -97,12 +97,12 @@ def _form(func: Any, args: Any, earlier: tuple[Any, ...], out: Any) -> Any:
         return out
     if type(out) is not FakeTensor or out.requires_grad or out.is_conj() or out.is_neg() or out.constant is not None:
         return "unusual"
-    memory, start, form = out.untyped_storage(), out.storage_offset(), (out.shape, out.stride(), out.dtype)
+    memory, start, form = out.untyped_storage(), int(out.storage_offset()), (out.shape, out.stride(), out.dtype)
     for at, one in enumerate((*args, *earlier)):
         if one is out:
             return Form(at)
         if isinstance(one, FakeTensor) and one.untyped_storage()._cdata == memory._cdata:
             usual = at < len(args) and one.dtype == out.dtype and not func._schema.is_mutable
-            return Form(at, start - one.storage_offset(), *form, out.fake_device) if usual else "unusual"
+            return Form(at, start - int(one.storage_offset()), *form, out.fake_device) if usual else "unusual"
     whole = compute_required_storage_length(out.shape, out.stride(), 0) * out.element_size()
     return "unusual" if start or memory.nbytes() != whole else Form(None, 0, *form, out.fake_device)
