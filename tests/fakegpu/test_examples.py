@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
 import pickle
 import re
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -61,8 +63,9 @@ def test_the_memory_test_fails_for_a_larger_model_only(tmp_path: Path) -> None:
     assert list(json.loads(test.with_suffix(".peaks.json").read_text())) == [f"{name}, torch {torch.__version__}"]
 
 
-def remembered() -> list[Any]:
+def remembered(config: str = "") -> list[Any]:
     """A snapshot of three steps, of which the second releases the cache; its peaks by hand, and those predicted."""
+    os.environ["PYTORCH_ALLOC_CONF"] = config
     with fake_gpu("a100-80gb") as gpu:
         model = nn.Sequential(nn.Linear(1024, 4096), nn.GELU(), nn.Linear(4096, 1024)).to("cuda")
         optimizer = torch.optim.AdamW(model.parameters())
@@ -92,3 +95,12 @@ def test_a_snapshot_has_the_peaks_and_what_is_left() -> None:
     assert "segment_free" in {entry["action"] for entry in found["device_traces"][0]}
     names = {frame["name"] for entry in found["device_traces"][0] for frame in entry["frames"]}
     assert {"params", "gradients", "optimizer", "2.weight [1024, 4096] float32", "backward"} <= names
+
+
+def test_a_snapshot_has_the_blocks_of_expandable_segments() -> None:
+    found, allocated, _, now = run_in_child(partial(remembered, "expandable_segments:True"))
+    used = [0]
+    for entry in found["device_traces"][0]:
+        change = {"alloc": 1, "free_completed": -1}.get(entry["action"], 0)
+        used.append(used[-1] + change * (-(-entry["size"] // 512) * 512))
+    assert (max(used), used[-1], found["segments"]) == (allocated, now[0], [])

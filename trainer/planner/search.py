@@ -565,7 +565,7 @@ class Search:
         found = Prediction.from_child(fields)
         self.notes |= dict.fromkeys(found.notes)
         if found.guesses:
-            self.notes[f"{found.guesses} branches of the model depend on values that were guessed"] = None
+            self.notes[f"{found.guesses} values were guessed, because they depend on weights or data"] = None
         values = (found.allocated, found.reserved, found.host, found.cost.step_ms)
         if found.expandable_segments != self.target.expandable_segments:
             settings = settings | {"memory.expandable_segments": found.expandable_segments}
