@@ -91,7 +91,7 @@ def ask(words: list[str], checkout: Path, limit: float) -> dict[str, Any]:
     environment = os.environ | {"PYTHONPATH": str(checkout), "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
     before, began = child_cpu_seconds(), time.perf_counter()
     command = [sys.executable, "-m", "trainer", "plan", *words, "--json"]
-    pipes = dict.fromkeys(("stdout", "stderr"), subprocess.PIPE)
+    pipes: Any = dict.fromkeys(("stdout", "stderr"), subprocess.PIPE)
     process = subprocess.Popen(command, cwd=checkout, env=environment, start_new_session=True, **pipes)
     try:
         text, errors = process.communicate(timeout=limit)
