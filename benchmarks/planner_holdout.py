@@ -1,6 +1,6 @@
 """Would the planner have known what others measured? Published peaks of scripts that it was not made with.
 
-``python benchmarks/planner_holdout.py``: about twelve minutes on one core; ``--only WORD`` for the rows with that word,
+``python benchmarks/planner_holdout.py``: about 17 minutes on one core; ``--only WORD`` for the rows with that word,
 beside which the others of the result stay as they were. Every row is a script of :mod:`holdout_scripts` under
 ``fake_gpu`` for its card and its version of torch, in a process of its own. Older versions of torch than it knows are
 emulated by ``tests/fakegpu/published.py``, which has ten rows more: those that the planner was made with.
