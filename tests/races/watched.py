@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from itertools import count
 from typing import Any, ClassVar
 
 import torch
@@ -86,7 +87,7 @@ class WatchedTracer(Tracer):
 
     def __enter__(self) -> Tracer:
         WatchedStream.detector = self.detector
-        FakeStream.made = 0
+        FakeStream.numbers = count()
         FakeStream.default = FakeStream.current = WatchedStream()
         names: Any = torch.cuda, torch.Tensor
         names[0].Stream, names[0].Event, names[0].stream = WatchedStream, WatchedEvent, WatchedOnStream
