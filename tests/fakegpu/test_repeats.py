@@ -53,13 +53,15 @@ def answered(values: dict[str, Any], repeats: bool) -> dict[str, Any]:
 
 
 @pytest.mark.slow
-def test_predictions_of_all_knobs_and_models_are_the_same():
+def test_predictions_with_every_value_of_a_knob_are_the_same():
     for package in ("torchao", "timm", "peft"):
         pytest.importorskip(package)
-    combinations = covering(accepted(1_500, MODELS), 1)
+    named = [name for name in MODELS if name not in ("branch", "two_losses", "batchnorm")]  # often rejected later
+    combinations = covering(accepted(1_500, named), 1)
     jobs = [partial(answered, values, repeats) for values in combinations for repeats in (True, False)]
     found = {number: result if isinstance(result, dict) else str(result) for number, result in run_in_children(jobs, 2)}
     assert [at for at in range(0, len(jobs), 2) if found[at] != found[at + 1]] == []
+    assert sum(isinstance(result, dict) for result in found.values()) > 0.75 * len(jobs)  # a run rejects some
 
 
 def shared() -> list[Any]:

@@ -99,7 +99,7 @@ def _form(func: Any, args: Any, earlier: tuple[Any, ...], out: Any) -> Any:
         return "unusual"
     memory, start, form = out.untyped_storage(), int(out.storage_offset()), (out.shape, out.stride(), out.dtype)
     for at, one in enumerate((*args, *earlier)):
-        if one is out:
+        if one is out and at < len(args):
             return Form(at)
         if isinstance(one, FakeTensor) and one.untyped_storage()._cdata == memory._cdata:
             usual = at < len(args) and one.dtype == out.dtype and not func._schema.is_mutable
