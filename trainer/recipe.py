@@ -61,7 +61,7 @@ UNSUPPORTED_VALUES = {
 }
 """Values that other trainers accept, and the reason why they are rejected here. See docs/techniques/sharding.md."""
 
-OPTIMIZERS = ("adamw", "adam", "sgd", "adafactor", "adagrad", "rmsprop", "lion")
+OPTIMIZERS = ("adamw", "adam", "sgd", "adafactor", "adagrad", "rmsprop", "lion", "muon")
 TORCH_OPTIM_PREFIX = "torch.optim."  # every class there is an optimizer, not custom code
 
 GROUP_SETTINGS: dict[str, tuple[str, Callable[[float], bool]]] = {
@@ -90,17 +90,17 @@ class Optim(OptionalAttributes):
     """The optimizer and its learning rate. See docs/optimizers.md.
 
     Args:
-        name: the optimizer: adamw, adam, sgd, adafactor, adagrad or rmsprop (torch.optim's), lion (timm's), or any
-            other by its full name, as in torch.optim.NAdam or my_package.Lion.
+        name: the optimizer: adamw, adam, sgd, adafactor, adagrad or rmsprop (torch.optim's), lion (timm's), muon (adamw
+            for all but the matrices of blocks), or any other by its full name, as in torch.optim.NAdam.
         factory: replaces name, in Python only: a class, or a function of (groups, lr, **arguments) that returns a
             torch.optim.Optimizer.
-        arguments: more arguments of an optimizer by its full name, or of the factory, such as {momentum_decay: 0.01}.
+        arguments: more arguments of an optimizer by its full name, of the factory, or of torch.optim.Muon for muon.
         lr: learning rate at the reference batch size.
         weight_decay: decay of matrices; biases and norm weights (tensors of fewer than 2 dimensions) never decay.
         momentum: momentum of sgd and rmsprop.
         nesterov: Nesterov's momentum, for sgd.
-        betas: the two decay rates of the moments of adamw, adam and lion; null is the default of the optimizer.
-        eps: term that adamw, adam, adagrad and rmsprop add to the denominator; null is their default.
+        betas: the two decay rates of the moments of adam, adamw (also in muon) and lion; null is their default.
+        eps: term that adam, adamw (also in muon), adagrad and rmsprop add to the denominator; null: their default.
         schedule: constant; cosine or linear, which reach min_lr after the last step; one_cycle, up to lr and down again
             (torch's OneCycleLR, without its momentum); plateau, reduced when evaluations stop improving; or
             range_test, which rises from min_lr to lr to find where training diverges.
@@ -186,7 +186,7 @@ class Optim(OptionalAttributes):
         require(self.name == "adamw", f"optim.factory and optim.name={self.name} exclude each other: leave out one")
 
     def _check_arguments(self) -> None:
-        if not self.is_custom and self.arguments:
+        if self.arguments and not self.is_custom and self.name != "muon":
             fix = f"set the fields of optim for {self.name}"
             raise RecipeError(f"optim.arguments={self.arguments} are for an optimizer by its full name: {fix}")
         for name in ("params", "lr", "weight_decay"):
@@ -203,12 +203,12 @@ class Optim(OptionalAttributes):
         if self.nesterov and not (self.name == "sgd" and self.momentum):
             raise RecipeError("optim.nesterov=true needs optim.name sgd and optim.momentum: give both, or use false")
         if self.betas is not None:
-            if self.name not in ("adamw", "adam", "lion"):
-                fix = "use null, or adamw, adam or lion"
+            if self.name not in ("adamw", "adam", "lion", "muon"):
+                fix = "use null, or adamw, adam, lion or muon"
                 raise RecipeError(f"optim.betas={self.betas} has no meaning for {self.name}: {fix}")
             if len(self.betas) != 2 or not all(0 <= beta < 1 for beta in self.betas):
                 raise RecipeError(f"optim.betas={self.betas} must be two numbers in [0, 1), such as [0.9, 0.999]")
-        if self.eps is not None and self.name not in ("adamw", "adam", "adagrad", "rmsprop"):
+        if self.eps is not None and self.name not in ("adamw", "adam", "adagrad", "rmsprop", "muon"):
             raise RecipeError(f"optim.eps={self.eps} has no meaning for {self.name}: leave it at null")
 
     def _check_schedule(self) -> None:

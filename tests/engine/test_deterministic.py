@@ -162,6 +162,8 @@ def check(case: EvenCase, ranks: Any, ways: list[tuple[str, int]] = WAYS) -> dic
 HARD = dataclasses.replace(ADAMW, clip_norm=0.1)
 """Clipped in every step."""
 
+MUON = Optim("muon", lr=1e-2, weight_decay=0.1, clip_norm=0.1)
+
 ON_2 = [("single", 1), ("ddp", 2), ("fsdp", 2)]
 
 
@@ -178,6 +180,10 @@ def test_the_same_bits_of_many_micro_steps(ranks):
     check(EvenCase("mlp", Memory(micro_batch_size=1), dropout=0.2, optim=HARD, steps=4), ranks, ON_2)
 
 
+def test_the_same_bits_of_orthogonalized_matrices(ranks):
+    check(dataclasses.replace(CASES["muon"], steps=3), ranks, ON_2)
+
+
 CASES = {
     "vit": EvenCase("vit", Memory(micro_batch_size=3), dropout=0.2, optim=HARD),
     "bigbird": EvenCase("bigbird", Memory(micro_batch_size=2), dropout=0.2, optim=HARD),
@@ -187,6 +193,7 @@ CASES = {
     "checkpointing": EvenCase("vit", Memory(micro_batch_size=3, activation_checkpointing="full"), dropout=0.2),
     "fewer micro-batches than ranks": EvenCase("vit", Memory(micro_batch_size=8), size=11, dropout=0.2),
     "frozen": EvenCase("frozen vit", Memory(micro_batch_size=3), dropout=0.2, optim=HARD),
+    "muon": EvenCase("vit", Memory(micro_batch_size=3), dropout=0.2, optim=MUON),
     "lion": EvenCase("vit", Memory(micro_batch_size=3), optim=Optim("lion", lr=1e-3, weight_decay=0.1, clip_norm=1.0)),
 }
 

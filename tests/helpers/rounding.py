@@ -42,10 +42,12 @@ def round_otherwise(gradients: Iterable[Tensor], terms: int) -> None:
     number near zero changes by any amount: it is what rounding leaves of terms that cancel. The gradient of the biases
     of attention's keys is nothing else. Adam, NAdam and RMSprop divide by the size of a gradient, so they move the
     weight of such a number by up to the learning rate over eps times the change. No constant tolerance covers that.
+    A gradient of zeros, as behind a head of zeros, stays one: sums of zeros are zero in any order.
     """
     gradients = list(gradients)
     size = torch.cat([gradient.flatten() for gradient in gradients]).square().mean().sqrt()
     generator = torch.Generator().manual_seed(0)
     for gradient in gradients:
         noise = torch.rand(gradient.shape, generator=generator, dtype=torch.float64) * 2 - 1
-        gradient.add_(noise.to(gradient.dtype) * size * rounding(terms, dtype=gradient.dtype))
+        scale = size * rounding(terms, dtype=gradient.dtype) * gradient.any()
+        gradient.add_(noise.to(gradient.dtype) * scale)

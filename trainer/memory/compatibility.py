@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
     from trainer.memory.plan import Plan
 
-ADAPTIVE_OPTIMIZERS = (*ADAM, "adagrad", "rmsprop")  # by the root of squares plus an epsilon of at most 1e-8
+ADAPTIVE_OPTIMIZERS = (*ADAM, "adagrad", "rmsprop", "muon")  # by the root of squares plus an epsilon of at most 1e-8
 
 CONDITIONAL = "which is conditional (some micro-batches leave parameters without a gradient)"
 
@@ -86,6 +86,9 @@ def _tensor_parallel(recipe: Recipe, world_size: int, _: Sequence[Cut]) -> Itera
         yield f"{key} cannot split the adapters of model.lora: use only one of the two"
     if recipe.optim.name == "adafactor":
         yield f"optim.name=adafactor needs whole matrices, but {key} splits them: use adamw"
+    if recipe.optim.name == "muon":
+        fix = "use memory.strategy fsdp without it, or adamw"
+        yield f"optim.name=muon gathers rows of matrices that FSDP shards, but {key} also splits columns: {fix}"
     if memory.precision in ("16-mixed", "16-true"):
         yield f"{key} has not been verified with memory.precision={memory.precision}: use bf16-mixed or 32-true"
     for name in UNTESTED_WITH_TP:
@@ -162,6 +165,9 @@ def _in_backward(recipe: Recipe, world_size: int, cuts: Sequence[Cut]) -> Iterat
         yield f"{key} cannot skip a step whose fp16 gradients overflow: use bf16-mixed or 32-true"
     if world_size > 1 and memory.strategy != "fsdp":
         yield f"{key} would update weights before DDP reduces their gradients: use memory.strategy fsdp, or one rank"
+    if world_size > 1 and recipe.optim.name == "muon":
+        fix = "use false, or adamw"
+        yield f"{key} updates one parameter at a time, but optim.name=muon shares matrices out over ranks: {fix}"
     if memory.cpu_offload != "none":
         yield f"{key} frees gradients that memory.cpu_offload={memory.cpu_offload} moves: use only one of the two"
     if memory.compile == "cuda_graphs":

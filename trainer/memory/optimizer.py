@@ -14,6 +14,7 @@ from trainer.engine.memory_rehearsal import init_optimizer_state
 from trainer.engine.sync import GradientSync
 from trainer.errors import require, require_package
 from trainer.memory.custom_optimizer import build_custom_optimizer
+from trainer.memory.muon import Muon
 from trainer.memory.parameter_groups import UpdateRule, to_param_groups, update_rule_for
 from trainer.memory.sharding import local_shard
 from trainer.recipe import Memory, Optim
@@ -42,13 +43,20 @@ def build_optimizer(
     the last elements of a tensor differently, so an update depends on the position in its shard.
     """
     require(bool(parameters), "every parameter is frozen: raise model.train_last_blocks, or change optim.groups")
-    rules = parameters if isinstance(parameters, Mapping) else {p: update_rule_for(p, optim) for p in parameters}
-    fused = fused and _has_fused_kernel(optim.kind, device, list(rules))
-    optimizer = _optimizer_of(to_param_groups(rules, optim.lr), optim, memory, device, fused)
+    rules = parameters if isinstance(parameters, Mapping) else {p: _rule_by_shape(p, optim) for p in parameters}
+    fused = fused and _has_fused_kernel("adamw" if optim.name == "muon" else optim.kind, device, list(rules))
+    optimizer = _optimizer_of(rules, optim, memory, device, fused)
     return OptimizerInBackward(optimizer) if memory.optimizer_in_backward else optimizer
 
 
-def _optimizer_of(groups: Any, optim: Optim, memory: Memory, device: torch.device, fused: bool) -> Optimizer:
+def _rule_by_shape(parameter: Tensor, optim: Optim) -> UpdateRule:
+    return update_rule_for(parameter, optim, matrix=parameter if parameter.ndim == 2 else None)
+
+
+def _optimizer_of(
+    rules: Mapping[Tensor, UpdateRule], optim: Optim, memory: Memory, device: torch.device, fused: bool
+) -> Optimizer:
+    groups: Any = to_param_groups(rules, optim.lr)
     if memory.optimizer_state_bits < 32 or memory.stochastic_rounding:
         key = "stochastic_rounding" if memory.stochastic_rounding else "optimizer_state_bits"
         require_package(f"memory.{key}={getattr(memory, key)}", "torchao", "lean")
@@ -69,6 +77,8 @@ def _optimizer_of(groups: Any, optim: Optim, memory: Memory, device: torch.devic
     # Fused kernels unscale fp16 gradients during the update, when it is too late to clip them.
     if fused and memory.precision != "16-mixed":
         options["fused"] = True
+    if optim.name == "muon":
+        return Muon(rules, optim, **options)
     return OPTIMIZERS[optim.kind](groups, lr=optim.lr, **options)  # type: ignore[call-arg]
 
 

@@ -23,6 +23,7 @@ from torch.optim import Optimizer
 from trainer.engine.sync import GradientSync, begin_mean, gradient_rank_counts, norm_over_ranks, total_norm
 from trainer.engine.window import Window
 from trainer.memory.eager_update import EagerOptimizerUpdate
+from trainer.memory.muon import Muon
 from trainer.memory.plan import Plan
 from trainer.memory.sharding import AMP_DTYPES, local_shard, move_buffers
 from trainer.recipe import Precision
@@ -121,7 +122,8 @@ class HostGradientSync(GradientSync):
         self.tied: Any = None  # the TiedEmbeddingGradient whose parameter's gradient comes in rows
         for parameter in masters:
             self.on_gradient(parameter, self._on_gradient)
-        self.ahead, self.is_complete = EagerOptimizerUpdate(optimizer, scaler, world_size, device.type == "cuda"), False
+        pays = device.type == "cuda" and not isinstance(optimizer, Muon)  # Muon may wait for other ranks
+        self.ahead, self.is_complete = EagerOptimizerUpdate(optimizer, scaler, world_size, pays), False
         optimizer.register_step_post_hook(lambda *_: self._stepped())
 
     def begin(self, window: Window) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 
 from torch import Tensor, nn, uint8
@@ -23,6 +23,8 @@ class UpdateRule:
 
     weight_decay: float
     lr_scale: float = 1.0  # factor on the learning rate
+    # For a matrix of a block: its parameter, which may be sharded, and is not the tensor to update if offloaded.
+    matrix: Tensor | None = field(default=None, compare=False)
 
 
 def set_requires_grad(module: nn.Module, model: Model, optim: Optim) -> None:
@@ -59,8 +61,20 @@ def layer_depths(module: nn.Module, classes: Sequence[type] = ()) -> dict[str, i
     return found
 
 
+def block_matrices(module: nn.Module, classes: Sequence[type] = ()) -> frozenset[str]:
+    """Return the names of the real matrices of blocks, without embeddings."""
+    embeddings = {part.weight for part in module.modules() if isinstance(part, nn.Embedding | nn.EmbeddingBag)}
+    inside = {p for block in find_blocks(module, classes) for p in block.parameters()} - embeddings
+    named = module.named_parameters()
+    return frozenset(name for name, p in named if p in inside and p.ndim == 2 and p.is_floating_point())
+
+
 def update_rule_for(
-    parameter: Tensor, optim: Optim, name: str = "", layers: Mapping[str, int] | None = None
+    parameter: Tensor,
+    optim: Optim,
+    name: str = "",
+    layers: Mapping[str, int] | None = None,
+    matrix: Tensor | None = None,
 ) -> UpdateRule:
     """Return the update rule of a parameter.
 
@@ -77,7 +91,7 @@ def update_rule_for(
         layer = f"layer {layers and layers[name]} of {depth}"
         fix = "raise it, or freeze the layer with optim.groups"
         raise RecipeError(f"optim.layer_decay={optim.layer_decay} sets the learning rate of {layer} to 0: {fix}")
-    return UpdateRule(float(decay), scale)
+    return UpdateRule(float(decay), scale, matrix)
 
 
 def to_param_groups(rules: Mapping[Tensor, UpdateRule], lr: float) -> list[dict[str, object]]:

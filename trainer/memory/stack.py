@@ -32,7 +32,7 @@ from trainer.memory.optimizer_offload import (
     make_host_master_weights,
     reduce_after_offload,
 )
-from trainer.memory.parameter_groups import UpdateRule, layer_depths, update_rule_for
+from trainer.memory.parameter_groups import UpdateRule, block_matrices, layer_depths, update_rule_for
 from trainer.memory.plan import Plan
 from trainer.memory.precision import weights_dtype
 from trainer.memory.sharding import DATA, TENSOR, local_shard, make_device_mesh, move_unsplit, shard
@@ -56,6 +56,7 @@ class PreparedModel:
     warning: str | None = None  # a warning to show to the user
     mesh: DeviceMesh | None = None  # the ranks, with tensor parallelism only
     layers: dict[str, int] = field(default_factory=dict)  # layer number of each parameter by name: see layers_of
+    matrices: frozenset[str] = frozenset()  # names of the matrices of blocks: see block_matrices
     averages: WeightEMA | None = None  # moving averages of the trained weights, with optim.ema
 
     def replace_with(self, other: PreparedModel) -> None:
@@ -88,8 +89,8 @@ class PreparedModel:
 
     def update_rules(self, optim: Optim) -> dict[Tensor, UpdateRule]:
         """Return the update rule (decay, scale of the learning rate) of each tensor to optimize."""
-        named = {tensor: name for name, _, tensor in self.trainable_parameters()}
-        return {tensor: update_rule_for(tensor, optim, name, self.layers) for tensor, name in named.items()}
+        trained = ((t, n, p if n in self.matrices else None) for n, p, t in self.trainable_parameters())
+        return {tensor: update_rule_for(tensor, optim, name, self.layers, matrix) for tensor, name, matrix in trained}
 
 
 def apply_stack(
@@ -102,7 +103,7 @@ def apply_stack(
     Compilation comes before offloading, so that the offloading hooks are not traced. Weights on meta are streamed in
     last by ``stream``, when every rank knows its shards; weights that are in no file are drawn with ``seed``.
     """
-    memory, layers = plan.memory, layer_depths(module, model.blocks)
+    memory, known = plan.memory, (layer_depths(module, model.blocks), block_matrices(module, model.blocks))
     splits, sharded = memory.tensor_parallel > 1, plan.strategy == "fsdp"
     mesh = make_device_mesh(plan, fabric.device) if splits or sharded else None
     with raise_on_rank_zero_only(fabric):
@@ -129,9 +130,8 @@ def apply_stack(
         stream(module, model, HOST if on_host else fabric.device, weights_dtype(memory), seed)
     masters = make_host_master_weights(module, plan, fabric.device) if memory.cpu_offload == "optimizer" else None
     wrapped = fabric.setup_module(module)
-    if splits:
-        masters = local_trainable_tensors(module)
-    return PreparedModel(module, wrapped, masters, found, warning, mesh if splits else None, layers)
+    masters = local_trainable_tensors(module) if splits else masters
+    return PreparedModel(module, wrapped, masters, found, warning, mesh if splits else None, *known)
 
 
 @contextmanager

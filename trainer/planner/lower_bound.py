@@ -73,6 +73,7 @@ def lower_bound(size: ModelSize, plan: Plan, recipe: Recipe) -> dict[str, int]:
         found["weights of a block and outside blocks"] = (size.half if casts else size.full).gathered // copies
     elif memory.cpu_offload == "none" and not memory.optimizer_in_backward:
         found["gradients"] = own.trained // shards
-    if memory.cpu_offload == "none" and recipe.optim.name in ADAM:
-        found["optimizer state"] = int(2 * memory.optimizer_state_bits / 32 * own.trained) // shards
+    tensors = 2 if recipe.optim.name in ADAM else int(recipe.optim.name == "muon")
+    if memory.cpu_offload == "none" and tensors:
+        found["optimizer state"] = int(tensors * memory.optimizer_state_bits / 32 * own.trained) // shards
     return {name: count for name, count in found.items() if count}
