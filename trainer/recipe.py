@@ -90,8 +90,8 @@ class Optim(OptionalAttributes):
     """The optimizer and its learning rate. See docs/optimizers.md.
 
     Args:
-        name: the optimizer: adamw, adam, sgd, adafactor, adagrad or rmsprop (torch.optim's), lion (timm's), muon (adamw
-            for all but the matrices of blocks), or any other by its full name, as in torch.optim.NAdam.
+        name: the optimizer: adamw, adam, sgd, adafactor, adagrad or rmsprop (torch.optim's), lion (timm's), muon (for
+            the matrices of blocks; adamw for the rest), or any other by its full name, as in torch.optim.NAdam.
         factory: replaces name, in Python only: a class, or a function of (groups, lr, **arguments) that returns a
             torch.optim.Optimizer.
         arguments: more arguments of an optimizer by its full name, of the factory, or of torch.optim.Muon for muon.

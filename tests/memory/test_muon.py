@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import dataclasses
+import os
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from itertools import count
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from helpers.combinations import Trained, tower_file
 from helpers.matrix import Case, difference, set_up, stacked_run, steps_of
+from helpers.resumed import losses, saved
 from helpers.rounding import EPS, ROUNDING
 from helpers.tiny import prediction_of, recipe_of
 from torch import Tensor, nn
@@ -201,3 +206,49 @@ def test_arguments_are_those_of_torch_and_a_model_needs_matrices():
     for settings in ({"momentum": 0.9}, {"nesterov": True}):
         with pytest.raises(RecipeError, match="optim"):
             Optim("muon", **settings)
+
+
+KILLED = """
+import dataclasses, os, signal, sys
+from pathlib import Path
+
+from helpers.resumed import OPTIM, recipe
+from trainer import Checkpoint
+from trainer.api import fit
+from trainer.memory.muon import Muon
+
+folder, kill_at, resumed = Path(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
+update, calls = Muon._update, []
+
+def killed(self, turn):
+    calls.append(turn)
+    if len(calls) == kill_at and self.rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)  # the other rank waits for rows of this one
+    update(self, turn)
+
+Muon._update = killed
+changes = {"optim": dataclasses.replace(OPTIM, name="muon"), "checkpoint": Checkpoint(every=2, asynchronous=False)}
+fit(recipe(folder, memory={"strategy": "fsdp"}, run={"resume": resumed} if resumed else {}, **changes))
+"""
+
+
+@pytest.mark.slow
+def test_a_rank_that_is_killed_within_an_exchange_changes_no_loss(tmp_path):
+    script = tmp_path / "killed.py"
+    script.write_text(KILLED)
+
+    def launch(folder: str, kill_at: int = 0, resumed: str = "") -> int:
+        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", script]
+        paths = os.pathsep.join([str(Path(__file__).parents[1]), str(Path(__file__).parents[2])])
+        environment = {**os.environ, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1"}
+        done = subprocess.run(
+            [*command, tmp_path / folder, str(kill_at), resumed], env=environment, capture_output=True, timeout=240
+        )
+        return done.returncode
+
+    assert launch("whole") == 0
+    assert launch("broken", kill_at=4) != 0  # a turn per step: step 2 is saved
+    assert [path.name for path in (tmp_path / "broken" / "checkpoints").glob("step-*")] == ["step-00000002"]
+    assert launch("broken", resumed="auto") == 0
+    assert losses(tmp_path / "broken") == losses(tmp_path / "whole")
+    assert saved(tmp_path / "broken", 6) == saved(tmp_path / "whole", 6)
