@@ -144,7 +144,8 @@ class Muon(Optimizer):
         is_whole = all(matrix.shards == 1 for matrix in matrices)  # every rank has every row
         received = [iter(part) for part in (sent if is_whole else exchange(sent, sizes, parts[0]))]
         rows = [[next(received[rank]) for rank in ranks if m.is_sent(rank, self.rank)] for m in mine]
-        return [torch.cat(found).view(matrix.shape) for found, matrix in zip(rows, mine, strict=True)]
+        wholes = [found[0] if len(found) == 1 else torch.cat(found) for found in rows]
+        return [whole.view(matrix.shape) for whole, matrix in zip(wholes, mine, strict=True)]
 
     def _scatter(self, matrices: Sequence[Matrix], mine: Sequence[Tensor]) -> list[Tensor]:
         """Send the matrices that this rank owns, ``mine``, to all; return its rows of all matrices."""
