@@ -193,9 +193,9 @@ class Optim(OptionalAttributes):
             if name in self.arguments:
                 what = "what is trained" if name == "params" else f"optim.{name}"
                 raise RecipeError(f"optim.arguments has {name}: that is {what}, so leave it out")
-        for name in ("momentum", "nesterov", "betas", "eps"):
-            if self.is_custom and getattr(self, name):
-                raise RecipeError(f"optim.{name} is for the built-in optimizers: put it into optim.arguments")
+        for name in ("momentum", "nesterov", *(("betas", "eps") if self.is_custom else ())):
+            if (self.is_custom or self.name == "muon") and getattr(self, name):
+                raise RecipeError(f"optim.{name} does not apply to {self.kind}: put it into optim.arguments")
 
     def _check_moments(self) -> None:
         if self.momentum and self.name not in ("sgd", "rmsprop"):

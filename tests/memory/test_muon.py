@@ -204,7 +204,7 @@ def test_arguments_are_those_of_torch_and_a_model_needs_matrices():
     with pytest.raises(RecipeError, match=r"found no trained matrix in the blocks of the model: use adamw"):
         build([nn.Parameter(torch.zeros(4))], Optim("muon"))
     for settings in ({"momentum": 0.9}, {"nesterov": True}):
-        with pytest.raises(RecipeError, match="optim"):
+        with pytest.raises(RecipeError, match=r"does not apply to muon: put it into optim\.arguments"):
             Optim("muon", **settings)
 
 

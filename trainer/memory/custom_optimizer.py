@@ -166,7 +166,8 @@ def custom_optimizer_conflicts(optim: Optim, memory: Memory) -> Iterator[str]:
         (f"memory.tensor_parallel={memory.tensor_parallel}", memory.tensor_parallel > 1),
     ):
         if is_on and not tried.elementwise:
-            yield f"{called} needs whole tensors (its trial on halves differs), but {key} splits them: use adamw"
+            fix = "use muon" if optim.name == "torch.optim.Muon" else "use adamw"
+            yield f"{called} needs whole tensors (its trial on halves differs), but {key} splits them: {fix}"
     for knob in KNOBS:
         if knob.one_by_one and knob.is_on(memory) and not tried.per_parameter:
             key = f"memory.{knob.name}={as_text(getattr(memory, knob.name))}"
