@@ -55,8 +55,8 @@ def skipping() -> Callable[..., Tensor]:
 
 
 def swapped(sent: Any, sizes: Any, like: Tensor) -> list[list[Tensor]]:
-    """Receive the rows of every tensor in reverse."""
-    return [[piece.flip(0) for piece in part] for part in EXCHANGE(sent, sizes, like)]
+    """Receive every element one place later. (The iteration commutes with a reversal of rows and columns.)"""
+    return [[piece.roll(1) for piece in part] for part in EXCHANGE(sent, sizes, like)]
 
 
 EXCHANGE = muon.exchange
