@@ -133,7 +133,7 @@ class Muon(Optimizer):
         gradient, momentum = local_shard(parameter.grad), local_shard(state["momentum_buffer"])
         momentum.lerp_(gradient, 1 - group["momentum"])
         change = gradient.lerp(momentum, group["momentum"]) if group["nesterov"] else momentum
-        return change.to(torch.bfloat16, copy=change is momentum).reshape(-1)  # which may be divided in place
+        return change.to(torch.bfloat16, copy=change is momentum).reshape(-1)  # torch 2.11 divides it in place
 
     def _gather(self, matrices: Sequence[Matrix], parts: Sequence[Tensor]) -> list[Tensor]:
         """Send this rank's ``parts`` of all matrices to their owners; return the whole matrices that it owns."""
