@@ -31,6 +31,7 @@ OPTIMS = {
     "rmsprop": Optim("rmsprop", lr=1e-3, momentum=0.5),
     "adafactor": Optim("adafactor", lr=1e-2),
     "lion": Optim("lion", lr=1e-3, weight_decay=0.1),
+    "muon": Optim("muon", lr=1e-3, weight_decay=0.1),
 }
 
 
