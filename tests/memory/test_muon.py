@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -109,6 +110,42 @@ def test_ranks_take_the_steps_of_one_rank_and_faults_are_found(case, name, ranks
     assert far <= ROUNDING if name is None else far > 1e6 * ROUNDING
 
 
+TEXTS = dataclasses.replace(on("single", 1, micro_batch_size=4), name="distilbert")
+
+
+@pytest.fixture(scope="module")
+def texts_alone() -> dict[str, Any]:
+    return stacked_run(TEXTS)
+
+
+@pytest.mark.parametrize(
+    ("strategy", "size", "name"),
+    [
+        ("ddp", 2, None),
+        ("ddp", 2, "a part instead of the whole"),
+        pytest.param("ddp", 4, None, marks=pytest.mark.slow),
+        pytest.param("fsdp", 4, None, marks=pytest.mark.slow),
+    ],
+)
+def test_tensor_parallel_ranks_take_the_steps_of_one_rank(strategy, size, name, ranks, texts_alone):
+    memory = dataclasses.replace(TEXTS.memory, strategy=strategy, tensor_parallel=2)
+    found = ranks(size).run(trained, dataclasses.replace(TEXTS, world_size=size, memory=memory), name)[0]
+    far = max(difference(found, texts_alone).values())
+    assert far <= ROUNDING if name is None else far > 1e6 * ROUNDING
+
+
+def refused() -> str:
+    case = dataclasses.replace(on("ddp", 2, tensor_parallel=2))
+    with pytest.raises(RecipeError) as error:
+        set_up(case, decide_plan(case.recipe, 2))
+    return str(error.value)
+
+
+def test_tensor_parallelism_that_cuts_a_matrix_into_queries_keys_and_values_is_rejected(ranks):
+    for said in ranks(2).run(refused):
+        assert re.search(r"in_proj_weight as one matrix, but memory\.tensor_parallel cuts it into 3: use", said)
+
+
 def test_owners_have_about_the_same_work():
     optimizer = build_optimizer(
         [torch.zeros(size, requires_grad=True) for size in [(64, 16), (16, 64), (64, 64), (96, 64), (8, 8)]],
@@ -181,7 +218,6 @@ def test_zero_gradients_and_a_missing_gradient_move_nothing():
 @pytest.mark.parametrize(
     ("memory", "ranks", "said"),
     [
-        ({"tensor_parallel": 2}, 2, r"optim\.name=muon .* memory\.tensor_parallel=2 also splits columns"),
         ({"optimizer_in_backward": True, "strategy": "fsdp"}, 2, r"optimizer_in_backward updates one parameter .*muon"),
         ({"optimizer_state_bits": 8}, 1, r"optimizer_state_bits=8 requires adam or adamw, not optim\.name=muon"),
         ({"precision": "16-true"}, 1, r"16-true cannot be used with optim\.name=muon"),

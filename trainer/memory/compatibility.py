@@ -86,9 +86,6 @@ def _tensor_parallel(recipe: Recipe, world_size: int, _: Sequence[Cut]) -> Itera
         yield f"{key} cannot split the adapters of model.lora: use only one of the two"
     if recipe.optim.name == "adafactor":
         yield f"optim.name=adafactor needs whole matrices, but {key} splits them: use adamw"
-    if recipe.optim.name == "muon":
-        fix = "use memory.strategy fsdp without it, or adamw"
-        yield f"optim.name=muon gathers rows of matrices that FSDP shards, but {key} also splits columns: {fix}"
     if memory.precision in ("16-mixed", "16-true"):
         yield f"{key} has not been verified with memory.precision={memory.precision}: use bf16-mixed or 32-true"
     for name in UNTESTED_WITH_TP:

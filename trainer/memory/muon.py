@@ -7,6 +7,7 @@ docs/muon.md.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import zip_longest
@@ -15,13 +16,14 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from torch.optim import AdamW, Optimizer
 from torch.optim._muon import _adjust_lr, _zeropower_via_newtonschulz
 
 from trainer.errors import require
 from trainer.memory.custom_optimizer import build_custom_optimizer
 from trainer.memory.parameter_groups import UpdateRule, to_param_groups
-from trainer.memory.sharding import local_shard
+from trainer.memory.sharding import TENSOR, local_shard
 from trainer.recipe import Optim
 
 BUCKET = 2**23  # max elements of the matrices that one exchange moves, unless one per owner is more (16 MB in bfloat16)
@@ -42,6 +44,7 @@ class Matrix:
     shards: int  # number of ranks that hold one copy
     owner: int  # the rank that orthogonalizes it
     device: torch.device
+    layout: DTensor | None = None  # with tensor parallelism: where its parts are; all ranks get all of them first
 
     def size(self, rank: int) -> int:
         """Return the number of elements that ``rank`` holds."""
@@ -62,10 +65,12 @@ class Muon(Optimizer):
         found = {tensor: rule for tensor, rule in rules.items() if rule.matrix is not None}
         others = {tensor: rule for tensor, rule in rules.items() if rule.matrix is None}
         require(bool(found), "optim.name=muon found no trained matrix in the blocks of the model: use adamw")
+        for name, count in Counter(rule.name for rule in found.values() if rule.name).items():
+            cause = f"optim.name=muon needs {name} as one matrix, but memory.tensor_parallel cuts it into {count}"
+            require(count == 1, f"{cause}: use memory.strategy fsdp without it, or adamw")
         options: dict[str, Any] = {"betas": None, "eps": None, "arguments": DEFAULTS | optim.arguments}
-        muon = build_custom_optimizer(
-            to_param_groups(found, optim.lr), replace(optim, name="torch.optim.Muon", **options)
-        )
+        as_torch = replace(optim, name="torch.optim.Muon", **options)
+        muon = build_custom_optimizer(to_param_groups(found, optim.lr), as_torch)
         # A group without parameters, because AdamW rejects a list without groups.
         self.adamw = AdamW(to_param_groups(others, optim.lr) or [{"params": []}], lr=optim.lr, **adamw)
         super().__init__([*muon.param_groups, *(g for g in self.adamw.param_groups if g["params"])], {})
@@ -80,11 +85,13 @@ class Muon(Optimizer):
         for number in sorted(range(len(parameters)), key=lambda number: -newton_schulz_cost(parameters[number].shape)):
             parameter, owner = parameters[number], loads.index(min(loads))
             loads[owner] += newton_schulz_cost(parameter.shape)
-            shards, device = 1, parameter.device
+            shards, device, layout = 1, parameter.device, None
             if isinstance(parameter, DTensor):  # with offloaded weights the mesh has the device that computes
                 mesh, device = parameter.device_mesh, torch.device(parameter.device_mesh.device_type)
-                shards = max(mesh.size(at) for at, placement in enumerate(parameter.placements) if placement.is_shard())
-            found[number] = Matrix(parameter.shape, shards, owner, device)
+                shards = max(mesh.size(at) if kind.is_shard() else 1 for at, kind in enumerate(parameter.placements))
+                if TENSOR in (mesh.mesh_dim_names or ()) or mesh.size() < self.ranks:
+                    shards, layout = 1, parameter
+            found[number] = Matrix(parameter.shape, shards, owner, device, layout)
         return [found[number] for number in range(len(parameters))]
 
     @torch.no_grad()
@@ -114,7 +121,7 @@ class Muon(Optimizer):
 
     def _update(self, turn: Sequence[Item]) -> None:
         matrices = [self.matrices[p] for p, _ in turn]
-        wholes = self._gather(matrices, [self._directions(p, group).to(self.matrices[p].device) for p, group in turn])
+        wholes = self._gather(matrices, [self._directions(p, group, self.matrices[p]) for p, group in turn])
         mine = [group for (_, group), matrix in zip(turn, matrices, strict=True) if matrix.owner == self.rank]
         settings = [(group["ns_coefficients"], group["ns_steps"], group["eps"]) for group in mine]
         ready = [_zeropower_via_newtonschulz(wholes.pop(0), *options) for options in settings]
@@ -122,10 +129,11 @@ class Muon(Optimizer):
             weights, rate = local_shard(parameter.detach()), float(group["lr"])
             weights.mul_(1 - rate * group["weight_decay"])
             length = _adjust_lr(rate, group["adjust_lr_fn"], matrix.shape)
-            weights.add_(change.view(weights.shape).to(weights.device), alpha=-length)
+            change = change.view(weights.shape) if matrix.layout is None else own_part(change, matrix.layout)
+            weights.add_(change.to(weights.device), alpha=-length)
 
-    def _directions(self, parameter: Tensor, group: Mapping[str, Any]) -> Tensor:
-        """Update the momentum of this rank's rows; return what is to be orthogonalized, flat and in bfloat16."""
+    def _directions(self, parameter: Tensor, group: Mapping[str, Any], matrix: Matrix) -> Tensor:
+        """Update the momentum that this rank holds; return what is to be orthogonalized, flat and in bfloat16."""
         assert parameter.grad is not None
         state = self.state[parameter]
         if not state:
@@ -133,7 +141,12 @@ class Muon(Optimizer):
         gradient, momentum = local_shard(parameter.grad), local_shard(state["momentum_buffer"])
         momentum.lerp_(gradient, 1 - group["momentum"])
         change = gradient.lerp(momentum, group["momentum"]) if group["nesterov"] else momentum
-        return change.to(torch.bfloat16, copy=change is momentum).reshape(-1)  # torch 2.11 divides it in place
+        change = change.to(torch.bfloat16, copy=change is momentum)  # torch 2.11 divides it in place
+        if (layout := matrix.layout) is not None:
+            size: Any = {"shape": layout.shape, "stride": layout.stride()}
+            parts = DTensor.from_local(change, layout.device_mesh, layout.placements, run_check=False, **size)
+            change = parts.full_tensor()
+        return change.to(matrix.device).reshape(-1)
 
     def _gather(self, matrices: Sequence[Matrix], parts: Sequence[Tensor]) -> list[Tensor]:
         """Send this rank's ``parts`` of all matrices to their owners; return the whole matrices that it owns."""
@@ -158,6 +171,12 @@ class Muon(Optimizer):
         like = torch.empty(0, dtype=torch.bfloat16, device=matrices[0].device)
         received = [iter(part) for part in (sent if self.ranks == 1 else exchange(sent, sizes, like))]
         return [next(received[matrix.owner]) for matrix in matrices]
+
+
+def own_part(whole: Tensor, layout: DTensor) -> Tensor:
+    """Return the part of a flat, ``whole`` matrix that this rank holds of ``layout``."""
+    shape, offset = compute_local_shape_and_global_offset(layout.shape, layout.device_mesh, layout.placements)
+    return whole.view(layout.shape)[tuple(slice(at, at + size) for at, size in zip(offset, shape, strict=True))]
 
 
 def newton_schulz_cost(shape: Sequence[int]) -> int:

@@ -25,6 +25,7 @@ class UpdateRule:
     lr_scale: float = 1.0  # factor on the learning rate
     # For a matrix of a block: its parameter, which may be sharded, and is not the tensor to update if offloaded.
     matrix: Tensor | None = field(default=None, compare=False)
+    name: str = field(default="", compare=False)
 
 
 def set_requires_grad(module: nn.Module, model: Model, optim: Optim) -> None:
@@ -91,7 +92,7 @@ def update_rule_for(
         layer = f"layer {layers and layers[name]} of {depth}"
         fix = "raise it, or freeze the layer with optim.groups"
         raise RecipeError(f"optim.layer_decay={optim.layer_decay} sets the learning rate of {layer} to 0: {fix}")
-    return UpdateRule(float(decay), scale, matrix)
+    return UpdateRule(float(decay), scale, matrix, name)
 
 
 def to_param_groups(rules: Mapping[Tensor, UpdateRule], lr: float) -> list[dict[str, object]]:
