@@ -85,10 +85,13 @@ BF16 = torch.bfloat16
 
 @pytest.mark.first(1)
 @pytest.mark.parametrize(
-    ("kind", "base", "dtype"),
-    [("text", "full", None), ("text", "nf4", None), ("language", "full", None), ("language", "nf4", BF16)],
+    ("kind", "base", "dtype", "options"),
+    [
+        *[("text", "full", None, {}), ("text", "nf4", None, {}), ("language", "full", None, {})],
+        *[("language", "nf4", BF16, {}), ("language", "full", None, {"dora": True, "rank_stabilized": True})],
+    ],
 )
-def test_adapters_alone_are_what_peft_loads_onto_the_weights(tmp_path, kind, base, dtype):
+def test_adapters_alone_are_what_peft_loads_onto_the_weights(tmp_path, kind, base, dtype, options):
     import transformers
     from peft import PeftModel
 
@@ -96,7 +99,7 @@ def test_adapters_alone_are_what_peft_loads_onto_the_weights(tmp_path, kind, bas
     model: Any = text(class_names=NAMES) if kind == "text" else language_model("gpt2", **WITH_BYTES)
     model.save(module := model.build(), tmp_path / "base", module.state_dict())
     model = dataclasses.replace(model, name=str(tmp_path / "base"), weights=str(tmp_path / "base"), config={})
-    model = dataclasses.replace(model, lora=LoRA(rank=2, base=base))
+    model = dataclasses.replace(model, lora=LoRA(rank=2, base=base, **options))
     with default_dtype(dtype):
         module = model.build().eval()
     for parameter in module.parameters():
@@ -112,8 +115,9 @@ def test_adapters_alone_are_what_peft_loads_onto_the_weights(tmp_path, kind, bas
     loaded = PeftModel.from_pretrained(plain, tmp_path / "peft")
     kept = {name.replace(".default", ""): tensor for name, tensor in loaded.state_dict().items()}
     adapters = load_file(tmp_path / "peft" / "adapter_model.safetensors")
-    assert sum(".lora_" in name for name in adapters) == (24 if kind == "text" else 8)
-    assert all(torch.equal(kept[name], tensor) for name, tensor in adapters.items() if ".lora_" in name)
+    assert sum(".lora_" in name for name in adapters) == (24 if kind == "text" else 12 if options else 8)
+    full = {name: f"{name}.weight" if name.endswith("magnitude_vector") else name for name in adapters}
+    assert all(torch.equal(kept[full[name]], adapters[name]) for name in adapters if ".lora_" in name)
     assert {name.split(".")[2] for name in adapters if ".lora_" not in name} == (
         {"pre_classifier", "classifier"} if kind == "text" else set()
     )

@@ -22,12 +22,15 @@ from helpers.rounding import ROUNDING
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 from torch.distributed.fsdp import fully_shard
 
-from trainer import RecipeError
+from trainer import Memory, Optim, RecipeError
 from trainer.checkpoint.export import load_model, save_model
+from trainer.memory.optimizer import build_optimizer
+from trainer.memory.parameter_groups import update_rule_for
 from trainer.models import LoRA, TextClassifier
-from trainer.models.lora import adapters_of
+from trainer.models.lora import adapters_of, add_adapters
 from trainer.weights.blocks import find_blocks
 from trainer.weights.nf4 import NF4Linear
+from trainer.weights.streaming import build_streamed
 
 MODELS = ["vit", "distilbert", "bigbird"]
 FIRST_TARGETS = {
@@ -118,10 +121,10 @@ def test_a_saved_model_gives_the_outputs_of_the_trained_one(name, tmp_path):
     assert not torch.allclose(logits(model, module, inputs), trained, rtol=1e-3)  # the adapters did matter
 
 
-def _merged_from_shards(name):
+def _merged_from_shards(name, **options):
     """Logits of a sharded, adapted model after a step, and those of a plain model with its merged weights."""
     make_fabric("64-true", torch.distributed.get_world_size())
-    model, batch = adapted(name), batch_of(name)
+    model, batch = adapted(name, **options), batch_of(name)
     module = built(model).train()
     for block in find_blocks(module, model.blocks):
         fully_shard(block)
@@ -136,8 +139,86 @@ def _merged_from_shards(name):
     return (logits(make_model(name), plain, batch) - trained).abs().max().item()
 
 
+def _dora_merged_from_shards():
+    return _merged_from_shards("bigbird", dora=True)
+
+
 def test_a_sharded_model_is_merged_from_its_whole_state(ranks):
     assert max(ranks(2).run(_merged_from_shards, "bigbird")) < 100 * ROUNDING
+    assert max(ranks(2).run(_dora_merged_from_shards)) < 100 * ROUNDING
+
+
+def gpt2(**options):
+    config = {"n_layer": 2, "n_embd": 16, "n_head": 2, "n_positions": 64}
+    model = TextClassifier("gpt2", tokenizer=tokenizer_folder(), config=config, num_classes=5, dropout=0.0)
+    return dataclasses.replace(model, lora=LoRA(rank=2, targets=TRANSPOSED, **options))
+
+
+def merging_error(model, batch):
+    """The largest difference of logits between an adapted module, past its start, and one with its merged weights."""
+    torch.manual_seed(0)
+    module = perturbed(model.build().double())
+    plain = dataclasses.replace(model, lora=LoRA()).build().double()
+    plain.load_state_dict(model.merged_state(module, module.state_dict()))
+    return (logits(model, plain, batch) - logits(model, module, batch)).abs().max().item()
+
+
+@pytest.mark.parametrize("options", [{"dora": True}, {"rank_stabilized": True}], ids=str)
+@pytest.mark.parametrize("name", [*MODELS, "gpt2"])
+def test_dora_and_rank_stabilized_adapters_are_merged_exactly(name, options, monkeypatch):
+    model = gpt2(**options) if name == "gpt2" else adapted(name, **options)
+    batch = batch_of("distilbert" if name == "gpt2" else name)
+    assert merging_error(model, batch) < 100 * ROUNDING
+    if "dora" in options:  # without the norms
+        monkeypatch.setattr("trainer.models.lora._norms_of", lambda layer, transform, weight: torch.ones(()))
+    else:
+        monkeypatch.setattr("trainer.models.lora._update", lambda module, path, state: torch.zeros(()))
+    assert merging_error(model, batch) > 1e-6
+
+
+def test_a_rank_stabilized_output_is_scaled_by_the_root_of_the_rank():
+    plain, stabilized = (adapted("distilbert", alpha=3.0, rank_stabilized=on).build() for on in (False, True))
+    scalings = [
+        next(m.scaling["default"] for m in each.modules() if "lora_A" in vars(m).get("_modules", {}))
+        for each in (plain, stabilized)
+    ]
+    assert scalings == [3 / 2, 3 / 2**0.5]
+
+
+@pytest.mark.parametrize("transposed", [False, True])
+def test_the_norms_of_dora_are_those_of_the_weights_however_they_are_loaded(transposed, tmp_path):
+    model = gpt2() if transposed else make_model("distilbert")
+    torch.manual_seed(0)
+    save_model(model, dataclasses.replace(model, lora=LoRA()).build(), tmp_path)
+    source = {"name": str(tmp_path), "weights": str(tmp_path), "config": {}}
+    model = dataclasses.replace(model, **source, lora=LoRA(rank=2, dora=True, targets=model.lora.targets))
+    torch.manual_seed(3)
+    loaded = dict(model.build().named_parameters())
+    torch.manual_seed(3)
+    streamed = dict(build_streamed(model).named_parameters())
+    assert sum("magnitude" in name for name in loaded) == (4 if transposed else 8)
+    assert loaded.keys() == streamed.keys()
+    for name, parameter in loaded.items():
+        if "magnitude" in name:
+            weight = loaded[name.partition(".lora_")[0] + ".base_layer.weight"].detach()
+            expected = weight.norm(dim=0 if transposed else 1)
+            torch.testing.assert_close(parameter.detach(), expected)
+            torch.testing.assert_close(streamed[name].detach(), expected)
+            assert parameter.requires_grad
+        else:
+            assert torch.equal(parameter, streamed[name])
+
+
+def test_the_matrices_b_get_another_learning_rate_by_a_group():
+    module = adapted("distilbert").build()
+    optim = Optim("adamw", lr=1e-4, groups={"*.lora_B.*": {"lr_scale": 16}})
+    named = {name: p for name, p in module.named_parameters() if p.requires_grad}
+    rules = {p: update_rule_for(p, optim, name) for name, p in named.items()}
+    optimizer = build_optimizer(rules, optim, Memory(), torch.device("cpu"))
+    rates = {p: group["lr"] for group in optimizer.param_groups for p in group["params"]}
+    assert rates.keys() == set(named.values())
+    for name, parameter in named.items():
+        assert rates[parameter] == pytest.approx(16e-4 if ".lora_B." in name else 1e-4)
 
 
 @pytest.mark.parametrize(("base", "targets"), [("full", TRANSPOSED), ("nf4", TRANSPOSED), ("nf4", None)], ids=str)
@@ -184,6 +265,15 @@ def test_adapters_have_the_type_and_device_of_their_weights(name):
         (lambda: LoRA(rank=2, dropout=1.0), r"model\.lora\.dropout=1\.0 must be in"),
         (lambda: LoRA(rank=2, targets=[]), r"model\.lora\.targets=\[\] adapts no layers"),
         (lambda: LoRA(rank=2, base="int4"), r"model\.lora\.base='int4' .*nf4"),
+        (lambda: LoRA(dora=True), r"model\.lora\.dora needs adapters: set model\.lora\.rank"),
+        (lambda: LoRA(rank_stabilized=True), r"model\.lora\.rank_stabilized needs adapters"),
+        (lambda: LoRA(rank=2, dora=True, base="nf4"), r"model\.lora\.dora takes norms .*nf4 rounds"),
+        (
+            lambda: add_adapters(
+                make_model("distilbert").build(), LoRA(2, None, 0.0, ["classifier"], dora=True), head=False
+            ),
+            r"model\.lora\.dora cannot adapt classifier, a layer outside of the blocks",
+        ),
         (lambda: LoRA(base="nf4"), r"lora\.base=nf4 needs frozen weights, but model\.lora\.rank=0 trains them"),
         *(
             # Adapters and whole blocks are not both trained.

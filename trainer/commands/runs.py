@@ -145,6 +145,8 @@ def export(argv: list[str]) -> None:
         given = {name: text for name, text in asked.flags if name in EXPORT_FLAGS.valued and text}
         to = given.get("to", "")
         require(bool(to), f"export needs --to {'|'.join(FORMATS)}")
+        gguf = "no maintained package converts to GGUF: export --to hf, and convert the folder with llama.cpp's script"
+        require(to != "gguf", f"--to=gguf: {gguf}")
         require(to in FORMATS, f"--to={to!r} must be one of {', '.join(FORMATS)}")
         for name, of in (("output", ("onnx", "hf", "peft")), ("repo", ("hub",))):
             require(name not in given or to in of, f"--{name} is for --to {' and '.join(of)}, not for {to}")

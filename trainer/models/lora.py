@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from functools import partial
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, cast
 
 from trainer.contract import Exportable, Plannable, Streamable
 from trainer.errors import RecipeError, require, require_choice, require_package
@@ -18,8 +19,8 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
 
 ADAPTER = "default"
-BASE_LAYER_KEY, LORA_KEY, NF4_KEY = ".base_layer.", ".lora_", ".codes"
-"""Parts of parameter names: a layer that peft has wrapped, a parameter that it has added, a quantised weight."""
+BASE_LAYER_KEY, LORA_KEY, NF4_KEY, DORA_KEY = ".base_layer.", ".lora_", ".codes", f".lora_magnitude_vector.{ADAPTER}"
+"""Parts of parameter names: a layer that peft has wrapped, a parameter that it has added, a quantised weight, DoRA."""
 
 ADAPTERS = "adapter_model.safetensors"
 
@@ -38,6 +39,8 @@ class LoRA:
             null selects those of the attention (of the MLP in VisionTransformer).
         base: full, or nf4: the linear layers of the blocks keep their frozen weights in 4 bits; each is dequantised
             only while it is used (QLoRA).
+        dora: also train the norm of each output's weights, at first that of the pretrained ones (Liu et al. 2024).
+        rank_stabilized: scale an adapter's output by alpha / sqrt(rank) (rsLoRA, Kalajdzievski 2023).
     """
 
     rank: int = 0
@@ -45,6 +48,8 @@ class LoRA:
     dropout: float = 0.0
     targets: list[str] | None = None
     base: Base = "full"
+    dora: bool = False
+    rank_stabilized: bool = False
 
     def __post_init__(self) -> None:
         whole = isinstance(self.rank, int) and not isinstance(self.rank, bool)
@@ -55,6 +60,11 @@ class LoRA:
         require_choice("model.lora.base", self.base, Base)
         if self.base != "full" and self.rank <= 0:
             raise RecipeError("model.lora.base=nf4 needs frozen weights, but model.lora.rank=0 trains them: set a rank")
+        for key in ("dora", "rank_stabilized"):
+            require(self.rank > 0 or not getattr(self, key), f"model.lora.{key} needs adapters: set model.lora.rank")
+        if self.dora and self.base != "full":
+            cause = "model.lora.dora takes norms of the weights of the file, and model.lora.base=nf4 rounds those"
+            raise RecipeError(f"{cause}: use model.lora.base full, or LoRA without dora")
 
     def require_alone(self, train_last_blocks: int | None) -> None:
         if self.rank and train_last_blocks is not None:
@@ -77,7 +87,8 @@ class SupportsLoRA(Streamable, Exportable, Plannable):
     def lossy(self) -> Sequence[str]:  # type: ignore[override]
         """The lossy techniques of this model: LoRA, with its rank and NF4 weights."""
         on = " on NF4 weights" if self.lora.base == "nf4" else ""
-        return (f"LoRA of rank {self.lora.rank}{on}",) if self.lora.rank else ()
+        kind = "DoRA" if self.lora.dora else "LoRA"
+        return (f"{kind} of rank {self.lora.rank}{on}",) if self.lora.rank else ()
 
     def adapt(self, module: nn.Module) -> nn.Module:
         add_adapters(module, self.lora, self.blocks, self.adapted, self.head_is_new)
@@ -92,6 +103,10 @@ class SupportsLoRA(Streamable, Exportable, Plannable):
         with torch.device("meta"):
             names = {base_parameter_name(name): name for name, _ in self.adapt(skeleton).named_parameters()}
         stored = {names.get(name, name): place for name, place in found.stored.items()}
+        for name in [name for name in names.values() if DORA_KEY in name]:
+            layer = skeleton.get_submodule(name.partition(DORA_KEY)[0])
+            place = stored[f"{name.partition(DORA_KEY)[0]}{BASE_LAYER_KEY}weight"]
+            stored[name] = replace(place, transform=partial(_norms_of, layer, place.transform))
         return PretrainedWeights(stored, {*found.new, *adapters_of(skeleton)}, found.initialise)
 
     def weight_files(self) -> Sequence[Path]:
@@ -153,11 +168,14 @@ def add_adapters(
         if id(layer) in adapted and tied:
             cause = f"model.lora.targets: {name} shares its weight with the embedding, and a merged weight would differ"
             raise RecipeError(f"{cause}: leave it out")
+        if id(layer) in adapted and lora.dora:
+            raise RecipeError(f"model.lora.dora cannot adapt {name}, a layer outside of the blocks: leave it out")
     names = [name for name, layer in module.named_modules() if id(layer) in adapted]
     transposed = all(isinstance(layer, Conv1D) for layer in adapted.values())
     trained = [parameter for parameter in parameters_after_blocks(module, found) if parameter.requires_grad and head]
     alpha: Any = lora.alpha or 2 * lora.rank
     settings: Any = {"lora_alpha": alpha, "lora_dropout": lora.dropout, "fan_in_fan_out": transposed}
+    settings |= {"use_dora": lora.dora, "use_rslora": lora.rank_stabilized}
     inject_adapter_in_model(LoraConfig(r=lora.rank, target_modules=names, **settings), module, ADAPTER)
     for parameter in trained:  # peft froze everything except adapters
         parameter.requires_grad_(True)
@@ -199,7 +217,8 @@ def base_parameter_name(name: str) -> str:
 
 
 def adapters_of(module: nn.Module) -> list[str]:
-    return [name for name, _ in module.named_parameters() if LORA_KEY in name]
+    """Return the names of the low-rank matrices, which are drawn. DoRA's norms are computed from the weights."""
+    return [name for name, _ in module.named_parameters() if LORA_KEY in name and DORA_KEY not in name]
 
 
 def reset_adapters(module: nn.Module) -> None:
@@ -228,7 +247,12 @@ def merged_state(module: nn.Module, state: Mapping[str, Tensor]) -> dict[str, Te
         if leaf == "codes" and isinstance(layer, NF4Linear):
             whole, dtype = dequantise(tensor, layer.shape, torch.float32), usual
         if path.endswith(BASE_LAYER_KEY[:-1]) and leaf != "bias":
-            whole = whole + _update(module, path.removesuffix(BASE_LAYER_KEY[:-1]), state)
+            owner = path.removesuffix(BASE_LAYER_KEY[:-1])
+            whole = whole + _update(module, owner, state)
+            if (norms := state.get(f"{owner}{DORA_KEY}.weight")) is not None:
+                adapted, found = module.get_submodule(owner), norms.detach().to(whole.dtype)
+                found = found / _norms_of(adapted, None, whole)
+                whole = whole * (found if cast(Any, adapted).fan_in_fan_out else found[:, None])
         merged[base_parameter_name(name)] = whole.to(dtype)  # rounded once
     return merged
 
@@ -255,7 +279,8 @@ def save_adapters(module: nn.Module, state: Mapping[str, Tensor], folder: Path, 
 
 def name_in_peft(name: str) -> str:
     """Return the name of an adapted module's parameter in peft's files."""
-    return f"base_model.model.{name.replace(f'.{ADAPTER}.', '.')}"
+    name = name.removesuffix(".weight") if DORA_KEY in name else name
+    return f"base_model.model.{name}.".replace(f".{ADAPTER}.", ".").removesuffix(".")
 
 
 def _update(module: nn.Module, path: str, state: Mapping[str, Tensor]) -> Tensor:
@@ -267,6 +292,14 @@ def _update(module: nn.Module, path: str, state: Mapping[str, Tensor]) -> Tensor
     wide = torch.promote_types(up.dtype, torch.float32)
     update = layer.scaling[ADAPTER] * (up.to(wide) @ down.to(wide))
     return update.T if layer.fan_in_fan_out else update  # transformers' Conv1D keeps its weights transposed
+
+
+def _norms_of(layer: Any, transform: Callable[[Tensor], Tensor] | None, weight: Tensor) -> Tensor:
+    """Return the norm of the weights of each output of ``layer``, in fp32 or wider."""
+    import torch
+
+    weight = weight if transform is None else transform(weight)
+    return weight.to(torch.promote_types(weight.dtype, torch.float32)).norm(dim=0 if layer.fan_in_fan_out else 1)
 
 
 def _linear_layers(blocks: Sequence[nn.Module]) -> list[tuple[str, nn.Module]]:
