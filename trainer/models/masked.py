@@ -73,13 +73,15 @@ class TokenMasking(NamedTuple):
         masks.
         """
         import numpy as np
+        from torch.utils._python_dispatch import _disable_current_modes
 
-        ids, real = batch["input_ids"].numpy(), batch["attention_mask"].numpy() != 0
+        with _disable_current_modes():  # a plan has real batches on the host, and its mode cannot convert them
+            ids, labels, mask = (batch[name].numpy() for name in ("input_ids", "labels", "attention_mask"))
+            seeds = batch["seeds"].numpy().astype(np.uint64) if "seeds" in batch else None
         places = np.arange(ids.shape[1], dtype=np.uint64)
-        seeds = batch["seeds"].numpy().astype(np.uint64) if "seeds" in batch else None
         if seeds is None:
-            seeds = np.where(real, _random_bits(ids.astype(np.uint64), places), 0).sum(1, dtype=np.uint64)
-        allowed = (batch["labels"].numpy() != IGNORED_LABEL) & real & ~self.is_special[ids]
+            seeds = np.where(mask, _random_bits(ids.astype(np.uint64), places), 0).sum(1, dtype=np.uint64)
+        allowed = (labels != IGNORED_LABEL) & (mask != 0) & ~self.is_special[ids]
         draws = _uniform(seeds[:, None], 3 * places)
         if self.begins is not None:  # each token has the draw of the first one of its word
             first = self.begins[ids] | ~allowed
@@ -236,6 +238,11 @@ class MaskedLM(PackedEncoder, DrawnInputs):
         if source == BYTES and not is_local(source):
             return byte_tokenizer(masks=True)
         return super()._load_tokenizer(source, **options)
+
+    def _config_from_data(self) -> dict[str, Any]:
+        tokenizer, names = self.tokenizer_or_none(), [f"{name}_token_id" for name in ("bos", "eos", "cls", "sep")]
+        special = {} if tokenizer is None else {name: getattr(tokenizer, name) for name in names}
+        return super()._config_from_data() | special
 
     def _configuration(self) -> Any:
         config = super()._configuration()
