@@ -16,7 +16,7 @@ from trainer.data.base import local_path
 from trainer.data.rows import RowSource, check_columns, find_chat_columns, first_rows
 from trainer.data.text import PARTS, PaddedDataset, csv_format, glob_files, load_hub_rows, require_dataset_name
 from trainer.errors import RecipeError, format_list, require, require_choice, require_positive
-from trainer.values import DataSpec
+from trainer.values import DataSpec, Task
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -54,7 +54,7 @@ class LanguageData(PaddedDataset):
             them.
     """
 
-    tasks = ("language",)
+    tasks: ClassVar[Sequence[Task]] = ("language",)
 
     train_files: str | None = None
     val_files: str | None = None

@@ -153,7 +153,9 @@ class MaskedDocumentReader(DocumentReader):
         starts = tokenizer.cls_token_id, tokenizer.bos_token_id
         self.begin, self.ends = [one for one in around if one in starts], [one for one in around if one not in starts]
         self.room = max_length - len(around)
-        require(self.room > 0, f"data.max_length={max_length} has no room beside {len(around)} special tokens: raise it")
+        require(
+            self.room > 0, f"data.max_length={max_length} has no room beside {len(around)} special tokens: raise it"
+        )
         self.settings = ["masked documents", column, max_length]
 
     def _pieces(self, text: str, words: ndarray) -> list[Sample]:

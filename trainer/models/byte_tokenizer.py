@@ -24,7 +24,9 @@ def byte_tokenizer(masks: bool = False) -> Any:
     made = Tokenizer(models.BPE({letter: byte for byte, letter in bytes_to_unicode().items()}, []))
     made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     made.decoder = decoders.ByteLevel()
-    made.add_special_tokens([AddedToken(text, special=True, normalized=False) for text in (END, PAD, *TURNS, *MASKING[: 2 * masks])])
+    made.add_special_tokens(
+        [AddedToken(text, special=True, normalized=False) for text in (END, PAD, *TURNS, *MASKING[: 2 * masks])]
+    )
     special: Any = {"eos_token": END, "pad_token": PAD, "extra_special_tokens": list(TURNS)}
     if masks:
         special |= {"mask_token": MASKING[0], "cls_token": MASKING[1], "sep_token": END}

@@ -201,7 +201,7 @@ class MaskedLM(PackedEncoder, DrawnInputs):
     def _make_masking(self) -> TokenMasking:
         if self._masking is None:
             tokenizer = self.tokenizer_or_none()
-            require(tokenizer is not None, "model.tokenizer=none: masking needs the mask token of a tokenizer: give one")
+            require(tokenizer is not None, "model.tokenizer=none has no mask token: give a tokenizer")
             self._masking = make_masking(tokenizer, self.mask_rate, self.masking == "whole_words")
         return self._masking
 
@@ -267,7 +267,7 @@ class MaskedLM(PackedEncoder, DrawnInputs):
         if module.config.model_type == "big_bird":  # type: ignore[union-attr]
             adapt_bigbird(module, "full")
         module.loss_chunk, module.logit_transform = self.loss_chunk, NO_TRANSFORM  # type: ignore[assignment]
-        module.__class__ = _make_loss_class(type(module))
+        module.__class__ = _make_loss_class(type(module))  # type: ignore[arg-type]
         return module
 
 
