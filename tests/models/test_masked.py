@@ -415,7 +415,7 @@ def test_a_trained_model_is_fine_tuned_as_a_classifier(tmp_path, capsys, no_pict
         "--data.train_file",
         str(tmp_path / "a.csv"),
         "--max_steps=1",
-        "--optim.lr=0",
+        "--optim.lr=1e-12",
         "--run.dir",
         str(classified),
     ]
@@ -424,4 +424,5 @@ def test_a_trained_model_is_fine_tuned_as_a_classifier(tmp_path, capsys, no_pict
     before, after = (load_file(folder / "model" / "model.safetensors") for folder in (masked_run, classified))
     kept = [name for name in after if "classifier" not in name]
     assert len(kept) > 10
-    assert all(torch.equal(after[name], before[name]) for name in kept)  # the encoder, and the head's transform
+    # The encoder and the head's transform: one step at this rate moves no weight by more than that.
+    assert all(torch.allclose(after[name], before[name], rtol=0, atol=1e-9) for name in kept)

@@ -154,7 +154,8 @@ class MaskedDocumentReader(DocumentReader):
         self.begin, self.ends = [one for one in around if one in starts], [one for one in around if one not in starts]
         self.room = max_length - len(around)
         require(
-            self.room > 0, f"data.max_length={max_length} has no room beside {len(around)} special tokens: raise it"
+            self.room > 0,
+            f"data.max_length={max_length} leaves no room for text, with {len(around)} special tokens: raise it",
         )
         self.settings = ["masked documents", column, max_length]
 

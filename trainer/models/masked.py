@@ -141,7 +141,7 @@ class MaskedLM(PackedEncoder, DrawnInputs):
 
     The loss is computed here, never by the model itself: the cross entropy summed over the masked tokens, weighted by
     their number. The masks of a sample depend only on the seed of the run, the epoch and the sample; in evaluation
-    they are always the same. Of the masked tokens, 80 % become the mask token, 10 % a random token, and 10 % stay.
+    they are always the same. The mask token replaces 80 % of the masked tokens, a random token 10 %, and 10 % stay.
 
     Args:
         config: entries of the configuration to override, such as {num_hidden_layers: 2, hidden_size: 128}.
