@@ -71,7 +71,7 @@ class CausalLM(TextModel):
             if why is not None and self.padding_free is not None:
                 cause = f"model.padding_free=true is not supported for model.name={self.name!r}, because {why}"
                 raise RecipeError(f"{cause}: leave it at null, which pads")
-            self._can_pack = why is None and (self.padding_free is True or self._is_unmodified(CausalLM))
+            self._can_pack = why is None and (self.padding_free is True or self._is_unmodified())
         return bool(self._can_pack)
 
     def weigh(self, batch: Any) -> dict[str, float]:

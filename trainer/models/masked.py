@@ -31,27 +31,16 @@ WORD_STARTS = ("Ġ", "Ċ", "ĉ", "č", "▁")
 """First characters of tokens that begin a word: whitespace in byte-level BPE, and SentencePiece's space."""
 
 
-def _bert_head(module: Any, hidden: Tensor) -> Tensor:
-    found: Tensor = module.cls.predictions.transform(hidden)
-    return found
-
-
-def _roberta_head(module: Any, hidden: Tensor) -> Tensor:
+def _roberta_head(module: Any, hidden: Tensor) -> Any:
     from torch.nn.functional import gelu
 
-    found: Tensor = module.lm_head.layer_norm(gelu(module.lm_head.dense(hidden)))
-    return found
+    return module.lm_head.layer_norm(gelu(module.lm_head.dense(hidden)))
 
 
-def _distilbert_head(module: Any, hidden: Tensor) -> Tensor:
-    found: Tensor = module.vocab_layer_norm(module.activation(module.vocab_transform(hidden)))
-    return found
-
-
-HEADS: dict[str, Callable[[Any, Tensor], Tensor]] = {
-    **dict.fromkeys(("bert", "big_bird"), _bert_head),
+HEADS: dict[str, Callable[[Any, Tensor], Any]] = {
+    **dict.fromkeys(("bert", "big_bird"), lambda module, hidden: module.cls.predictions.transform(hidden)),
     **dict.fromkeys(("roberta", "xlm-roberta"), _roberta_head),
-    "distilbert": _distilbert_head,
+    "distilbert": lambda module, hidden: module.vocab_layer_norm(module.activation(module.vocab_transform(hidden))),
     "modernbert": lambda module, hidden: module.head(hidden),
 }
 """The part of the head between the encoder and the linear layer to the vocabulary, by model type."""
@@ -227,9 +216,6 @@ class MaskedLM(PackedEncoder, DrawnInputs):
         int64 ``(n, length)``, and in training ``seeds``; or it is ``packed``."""
         batch = self.packed(batch)
         yield Loss(module(**batch), float(len(batch["targets"])))
-
-    def _is_plain(self) -> bool:
-        return self._is_unmodified(MaskedLM)
 
     def _supports_unpadding(self, config: Any) -> bool:
         return config.model_type == "big_bird" or super()._supports_unpadding(config)

@@ -88,9 +88,10 @@ class TextModel(HubModel, Packable):
             return byte_tokenizer()
         return self._load("tokenizer", source, AutoTokenizer.from_pretrained, trust_remote_code=False, **options)
 
-    def _is_unmodified(self, kind: type[TextModel]) -> bool:
-        """Return whether module and losses are those of ``kind``, not of a subclass, which may read padding."""
-        return all(getattr(type(self), name) is getattr(kind, name) for name in ("build", "skeleton", "losses"))
+    def _is_unmodified(self) -> bool:
+        """Return whether module and losses are those of this package, not of a subclass, which may read padding."""
+        own = (getattr(type(self), name).__module__ for name in ("build", "skeleton", "losses"))
+        return all(name.startswith("trainer.models.") for name in own)
 
     def unloaded(self) -> Self:
         """Return this model with random weights and the same tokenizer."""
@@ -157,7 +158,7 @@ class PackedEncoder(TextModel):
             whole = not getattr(config, "is_decoder", False) and not getattr(config, "chunk_size_feed_forward", 0)
             left = getattr(self.tokenizer_or_none(), "padding_side", "right") == "left" and self.reads_first_token
             known = self._supports_unpadding(config) and config._attn_implementation in (None, "sdpa")
-            self._can_pack = known and whole and not left and (self.padding_free or self._is_plain())
+            self._can_pack = known and whole and not left and (self.padding_free or self._is_unmodified())
             self._padding_idx = config.pad_token_id if config.model_type.endswith("roberta") else None
             self._asks = config.model_type == "modernbert"
             if not self._can_pack and self.padding_free is not None:
@@ -168,14 +169,12 @@ class PackedEncoder(TextModel):
                 raise RecipeError(f"{cause} {unlike}: leave it at null")
         return self._can_pack
 
-    def _is_plain(self) -> bool:
-        """Return whether module and losses are those of this package, not of a subclass, which may read padding."""
-        raise NotImplementedError
-
     def _supports_unpadding(self, config: Any) -> bool:
         from trainer.models.packed_attention import length_dependent_rope
 
-        return config.model_type in UNPADDING_MODEL_TYPES and length_dependent_rope(config) is None
+        # The heads of some ModernBERT classifiers read the mean.
+        fits = not self.reads_first_token or getattr(config, "classifier_pooling", "cls") == "cls"
+        return config.model_type in UNPADDING_MODEL_TYPES and fits and length_dependent_rope(config) is None
 
     def packed(self, batch: Any) -> Any:
         """Remove the padding of the micro-batch if the module supports that."""
@@ -252,13 +251,6 @@ class TextClassifier(PackedEncoder, HubClassifier):
 
     def packs(self) -> bool:
         return self.task != "token" and super().packs()
-
-    def _is_plain(self) -> bool:
-        return self._is_unmodified(TextClassifier)
-
-    def _supports_unpadding(self, config: Any) -> bool:
-        # The heads of some ModernBERTs read the mean.
-        return super()._supports_unpadding(config) and getattr(config, "classifier_pooling", "cls") == "cls"
 
     def losses(self, module: nn.Module, batch: Any) -> Iterator[Loss]:
         """Yield the task's loss, from the logits; the batch is a tokenizer's output plus ``labels``."""
