@@ -426,3 +426,11 @@ def test_a_trained_model_is_fine_tuned_as_a_classifier(tmp_path, capsys, no_pict
     assert len(kept) > 10
     # The encoder and the head's transform: one step at this rate moves no weight by more than that.
     assert all(torch.allclose(after[name], before[name], rtol=0, atol=1e-9) for name in kept)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", ["bert", "roberta", "distilbert", "bigbird"])
+def test_steps_with_tensor_parallelism_are_those_of_a_plain_loop(family, ranks):
+    case = case_of(family)
+    case = replace(case, memory=replace(case.memory, tensor_parallel=2), world_size=2)
+    assert error(case, ranks) <= ROUNDING

@@ -163,8 +163,8 @@ class PackedEncoder(TextModel):
             self._asks = config.model_type == "modernbert"
             if not self._can_pack and self.padding_free is not None:
                 encoders = f"{', '.join(UNPADDING_MODEL_TYPES)}; BigBird with model.attention full"
-                encoders += " whose head reads the first token" if self.reads_first_token else ""
-                cause = f"model.padding_free=true is for encoders ({encoders}), with"
+                reads = " whose head reads the first token" if self.reads_first_token else ""
+                cause = f"model.padding_free=true is for encoders ({encoders}){reads}, with"
                 unlike = f"sdpa attention and padding on the right, unlike model.name={self.name!r}"
                 raise RecipeError(f"{cause} {unlike}: leave it at null")
         return self._can_pack
