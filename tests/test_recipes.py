@@ -17,6 +17,12 @@ def flags(name, data, folder):
     names = f"--model.tokenizer={data}/tokenizers/"
     sizes = {"num_hidden_layers": 1, "hidden_size": 16, "intermediate_size": 16, "num_attention_heads": 2}
     text = ["--model.weights=null", "--memory.precision=32-true", "--data.max_length=48", f"--data.cache_dir={folder}"]
+    if name == "masked_lm":
+        files = [
+            f"--data.{part}_files={recipes_folder()}/[{first}]*.py"
+            for part, first in (("train", "a-l"), ("val", "m-z"))
+        ]
+        return ["--data.max_length=96", f"--data.cache_dir={folder}", f"--model.config={sizes}", *files]
     if name.startswith("lm_"):
         return language_flags(name, folder)
     if "imdb" in name or name == "text_files":
@@ -82,6 +88,11 @@ def test_a_packaged_recipe_trains_evaluates_and_predicts(name, sample_data, tmp_
     figures = summary["metrics"].get("test") or summary["metrics"]["val"]
     assert f"loss {figures['loss']:.4f}" in capsys.readouterr().out
 
+    if name == "masked_lm":
+        assert list(figures) == ["perplexity", "loss"]
+        assert run(["predict", str(run_dir), "--text", "def main("]) == 2
+        assert "fine-tune it" in capsys.readouterr().err
+        return
     if name.startswith("lm_"):
         assert list(figures) == ["perplexity", *(["bits_per_byte"] if name == "lm_bytes" else []), "loss"]
         shutil.rmtree(more)

@@ -33,11 +33,11 @@ _AVERAGED_METRICS = (*_CLASS_MEANS, "auroc", "average_precision")
 _SINGLE_LABEL_METRICS = (*_ACCURACIES[:3], "mcc", "f1", "precision", "recall", *_AVERAGED_METRICS, "perplexity")
 REGRESSION_METRICS = ("mae", "mse", "rmse", "r2", "pearson", "spearman")
 METRICS_BY_TASK: dict[str, tuple[str, ...]] = {
-    "single_label": _SINGLE_LABEL_METRICS,
-    "token": _SINGLE_LABEL_METRICS,
+    **dict.fromkeys(("single_label", "token"), _SINGLE_LABEL_METRICS),
     "multi_label": (*_AVERAGED_METRICS, "subset_accuracy"),
     "regression": REGRESSION_METRICS,
     "language": ("perplexity", "bits_per_byte"),
+    "masked_language": ("perplexity",),
 }
 """The metrics that each task supports, in addition to the loss."""
 

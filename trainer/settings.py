@@ -65,14 +65,17 @@ def _of_other_model(before: Mapping[str, Any], asked: Mapping[str, Any]) -> dict
     name = asked.get("model.name")
     if not isinstance(name, str) or name == before.get("model.name"):
         return {}
-    folder = Path(name.removeprefix("file://"))
+    folder, moved = Path(name.removeprefix("file://")), {}
+    if os.path.isdir(folder / "model") and not (folder / "config.json").is_file():  # a run directory
+        folder, name = folder / "model", str(folder / "model")
+        moved = {"model.name": name}
     has_weights = has_tokenizer = "/" in name and before.get("model.weights") is not None
     if os.path.isdir(folder):  # unlike Path.is_dir, also for an invalid name
         has_weights = any(folder.glob("*.safetensors")) or any(folder.glob("*.bin"))
         has_tokenizer = any(folder.glob("tokenizer*")) or any(folder.glob("vocab*"))
     follows = {"model.weights": name, "model.revision": None} if has_weights else {}
     follows |= {"model.tokenizer": None} if has_tokenizer else {}  # null takes that of the weights
-    return {key: value for key, value in follows.items() if key in before and key not in asked}
+    return moved | {key: value for key, value in follows.items() if key in before and key not in asked}
 
 
 def derive_batch(before: Mapping[str, Any], asked: Mapping[str, Any]) -> dict[str, Any]:

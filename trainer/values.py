@@ -15,16 +15,16 @@ if TYPE_CHECKING:
 
 IGNORED_LABEL = -100  # a label without weight, as in torch's cross entropy and in transformers
 
-Task = Literal["single_label", "multi_label", "regression", "token", "language"]
-"""The prediction for a sample: one of several classes, any number of labels, numbers, a class per token, or the token
-that follows each token."""
+Task = Literal["single_label", "multi_label", "regression", "token", "language", "masked_language"]
+"""The prediction for a sample: one of several classes, any number of labels, numbers, a class per token, the token that
+follows each token, or the tokens that are masked."""
 
 TASK_METRICS: Mapping[str | None, tuple[str, ...]] = {
     "single_label": ("accuracy",),
     "multi_label": ("f1_micro", "f1_macro", "subset_accuracy"),
     "regression": ("mae", "rmse", "r2"),
     "token": ("accuracy", "f1_macro"),
-    "language": ("perplexity",),
+    **dict.fromkeys(("language", "masked_language"), ("perplexity",)),
     None: (),
 }
 """The metrics of each task in addition to the loss, the main one first. An accuracy of 1 is 100 %."""

@@ -33,6 +33,13 @@ def test_a_folder_sets_weights_tokenizer_and_a_fitting_length(folder, capsys):
     assert found["data"]["max_length"] == 64
 
 
+def test_a_run_directory_stands_for_its_model(folder, capsys, tmp_path_factory):
+    run_dir = tmp_path_factory.mktemp("run")
+    folder.rename(run_dir / "model")
+    found = config(capsys, "--model.name", str(run_dir))["model"]
+    assert found["name"] == found["weights"] == str(run_dir / "model")
+
+
 def test_given_settings_stay(folder, capsys):
     flags = ["--model.name", str(folder), "--model.weights", "null", "--model.tokenizer", "bytes"]
     found = config(capsys, *flags, "--data.max_length", "128")

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from helpers.problems import Problem as Samples
 from helpers.problems import collate, host_sum, launched_fabric, make_model, make_samples
 from helpers.rounding import EPS
-from trainer.contract import Data, Model, Packable, capability
+from trainer.contract import Data, DrawnInputs, Model, Packable, capability
 from trainer.engine.cut import cut_at, cut_batch, data_parallel_rank
 from trainer.engine.order import batch_indices, derive_seed
 from trainer.engine.step import Stepper
@@ -27,6 +27,7 @@ from trainer.memory.sharding import fabric_strategy
 from trainer.memory.stack import apply_stack, build_optimizer_and_sync, full_state_dict
 from trainer.recipe import Memory, Optim, Recipe
 from trainer.run.collectives import sum_over_data_parallel
+from trainer.values import Request
 
 STEPS = 3
 ADAMW = Optim("adamw", lr=1e-3, weight_decay=0.1, eps=EPS, clip_norm=1.0)
@@ -174,15 +175,22 @@ def set_up(case: Case, plan: Plan) -> tuple[Fabric, Stepper, Windows, Any]:
     windows = Windows(
         size=case.size,
         cut_at=partial(cut_at, recipe, case.world_size),
-        fetch=lambda requests: (collate([samples[index] for index in request.indices]) for request in requests),
+        fetch=lambda requests: (fetched(samples, request) for request in requests),
         weigh=recipe.model.weigh,
         seed=0,
         rank=share,
         world_size=shares,
         reduce=list if case.world_size == 1 else once,
         lengths=[len(sample["input_ids"]) for sample in samples] if "input_ids" in samples[0] else None,
+        augmented=capability(recipe.model, DrawnInputs).seeded,
     )
     return fabric, stepper, windows, stack
+
+
+def fetched(samples: Sequence[dict[str, Tensor]], request: Request) -> dict[str, Tensor]:
+    """The micro-batch of a request, with its seeds if the model asks for some."""
+    batch = collate([samples[index] for index in request.indices])
+    return batch if request.seeds is None else {**batch, "seeds": torch.tensor(request.seeds)}
 
 
 def difference(ours: dict[str, Any], plain: dict[str, Any]) -> dict[str, float]:

@@ -101,7 +101,7 @@ class _Outputs(nn.Module):
     def forward(self, *tensors: Tensor) -> Tensor:
         batch, model = dict(zip(self.names, tensors, strict=True)), self.model
         first, task = tensors[0], model.task or "single_label"
-        if task == "language":
+        if task in ("language", "masked_language"):
             return self.module(**batch).logits
         if task in ("multi_label", "regression"):
             labels = torch.zeros(first.shape[0], model.num_classes)

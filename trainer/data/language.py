@@ -16,7 +16,7 @@ from trainer.data.base import local_path
 from trainer.data.rows import RowSource, check_columns, find_chat_columns, first_rows
 from trainer.data.text import PARTS, PaddedDataset, csv_format, glob_files, load_hub_rows, require_dataset_name
 from trainer.errors import RecipeError, format_list, require, require_choice, require_positive
-from trainer.values import DataSpec
+from trainer.values import DataSpec, Task
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -54,7 +54,7 @@ class LanguageData(PaddedDataset):
             them.
     """
 
-    tasks = ("language",)
+    tasks: ClassVar[Sequence[Task]] = ("language",)
 
     train_files: str | None = None
     val_files: str | None = None
@@ -151,7 +151,7 @@ class LanguageData(PaddedDataset):
         found = {part: self._rows(part, reader, cache) for part in self._sources()}
         if self.name:
             found = {part: [rows] for part, rows in load_hub_rows(self).items()}
-        survey, parts = TruncationReport(self._sample_noun, self.max_length), dict[str, Sequences]()
+        survey, parts = TruncationReport(self._sample_noun, self.max_length, reader), dict[str, Sequences]()
         for part, rows in found.items():
             every = Sequences([tokenize_rows(one, reader, cache) for one in rows], rows, self._pad)
             parts[part] = every.of(survey(part, every))
@@ -268,11 +268,13 @@ class Conversations(LanguageData):
 
 @dataclass
 class Documents(LanguageData):
-    """Documents to continue, one per text file, or one per row of tables or of a hub dataset.
+    """Documents for language models, one per text file, or one per row of tables or of a hub dataset.
 
     Text files are .txt, .md, .rst, .py, or any matched by a pattern; tables are .jsonl, .parquet, .csv and .tsv. The
     tokenizer's end of text follows each document. A document of more than ``max_length`` tokens is split into pieces
-    that overlap by one token, so that each token except the first is predicted once. A stream uses only the first.
+    that overlap by one token, so that each token except the first is predicted once. For a masked language model,
+    the pieces do not overlap, and each is between the tokenizer's special tokens, such as [CLS] and [SEP]. A stream
+    uses only the first piece.
 
     Args:
         text_column: column of the text in tables.
@@ -280,13 +282,15 @@ class Documents(LanguageData):
 
     text_column: str = "text"
 
+    tasks = ("language", "masked_language")
     _extensions = (*TABLES, ".txt", ".md", ".rst", ".py")
     _sample_noun = "document"
 
     def _reader(self, tokenizer: Any) -> Any:
-        from trainer.data.language_samples import DocumentReader
+        from trainer.data.language_samples import DocumentReader, MaskedDocumentReader
 
-        return DocumentReader(tokenizer, self.max_length, self.text_column)
+        reader = MaskedDocumentReader if self._task == "masked_language" else DocumentReader
+        return reader(tokenizer, self.max_length, self.text_column)
 
     def _check_columns(self, source: str, found: Sequence[str]) -> None:
         check_columns(source, found, text_column=self.text_column)

@@ -145,6 +145,33 @@ class DocumentReader:
         return [[*self.begin, *ids.tolist()] for ids in encode_texts(texts, self.tokenizer)]
 
 
+class MaskedDocumentReader(DocumentReader):
+    """Reads a text in pieces without overlap, each between the special tokens of the tokenizer."""
+
+    def __init__(self, tokenizer: Any, max_length: int, column: str) -> None:
+        self.tokenizer, self.column, around = tokenizer, column, tokenizer("")["input_ids"]
+        starts = tokenizer.cls_token_id, tokenizer.bos_token_id
+        self.begin, self.ends = [one for one in around if one in starts], [one for one in around if one not in starts]
+        self.room = max_length - len(around)
+        require(
+            self.room > 0,
+            f"data.max_length={max_length} leaves no room for text, with {len(around)} special tokens: raise it",
+        )
+        self.settings = ["masked documents", column, max_length]
+
+    def _pieces(self, text: str, words: ndarray) -> list[Sample]:
+        found, size = list[Sample](), len(text.encode())
+        for place, start in enumerate(range(0, len(words), self.room)):
+            ids = np.array([*self.begin, *words[start : start + self.room], *self.ends], dtype=np.int32)
+            labels = ids.copy()
+            labels[: len(self.begin)] = labels[len(ids) - len(self.ends) :] = IGNORED_LABEL
+            found.append(Sample(ids, labels, 0, place, 0 if place else size))
+        return found
+
+    def prompts(self, texts: Sequence[str]) -> list[list[int]]:
+        return [[*self.begin, *ids.tolist(), *self.ends] for ids in encode_texts(texts, self.tokenizer)]
+
+
 class _RenderedChat(NamedTuple):
     text: str
     spans: Spans  # to predict
@@ -537,8 +564,9 @@ def _no_label_message(lost: int) -> str:
 class TruncationReport:
     """Prints a summary of each split, and what is truncated or skipped."""
 
-    def __init__(self, called: str, max_length: int) -> None:
+    def __init__(self, called: str, max_length: int, reader: RowReader) -> None:
         self.called, self.max_length, self.bad, self.learned = called, max_length, list[str](), True
+        self.masks = isinstance(reader, MaskedDocumentReader)
 
     def __call__(self, part: str, every: Sequences) -> list[int]:
         """Return the positions of the samples of ``every`` that have tokens to predict."""
@@ -547,9 +575,10 @@ class TruncationReport:
         predicted, lost, first = every.column("predicted"), every.column("lost"), every.column("place") == 0
         silent, learned = usable & (predicted == 0), usable & (predicted > 0)
         further = int((learned & ~first).sum())  # pieces of a document, which repeat a token
-        size = int(every.column("length")[learned].sum()) - further
-        said = f"data: {part}: {self._format_count(int((learned & first).sum()))}, {size:,} tokens "
-        said += f"({int(predicted[learned].sum()):,} predicted)"
+        words = int(predicted[learned].sum())
+        size = words if self.masks else int(every.column("length")[learned].sum()) - further
+        said = f"data: {part}: {self._format_count(int((learned & first).sum()))}, {size:,} tokens"
+        said += "" if self.masks else f" ({words:,} predicted)"
         said += f", in {int(learned.sum()):,} pieces of at most {self.max_length:,}" if further else ""
         if is_local_rank_zero():
             say(escaped(said))

@@ -16,6 +16,17 @@ Attention = Literal["full", "block_sparse"]
 ATTENTION_TYPES = {"full": "original_full", "block_sparse": "block_sparse"}  # as transformers names them
 
 
+def adapt_bigbird(module: Any, attention: Attention) -> Any:
+    """Replace the attention of a BigBird of transformers, and freeze its pooler."""
+    from trainer.models.block_sparse import replace_attention
+
+    replace_attention(module)
+    # DDP waits for every trainable parameter, and our heads do not read the pooler.
+    module.bert.pooler.requires_grad_(False)
+    module.config.attention_type = ATTENTION_TYPES[attention]
+    return module
+
+
 @dataclass
 class BigBird(TextClassifier):
     """BigBird (Zaheer et al. 2020) for long texts.
@@ -39,14 +50,7 @@ class BigBird(TextClassifier):
         require_choice("model.attention", self.attention, Attention)
 
     def _finalize_module(self, module: nn.Module) -> nn.Module:
-        from trainer.models.block_sparse import replace_attention
-
-        module = super()._finalize_module(module)
-        replace_attention(module)
-        # DDP waits for every trainable parameter, and the classifier reads the first token, not the pooler.
-        module.bert.pooler.requires_grad_(False)  # type: ignore[union-attr]
-        module.config.attention_type = ATTENTION_TYPES[self.attention]  # type: ignore[union-attr]
-        return module
+        return adapt_bigbird(super()._finalize_module(module), self.attention)
 
     def _supports_unpadding(self, config: Any) -> bool:
         """Only full attention: the pattern of block_sparse depends on the padded length."""

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, cast
 
 from trainer.errors import RecipeError, RunError, require_choice
 from trainer.models.lora import LoRA
-from trainer.models.text import NO_TOKENIZER, TextModel
+from trainer.models.text import NO_TOKENIZER, TextModel, require_loss_chunk
 from trainer.values import Loss, Task
 
 Kernels = Literal["auto", "liger", "none"]
@@ -60,9 +60,7 @@ class CausalLM(TextModel):
     def __post_init__(self) -> None:
         super().__post_init__()
         require_choice("model.kernels", self.kernels, Kernels)
-        whole = isinstance(self.loss_chunk, int) and not isinstance(self.loss_chunk, bool) and self.loss_chunk >= 0
-        if self.loss_chunk is not None and not whole:
-            raise RecipeError(f"model.loss_chunk={self.loss_chunk!r} must be a number of tokens, 0 for all, or null")
+        require_loss_chunk(self.loss_chunk)
         self._can_pack: bool | None = None  # not determined yet
 
     def packs(self) -> bool:
@@ -73,7 +71,7 @@ class CausalLM(TextModel):
             if why is not None and self.padding_free is not None:
                 cause = f"model.padding_free=true is not supported for model.name={self.name!r}, because {why}"
                 raise RecipeError(f"{cause}: leave it at null, which pads")
-            self._can_pack = why is None and (self.padding_free is True or self._is_unmodified(CausalLM))
+            self._can_pack = why is None and (self.padding_free is True or self._is_unmodified())
         return bool(self._can_pack)
 
     def weigh(self, batch: Any) -> dict[str, float]:
@@ -151,11 +149,7 @@ class CausalLM(TextModel):
         if ahead is not None:
             cause = f"model.name={self.name!r} sees the tokens that it must predict ({ahead})"
             raise RecipeError(f"{cause}: use a decoder, or change that setting with model.config")
-        tokenizer = self.tokenizer_or_none()
-        words = module.get_input_embeddings().weight.shape[0]  # type: ignore[operator]
-        if tokenizer is not None and len(tokenizer) > words:
-            cause = f"model.tokenizer has {len(tokenizer)} tokens, but model.name={self.name!r} supports {words}"
-            raise RecipeError(f"{cause}: use the tokenizer of this model")
+        self._require_embeddings(module)
         # Before transformers 5.21, its ``sdpa`` silently ignored the cap on Gemma 2's attention scores.
         if self.packs() or getattr(module.config, "attn_logit_softcapping", None) is not None:
             from trainer.models.packed_attention import NAME, register_packed_attention

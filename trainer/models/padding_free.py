@@ -1,8 +1,8 @@
 """transformers encoders without padding: the texts of a micro-batch are concatenated.
 
-Linear layers, norms and activation functions see one row of tokens; attention works within each text. The last block
-computes queries, projections and its feed-forward network only for the first token of each text, because a
-classifier's head reads no other. The result equals that of the padded micro-batch. The idea is known as
+Linear layers, norms and activation functions see one row of tokens; attention works within each text. For a classifier,
+whose head reads no other token, the last block computes queries, projections and its feed-forward network only for the
+first token of each text. The result equals that of the padded micro-batch. The idea is known as
 "padding-free" or "unpadded" training (MosaicBERT, Portes et al. 2023; ModernBERT, Warner et al. 2024).
 """
 
@@ -98,12 +98,15 @@ def pack(batch: Mapping[str, Any], padding_idx: int | None) -> dict[str, Any] | 
     return {**packed, "cu_seq_lens": ends, "lengths": Lengths(tokens.tolist()), **rest}
 
 
-def unpad(module: nn.Module) -> None:
-    """Make the blocks of ``module`` accept packed micro-batches by swapping ``__class__``, which keeps names."""
+def unpad(module: nn.Module, first_only: bool = True) -> None:
+    """Make the blocks of ``module`` accept packed micro-batches by swapping ``__class__``, which keeps names.
+
+    With ``first_only`` the last block returns only the first token of each text.
+    """
     blocks = [part for part in module.modules() if _block_name(type(part)) in BLOCK_FORWARDS]
     for block in blocks:
         block.__class__ = _unpadded(type(block))  # type: ignore[arg-type]
-        block.reads_first = block is blocks[-1]  # type: ignore[assignment]
+        block.reads_first = first_only and block is blocks[-1]  # type: ignore[assignment]
 
 
 @cache

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, Literal, cast
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, cast
 
 from trainer.contract import Packable
 from trainer.errors import RecipeError, require_choice
@@ -40,6 +40,13 @@ _NORMS = {f"layers.*.{part}_layernorm": "sequence_parallel" for part in ("input"
 TextTask = Literal["single_label", "multi_label", "regression", "token"]
 NO_TOKENIZER = "none"
 UNPADDING_MODEL_TYPES = ("distilbert", "bert", "roberta", "xlm-roberta", "modernbert")  # types that support packing
+
+
+def require_loss_chunk(chunk: Any) -> None:
+    """Check ``model.loss_chunk``."""
+    whole = isinstance(chunk, int) and not isinstance(chunk, bool) and chunk >= 0
+    if chunk is not None and not whole:
+        raise RecipeError(f"model.loss_chunk={chunk!r} must be a number of tokens, 0 for all, or null")
 
 
 class TextModel(HubModel, Packable):
@@ -81,9 +88,10 @@ class TextModel(HubModel, Packable):
             return byte_tokenizer()
         return self._load("tokenizer", source, AutoTokenizer.from_pretrained, trust_remote_code=False, **options)
 
-    def _is_unmodified(self, kind: type[TextModel]) -> bool:
-        """Return whether module and losses are those of ``kind``, not of a subclass, which may read padding."""
-        return all(getattr(type(self), name) is getattr(kind, name) for name in ("build", "skeleton", "losses"))
+    def _is_unmodified(self) -> bool:
+        """Return whether module and losses are those of this package, not of a subclass, which may read padding."""
+        own = (getattr(type(self), name).__module__ for name in ("build", "skeleton", "losses"))
+        return all(name.startswith("trainer.models.") for name in own)
 
     def unloaded(self) -> Self:
         """Return this model with random weights and the same tokenizer."""
@@ -111,6 +119,14 @@ class TextModel(HubModel, Packable):
         tokenizer = self.tokenizer_or_none()
         return {} if tokenizer is None else {"vocab_size": len(tokenizer), "pad_token_id": tokenizer.pad_token_id}
 
+    def _require_embeddings(self, module: nn.Module) -> None:
+        """Check that the module has an embedding for every token of the tokenizer."""
+        tokenizer = self.tokenizer_or_none()
+        words = module.get_input_embeddings().weight.shape[0]  # type: ignore[operator]
+        if tokenizer is not None and len(tokenizer) > words:
+            cause = f"model.tokenizer has {len(tokenizer)} tokens, but model.name={self.name!r} supports {words}"
+            raise RecipeError(f"{cause}: use the tokenizer of this model")
+
     def save(self, module: nn.Module, folder: Path, state: Mapping[str, Tensor]) -> None:
         super().save(module, folder, state)
         if (tokenizer := self.tokenizer_or_none()) is not None:
@@ -122,8 +138,71 @@ class TextModel(HubModel, Packable):
         return replace(cast(Any, super().saved_in(folder)), tokenizer=tokenizer)
 
 
+class PackedEncoder(TextModel):
+    """Base class of encoders whose micro-batches may have no padding."""
+
+    padding_free: bool | None
+
+    reads_first_token: ClassVar[bool] = True
+    """Whether the head reads only the first token of each text."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self._can_pack: bool | None = None  # not determined yet
+
+    def packs(self) -> bool:
+        if self.padding_free is False:
+            return False
+        if self._can_pack is None:
+            config = self._configuration()
+            whole = not getattr(config, "is_decoder", False) and not getattr(config, "chunk_size_feed_forward", 0)
+            left = getattr(self.tokenizer_or_none(), "padding_side", "right") == "left" and self.reads_first_token
+            known = self._supports_unpadding(config) and config._attn_implementation in (None, "sdpa")
+            self._can_pack = known and whole and not left and (self.padding_free or self._is_unmodified())
+            self._padding_idx = config.pad_token_id if config.model_type.endswith("roberta") else None
+            self._asks = config.model_type == "modernbert"
+            if not self._can_pack and self.padding_free is not None:
+                encoders = f"{', '.join(UNPADDING_MODEL_TYPES)}; BigBird with model.attention full"
+                reads = " whose head reads the first token" if self.reads_first_token else ""
+                cause = f"model.padding_free=true is for encoders ({encoders}){reads}, with"
+                unlike = f"sdpa attention and padding on the right, unlike model.name={self.name!r}"
+                raise RecipeError(f"{cause} {unlike}: leave it at null")
+        return self._can_pack
+
+    def _supports_unpadding(self, config: Any) -> bool:
+        from trainer.models.packed_attention import length_dependent_rope
+
+        # The heads of some ModernBERT classifiers read the mean.
+        fits = not self.reads_first_token or getattr(config, "classifier_pooling", "cls") == "cls"
+        return config.model_type in UNPADDING_MODEL_TYPES and fits and length_dependent_rope(config) is None
+
+    def packed(self, batch: Any) -> Any:
+        """Remove the padding of the micro-batch if the module supports that."""
+        if not self.packs() or not isinstance(batch, Mapping) or "attention_mask" not in batch:
+            return batch
+        from trainer.models.packed_attention import dummy_mask
+        from trainer.models.padding_free import pack
+
+        packed = pack(batch, self._padding_idx)
+        if packed is not None and self._asks:
+            packed["attention_mask"] = dummy_mask()
+        return packed or batch
+
+    def _finalize_module(self, module: nn.Module) -> nn.Module:
+        module = super()._finalize_module(module)
+        if self.packs():
+            from trainer.models.packed_attention import NAME, register_packed_attention
+            from trainer.models.padding_free import unpad
+
+            unpad(module, self.reads_first_token)
+            if self._asks:
+                register_packed_attention()
+                module.set_attn_implementation(NAME)  # type: ignore[operator]
+        return module
+
+
 @dataclass
-class TextClassifier(TextModel, HubClassifier):
+class TextClassifier(PackedEncoder, HubClassifier):
     """Any ``AutoModelForSequenceClassification`` or, for the task token, ``AutoModelForTokenClassification``.
 
     Examples are DistilBERT, BERT and RoBERTa. The loss is computed here from the logits, never by the model itself:
@@ -157,7 +236,6 @@ class TextClassifier(TextModel, HubClassifier):
         if self.padding_free and self.task == "token":
             cause = "model.padding_free=true computes the last block for the first token only, but model.task=token"
             raise RecipeError(f"{cause} reads all tokens: leave it at null")
-        self._can_pack: bool | None = None  # not determined yet
 
     @property
     def auto(self) -> str:  # type: ignore[override]
@@ -172,52 +250,7 @@ class TextClassifier(TextModel, HubClassifier):
         return found
 
     def packs(self) -> bool:
-        if self.padding_free is False or self.task == "token":
-            return False
-        if self._can_pack is None:
-            config = self._configuration()
-            whole = not getattr(config, "is_decoder", False) and not getattr(config, "chunk_size_feed_forward", 0)
-            left = getattr(self.tokenizer_or_none(), "padding_side", "right") == "left"
-            known = self._supports_unpadding(config) and config._attn_implementation in (None, "sdpa")
-            self._can_pack = known and whole and not left and (self.padding_free or self._is_unmodified(TextClassifier))
-            self._padding_idx = config.pad_token_id if config.model_type.endswith("roberta") else None
-            self._asks = config.model_type == "modernbert"
-            if not self._can_pack and self.padding_free is not None:
-                encoders = f"{', '.join(UNPADDING_MODEL_TYPES)}; BigBird with model.attention full"
-                cause = f"model.padding_free=true is for encoders ({encoders}) whose head reads the first token, with"
-                unlike = f"sdpa attention and padding on the right, unlike model.name={self.name!r}"
-                raise RecipeError(f"{cause} {unlike}: leave it at null")
-        return self._can_pack
-
-    def _supports_unpadding(self, config: Any) -> bool:
-        from trainer.models.packed_attention import length_dependent_rope
-
-        first = getattr(config, "classifier_pooling", "cls") == "cls"  # some ModernBERT heads read the mean
-        return config.model_type in UNPADDING_MODEL_TYPES and first and length_dependent_rope(config) is None
-
-    def packed(self, batch: Any) -> Any:
-        """Remove the padding of the micro-batch if the module supports that."""
-        if not self.packs() or not isinstance(batch, Mapping) or "attention_mask" not in batch:
-            return batch
-        from trainer.models.packed_attention import dummy_mask
-        from trainer.models.padding_free import pack
-
-        packed = pack(batch, self._padding_idx)
-        if packed is not None and self._asks:
-            packed["attention_mask"] = dummy_mask()
-        return packed or batch
-
-    def _finalize_module(self, module: nn.Module) -> nn.Module:
-        module = super()._finalize_module(module)
-        if self.packs():
-            from trainer.models.packed_attention import NAME, register_packed_attention
-            from trainer.models.padding_free import unpad
-
-            unpad(module)
-            if self._asks:
-                register_packed_attention()
-                module.set_attn_implementation(NAME)  # type: ignore[operator]
-        return module
+        return self.task != "token" and super().packs()
 
     def losses(self, module: nn.Module, batch: Any) -> Iterator[Loss]:
         """Yield the task's loss, from the logits; the batch is a tokenizer's output plus ``labels``."""

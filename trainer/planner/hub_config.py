@@ -57,7 +57,7 @@ class FromConfig(TextClassifier):
         """Build the module that transformers has for the task, without adapters."""
         return self._finalize_module(self._from_configuration(f"AutoModelFor{TASKS[self.head]}"))
 
-    def _is_unmodified(self, kind: Any) -> bool:
+    def _is_unmodified(self) -> bool:
         return self.head == "sequence-classification"  # the other heads read every token
 
     def losses(self, module: nn.Module, batch: Any) -> Iterator[Loss]:
