@@ -1,8 +1,8 @@
 """MLPs and norms of long texts, computed for a tile of the tokens at a time, in forward and in backward.
 
 These layers treat every token alone, so the tiles' outputs are those of one call. Each tile is checkpointed: backward
-computes its intermediate values again, and frees them before the next tile. Autograd sums a weight's gradient over the
-tiles before it runs the hooks that synchronise ranks, and FSDP gathers a block's weights once for all its tiles.
+computes its intermediate values again, and frees them before the next tile. Autograd sums the gradients of a weight over
+the tiles before it runs the hooks that synchronise ranks, and FSDP gathers a block's weights once for all its tiles.
 """
 
 from __future__ import annotations
