@@ -1,17 +1,18 @@
 """MLPs and norms of long texts, computed for a tile of the tokens at a time, in forward and in backward.
 
 These layers treat every token alone, so the tiles' outputs are those of one call. Each tile is checkpointed: backward
-computes its intermediate values again, and frees them before the next tile. Autograd sums the gradients of a weight over
-the tiles before it runs the hooks that synchronise ranks, and FSDP gathers a block's weights once for all its tiles.
+computes its intermediate values again, and frees them before the next tile. Autograd sums the gradients of a weight
+over the tiles before it runs the hooks that synchronise ranks. FSDP gathers a block's weights once for all its tiles.
 """
 
 from __future__ import annotations
 
 from functools import cache
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 
 from trainer.errors import RecipeError
@@ -38,7 +39,7 @@ def use_tiles(module: Any, tokens: int | None) -> None:
         return
     for part in module.modules() if tokens != 0 else ():
         if type(part).__name__.endswith(TILED):
-            part.__class__, part.tile_tokens = _tiled(type(part)), tokens
+            part.__class__, part.tile_tokens = _tiled(cast(Any, type(part))), tokens
 
 
 def num_tiles(tokens: int, size: int | None) -> int:
@@ -47,12 +48,12 @@ def num_tiles(tokens: int, size: int | None) -> int:
 
 
 @cache
-def _tiled(kind: Any) -> type[nn.Module]:
-    plain = kind.forward
+def _tiled(kind: type[nn.Module]) -> type[nn.Module]:
+    plain: Any = kind.forward
 
     def forward(self: Any, hidden: Tensor) -> Tensor:
         tiles = num_tiles(hidden.shape[:2].numel(), self.tile_tokens)
-        if tiles == 1:
+        if tiles == 1 or isinstance(hidden, DTensor):  # sequence parallelism has split the tokens
             return plain(self, hidden)
         rows, grows = hidden.flatten(0, -2).chunk(tiles), torch.is_grad_enabled()
         found = [checkpoint(plain, self, row, use_reentrant=False) if grows else plain(self, row) for row in rows]
