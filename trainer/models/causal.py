@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, cast
 
 from trainer.errors import RecipeError, RunError, require_choice
 from trainer.models.lora import LoRA
-from trainer.models.text import NO_TOKENIZER, TextModel, require_loss_chunk
+from trainer.models.text import NO_TOKENIZER, TextModel, require_tokens
 from trainer.values import Loss, Task
 
 Kernels = Literal["auto", "liger", "none"]
@@ -39,6 +39,8 @@ class CausalLM(TextModel):
             the compute dtype), or all tokens if the logits do not come from a linear layer.
         kernels: liger computes RMSNorm, rotary embedding and gated MLPs with the Triton kernels of that package on
             CUDA GPUs, none with torch; auto uses liger if installed and certified (docs/techniques/kernels.md).
+        tile_tokens: number of tokens whose MLPs and norms are computed at once; 0 for all. null uses 16 tiles for
+            micro-batches of at least 32,768 tokens, in certified architectures (docs/long-texts.md).
     """
 
     name: str = "llama"
@@ -52,6 +54,7 @@ class CausalLM(TextModel):
     lora: LoRA = field(default_factory=LoRA)
     loss_chunk: int | None = None
     kernels: Kernels = "auto"  # lossless up to rounding; installing the optional package requests it
+    tile_tokens: int | None = None
 
     auto = "AutoModelForCausalLM"
     head_is_new = False
@@ -60,7 +63,8 @@ class CausalLM(TextModel):
     def __post_init__(self) -> None:
         super().__post_init__()
         require_choice("model.kernels", self.kernels, Kernels)
-        require_loss_chunk(self.loss_chunk)
+        require_tokens("loss_chunk", self.loss_chunk)
+        require_tokens("tile_tokens", self.tile_tokens)
         self._can_pack: bool | None = None  # not determined yet
 
     def packs(self) -> bool:
@@ -143,6 +147,7 @@ class CausalLM(TextModel):
         """Make the module return the summed loss when given labels, and accept packed texts if supported."""
         from trainer.models.chunked_loss import patch_forward_to_return_loss
         from trainer.models.liger import use_kernels
+        from trainer.models.token_tiles import use_tiles
 
         module = super()._finalize_module(module)
         ahead = _find_bidirectional_setting(module.config)
@@ -157,6 +162,7 @@ class CausalLM(TextModel):
             register_packed_attention()
             module.set_attn_implementation(NAME)  # type: ignore[operator]
         use_kernels(module, self.kernels)
+        use_tiles(module, self.tile_tokens)
         patch_forward_to_return_loss(module, self.loss_chunk)
         return module
 

@@ -14,7 +14,7 @@ from trainer.models.bigbird import ATTENTION_TYPES, adapt_bigbird
 from trainer.models.byte_tokenizer import BYTES, byte_tokenizer
 from trainer.models.hub import is_local
 from trainer.models.lora import LoRA
-from trainer.models.text import PackedEncoder, require_loss_chunk
+from trainer.models.text import PackedEncoder, require_tokens
 from trainer.values import IGNORED_LABEL, Loss, Task
 
 if TYPE_CHECKING:
@@ -166,7 +166,7 @@ class MaskedLM(PackedEncoder, DrawnInputs):
         require_choice("model.masking", self.masking, Literal["tokens", "whole_words"])
         rate = self.mask_rate
         require(0 < rate <= 1, f"model.mask_rate={rate} must be more than 0 and at most 1; BERT has 0.15")
-        require_loss_chunk(self.loss_chunk)
+        require_tokens("loss_chunk", self.loss_chunk)
         self._masking: TokenMasking | None = None  # not determined yet
 
     @property

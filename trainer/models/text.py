@@ -42,11 +42,11 @@ NO_TOKENIZER = "none"
 UNPADDING_MODEL_TYPES = ("distilbert", "bert", "roberta", "xlm-roberta", "modernbert")  # types that support packing
 
 
-def require_loss_chunk(chunk: Any) -> None:
-    """Check ``model.loss_chunk``."""
-    whole = isinstance(chunk, int) and not isinstance(chunk, bool) and chunk >= 0
-    if chunk is not None and not whole:
-        raise RecipeError(f"model.loss_chunk={chunk!r} must be a number of tokens, 0 for all, or null")
+def require_tokens(key: str, value: Any) -> None:
+    """Check the setting ``model.KEY``, an optional number of tokens."""
+    whole = isinstance(value, int) and not isinstance(value, bool) and value >= 0
+    if value is not None and not whole:
+        raise RecipeError(f"model.{key}={value!r} must be a number of tokens, 0 for all, or null")
 
 
 class TextModel(HubModel, Packable):

@@ -192,7 +192,12 @@ def _shape(said: str, task: str, tokens: int | None, config: Mapping[str, Any], 
     if tokens is None:
         tokens = min(most or FEW_TOKENS, MAX_TOKENS)
         notes.append(f"--tokens is {tokens:,}: the model's maximum is {f'{most:,}' if most else 'unlimited'}")
-    require(not most or tokens <= most, f"--tokens={tokens} is more than the {most} of {said}: lower it")
+    if most and tokens > most and (config.get("rope_theta") or config.get("rope_parameters")):
+        notes.append(
+            f"--tokens={tokens:,} is more than the {most:,} of {said}: train with a scaling in rope_parameters"
+        )
+    else:
+        require(not most or tokens <= most, f"--tokens={tokens} is more than the {most} of {said}: lower it")
     require(tokens > 1 or task != "causal-lm", "--tokens=1 leaves no next token to predict: give at least 2")
     names = ("input_ids", "attention_mask", *(("decoder_input_ids",) if task == "seq2seq-lm" else ()))
     row = ("int64", (tokens,))
