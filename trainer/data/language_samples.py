@@ -594,7 +594,7 @@ class Pairs(Samples):
 
     def __init__(self, sequences: Sequences, packs: bool) -> None:
         self.sequences, tokens_of = sequences, np.asarray(sequences.lengths).reshape(-1, 2)
-        self.lengths = tokens_of.sum(1) if packs else 2 * tokens_of.max(1)
+        self.lengths = tokens.to_int64_array(tokens_of.sum(1) if packs else 2 * tokens_of.max(1))
         self.reference = np.full(tokens_of.shape, np.nan)
 
     def __len__(self) -> int:
