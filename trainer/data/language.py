@@ -16,7 +16,7 @@ from trainer.data.base import local_path
 from trainer.data.rows import RowSource, check_columns, find_chat_columns, find_pair_columns, first_rows
 from trainer.data.text import PARTS, PaddedDataset, csv_format, glob_files, load_hub_rows, require_dataset_name
 from trainer.errors import RecipeError, format_list, require, require_choice, require_positive
-from trainer.values import DataSpec
+from trainer.values import DataSpec, Task
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -54,7 +54,7 @@ class LanguageData(PaddedDataset):
             them.
     """
 
-    tasks = ("language",)
+    tasks: ClassVar[Sequence[Task]] = ("language",)
 
     train_files: str | None = None
     val_files: str | None = None
@@ -312,7 +312,7 @@ class Preferences(LanguageData):
     rejected_column: str | None = None
     chat_template: str | None = None
 
-    tasks = ("preference",)
+    tasks: ClassVar[Sequence[Task]] = ("preference", "language")  # language only until model.loss is set
     answers = True
     _sample_noun = "pair"
 
@@ -320,6 +320,11 @@ class Preferences(LanguageData):
         super().__post_init__()
         cause = "data.streamed=true is not supported with Preferences, whose reference log-probabilities belong to rows"
         require(not self.streamed, f"{cause}: leave it out")
+
+    def use_model(self, model: Model | None) -> None:
+        super().use_model(model)
+        cause = "Preferences is for model.loss=dpo, ipo, orpo or simpo, but the loss is next_token"
+        require(model is None or model.task != "language", f"{cause}: set model.loss, or use Conversations")
 
     def prepare(self, tokenizer: Any = None, model: Model | None = None) -> None:
         """Read, check and tokenise the pairs, using the cache, and print a summary."""

@@ -26,7 +26,16 @@ from trainer.data import tokens
 from trainer.data.base import hold_out, local_path, root_cause
 from trainer.data.cache import hash_of
 from trainer.data.fingerprint import ContentHasher, add_rows, sample_row_blocks
-from trainer.data.rows import ALPACA, PAIR_COLUMNS, RowSource, brief_places, check_columns, find_chat_columns, find_pair_columns, has_text
+from trainer.data.rows import (
+    ALPACA,
+    PAIR_COLUMNS,
+    RowSource,
+    brief_places,
+    check_columns,
+    find_chat_columns,
+    find_pair_columns,
+    has_text,
+)
 from trainer.errors import RecipeError, require, suggest_name
 from trainer.system.child_jobs import Bounded, ChildError
 from trainer.system.environment import is_local_rank_zero
@@ -186,7 +195,8 @@ class ChatReader:
 
     def _probe_turn_end(self, given: str | None) -> None:
         """Render a short conversation to find how the template ends a turn of the assistant."""
-        (found,) = ChatReader.__call__(self, [{"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}])
+        messages = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
+        (found,) = ChatReader.__call__(self, [{"messages": messages}])
         if isinstance(found, str) or self.loss_on == "all" or found[0].num_truncated:
             return
         last = found[0].labels[found[0].labels != IGNORED_LABEL][-1:].tolist()
@@ -334,7 +344,7 @@ class PreferenceReader(ChatReader):
     def __init__(self, tokenizer: Any, max_length: int, wanted: Mapping[str, str | None], template: Any) -> None:
         self.wanted = dict(wanted)
         super().__init__(tokenizer, max_length, None, ("prompt", "completion"), template, "assistant")
-        self.settings = ["preferences", self.wanted, *self.settings]
+        self.settings = ["preferences", *self.wanted.values(), *self.settings]
 
     def columns(self, source: str, found: Sequence[str]) -> Sequence[str]:
         return find_pair_columns(source, found, self.wanted)
@@ -394,7 +404,7 @@ def _pair_of(chosen: Any, rejected: Any, prompt: Any, system: Any) -> tuple[Mess
         begin += _parse_content(prompt, "prompt")
     require(any(one["role"] != "system" for one in begin), "has no prompt, and its answers share no messages")
     require(both[0] != both[1], "has equal chosen and rejected answers")
-    return begin, *both
+    return begin, both[0], both[1]
 
 
 def _template(tokenizer: Any, given: str | None) -> str:
@@ -603,7 +613,7 @@ class Pairs(Samples):
     def __getitem__(self, index: int) -> dict[str, Tensor]:
         return {name: value[0] for name, value in self.__getitems__([index]).items()}
 
-    def __getitems__(self, indices: Sequence[int]) -> dict[str, Tensor]:  # type: ignore[override]
+    def __getitems__(self, indices: Sequence[int]) -> dict[str, Tensor]:
         batch = self.sequences.__getitems__([place for index in indices for place in (2 * index, 2 * index + 1)])
         pairs = {name: value.unflatten(0, (-1, 2)) for name, value in batch.items()}
         return {**pairs, "reference": torch.from_numpy(self.reference[list(indices)])}
@@ -655,7 +665,8 @@ class TruncationReport:
         usable, empty = pc.equal(problems, "").to_numpy(), pc.equal(problems, EMPTY_REASON).to_numpy()
         predicted, lost, first = every.column("predicted"), every.column("lost"), every.column("place") == 0
         silent, learned = usable & (predicted == 0), usable & (predicted > 0)
-        further = int((learned & ~first).sum()) if self.called == "document" else 0  # pieces of a document, which repeat a token
+        # Further pieces of a document repeat a token.
+        further = int((learned & ~first).sum()) if self.called == "document" else 0
         size = int(every.column("length")[learned].sum()) - further
         said = f"data: {part}: {self._format_count(int((learned & first).sum()))}, {size:,} tokens "
         said += f"({int(predicted[learned].sum()):,} predicted)"

@@ -96,6 +96,7 @@ def _make_loss_class(kind: type[nn.Module]) -> type[nn.Module]:
             logits = plain(self, *args, **kwargs).logits
             if parts is None:
                 return token_loss(logits, labels)
+            places = target_positions(labels) if places is None else places
             return _sum_parts(token_loss(logits, labels, "none").index_select(0, places), parts, num_parts)
         hidden = self.base_model(*args, **kwargs).last_hidden_state.flatten(0, 1)
         places = target_positions(labels) if places is None else places
@@ -178,7 +179,7 @@ def _kernels(states: Tensor, bias: Tensor | None) -> Any:
 
 
 class _ChunkedLosses(torch.autograd.Function):
-    """The losses of tokens with logits that are a sum of products of states ``(tokens, width)`` and weights ``(words, width)``."""
+    """The losses of tokens, whose logits are a sum of products of states ``(tokens, width)`` and weights."""
 
     @staticmethod
     def forward(

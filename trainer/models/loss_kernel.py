@@ -77,7 +77,7 @@ def _empty(products: Tensor, *_: object) -> tuple[Tensor, Tensor]:
 def token_errors_(
     products: Tensor, sums: Tensor, targets: Tensor, gradient: Tensor, start: int, scale: float, cap: float | None
 ) -> None:
-    """Overwrite ``products`` of words from ``start`` on with their gradient, given that of each loss, fp32 ``(tokens, 1)``."""
+    """Overwrite ``products`` of words from ``start`` on with their gradient, given that of each loss, fp32."""
     (tokens, words), given = products.shape, (products, sums, targets, gradient, start)
     wrap_triton(_errors)[(tokens, -(-words // BLOCK))](*given, words, scale, cap, BLOCK, **LAUNCH)
 

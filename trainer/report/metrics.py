@@ -91,8 +91,8 @@ class EvaluationMetrics:
             columns = (samples.expand_as(kept), said & true, said, true, (samples & whole).expand_as(kept))
             self.counted += torch.stack([column.double() for column in columns], -1).sum(0)
         elif self.task == "preference":  # a row for the chosen answers, and one for the rejected
-            columns = (torch.ones_like(logits), logits > logits.flip(1), logits)
-            self.counted += torch.stack([column.double() for column in columns], -1).sum(0)
+            larger = logits > logits.flip(1)
+            self.counted += torch.stack([torch.ones_like(logits), larger, logits], -1).sum(0, dtype=torch.float64)
         elif len(targets):
             true = targets.reshape(logits.shape).double()
             error, first = logits.double() - true, true[0]
@@ -122,7 +122,8 @@ class EvaluationMetrics:
 
     def values(self, table: np.ndarray) -> dict[str, float]:
         """Compute all metrics of the counts ``table``, by name; NaN if nothing was counted."""
-        compute = {"multi_label": _of_labels, "regression": _of_numbers, "preference": _of_pairs}.get(self.task, _of_classes)
+        others = {"multi_label": _of_labels, "regression": _of_numbers, "preference": _of_pairs}
+        compute = others.get(self.task, _of_classes)
         found = compute(table if table.any() else np.ones_like(table))
         return {name: float(value) if table.any() else math.nan for name, value in found.items()}
 

@@ -15,7 +15,6 @@ import transformers
 
 from trainer.contract import Data, splits_of
 from trainer.data.cache import cache_folder, hash_of, read_cache_json, write_cache_json
-from trainer.data.fingerprint import split_fingerprint
 from trainer.engine.cut import Cut, cut_batch, data_parallel_rank
 from trainer.engine.data_feed import evaluation_micro_batches
 from trainer.engine.forward import Forward
@@ -39,15 +38,16 @@ def compute_reference(session: Session, forward: Forward, say: Callable[[str], N
     model, data = recipe.model, recipe.data
     if not isinstance(model, CausalLM) or not model.needs_reference:
         return
+    from trainer.data.language_samples import Pairs  # imports datasets
     from trainer.models.preference import ReferenceLogProbs
 
     computes = Forward(fabric, ReferenceLogProbs(model), forward.module)
     key = run_on_rank_zero(fabric, partial(_key_of_model, session, model))
     for name, split in splits_of(data).items():
-        folder = _folder(data) / run_on_rank_zero(fabric, lambda split=split: hash_of(key, split_fingerprint(split)))
-        blocks = range(0, len(split), BLOCK)
+        assert isinstance(split, Pairs)
+        folder = _folder(data) / hash_of(key, run_on_rank_zero(fabric, split.fingerprint))
         new = 0
-        for start in blocks:
+        for start in range(0, len(split), BLOCK):
             pairs, note = range(start, min(start + BLOCK, len(split))), folder / f"{start}.json"
             values = run_on_rank_zero(fabric, partial(read_cache_json, note))
             if values is None:
@@ -58,7 +58,8 @@ def compute_reference(session: Session, forward: Forward, say: Callable[[str], N
                     write_cache_json(note, values)
             split.reference[start : start + len(pairs)] = values
         known = "" if new == len(split) else f", {len(split) - new:,} of them from the cache"
-        say(f"model.loss={model.loss}: reference log-probabilities of {len(split):,} {name} pairs{known}; no second model")
+        what = f"reference log-probabilities of {len(split):,} {name} pairs{known}"
+        say(f"model.loss={model.loss}: {what}; no second model is in memory")
 
 
 def _folder(data: Data) -> Path:
