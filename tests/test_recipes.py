@@ -86,7 +86,7 @@ def test_a_packaged_recipe_trains_evaluates_and_predicts(name, sample_data, tmp_
     if name == "lm_dpo":
         assert list(figures) == ["reward_accuracy", "reward_margin", "loss"]
         assert run(["evaluate", str(run_dir)]) == 2
-        assert "compares with the model before training" in capsys.readouterr().err
+        assert "compare with the model before training" in capsys.readouterr().err
         assert run(["predict", str(run_dir), "--text", "def main(", "--max-new-tokens", "4"]) == 0
         return
     assert run(["evaluate", str(run_dir)]) == 0

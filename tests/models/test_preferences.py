@@ -69,11 +69,10 @@ class Preferred(Case):
     loss: str = "dpo"
     chunk: int | None = None
     free: bool | None = None
-    lora: LoRA = LoRA()
 
     @property
     def model(self) -> Model:
-        options = {"loss_chunk": self.chunk, "padding_free": self.free, "lora": self.lora}
+        options = {"loss_chunk": self.chunk, "padding_free": self.free}
         return language_model(self.name, loss=self.loss, beta=BETAS[self.loss], **options)
 
     @property
@@ -339,7 +338,7 @@ def test_adapters_train_on_a_frozen_base(base, tmp_path):
 def test_evaluate_rejects_a_loss_that_needs_the_model_before_training(tmp_path):
     recipe = recipe_of(tmp_path)
     found = trainer.fit(recipe)
-    with pytest.raises(RecipeError, match="compares with the model before training"):
+    with pytest.raises(RecipeError, match="compare with the model before training"):
         found.evaluate()
 
 

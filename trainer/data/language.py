@@ -334,13 +334,6 @@ class Preferences(LanguageData):
         packs = capability(self._model or Model(), Packable).packs()
         self.train, self.val, self.test = (one and Pairs(one, packs) for one in (self.train, self.val, self.test))
 
-    def for_evaluation(self, model: Model | None = None, path: str | None = None) -> Data:
-        loss = getattr(model, "loss", None)
-        cause = f"model.loss={loss} compares with the model before training, which a finished run does not have"
-        fix = "set data.test_files or data.val_files before training, as the run evaluates on them"
-        require(loss not in ("dpo", "ipo"), f"{cause}: {fix}")
-        return super().for_evaluation(model, path)
-
     def spec(self) -> DataSpec | None:
         """Return the spec of hub data that is not downloaded yet, with two texts of ``max_length`` tokens per pair."""
         if (found := super().spec()) is None:
@@ -354,7 +347,7 @@ class Preferences(LanguageData):
         return PreferenceReader(tokenizer, self.max_length, self._columns(), self.chat_template)
 
     def _columns(self) -> dict[str, str | None]:
-        return {role: getattr(self, f"{role}_column") for role in ("prompt", "chosen", "rejected")}
+        return {"prompt": self.prompt_column, "chosen": self.chosen_column, "rejected": self.rejected_column}
 
     def _check_columns(self, source: str, found: Sequence[str]) -> None:
         find_pair_columns(source, found, self._columns())

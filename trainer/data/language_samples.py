@@ -347,37 +347,26 @@ class PreferenceReader(ChatReader):
         self.settings = ["preferences", *self.wanted.values(), *self.settings]
 
     def columns(self, source: str, found: Sequence[str]) -> Sequence[str]:
-        return find_pair_columns(source, found, self.wanted)
+        return list(find_pair_columns(source, found, self.wanted).values())
 
     def __call__(self, rows: Sequence[Mapping[str, Any]]) -> list[list[Sample] | str]:
-        written = [one for cells in rows for one in self._render_pair(cells)]
-        found = self._encoded(written)
+        found = self._encoded([one for cells in rows for one in self._render_pair(cells)])
         return [self._joined(*pair) for pair in zip(found[::2], found[1::2], strict=True)]
 
     def _render_pair(self, cells: Mapping[str, Any]) -> list[_RenderedChat | str]:
+        columns = find_pair_columns("the table", list(cells), self.wanted)
         try:
-            prompt, *answers = _pair_of(*self._cells(cells))
+            prompt, *answers = _pair_of(*(cells.get(columns.get(role, "")) for role in PAIR_COLUMNS))
         except RecipeError as error:
             return [str(error)] * 2
         return [self._render_answer(prompt, answer) for answer in answers]
-
-    def _cells(self, cells: Mapping[str, Any]) -> list[Any]:
-        """Return the cells of chosen, rejected, prompt and system; ``None`` for those that the table lacks."""
-        columns = find_pair_columns("the table", list(cells), self.wanted)
-        roles = ["chosen", "rejected"]
-        for role in ("prompt", "system"):
-            names = [self.wanted[role]] if self.wanted.get(role) else PAIR_COLUMNS[role]
-            roles += [role] if any(name in columns[2:] for name in names) else []
-        by_role = dict(zip(roles, columns, strict=True))
-        return [cells[by_role[role]] if role in by_role else None for role in PAIR_COLUMNS]
 
     def _render_answer(self, prompt: Messages, answer: Messages) -> _RenderedChat | str:
         """Render both, and keep the spans of ``answer``, which are the last."""
         written = self._bounded([*prompt, *answer])
         if isinstance(written, str):
             return written
-        before = sum(message["role"] == "assistant" for message in prompt)
-        added = sum(message["role"] == "assistant" for message in answer)
+        before, added = (sum(message["role"] == "assistant" for message in part) for part in (prompt, answer))
         if len(written.spans) != before + added:
             return f"has {before + added} texts of the assistant, but the chat template marks {len(written.spans)}"
         return written._replace(spans=written.spans[before:])

@@ -126,18 +126,15 @@ def find_chat_columns(source: str, found: Sequence[str], messages: str | None, p
     raise RecipeError(f"{cause} {', '.join(map(repr, found))}: name its column, as with data.messages_column")
 
 
-def find_pair_columns(source: str, found: Sequence[str], wanted: Mapping[str, str | None]) -> list[str]:
-    """Return the columns of preferences: chosen, rejected and, if any, prompt and system; ``wanted`` names them."""
-    columns = []
-    for role, names in PAIR_COLUMNS.items():
-        if (given := wanted.get(role)) is not None:
-            check_columns(source, found, **{f"{role}_column": given})
-        column = given or next((name for name in names if name in found), None)
-        if column is None and role in ("chosen", "rejected"):
-            cause = f"{source} has no column {' or '.join(names)}; it has {', '.join(map(repr, found))}"
-            raise RecipeError(f"{cause}: name it with data.{role}_column")
-        columns += [] if column is None else [column]
-    return columns
+def find_pair_columns(source: str, found: Sequence[str], wanted: Mapping[str, str | None]) -> dict[str, str]:
+    """Return the column of each role of a preference that has one: ``wanted``, or one of the usual names."""
+    check_columns(source, found, **{f"{role}_column": name for role, name in wanted.items() if name is not None})
+    usual = {role: next((name for name in names if name in found), "") for role, names in PAIR_COLUMNS.items()}
+    columns = {role: wanted.get(role) or usual[role] for role in PAIR_COLUMNS}
+    for role in ("chosen", "rejected"):
+        cause = f"{source} has no column {' or '.join(PAIR_COLUMNS[role])}; it has {', '.join(map(repr, found))}"
+        require(bool(columns[role]), f"{cause}: name it with data.{role}_column")
+    return {role: name for role, name in columns.items() if name}
 
 
 class CsvFormat(NamedTuple):

@@ -213,7 +213,7 @@ class _ChunkedLosses(torch.autograd.Function):
     def backward(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
         targets, log_sums, bias, *terms = ctx.saved_tensors
         states, weights, dtype = terms[::2], terms[1::2], terms[0].dtype
-        gradient = gradient.to(log_sums.dtype)[:, None].contiguous()  # of each token's loss
+        gradient = gradient.to(log_sums.dtype)[:, None].contiguous()
         tokens, words = len(targets), len(weights[0])
         size = words if tokens <= ctx.chunk else max(1, ctx.chunk * words // tokens)
         size -= size % 64 if size < words and size > 64 else 0  # a multiple for tensor cores

@@ -6,14 +6,13 @@ The formulas, their defaults and the normalization by answer length are those of
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 from torch.nn.functional import logsigmoid
 
-from trainer.contract import Packable
 from trainer.models.packed_attention import pack_documents
 from trainer.values import IGNORED_LABEL, Loss
 
@@ -55,8 +54,9 @@ def packed_pairs(batch: Mapping[str, Any], packs: bool, with_prompts: bool) -> d
 
 def pair_loss(model: CausalLM, module: Any, batch: Mapping[str, Any]) -> Loss:
     """Return the loss of a micro-batch from :func:`packed_pairs`, with the rewards of its pairs as ``logits``."""
-    sums, answers = _sums(module, batch)
-    pairs, counts = len(answers), batch["counts"]
+    inputs = {name: value for name, value in batch.items() if name not in ("reference", "counts")}
+    sums, counts, pairs = module(**inputs), batch["counts"], len(batch["reference"])
+    answers = -sums[: 2 * pairs].view(pairs, 2)  # log-probabilities
     beta = DEFAULT_BETA if model.beta is None else model.beta
     if model.needs_reference:
         answers = answers - batch["reference"].to(answers.dtype)
@@ -73,32 +73,11 @@ def pair_loss(model: CausalLM, module: Any, batch: Mapping[str, Any]) -> Loss:
         of_others = _log1mexp(means)  # log-probabilities of other answers, per token
         whole = (sums[0 : 2 * pairs : 2] + sums[2 * pairs :]) / (counts[0 : 2 * pairs : 2] + counts[2 * pairs :])
         losses = whole - beta * logsigmoid(margins - (of_others[:, 0] - of_others[:, 1]))
-    targets = torch.zeros(pairs, dtype=torch.long, device=rewards.device)  # of chosen and rejected, the chosen answer
+    targets = torch.zeros(pairs, dtype=torch.long, device=rewards.device)  # the chosen answer is the first
     return Loss(losses.sum(), float(pairs), logits=rewards.detach(), targets=targets)
-
-
-def _sums(module: Any, batch: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
-    """Return the summed loss of every part, and the log-probabilities of the answers, ``(n, 2)``."""
-    sums = module(**{name: value for name, value in batch.items() if name not in ("reference", "counts")})
-    return sums, -sums[: 2 * len(batch["reference"])].view(-1, 2)
 
 
 def _log1mexp(x: Tensor) -> Tensor:
     """Return log(1 - exp(``x``)) of negative numbers without cancellation (Mächler 2012)."""
     near = x > -math.log(2)
     return torch.where(near, (-torch.where(near, x, -1.0).expm1()).log(), (-torch.where(near, -1.0, x).exp()).log1p())
-
-
-class ReferenceLogProbs(Packable):
-    """Yields the log-probabilities of both answers of each pair, ``(n, 2)``, as ``logits``."""
-
-    def __init__(self, model: CausalLM) -> None:
-        self.model = model
-
-    def packed(self, batch: Any) -> Any:
-        return self.model.packed(batch)
-
-    def losses(self, module: Any, batch: Any) -> Iterator[Loss]:
-        """Yield the sums that :func:`pair_loss` compares with the reference, without a loss to train on."""
-        sums, answers = _sums(module, batch)
-        yield Loss(sums.sum(), float(len(answers)), logits=answers)

@@ -5,15 +5,18 @@ They are data, so no second model is in memory. A model with new adapters comput
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import copy
+from collections.abc import Callable, Iterator
 from functools import partial
-from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import torch
 import transformers
 
-from trainer.contract import Data, splits_of
+from trainer.contract import Model, Samples, splits_of
+from trainer.data import Preferences
 from trainer.data.cache import cache_folder, hash_of, read_cache_json, write_cache_json
 from trainer.engine.cut import Cut, cut_batch, data_parallel_rank
 from trainer.engine.data_feed import evaluation_micro_batches
@@ -21,12 +24,12 @@ from trainer.engine.forward import Forward
 from trainer.engine.loop import evaluate
 from trainer.engine.quarantine import Quarantine
 from trainer.engine.window import MicroBatch
+from trainer.errors import RecipeError, require
 from trainer.models.causal import CausalLM
 from trainer.run.collectives import all_gather_json, run_on_rank_zero
 from trainer.run.session import Session, loader_of
 from trainer.system.files import hash_file
 from trainer.system.status_line import show_status
-from trainer.values import Loss
 
 BLOCK = 256  # pairs that are computed and cached together: an interrupted run continues after the last whole block
 NO_EFFECT = ("_name_or_path", "transformers_version", "architectures", "use_cache")  # in the key of the cache
@@ -34,36 +37,40 @@ NO_EFFECT = ("_name_or_path", "transformers_version", "architectures", "use_cach
 
 def compute_reference(session: Session, forward: Forward, say: Callable[[str], None]) -> None:
     """Set ``reference`` of every split to what ``forward``, still untrained, computes. A collective."""
-    recipe, fabric = session.recipe, session.fabric
-    model, data = recipe.model, recipe.data
+    fabric, model, data = session.fabric, session.recipe.model, session.recipe.data
     if not isinstance(model, CausalLM) or not model.needs_reference:
         return
-    from trainer.data.language_samples import Pairs  # imports datasets
-    from trainer.models.preference import ReferenceLogProbs
-
-    computes = Forward(fabric, ReferenceLogProbs(model), forward.module)
+    if not isinstance(data, Preferences):
+        raise RecipeError(f"model.loss={model.loss} needs the data Preferences, not {type(data).__name__}: set data")
+    plain = copy.copy(model)
+    plain.beta = 1.0  # with a reference of 0, rewards are log-probabilities
+    computes = Forward(fabric, plain, forward.module)
     key = run_on_rank_zero(fabric, partial(_key_of_model, session, model))
     for name, split in splits_of(data).items():
-        assert isinstance(split, Pairs)
-        folder = _folder(data) / hash_of(key, run_on_rank_zero(fabric, split.fingerprint))
-        new = 0
-        for start in range(0, len(split), BLOCK):
-            pairs, note = range(start, min(start + BLOCK, len(split))), folder / f"{start}.json"
+        pairs: Any = split.original
+        folder = cache_folder(data.cache_dir) / "reference" / hash_of(key, run_on_rank_zero(fabric, pairs.fingerprint))
+        known = 0
+        for start in range(0, len(pairs), BLOCK):
+            block, note = range(start, min(start + BLOCK, len(pairs))), folder / f"{start}.json"
             values = run_on_rank_zero(fabric, partial(read_cache_json, note))
+            known += 0 if values is None else len(block)
             if values is None:
-                show_status(f"reference log-probabilities of {name}: {start:,} of {len(split):,} pairs")
-                values = _compute(session, computes, split, name, pairs)
-                new += len(pairs)
+                show_status(f"reference log-probabilities of {name}: {start:,} of {len(pairs):,} pairs")
+                pairs.reference[block] = 0
+                values = _compute(session, computes, pairs, name, block)
                 if session.is_first:
                     write_cache_json(note, values)
-            split.reference[start : start + len(pairs)] = values
-        known = "" if new == len(split) else f", {len(split) - new:,} of them from the cache"
-        what = f"reference log-probabilities of {len(split):,} {name} pairs{known}"
+            pairs.reference[block] = values
+        what = f"reference log-probabilities of {len(pairs):,} {name} pairs, {known:,} of them from the cache"
         say(f"model.loss={model.loss}: {what}; no second model is in memory")
 
 
-def _folder(data: Data) -> Path:
-    return cache_folder(getattr(data, "cache_dir", None)) / "reference"
+def require_reference(model: Model, split: Samples) -> None:
+    """Reject an evaluation whose loss needs a reference that no training has computed."""
+    cause = "model.loss=dpo and ipo compare with the model before training, which a finished run does not have"
+    fix = "set data.val_files or data.test_files before training, as the run evaluates on them"
+    if isinstance(model, CausalLM) and model.needs_reference:
+        require(not np.isnan(split.original.reference).any(), f"{cause}: {fix}")
 
 
 def _key_of_model(session: Session, model: CausalLM) -> str:
@@ -83,30 +90,18 @@ def _compute(session: Session, forward: Forward, split: Any, name: str, pairs: r
     share, shares = data_parallel_rank(memory, rank, session.fabric.world_size)
     cut = Cut(len(pairs), cut.micro_batch_size, 1, cut.micro_batch_tokens)
     pieces = cut_batch(pairs, cut, shares, split.lengths, session.recipe.model.packs())  # type: ignore[attr-defined]
-    found = _Collected()
+    own: dict[int, list[float]] = {}
+    current: list[MicroBatch] = []
 
-    def micro_batches() -> Any:
+    def micro_batches() -> Iterator[MicroBatch]:
         loader = loader_of(session, split)
         for micro in evaluation_micro_batches(name, pieces, loader, Quarantine(limit=None), share, shares):
-            session.monitor.batch, found.micro = micro.batch, micro
+            session.monitor.batch, current[:] = micro.batch, [micro]
             yield micro
 
-    own = evaluate(forward, micro_batches(), found)
+    def update(loss: Any) -> None:
+        own.update(zip(current[0].indices, loss.logits.tolist(), strict=True))
+
+    evaluate(forward, micro_batches(), SimpleNamespace(reset=own.clear, update=update, compute=dict))
     values = {int(index): value for part in all_gather_json(session.fabric, own) for index, value in part.items()}
     return [values[index] for index in pairs]
-
-
-class _Collected:
-    """The log-probabilities of the pairs of this rank, by index; interface of the metrics of ``evaluate``."""
-
-    micro: MicroBatch
-
-    def reset(self) -> None:
-        self.values: dict[int, list[float]] = {}
-
-    def update(self, loss: Loss) -> None:
-        assert loss.logits is not None
-        self.values |= dict(zip(self.micro.indices, loss.logits.tolist(), strict=True))
-
-    def compute(self) -> dict[int, list[float]]:
-        return self.values
