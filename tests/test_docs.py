@@ -30,7 +30,7 @@ from conformance.cases import CASES
 from conformance.verdict import VISIBLE
 from trainer.cli import run
 from trainer.commands.recipes import load_recipe
-from trainer.data import Conversations, Documents, HubText, ImageFolder, Mixture, StreamedText, TextFiles
+from trainer.data import Conversations, Documents, HubText, ImageFolder, Mixture, Preferences, StreamedText, TextFiles
 from trainer.memory.initialize import build_on_meta, materialise
 from trainer.models import CausalLM, ImageClassifier, MaskedLM
 from trainer.recipe import Memory
@@ -307,7 +307,7 @@ RECIPES = ("vit_digits", "mlp_fashion_mnist", "distilbert_imdb", "bigbird_imdb")
 
 def test_every_setting_that_a_page_names_exists():
     known = {key for name in RECIPES for key in settings_of(load_recipe(name)[0])}
-    kinds = (HubText, ImageFolder, Mixture, TextFiles, StreamedText, Conversations, Documents)
+    kinds = (HubText, ImageFolder, Mixture, TextFiles, StreamedText, Conversations, Documents, Preferences)
     fields = {
         field.name for kind in (*kinds, ImageClassifier, CausalLM, MaskedLM) for field in dataclasses.fields(kind)
     }

@@ -60,6 +60,10 @@ def language_flags(name, folder):
     if name == "lm_bytes":
         recipes = recipes_folder()
         return [*small, f"--data.train_files={recipes}/[a-l]*.py", f"--data.val_files={recipes}/[m-z]*.py"]
+    if name == "lm_dpo":
+        pairs = [{"prompt": "Is it so?", "chosen": "It is." * (1 + row % 3), "rejected": "No."} for row in range(40)]
+        (folder / "pairs.jsonl").write_text("".join(json.dumps(row) + "\n" for row in pairs))
+        return [*small, f"--data.train_files={folder}/pairs.jsonl", "--data.val_fraction=0.2"]
     say = [{"role": "user", "content": "Is it so?"}, {"role": "assistant", "content": "It is."}]
     for split, rows in (("train", 40), ("test", 5)):
         lines = [json.dumps({"messages": say * (1 + number % 2)}) + "\n" for number in range(rows)]
@@ -84,8 +88,14 @@ def test_a_packaged_recipe_trains_evaluates_and_predicts(name, sample_data, tmp_
     assert source == name
     assert recipe.batch_size == load_recipe(name)[0].batch_size
 
-    assert run(["evaluate", str(run_dir)]) == 0
     figures = summary["metrics"].get("test") or summary["metrics"]["val"]
+    if name == "lm_dpo":
+        assert list(figures) == ["reward_accuracy", "reward_margin", "loss"]
+        assert run(["evaluate", str(run_dir)]) == 2
+        assert "compare with the model before training" in capsys.readouterr().err
+        assert run(["predict", str(run_dir), "--text", "def main(", "--max-new-tokens", "4"]) == 0
+        return
+    assert run(["evaluate", str(run_dir)]) == 0
     assert f"loss {figures['loss']:.4f}" in capsys.readouterr().out
 
     if name == "masked_lm":

@@ -15,9 +15,10 @@ if TYPE_CHECKING:
 
 IGNORED_LABEL = -100  # a label without weight, as in torch's cross entropy and in transformers
 
-Task = Literal["single_label", "multi_label", "regression", "token", "language", "masked_language"]
-"""The prediction for a sample: one of several classes, any number of labels, numbers, a class per token, the token that
-follows each token, or the tokens that are masked."""
+Task = Literal["single_label", "multi_label", "regression", "token", "language", "masked_language", "preference"]
+"""The prediction for a sample: one of several classes, any number of labels, numbers, a class per token, each next
+token, the tokens that are masked, or the better of two answers."""
+TASKS_WITHOUT_CLASSES: tuple[Task, ...] = ("language", "masked_language", "preference")
 
 TASK_METRICS: Mapping[str | None, tuple[str, ...]] = {
     "single_label": ("accuracy",),
@@ -25,6 +26,7 @@ TASK_METRICS: Mapping[str | None, tuple[str, ...]] = {
     "regression": ("mae", "rmse", "r2"),
     "token": ("accuracy", "f1_macro"),
     **dict.fromkeys(("language", "masked_language"), ("perplexity",)),
+    "preference": ("reward_accuracy", "reward_margin"),
     None: (),
 }
 """The metrics of each task in addition to the loss, the main one first. An accuracy of 1 is 100 %."""

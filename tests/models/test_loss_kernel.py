@@ -52,7 +52,7 @@ def excess(transform: LogitTransform, dtype: torch.dtype) -> dict[str, float]:
     ours = products.clone()
     for start, stop in pairwise([0, 1000, 4096, WORDS]):
         part = products[:, start:stop].contiguous()
-        given = (sums, targets, torch.tensor(GRADIENT), start)
+        given = (sums, targets, torch.full_like(sums, GRADIENT), start)
         torch.ops.trainer.token_errors_(part, *given, *transform)
         ours[:, start:stop] = part
     *right, probabilities = exact(products, targets, transform)
@@ -97,7 +97,7 @@ def compare() -> dict[str, Any]:
         found[f"{kind} {dtype}"] = off / max(TYPES[dtype], 1e-6)
     products, targets = torch.randn(TOKENS, 100).bfloat16(), torch.arange(TOKENS)
     sums, _ = torch.ops.trainer.token_losses(products, targets, 1.0, None)
-    given = (products, sums, targets, torch.tensor(GRADIENT), 3, 1.0, 30.0)
+    given = (products, sums, targets, torch.full_like(sums, GRADIENT), 3, 1.0, 30.0)
     found["opcheck"] = [
         torch.library.opcheck(loss_kernel.token_losses, (products, targets, 1.0, 30.0), test_utils=CHECKS),
         torch.library.opcheck(loss_kernel.token_errors_, given, test_utils=CHECKS),

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from trainer.after.predict import InputReader, verified_model_folder
+from trainer.after.predict import InputReader, prediction_task, verified_model_folder
 from trainer.checkpoint.export import load_model
 from trainer.contract import Exportable, capability
 from trainer.errors import RecipeError, RunError, require, require_package
@@ -100,7 +100,7 @@ class _Outputs(nn.Module):
 
     def forward(self, *tensors: Tensor) -> Tensor:
         batch, model = dict(zip(self.names, tensors, strict=True)), self.model
-        first, task = tensors[0], model.task or "single_label"
+        first, task = tensors[0], prediction_task(model)
         if task in ("language", "masked_language"):
             return self.module(**batch).logits
         if task in ("multi_label", "regression"):

@@ -83,7 +83,7 @@ class Predictor:
         texts, images, paths = ([given] if isinstance(given, str) else given or () for given in inputs)
         asked = PredictOptions(**how)
         asked.check()
-        asked.check_task(self.recipe.model.task or "single_label")
+        asked.check_task(prediction_task(self.recipe.model))
         if asked.temperature and asked.seed is None:
             asked = replace(asked, seed=self.recipe.seed)
         place = (asked.resolve_device(), asked.dtype)
@@ -406,11 +406,16 @@ class PredictionRow(NamedTuple):
     prompt: str = ""  # the text that it continues
 
 
+def prediction_task(model: Any) -> Task:
+    """Return the kind of predictions of ``model``: one that was trained on preferences generates text."""
+    return "language" if model.task == "preference" else model.task or "single_label"
+
+
 def answers(
     model: Any, module: nn.Module, reader: InputReader, inputs: Iterable[Input], options: PredictOptions
 ) -> Iterator[list[PredictionRow]]:
     """Yield the answers to ``inputs`` in order, batch by batch."""
-    waiting, done, writes = iter(inputs), 0, model.task == "language"
+    waiting, done, writes = iter(inputs), 0, prediction_task(model) == "language"
 
     def batch_of(samples: Sequence[Any]) -> dict[str, Any]:
         batch = reader.batch(samples)
@@ -539,7 +544,7 @@ def run_predict_command(
     classes = model.num_classes or len(names)
     possible = not classes or options.top_k <= classes
     require(possible, f"--top-k={options.top_k} is more than the {classes} classes of the model")
-    task: Task = model.task or "single_label"
+    task = prediction_task(model)
     found, bad, faults, done, begun = list[Any](), 0, list[str](), 0, time.monotonic()
 
     def name_of(number: int | None) -> str:

@@ -11,9 +11,9 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
-from trainer.contract import Data, Model
+from trainer.contract import Data, Model, Packable, capability
 from trainer.data.base import local_path
-from trainer.data.rows import RowSource, check_columns, find_chat_columns, first_rows
+from trainer.data.rows import RowSource, check_columns, find_chat_columns, find_pair_columns, first_rows
 from trainer.data.text import PARTS, PaddedDataset, csv_format, glob_files, load_hub_rows, require_dataset_name
 from trainer.errors import RecipeError, format_list, require, require_choice, require_positive
 from trainer.values import DataSpec, Task
@@ -294,3 +294,64 @@ class Documents(LanguageData):
 
     def _check_columns(self, source: str, found: Sequence[str]) -> None:
         check_columns(source, found, text_column=self.text_column)
+
+
+@dataclass
+class Preferences(LanguageData):
+    """Pairs of a chosen and a rejected answer to the same prompt, for ``model.loss`` dpo, ipo, orpo and simpo.
+
+    A row has a prompt, chosen and rejected: texts or lists of messages. Without a prompt, chosen and rejected are
+    conversations, and the messages with which both begin are the prompt. The loss covers only the text of the assistant
+    after the prompt, with the token that ends its turn.
+
+    Args:
+        prompt_column: column of the prompt; null uses prompt, question or instruction, if there is one.
+        chosen_column: column of the chosen answer; null uses chosen, chosen_response or response_chosen.
+        rejected_column: column of the rejected answer; null uses rejected, rejected_response or response_rejected.
+        chat_template: as in Conversations; plain concatenates the texts, with the end of text after each answer.
+    """
+
+    prompt_column: str | None = None
+    chosen_column: str | None = None
+    rejected_column: str | None = None
+    chat_template: str | None = None
+
+    tasks: ClassVar[Sequence[Task]] = ("preference", "language")  # language only until model.loss is set
+    answers = True
+    _sample_noun = "pair"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        cause = "data.streamed=true is not supported with Preferences, whose reference log-probabilities belong to rows"
+        require(not self.streamed, f"{cause}: leave it out")
+
+    def use_model(self, model: Model | None) -> None:
+        super().use_model(model)
+        cause = "Preferences is for model.loss=dpo, ipo, orpo or simpo, but the loss is next_token"
+        require(model is None or model.task != "language", f"{cause}: set model.loss, or use Conversations")
+
+    def prepare(self, tokenizer: Any = None, model: Model | None = None) -> None:
+        """Read, check and tokenise the pairs, using the cache, and print a summary."""
+        from trainer.data.language_samples import Pairs
+
+        super().prepare(tokenizer, model)
+        packs = capability(self._model or Model(), Packable).packs()
+        self.train, self.val, self.test = (one and Pairs(one, packs) for one in (self.train, self.val, self.test))
+
+    def spec(self) -> DataSpec | None:
+        """Return the spec of hub data that is not downloaded yet, with two texts of ``max_length`` tokens per pair."""
+        if (found := super().spec()) is None:
+            return None
+        tensors = {name: (dtype, (2, *shape)) for name, (dtype, shape) in found.tensors.items()}
+        return replace(found, tensors={**tensors, "reference": ("float64", (2,))}, length=2 * self.max_length)
+
+    def _reader(self, tokenizer: Any) -> Any:
+        from trainer.data.language_samples import PreferenceReader
+
+        return PreferenceReader(tokenizer, self.max_length, self._columns(), self.chat_template)
+
+    def _columns(self) -> dict[str, str | None]:
+        return {"prompt": self.prompt_column, "chosen": self.chosen_column, "rejected": self.rejected_column}
+
+    def _check_columns(self, source: str, found: Sequence[str]) -> None:
+        find_pair_columns(source, found, self._columns())

@@ -16,6 +16,7 @@ import datasets
 import jinja2
 import numpy as np
 import pyarrow.compute as pc
+import torch
 from numpy import ndarray
 from torch import Tensor
 from transformers.utils.chat_template_utils import render_jinja_template
@@ -25,7 +26,16 @@ from trainer.data import tokens
 from trainer.data.base import hold_out, local_path, root_cause
 from trainer.data.cache import hash_of
 from trainer.data.fingerprint import ContentHasher, add_rows, sample_row_blocks
-from trainer.data.rows import ALPACA, RowSource, brief_places, check_columns, find_chat_columns
+from trainer.data.rows import (
+    ALPACA,
+    PAIR_COLUMNS,
+    RowSource,
+    brief_places,
+    check_columns,
+    find_chat_columns,
+    find_pair_columns,
+    has_text,
+)
 from trainer.errors import RecipeError, require, suggest_name
 from trainer.system.child_jobs import Bounded, ChildError
 from trainer.system.environment import is_local_rank_zero
@@ -50,6 +60,12 @@ CHATML = (
     "{% generation %}{{ message['content'] + '<|im_end|>' }}{% endgeneration %}{{ '\n' }}{% else %}"
     "{{ message['content'] + '<|im_end|>\n' }}{% endif %}{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+
+
+PLAIN = (
+    "{% for message in messages %}{% if message['role'] == 'assistant' %}{% generation %}"
+    "{{ message['content'] + eos_token }}{% endgeneration %}{% else %}{{ message['content'] }}{% endif %}{% endfor %}"
 )
 
 
@@ -199,14 +215,15 @@ class ChatReader:
         own = f"the chat template of model.tokenizer ({tokenizer.name_or_path})"
         self.named = own if template is None else f"data.chat_template={template[:300]!r}"
         self.write: Callable[..., Any] = self._write
-        if self.template != CHATML:  # a template is a program, possibly from an untrusted source
+        if self.template not in (CHATML, PLAIN):  # a template is a program, possibly from an untrusted source
             key = hash_of(*self.settings, tokenizer.special_tokens_map, sorted(self.special_texts))
             self.write = WRITERS.setdefault(key, Bounded(self._write, SECONDS, MEMORY))
         self._probe_turn_end(template)
 
     def _probe_turn_end(self, given: str | None) -> None:
         """Render a short conversation to find how the template ends a turn of the assistant."""
-        (found,) = self([{"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}])
+        messages = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
+        (found,) = ChatReader.__call__(self, [{"messages": messages}])
         if isinstance(found, str) or self.loss_on == "all" or found[0].num_truncated:
             return
         last = found[0].labels[found[0].labels != IGNORED_LABEL][-1:].tolist()
@@ -225,7 +242,9 @@ class ChatReader:
         return [*find_chat_columns(source, found, self.column, self.pair), *tools]
 
     def __call__(self, rows: Sequence[Mapping[str, Any]]) -> list[list[Sample] | str]:
-        written = [self._render_row(cells) for cells in rows]
+        return self._encoded([self._render_row(cells) for cells in rows])
+
+    def _encoded(self, written: Sequence[_RenderedChat | str]) -> list[list[Sample] | str]:
         chats = [one for one in written if isinstance(one, _RenderedChat)]
         texts = [text for one in chats for text in (one.text, *(one.text[start:end] for start, end in one.parts()))]
         ids = encode_texts(texts, self.tokenizer)
@@ -346,6 +365,64 @@ class ChatReader:
         return [ids.tolist() for ids in encode_texts(texts, self.tokenizer)]
 
 
+class PreferenceReader(ChatReader):
+    """Reads a chosen and a rejected answer as two samples of a row; only what the assistant adds is predicted."""
+
+    def __init__(self, tokenizer: Any, max_length: int, wanted: Mapping[str, str | None], template: Any) -> None:
+        self.wanted = dict(wanted)
+        super().__init__(tokenizer, max_length, None, ("prompt", "completion"), template, "assistant")
+        self.settings = ["preferences", *self.wanted.values(), *self.settings]
+
+    def columns(self, source: str, found: Sequence[str]) -> Sequence[str]:
+        return list(find_pair_columns(source, found, self.wanted).values())
+
+    def __call__(self, rows: Sequence[Mapping[str, Any]]) -> list[list[Sample] | str]:
+        found = self._encoded([one for cells in rows for one in self._render_pair(cells)])
+        return [self._joined(*pair) for pair in zip(found[::2], found[1::2], strict=True)]
+
+    def _render_pair(self, cells: Mapping[str, Any]) -> list[_RenderedChat | str]:
+        columns = find_pair_columns("the table", list(cells), self.wanted)
+        try:
+            prompt, *answers = _pair_of(*(cells.get(columns.get(role, "")) for role in PAIR_COLUMNS))
+        except RecipeError as error:
+            return [str(error)] * 2
+        return [self._render_answer(prompt, answer) for answer in answers]
+
+    def _render_answer(self, prompt: Messages, answer: Messages) -> _RenderedChat | str:
+        """Render both, and keep the spans of ``answer``, which are the last."""
+        written = self._bounded([*prompt, *answer])
+        if isinstance(written, str):
+            return written
+        before, added = (sum(message["role"] == "assistant" for message in part) for part in (prompt, answer))
+        if len(written.spans) != before + added:
+            return f"has {before + added} texts of the assistant, but the chat template marks {len(written.spans)}"
+        return written._replace(spans=written.spans[before:])
+
+    def _joined(self, chosen: list[Sample] | str, rejected: list[Sample] | str) -> list[Sample] | str:
+        for name, found in (("chosen", chosen), ("rejected", rejected)):
+            if isinstance(found, str):
+                return found
+            if not (found[0].labels[1:] != IGNORED_LABEL).any():
+                return f"has a {name} answer that {_no_label_message(found[0].num_truncated)}"
+        return [chosen[0], rejected[0]._replace(piece_index=1)]  # type: ignore[union-attr, list-item]
+
+
+def _pair_of(chosen: Any, rejected: Any, prompt: Any, system: Any) -> tuple[Messages, Messages, Messages]:
+    """Return the messages of the prompt, and those that each answer adds."""
+    both = [_parse_content(cell, name) for cell, name in ((chosen, "chosen"), (rejected, "rejected"))]
+    begin = [{"role": "system", "content": system}] if has_text(system) else []
+    if any(one[0]["role"] != "assistant" for one in both):  # whole conversations, which repeat the prompt
+        size = 0
+        while size < min(map(len, both)) - 1 and both[0][size] == both[1][size]:
+            size += 1
+        begin, both = [*begin, *both[0][:size]], [one[size:] for one in both]
+    elif prompt is not None:
+        begin += _parse_content(prompt, "prompt")
+    require(any(one["role"] != "system" for one in begin), "has no prompt, and its answers share no messages")
+    require(both[0] != both[1], "has equal chosen and rejected answers")
+    return begin, both[0], both[1]
+
+
 def _template(tokenizer: Any, given: str | None) -> str:
     """Return the chat template; a ``given`` one is also set in the tokenizer."""
     if given is None:
@@ -362,6 +439,8 @@ def _template(tokenizer: Any, given: str | None) -> str:
         fix = "give a template that ends the assistant's text with {{ eos_token }}"
         require("<|im_end|>" in tokenizer.get_vocab(), f"{cause}: {fix}")
         text = CHATML
+    elif given == "plain":
+        text = PLAIN
     elif "{{" not in given and "{%" not in given:
         try:
             text = read_regular(path, MAX_TEMPLATE_BYTES).decode()
@@ -533,6 +612,35 @@ class Sequences(Samples):
         return content.hexdigest()
 
 
+class Pairs(Samples):
+    """Pairs of successive ``sequences``, a chosen and a rejected text, with their log-probabilities ``reference``.
+
+    A batch has the tensors of both texts, ``(n, 2, length)``, and ``reference``, float64 ``(n, 2)``; NaN if unknown.
+    """
+
+    def __init__(self, sequences: Sequences, packs: bool) -> None:
+        self.sequences, tokens_of = sequences, np.asarray(sequences.lengths).reshape(-1, 2)
+        self.lengths = tokens.to_int64_array(tokens_of.sum(1) if packs else 2 * tokens_of.max(1))
+        self.reference = np.full(tokens_of.shape, np.nan)
+
+    def __len__(self) -> int:
+        return len(self.reference)
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        return {name: value[0] for name, value in self.__getitems__([index]).items()}
+
+    def __getitems__(self, indices: Sequence[int]) -> dict[str, Tensor]:
+        batch = self.sequences.__getitems__([place for index in indices for place in (2 * index, 2 * index + 1)])
+        pairs = {name: value.unflatten(0, (-1, 2)) for name, value in batch.items()}
+        return {**pairs, "reference": torch.from_numpy(self.reference[list(indices)])}
+
+    def describe(self, index: int) -> str:
+        return self.sequences.describe(2 * index)
+
+    def fingerprint(self) -> str:
+        return self.sequences.fingerprint()
+
+
 class FirstSamplePerRow:
     """Encodes each row of a stream as its first sample."""
 
@@ -574,7 +682,8 @@ class TruncationReport:
         usable, empty = pc.equal(problems, "").to_numpy(), pc.equal(problems, EMPTY_REASON).to_numpy()
         predicted, lost, first = every.column("predicted"), every.column("lost"), every.column("place") == 0
         silent, learned = usable & (predicted == 0), usable & (predicted > 0)
-        further = int((learned & ~first).sum())  # pieces of a document, which repeat a token
+        # Further pieces of a document repeat a token.
+        further = int((learned & ~first).sum()) if self.called == "document" else 0
         words = int(predicted[learned].sum())
         size = words if self.masks else int(every.column("length")[learned].sum()) - further
         said = f"data: {part}: {self._format_count(int((learned & first).sum()))}, {size:,} tokens"

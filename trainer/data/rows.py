@@ -43,6 +43,13 @@ ARCHIVES = (
     b"\x04\x22\x4d\x18",
 )
 ALPACA = ("instruction", "input", "output")  # columns of a prompt, its optional context, and the answer
+PAIR_COLUMNS = {
+    "chosen": ("chosen", "chosen_response", "response_chosen"),
+    "rejected": ("rejected", "rejected_response", "response_rejected"),
+    "prompt": ("prompt", "question", "instruction"),
+    "system": ("system",),
+}
+"""Names of the columns of preferences by their role."""
 MAX_SHOWN_GAPS = 5  # max number of rows with a gap that are named
 MAX_ROWS = 1_000  # max rows that are read to infer settings
 MAX_BYTES = 4_000_000  # max bytes that are read before torch is imported; takes 0.1 s
@@ -117,6 +124,17 @@ def find_chat_columns(source: str, found: Sequence[str], messages: str | None, p
     prompt = f"data.prompt_column={pair[0]!r} and data.completion_column={pair[1]!r}"
     cause = f"{source} has no column messages or conversations, nor {prompt}; it has"
     raise RecipeError(f"{cause} {', '.join(map(repr, found))}: name its column, as with data.messages_column")
+
+
+def find_pair_columns(source: str, found: Sequence[str], wanted: Mapping[str, str | None]) -> dict[str, str]:
+    """Return the column of each role of a preference that has one: ``wanted``, or one of the usual names."""
+    check_columns(source, found, **{f"{role}_column": name for role, name in wanted.items() if name is not None})
+    usual = {role: next((name for name in names if name in found), "") for role, names in PAIR_COLUMNS.items()}
+    columns = {role: wanted.get(role) or usual[role] for role in PAIR_COLUMNS}
+    for role in ("chosen", "rejected"):
+        cause = f"{source} has no column {' or '.join(PAIR_COLUMNS[role])}; it has {', '.join(map(repr, found))}"
+        require(bool(columns[role]), f"{cause}: name it with data.{role}_column")
+    return {role: name for role, name in columns.items() if name}
 
 
 class CsvFormat(NamedTuple):

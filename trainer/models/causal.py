@@ -4,19 +4,22 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, cast
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any, Literal, cast
 
-from trainer.errors import RecipeError, RunError, require_choice
+from trainer.errors import RecipeError, RunError, require, require_choice
 from trainer.models.lora import LoRA
 from trainer.models.text import NO_TOKENIZER, TextModel, require_tokens
-from trainer.values import Loss, Task
+from trainer.values import DataSpec, Loss, Task
 
 Kernels = Literal["auto", "liger", "none"]
+LMLoss = Literal["next_token", "dpo", "ipo", "orpo", "simpo"]
+KTO = "model.loss=kto is not supported: its KL term is an estimate from the other samples of a micro-batch, so the loss"
 if TYPE_CHECKING:
     from pathlib import Path
 
     from torch import Tensor, nn
+    from typing_extensions import Self
 
 
 @dataclass
@@ -41,6 +44,9 @@ class CausalLM(TextModel):
             CUDA GPUs, none with torch; auto uses liger if installed and certified (docs/techniques/kernels.md).
         tile_tokens: number of tokens whose MLPs and norms are computed at once; 0 for all. null uses 16 tiles for
             micro-batches of at least 32,768 tokens, in certified architectures (docs/long-texts.md).
+        loss: next_token, or for the data Preferences dpo, ipo, orpo or simpo (docs/preferences.md).
+        beta: strength of a loss of preferences; null is 0.1.
+        gamma: target margin of the rewards of simpo; null is 0.5.
     """
 
     name: str = "llama"
@@ -55,13 +61,31 @@ class CausalLM(TextModel):
     loss_chunk: int | None = None
     kernels: Kernels = "auto"  # lossless up to rounding; installing the optional package requests it
     tile_tokens: int | None = None
+    loss: LMLoss = "next_token"
+    beta: float | None = None
+    gamma: float | None = None
 
     auto = "AutoModelForCausalLM"
     head_is_new = False
-    task: ClassVar[Task] = "language"  # type: ignore[misc]
+
+    @property
+    def task(self) -> Task:  # type: ignore[override]
+        """The task: language, or preference for a loss of pairs of answers."""
+        return "language" if self.loss == "next_token" else "preference"
+
+    @property
+    def needs_reference(self) -> bool:
+        """Whether the loss compares with log-probabilities before training."""
+        return self.loss in ("dpo", "ipo")
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        require(str(self.loss) != "kto", f"{KTO} is not a sum over samples: use dpo, ipo, orpo or simpo")
+        require_choice("model.loss", self.loss, LMLoss)
+        for key, value, users in (("beta", self.beta, "dpo, ipo, orpo, simpo"), ("gamma", self.gamma, "simpo")):
+            if value is not None and self.loss not in users.split(", "):
+                raise RecipeError(f"model.{key}={value} has no effect with model.loss={self.loss}: leave it out")
+        require(self.beta is None or self.beta > 0, f"model.beta={self.beta} must be greater than 0, or null")
         require_choice("model.kernels", self.kernels, Kernels)
         require_tokens("loss_chunk", self.loss_chunk)
         require_tokens("tile_tokens", self.tile_tokens)
@@ -79,13 +103,19 @@ class CausalLM(TextModel):
         return bool(self._can_pack)
 
     def weigh(self, batch: Any) -> dict[str, float]:
-        """Return the number of predicted tokens: labels other than -100, without the first of each row."""
+        """Return the number of predicted tokens: labels other than -100, without the first of each row; or of pairs."""
+        if self.task == "preference" and "labels" in batch:
+            return {"loss": float(len(batch["labels"]))}
         return super().weigh({"labels": batch["labels"][:, 1:]} if "labels" in batch else batch)
 
     def packed(self, batch: Any) -> Any:
         """Pack into one row if supported, and add ``places`` that predict a token, on the host, without a GPU sync."""
         if not isinstance(batch, Mapping) or "labels" not in batch:
             return batch
+        if self.task == "preference":
+            from trainer.models.preference import packed_pairs
+
+            return packed_pairs(batch, self.packs(), with_prompts=self.loss == "orpo")
         from trainer.models.chunked_loss import target_positions
 
         if "attention_mask" in batch and self.packs():
@@ -97,9 +127,20 @@ class CausalLM(TextModel):
     def losses(self, module: nn.Module, batch: Any) -> Iterator[Loss]:
         """Yield the cross entropy of the next tokens: position t predicts label t + 1, and -100 is ignored.
 
-        The batch has ``input_ids``, ``attention_mask`` and ``labels``, int64 ``(n, length)``, or is ``packed``.
+        The batch has ``input_ids``, ``attention_mask`` and ``labels``, int64 ``(n, length)``, or is ``packed``. For a
+        loss of preferences it must be ``packed``, from tensors ``(n, 2, length)`` of pairs.
         """
+        if self.task == "preference":
+            from trainer.models.preference import pair_loss
+
+            yield pair_loss(self, module, batch)
+            return
         yield Loss(module(**batch), targets=batch["labels"][:, 1:])
+
+    def for_spec(self, spec: DataSpec) -> Self:
+        """Return the model to plan with; the length of a pair is that of two texts."""
+        halved = spec.length and spec.length // 2 if self.task == "preference" else spec.length
+        return super().for_spec(replace(spec, length=halved))
 
     def save(self, module: nn.Module, folder: Path, state: Mapping[str, Tensor]) -> None:
         """Write a folder that ``AutoModelForCausalLM`` and serving engines load. Wrong weights raise ``RunError``."""

@@ -82,19 +82,35 @@ def _make_loss_class(kind: type[nn.Module]) -> type[nn.Module]:
 
     @wraps(plain)
     def forward(
-        self: Any, *args: Any, labels: Tensor | None = None, places: Tensor | None = None, **kwargs: Any
+        self: Any,
+        *args: Any,
+        labels: Tensor | None = None,
+        places: Tensor | None = None,
+        parts: Tensor | None = None,
+        num_parts: int = 0,
+        **kwargs: Any,
     ) -> Any:
         if labels is None:
             return plain(self, *args, **kwargs)
         if self.logit_transform is None:
-            return token_loss(plain(self, *args, **kwargs).logits, labels)
+            logits = plain(self, *args, **kwargs).logits
+            if parts is None:
+                return token_loss(logits, labels)
+            places = target_positions(labels) if places is None else places
+            return _sum_parts(token_loss(logits, labels, "none").index_select(0, places), parts, num_parts)
         hidden = self.base_model(*args, **kwargs).last_hidden_state.flatten(0, 1)
         places = target_positions(labels) if places is None else places
         hidden, targets = hidden.index_select(0, places), labels.flatten().index_select(0, places + 1)
-        return chunked_loss(hidden, self.get_output_embeddings(), targets, self.logit_transform, self.loss_chunk)
+        inputs = hidden, self.get_output_embeddings(), targets, self.logit_transform, self.loss_chunk
+        return chunked_loss(*inputs) if parts is None else _sum_parts(chunked_losses(*inputs), parts, num_parts)
 
     # Keep the class name: transformers writes it to config.json and uses it to find modules that must not be split.
     return type(kind.__name__, (kind,), {"forward": forward, "__module__": kind.__module__})
+
+
+def _sum_parts(losses: Tensor, parts: Tensor, num_parts: int) -> Tensor:
+    """Sum the losses of the tokens of each part, such as an answer; ``parts`` has the number of each token's part."""
+    return losses.new_zeros(num_parts).index_add(0, parts, losses)
 
 
 def target_positions(labels: Tensor) -> Tensor:
@@ -102,18 +118,25 @@ def target_positions(labels: Tensor) -> Tensor:
     return pad(labels[:, 1:] != IGNORED_LABEL, (0, 1)).flatten().nonzero().flatten()
 
 
-def token_loss(logits: Tensor, labels: Tensor) -> Tensor:
+def token_loss(logits: Tensor, labels: Tensor, reduction: str = "sum") -> Tensor:
     """Sum the next-token loss in at least fp32: ``logits`` (n, length, words), int64 ``labels`` (n, length) or -100."""
     following = pad(labels[:, 1:], (0, 1), value=IGNORED_LABEL).flatten()
     logits = logits.float() if logits.dtype in (torch.float16, torch.bfloat16) else logits
-    return cross_entropy(logits.flatten(0, 1), following, ignore_index=IGNORED_LABEL, reduction="sum")
+    return cross_entropy(logits.flatten(0, 1), following, ignore_index=IGNORED_LABEL, reduction=reduction)
 
 
-@torch.compiler.disable  # the number of predicted tokens differs in every micro-batch
 def chunked_loss(
     hidden: Tensor, head: nn.Module, targets: Tensor, transform: LogitTransform = NO_TRANSFORM, chunk: int | None = None
 ) -> Tensor:
-    """Return the summed cross entropy of ``targets``, a scalar in at least fp32, without holding all logits.
+    """Return the sum of :func:`chunked_losses`, a scalar."""
+    return chunked_losses(hidden, head, targets, transform, chunk).sum()
+
+
+@torch.compiler.disable  # the number of predicted tokens differs in every micro-batch
+def chunked_losses(
+    hidden: Tensor, head: nn.Module, targets: Tensor, transform: LogitTransform = NO_TRANSFORM, chunk: int | None = None
+) -> Tensor:
+    """Return the cross entropy of each of ``targets``, in at least fp32, without holding all logits.
 
     Args:
         hidden: input of the head, shape ``(tokens, width)``.
@@ -136,8 +159,8 @@ def chunked_loss(
     kernels = _kernels(terms[0], layer.bias)
     chunk = chunk or default_chunk(layer.weight.shape[0], dtype, fused=kernels is not None)
     use = getattr(head, "take_rows", None), kernels
-    total: Tensor = _ChunkedLoss.apply(targets, chunk, transform, use, layer.bias, *terms)
-    return total
+    losses: Tensor = _ChunkedLosses.apply(targets, chunk, transform, use, layer.bias, *terms)
+    return losses
 
 
 def default_chunk(words: int, dtype: torch.dtype, fused: bool) -> int:
@@ -155,8 +178,8 @@ def _kernels(states: Tensor, bias: Tensor | None) -> Any:
     return loss_kernel
 
 
-class _ChunkedLoss(torch.autograd.Function):
-    """The loss of logits that are a sum of products of states ``(tokens, width)`` and weights ``(words, width)``."""
+class _ChunkedLosses(torch.autograd.Function):
+    """The losses of tokens, whose logits are a sum of products of states ``(tokens, width)`` and weights."""
 
     @staticmethod
     def forward(
@@ -183,13 +206,14 @@ class _ChunkedLoss(torch.autograd.Function):
                 del logits  # before the next logits are allocated
         log_sums, losses = map(torch.cat, zip(*parts, strict=True))
         ctx.save_for_backward(targets, log_sums, bias, *terms)
-        return losses.sum()
+        return losses.flatten()
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
         targets, log_sums, bias, *terms = ctx.saved_tensors
         states, weights, dtype = terms[::2], terms[1::2], terms[0].dtype
+        gradient = gradient.to(log_sums.dtype)[:, None].contiguous()
         tokens, words = len(targets), len(weights[0])
         size = words if tokens <= ctx.chunk else max(1, ctx.chunk * words // tokens)
         size -= size % 64 if size < words and size > 64 else 0  # a multiple for tensor cores

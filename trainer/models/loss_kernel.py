@@ -52,7 +52,7 @@ def _errors(products, sums, targets, gradient, start, words, scale, cap, BLOCK: 
     places = products + row * words + at
     logits = _logits(tl.load(places, mask=at < words, other=0.0), scale, cap)
     errors = tl.exp(logits - tl.load(sums + row))
-    errors = (errors - (at == tl.load(targets + row) - start).to(tl.float32)) * tl.load(gradient)
+    errors = (errors - (at == tl.load(targets + row) - start).to(tl.float32)) * tl.load(gradient + row)
     if cap is not None:
         errors *= 1 - (logits / cap) * (logits / cap)
     tl.store(places, rounded(errors * scale, products), mask=at < words)
@@ -77,7 +77,7 @@ def _empty(products: Tensor, *_: object) -> tuple[Tensor, Tensor]:
 def token_errors_(
     products: Tensor, sums: Tensor, targets: Tensor, gradient: Tensor, start: int, scale: float, cap: float | None
 ) -> None:
-    """Overwrite ``products`` of words from ``start`` on with their gradient, given that of the summed loss in fp32."""
+    """Overwrite ``products`` of words from ``start`` on with their gradient, given that of each loss, fp32."""
     (tokens, words), given = products.shape, (products, sums, targets, gradient, start)
     wrap_triton(_errors)[(tokens, -(-words // BLOCK))](*given, words, scale, cap, BLOCK, **LAUNCH)
 

@@ -47,7 +47,9 @@ from trainer.memory.parameter_groups import set_requires_grad
 from trainer.memory.plan import Plan
 from trainer.memory.precision import matmul_precision, weights_dtype
 from trainer.memory.stack import PreparedModel, apply_stack, build_optimizer_and_sync
+from trainer.models.causal import CausalLM
 from trainer.recipe import Recipe
+from trainer.system.text import format_bytes
 from trainer.values import Loss
 from trainer.weights import nf4
 from trainer.weights.streaming import allocate, default_dtype, on_meta
@@ -137,6 +139,13 @@ def _notes(recipe: Recipe, plan: Plan, module: nn.Module) -> list[str]:
         notes.append(f"memory.compile={plan.memory.compile} is predicted without compiling: {bound}")
     if plan.memory.compile == "cuda_graphs":
         notes.append("memory.compile=cuda_graphs: not tested on a GPU yet; memory kept by its graphs is not predicted")
+    if isinstance(recipe.model, CausalLM) and recipe.model.needs_reference:
+        size = sum(parameter.numel() * parameter.element_size() for parameter in module.parameters())
+        saved = (
+            "a second forward pass" if recipe.model.lora.rank else f"{format_bytes(size)} of weights of a second model"
+        )
+        what = "the reference is computed once before training and takes 16 bytes per pair on the host"
+        notes.append(f"model.loss={recipe.model.loss}: {what}, which saves {saved}")
     if any(isinstance(part, nn.RNNBase) for part in module.modules()):
         notes.append("recurrent layers are predicted step by step: cuDNN's kernels differ in time and memory")
     return notes

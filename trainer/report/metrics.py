@@ -14,7 +14,7 @@ from torch import Tensor
 
 from trainer.errors import require
 from trainer.report.mistakes import Mistake, of_all_ranks
-from trainer.values import IGNORED_LABEL, TASK_METRICS, Loss, Task
+from trainer.values import IGNORED_LABEL, TASK_METRICS, TASKS_WITHOUT_CLASSES, Loss, Task
 
 NEEDS_PREDICTIONS = "needs predictions: set logits and targets in the model's Loss"
 
@@ -51,11 +51,12 @@ class EvaluationMetrics:
         wanted: Sequence[object] = (),  # further metrics; ``names`` lists those that can be computed from counts
     ) -> None:
         self.loss_names, self.task = tuple(loss_names), task
-        self.classes = (num_classes or 0) if task in TASK_METRICS and task != "language" else 0
+        counts_classes = task in TASK_METRICS and task not in TASKS_WITHOUT_CLASSES
+        self.classes = 2 if task == "preference" else (num_classes or 0) if counts_classes else 0
         # (losses, 3): total, weight and number of updates with logits; float64 for millions of float32 terms
         self.sums = torch.zeros(len(self.loss_names), 3, dtype=torch.float64, device=device)
         # (classes, classes) for a confusion matrix, otherwise a row per label or output: see _of_labels, _of_numbers
-        columns = {"multi_label": 5, "regression": 6}.get(task, self.classes)
+        columns = {"multi_label": 5, "regression": 6, "preference": 3}.get(task, self.classes)
         dtype = torch.long if task in ("single_label", "token") else torch.float64
         self.counted = torch.zeros(self.classes, columns, dtype=dtype, device=device)
         known = self.values(np.zeros(self.counted.shape)) if self.classes else {}
@@ -89,6 +90,9 @@ class EvaluationMetrics:
             samples, whole = kept.any(-1, keepdim=True), (said == true).all(-1, keepdim=True)
             columns = (samples.expand_as(kept), said & true, said, true, (samples & whole).expand_as(kept))
             self.counted += torch.stack([column.double() for column in columns], -1).sum(0)
+        elif self.task == "preference":  # a row for the chosen answers, and one for the rejected
+            larger = logits > logits.flip(1)
+            self.counted += torch.stack([torch.ones_like(logits), larger, logits], -1).sum(0, dtype=torch.float64)
         elif len(targets):
             true = targets.reshape(logits.shape).double()
             error, first = logits.double() - true, true[0]
@@ -118,7 +122,8 @@ class EvaluationMetrics:
 
     def values(self, table: np.ndarray) -> dict[str, float]:
         """Compute all metrics of the counts ``table``, by name; NaN if nothing was counted."""
-        compute = {"multi_label": _of_labels, "regression": _of_numbers}.get(self.task, _of_classes)
+        others = {"multi_label": _of_labels, "regression": _of_numbers, "preference": _of_pairs}
+        compute = others.get(self.task, _of_classes)
         found = compute(table if table.any() else np.ones_like(table))
         return {name: float(value) if table.any() else math.nan for name, value in found.items()}
 
@@ -177,6 +182,12 @@ def _of_numbers(counted: np.ndarray) -> dict[str, float]:
     lost = np.where(spread > 0, squares / np.where(spread > 0, spread, 1), np.sign(squares))
     mse, r2 = (squares / samples).mean(), np.where(samples > 1, 1 - lost, math.nan).mean()
     return {"mae": (absolute / samples).mean(), "mse": mse, "rmse": np.sqrt(mse), "r2": r2}
+
+
+def _of_pairs(counted: np.ndarray) -> dict[str, float]:
+    """Columns per answer of a pair: pairs, pairs in which it has the larger reward, sum of its rewards."""
+    (pairs, right, chosen), (_, _, rejected) = counted
+    return {"reward_accuracy": right / pairs, "reward_margin": (chosen - rejected) / pairs}
 
 
 def classification_report(confusion: np.ndarray, class_names: Sequence[str] | None = None) -> str:

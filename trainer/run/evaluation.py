@@ -18,6 +18,7 @@ from trainer.report.metrics import EvaluationMetrics, EvaluationResult
 from trainer.report.mistakes import TopMistakes
 from trainer.report.whole_set_metrics import WholeSetMetrics
 from trainer.run.collectives import gather_rows, make_sum, run_on_rank_zero, sum_over_data_parallel
+from trainer.run.reference import require_reference
 from trainer.run.session import Session, loader_of
 from trainer.values import Loss
 
@@ -28,6 +29,7 @@ def make_evaluation(session: Session, forward: Forward, split: str) -> Callable[
     dataset = splits_of(session.recipe.data).get(split)
     if dataset is None:
         return None
+    require_reference(model, dataset)
     loader = loader_of(session, dataset)
     classes, task = model.num_classes, model.task or "single_label"
     asked, per_token = session.recipe.run.requested_metrics(), dataset.bytes_per_token

@@ -50,6 +50,7 @@ from trainer.run.listeners import (
 )
 from trainer.run.profile import Profile, require_profilable
 from trainer.run.recovery import OOMRecovery
+from trainer.run.reference import compute_reference
 from trainer.run.resume import ResumeState
 from trainer.run.run_prediction import PredictionListener
 from trainer.run.session import Session, training_windows
@@ -85,8 +86,7 @@ def build(session: Session) -> Parts:
     require_profilable(recipe.run.profile, count_steps(windows, recipe.epochs, recipe.max_steps))
     stopwatch = ThroughputMeter(session.forecast.peak_seconds if session.forecast else lambda: None)
     profile = Profile(session, recipe.run.profile, stopwatch) if recipe.run.profile else None
-    phases = profile or monitor
-    windows.on_load = stopwatch.wrap_on_load(phases.on_load)
+    windows.on_load = stopwatch.wrap_on_load((profile or monitor).on_load)
 
     seed_random_state(recipe.seed, data_parallel_rank(recipe.memory, fabric.global_rank, fabric.world_size)[0])
     stack, optimizer, sync = build_model(session)
@@ -98,7 +98,7 @@ def build(session: Session) -> Parts:
         sync=sync,
         clip_norm=recipe.optim.clip_norm,
         correct_batchnorm=recipe.memory.correct_batchnorm,
-        phases=phases,
+        phases=profile or monitor,
         copies=recipe.memory.tensor_parallel,
         average=stack.update_averages,
     )
@@ -124,11 +124,10 @@ def build_model(session: Session) -> tuple[PreparedModel, Optimizer, GradientSyn
 
 def set_schedule(recipe: Recipe, windows: Windows, stepper: Stepper) -> None:
     """Give the stepper its learning-rate schedule over all steps of the run."""
-    total = count_steps(windows, recipe.epochs, recipe.max_steps)
     plateau = ReduceOnPlateau(recipe.optim) if recipe.optim.schedule == "plateau" else None
     factor = lr_factor(
         recipe.optim,
-        total,
+        count_steps(windows, recipe.epochs, recipe.max_steps),
         batch_size_at=lambda step: windows.cut_at(epoch_at(windows, recipe.epochs, step)).batch_size,
         skipped_steps=lambda: stepper.skipped_steps,
         plateau=plateau,
@@ -142,6 +141,7 @@ class Training:
     def __init__(self, session: Session, source: str | None, progress: Progress, resumption: ResumeState) -> None:
         self.session, self.progress, self.resumption = session, progress, resumption
         self.parts = parts = build(session)
+        compute_reference(session, parts.stepper, progress.notice)  # with the weights before training
         resumption.restore_tensors(parts.tensors)
         self.loggers: list[Logger] = []
         if session.is_first:
@@ -219,10 +219,9 @@ class Training:
                 close_loggers(self.loggers, status)
                 write_results(session, parts.stack.module, state, summary, result)
         if session.is_first:
-            report = [] if result is None else [report_text(result, recipe.data)]
-            report.append(summary_text(summary, session.run_dir, writes=recipe.model.task == "language"))
-            profiled = parts.profile.summary if parts.profile else ""
-            say("\n".join([*report, *filter(None, [profiled])]))
+            report = "" if result is None else report_text(result, recipe.data)
+            text = summary_text(summary, session.run_dir, writes=recipe.model.task in ("language", "preference"))
+            say("\n".join(filter(None, [report, text, parts.profile.summary if parts.profile else ""])))
         session.fabric.barrier()
         return summary
 
@@ -231,8 +230,7 @@ class Training:
         session, counters, parts = self.session, self.engine.counters, self.parts
         recipe, world, cut = session.recipe, session.world, session.plan.initial_cut
         memory = session.monitor.report(all_ranks)
-        if session.forecast is not None:
-            memory |= session.forecast.compare(memory)
+        memory |= session.forecast.compare(memory) if session.forecast is not None else {}
         final_split = "val" if recipe.data.test is None else "test"
         metrics = result.metrics() if result else {}
         metrics |= {"loss": metrics.pop("loss")} if metrics else {}  # loss last: users look for other metrics first
