@@ -17,7 +17,7 @@ from typing import Any
 
 from torch.distributed import DistError, TCPStore
 
-from trainer.errors import RecipeError, RunError
+from trainer.errors import RecipeError, RunError, require
 from trainer.launching.local_store import INTERFACE, exchange_with_peers, interface_for_address
 from trainer.report.summary import versions
 from trainer.system.environment import read_int_variable
@@ -76,9 +76,9 @@ def _require_same_versions(found: list[dict[str, Any]]) -> None:
     first = found[0]
     for other in found[1:]:
         for name, version in first["versions"].items():
-            if (theirs := other["versions"].get(name)) != version:
-                difference = f"{name} is {version} on {first['host']} and {theirs} on {other['host']}"
-                raise RecipeError(f"{difference}: install the same version on all machines")
+            theirs = other["versions"].get(name)
+            difference = f"{name} is {version} on {first['host']} and {theirs} on {other['host']}"
+            require(theirs == version, f"{difference}: install the same version on all machines")
 
 
 def _choose_interface(environment: MutableMapping[str, str]) -> None:

@@ -67,11 +67,9 @@ def resolve_world(recipe: Recipe, environment: MutableMapping[str, str] = os.env
     if world.accelerator == "cuda":
         found = _devices_here("cuda")
         asked = "run.devices asks for" if world.started_by_fabric else f"{world.launcher} started"
-        if world.devices > found:
-            raise RecipeError(
-                f"{asked} {world.devices} ranks on this node, and torch sees {found} GPU(s): use at most {found}, or "
-                "check CUDA_VISIBLE_DEVICES and which GPUs the scheduler gives to each process"
-            )
+        cause = f"{asked} {world.devices} ranks on this node, and torch sees {found} GPU(s)"
+        fix = f"use at most {found}, or check CUDA_VISIBLE_DEVICES and which GPUs the scheduler gives to each process"
+        require(world.devices <= found, f"{cause}: {fix}")
     return recipe, world
 
 
@@ -113,9 +111,8 @@ def detect_world(recipe: Recipe, environment: Mapping[str, str] = os.environ) ->
         nodes = read_int_variable("GROUP_WORLD_SIZE", environment=environment)
         world = World(name, accelerator, devices, nodes)
         size = read_int_variable("WORLD_SIZE", world.world_size, environment)
-        if size != world.world_size:
-            fix = "use the same --nproc-per-node on every node"
-            raise RecipeError(f"torchrun started {size} ranks on {nodes} node(s), {devices} of them on this one: {fix}")
+        cause = f"torchrun started {size} ranks on {nodes} node(s), {devices} of them on this one"
+        require(size == world.world_size, f"{cause}: use the same --nproc-per-node on every node")
     elif all(name in environment for name in RAY_WORKER):
         workers = read_int_variable("WORLD_SIZE", environment=environment)
         devices = read_int_variable("LOCAL_WORLD_SIZE", environment=environment)
@@ -132,11 +129,9 @@ def detect_world(recipe: Recipe, environment: Mapping[str, str] = os.environ) ->
         devices = _devices_here(accelerator) if wanted == "auto" else wanted
         world = World("accelerate launch" if accelerated else "python", accelerator, devices)
         _refuse_unknown_launcher(world, environment)
-    if wanted not in ("auto", world.devices):
-        raise RecipeError(
-            f"run.devices={wanted} contradicts the launcher: {world.launcher} started {world.devices} process(es) on "
-            f"this node; leave out run.devices, or start {wanted}"
-        )
+    started = f"{world.launcher} started {world.devices} process(es) on this node"
+    cause = f"run.devices={wanted} contradicts the launcher: {started}"
+    require(wanted in ("auto", world.devices), f"{cause}; leave out run.devices, or start {wanted}")
     return dataclasses.replace(world, fallback=fallback)
 
 
@@ -146,16 +141,13 @@ def _refuse_unknown_launcher(world: World, environment: Mapping[str, str]) -> No
         started = read_int_variable(name, 1, environment)
         # Fabric sets WORLD_SIZE to run.devices in the processes that it starts.
         joined = name == "WORLD_SIZE" and "LOCAL_RANK" in environment and started == world.world_size
-        if started != 1 and not joined:
-            cause = f"{name}={started} in the environment is from a launcher that is neither torchrun nor Slurm"
-            fix = "start the run with torchrun, fabric run, srun or --run.devices, or unset the variable"
-            raise RecipeError(f"{cause}: {fix}")
+        cause = f"{name}={started} in the environment is from a launcher that is neither torchrun nor Slurm"
+        fix = "start the run with torchrun, fabric run, srun or --run.devices, or unset the variable"
+        require(started == 1 or joined, f"{cause}: {fix}")
     # For several processes on CPUs, accelerate launch starts only one, and sets MASTER_ADDR but not their number.
     if world.launcher == "accelerate launch" and world.world_size == 1 and "MASTER_ADDR" in environment:
-        raise RecipeError(
-            "accelerate launch was asked for several processes and started one: start them with "
-            "torchrun --nproc-per-node N -m trainer fit RECIPE, or with trainer fit RECIPE --run.devices N"
-        )
+        ways = "torchrun --nproc-per-node N -m trainer fit RECIPE, or with trainer fit RECIPE --run.devices N"
+        raise RecipeError(f"accelerate launch was asked for several processes and started one: start them with {ways}")
 
 
 def _refuse_options_of_accelerate(recipe: Recipe, environment: Mapping[str, str]) -> None:
