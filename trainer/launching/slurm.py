@@ -51,12 +51,14 @@ def slurm_task(environment: Mapping[str, str]) -> SlurmTask | None:
     """Return this task of a step with several tasks; ``None`` if ``srun`` did not start several tasks."""
     if not started_by_srun(environment):
         return None
-    names = ("JOB_ID", "STEP_ID", "PROCID", "LOCALID", "NODEID", "STEP_NUM_TASKS")  # the fields job to size
-    numbers = [read_int_variable(f"SLURM_{name}", environment=environment) for name in names]
+    names = ("JOB_ID", "STEP_ID", "PROCID", "LOCALID", "NODEID", "STEP_NUM_TASKS")
+    numbers = (read_int_variable(f"SLURM_{name}", environment=environment) for name in names)
+    job, step, rank, local_rank, node_rank, size = numbers
     counts: list[int] = []
     for count, times in re.findall(r"(\d+)(?:\(x(\d+)\))?", environment.get("SLURM_STEP_TASKS_PER_NODE", "")):
         counts += [int(count)] * int(times or 1)  # 2(x3),1 is 2, 2, 2, 1
-    return SlurmTask(*numbers, tuple(counts), environment.get("SLURM_STEP_NODELIST", ""))
+    nodes = environment.get("SLURM_STEP_NODELIST", "")
+    return SlurmTask(job, step, rank, local_rank, node_rank, size, tuple(counts), nodes)
 
 
 def started_by_srun(environment: Mapping[str, str]) -> bool:
