@@ -77,9 +77,8 @@ def sweep(argv: list[str]) -> None:
     words = [reference, *as_words(passed)]
     compares = recipe.run.evaluate and recipe.run.best_metric() != "last"
     require(compares, "a sweep compares trials by run.best: leave out run.best=last and run.evaluate=false")
-    if bool(over) == ("folds" in own):
-        ways = "--over KEY=LOW..HIGH (or KEY=A,B,C), once or more, or --folds 5, or --find-lr"
-        raise RecipeError(f"sweep needs something to vary: give {ways}")
+    ways = "--over KEY=LOW..HIGH (or KEY=A,B,C), once or more, or --folds 5, or --find-lr"
+    require(bool(over) != ("folds" in own), f"sweep needs something to vary: give {ways}")
     if "folds" in own:
         trials = parse_count("folds", own["folds"])
         chooser: TrialSource = CrossValidation(recipe, trials)
