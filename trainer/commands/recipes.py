@@ -141,8 +141,7 @@ def import_recipe(path: Path) -> Recipe:
         raise RecipeError(f"recipe {path}{f' line {lines[-1]}' if lines else ''}: {what}") from error
     recipe = getattr(module, "recipe", None)
     require(recipe is not None, f"recipe {path} defines no recipe: add a line `recipe = Recipe(...)`")
-    if not isinstance(recipe, Recipe):
-        raise RecipeError(f"recipe {path}: recipe is a {type(recipe).__name__}, not a trainer.Recipe")
+    require(isinstance(recipe, Recipe), f"recipe {path}: recipe is a {type(recipe).__name__}, not a trainer.Recipe")
     return recipe
 
 

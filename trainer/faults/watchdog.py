@@ -61,10 +61,9 @@ class Watchdog:
         self._wake = threading.Event()
         if self.peers is not None:
             self.peers.send_heartbeat(self.place())
+            threading.Thread(target=self._watch_store, args=(self.peers,), name="store watch", daemon=True).start()
         self._thread = threading.Thread(target=self._run, name="watchdog", daemon=True)
         self._thread.start()
-        if self.peers is not None:
-            threading.Thread(target=self._watch_store, args=(self.peers,), name="store watch", daemon=True).start()
 
     def place(self) -> RankStatus:
         return RankStatus.from_monitor(self.rank, self.monitor)

@@ -288,12 +288,10 @@ class Sweep:
 
     def _require_compared(self) -> None:
         """Prepare the data like a trial; raise an error if it has no set to compare trials on."""
-        from trainer.commands.flags import Flags
         from trainer.planner.predict import prepare_recipe
         from trainer.run.best_tracker import BestTracker
 
-        example: Flags = [(key, str(value)) for key, value in self.chooser.example().items()]
-        recipe = resolve(self.recipe, None, example, "")
+        recipe = resolve(self.recipe, None, [(key, str(value)) for key, value in self.chooser.example().items()], "")
         assert recipe is not None
         data = prepare_recipe(recipe.replace(data=deepcopy(recipe.data))).data
         best = BestTracker(recipe, "val" if data.val is not None else "test")

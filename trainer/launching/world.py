@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import dataclasses
 import os
 from collections.abc import Mapping, MutableMapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from trainer.errors import RecipeError, require
@@ -21,9 +20,6 @@ ACCELERATE_PRECISION = {"no": None, "fp16": "16-mixed", "bf16": "bf16-mixed"}
 
 RAY_WORKER = ("RAY_JOB_ID", "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "NODE_RANK")
 """Environment variables of a worker of Ray Train's ``TorchTrainer``; other Ray processes have only the first."""
-
-FABRIC_STARTS = ("python", "accelerate launch")
-"""Launchers that start one process, from which Fabric starts the other ranks."""
 
 
 @dataclass(frozen=True)
@@ -45,8 +41,8 @@ class World:
 
     @property
     def started_by_fabric(self) -> bool:
-        """Whether Fabric starts the ranks from the first one."""
-        return self.launcher in FABRIC_STARTS
+        """Whether the launcher starts one process, from which Fabric starts the other ranks."""
+        return self.launcher in ("python", "accelerate launch")
 
     def describe(self, strategy: str) -> str:
         """Describe the world in one line: ``torchrun: 2 ranks on 1 node (2 per node), cpu, gloo, ddp``."""
@@ -85,8 +81,7 @@ def _of_fabric_run(recipe: Recipe, environment: MutableMapping[str, str]) -> tup
         memory["strategy"] = strategy
     if precision is not None:
         memory["precision"] = PRECISION_ALIASES.get(precision, precision)
-    own = {"run": dataclasses.replace(recipe.run, **run), "memory": dataclasses.replace(recipe.memory, **memory)}
-    recipe = recipe.replace(**own)
+    recipe = recipe.replace(run=replace(recipe.run, **run), memory=replace(recipe.memory, **memory))
     world = detect_world(recipe, environment)
     require(world.launcher == "torchrun", "LT_CLI_USED=1 (fabric run) without torchrun's variables: unset LT_CLI_USED")
     for name, found in (("devices", world.devices), ("num_nodes", world.nodes)):
@@ -95,7 +90,7 @@ def _of_fabric_run(recipe: Recipe, environment: MutableMapping[str, str]) -> tup
             key = f"LT_{name.upper()}"
             cause = f"{key}={wanted} asks for another world than fabric run has started, with {name}={found}"
             raise RecipeError(f"{cause}: unset {key}, or use fabric run --{name.replace('_', '-')} {wanted}")
-    return recipe, dataclasses.replace(world, launcher="fabric run")
+    return recipe, replace(world, launcher="fabric run")
 
 
 def detect_world(recipe: Recipe, environment: Mapping[str, str] = os.environ) -> World:
@@ -132,7 +127,7 @@ def detect_world(recipe: Recipe, environment: Mapping[str, str] = os.environ) ->
     started = f"{world.launcher} started {world.devices} process(es) on this node"
     cause = f"run.devices={wanted} contradicts the launcher: {started}"
     require(wanted in ("auto", world.devices), f"{cause}; leave out run.devices, or start {wanted}")
-    return dataclasses.replace(world, fallback=fallback)
+    return replace(world, fallback=fallback)
 
 
 def _refuse_unknown_launcher(world: World, environment: Mapping[str, str]) -> None:
