@@ -9,7 +9,7 @@ import sys
 import time
 from collections.abc import Iterator
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from trainer.commands import CommandFlags
 from trainer.commands.recipes import parse_command
@@ -67,28 +67,20 @@ def run_checks(recipe: Recipe, reference: str) -> Iterator[Finding]:
     except RecipeError as error:  # no device or an unknown launcher: no other check is possible
         yield fail(str(error), check="devices")
         return
-    for name, check in (
-        ("libraries", machine.libraries),
-        ("devices", machine.devices),
-        ("run directory", machine.run_directory),
-        ("process group", machine.process_group),
-        ("model and data", samples.model_and_data),
-        ("plan", samples.plan_of),
-    ):
+    checks: dict[str, Any] = {"libraries": machine.libraries, "devices": machine.devices}
+    checks |= {"run directory": machine.run_directory, "process group": machine.process_group}
+    checks |= {"model and data": samples.model_and_data, "plan": samples.plan_of}
+    for name, check in checks.items():
         show_status(f"checking {name}")
         yield from findings(name, partial(check, subject))
     peak = machine.PeakMemory(subject)
-    for name, check, needs_model in (
-        ("host memory", machine.host_memory, False),
-        ("shared memory", machine.shared_memory, False),
-        ("disk space", machine.disk_space, False),
-        ("vocabulary", samples.vocabulary, True),
-        ("samples", samples.samples, True),
-        ("duplicates", samples.duplicates, True),
-        ("checkpoint", machine.round_trip, True),
-    ):
-        if subject.ready or not needs_model:
-            show_status(f"checking {name}")
-            yield from findings(name, partial(check, subject))
+    checks = {"host memory": machine.host_memory, "shared memory": machine.shared_memory}
+    checks |= {"disk space": machine.disk_space}
+    if subject.ready:
+        checks |= {"vocabulary": samples.vocabulary, "samples": samples.samples, "duplicates": samples.duplicates}
+        checks |= {"checkpoint": machine.round_trip}
+    for name, check in checks.items():
+        show_status(f"checking {name}")
+        yield from findings(name, partial(check, subject))
     show_status("predicting peak memory")
     yield from findings("peak memory", peak.finding)

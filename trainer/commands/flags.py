@@ -92,7 +92,9 @@ class RecipeParser:
             section, _, name = key.rpartition(".")
             if section not in groups:
                 title = f"{section}: {setting.owner.__name__}" if section else "recipe"
-                groups[section] = self.parser.add_argument_group(title, _others(section))
+                known = ", ".join(known_classes(section)) if section in SWAPPABLE_SECTIONS else ""
+                about = f"--{section} CLASS chooses the class: {known}; or a custom one, as module.Class"
+                groups[section] = self.parser.add_argument_group(title, about if known else None)
             shown = {"metavar": _describe(setting.hint), "help": _documentation(setting.owner).get(name) or None}
             groups[section].add_argument(f"--{key}", default=setting.value, type=_parser_type(setting.hint), **shown)
 
@@ -202,12 +204,6 @@ class RecipeParser:
             why = f"{key}={given[key]!r}: {duplicate[0]}" if duplicate else ""
             raise SettingError(key, why or _explain(key, self.settings[key].hint, given[key])) from error
         return {key: value for key, value in found.items() if key in self.settings}
-
-
-def _others(part: str) -> str | None:
-    if part not in SWAPPABLE_SECTIONS:
-        return None
-    return f"--{part} CLASS chooses the class: {', '.join(known_classes(part))}; or a custom one, as module.Class"
 
 
 def load_yaml_file(path: Path) -> dict[Any, Any]:

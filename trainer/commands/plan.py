@@ -224,16 +224,14 @@ def _run_scale(asked: ParsedCommand, own: dict[str, str]) -> tuple[dict[str, Any
     return content, "" if any(row["retries"] is not None for row in content["rows"]) else missing
 
 
-PAGE = Path(__file__).with_name("page.html")
-
-
 def write_page(path: Path, content: Mapping[str, Any], timeline: Mapping[str, Any] | None) -> None:
     """Write ``plan.html``: the content of ``plan.json`` with two sliders, and the curve of ``timeline``, if given."""
     from trainer.report import html_report
     from trainer.report.plots import CATEGORIES
 
     curve = None if timeline is None else {**timeline, "categories": CATEGORIES}
-    html_report.write_page(path, PAGE, title=content["recipe"], plan=content, curve=curve)
+    template = Path(__file__).with_name("page.html")
+    html_report.write_page(path, template, title=content["recipe"], plan=content, curve=curve)
 
 
 def write_own_page(path: Path, name: str, command: list[str], search: Search, report: PlanReport) -> None:

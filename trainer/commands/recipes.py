@@ -63,8 +63,7 @@ def load_recipe(reference: str, *, trusted: bool = False) -> tuple[Recipe, str |
         raise RecipeError(f"{code}, and is not executed: add --{TRUST_RECIPE} if you trust the file")
     tree, classes = split_classes(tree)
     fix = "add a line `recipe: NAME` with a packaged recipe or a .py file, or give model.class and data.class"
-    is_whole = named is not None or classes.keys() == SWAPPABLE_SECTIONS.keys()
-    require(is_whole, f"{path} names no recipe: {fix}")
+    require(named is not None or classes.keys() == SWAPPABLE_SECTIONS.keys(), f"{path} names no recipe: {fix}")
     base = import_recipe(_source_path(named)) if named is not None else Recipe(model=Model(), data=Data(), batch_size=1)
     recipe, needed = _with_classes_of(path, base, classes, trusted)
     changes = yaml_changes(RecipeParser(recipe), path, tree, trusted)
@@ -141,8 +140,7 @@ def import_recipe(path: Path) -> Recipe:
         raise RecipeError(f"recipe {path}{f' line {lines[-1]}' if lines else ''}: {what}") from error
     recipe = getattr(module, "recipe", None)
     require(recipe is not None, f"recipe {path} defines no recipe: add a line `recipe = Recipe(...)`")
-    if not isinstance(recipe, Recipe):
-        raise RecipeError(f"recipe {path}: recipe is a {type(recipe).__name__}, not a trainer.Recipe")
+    require(isinstance(recipe, Recipe), f"recipe {path}: recipe is a {type(recipe).__name__}, not a trainer.Recipe")
     return recipe
 
 

@@ -158,10 +158,8 @@ def export(argv: list[str]) -> None:
 
 def inputs(flags: Flags) -> tuple[list[str], list[str], list[str]]:
     """Return the texts, the images and the paths to classify; exactly one of them must be given."""
-    kinds = ("text", "image", "path")
-    texts, images, paths = found = [
-        [text for name, text in flags if name == kind and text is not None] for kind in kinds
-    ]
+    found = [[text for name, text in flags if name == kind and text is not None] for kind in ("text", "image", "path")]
+    texts, images, paths = found
     for text in texts:
         require(text.strip() != "", "--text is empty: give a text")
         require(text != "-", "--text - is not a text: to read standard input, give - after RUN_DIR, without --text")

@@ -176,8 +176,7 @@ class Peers:
     def slowest_place(self) -> RankStatus | None:
         """Return the place of the rank that has made the least progress."""
         beats = [Heartbeat.parse(self._written(rank), rank) for rank in range(self.size)]
-        places = [beat.place for beat in beats if beat is not None]
-        return min(places, key=lambda place: place.progress_key) if places else None
+        return min((beat.place for beat in beats if beat), key=lambda place: place.progress_key, default=None)
 
     def _judge(self, process: ProcessId, position: str) -> EndReason | None:
         name = self._name(process)

@@ -26,11 +26,6 @@ def stop_signals() -> list[int]:
     return [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, *hangup]
 
 
-def is_hangup(number: int) -> bool:
-    """Return whether a closed terminal sends this signal. It sends it twice, which is not a second request."""
-    return number == signal.SIGHUP
-
-
 def write_stderr(text: str) -> None:
     """Write a line to standard error from within a signal handler; the terminal may be gone. ``print`` is not
     reentrant: the signal may have interrupted one."""
@@ -73,8 +68,7 @@ class StopSignals:
 
     def __enter__(self) -> StopSignals:
         if threading.current_thread() is threading.main_thread():
-            for number in stop_signals():
-                self._before[number] = signal.signal(number, self._handle)
+            self._before = {number: signal.signal(number, self._handle) for number in stop_signals()}
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -92,7 +86,7 @@ class StopSignals:
         if self.leaving and number == signal.SIGTERM:
             return
         if self.received is not None:
-            if not is_hangup(number):
+            if number != signal.SIGHUP:  # a closed terminal sends it twice, which is not a second request
                 os._exit(128 + number)
             return
         self.received = signal.Signals(number).name

@@ -35,9 +35,7 @@ EXIT_TIMEOUT = 5.0
 CLEANUP_TIMEOUT = 300.0
 """How long a rank may take to write its results and exit after its run has failed."""
 
-COLLECTIVE_PATHS = tuple(
-    text.replace("/", os.sep) for text in ("torch/distributed/", "torch/nn/parallel/", "engine/loss_totals.py")
-)
+COLLECTIVE_PATHS = ("torch/distributed/", "torch/nn/parallel/", "engine/loss_totals.py")
 """Source files in which a rank waits for others; with NCCL, that is where it reads the results of collectives."""
 
 STORE_GONE = "the launcher or the first rank has ended"
@@ -63,10 +61,9 @@ class Watchdog:
         self._wake = threading.Event()
         if self.peers is not None:
             self.peers.send_heartbeat(self.place())
+            threading.Thread(target=self._watch_store, args=(self.peers,), name="store watch", daemon=True).start()
         self._thread = threading.Thread(target=self._run, name="watchdog", daemon=True)
         self._thread.start()
-        if self.peers is not None:
-            threading.Thread(target=self._watch_store, args=(self.peers,), name="store watch", daemon=True).start()
 
     def place(self) -> RankStatus:
         return RankStatus.from_monitor(self.rank, self.monitor)
@@ -75,11 +72,10 @@ class Watchdog:
         """Return the exception to raise for ``error`` of the main thread: itself, or the failure of another rank. An
         error of this rank is printed and published to others, if there are any. Later errors do not replace the
         first."""
-        if self._ending:
-            return self._cause or error
-        self._ending = True  # from here on, the thread no longer ends the process because of other ranks
-        if not isinstance(error, RunStoppedError):  # all ranks raise Stopped
-            self._cause = self._explained(error)
+        if not self._ending:
+            self._ending = True  # from here on, the thread no longer ends the process because of other ranks
+            if not isinstance(error, RunStoppedError):  # all ranks raise Stopped
+                self._cause = self._explained(error)
         return self._cause or error
 
     def _explained(self, error: BaseException) -> BaseException:
@@ -113,7 +109,8 @@ class Watchdog:
 
     def _run(self) -> None:
         try:
-            while not self._wake.wait(self._pause()):
+            # The checks are frequent until the next rank was seen, as it may own the store.
+            while not self._wake.wait(POLL_INTERVAL if not self.peers or self.peers.knows_next else POLL_INTERVAL / 10):
                 if self.peers is not None:
                     self._look_at_peers(self.peers)
                 self._look_at_self()
@@ -122,10 +119,6 @@ class Watchdog:
             self._wait_for_main(EXIT_TIMEOUT)
             if not (self._closed or self._ending):
                 self._end(f"{self.place()}: {STORE_GONE} ({describe_error(error)})")
-
-    def _pause(self) -> float:
-        """Return the seconds until the next check; fewer until the next rank was seen, as it may own the store."""
-        return POLL_INTERVAL if self.peers is None or self.peers.knows_next else POLL_INTERVAL / 10
 
     def _watch_store(self, peers: Peers) -> None:
         """Detect a store that does not answer. A separate thread: a suspended store blocks every caller forever."""

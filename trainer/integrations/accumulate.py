@@ -216,11 +216,9 @@ class AccumulatingOptimizer(Optimizer):
         row = [len(parameters), sum(p.numel() for p in parameters), norm]
         counts, sizes, norms = zip(*self._gather(row, parameters[0].device, ranks), strict=True)
         if len({*counts}) > 1 or len({*sizes}) > 1 or max(norms) - min(norms) > SAME_NORM * max(norms):
-            raise RuntimeError(
-                f"the {ranks} ranks have different weights: wrap the model in DistributedDataParallel, which copies "
-                "those of rank 0, or pass group= with its ranks (torch.distributed.new_subgroups(1)[0] if each rank "
-                "trains a separate model)"
-            )
+            wrap = "wrap the model in DistributedDataParallel, which copies those of rank 0"
+            group = "group= with its ranks (torch.distributed.new_subgroups(1)[0] if each rank trains a separate model)"
+            raise RuntimeError(f"the {ranks} ranks have different weights: {wrap}, or pass {group}")
         self._is_one_model = True
 
     def _finish_gradients(

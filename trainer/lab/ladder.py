@@ -14,7 +14,8 @@ from typing import Any
 
 from trainer.commands import CommandFlags
 from trainer.commands.recipes import create_output_folder, parse_command, parse_count
-from trainer.errors import RecipeError, require
+from trainer.errors import require
+from trainer.lab.find_lr import as_words
 from trainer.lab.measured_run import CPU, MALLOC_TRIM_ENV, Trial, probe_machine, run_trial
 from trainer.memory.knobs import KNOBS, Knob, KnobValue
 from trainer.recipe import Memory, Recipe
@@ -65,7 +66,11 @@ def ladder(argv: list[str]) -> None:
     if asked is None:
         return
     recipe, _, reference, flags = asked
-    own, passed = _split(flags)
+    for name, _ in flags:
+        require(name not in OWN, f"--{name} is set by the ladder: use {OWN.get(name)}")
+        require(name not in VARIED, f"--{name} is varied by the ladder: leave it out, and choose rungs with --rungs")
+    own = {name: text or "" for name, text in flags if name in FLAGS}
+    passed = as_words([(name, text) for name, text in flags if name not in FLAGS])
     launched = "TORCHELASTIC_RUN_ID" in os.environ
     require(not launched, "trainer ladder starts its own processes: start it without a launcher")
     steps, minutes = parse_count("steps", own.get("steps", "5")), parse_count("minutes", own.get("minutes", "30"))
@@ -145,8 +150,7 @@ def choose(rungs: Sequence[LadderStep], wanted: str | None) -> list[LadderStep]:
     names = [name.strip() for name in wanted.split(",") if name.strip()]
     known = [rung.name for rung in rungs]
     for name in names:
-        if name not in known:
-            raise RecipeError(f"--rungs: no rung {name!r} here{did_you_mean(name, known)} (rungs: {', '.join(known)})")
+        require(name in known, f"--rungs: no rung {name!r} here{did_you_mean(name, known)} (rungs: {', '.join(known)})")
     return [rung for rung in rungs if rung.name in ("baseline", *names)]
 
 
@@ -225,21 +229,6 @@ class LadderTable:
     def _line(self, cells: Sequence[str]) -> str:
         middle = " | ".join(f"{cell:>12}" for cell in cells[1:-1])
         return f"| {cells[0]:<{self._width}} | {middle} | {cells[-1]} |"
-
-
-def _split(flags: Sequence[tuple[str, str | None]]) -> tuple[dict[str, str], list[str]]:
-    own: dict[str, str] = {}
-    passed: list[str] = []
-    for name, text in flags:
-        if name in FLAGS:
-            own[name] = text or ""
-        elif name in OWN:
-            raise RecipeError(f"--{name} is set by the ladder: use {OWN[name]}")
-        elif name in VARIED:
-            raise RecipeError(f"--{name} is varied by the ladder: leave it out, and choose rungs with --rungs")
-        else:
-            passed.append(f"--{name}" if text is None else f"--{name}={text}")
-    return own, passed
 
 
 def _as_flags(wanted: Mapping[str, Any], before: Mapping[str, Any]) -> list[str]:

@@ -40,9 +40,8 @@ def runs(argv: Sequence[str]) -> None:
         return
     names = [*known.valued, *known.switches]
     for name, _ in flags:
-        if name not in names:
-            hint = did_you_mean(name, names, dashes="--")
-            raise RecipeError(f"runs: unknown flag --{name}{hint}: see trainer runs --help")
+        hint = did_you_mean(name, names, dashes="--")
+        require(name in names, f"runs: unknown flag --{name}{hint}: see trainer runs --help")
     pair = [Path(text) for name, text in flags if name == "compare" and text]
     if pair:
         require(len(pair) == 2, f"--compare takes two run directories, not {len(pair)}")
@@ -80,9 +79,8 @@ def runs(argv: Sequence[str]) -> None:
 
 
 def _require_key(flag: str, key: str, keys: Sequence[str]) -> None:
-    if key not in keys and keys:
-        hint = did_you_mean(key, keys) or f"; columns are {', '.join(name for name in keys if '.' not in name)}"
-        raise RecipeError(f"{flag}={key!r} is not a column or setting of these runs{hint}")
+    hint = did_you_mean(key, keys) or f"; columns are {', '.join(name for name in keys if '.' not in name)}"
+    require(key in keys or not keys, f"{flag}={key!r} is not a column or setting of these runs{hint}")
 
 
 def _below(folder: Path) -> list[Path]:

@@ -77,9 +77,8 @@ def sweep(argv: list[str]) -> None:
     words = [reference, *as_words(passed)]
     compares = recipe.run.evaluate and recipe.run.best_metric() != "last"
     require(compares, "a sweep compares trials by run.best: leave out run.best=last and run.evaluate=false")
-    if bool(over) == ("folds" in own):
-        ways = "--over KEY=LOW..HIGH (or KEY=A,B,C), once or more, or --folds 5, or --find-lr"
-        raise RecipeError(f"sweep needs something to vary: give {ways}")
+    ways = "--over KEY=LOW..HIGH (or KEY=A,B,C), once or more, or --folds 5, or --find-lr"
+    require(bool(over) != ("folds" in own), f"sweep needs something to vary: give {ways}")
     if "folds" in own:
         trials = parse_count("folds", own["folds"])
         chooser: TrialSource = CrossValidation(recipe, trials)
@@ -289,12 +288,10 @@ class Sweep:
 
     def _require_compared(self) -> None:
         """Prepare the data like a trial; raise an error if it has no set to compare trials on."""
-        from trainer.commands.flags import Flags
         from trainer.planner.predict import prepare_recipe
         from trainer.run.best_tracker import BestTracker
 
-        example: Flags = [(key, str(value)) for key, value in self.chooser.example().items()]
-        recipe = resolve(self.recipe, None, example, "")
+        recipe = resolve(self.recipe, None, [(key, str(value)) for key, value in self.chooser.example().items()], "")
         assert recipe is not None
         data = prepare_recipe(recipe.replace(data=deepcopy(recipe.data))).data
         best = BestTracker(recipe, "val" if data.val is not None else "test")

@@ -55,11 +55,9 @@ def _user_of(line: socket.socket) -> int:
 
 def keep_company(environment: Mapping[str, str] = os.environ) -> None:
     """Start to watch the other ranks of this machine if no launcher does; :func:`have_met` ends it."""
-    names = [f"SLURM_{name}" for name in ("PROCID", "STEP_NUM_TASKS", "STEP_NUM_NODES")]
-    names = ["RANK", "WORLD_SIZE", "GROUP_WORLD_SIZE"] if "RANK" in environment else names
-    rank, size, nodes = (
-        read_int_variable(name, default, environment) for name, default in zip(names, (0, 1, 1), strict=True)
-    )
+    of_slurm = {"SLURM_PROCID": 0, "SLURM_STEP_NUM_TASKS": 1, "SLURM_STEP_NUM_NODES": 1}
+    defaults = {"RANK": 0, "WORLD_SIZE": 1, "GROUP_WORLD_SIZE": 1} if "RANK" in environment else of_slurm
+    rank, size, nodes = (read_int_variable(name, default, environment) for name, default in defaults.items())
     launched = environment.get("TORCHELASTIC_USE_AGENT_STORE") == "True" or "RAY_JOB_ID" in environment
     is_kept = launcher_knows_pid() or launched or (_kept and not _kept[-1].met.is_set())
     if size > 1 and nodes == 1 and sys.platform == "linux" and not is_kept:

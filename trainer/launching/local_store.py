@@ -107,10 +107,9 @@ def exchange_with_peers(store: Store, rank: int, size: int, seconds: float, own:
     missing = list(range(size))
     while missing := [other for other in missing if not meeting.check([str(other)])]:
         if time.monotonic() > until:
-            raise RunError(
-                f"of {size} ranks, {format_list(missing[: MAX_LISTED_ITEMS + 1])} have not come within {seconds:g} s: "
-                "check whether they or their machines have ended, or raise run.hang_after if they start slowly"
-            )
+            late = f"{format_list(missing[: MAX_LISTED_ITEMS + 1])} have not come within {seconds:g} s"
+            fix = "check whether they or their machines have ended, or raise run.hang_after if they start slowly"
+            raise RunError(f"of {size} ranks, {late}: {fix}")
         time.sleep(POLL_INTERVAL)
     return [parse_json_object(meeting.get(str(other)), MAX_MESSAGE_BYTES) for other in range(size)]
 

@@ -17,7 +17,7 @@ from typing import Any
 
 from torch.distributed import DistError, TCPStore
 
-from trainer.errors import RecipeError, RunError
+from trainer.errors import RecipeError, RunError, require
 from trainer.launching.local_store import INTERFACE, exchange_with_peers, interface_for_address
 from trainer.report.summary import versions
 from trainer.system.environment import read_int_variable
@@ -56,11 +56,10 @@ def _store(rank: int, size: int, seconds: float, environment: MutableMapping[str
     try:
         return TCPStore(address, port, size, is_master, timeout, wait_for_workers=False, multi_tenant=True)
     except (DistError, RuntimeError) as error:
-        raise RunError(
-            f"rank {rank} on {socket.gethostname()} does not reach the first rank's machine, {address}, port {port} "
-            f"({str(error).splitlines()[0]}): check that the name is known here and that ports are open between the "
-            "machines, or set its address there with torchrun --local-addr; see docs/launching/several-machines.md"
-        ) from error
+        why = f"does not reach the first rank's machine, {address}, port {port} ({str(error).splitlines()[0]})"
+        fix = "check that the name is known here and that ports are open between the machines, or set its address there"
+        fix += " with torchrun --local-addr; see docs/launching/several-machines.md"
+        raise RunError(f"rank {rank} on {socket.gethostname()} {why}: {fix}") from error
 
 
 def _known(rank: int, said: Any) -> dict[str, Any]:
@@ -76,9 +75,9 @@ def _require_same_versions(found: list[dict[str, Any]]) -> None:
     first = found[0]
     for other in found[1:]:
         for name, version in first["versions"].items():
-            if (theirs := other["versions"].get(name)) != version:
-                difference = f"{name} is {version} on {first['host']} and {theirs} on {other['host']}"
-                raise RecipeError(f"{difference}: install the same version on all machines")
+            theirs = other["versions"].get(name)
+            difference = f"{name} is {version} on {first['host']} and {theirs} on {other['host']}"
+            require(theirs == version, f"{difference}: install the same version on all machines")
 
 
 def _choose_interface(environment: MutableMapping[str, str]) -> None:
@@ -90,10 +89,9 @@ def _choose_interface(environment: MutableMapping[str, str]) -> None:
     interface = interface_for_address(address) if address is not None else None
     if interface is None:
         known = ", ".join(other for _, other in socket.if_nameindex() if other != "lo") or "its interfaces"
-        raise RecipeError(
-            f"{name} finds no address by which other machines can reach it (here, the name {name} is unknown or a "
-            f"loopback address): set {INTERFACE} (and NCCL_SOCKET_IFNAME on GPUs) to one of {known}"
-        )
+        why = f"other machines can reach it (here, the name {name} is unknown or a loopback address)"
+        fix = f"set {INTERFACE} (and NCCL_SOCKET_IFNAME on GPUs) to one of {known}"
+        raise RecipeError(f"{name} finds no address by which {why}: {fix}")
     environment[INTERFACE] = interface
     if environment.get("LOCAL_RANK", "0") == "0":
         using = f"using {interface} ({address}), the way to {head}; {INTERFACE} sets another"

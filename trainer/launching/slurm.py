@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from lightning_fabric.plugins.environments import SLURMEnvironment
 
-from trainer.errors import RecipeError
+from trainer.errors import require
 from trainer.system.environment import read_int_variable
 
 FIRST_PORT, PORTS, PORTS_BETWEEN_STEPS = 15000, 10000, 1009
@@ -51,11 +51,9 @@ def slurm_task(environment: Mapping[str, str]) -> SlurmTask | None:
     """Return this task of a step with several tasks; ``None`` if ``srun`` did not start several tasks."""
     if not started_by_srun(environment):
         return None
-
     names = ("JOB_ID", "STEP_ID", "PROCID", "LOCALID", "NODEID", "STEP_NUM_TASKS")
-    job, step, rank, local_rank, node_rank, size = (
-        read_int_variable(f"SLURM_{name}", environment=environment) for name in names
-    )
+    numbers = (read_int_variable(f"SLURM_{name}", environment=environment) for name in names)
+    job, step, rank, local_rank, node_rank, size = numbers
     counts: list[int] = []
     for count, times in re.findall(r"(\d+)(?:\(x(\d+)\))?", environment.get("SLURM_STEP_TASKS_PER_NODE", "")):
         counts += [int(count)] * int(times or 1)  # 2(x3),1 is 2, 2, 2, 1
@@ -71,23 +69,20 @@ def started_by_srun(environment: Mapping[str, str]) -> bool:
 def devices_per_node(task: SlurmTask, gpus: int | None) -> int:
     """Return the number of ranks per node; reject unequal nodes, scattered ranks, or fewer ``gpus`` than ranks."""
     counts = sorted(set(task.tasks_per_node))
-    if len(counts) != 1:
-        cause = f"Slurm put {', '.join(map(str, task.tasks_per_node))} tasks on the nodes {task.nodes}"
-        raise RecipeError(f"{cause}: use the same number on each, with --nodes and --ntasks-per-node")
-    if task.rank != task.node_rank * counts[0] + task.local_rank:
-        raise RecipeError("Slurm distributed the tasks cyclically: use --distribution=block for consecutive ranks")
-    if gpus is not None and gpus < counts[0]:
-        raise RecipeError(
-            f"Slurm started {counts[0]} tasks on this node, and this one sees {gpus} GPU(s): give the node as many "
-            f"with --gpus-per-node={counts[0]}, leave out --gpus-per-task, and add --gpu-bind=none"
-        )
-    return counts[0]
+    cause = f"Slurm put {', '.join(map(str, task.tasks_per_node))} tasks on the nodes {task.nodes}"
+    require(len(counts) == 1, f"{cause}: use the same number on each, with --nodes and --ntasks-per-node")
+    count = counts[0]
+    is_block = task.rank == task.node_rank * count + task.local_rank
+    require(is_block, "Slurm distributed the tasks cyclically: use --distribution=block for consecutive ranks")
+    cause = f"Slurm started {count} tasks on this node, and this one sees {gpus} GPU(s)"
+    fix = f"give the node as many with --gpus-per-node={count}, leave out --gpus-per-task, and add --gpu-bind=none"
+    require(gpus is None or gpus >= count, f"{cause}: {fix}")
+    return count
 
 
 def require_srun(environment: Mapping[str, str]) -> None:
     """Reject a single process in a job of several tasks: it would train alone while other devices are idle."""
     if "SLURM_JOB_ID" in environment and "SLURM_STEP_ID" not in environment:
         tasks = read_int_variable("SLURM_NTASKS", 1, environment)
-        if tasks > 1:
-            cause = f"this job of Slurm has {tasks} tasks, but srun did not start this process"
-            raise RecipeError(f"{cause}: put srun before the command, or set --run.devices to use this node only")
+        cause = f"this job of Slurm has {tasks} tasks, but srun did not start this process"
+        require(tasks <= 1, f"{cause}: put srun before the command, or set --run.devices to use this node only")

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import dataclasses
 import os
 from collections.abc import Mapping, MutableMapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from trainer.errors import RecipeError, require
@@ -21,9 +20,6 @@ ACCELERATE_PRECISION = {"no": None, "fp16": "16-mixed", "bf16": "bf16-mixed"}
 
 RAY_WORKER = ("RAY_JOB_ID", "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "NODE_RANK")
 """Environment variables of a worker of Ray Train's ``TorchTrainer``; other Ray processes have only the first."""
-
-FABRIC_STARTS = ("python", "accelerate launch")
-"""Launchers that start one process, from which Fabric starts the other ranks."""
 
 
 @dataclass(frozen=True)
@@ -45,8 +41,8 @@ class World:
 
     @property
     def started_by_fabric(self) -> bool:
-        """Whether Fabric starts the ranks from the first one."""
-        return self.launcher in FABRIC_STARTS
+        """Whether the launcher starts one process, from which Fabric starts the other ranks."""
+        return self.launcher in ("python", "accelerate launch")
 
     def describe(self, strategy: str) -> str:
         """Describe the world in one line: ``torchrun: 2 ranks on 1 node (2 per node), cpu, gloo, ddp``."""
@@ -67,11 +63,9 @@ def resolve_world(recipe: Recipe, environment: MutableMapping[str, str] = os.env
     if world.accelerator == "cuda":
         found = _devices_here("cuda")
         asked = "run.devices asks for" if world.started_by_fabric else f"{world.launcher} started"
-        if world.devices > found:
-            raise RecipeError(
-                f"{asked} {world.devices} ranks on this node, and torch sees {found} GPU(s): use at most {found}, or "
-                "check CUDA_VISIBLE_DEVICES and which GPUs the scheduler gives to each process"
-            )
+        cause = f"{asked} {world.devices} ranks on this node, and torch sees {found} GPU(s)"
+        fix = f"use at most {found}, or check CUDA_VISIBLE_DEVICES and which GPUs the scheduler gives to each process"
+        require(world.devices <= found, f"{cause}: {fix}")
     return recipe, world
 
 
@@ -87,8 +81,7 @@ def _of_fabric_run(recipe: Recipe, environment: MutableMapping[str, str]) -> tup
         memory["strategy"] = strategy
     if precision is not None:
         memory["precision"] = PRECISION_ALIASES.get(precision, precision)
-    own = {"run": dataclasses.replace(recipe.run, **run), "memory": dataclasses.replace(recipe.memory, **memory)}
-    recipe = recipe.replace(**own)
+    recipe = recipe.replace(run=replace(recipe.run, **run), memory=replace(recipe.memory, **memory))
     world = detect_world(recipe, environment)
     require(world.launcher == "torchrun", "LT_CLI_USED=1 (fabric run) without torchrun's variables: unset LT_CLI_USED")
     for name, found in (("devices", world.devices), ("num_nodes", world.nodes)):
@@ -97,7 +90,7 @@ def _of_fabric_run(recipe: Recipe, environment: MutableMapping[str, str]) -> tup
             key = f"LT_{name.upper()}"
             cause = f"{key}={wanted} asks for another world than fabric run has started, with {name}={found}"
             raise RecipeError(f"{cause}: unset {key}, or use fabric run --{name.replace('_', '-')} {wanted}")
-    return recipe, dataclasses.replace(world, launcher="fabric run")
+    return recipe, replace(world, launcher="fabric run")
 
 
 def detect_world(recipe: Recipe, environment: Mapping[str, str] = os.environ) -> World:
@@ -113,9 +106,8 @@ def detect_world(recipe: Recipe, environment: Mapping[str, str] = os.environ) ->
         nodes = read_int_variable("GROUP_WORLD_SIZE", environment=environment)
         world = World(name, accelerator, devices, nodes)
         size = read_int_variable("WORLD_SIZE", world.world_size, environment)
-        if size != world.world_size:
-            fix = "use the same --nproc-per-node on every node"
-            raise RecipeError(f"torchrun started {size} ranks on {nodes} node(s), {devices} of them on this one: {fix}")
+        cause = f"torchrun started {size} ranks on {nodes} node(s), {devices} of them on this one"
+        require(size == world.world_size, f"{cause}: use the same --nproc-per-node on every node")
     elif all(name in environment for name in RAY_WORKER):
         workers = read_int_variable("WORLD_SIZE", environment=environment)
         devices = read_int_variable("LOCAL_WORLD_SIZE", environment=environment)
@@ -132,12 +124,10 @@ def detect_world(recipe: Recipe, environment: Mapping[str, str] = os.environ) ->
         devices = _devices_here(accelerator) if wanted == "auto" else wanted
         world = World("accelerate launch" if accelerated else "python", accelerator, devices)
         _refuse_unknown_launcher(world, environment)
-    if wanted not in ("auto", world.devices):
-        raise RecipeError(
-            f"run.devices={wanted} contradicts the launcher: {world.launcher} started {world.devices} process(es) on "
-            f"this node; leave out run.devices, or start {wanted}"
-        )
-    return dataclasses.replace(world, fallback=fallback)
+    started = f"{world.launcher} started {world.devices} process(es) on this node"
+    cause = f"run.devices={wanted} contradicts the launcher: {started}"
+    require(wanted in ("auto", world.devices), f"{cause}; leave out run.devices, or start {wanted}")
+    return replace(world, fallback=fallback)
 
 
 def _refuse_unknown_launcher(world: World, environment: Mapping[str, str]) -> None:
@@ -146,16 +136,13 @@ def _refuse_unknown_launcher(world: World, environment: Mapping[str, str]) -> No
         started = read_int_variable(name, 1, environment)
         # Fabric sets WORLD_SIZE to run.devices in the processes that it starts.
         joined = name == "WORLD_SIZE" and "LOCAL_RANK" in environment and started == world.world_size
-        if started != 1 and not joined:
-            cause = f"{name}={started} in the environment is from a launcher that is neither torchrun nor Slurm"
-            fix = "start the run with torchrun, fabric run, srun or --run.devices, or unset the variable"
-            raise RecipeError(f"{cause}: {fix}")
+        cause = f"{name}={started} in the environment is from a launcher that is neither torchrun nor Slurm"
+        fix = "start the run with torchrun, fabric run, srun or --run.devices, or unset the variable"
+        require(started == 1 or joined, f"{cause}: {fix}")
     # For several processes on CPUs, accelerate launch starts only one, and sets MASTER_ADDR but not their number.
     if world.launcher == "accelerate launch" and world.world_size == 1 and "MASTER_ADDR" in environment:
-        raise RecipeError(
-            "accelerate launch was asked for several processes and started one: start them with "
-            "torchrun --nproc-per-node N -m trainer fit RECIPE, or with trainer fit RECIPE --run.devices N"
-        )
+        ways = "torchrun --nproc-per-node N -m trainer fit RECIPE, or with trainer fit RECIPE --run.devices N"
+        raise RecipeError(f"accelerate launch was asked for several processes and started one: start them with {ways}")
 
 
 def _refuse_options_of_accelerate(recipe: Recipe, environment: Mapping[str, str]) -> None:

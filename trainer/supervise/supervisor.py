@@ -13,7 +13,7 @@ from types import FrameType, SimpleNamespace
 from typing import NamedTuple
 
 from trainer.errors import EXIT_REQUEUE, RecipeError, require
-from trainer.faults.signals import is_hangup, stop_signals
+from trainer.faults.signals import stop_signals
 from trainer.supervise import attempt as looks
 from trainer.supervise.attempt import Attempt, AttemptResult, FitCommand, Journal, newest_step, pop_flag, print_message
 from trainer.system.files import default_folder, make_folder
@@ -127,7 +127,7 @@ class Supervisor:
         return code
 
     def _ask(self, number: int, frame: FrameType | None) -> None:
-        if not (self.asked and is_hangup(number)):
+        if not self.asked or number != signal.SIGHUP:  # a closed terminal sends it twice
             self.asked.append(number)
 
     def _attempt(self) -> Outcome | None:
