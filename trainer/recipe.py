@@ -23,7 +23,7 @@ MatmulPrecision = Literal["highest", "high", "medium"]
 ScaleLR = Literal["none", "linear", "sqrt"]
 LoggerName = Literal["csv", "tensorboard", "wandb", "mlflow"]
 _PER_CLASS_METRICS = [f"{name}{mean}" for name in ("f1", "precision", "recall") for mean in ("", "_macro", "_micro")]
-_OTHER_METRICS = ("auroc", "average_precision", "mcc", "r2", "pearson", "spearman")
+_OTHER_METRICS = ("auroc", "average_precision", "mcc", "r2", "pearson", "spearman", "recall_at_1", "mrr")
 _ACCURACIES = ("accuracy", "balanced_accuracy", "top5_accuracy", "subset_accuracy")
 HIGHER_IS_BETTER = (*_ACCURACIES, *_PER_CLASS_METRICS, "f1_weighted", *_OTHER_METRICS)
 LOWER_IS_BETTER = ("loss", "perplexity", "bits_per_byte", "mae", "mse", "rmse")
@@ -38,6 +38,7 @@ METRICS_BY_TASK: dict[str, tuple[str, ...]] = {
     "multi_label": (*_AVERAGED_METRICS, "subset_accuracy"),
     "regression": REGRESSION_METRICS,
     "language": ("perplexity", "bits_per_byte"),
+    "pairs": ("recall_at_1", "mrr"),
 }
 """The metrics that each task supports, in addition to the loss."""
 

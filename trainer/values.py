@@ -15,9 +15,9 @@ if TYPE_CHECKING:
 
 IGNORED_LABEL = -100  # a label without weight, as in torch's cross entropy and in transformers
 
-Task = Literal["single_label", "multi_label", "regression", "token", "language"]
-"""The prediction for a sample: one of several classes, any number of labels, numbers, a class per token, or the token
-that follows each token."""
+Task = Literal["single_label", "multi_label", "regression", "token", "language", "pairs"]
+"""The prediction for a sample: one of several classes, any number of labels, numbers, a class per token, the token
+that follows each token, or embeddings of pairs of texts."""
 
 TASK_METRICS: Mapping[str | None, tuple[str, ...]] = {
     "single_label": ("accuracy",),
@@ -25,6 +25,7 @@ TASK_METRICS: Mapping[str | None, tuple[str, ...]] = {
     "regression": ("mae", "rmse", "r2"),
     "token": ("accuracy", "f1_macro"),
     "language": ("perplexity",),
+    "pairs": ("recall_at_1", "mrr"),
     None: (),
 }
 """The metrics of each task in addition to the loss, the main one first. An accuracy of 1 is 100 %."""

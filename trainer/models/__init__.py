@@ -3,10 +3,21 @@
 from trainer.models.base import Objective
 from trainer.models.bigbird import BigBird
 from trainer.models.causal import CausalLM
+from trainer.models.embedding import SentenceEmbedder
 from trainer.models.image import ImageClassifier
 from trainer.models.lora import LoRA
 from trainer.models.mlp import MLP
 from trainer.models.text import TextClassifier
 from trainer.models.vision import VisionTransformer
 
-__all__ = ["MLP", "BigBird", "CausalLM", "ImageClassifier", "LoRA", "Objective", "TextClassifier", "VisionTransformer"]
+__all__ = [
+    "MLP",
+    "BigBird",
+    "CausalLM",
+    "ImageClassifier",
+    "LoRA",
+    "Objective",
+    "SentenceEmbedder",
+    "TextClassifier",
+    "VisionTransformer",
+]

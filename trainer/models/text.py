@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Literal, cast
 
-from trainer.contract import Packable
+from trainer.contract import Packable, WholeBatch
 from trainer.errors import RecipeError, require_choice
 from trainer.models.base import Objective
 from trainer.models.byte_tokenizer import BYTES, byte_tokenizer
@@ -83,7 +83,8 @@ class TextModel(HubModel, Packable):
 
     def _is_unmodified(self, kind: type[TextModel]) -> bool:
         """Return whether module and losses are those of ``kind``, not of a subclass, which may read padding."""
-        return all(getattr(type(self), name) is getattr(kind, name) for name in ("build", "skeleton", "losses"))
+        names = ("build", "skeleton", "embed" if issubclass(kind, WholeBatch) else "losses")
+        return all(getattr(type(self), name) is getattr(kind, name) for name in names)
 
     def unloaded(self) -> Self:
         """Return this model with random weights and the same tokenizer."""
@@ -122,8 +123,69 @@ class TextModel(HubModel, Packable):
         return replace(cast(Any, super().saved_in(folder)), tokenizer=tokenizer)
 
 
+class Encoder(TextModel):
+    """Base class of models whose padding is left out if the encoder and its head support that."""
+
+    padding_free: bool | None
+    _can_pack: bool | None = None  # not determined yet
+    head_reads = " whose head reads the first token"
+    """Ends the description of supported encoders. Empty if the head reads all tokens of a text."""
+
+    def _is_plain(self) -> bool:
+        """Return whether module and losses are not those of a subclass, which may read padding."""
+        raise NotImplementedError
+
+    def packs(self) -> bool:
+        if self.padding_free is False or self.task == "token":
+            return False
+        if self._can_pack is None:
+            config = self._configuration()
+            whole = not getattr(config, "is_decoder", False) and not getattr(config, "chunk_size_feed_forward", 0)
+            left = getattr(self.tokenizer_or_none(), "padding_side", "right") == "left"
+            known = self._supports_unpadding(config) and config._attn_implementation in (None, "sdpa")
+            self._can_pack = known and whole and not left and (self.padding_free or self._is_plain())
+            self._padding_idx = config.pad_token_id if config.model_type.endswith("roberta") else None
+            self._asks = config.model_type == "modernbert"
+            if not self._can_pack and self.padding_free is not None:
+                encoders = f"{', '.join(UNPADDING_MODEL_TYPES)}; BigBird with model.attention full"
+                cause = f"model.padding_free=true is for encoders ({encoders}){self.head_reads}, with"
+                unlike = f"sdpa attention and padding on the right, unlike model.name={self.name!r}"
+                raise RecipeError(f"{cause} {unlike}: leave it at null")
+        return self._can_pack
+
+    def _supports_unpadding(self, config: Any) -> bool:
+        from trainer.models.packed_attention import length_dependent_rope
+
+        first = getattr(config, "classifier_pooling", "cls") == "cls"  # some ModernBERT heads read the mean
+        return config.model_type in UNPADDING_MODEL_TYPES and first and length_dependent_rope(config) is None
+
+    def packed(self, batch: Any) -> Any:
+        """Remove the padding of the micro-batch if the module supports that."""
+        if not self.packs() or not isinstance(batch, Mapping) or "attention_mask" not in batch:
+            return batch
+        from trainer.models.packed_attention import dummy_mask
+        from trainer.models.padding_free import pack
+
+        packed = pack(batch, self._padding_idx)
+        if packed is not None and self._asks:
+            packed["attention_mask"] = dummy_mask()
+        return packed or batch
+
+    def _finalize_module(self, module: nn.Module) -> nn.Module:
+        module = super()._finalize_module(module)
+        if self.packs():
+            from trainer.models.packed_attention import NAME, register_packed_attention
+            from trainer.models.padding_free import unpad
+
+            unpad(module, bool(self.head_reads))
+            if self._asks:
+                register_packed_attention()
+                module.set_attn_implementation(NAME)  # type: ignore[operator]
+        return module
+
+
 @dataclass
-class TextClassifier(TextModel, HubClassifier):
+class TextClassifier(Encoder, HubClassifier):
     """Any ``AutoModelForSequenceClassification`` or, for the task token, ``AutoModelForTokenClassification``.
 
     Examples are DistilBERT, BERT and RoBERTa. The loss is computed here from the logits, never by the model itself:
@@ -157,7 +219,6 @@ class TextClassifier(TextModel, HubClassifier):
         if self.padding_free and self.task == "token":
             cause = "model.padding_free=true computes the last block for the first token only, but model.task=token"
             raise RecipeError(f"{cause} reads all tokens: leave it at null")
-        self._can_pack: bool | None = None  # not determined yet
 
     @property
     def auto(self) -> str:  # type: ignore[override]
@@ -171,53 +232,8 @@ class TextClassifier(TextModel, HubClassifier):
             return super()._load_tokenizer(source, add_prefix_space=True)
         return found
 
-    def packs(self) -> bool:
-        if self.padding_free is False or self.task == "token":
-            return False
-        if self._can_pack is None:
-            config = self._configuration()
-            whole = not getattr(config, "is_decoder", False) and not getattr(config, "chunk_size_feed_forward", 0)
-            left = getattr(self.tokenizer_or_none(), "padding_side", "right") == "left"
-            known = self._supports_unpadding(config) and config._attn_implementation in (None, "sdpa")
-            self._can_pack = known and whole and not left and (self.padding_free or self._is_unmodified(TextClassifier))
-            self._padding_idx = config.pad_token_id if config.model_type.endswith("roberta") else None
-            self._asks = config.model_type == "modernbert"
-            if not self._can_pack and self.padding_free is not None:
-                encoders = f"{', '.join(UNPADDING_MODEL_TYPES)}; BigBird with model.attention full"
-                cause = f"model.padding_free=true is for encoders ({encoders}) whose head reads the first token, with"
-                unlike = f"sdpa attention and padding on the right, unlike model.name={self.name!r}"
-                raise RecipeError(f"{cause} {unlike}: leave it at null")
-        return self._can_pack
-
-    def _supports_unpadding(self, config: Any) -> bool:
-        from trainer.models.packed_attention import length_dependent_rope
-
-        first = getattr(config, "classifier_pooling", "cls") == "cls"  # some ModernBERT heads read the mean
-        return config.model_type in UNPADDING_MODEL_TYPES and first and length_dependent_rope(config) is None
-
-    def packed(self, batch: Any) -> Any:
-        """Remove the padding of the micro-batch if the module supports that."""
-        if not self.packs() or not isinstance(batch, Mapping) or "attention_mask" not in batch:
-            return batch
-        from trainer.models.packed_attention import dummy_mask
-        from trainer.models.padding_free import pack
-
-        packed = pack(batch, self._padding_idx)
-        if packed is not None and self._asks:
-            packed["attention_mask"] = dummy_mask()
-        return packed or batch
-
-    def _finalize_module(self, module: nn.Module) -> nn.Module:
-        module = super()._finalize_module(module)
-        if self.packs():
-            from trainer.models.packed_attention import NAME, register_packed_attention
-            from trainer.models.padding_free import unpad
-
-            unpad(module)
-            if self._asks:
-                register_packed_attention()
-                module.set_attn_implementation(NAME)  # type: ignore[operator]
-        return module
+    def _is_plain(self) -> bool:
+        return self._is_unmodified(TextClassifier)
 
     def losses(self, module: nn.Module, batch: Any) -> Iterator[Loss]:
         """Yield the task's loss, from the logits; the batch is a tokenizer's output plus ``labels``."""

@@ -119,7 +119,7 @@ def open_loggers(recipe: Recipe, run_dir: Path, resumed_at: int, run: str) -> li
     extra = [f"loss_{name}" for name in names] if len(names) > 1 else []
     # Sections as text, without secrets.
     config = {name: redact(str(p)) if is_dataclass(p) else p for name, p in vars(recipe).items()}
-    has_metrics = task == "language" or recipe.model.num_classes is not None
+    has_metrics = task in ("language", "pairs") or recipe.model.num_classes is not None
     asked = [metric if isinstance(metric, str) else metric.name for metric in recipe.run.requested_metrics()]
     metrics = [name for name in dict.fromkeys((*TASK_METRICS[task if has_metrics else None], *asked)) if name != "loss"]
     return make_loggers(recipe.run.logger, run_dir, config, extra, metrics, resumed_at, recipe.run, run)
