@@ -10,14 +10,5 @@ from trainer.models.mlp import MLP
 from trainer.models.text import TextClassifier
 from trainer.models.vision import VisionTransformer
 
-__all__ = [
-    "MLP",
-    "BigBird",
-    "CausalLM",
-    "ImageClassifier",
-    "LoRA",
-    "Objective",
-    "SentenceEmbedder",
-    "TextClassifier",
-    "VisionTransformer",
-]
+__all__ = ["MLP", "BigBird", "CausalLM", "ImageClassifier", "LoRA", "Objective", "SentenceEmbedder"]
+__all__ += ["TextClassifier", "VisionTransformer"]
