@@ -187,8 +187,7 @@ class PredictOptions:
 
     def check_task(self, task: str) -> None:
         """Reject options that do not apply to a model of ``task``."""
-        where = "load its folder model/ with sentence-transformers or transformers (docs/embeddings.md)"
-        require(task != "pairs", f"trainer predict has no output for the embeddings of this model: {where}")
+        require(task != "pairs", "trainer predict is not for embeddings: use the folder model/ (docs/embeddings.md)")
         flags = {"max-new-tokens": self.max_new_tokens, "temperature": self.temperature}
         flags |= {"top-p": self.top_p, "seed": self.seed}
         what = f"this model's task is {task}: leave it out"

@@ -79,9 +79,6 @@ class SentenceEmbedder(Encoder, WholeBatch):
     def _require_only_head_new(self, module: nn.Module, new: Collection[str]) -> None:
         super()._require_only_head_new(module, [name for name in new if not name.startswith("pooler.")])
 
-    def tensor_parallel_plan(self, module: nn.Module) -> Mapping[str, str]:
-        return {}
-
     def embed(self, module: nn.Module, batch: Any) -> Tensor:
         """Return normalized embeddings, shape ``(n, texts per sample, size)``.
 
