@@ -148,7 +148,7 @@ class _TokenizedDataset(ClassWeightedDataset, Texts):
         wrong = f"data.pair_column={pair!r} is not for model.task=token, which has one label per word"
         require(pair is None or task != "token", f"{wrong}: leave it out")
         given: Any = {"tokenizer": tokenizer, "max_length": self.max_length, "cache": cache, "task": task}
-        padded = model is None or not capability(model, Packable).packs()
+        padded = task == "pairs" and (model is None or not capability(model, Packable).packs())
         read: Any = partial(
             tokens.tokenize_table, **given, pair_column=pair, negative_column=self.negative_column, padded=padded
         )

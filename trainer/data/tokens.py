@@ -222,7 +222,7 @@ def tokenize_table(
     if they are ``padded``, those of the longest times the number of texts."""
     paired, others = task == "pairs", {"pair_column": pair_column, "negative_column": negative_column}
     asked = ([] if task == "single_label" else [task]) + [f"and {name}" for name in others.values() if name]
-    asked += ["padded"] if paired and padded else []
+    asked += ["padded"] if padded else []
     wanted = {"text_column": text_column} | ({} if paired else {"label_column": label_column})
     wanted |= {key: name for key, name in others.items() if name}
     state = text_column, label_column, max_length, tokenizer_state_hash(tokenizer)

@@ -1,4 +1,4 @@
-"""What forwards change besides gradients: restore it after a trial, and keep BatchNorm statistics exact."""
+"""Restore what a trial forward changes in a module, in its model and in random generators; BatchNorm statistics."""
 
 from __future__ import annotations
 

@@ -80,7 +80,7 @@ def embeddings_of(forward: Forward, batch: Any, packed: Any) -> Tensor:
 
 
 def own_rows(parts: Sequence[Tensor], sizes: Sequence[int], rank: int, ranks: int) -> list[slice]:
-    """Return the rows of this rank's ``parts`` among all micro-batches of ``sizes``, of which it has every n-th."""
+    """Return the rows of this rank's ``parts`` in the batch. It has every ``ranks``-th micro-batch of ``sizes``."""
     starts = [0, *accumulate(sizes)][rank::ranks]
     return [slice(start, start + len(part)) for start, part in zip(starts, parts, strict=False)]
 

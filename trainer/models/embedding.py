@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 from trainer.contract import WholeBatch
 from trainer.errors import require, require_choice
 from trainer.models.lora import LoRA
-from trainer.models.text import Encoder
+from trainer.models.text import TextEncoder
 from trainer.values import Loss, Task
 
 if TYPE_CHECKING:
@@ -22,7 +22,7 @@ Pooling = Literal["mean", "cls"]
 
 
 @dataclass
-class SentenceEmbedder(Encoder, WholeBatch):
+class SentenceEmbedder(TextEncoder, WholeBatch):
     """Any ``AutoModel`` of transformers that encodes texts: BERT, DistilBERT, RoBERTa, ModernBERT, ...
 
     A sample is a pair of texts that belong together, optionally with a text that does not (a hard negative). The loss

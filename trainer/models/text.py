@@ -123,7 +123,7 @@ class TextModel(HubModel, Packable):
         return replace(cast(Any, super().saved_in(folder)), tokenizer=tokenizer)
 
 
-class Encoder(TextModel):
+class TextEncoder(TextModel):
     """Base class of models whose padding is left out if the encoder and its head support that."""
 
     padding_free: bool | None
@@ -185,7 +185,7 @@ class Encoder(TextModel):
 
 
 @dataclass
-class TextClassifier(Encoder, HubClassifier):
+class TextClassifier(TextEncoder, HubClassifier):
     """Any ``AutoModelForSequenceClassification`` or, for the task token, ``AutoModelForTokenClassification``.
 
     Examples are DistilBERT, BERT and RoBERTa. The loss is computed here from the logits, never by the model itself:

@@ -51,7 +51,7 @@ def make_evaluation(session: Session, forward: Forward, split: str) -> Callable[
         own = [*chain(*pieces)], loader, session.quarantine, share, shares, once
         fed = evaluation_micro_batches(split, *own, on_load=partial(monitor.set_activity, "evaluation"))
         for number, micro in enumerate(fed, start=1):
-            micro.is_last = number in ends  # of a batch
+            micro.is_last = number in ends
             micro.is_empty |= rank % memory.tensor_parallel > 0  # another rank counts these samples
             # Check per micro-batch: an evaluation may take longer than a scheduler waits after its signal.
             if any(session.agreement.total([float(session.asked_to_stop() is not None)])):
