@@ -20,7 +20,7 @@ def flags(name, data, folder):
     if name == "sentence_pairs":
         pairs = [f"words {number},more of {number}\n" for number in range(40)]
         (folder / "pairs.csv").write_text("".join(["anchor,positive\n", *pairs]))
-        shape = [f"--model.config={sizes}", "--batch_size=8", "--memory.micro_batch_size=3"]
+        shape = [f"--model.config={sizes}", "--memory.micro_batch_size=3"]
         return [*shape, f"--data.train_file={folder}/pairs.csv", f"--data.cache_dir={folder}"]
     if name.startswith("lm_"):
         return language_flags(name, folder)

@@ -254,20 +254,22 @@ def tokenize_table(
             read: Any = {"multi_label": parse_labels, "regression": parse_numbers}.get(task)
             told.append(label if read is None else read(label, place, label_column))
         tokens: dict[str, list[Any]] = encode([*chain(*texts)] if paired else texts, tokenizer, max_length)
-        if paired:
-            each = 1 + len(pairs)
-            tokens = {key: [row[at : at + each] for at in range(0, len(row), each)] for key, row in tokens.items()}
         if task == "token":
             firsts = zip(told, tokens.pop("words"), strict=True)
             told = [tags and [None if word == IGNORED_LABEL else tags[word] for word in row] for tags, row in firsts]
         lengths = [len(ids) for ids in tokens["input_ids"]]
         if paired:
-            sizes = [[len(ids) for ids in row] for row in tokens["input_ids"]]
-            lengths = [len(row) * max(row) if padded else sum(row) for row in sizes]
+            rows_of = partial(_cut, size=1 + len(pairs))
+            tokens = {key: rows_of(values) for key, values in tokens.items()}
+            lengths = [len(row) * max(row) if padded else sum(row) for row in rows_of(lengths)]
         write = str if task in ("single_label", "pairs") else json.dumps
         return {**tokens, "length": lengths, "label_text": [None if one is None else write(one) for one in told]}
 
     return build_table(rows, key, pick, encode_rows, cache)
+
+
+def _cut(values: Sequence[Any], size: int) -> list[Sequence[Any]]:
+    return [values[start : start + size] for start in range(0, len(values), size)]
 
 
 def build_table(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, cast
 
 from trainer.contract import WholeBatch
 from trainer.errors import require, require_choice
@@ -59,13 +59,7 @@ class SentenceEmbedder(TextEncoder, WholeBatch):
         super().__post_init__()
         require_choice("model.pooling", self.pooling, Pooling)
         require(self.scale > 0, f"model.scale={self.scale} must be greater than 0")
-
-    @property
-    def head_reads(self) -> str:  # type: ignore[override]
-        return " with the first token as embedding" if self.pooling == "cls" else ""
-
-    def _is_plain(self) -> bool:
-        return self._is_unmodified(SentenceEmbedder)
+        self.head_reads = " with the first token as embedding" if self.pooling == "cls" else ""
 
     def _finalize_module(self, module: nn.Module) -> nn.Module:
         module = super()._finalize_module(module)
@@ -118,16 +112,13 @@ class SentenceEmbedder(TextEncoder, WholeBatch):
     def save(self, module: nn.Module, folder: Path, state: Mapping[str, Tensor]) -> None:
         """Write a folder that transformers' ``AutoModel`` and sentence-transformers load."""
         super().save(module, folder, state)
-        kinds = {"": "Transformer", "1_Pooling": "Pooling", "2_Normalize": "Normalize"}
-        parts = enumerate(kinds.items())
-        modules = [
-            {"idx": at, "name": str(at), "path": path, "type": f"sentence_transformers.models.{kind}"}
-            for at, (path, kind) in parts
-        ]
-        size: Any = module.config.hidden_size  # type: ignore[union-attr]
-        pooling = {"word_embedding_dimension": size, "pooling_mode_cls_token": self.pooling == "cls"}
-        pooling |= {"pooling_mode_mean_tokens": self.pooling == "mean"}
-        for path in ("1_Pooling", "2_Normalize"):
-            (folder / path).mkdir()
+        modules = []
+        for number, kind in enumerate(("Transformer", "Pooling", "Normalize")):
+            path = f"{number}_{kind}" if number else ""
+            (folder / path).mkdir(exist_ok=True)
+            kind = f"sentence_transformers.models.{kind}"
+            modules.append({"idx": number, "name": str(number), "path": path, "type": kind})
+        pooling = {"word_embedding_dimension": cast(Any, module).config.hidden_size}
+        pooling |= {"pooling_mode_cls_token": self.pooling == "cls", "pooling_mode_mean_tokens": self.pooling == "mean"}
         (folder / "modules.json").write_text(json.dumps(modules, indent=2))
         (folder / "1_Pooling" / "config.json").write_text(json.dumps(pooling, indent=2))

@@ -131,10 +131,6 @@ class TextEncoder(TextModel):
     head_reads = " whose head reads the first token"
     """Ends the description of supported encoders. Empty if the head reads all tokens of a text."""
 
-    def _is_plain(self) -> bool:
-        """Return whether module and losses are not those of a subclass, which may read padding."""
-        raise NotImplementedError
-
     def packs(self) -> bool:
         if self.padding_free is False or self.task == "token":
             return False
@@ -143,7 +139,8 @@ class TextEncoder(TextModel):
             whole = not getattr(config, "is_decoder", False) and not getattr(config, "chunk_size_feed_forward", 0)
             left = getattr(self.tokenizer_or_none(), "padding_side", "right") == "left"
             known = self._supports_unpadding(config) and config._attn_implementation in (None, "sdpa")
-            self._can_pack = known and whole and not left and (self.padding_free or self._is_plain())
+            kind = next(one for one in type(self).__mro__ if one.__module__.startswith("trainer.models."))
+            self._can_pack = known and whole and not left and (self.padding_free or self._is_unmodified(kind))
             self._padding_idx = config.pad_token_id if config.model_type.endswith("roberta") else None
             self._asks = config.model_type == "modernbert"
             if not self._can_pack and self.padding_free is not None:
@@ -231,9 +228,6 @@ class TextClassifier(TextEncoder, HubClassifier):
             # Without the prefix, it rejects text that is split into words.
             return super()._load_tokenizer(source, add_prefix_space=True)
         return found
-
-    def _is_plain(self) -> bool:
-        return self._is_unmodified(TextClassifier)
 
     def losses(self, module: nn.Module, batch: Any) -> Iterator[Loss]:
         """Yield the task's loss, from the logits; the batch is a tokenizer's output plus ``labels``."""
