@@ -15,8 +15,9 @@ from trainer.engine.cut import Cut
 from trainer.engine.events import Listener
 from trainer.engine.loop import Engine, NonFiniteError
 from trainer.engine.loss_check import LossCheck
+from trainer.engine.model_state import BatchNormStatistics
 from trainer.engine.schedule import CheckpointableLambdaLR
-from trainer.engine.step import BatchNormStatistics, Stepper
+from trainer.engine.step import Stepper
 from trainer.engine.window import Windows
 from trainer.errors import RecipeError
 from trainer.values import Loss

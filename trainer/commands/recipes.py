@@ -138,7 +138,7 @@ def import_recipe(path: Path) -> Recipe:
         if isinstance(error, SyntaxError) and error.filename == str(path):
             lines = [error.lineno]
         raise RecipeError(f"recipe {path}{f' line {lines[-1]}' if lines else ''}: {what}") from error
-    recipe = getattr(module, "recipe", None)
+    recipe: Any = getattr(module, "recipe", None)
     require(recipe is not None, f"recipe {path} defines no recipe: add a line `recipe = Recipe(...)`")
     require(isinstance(recipe, Recipe), f"recipe {path}: recipe is a {type(recipe).__name__}, not a trainer.Recipe")
     return recipe

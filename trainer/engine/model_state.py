@@ -1,4 +1,4 @@
-"""Restore what a trial forward changes in a module, in its model and in random generators."""
+"""Restore what a trial forward changes in a module, in its model and in random generators; BatchNorm statistics."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor, UntypedStorage, nn
 from torch.distributed.tensor import DTensor
+from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves
 
@@ -122,3 +123,44 @@ def _storage(tensor: Tensor) -> UntypedStorage | None:
         return getattr(tensor, "_local_tensor", tensor).untyped_storage()
     except (NotImplementedError, RuntimeError):
         return None
+
+
+class BatchNormStatistics:
+    """Makes k micro-steps move the running statistics exactly as far as one step over the whole batch.
+
+    Each update keeps a share (1 - m) of the running mean. With k updates per step, the momentum
+    m' = 1 - (1 - m)^(1/k) keeps (1 - m')^k = 1 - m per step, as in the whole-batch run. Activations are still
+    normalised with the statistics of their micro-batch; accumulation cannot change that. Without BatchNorm layers in
+    ``module``, all methods do nothing.
+    """
+
+    def __init__(self, module: nn.Module, correct_momentum: bool | None = None) -> None:
+        self.correct_momentum = correct_momentum
+        self.layers = [(layer, layer.momentum) for layer in module.modules() if isinstance(layer, _BatchNorm)]
+        self.before: list[Tensor] = []
+
+    @property
+    def buffers(self) -> list[Tensor]:
+        return [buffer for layer, _ in self.layers for buffer in layer.buffers()]
+
+    def set_momentum(self, micro_steps: int, is_empty: bool) -> None:
+        """Set the momentum for one of ``micro_steps``; an empty one must not change the statistics."""
+        for layer, momentum in self.layers:
+            if is_empty:
+                layer.momentum = 0.0
+            elif momentum is None or self.correct_momentum is False:  # None is a cumulative average: it needs none
+                layer.momentum = momentum
+            else:
+                layer.momentum = 1 - (1 - momentum) ** (1 / micro_steps)
+
+    def save(self) -> None:
+        self.before = [buffer.clone() for buffer in self.buffers]
+
+    def restore(self) -> None:
+        for buffer, value in zip(self.buffers, self.before, strict=True):
+            buffer.copy_(value)
+
+    def broadcast(self) -> None:
+        """Broadcast the statistics of the first rank, as DDP does before a forward, so that evaluations agree."""
+        for buffer in self.buffers:
+            torch.distributed.broadcast(buffer, 0)

@@ -11,14 +11,15 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 from lightning_fabric import Fabric
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _BatchNorm
 from torch.optim import Adam, AdamW, Optimizer
 
-from trainer.contract import Model
+from trainer.contract import Model, WholeBatch
 from trainer.engine.forward import Forward
 from trainer.engine.loss_check import LossCheck
 from trainer.engine.loss_totals import LossTotals
+from trainer.engine.model_state import BatchNormStatistics
 from trainer.engine.sync import GradientSync, gradient_sync
+from trainer.engine.two_pass import first_pass
 from trainer.engine.window import MicroBatch, Window
 from trainer.errors import RunError
 
@@ -156,10 +157,11 @@ class Stepper(Forward):
         self.sync.begin(window)
         totals = self.sync.loss_totals(window, self.world_size, self.copies)
         last_loss = len(self.model.loss_names)
+        losses_of = first_pass(self, window) if isinstance(self.model, WholeBatch) else self.losses
         for micro in window:
             self.prepare(micro, len(window))
             self.phases.enter("forward", micro)
-            for number, loss in enumerate(self.losses(micro.batch, micro.packed), start=1):  # one graph at a time
+            for number, loss in enumerate(losses_of(micro.batch, micro.packed), start=1):  # one graph at a time
                 if self.launched is not None:  # read the result of the previous step while the device computes
                     self.settle()
                 self.phases.enter("backward")
@@ -266,44 +268,3 @@ def skip_reason(grad_norm: float, losses: Mapping[str, float]) -> str:
     if not bad and not math.isfinite(grad_norm):
         bad = [f"the gradient norm is {grad_norm}"]
     return ", ".join(bad) or "all items of the batch have weight 0 (for example, all labels are -100)"
-
-
-class BatchNormStatistics:
-    """Makes k micro-steps move the running statistics exactly as far as one step over the whole batch.
-
-    Each update keeps a share (1 - m) of the running mean. With k updates per step, the momentum
-    m' = 1 - (1 - m)^(1/k) keeps (1 - m')^k = 1 - m per step, as in the whole-batch run. Activations are still
-    normalised with the statistics of their micro-batch; accumulation cannot change that. Without BatchNorm layers in
-    ``module``, all methods do nothing.
-    """
-
-    def __init__(self, module: nn.Module, correct_momentum: bool | None = None) -> None:
-        self.correct_momentum = correct_momentum
-        self.layers = [(layer, layer.momentum) for layer in module.modules() if isinstance(layer, _BatchNorm)]
-        self.before: list[Tensor] = []
-
-    @property
-    def buffers(self) -> list[Tensor]:
-        return [buffer for layer, _ in self.layers for buffer in layer.buffers()]
-
-    def set_momentum(self, micro_steps: int, is_empty: bool) -> None:
-        """Set the momentum for one of ``micro_steps``; an empty one must not change the statistics."""
-        for layer, momentum in self.layers:
-            if is_empty:
-                layer.momentum = 0.0
-            elif momentum is None or self.correct_momentum is False:  # None is a cumulative average: it needs none
-                layer.momentum = momentum
-            else:
-                layer.momentum = 1 - (1 - momentum) ** (1 / micro_steps)
-
-    def save(self) -> None:
-        self.before = [buffer.clone() for buffer in self.buffers]
-
-    def restore(self) -> None:
-        for buffer, value in zip(self.buffers, self.before, strict=True):
-            buffer.copy_(value)
-
-    def broadcast(self) -> None:
-        """Broadcast the statistics of the first rank, as DDP does before a forward, so that evaluations agree."""
-        for buffer in self.buffers:
-            torch.distributed.broadcast(buffer, 0)
