@@ -29,7 +29,7 @@ _ACCURACIES = ("accuracy", "balanced_accuracy", "top5_accuracy", "subset_accurac
 HIGHER_IS_BETTER = (*_ACCURACIES, *_PER_CLASS_METRICS, "f1_weighted", *_OTHER_METRICS)
 LOWER_IS_BETTER = ("loss", "perplexity", "bits_per_byte", "mae", "mse", "rmse")
 """The metrics of an evaluation by name: first those where higher is better, then those where lower is better."""
-_CLASS_MEANS = (name for name in HIGHER_IS_BETTER if name.startswith(("f1_", "precision_", "recall_")))
+_CLASS_MEANS = (name for name in HIGHER_IS_BETTER if name.endswith(("_macro", "_micro", "_weighted")))
 _AVERAGED_METRICS = (*_CLASS_MEANS, "auroc", "average_precision")
 _SINGLE_LABEL_METRICS = (*_ACCURACIES[:3], "mcc", "f1", "precision", "recall", *_AVERAGED_METRICS, "perplexity")
 REGRESSION_METRICS = ("mae", "mse", "rmse", "r2", "pearson", "spearman")
@@ -61,6 +61,11 @@ UNSUPPORTED_VALUES = {
     "advises against it; use ddp: the same gradient, faster",
     ("memory.strategy", "async"): "asynchronous SGD adds gradients to newer weights than they were computed for: not "
     "the gradient of the batch, and not repeatable; use ddp, or fsdp",
+    (
+        "model.loss",
+        "kto",
+    ): "its KL term is an estimate from the other samples of a micro-batch, so the loss is not a sum "
+    "over samples; use dpo, ipo, orpo or simpo",
 }
 """Values that other trainers accept, and the reason why they are rejected here. See docs/techniques/sharding.md."""
 
@@ -523,7 +528,7 @@ class Recipe(Settings):
         task, known = self.model.task, self.data.tasks
         if task is not None and known and task not in known:
             has = f"{type(self.data).__name__} has labels for {' and '.join(known)}"
-            fix = "use one of these, or other data (docs/tasks.md)"
+            fix = "use Preferences" if task == "preference" else "use one of these, or other data (docs/tasks.md)"
             raise RecipeError(f"model.task={task} does not fit the data, {has}: {fix}")
         self.run.validate_metrics(task, self.model.num_classes)
 

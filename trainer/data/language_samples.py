@@ -708,7 +708,8 @@ class TruncationReport:
         if chosen.any():
             found = brief_places([every.describe(index) for index in np.flatnonzero(chosen)[:MAX_SHOWN].tolist()])
             names = ", ".join(found) + (", …" if chosen.sum() > MAX_SHOWN else "")
-            warn_once(f"{part}: {int(chosen.sum()):,} of {len(every):,} {self.called}s {what} ({names})")
+            noun = "answer" if self.called == "pair" else self.called
+            warn_once(f"{part}: {int(chosen.sum()):,} of {len(every):,} {noun}s {what} ({names})")
 
     def check(self, max_bad: int) -> None:
         """Warn about the samples that are skipped, or reject them if they are more than ``max_bad``."""

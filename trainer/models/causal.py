@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING, Any, Literal, cast
 from trainer.errors import RecipeError, RunError, require, require_choice
 from trainer.models.lora import LoRA
 from trainer.models.text import NO_TOKENIZER, TextModel, require_tokens
+from trainer.recipe import UNSUPPORTED_VALUES
 from trainer.values import DataSpec, Loss, Task
 
 Kernels = Literal["auto", "liger", "none"]
 LMLoss = Literal["next_token", "dpo", "ipo", "orpo", "simpo"]
-KTO = "model.loss=kto is not supported: its KL term is an estimate from the other samples of a micro-batch, so the loss"
 if TYPE_CHECKING:
     from pathlib import Path
 
@@ -80,7 +80,8 @@ class CausalLM(TextModel):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        require(str(self.loss) != "kto", f"{KTO} is not a sum over samples: use dpo, ipo, orpo or simpo")
+        reason = UNSUPPORTED_VALUES.get(("model.loss", str(self.loss)))
+        require(reason is None, f"model.loss={self.loss} is not supported: {reason}")
         require_choice("model.loss", self.loss, LMLoss)
         for key, value, users in (("beta", self.beta, "dpo, ipo, orpo, simpo"), ("gamma", self.gamma, "simpo")):
             if value is not None and self.loss not in users.split(", "):
