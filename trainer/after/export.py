@@ -53,25 +53,22 @@ def export(recipe: Recipe, run_dir: str | Path, to: str, output: str | None, rep
     if to == "hub":
         return _to_hub(verified_model_folder(run_dir), repo, public)
     target = Path(output) if output else Path(run_dir) / ("model.onnx" if to == "onnx" else to)
-    if target.exists():
-        kind = "file" if to == "onnx" else "folder"
-        raise RecipeError(f"--output={target} exists: remove it or give another {kind}")
+    kind = "file" if to == "onnx" else "folder"
+    require(not target.exists(), f"--output={target} exists: remove it or give another {kind}")
     if to == "onnx":
         for package in ("onnx", "onnxscript", "onnxruntime"):
             require_package("--to onnx", package, "onnx")
     folder = verified_model_folder(run_dir)
     trained: Any = recipe.model
     model: Any = trained.saved_in(folder) if capability(trained, Exportable).own_format else trained
-    if to == "hf" and not isinstance(model, HubModel):
-        why = f"--to hf is for transformers models, and {type(model).__name__} is not one"
-        raise RecipeError(f"{why}: use --to onnx, or --to hub to upload it unchanged")
+    why = f"--to hf is for transformers models, and {type(model).__name__} is not one: use --to onnx"
+    require(to != "hf" or isinstance(model, HubModel), f"{why}, or --to hub to upload it unchanged")
     require(trained.task != "pairs", f"trainer export is not for embeddings: use {folder} (docs/embeddings.md)")
     if to == "peft":
         require_package("--to peft", "peft", "lora")
         has_adapters = isinstance(trained, HubModel) and trained.lora.rank > 0 and trained.weights is not None
-        if not has_adapters or not (folder / ADAPTER_FOLDER).is_dir():
-            why = f"--to peft is for LoRA adapters of pretrained transformers models, and {folder} has none"
-            raise RecipeError(f"{why}: use --to onnx, hf or hub")
+        why = f"--to peft is for LoRA adapters of pretrained transformers models, and {folder} has none"
+        require(has_adapters and (folder / ADAPTER_FOLDER).is_dir(), f"{why}: use --to onnx, hf or hub")
     show_status("loading the model")
     module = _loaded(folder, partial(load_model, model, folder))
     room = max_positions(module.config.to_dict()) if isinstance(model, HubModel) else None

@@ -240,12 +240,12 @@ class InputReader:
         no_image = f"{source} has no load_image(path)"
         instead = "; it reads images: use --image" if reads_images else ""
         require(not texts or reads_texts, f"--text needs a text model: {no_text}{instead}")
-        if images and not reads_images:
-            instead = "; it reads texts: use --text" if reads_texts else ""
-            raise RecipeError(f"--image needs an image model: {no_image}{instead}")
+        instead = "; it reads texts: use --text" if reads_texts else ""
+        require(not images or reads_images, f"--image needs an image model: {no_image}{instead}")
         if not reads_texts and not reads_images:
             raise RecipeError(f"cannot read any input: {no_text}, and {no_image}: define one (docs/after-training.md)")
         self.of_images, self.answers = bool(images) or not reads_texts, data.answers
+        self.kind = "images" if self.of_images else "texts"
 
     def inputs(self, paths: Sequence[str], given: Sequence[str], column: str | None, lines: bool) -> Inputs:
         """Return the texts or images of ``given``, then those of ``paths``: files, folders, patterns and ``-``."""
@@ -282,9 +282,7 @@ class InputReader:
             wanted = IMG_EXTENSIONS if self.of_images else (".txt",)
             inside = (file for file in path.rglob("*") if file.suffix.lower() in wanted and file.is_file())
             found = sorted(file for file in inside if not any(part[0] == "." for part in file.relative_to(path).parts))
-            if not found:
-                kind = "images" if self.of_images else "texts"
-                raise RecipeError(f"{text}: the folder has no {kind} ({', '.join(wanted)})")
+            require(bool(found), f"{text}: the folder has no {self.kind} ({', '.join(wanted)})")
             return found
         require(text.count("**") <= 8, f"{text[:200]!r}: ** matches any number of folders: use it at most 8 times")
         found = sorted(file for file in map(Path, glob(text, recursive=True)) if file.is_file())
@@ -300,12 +298,10 @@ class InputReader:
 
         count, columns, rows = stream_table(path)
         name, has = column or self.data.text_column, ", ".join(map(repr, columns))
-        if name is None:
-            kind = "images" if self.of_images else "texts"
-            raise RecipeError(f"--column is missing: name the column of {path} with the {kind}; it has {has}")
-        if name not in columns:
-            hint = did_you_mean(str(name), columns)
-            raise RecipeError(f"--column={name!r}: no such column in {path}; it has {has}{hint}")
+        missing = f"--column is missing: name the column of {path} with the {self.kind}"
+        require(name is not None, f"{missing}; it has {has}")
+        hint = did_you_mean(str(name), columns)
+        require(name in columns, f"--column={name!r}: no such column in {path}; it has {has}{hint}")
         if self.of_images:
             _require_paths(path, str(name), [row.get(name) for row in islice(rows(), MAX_WARNINGS)])
 
@@ -651,8 +647,7 @@ def _file(path: Path, asked: PredictOptions, task: Task, inputs: Inputs, names: 
         values |= zip(all_of, answer.probabilities, strict=False)
         values["generated_text"] = None if answer.error else _printable(answer.generated)
         values["error"] = _printable(answer.error) or None
-        cells = answer.input.row if theirs else {}
-        return {**cells, **{name: values.get(key) for key, name in ours.items()}}
+        return {**(answer.input.row if theirs else {}), **{name: values.get(key) for key, name in ours.items()}}
 
     types = {**theirs, **{ours[key]: kind for key, kind in columns.items()}}
     with staged_file(path) as part, ExitStack() as closing:

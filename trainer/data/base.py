@@ -134,8 +134,7 @@ class ClassWeightedDataset(BuiltinDataset):
 
 def require_fraction(key: str, value: Any, off: str = "0", most: int = 1) -> None:
     """Check that ``value`` is a number from 0 to ``most``."""
-    fits = is_number(value) and 0 <= value <= most
-    require(fits, f"{key}={value!r} must be a number from 0 to {most}; {off} is off")
+    require(is_number(value) and 0 <= value <= most, f"{key}={value!r} must be a number from 0 to {most}; {off} is off")
 
 
 def is_number(value: Any) -> bool:

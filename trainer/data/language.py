@@ -89,9 +89,8 @@ class LanguageData(PaddedDataset):
         require(self.max_length > 1, "data.max_length=1 leaves nothing to predict: raise it")
         require_positive("data.shuffle_buffer", self.shuffle_buffer)
         self._format = csv_format(self.encoding, self.separator)
-        if self.train_files is not None and self.name is not None:
-            both = f"data.train_files={self.train_files!r} and data.name={self.name!r}"
-            raise RecipeError(f"{both} exclude each other: give one")
+        both = f"data.train_files={self.train_files!r} and data.name={self.name!r}"
+        require(self.train_files is None or self.name is None, f"{both} exclude each other: give one")
         for key in ("val_files", "test_files") if self.name else ("val_split", "test_split", "config", "revision"):
             value, fits = getattr(self, key), "train_files" if self.name else "name"
             require(value is None, f"data.{key}={value!r} needs data.{fits}, which is not set: leave it out")

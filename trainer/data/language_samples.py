@@ -62,12 +62,10 @@ CHATML = (
     "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
 )
 
-
 PLAIN = (
     "{% for message in messages %}{% if message['role'] == 'assistant' %}{% generation %}"
     "{{ message['content'] + eos_token }}{% endgeneration %}{% else %}{{ message['content'] }}{% endif %}{% endfor %}"
 )
-
 
 Spans = list[tuple[int, int]]  # start and end of characters
 Messages = list[dict[str, Any]]
@@ -169,10 +167,8 @@ class MaskedDocumentReader(DocumentReader):
         starts = tokenizer.cls_token_id, tokenizer.bos_token_id
         self.begin, self.ends = [one for one in around if one in starts], [one for one in around if one not in starts]
         self.room = max_length - len(around)
-        require(
-            self.room > 0,
-            f"data.max_length={max_length} leaves no room for text, with {len(around)} special tokens: raise it",
-        )
+        cause = f"data.max_length={max_length} leaves no room for text, with {len(around)} special tokens"
+        require(self.room > 0, f"{cause}: raise it")
         self.settings = ["masked documents", column, max_length]
 
     def _pieces(self, text: str, words: ndarray) -> list[Sample]:
@@ -696,8 +692,7 @@ class TruncationReport:
         self._report_split(part, every, cut, f"are truncated, by {int(lost[cut].sum()):,} tokens: {fix}")
         self._report_split(part, every, empty, "are empty and skipped")
         for index in np.flatnonzero(silent | ~(usable | empty)).tolist():
-            why = problems[index].as_py() or _no_label_message(int(lost[index]))
-            self.bad.append(f"{every.describe(index)} {why}")
+            self.bad.append(f"{every.describe(index)} {problems[index].as_py() or _no_label_message(int(lost[index]))}")
         self.learned &= bool(learned.any())
         return np.flatnonzero(learned).tolist()
 
@@ -720,7 +715,6 @@ class TruncationReport:
         is_short = any(why.endswith(TRUNCATED_REASON) for why in self.bad)
         fix = f", raise data.max_length={self.max_length}" if is_short else ""
         fix += f", or skip them with --data.max_bad_samples {count}" if self.learned else ""
-        if count > max_bad:
-            raise RecipeError(f"{said}, more than data.max_bad_samples={max_bad}: {shown}. Fix or remove them{fix}")
+        require(count <= max_bad, f"{said}, more than data.max_bad_samples={max_bad}: {shown}. Fix or remove them{fix}")
         if self.bad:
             warn_once(f"{said} and are skipped: {shown}")

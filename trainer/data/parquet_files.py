@@ -43,12 +43,10 @@ def require_sane_growth(path: Path, metadata: pq.FileMetaData) -> None:
         for at, column in enumerate(map(group.column, range(group.num_columns))):
             unpacked, packed, name = column.total_uncompressed_size, column.total_compressed_size, column.path_in_schema
             place, values[at] = f"{path} row group {number}: {name}", values[at] + column.num_values
-            if unpacked > max(MAX_LINE_BYTES, MAX_COMPRESSION_RATIO * packed):
-                grown = f"{place} of {packed:,} bytes would be unpacked to {unpacked:,}"
-                raise RecipeError(f"{grown}: write the file again, or remove it")
-            if values[at] > most:
-                many = f"{path}: {name} has more than {most:,} values, too many for the size of the file"
-                raise RecipeError(f"{many}: remove the file")
+            grown = f"{place} of {packed:,} bytes would be unpacked to {unpacked:,}: write the file again, or remove it"
+            require(unpacked <= max(MAX_LINE_BYTES, MAX_COMPRESSION_RATIO * packed), grown)
+            many = f"{path}: {name} has more than {most:,} values, too many for the size of the file"
+            require(values[at] <= most, f"{many}: remove the file")
             size = column.num_values * max(8, metadata.schema.column(at).length)
             require(size <= MAX_DECODED_BYTES, f"{place} would be decoded to {size:,} bytes: write smaller row groups")
 
@@ -71,9 +69,8 @@ def read_group(path: Path | str, file: pq.ParquetFile, group: int, columns: Sequ
                         told = f"{path} row {row + at + 1} (the first is row 1): {name} has {counts[at]:,} {what}"
                         raise RecipeError(f"{told}, and the max is {most:,}: split or remove the row")
             row += len(chunk)
-        if decoded > MAX_DECODED_BYTES:
-            large = f"{path} row group {group}: {column} would be decoded to {decoded:,} bytes"
-            raise RecipeError(f"{large}: write smaller row groups")
+        large = f"{path} row group {group}: {column} would be decoded to {decoded:,} bytes"
+        require(decoded <= MAX_DECODED_BYTES, f"{large}: write smaller row groups")
     return table
 
 

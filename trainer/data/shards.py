@@ -58,8 +58,7 @@ def find_shards(paths: Sequence[Path], cache: Path, label_column: str | None = N
 
 
 def require_rows(key: str, shards: Sequence[Shard]) -> None:
-    paths = format_list([shard.path for shard in shards])
-    require(any(shard.groups for shard in shards), f"{key}: no rows in {paths}")
+    require(any(shard.groups for shard in shards), f"{key}: no rows in {format_list([shard.path for shard in shards])}")
 
 
 def _read_footer(path: Path, label_column: str | None) -> tuple[list[tuple[int, int]], list[str], list[str]]:

@@ -50,10 +50,8 @@ def open_table(path: Path, cache: Path, csv_format: CsvFormat = AUTO_FORMAT) -> 
     require(path.is_file(), f"there is no file {path}: check the path")
     require(kind in KINDS, f"{path} must be one of {', '.join(KINDS)}: convert it")
     (content,) = inspect_cached(cache, [path], checksums)
-    told = f" {csv_format}" if any(csv_format) else ""
-    return RowSource(
-        f"{kind} {content}{told}", partial(_read_file, path, kind, csv_format), str(path), *KINDS[kind][1:]
-    )
+    content = f"{kind} {content} {csv_format}" if any(csv_format) else f"{kind} {content}"
+    return RowSource(content, partial(_read_file, path, kind, csv_format), str(path), *KINDS[kind][1:])
 
 
 def _read_file(path: Path, kind: str, written: CsvFormat, cache_dir: str) -> datasets.Dataset:
@@ -121,9 +119,8 @@ def _shape_of(rows: Iterator[dict[str, Any]]) -> tuple[int, dict[str, pa.DataTyp
         require(len(found) <= MAX_COLUMNS, f"row {number} and those before have more than {MAX_COLUMNS:,} columns")
     exact = [{bool}, {int}, {float}, {int, float}]
     kinds = {name: types - {type(None)} for name, types in found.items()}
-    return number, {
-        name: pa.array([kind() for kind in own] if own in exact else [""]).type for name, own in kinds.items()
-    }
+    cells = {name: [kind() for kind in own] if own in exact else [""] for name, own in kinds.items()}
+    return number, {name: pa.array(own).type for name, own in cells.items()}
 
 
 def _csv_rows(path: Path, options: dict[str, Any]) -> Iterator[dict[str, Any]]:
@@ -161,9 +158,8 @@ def no_progress_bar() -> Iterator[None]:
 def open_json_lines(path: Path, cache: Path, pick: Callable[[Sequence[str]], Sequence[str]]) -> RowSource:
     """Return the rows of a .jsonl file, each cell as JSON because types may change; ``pick`` selects columns."""
     (content,) = inspect_cached(cache, [path], checksums)
-    return RowSource(
-        f"lines {content}", partial(_read_lines, path, pick), str(path), *KINDS[".jsonl"][1:], as_json=True
-    )
+    read = partial(_read_lines, path, pick)
+    return RowSource(f"lines {content}", read, str(path), *KINDS[".jsonl"][1:], as_json=True)
 
 
 def _read_lines(path: Path, pick: Callable[[Sequence[str]], Sequence[str]], cache_dir: str) -> datasets.Dataset:
@@ -293,9 +289,9 @@ def open_hub_dataset(
                 _reject_decompression_bombs(path, path.suffix.lower())
         with room_in(cache_folder(cache_dir).parent, "set data.cache_dir to a folder on another disk"):
             tables = datasets.load_dataset(name, config, **options)
+    except (RunError, RecipeError):
+        raise
     except Exception as error:  # many classes: connection, authentication, missing dataset, missing split
-        if isinstance(error, RunError | RecipeError):
-            raise
         # The available configurations and splits are after the first line.
         why = why_not or f"{type(error).__name__}: {' '.join(str(error).split())[:MAX_REASON_CHARS]}"
         if here:

@@ -149,9 +149,8 @@ class _TokenizedDataset(ClassWeightedDataset, Texts):
         require(pair is None or task != "token", f"{wrong}: leave it out")
         given: Any = {"tokenizer": tokenizer, "max_length": self.max_length, "cache": cache, "task": task}
         padded = task == "pairs" and (model is None or not capability(model, Packable).packs())
-        read: Any = partial(
-            tokens.tokenize_table, **given, pair_column=pair, negative_column=self.negative_column, padded=padded
-        )
+        given |= {"pair_column": pair, "negative_column": self.negative_column, "padded": padded}
+        read: Any = partial(tokens.tokenize_table, **given)
         tables = {part: read(rows, *columns) for part, rows in found.items()}
         usable = {part: tokens.complete_rows(tables[part], rows, self.missing) for part, rows in found.items()}
         rows = usable["train"]
