@@ -18,7 +18,7 @@ from trainer.recipe import HIGHER_IS_BETTER, REGRESSION_METRICS
 from trainer.report.metrics import NEEDS_PREDICTIONS, EvaluationMetrics
 from trainer.report.progress import warn
 from trainer.system.error_reports import describe_error
-from trainer.values import IGNORED_LABEL, TASK_METRICS, TASKS_WITHOUT_CLASSES, Loss
+from trainer.values import IGNORED_LABEL, TASK_METRICS, Loss
 
 
 def is_higher_better(name: str, custom: Sequence[Metric] = ()) -> bool:
@@ -42,8 +42,7 @@ class WholeSetMetrics:
         split: str = "evaluation",
     ) -> None:
         self.task = task or ("single_label" if num_classes else None)
-        is_counted = task not in TASKS_WITHOUT_CLASSES or task == "preference"
-        always = () if is_counted else TASK_METRICS[task]
+        always = TASK_METRICS[task] if task and "language" in task else ()  # from the loss only: logits are not kept
         names = [*always, *(metric for metric in wanted if isinstance(metric, str))]
         self.of_loss = {"loss", "perplexity", "bits_per_byte"}.intersection(names)
         self.names = [name for name in dict.fromkeys(names) if name not in self.of_loss]
@@ -105,8 +104,6 @@ class WholeSetMetrics:
         task: Any = "regression" if name in REGRESSION_METRICS else self.task or "single_label"
         if not len(targets):
             return math.nan
-        if task == "pairs":  # predictions are ranks, from 1
-            return float(((predictions == 1) if name == "recall_at_1" else 1 / predictions).double().mean())
         if task == "regression":
             predictions, targets = predictions.reshape(len(targets), -1), targets.reshape(len(targets), -1)
         if name in ("pearson", "spearman"):  # NaN for constants and for single samples, an error in scipy
