@@ -16,6 +16,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 
 from trainer.errors import RecipeError
+from trainer.weights.streaming import default_dtype
 
 MIN_TILED_TOKENS, TILES = 32_768, 16
 """Tokens of a micro-batch from which ``model.tile_tokens=null`` uses tiles, and their number."""
@@ -56,7 +57,9 @@ def _tiled(kind: type[nn.Module]) -> type[nn.Module]:
         if tiles == 1 or isinstance(hidden, DTensor):  # sequence parallelism has split the tokens
             return plain(self, hidden)
         rows, grows = hidden.flatten(0, -2).chunk(tiles), torch.is_grad_enabled()
-        found = [checkpoint(plain, self, row, use_reentrant=False) if grows else plain(self, row) for row in rows]
+        # In torch 2.11, a checkpoint in a recomputed block must begin with the default dtype that it had in forward.
+        with default_dtype(hidden.dtype):
+            found = [checkpoint(plain, self, row, use_reentrant=False) if grows else plain(self, row) for row in rows]
         return torch.cat(found).unflatten(0, hidden.shape[:-1])
 
     # Keep the class name: transformers writes it to config.json and uses it to find modules that must not be split.
