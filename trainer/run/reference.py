@@ -13,7 +13,6 @@ from typing import Any
 
 import numpy as np
 import torch
-import transformers
 
 from trainer.contract import Model, Samples, splits_of
 from trainer.data import Preferences
@@ -75,6 +74,8 @@ def require_reference(model: Model, split: Samples) -> None:
 
 def _key_of_model(session: Session, model: CausalLM) -> str:
     """Hash everything except the samples that determines the log-probabilities."""
+    import transformers  # slow, and training of other models does not need it
+
     memory = session.plan.memory
     config = {name: value for name, value in model._configuration().to_dict().items() if name not in NO_EFFECT}
     weights = [hash_file(path) for path in model.weight_files()]
