@@ -12,6 +12,7 @@ import torch
 from trainer import Checkpoint, Memory, Optim, Recipe, Run, main
 from trainer.data import Digits
 from trainer.errors import RunError
+from trainer.faults.heartbeats import POLL_INTERVAL
 from trainer.models import VisionTransformer
 
 START = f"{os.uname().nodename}-{time.time_ns()}"  # pids begin anew on every machine
@@ -27,6 +28,7 @@ def disturb(what):
     elif what == "exit":
         raise SystemExit(0)
     elif what in ("kill", "stop"):
+        time.sleep(2 * POLL_INTERVAL)  # until a heartbeat names this step
         os.kill(os.getpid(), signal.SIGKILL if what == "kill" else signal.SIGSTOP)
     elif what == "hang":
         time.sleep(1000)
