@@ -10,7 +10,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
-from trainer.models import CausalLM
+from trainer.models import CausalLM, packed_attention
+from trainer.models.padding_free import Lengths
 
 WORDS = 97
 _SIZES = {"num_hidden_layers": 2, "hidden_size": 16, "intermediate_size": 32, "num_attention_heads": 4}
@@ -88,3 +89,13 @@ def textbook_of_module(module: nn.Module, batch: dict[str, Tensor]) -> Tensor:
     """That of what ``module`` gives; nothing of ours has touched it, or it gets no labels."""
     inputs = {key: value for key, value in batch.items() if key != "labels"}
     return textbook_of_logits(module(**inputs).logits, batch["labels"])
+
+
+def plant_leaking_attention(monkeypatch: Any) -> None:
+    """Plant a fault: a token sees all that is before it in the row, also of other texts."""
+    within = packed_attention.varlen_attention
+
+    def leaking(query: Any, key: Any, value: Any, lengths: Any, ends: Any, *rest: Any) -> Any:
+        return within(query, key, value, Lengths([sum(lengths.tokens)]), ends[[0, -1]], *rest)
+
+    monkeypatch.setattr(packed_attention, "varlen_attention", leaking)

@@ -31,6 +31,8 @@ from trainer.values import Request
 
 STEPS = 3
 ADAMW = Optim("adamw", lr=1e-3, weight_decay=0.1, eps=EPS, clip_norm=1.0)
+OPTIM = {"sgd": Optim("sgd", lr=0.1), "adamw": ADAMW}
+"""SGD moves weights by as much as a gradient is wrong, of which AdamW and clipping take out a factor."""
 AUTOCAST = {"bf16-mixed": torch.bfloat16}
 TYPES = {"64-true": torch.float64}
 
@@ -99,13 +101,7 @@ def plain_run(
     torch.set_default_dtype(TYPES.get(precision, torch.float32))
     module = case.prepared(case.model.build()).train()
     torch.set_default_dtype(torch.float32)
-    trained = [p for p in module.parameters() if p.requires_grad]
-    groups = [
-        {"params": [p for p in trained if p.ndim >= 2], "weight_decay": case.optim.weight_decay},
-        {"params": [p for p in trained if p.ndim < 2], "weight_decay": 0.0},
-    ]
-    eps = {} if case.optim.eps is None else {"eps": case.optim.eps}
-    optimizer = (kind or torch.optim.AdamW)(groups, lr=case.optim.lr, **eps)
+    optimizer = plain_optimizer(module, case, kind)
     samples, losses = case.samples, []
     lengths = [len(sample["input_ids"]) for sample in samples] if "input_ids" in samples[0] else None
     for epoch, step in steps_of(case, steps):
@@ -219,3 +215,27 @@ def _flat(state: dict[str, Tensor]) -> Tensor:
             queries, _, values = flat.chunk(3)
             parts += [queries, values]
     return torch.cat(parts)
+
+
+def exact_memory(cut: Any, place: Any, checkpointing: str = "none", offload: str = "none") -> Memory:
+    """Memory settings in fp64: ``cut`` is samples and tokens of a micro-batch, ``place`` begins with the strategy."""
+    samples, tokens = cut
+    settings = {"activation_checkpointing": checkpointing, "cpu_offload": offload, "micro_batch_tokens": tokens}
+    return Memory(precision="64-true", strategy=place[0], micro_batch_size=samples, **settings)
+
+
+def name_of(values: dict[str, Any]) -> str:
+    """The identifier of a test with these arguments."""
+    return ",".join(f"{key}={value}" for key, value in values.items()).replace(" ", "")
+
+
+def plain_optimizer(module: nn.Module, case: Case, kind: Any = None) -> Any:
+    """The optimizer of a plain loop: of the class ``kind``, by default torch's SGD or AdamW; only matrices decay."""
+    trained = [p for p in module.parameters() if p.requires_grad]
+    groups = [
+        {"params": [p for p in trained if p.ndim >= 2], "weight_decay": case.optim.weight_decay},
+        {"params": [p for p in trained if p.ndim < 2], "weight_decay": 0.0},
+    ]
+    eps = {} if case.optim.eps is None else {"eps": case.optim.eps}
+    kind = kind or (torch.optim.SGD if case.optim.name == "sgd" else torch.optim.AdamW)
+    return kind(groups, lr=case.optim.lr, **eps)

@@ -3,16 +3,25 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import lru_cache, partial
+from functools import lru_cache
 from itertools import product
 from typing import Any
 
 import pytest
 import torch
-from helpers import matrix
 from helpers.combinations import covering
-from helpers.language import language_model, language_samples, precise
-from helpers.matrix import Case, difference, perturbed, stacked_run, steps_of
+from helpers.language import language_model, language_samples, plant_leaking_attention, precise
+from helpers.matrix import (
+    OPTIM,
+    Case,
+    difference,
+    exact_memory,
+    name_of,
+    perturbed,
+    plain_optimizer,
+    stacked_run,
+    steps_of,
+)
 from helpers.problems import collate
 from helpers.rounding import ROUNDING
 from torch import Tensor, nn
@@ -22,8 +31,6 @@ from transformers import AutoModelForCausalLM
 from trainer.contract import Model
 from trainer.engine.order import batch_indices
 from trainer.models import CausalLM, chunked_loss, packed_attention
-from trainer.models.padding_free import Lengths
-from trainer.recipe import Memory, Optim
 
 AXES: dict[str, tuple[Any, ...]] = {
     "family": ("gpt2", "llama", "qwen3", "gemma", "gemma3"),
@@ -40,8 +47,6 @@ ALL = [one for one in EVERY if one["offload"] != "parameters" or one["place"][0]
 COVERING = covering(ALL, 2, AXES)
 """Every pair of settings of two axes."""
 LIMIT = ROUNDING
-OPTIM = {"sgd": Optim("sgd", lr=0.1), "adamw": matrix.ADAMW}
-"""SGD moves weights by as much as a gradient is wrong, of which AdamW and clipping take out a factor."""
 
 
 @dataclass(frozen=True)
@@ -80,14 +85,7 @@ def case_of(
     free: bool | None = None,
     optim: str = "sgd",
 ) -> Spoken:
-    memory = Memory(
-        precision="64-true",
-        strategy=place[0],
-        micro_batch_size=cut[0],
-        micro_batch_tokens=cut[1],
-        activation_checkpointing=checkpointing,
-        cpu_offload=offload,
-    )
+    memory = exact_memory(cut, place, checkpointing, offload)
     return Spoken(family, memory, place[1], chunk=chunk, free=free, optim=OPTIM[optim])
 
 
@@ -101,12 +99,7 @@ def plain_loop(family: str, optim: str) -> dict[str, Any]:
     module = precise(AutoModelForCausalLM.from_config(ours.config, attn_implementation="sdpa")).train()
     torch.set_default_dtype(torch.float32)
     module.load_state_dict(ours.state_dict())
-    groups = [
-        {"params": [p for p in module.parameters() if p.ndim >= 2], "weight_decay": case.optim.weight_decay},
-        {"params": [p for p in module.parameters() if p.ndim < 2], "weight_decay": 0.0},
-    ]
-    kinds = {"sgd": torch.optim.SGD, "adamw": partial(torch.optim.AdamW, eps=case.optim.eps)}
-    optimizer = kinds[optim](groups, lr=case.optim.lr)
+    optimizer = plain_optimizer(module, case)
     samples, losses = case.samples, []
     for epoch, step in steps_of(case):
         batch = collate([samples[index] for index in batch_indices(0, epoch, step, case.size, case.batch_size)])
@@ -126,10 +119,6 @@ def error(case: Spoken, ranks: Any = None) -> float:
     """The largest relative difference from the plain loop, of losses and of weights."""
     ours = stacked_run(case) if case.world_size == 1 else ranks(case.world_size).run(stacked_run, case)[0]
     return max(difference(ours, plain_loop(case.name, case.optim.name)).values())
-
-
-def name_of(values: dict[str, Any]) -> str:
-    return ",".join(f"{key}={value}" for key, value in values.items()).replace(" ", "")
 
 
 @pytest.mark.slow
@@ -180,16 +169,6 @@ def plant_mean_of_chunks(monkeypatch):
         return torch.stack(means).mean() * len(targets)
 
     monkeypatch.setattr(chunked_loss, "chunked_loss", averaged)
-
-
-def plant_leaking_attention(monkeypatch):
-    """A token sees all that is before it in the row, also of other texts."""
-    within = packed_attention.varlen_attention
-
-    def leaking(query, key, value, lengths, ends, *rest):
-        return within(query, key, value, Lengths([sum(lengths.tokens)]), ends[[0, -1]], *rest)
-
-    monkeypatch.setattr(packed_attention, "varlen_attention", leaking)
 
 
 def plant_running_positions(monkeypatch):

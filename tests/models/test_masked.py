@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from functools import lru_cache, partial
+from functools import lru_cache
 from itertools import product
 from math import sqrt
 from pathlib import Path
@@ -12,9 +12,18 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from helpers import matrix
 from helpers.combinations import covering
-from helpers.matrix import Case, difference, perturbed, stacked_run, steps_of
+from helpers.matrix import (
+    OPTIM,
+    Case,
+    difference,
+    exact_memory,
+    name_of,
+    perturbed,
+    plain_optimizer,
+    stacked_run,
+    steps_of,
+)
 from helpers.problems import collate
 from helpers.rounding import ROUNDING
 from helpers.tokenizers import byte_pairs
@@ -30,7 +39,6 @@ from trainer.errors import RecipeError
 from trainer.models import LoRA, MaskedLM, masked
 from trainer.models.byte_tokenizer import byte_tokenizer
 from trainer.models.masked import TokenMasking, make_masking
-from trainer.recipe import Memory, Optim
 
 WIDE = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
 WIDE |= {"max_position_embeddings": 512}
@@ -59,7 +67,6 @@ AXES: dict[str, tuple[Any, ...]] = {
 }
 COVERING = covering([dict(zip(AXES, values, strict=True)) for values in product(*AXES.values())], 2, AXES)
 """Every pair of settings of two axes."""
-OPTIM = {"sgd": Optim("sgd", lr=0.1), "adamw": matrix.ADAMW}
 BYTES = byte_tokenizer(masks=True)
 MASK, CLS, END = BYTES.mask_token_id, BYTES.cls_token_id, BYTES.eos_token_id
 
@@ -113,14 +120,7 @@ def case_of(
     masking: str = "tokens",
     optim: str = "sgd",
 ) -> Masked:
-    memory = Memory(
-        precision="64-true",
-        strategy=place[0],
-        micro_batch_size=cut[0],
-        micro_batch_tokens=cut[1],
-        activation_checkpointing=checkpointing,
-        cpu_offload=offload,
-    )
+    memory = exact_memory(cut, place, checkpointing, offload)
     return Masked(family, memory, place[1], chunk=chunk, free=free, masking=masking, optim=OPTIM[optim])
 
 
@@ -163,12 +163,7 @@ def plain_loop(family: str, optim: str, masking: str) -> dict[str, Any]:
     torch.set_default_dtype(torch.float32)
     assert type(module) is not type(ours)
     module.load_state_dict(ours.state_dict())
-    groups = [
-        {"params": [p for p in module.parameters() if p.ndim >= 2], "weight_decay": case.optim.weight_decay},
-        {"params": [p for p in module.parameters() if p.ndim < 2], "weight_decay": 0.0},
-    ]
-    kinds = {"sgd": torch.optim.SGD, "adamw": partial(torch.optim.AdamW, eps=case.optim.eps)}
-    optimizer = kinds[optim](groups, lr=case.optim.lr)
+    optimizer = plain_optimizer(module, case)
     samples, losses = case.samples, []
     for epoch, step in steps_of(case):
         indices = batch_indices(0, epoch, step, case.size, case.batch_size)
@@ -193,10 +188,6 @@ def error(case: Masked, ranks: Any = None) -> float:
     ours = stacked_run(case) if case.world_size == 1 else ranks(case.world_size).run(stacked_run, case)[0]
     optim = next(name for name, one in OPTIM.items() if one == case.optim)
     return max(difference(ours, plain_loop(case.name, optim, case.masking)).values())
-
-
-def name_of(values: dict[str, Any]) -> str:
-    return ",".join(f"{key}={value}" for key, value in values.items()).replace(" ", "")
 
 
 @pytest.mark.slow

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import product
@@ -13,8 +14,8 @@ import pytest
 import torch
 from helpers import matrix
 from helpers.combinations import covering
-from helpers.language import WORDS, language_model, precise
-from helpers.matrix import Case, difference, perturbed, stacked_run, steps_of
+from helpers.language import WORDS, language_model, plant_leaking_attention, precise
+from helpers.matrix import Case, difference, exact_memory, name_of, perturbed, stacked_run, steps_of
 from helpers.rounding import ROUNDING
 from torch import Tensor, nn
 from torch.nn.functional import logsigmoid
@@ -24,9 +25,9 @@ import trainer
 from trainer.contract import Model
 from trainer.engine.order import batch_indices
 from trainer.errors import RecipeError
-from trainer.models import CausalLM, LoRA, chunked_loss, packed_attention, preference
-from trainer.models.padding_free import Lengths
+from trainer.models import CausalLM, LoRA, chunked_loss, preference
 from trainer.recipe import Memory, Optim, Recipe, Run
+from trainer.run import reference
 
 LOSSES = ("dpo", "ipo", "orpo", "simpo")
 BETAS = {"dpo": 0.3, "ipo": 0.2, "orpo": 0.4, "simpo": 1.5}
@@ -104,13 +105,7 @@ def case_of(
     chunk: int | None = None,
     free: bool | None = None,
 ) -> Preferred:
-    memory = Memory(
-        precision="64-true",
-        strategy=place[0],
-        micro_batch_size=cut[0],
-        micro_batch_tokens=cut[1],
-        activation_checkpointing=checkpointing,
-    )
+    memory = exact_memory(cut, place, checkpointing)
     return Preferred(family, memory, place[1], loss=loss, chunk=chunk, free=free, optim=Optim("sgd", lr=0.02))
 
 
@@ -181,10 +176,6 @@ def error(case: Preferred, ranks: Any = None) -> float:
     return max(difference(ours, plain_loop(case.name, case.loss)).values())
 
 
-def name_of(values: dict[str, Any]) -> str:
-    return ",".join(f"{key}={value}" for key, value in values.items()).replace(" ", "")
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("values", COVERING, ids=name_of)
 def test_steps_are_those_of_a_plain_loop(values, ranks):
@@ -213,16 +204,6 @@ def plant_one_gradient(monkeypatch):
     monkeypatch.setattr(chunked_loss._ChunkedLosses, "backward", staticmethod(first))
 
 
-def plant_leak(monkeypatch):
-    """The rejected text sees the chosen one."""
-    within = packed_attention.varlen_attention
-
-    def leaking(query, key, value, lengths, ends, *rest):
-        return within(query, key, value, Lengths([sum(lengths.tokens)]), ends[[0, -1]], *rest)
-
-    monkeypatch.setattr(packed_attention, "varlen_attention", leaking)
-
-
 def plant_swapped_reference(monkeypatch):
     """The reference of the rejected answer is subtracted from the chosen one."""
     pack = preference.packed_pairs
@@ -233,7 +214,7 @@ def plant_swapped_reference(monkeypatch):
     monkeypatch.setattr(preference, "packed_pairs", swapped)
 
 
-@pytest.mark.parametrize("plant", [plant_one_gradient, plant_leak, plant_swapped_reference])
+@pytest.mark.parametrize("plant", [plant_one_gradient, plant_leaking_attention, plant_swapped_reference])
 def test_a_planted_fault_is_found(plant, monkeypatch):
     monkeypatch.setattr("trainer.engine.step.LossCheck", lambda model: None)
     plant(monkeypatch)
@@ -321,6 +302,31 @@ def test_a_resumed_run_keeps_the_reference_of_the_weights_before_training(tmp_pa
         note.unlink()
     resumed = stopped.replace(max_steps=4, run=replace(stopped.run, resume="auto", allow_change=["max_steps"]))
     assert losses_of(trainer.fit(resumed).dir) == whole
+
+
+def test_an_interrupted_reference_continues_after_its_last_block(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(reference, "BLOCK", 4)
+    recipe = recipe_of(tmp_path)  # 16 training pairs
+    compute, blocks = reference._compute, []
+
+    def ends_in_the_third(*args):
+        blocks.append(args[-1])
+        if len(blocks) == 3:
+            raise KeyboardInterrupt
+        return compute(*args)
+
+    monkeypatch.setattr(reference, "_compute", ends_in_the_third)
+    with pytest.raises(BaseException):  # noqa: B017
+        trainer.fit(recipe)
+    notes = sorted((tmp_path / "cache").rglob("reference/*/*.json"))
+    assert [note.name for note in notes] == ["0.json", "4.json"]
+    notes[1].write_text("{")  # a damaged block is computed again
+    monkeypatch.setattr(reference, "_compute", compute)
+    again = recipe.replace(run=replace(recipe.run, dir=str(tmp_path / "again")))
+    found = losses_of(trainer.fit(again).dir)
+    assert "16 train pairs, 4 of them from the cache" in capsys.readouterr().err
+    shutil.rmtree(tmp_path / "cache")
+    assert found == losses_of(trainer.fit(recipe.replace(run=replace(recipe.run, dir=str(tmp_path / "whole")))).dir)
 
 
 @pytest.mark.parametrize("base", ["full", "nf4"])

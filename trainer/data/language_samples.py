@@ -443,7 +443,7 @@ def _template(tokenizer: Any, given: str | None) -> str:
         except (OSError, ValueError) as error:
             why = getattr(error, "strerror", None) or root_cause(error)
             wrong = f"data.chat_template={given!r} is neither Jinja text nor a readable file ({why})"
-            raise RecipeError(f"{wrong}: give a Jinja file, its text, or chatml") from error
+            raise RecipeError(f"{wrong}: give a Jinja file, its text, chatml or plain") from error
     tokenizer.chat_template = text
     return text
 

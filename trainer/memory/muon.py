@@ -99,6 +99,7 @@ class Muon(Optimizer):
         matrices = [group for group in self.param_groups if "ns_steps" in group]
         for turn in self._turns(matrices):
             self._update(turn)
+        # Loading a state dict replaces these attributes of this optimizer, so AdamW gets them again.
         self.adamw.state = self.state
         self.adamw.param_groups = [group for group in self.param_groups if "ns_steps" not in group]
         self.adamw.step()

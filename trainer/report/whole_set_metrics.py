@@ -42,7 +42,8 @@ class WholeSetMetrics:
         split: str = "evaluation",
     ) -> None:
         self.task = task or ("single_label" if num_classes else None)
-        always = TASK_METRICS[task] if task and "language" in task else ()  # from the loss only: logits are not kept
+        from_loss = task in ("language", "masked_language")  # their logits are not kept
+        always = TASK_METRICS[task] if from_loss else ()
         names = [*always, *(metric for metric in wanted if isinstance(metric, str))]
         self.of_loss = {"loss", "perplexity", "bits_per_byte"}.intersection(names)
         self.names = [name for name in dict.fromkeys(names) if name not in self.of_loss]
