@@ -82,7 +82,7 @@ def stop(trial: Trial) -> None:
     trial.outcome.what = f"{number.name} to {ranks} in step {step}, straggler: {straggler}"
     run = trial.start(**slow)
     run.wait_for_step(step, trial.any_rank())
-    trial.pause(0.06)
+    trial.pause(0.02)
     run.send(ranks, number)
     trial.ended(run, time.monotonic(), code=EXIT_REQUEUE)
     before = list(trial.samples.at)

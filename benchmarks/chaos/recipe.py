@@ -45,11 +45,7 @@ class Few:
 
 @dataclass
 class FewDigits(Digits):
-    """120 digits to train on and 40 to test.
-
-    Args:
-        poisoned: the training sample whose pixels are NaN; none by default.
-    """
+    """120 digits to train on and 40 to test. The pixels of training sample ``poisoned`` are NaN, if it is given."""
 
     poisoned: int = -1
 
@@ -70,6 +66,7 @@ class Disturbed(VisionTransformer):
             what, rank, when = os.environ[VARIABLE].split("@")
             if rank == os.environ.get("RANK", "0") and int(when) in (0, self.micro_batches):
                 disturb(what)
+        time.sleep(0.01 * module.training)  # so that a run on a fast machine has not ended when a signal arrives
         yield from super().losses(module, batch)
 
 
