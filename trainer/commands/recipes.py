@@ -123,8 +123,8 @@ def import_recipe(path: Path) -> Recipe:
     if path.parent != recipes_folder() and str(path.parent) not in sys.path:
         sys.path.insert(0, str(path.parent))  # a recipe may import modules of its folder
     name = path.stem
-    while name in sys.modules:
-        name += "_"
+    while name in sys.modules and getattr(sys.modules[name], "__file__", None) != str(path):
+        name += "_"  # a file that is read again keeps its name: recipes with its classes compare equal
     spec: Any = spec_from_file_location(name, path)
     module = sys.modules[name] = module_from_spec(spec)  # dataclasses look up their module here
     try:
