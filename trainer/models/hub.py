@@ -43,7 +43,7 @@ ADAPTER_FOLDER = "adapter"
 """Subfolder of a saved model with its adapters."""
 
 PEFT_TASKS = {"AutoModelForSequenceClassification": "SEQ_CLS", "AutoModelForTokenClassification": "TOKEN_CLS"}
-PEFT_TASKS["AutoModelForCausalLM"] = "CAUSAL_LM"
+PEFT_TASKS |= {"AutoModelForCausalLM": "CAUSAL_LM", "AutoModel": "FEATURE_EXTRACTION"}
 """peft's task type by transformers class."""
 
 MAX_CONFIG_BYTES = 500_000_000
