@@ -214,15 +214,11 @@ class SupervisedModel(Preparable):
 
         if self.loss.class_weights is None:
             return None
-        dtype = dtype or like.dtype
-        copies = self.__dict__.setdefault("_copies", {})
-        key = (like.device, dtype)
-        found = copies.get(key)
-        if found is None or type(like) is not torch.Tensor:  # do not cache fake tensors
-            found = torch.tensor(self.loss.class_weights, dtype=dtype, device=like.device)
-            if type(like) is torch.Tensor:
-                copies[key] = found
-        return found
+        copies = self.__dict__.setdefault("_copies", {}) if type(like) is torch.Tensor else {}  # no fake tensors
+        key = like.device, dtype or like.dtype
+        if key not in copies:
+            copies[key] = torch.tensor(self.loss.class_weights, dtype=key[1], device=key[0])
+        return copies[key]
 
 
 def balanced_weights(task: Task, labels: Sequence[Any], classes: int, names: Sequence[str] | None) -> list[float]:

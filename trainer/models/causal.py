@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal, cast
 
 from trainer.errors import RecipeError, RunError, require, require_choice
-from trainer.models.lora import LoRA
 from trainer.models.text import NO_TOKENIZER, TextModel, require_tokens
 from trainer.recipe import UNSUPPORTED_VALUES
 from trainer.values import DataSpec, Loss, Task
@@ -50,14 +49,8 @@ class CausalLM(TextModel):
     """
 
     name: str = "llama"
-    weights: str | None = None
     tokenizer: str | None = None
-    config: dict[str, Any] = field(default_factory=dict)
-    revision: str | None = None
-    dropout: float | None = None
     padding_free: bool | None = None
-    train_last_blocks: int | None = None
-    lora: LoRA = field(default_factory=LoRA)
     loss_chunk: int | None = None
     kernels: Kernels = "auto"  # lossless up to rounding; installing the optional package requests it
     tile_tokens: int | None = None

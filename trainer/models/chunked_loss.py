@@ -92,25 +92,23 @@ def _make_loss_class(kind: type[nn.Module]) -> type[nn.Module]:
     ) -> Any:
         if labels is None:
             return plain(self, *args, **kwargs)
-        if self.logit_transform is None:
-            logits = plain(self, *args, **kwargs).logits
-            if parts is None:
-                return token_loss(logits, labels)
-            places = target_positions(labels) if places is None else places
-            return _sum_parts(token_loss(logits, labels, "none").index_select(0, places), parts, num_parts)
-        hidden = self.base_model(*args, **kwargs).last_hidden_state.flatten(0, 1)
+        if self.logit_transform is None and parts is None:
+            return token_loss(plain(self, *args, **kwargs).logits, labels)
         places = target_positions(labels) if places is None else places
-        hidden, targets = hidden.index_select(0, places), labels.flatten().index_select(0, places + 1)
-        inputs = hidden, self.get_output_embeddings(), targets, self.logit_transform, self.loss_chunk
-        return chunked_loss(*inputs) if parts is None else _sum_parts(chunked_losses(*inputs), parts, num_parts)
+        if self.logit_transform is None:
+            losses = token_loss(plain(self, *args, **kwargs).logits, labels, "none").index_select(0, places)
+        else:
+            hidden = self.base_model(*args, **kwargs).last_hidden_state.flatten(0, 1).index_select(0, places)
+            targets = labels.flatten().index_select(0, places + 1)
+            inputs = hidden, self.get_output_embeddings(), targets, self.logit_transform, self.loss_chunk
+            if parts is None:
+                return chunked_loss(*inputs)
+            losses = chunked_losses(*inputs)
+        # ``parts`` has the number of the part, such as an answer, that each token belongs to.
+        return losses.new_zeros(num_parts).index_add(0, parts, losses)
 
     # Keep the class name: transformers writes it to config.json and uses it to find modules that must not be split.
     return type(kind.__name__, (kind,), {"forward": forward, "__module__": kind.__module__})
-
-
-def _sum_parts(losses: Tensor, parts: Tensor, num_parts: int) -> Tensor:
-    """Sum the losses of the tokens of each part, such as an answer; ``parts`` has the number of each token's part."""
-    return losses.new_zeros(num_parts).index_add(0, parts, losses)
 
 
 def target_positions(labels: Tensor) -> Tensor:

@@ -6,7 +6,7 @@ import copy
 import re
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from os.path import isdir
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, cast
@@ -22,7 +22,7 @@ from trainer.system.imports import quick_imports
 from trainer.system.status_line import say
 from trainer.system.text import escaped
 from trainer.values import PretrainedWeights
-from trainer.weights.blocks import disable_kv_cache, find_blocks
+from trainer.weights.blocks import disable_kv_cache
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -228,6 +228,7 @@ def reject_remote_code(name: str, config: Any) -> None:
         raise RecipeError(f"{checkpoint}: {fix}")
 
 
+@dataclass
 class HubModel(SupportsLoRA, Preparable):
     """Base class of models that a transformers class builds from a configuration or from weights.
 
@@ -242,11 +243,12 @@ class HubModel(SupportsLoRA, Preparable):
     """
 
     name: str
-    weights: str | None
-    config: dict[str, Any]
-    revision: str | None
-    dropout: float | None
-    train_last_blocks: int | None
+    weights: str | None = None
+    config: dict[str, Any] = field(default_factory=dict)
+    revision: str | None = None
+    dropout: float | None = None
+    train_last_blocks: int | None = None
+    lora: LoRA = field(default_factory=LoRA)
 
     own_format = True
     auto: ClassVar[str]
@@ -368,11 +370,8 @@ class HubModel(SupportsLoRA, Preparable):
         """Check that only the head is new. transformers would also fill other missing weights with random numbers."""
         from trainer.weights.files import format_names
 
-        blocks = find_blocks(module, self.blocks)
-        last = list(blocks[-1].parameters())[-1] if blocks else None
-        names, parameters = zip(*module.named_parameters(), strict=True)
-        end = next((at for at, parameter in enumerate(parameters, 1) if parameter is last), len(names))
-        lost = sorted(set(new) & set(names[: end if self.head_is_new else None]))
+        head = self.new_head(module)
+        lost = sorted(name for name, parameter in module.named_parameters() if name in new and parameter not in head)
         if lost:
             cause = f"model.weights={self.weights!r} do not fit this {cast(Any, module).config.model_type}"
             raise RecipeError(f"{cause}: {format_names(lost)} are missing or have another shape")
@@ -399,7 +398,7 @@ class HubModel(SupportsLoRA, Preparable):
     def saved_in(self, folder: Path) -> Self:
         """Return the model whose configuration and weights ``save`` wrote to ``folder``."""
         source: Any = {"name": str(folder), "weights": str(folder), "config": {}, "revision": None, "lora": LoRA()}
-        return replace(self, **source)  # type: ignore[type-var]
+        return replace(self, **source)
 
     def _type(self) -> str | None:
         """Return the model type if ``name`` is one, ``None`` for a folder or hub id."""

@@ -121,9 +121,13 @@ class SupportsLoRA(Streamable, Exportable, Plannable):
         """Return the names of the frozen parameters, except adapters and a head that may be new."""
         if not self.base_files():
             return ()
-        head = set(parameters_after_blocks(module, find_blocks(module, self.blocks)) if self.head_is_new else ())
+        head = self.new_head(module)
         frozen = {name: p for name, p in module.named_parameters() if not p.requires_grad and LORA_KEY not in name}
         return {name for name, parameter in frozen.items() if parameter not in head}
+
+    def new_head(self, module: nn.Module) -> set[nn.Parameter]:
+        """Return the parameters of a head that the weights may lack."""
+        return set(parameters_after_blocks(module, find_blocks(module, self.blocks)) if self.head_is_new else ())
 
     def draw_new(self, module: nn.Module, initialise: Callable[[nn.Module], object], new: Collection[str] = ()) -> None:
         """Draw the adapters and ``new`` parameters of ``module`` again, exactly as when weights are streamed."""
