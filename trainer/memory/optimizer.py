@@ -43,14 +43,11 @@ def build_optimizer(
     the last elements of a tensor differently, so an update depends on the position in its shard.
     """
     require(bool(parameters), "every parameter is frozen: raise model.train_last_blocks, or change optim.groups")
-    rules = parameters if isinstance(parameters, Mapping) else {p: _rule_by_shape(p, optim) for p in parameters}
-    fused = fused and _has_fused_kernel("adamw" if optim.name == "muon" else optim.kind, device, list(rules))
-    optimizer = _optimizer_of(rules, optim, memory, device, fused)
+    if not isinstance(parameters, Mapping):
+        parameters = {p: update_rule_for(p, optim, matrix=p if p.ndim == 2 else None) for p in parameters}
+    fused = fused and _has_fused_kernel("adamw" if optim.name == "muon" else optim.kind, device, list(parameters))
+    optimizer = _optimizer_of(parameters, optim, memory, device, fused)
     return OptimizerInBackward(optimizer) if memory.optimizer_in_backward else optimizer
-
-
-def _rule_by_shape(parameter: Tensor, optim: Optim) -> UpdateRule:
-    return update_rule_for(parameter, optim, matrix=parameter if parameter.ndim == 2 else None)
 
 
 def _optimizer_of(

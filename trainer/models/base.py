@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import chain
 from typing import TYPE_CHECKING, Any, Literal, cast
 
@@ -26,7 +27,6 @@ MAX_LAYERS = 10_000  # each is built separately
 
 ImageTask = Literal["single_label", "multi_label", "regression"]
 Distance = Literal["mse", "mae", "huber"]
-OUTPUT_NOUN = {"single_label": "class", "token": "class", "multi_label": "label"}
 
 
 @dataclass(frozen=True)
@@ -59,9 +59,8 @@ class Objective:
         valid = weights in (None, "balanced")
         if not valid and not isinstance(weights, str):
             valid = all(0 <= weight < math.inf for weight in weights or ()) and any(weights or ())
-        if not valid:
-            allowed = "must be balanced, or a list of numbers of at least 0, not all 0"
-            raise RecipeError(f"model.loss.class_weights={weights!r} {allowed}")
+        allowed = "must be balanced, or a list of numbers of at least 0, not all 0"
+        require(valid, f"model.loss.class_weights={weights!r} {allowed}")
         require(0 <= smoothing < 1, f"model.loss.label_smoothing={smoothing} must be at least 0 and less than 1")
         require(0 <= gamma < math.inf, f"model.loss.focal_gamma={gamma} must be at least 0; the paper uses 2")
         if gamma and smoothing:
@@ -88,6 +87,8 @@ class SupervisedModel(Preparable):
         task: single_label, one class of several; multi_label, any number of labels; regression, one or more numbers;
             token, a class for each word of a text.
         loss: the loss function.
+        num_classes: null takes the dataset's.
+        class_names: null takes the dataset's; saved with the model.
     """
 
     task: Task
@@ -113,16 +114,13 @@ class SupervisedModel(Preparable):
 
     def weigh(self, batch: Any) -> dict[str, float]:
         """Return the divisor of torch's mean: the sum of class weights, or the number of samples, labels or words."""
-        if "labels" not in batch:
-            return super().weigh(batch)  # raises an error that names the missing key
-        labels = batch["labels"]
         if "mixed_labels" in batch:
             return mixed_sample_weights(batch, self.weigh)
-        if self.task == "regression":  # -100 is a regular value in regression
-            return dict.fromkeys(self.loss_names, float(len(labels)))
-        if self.task == "multi_label" or self.loss.class_weights is None:
-            return super().weigh(batch)
-        return dict.fromkeys(self.loss_names, float(self._sum_class_weights(labels)))
+        if "labels" in batch and self.task == "regression":  # -100 is a regular value in regression
+            return dict.fromkeys(self.loss_names, float(len(batch["labels"])))
+        if "labels" in batch and self.task != "multi_label" and self.loss.class_weights is not None:
+            return dict.fromkeys(self.loss_names, float(self._sum_class_weights(batch["labels"])))
+        return super().weigh(batch)
 
     def loss_of_batch(self, logits: Tensor, batch: Mapping[str, Any]) -> Loss:
         """Return ``loss_of`` the micro-batch; for mixed samples (mixup, CutMix), any loss of both labels, by shares."""
@@ -142,9 +140,9 @@ class SupervisedModel(Preparable):
             labels: integers, shape ``(n,)``, for tokens ``(n, length)``, -100 is ignored; for multi_label 0 or 1,
                 shape ``(n, classes)``; for regression numbers, shape ``(n, outputs)`` or, with one output, ``(n,)``.
         """
-        import torch
+        from torch.nn import functional
 
-        logits = logits.float() if logits.dtype in (torch.float16, torch.bfloat16) else logits
+        logits = logits.float() if logits.itemsize == 2 else logits
         if self.task == "regression" and labels.ndim == 1:
             labels = labels[:, None]
         self._require_labels(logits, labels)
@@ -154,11 +152,9 @@ class SupervisedModel(Preparable):
         shown: dict[str, Any] = {"logits": logits.detach(), "targets": labels}
         if self.task == "multi_label":
             return Loss(self._multi_label_loss(logits, labels), float(labels.numel()), **shown)
-        if self.loss.distance == "huber":
-            total = torch.nn.functional.huber_loss(logits, labels, reduction="sum", delta=self.loss.huber_delta)
-        else:
-            function = torch.nn.functional.mse_loss if self.loss.distance == "mse" else torch.nn.functional.l1_loss
-            total = function(logits, labels, reduction="sum")
+        huber = partial(functional.huber_loss, delta=self.loss.huber_delta)
+        distances = {"mse": functional.mse_loss, "mae": functional.l1_loss, "huber": huber}
+        total = distances[self.loss.distance](logits, labels, reduction="sum")
         return Loss(total / logits.shape[-1], float(len(labels)), **shown)
 
     def _classification_loss(self, logits: Tensor, labels: Tensor) -> Loss:
@@ -234,7 +230,7 @@ def balanced_weights(task: Task, labels: Sequence[Any], classes: int, names: Seq
         counts, samples = np.bincount(flat, minlength=classes).astype(np.float64), len(flat)
     empty = [names[number] if names else str(number) for number, count in enumerate(counts) if not count]
     if empty:
-        cause = f"no training sample has the {OUTPUT_NOUN[task]} {', '.join(empty[:1])}"
+        cause = f"no training sample has the {'label' if task == 'multi_label' else 'class'} {empty[0]}"
         raise RecipeError(f"model.loss.class_weights=balanced: {cause}: give the weights as a list")
     return ((samples - counts) / counts if task == "multi_label" else samples / (classes * counts)).tolist()
 

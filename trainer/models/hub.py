@@ -20,7 +20,7 @@ from trainer.system.files import read_json_object, require_regular, room_in
 from trainer.system.hub import offline_advice, offline_reason, warn_offline_cache
 from trainer.system.imports import quick_imports
 from trainer.system.status_line import say
-from trainer.system.text import escaped
+from trainer.system.text import escaped, format_names
 from trainer.values import PretrainedWeights
 from trainer.weights.blocks import disable_kv_cache
 
@@ -305,8 +305,6 @@ class HubModel(SupportsLoRA, Preparable):
         new = {key if isinstance(key, str) else key[0] for key in wrong} & dict(module.named_parameters()).keys()
         self._require_only_head_new(module, new)
         if new and is_first_process():
-            from trainer.weights.files import format_names
-
             say(escaped(f"weights of {weights}; new in the model: {format_names(sorted(new))}"))
         module = self.adapt(self._finalize_module(module.to(torch.get_default_device())))
         self.draw_new(module, _initialise, new)
@@ -368,8 +366,6 @@ class HubModel(SupportsLoRA, Preparable):
 
     def _require_only_head_new(self, module: nn.Module, new: Collection[str]) -> None:
         """Check that only the head is new. transformers would also fill other missing weights with random numbers."""
-        from trainer.weights.files import format_names
-
         head = self.new_head(module)
         lost = sorted(name for name, parameter in module.named_parameters() if name in new and parameter not in head)
         if lost:
@@ -444,15 +440,7 @@ class HubModel(SupportsLoRA, Preparable):
 
 
 class HubClassifier(HubModel, SupervisedModel):
-    """Base class of transformers' classifiers.
-
-    Args:
-        num_classes: null takes the dataset's.
-        class_names: null takes the dataset's; saved with the model.
-    """
-
-    num_classes: int | None
-    class_names: list[str] | None
+    """Base class of transformers' classifiers."""
 
     def __post_init__(self) -> None:
         self.loss.require_fit(self.task)

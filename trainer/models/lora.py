@@ -289,21 +289,20 @@ def name_in_peft(name: str) -> str:
 
 def _update(module: nn.Module, path: str, state: Mapping[str, Tensor]) -> Tensor:
     """Return the adapter's update of the weight of layer ``path``, in fp32 or wider."""
-    import torch
-
     layer: Any = module.get_submodule(path)
-    down, up = (state[f"{path}.lora_{side}.{ADAPTER}.weight"].detach() for side in "AB")
-    wide = torch.promote_types(up.dtype, torch.float32)
-    update = layer.scaling[ADAPTER] * (up.to(wide) @ down.to(wide))
+    down, up = (_widened(state[f"{path}.lora_{side}.{ADAPTER}.weight"].detach()) for side in "AB")
+    update = layer.scaling[ADAPTER] * (up @ down)
     return update.T if layer.fan_in_fan_out else update  # transformers' Conv1D keeps its weights transposed
 
 
 def _norms_of(layer: Any, transform: Callable[[Tensor], Tensor] | None, weight: Tensor) -> Tensor:
     """Return the norm of the weights of each output of ``layer``, in fp32 or wider."""
-    import torch
-
     weight = weight if transform is None else transform(weight)
-    return weight.to(torch.promote_types(weight.dtype, torch.float32)).norm(dim=0 if layer.fan_in_fan_out else 1)
+    return _widened(weight).norm(dim=0 if layer.fan_in_fan_out else 1)
+
+
+def _widened(tensor: Tensor) -> Tensor:
+    return tensor.float() if tensor.itemsize == 2 else tensor
 
 
 def _linear_layers(blocks: Sequence[nn.Module]) -> list[tuple[str, nn.Module]]:

@@ -21,6 +21,7 @@ from trainer.models.base import (
     train_last_blocks,
 )
 from trainer.models.lora import LoRA, SupportsLoRA, reset_adapters
+from trainer.system.text import format_names
 from trainer.values import Loss, PretrainedWeights
 
 if TYPE_CHECKING:
@@ -40,9 +41,7 @@ class VisionTransformer(SupervisedModel, SupportsLoRA, DrawnInputs):
         weights: a name of torchvision's weights for the model (DEFAULT, IMAGENET1K_V1, ...), a local .safetensors or
             .pth file, or null for random weights. The head is kept if its shape fits, and new otherwise; position
             embeddings are interpolated to another image size.
-        num_classes: null takes the dataset's.
         image_size: height and width of the images in pixels; null takes the dataset's.
-        class_names: null takes the dataset's; saved with the model.
         patch_size: patch size in pixels, for custom only.
         layers: number of encoder blocks, for custom only.
         heads: number of attention heads, for custom only.
@@ -243,8 +242,6 @@ class VisionTransformer(SupervisedModel, SupportsLoRA, DrawnInputs):
 
     def _new_parameters(self, own: Mapping[str, tuple], found: Mapping[str, tuple]) -> list[str]:
         """Return the head's parameters that the file lacks or has in another shape. All others must match."""
-        from trainer.weights.files import format_names
-
         differ = [key for key in own if found.get(key) != own[key]]
         new = [key for key in differ if key.startswith("heads.")]
         wrong = [key for key in differ if key not in new] + [key for key in found if key not in own]

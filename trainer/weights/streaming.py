@@ -17,8 +17,8 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 
 from trainer.errors import RecipeError, require
 from trainer.system.files import read_regular
+from trainer.system.text import format_names
 from trainer.values import StoredTensor
-from trainer.weights.files import format_names
 from trainer.weights.nf4 import CHUNK_ROWS, WEIGHTS_PER_ROW, NF4Linear, quantise
 
 if TYPE_CHECKING:
@@ -334,7 +334,6 @@ def init_new_parameters(
                 new = f"{path or 'the module'} is new, and {type(owner).__name__} has no reset_parameters()"
                 raise RecipeError(f"{new}: give PretrainedWeights(initialise=...) for it")
             owner.reset_parameters()  # type: ignore[operator]
-    empty_ones = [name for name, value in values.items() if value.isnan().any()]
-    if empty_ones:
-        raise RecipeError(f"{format_names(empty_ones)} are new, and pretrained().initialise does not set their values")
+    unset = format_names([name for name, value in values.items() if value.isnan().any()])
+    require(not unset, f"{unset} are new, and pretrained().initialise does not set their values")
     return {name: value.detach() for name, value in values.items()}
