@@ -7,7 +7,7 @@ import warnings
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from itertools import chain
+from itertools import chain, pairwise
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, get_args
 
@@ -212,10 +212,9 @@ class LeakCheck:
             self.levels.clear()
         self.levels.append(level)
         first_step, first = self.first
-        levels = list(self.levels)
-        still = sum(after <= before for before, after in zip(levels, levels[1:], strict=False))
+        still = sum(after <= before for before, after in pairwise(self.levels))
         grown = level - first > max(self.least_bytes, self.least_share * first)
-        if self.has_warned or len(levels) < 11 or still > 1 or not grown:
+        if self.has_warned or len(self.levels) < 11 or still > 1 or not grown:
             return None
         self.has_warned = True
         return (

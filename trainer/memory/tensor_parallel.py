@@ -54,8 +54,7 @@ def split_over_ranks(module: nn.Module, model: Model, mesh: DeviceMesh, by_token
     logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)  # gathering twice is rare here
     styles = _matched(module, plan, f"{key}: {kind}.tensor_parallel_plan")
     for name in [name for name, style in styles.items() if style == "attention"]:
-        above, _, leaf = name.rpartition(".")
-        setattr(module.get_submodule(above), leaf, SplitAttention(module.get_submodule(name), name, key))
+        module.set_submodule(name, SplitAttention(module.get_submodule(name), name, key))
         del styles[name]
         styles |= {f"{name}.{part}": "colwise" for part in "qkv"} | {f"{name}.out_proj": "rowwise"}
     # If there are blocks, a region is a block, because a block may call the layers of its attention directly

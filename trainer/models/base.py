@@ -142,7 +142,7 @@ class SupervisedModel(Preparable):
         """
         from torch.nn import functional
 
-        logits = logits.float() if logits.itemsize == 2 else logits
+        logits = widened(logits)
         if self.task == "regression" and labels.ndim == 1:
             labels = labels[:, None]
         self._require_labels(logits, labels)
@@ -153,7 +153,7 @@ class SupervisedModel(Preparable):
         if self.task == "multi_label":
             return Loss(self._multi_label_loss(logits, labels), float(labels.numel()), **shown)
         huber = partial(functional.huber_loss, delta=self.loss.huber_delta)
-        distances = {"mse": functional.mse_loss, "mae": functional.l1_loss, "huber": huber}
+        distances: dict[str, Any] = {"mse": functional.mse_loss, "mae": functional.l1_loss, "huber": huber}
         total = distances[self.loss.distance](logits, labels, reduction="sum")
         return Loss(total / logits.shape[-1], float(len(labels)), **shown)
 
@@ -235,12 +235,17 @@ def balanced_weights(task: Task, labels: Sequence[Any], classes: int, names: Seq
     return ((samples - counts) / counts if task == "multi_label" else samples / (classes * counts)).tolist()
 
 
+def widened(tensor: Tensor) -> Tensor:
+    """Return ``tensor`` in at least fp32."""
+    return tensor.float() if tensor.itemsize == 2 else tensor
+
+
 def classification_loss(logits: Tensor, labels: Tensor) -> Loss:
     """Sum the cross entropy: ``logits`` (items, classes), int64 ``labels`` (items,) except -100, in fp32 or wider."""
-    import torch
+    from torch.nn.functional import cross_entropy
 
-    logits = logits.float() if logits.dtype in (torch.float16, torch.bfloat16) else logits
-    total = torch.nn.functional.cross_entropy(logits, labels, ignore_index=IGNORED_LABEL, reduction="sum")
+    logits = widened(logits)
+    total = cross_entropy(logits, labels, ignore_index=IGNORED_LABEL, reduction="sum")
     return Loss(total, logits=logits.detach(), targets=labels)
 
 

@@ -29,7 +29,6 @@ class CausalLM(TextModel):
     by their number. Auxiliary losses of mixtures of experts depend on how a batch is cut, so they are left out.
 
     Args:
-        config: entries of the configuration to override, such as {num_hidden_layers: 2, hidden_size: 128}.
         padding_free: skip padding: concatenate the texts of a micro-batch, each of which attends only to itself. The
             gradient is the same. null enables it for certified architectures (docs/packing.md), except in subclasses
             with a custom module or custom losses, which must set true.

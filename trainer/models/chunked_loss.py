@@ -20,6 +20,7 @@ from torch.autograd.function import once_differentiable
 from torch.nn.functional import cross_entropy, linear, pad
 
 from trainer.errors import RecipeError
+from trainer.models.base import widened
 from trainer.values import IGNORED_LABEL
 from trainer.weights.fused import has_kernels
 
@@ -86,7 +87,7 @@ def _make_loss_class(kind: type[nn.Module]) -> type[nn.Module]:
         *args: Any,
         labels: Tensor | None = None,
         places: Tensor | None = None,
-        parts: Tensor | None = None,
+        parts: Any = None,  # tensor with the number of the part, such as an answer, of each predicted token
         num_parts: int = 0,
         **kwargs: Any,
     ) -> Any:
@@ -104,7 +105,6 @@ def _make_loss_class(kind: type[nn.Module]) -> type[nn.Module]:
             if parts is None:
                 return chunked_loss(*inputs)
             losses = chunked_losses(*inputs)
-        # ``parts`` has the number of the part, such as an answer, that each token belongs to.
         return losses.new_zeros(num_parts).index_add(0, parts, losses)
 
     # Keep the class name: transformers writes it to config.json and uses it to find modules that must not be split.
@@ -119,8 +119,8 @@ def target_positions(labels: Tensor) -> Tensor:
 def token_loss(logits: Tensor, labels: Tensor, reduction: str = "sum") -> Tensor:
     """Sum the next-token loss in at least fp32: ``logits`` (n, length, words), int64 ``labels`` (n, length) or -100."""
     following = pad(labels[:, 1:], (0, 1), value=IGNORED_LABEL).flatten()
-    logits = logits.float() if logits.dtype in (torch.float16, torch.bfloat16) else logits
-    return cross_entropy(logits.flatten(0, 1), following, ignore_index=IGNORED_LABEL, reduction=reduction)
+    logits = widened(logits.flatten(0, 1))
+    return cross_entropy(logits, following, ignore_index=IGNORED_LABEL, reduction=reduction)
 
 
 def chunked_loss(

@@ -235,7 +235,7 @@ class HubModel(SupportsLoRA, Preparable):
     Args:
         name: the source of the configuration: a hub id, a local folder, or a model type such as distilbert.
         weights: a hub id or a local folder, as save_pretrained writes it; null for random weights.
-        config: entries of the configuration to override, such as {num_hidden_layers: 2}.
+        config: entries of the configuration to override, such as {num_hidden_layers: 2, hidden_size: 128}.
         revision: branch, tag or commit of everything that comes from the hub.
         dropout: sets all dropout rates of the configuration; null keeps them.
         train_last_blocks: freeze everything except the last n blocks and the head; null trains everything.

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, cast
 
 from trainer.contract import Exportable, Plannable, Streamable
 from trainer.errors import RecipeError, require, require_choice, require_package
-from trainer.models.base import parameters_after_blocks
+from trainer.models.base import parameters_after_blocks, widened
 from trainer.values import PretrainedWeights
 from trainer.weights.blocks import find_blocks
 
@@ -177,10 +177,9 @@ def add_adapters(
     names = [name for name, layer in module.named_modules() if id(layer) in adapted]
     transposed = all(isinstance(layer, Conv1D) for layer in adapted.values())
     trained = [parameter for parameter in parameters_after_blocks(module, found) if parameter.requires_grad and head]
-    alpha: Any = lora.alpha or 2 * lora.rank
-    settings: Any = {"lora_alpha": alpha, "lora_dropout": lora.dropout, "fan_in_fan_out": transposed}
-    settings |= {"use_dora": lora.dora, "use_rslora": lora.rank_stabilized}
-    inject_adapter_in_model(LoraConfig(r=lora.rank, target_modules=names, **settings), module, ADAPTER)
+    settings: Any = {"r": lora.rank, "lora_alpha": lora.alpha or 2 * lora.rank, "lora_dropout": lora.dropout}
+    settings |= {"use_dora": lora.dora, "use_rslora": lora.rank_stabilized, "fan_in_fan_out": transposed}
+    inject_adapter_in_model(LoraConfig(target_modules=names, **settings), module, ADAPTER)
     for parameter in trained:  # peft froze everything except adapters
         parameter.requires_grad_(True)
     if lora.base == "nf4":
@@ -190,12 +189,10 @@ def add_adapters(
 def _quantise(module: nn.Module, layers: Sequence[nn.Module]) -> None:
     from trainer.weights.nf4 import NF4Linear
 
-    plain, made = set(map(id, _unmodified_linears(layers))), dict[Any, NF4Linear]()
-    for part in list(module.modules()):
-        for name, layer in part.named_children():
-            if id(layer) in plain:
-                made[layer] = made.get(layer) or NF4Linear(layer)
-                setattr(part, name, made[layer])
+    coded = {layer: NF4Linear(layer) for layer in _unmodified_linears(layers)}
+    for name, layer in [*module.named_modules(remove_duplicate=False)]:
+        if layer in coded:
+            module.set_submodule(name, coded[layer])
 
 
 def _unmodified_linears(layers: Sequence[nn.Module]) -> list[Any]:
@@ -290,7 +287,7 @@ def name_in_peft(name: str) -> str:
 def _update(module: nn.Module, path: str, state: Mapping[str, Tensor]) -> Tensor:
     """Return the adapter's update of the weight of layer ``path``, in fp32 or wider."""
     layer: Any = module.get_submodule(path)
-    down, up = (_widened(state[f"{path}.lora_{side}.{ADAPTER}.weight"].detach()) for side in "AB")
+    down, up = (widened(state[f"{path}.lora_{side}.{ADAPTER}.weight"].detach()) for side in "AB")
     update = layer.scaling[ADAPTER] * (up @ down)
     return update.T if layer.fan_in_fan_out else update  # transformers' Conv1D keeps its weights transposed
 
@@ -298,11 +295,7 @@ def _update(module: nn.Module, path: str, state: Mapping[str, Tensor]) -> Tensor
 def _norms_of(layer: Any, transform: Callable[[Tensor], Tensor] | None, weight: Tensor) -> Tensor:
     """Return the norm of the weights of each output of ``layer``, in fp32 or wider."""
     weight = weight if transform is None else transform(weight)
-    return _widened(weight).norm(dim=0 if layer.fan_in_fan_out else 1)
-
-
-def _widened(tensor: Tensor) -> Tensor:
-    return tensor.float() if tensor.itemsize == 2 else tensor
+    return widened(weight).norm(dim=0 if layer.fan_in_fan_out else 1)
 
 
 def _linear_layers(blocks: Sequence[nn.Module]) -> list[tuple[str, nn.Module]]:

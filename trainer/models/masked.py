@@ -132,7 +132,6 @@ class MaskedLM(PackedEncoder, DrawnInputs):
     they are always the same. The mask token replaces 80 % of the masked tokens, a random token 10 %, and 10 % stay.
 
     Args:
-        config: entries of the configuration to override, such as {num_hidden_layers: 2, hidden_size: 128}.
         mask_rate: probability that a token is masked (special tokens never are).
         masking: tokens masks each token independently; whole_words masks all tokens of a word or none.
         padding_free: skip padding. This changes only the masks of dropout. null enables it, except in subclasses with

@@ -115,9 +115,7 @@ def on_meta(build: Callable[[], nn.Module]) -> nn.Module:
     first: dict[tuple, nn.Parameter] = {}
     for name, parameter in module.named_parameters(remove_duplicate=False):
         place = (parameter.untyped_storage()._cdata, parameter.storage_offset(), parameter.shape, parameter.stride())
-        kept = first.setdefault(place, parameter)
-        if kept is not parameter:
-            _register(module, name, kept)
+        _register(module, name, first.setdefault(place, parameter))
     # If transformers pads a tied bias, one of the two gets a separate storage.
     for name, source in getattr(module, "all_tied_weights_keys", {}).items():
         _register(module, name, module.get_parameter(source))
