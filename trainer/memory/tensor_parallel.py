@@ -48,9 +48,8 @@ def split_over_ranks(module: nn.Module, model: Model, mesh: DeviceMesh, by_token
     """
     plan, region = capability(model, Plannable).tensor_parallel_plan(module), _TensorParallelRegion(mesh)
     key, kind = f"memory.tensor_parallel={mesh.size()}", type(model).__name__
-    if not plan:
-        fix = "define tensor_parallel_plan(module) in its class (docs/your-own-model.md), or use memory.strategy fsdp"
-        raise RecipeError(f"{key}: {kind} does not define how to split its layers: {fix}")
+    fix = "define tensor_parallel_plan(module) in its class (docs/your-own-model.md), or use memory.strategy fsdp"
+    require(bool(plan), f"{key}: {kind} does not define how to split its layers: {fix}")
     logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)  # gathering twice is rare here
     styles = _matched(module, plan, f"{key}: {kind}.tensor_parallel_plan")
     for name in [name for name, style in styles.items() if style == "attention"]:

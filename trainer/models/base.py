@@ -63,9 +63,8 @@ class Objective:
         require(valid, f"model.loss.class_weights={weights!r} {allowed}")
         require(0 <= smoothing < 1, f"model.loss.label_smoothing={smoothing} must be at least 0 and less than 1")
         require(0 <= gamma < math.inf, f"model.loss.focal_gamma={gamma} must be at least 0; the paper uses 2")
-        if gamma and smoothing:
-            given = f"model.loss.focal_gamma={gamma} and model.loss.label_smoothing={smoothing}"
-            raise RecipeError(f"{given} exclude each other: set one to 0")
+        given = f"model.loss.focal_gamma={gamma} and model.loss.label_smoothing={smoothing}"
+        require(not (gamma and smoothing), f"{given} exclude each other: set one to 0")
         require(0 < self.huber_delta < math.inf, f"model.loss.huber_delta={self.huber_delta} must be greater than 0")
 
     def require_fit(self, task: Task) -> None:
@@ -107,9 +106,8 @@ class SupervisedModel(Preparable):
                 cause = f"needs the training labels, and {type(data).__name__}'s train has no attribute labels"
                 raise RecipeError(f"model.loss.class_weights=balanced {cause}: add it, or give the weights as a list")
             weights = balanced_weights(self.task, cast(Any, labels), self.num_classes or 0, self.class_names)
-        if len(weights) != self.num_classes:
-            given = f"model.loss.class_weights has {len(weights)} weights for {self.num_classes} classes"
-            raise RecipeError(f"{given}: give one for each")
+        given = f"model.loss.class_weights has {len(weights)} weights for {self.num_classes} classes"
+        require(len(weights) == self.num_classes, f"{given}: give one for each")
         return replace(cast(Any, self), loss=replace(self.loss, class_weights=list(weights)))
 
     def weigh(self, batch: Any) -> dict[str, float]:

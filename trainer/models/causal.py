@@ -185,9 +185,8 @@ class CausalLM(TextModel):
 
         module = super()._finalize_module(module)
         ahead = _find_bidirectional_setting(module.config)
-        if ahead is not None:
-            cause = f"model.name={self.name!r} sees the tokens that it must predict ({ahead})"
-            raise RecipeError(f"{cause}: use a decoder, or change that setting with model.config")
+        cause = f"model.name={self.name!r} sees the tokens that it must predict ({ahead})"
+        require(ahead is None, f"{cause}: use a decoder, or change that setting with model.config")
         self._require_embeddings(module)
         # Before transformers 5.21, its ``sdpa`` silently ignored the cap on Gemma 2's attention scores.
         if self.packs() or getattr(module.config, "attn_logit_softcapping", None) is not None:

@@ -216,16 +216,14 @@ def reject_remote_code(name: str, config: Any) -> None:
     wished = [getattr(config, key, None) for key in ("_attn_implementation", "_experts_implementation")]
     kernels = [text for text in map(str, wished) if "/" in text]
     asks = f"model.name={name!r}: its configuration asks for"
-    if kernels:
-        kernel = f"the kernel {', '.join(kernels)}, which is code from the hub and is never executed"
-        raise RecipeError(f"{asks} {kernel}: remove attn_implementation from its config.json")
+    kernel = f"the kernel {', '.join(kernels)}, which is code from the hub and is never executed"
+    require(not kernels, f"{asks} {kernel}: remove attn_implementation from its config.json")
     quantised = f"{asks} quantised weights, which cannot be trained and may need code from the hub"
     fix = "use a model without quantization_config in its config.json"
     require(getattr(config, "quantization_config", None) is None, f"{quantised}: {fix}")
-    if "checkpoint_path" in (getattr(config, "model_args", None) or {}):
-        checkpoint = f"{asks} timm's checkpoint_path, a file that may be a pickle"
-        fix = "remove it from model_args, and give a folder of weights with model.weights"
-        raise RecipeError(f"{checkpoint}: {fix}")
+    pickled = f"{asks} timm's checkpoint_path, a file that may be a pickle"
+    fix = "remove it from model_args, and give a folder of weights with model.weights"
+    require("checkpoint_path" not in (getattr(config, "model_args", None) or {}), f"{pickled}: {fix}")
 
 
 @dataclass
@@ -286,9 +284,8 @@ class HubModel(SupportsLoRA, Preparable):
 
         self._require_complete()
         adapter = Path(local_folder(weights), "adapter_config.json")  # transformers would load the base that it names
-        if adapter.exists():
-            cause = f"model.weights={weights} is or contains a PEFT adapter"
-            raise RecipeError(f"{cause}: merge it into its model and save the result")
+        cause = f"model.weights={weights} is or contains a PEFT adapter"
+        require(not adapter.exists(), f"{cause}: merge it into its model and save the result")
         with quiet_transformers():
             module, found = self._load(
                 "weights",
@@ -368,9 +365,8 @@ class HubModel(SupportsLoRA, Preparable):
         """Check that only the head is new. transformers would also fill other missing weights with random numbers."""
         head = self.new_head(module)
         lost = sorted(name for name, parameter in module.named_parameters() if name in new and parameter not in head)
-        if lost:
-            cause = f"model.weights={self.weights!r} do not fit this {cast(Any, module).config.model_type}"
-            raise RecipeError(f"{cause}: {format_names(lost)} are missing or have another shape")
+        cause = f"model.weights={self.weights!r} do not fit this {cast(Any, module).config.model_type}"
+        require(not lost, f"{cause}: {format_names(lost)} are missing or have another shape")
 
     def save(self, module: nn.Module, folder: Path, state: Mapping[str, Tensor]) -> None:
         """Write a folder that ``from_pretrained`` loads. Its subfolder ``adapter`` holds trained adapters for peft."""

@@ -62,9 +62,8 @@ class LoRA:
             raise RecipeError("model.lora.base=nf4 needs frozen weights, but model.lora.rank=0 trains them: set a rank")
         for key in ("dora", "rank_stabilized"):
             require(self.rank > 0 or not getattr(self, key), f"model.lora.{key} needs adapters: set model.lora.rank")
-        if self.dora and self.base != "full":
-            cause = "model.lora.dora takes norms of the weights of the file, and model.lora.base=nf4 rounds those"
-            raise RecipeError(f"{cause}: use model.lora.base full, or LoRA without dora")
+        cause = "model.lora.dora takes norms of the weights of the file, and model.lora.base=nf4 rounds those"
+        require(not self.dora or self.base == "full", f"{cause}: use model.lora.base full, or LoRA without dora")
 
     def require_alone(self, train_last_blocks: int | None) -> None:
         if self.rank and train_last_blocks is not None:

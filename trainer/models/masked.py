@@ -220,9 +220,8 @@ class MaskedLM(PackedEncoder, DrawnInputs):
 
     def _configuration(self) -> Any:
         config = super()._configuration()
-        if config.model_type not in HEADS:
-            cause = f"model.name={self.name!r} is a {config.model_type}, and MaskedLM supports {', '.join(HEADS)}"
-            raise RecipeError(f"{cause}: choose one of these")
+        cause = f"model.name={self.name!r} is a {config.model_type}, and MaskedLM supports {', '.join(HEADS)}"
+        require(config.model_type in HEADS, f"{cause}: choose one of these")
         if getattr(config, "is_decoder", False):
             raise RecipeError("model.config.is_decoder=true hides later tokens from a masked language model: set false")
         if config.model_type == "big_bird":

@@ -141,9 +141,8 @@ class VisionTransformer(SupervisedModel, SupportsLoRA, DrawnInputs):
         patch_size = self.patch_size or int(self.name.rsplit("_", 1)[1])
         size = self.image_size or 0
         nearest = max(1, round(size / patch_size)) * patch_size
-        if size % patch_size != 0:
-            cause = f"image_size={size} is not a multiple of the patch size {patch_size} of {self.name}"
-            raise RecipeError(f"{cause}: use --data.image_size {nearest}")
+        cause = f"image_size={size} is not a multiple of the patch size {patch_size} of {self.name}"
+        require(size % patch_size == 0, f"{cause}: use --data.image_size {nearest}")
         if self.name == "custom":
             shape: Any = {"num_layers": self.layers, "num_heads": self.heads, "hidden_dim": self.width}
             module = models.VisionTransformer(patch_size=patch_size, mlp_dim=self.mlp_width or 0, **shape, **options)
