@@ -15,7 +15,7 @@ import torch
 
 from trainer.engine.step import PhaseHooks
 from trainer.engine.window import MicroBatch
-from trainer.errors import RecipeError
+from trainer.errors import require
 from trainer.recipe import Recipe
 from trainer.system.files import staged_file
 from trainer.system.machine import HostMemory, process_peak
@@ -231,9 +231,8 @@ MAX_EVENTS = 100_000  # max allocations and frees to keep (the last ones): some 
 
 def require_recordable(recipe: Recipe, accelerator: str) -> None:
     """Reject ``run.snapshot`` on accelerators other than cuda, which have nothing to record."""
-    if recipe.run.snapshot and accelerator != "cuda":
-        cause = "run.snapshot=true records the history of torch's CUDA allocator, which a run on the CPU does not use"
-        raise RecipeError(f"{cause}: remove it, or use run.accelerator cuda")
+    cause = "run.snapshot=true records the history of torch's CUDA allocator, which a run on the CPU does not use"
+    require(not recipe.run.snapshot or accelerator == "cuda", f"{cause}: remove it, or use run.accelerator cuda")
 
 
 @contextmanager

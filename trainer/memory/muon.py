@@ -96,8 +96,7 @@ class Muon(Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        matrices = [group for group in self.param_groups if "ns_steps" in group]
-        for turn in self._turns(matrices):
+        for turn in self._turns([group for group in self.param_groups if "ns_steps" in group]):
             self._update(turn)
         # Loading a state dict replaces these attributes of this optimizer, so AdamW gets them again.
         self.adamw.state = self.state

@@ -103,9 +103,8 @@ class OptimizerInBackward(Optimizer):
     def __init__(self, optimizer: Optimizer) -> None:
         super().__init__(optimizer.param_groups, optimizer.defaults)
         self.optimizer, self.state = optimizer, optimizer.state
-        parameters = [p for group in self.param_groups for p in group["params"]]
-        self.device = parameters[0].device
-        self.shard_groups = next((_shard_groups(p) for p in parameters if isinstance(p, DTensor)), [])
+        first = self.param_groups[0]["params"][0]  # FSDP shards every parameter, over the same ranks
+        self.device, self.shard_groups = first.device, _shard_groups(first) if isinstance(first, DTensor) else []
         self.forget_norms()
         for number, group in enumerate(self.param_groups):
             for parameter in group["params"]:
@@ -125,14 +124,13 @@ class OptimizerInBackward(Optimizer):
     def forget_norms(self) -> None:
         """Start to record the gradient norms of the next step."""
         self.norms: list[Tensor] = []
-        self.shard_norms: list[Tensor] = []
 
     def norm(self) -> Tensor:
         """Return the global gradient norm since ``forget_norms``: a scalar on the device, the same on all ranks."""
-        squares = self._square_sum(self.shard_norms)
+        squares = torch.stack(self.norms).square().sum() if self.norms else torch.zeros((), device=self.device)
         for group in self.shard_groups:
             torch.distributed.all_reduce(squares, group=group)
-        return (squares + self._square_sum(self.norms)).sqrt()
+        return squares.sqrt()
 
     def _update(self, number: int, parameter: Tensor) -> None:
         if parameter.grad is None:  # FSDP also calls the hooks of parameters without a gradient
@@ -148,11 +146,7 @@ class OptimizerInBackward(Optimizer):
         part = local_shard(gradient)
         if part.is_cuda:  # FSDP may have allocated it on another stream: its memory must not be reused too early
             part.record_stream(torch.cuda.current_stream(part.device))
-        norm = torch.linalg.vector_norm(part, dtype=torch.promote_types(part.dtype, torch.float32))
-        (self.shard_norms if isinstance(gradient, DTensor) else self.norms).append(norm)
-
-    def _square_sum(self, norms: list[Tensor]) -> Tensor:
-        return torch.stack(norms).square().sum() if norms else torch.zeros((), device=self.device)
+        self.norms.append(torch.linalg.vector_norm(part, dtype=torch.promote_types(part.dtype, torch.float32)))
 
 
 class UpdateInBackwardSync(GradientSync):

@@ -171,9 +171,9 @@ class SplitAttention(nn.Module):
     def __init__(self, whole: Any, name: str, key: str) -> None:
         super().__init__()
         plain = isinstance(whole, nn.MultiheadAttention) and whole.batch_first and whole.in_proj_bias is not None
-        if not plain or whole.bias_k is not None or whole.add_zero_attn or whole.in_proj_weight is None:
-            need = "an nn.MultiheadAttention with batch_first and biases, and queries, keys and values of one width"
-            raise RecipeError(f"{key}: {name} is not {need}: use separate linear layers for them")
+        plain = plain and whole.bias_k is None and not whole.add_zero_attn and whole.in_proj_weight is not None
+        need = "an nn.MultiheadAttention with batch_first and biases, and queries, keys and values of one width"
+        require(plain, f"{key}: {name} is not {need}: use separate linear layers for them")
         self.num_heads: int = whole.num_heads
         self.head_size: int = whole.head_dim
         self.dropout: float = whole.dropout

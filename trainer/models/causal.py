@@ -158,10 +158,9 @@ class CausalLM(TextModel):
         if any(isinstance(one, WeightConverter) for one in get_model_conversion_mapping(skeleton)):
             loaded = saved.build().state_dict()
             return next((name for name in loaded if not torch.equal(loaded[name], merged[name].to(loaded[name]))), None)
-        stored = saved.pretrained().stored
         tied = {name: names for names in tied_names(skeleton) for name in names}
         with WeightFiles() as files:
-            for name, place in stored.items():
+            for name, place in saved.pretrained().stored.items():
                 value = files.read(place.file, place.key)
                 if any(not torch.equal(value, merged[one].cpu()) for one in tied.get(name, [name])):
                     return name

@@ -93,9 +93,8 @@ class VisionTransformer(SupervisedModel, SupportsLoRA, DrawnInputs):
                 require_positive(f"model.{key}", getattr(self, key), MAX_LAYERS if key == "layers" else MAX_FEATURES)
             if (self.width or 0) % (self.heads or 1):
                 raise RecipeError(f"model.width={self.width} must be a multiple of model.heads={self.heads}")
-            if self.layers == 1 and self.drop_path:
-                cause = f"model.drop_path={self.drop_path} has no effect with model.layers=1, because the first block's"
-                raise RecipeError(f"{cause} rate is 0: set it to 0")
+            cause = f"model.drop_path={self.drop_path} has no effect with model.layers=1, because the first block's"
+            require(self.layers != 1 or not self.drop_path, f"{cause} rate is 0: set it to 0")
         elif given:
             fixed = f"model.{given[0]} cannot be set for model.name={self.name}, which determines it"
             raise RecipeError(f"{fixed}: use model.name custom")

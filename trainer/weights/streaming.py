@@ -69,9 +69,8 @@ def tensors_in(path: str | Path) -> dict[str, tuple[StoredTensor, tuple[int, ...
     path = Path(path)
     if path.is_dir():
         found = [path / name for name in (SAFETENSORS_FILE, SAFETENSORS_INDEX_FILE) if (path / name).is_file()]
-        if not found:
-            names = f"{SAFETENSORS_FILE} nor {SAFETENSORS_INDEX_FILE}"
-            raise RecipeError(f"{path} has neither {names}: weights can only be streamed from safetensors")
+        names = f"{SAFETENSORS_FILE} nor {SAFETENSORS_INDEX_FILE}"
+        require(bool(found), f"{path} has neither {names}: weights can only be streamed from safetensors")
         path = found[0]
     with WeightFiles() as files:
         places = _places(path) if path.suffix == ".json" else dict.fromkeys(files.open(path).keys(), path)
@@ -304,9 +303,8 @@ def _iter_nf4_codes(
         wanted = LocalSlice(torch.empty(lines.stop - lines.start, width, device="meta"), (lines.start, 0))
         read = torch.cat([value for _, value in _iter_pieces(files, stored, name, layer.shape, wanted)]).flatten()
         value = read[begin - lines.start * width : end - lines.start * width].to(part.local.device, torch.float32)
-        if not value.isfinite().all():
-            cause = f"{stored.key} in {stored.file} has values that are not finite, which NF4 cannot encode"
-            raise RecipeError(f"{cause}: use model.lora.base full, or other weights")
+        cause = f"{stored.key} in {stored.file} has values that are not finite, which NF4 cannot encode"
+        require(bool(value.isfinite().all()), f"{cause}: use model.lora.base full, or other weights")
         yield slice(start - first, stop - first), quantise(value)
 
 
