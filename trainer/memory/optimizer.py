@@ -104,7 +104,10 @@ class OptimizerInBackward(Optimizer):
         super().__init__(optimizer.param_groups, optimizer.defaults)
         self.optimizer, self.state = optimizer, optimizer.state
         first = self.param_groups[0]["params"][0]  # FSDP shards every parameter, over the same ranks
-        self.device, self.shard_groups = first.device, _shard_groups(first) if isinstance(first, DTensor) else []
+        kinds = first.placements if isinstance(first, DTensor) else ()
+        # The groups of ranks with the other shards, without replicas of hybrid sharding.
+        self.shard_groups = [first.device_mesh.get_group(at) for at, kind in enumerate(kinds) if kind.is_shard()]
+        self.device = first.device
         self.forget_norms()
         for number, group in enumerate(self.param_groups):
             for parameter in group["params"]:
@@ -163,9 +166,3 @@ class UpdateInBackwardSync(GradientSync):
 
     def norm(self) -> Tensor:
         return self.optimizer.norm()
-
-
-def _shard_groups(parameter: DTensor) -> list[Any]:
-    """Return the groups of ranks with the other shards of ``parameter``, without replicas of hybrid sharding."""
-    mesh = parameter.device_mesh
-    return [mesh.get_group(at) for at, placement in enumerate(parameter.placements) if placement.is_shard()]

@@ -439,8 +439,3 @@ class TensorParallelSync(GradientSync):
         split, whole = (total_norm(one, self.alike) if one else self.parameters[0].new_zeros(()) for one in gradients)
         group = self.tensor if self.sharding is None else None
         return norm_over_ranks(torch.hypot(split, whole / self.ranks**0.5), group=group)
-
-
-def local_trainable_tensors(module: nn.Module) -> dict[nn.Parameter, Tensor]:
-    """Return a plain tensor for each trained parameter, in the memory of this rank's part."""
-    return {p: local_shard(p.detach()) for p in module.parameters() if p.requires_grad}

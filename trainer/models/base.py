@@ -159,15 +159,14 @@ class SupervisedModel(Preparable):
         import torch
 
         weights, gamma, smoothing = self._weights(logits), self.loss.focal_gamma, self.loss.label_smoothing
-        options: dict[str, Any] = {"ignore_index": IGNORED_LABEL}
-        cross_entropy = torch.nn.functional.cross_entropy
+        cross_entropy = partial(torch.nn.functional.cross_entropy, ignore_index=IGNORED_LABEL)
         if gamma:
-            each = cross_entropy(logits, labels, **options, reduction="none")
+            each = cross_entropy(logits, labels, reduction="none")
             # Clamp above 0, where a power with an exponent below 1 has no derivative.
             each = each * (-torch.expm1(-each)).clamp_min(torch.finfo(each.dtype).tiny) ** gamma
             total = (each if weights is None else each * weights[labels.clamp_min(0)]).sum()
         else:
-            total = cross_entropy(logits, labels, weights, **options, label_smoothing=smoothing, reduction="sum")
+            total = cross_entropy(logits, labels, weights, label_smoothing=smoothing, reduction="sum")
         weight = None if weights is None else self._sum_class_weights(labels)
         return Loss(total, weight, logits=logits.detach(), targets=labels)
 
@@ -269,7 +268,6 @@ def parameters_after_blocks(module: nn.Module, blocks: Sequence[nn.Module]) -> l
 def require_filled(model: str, **fields: object) -> None:
     """Check that fields that the dataset fills are set and are valid sizes."""
     for name, value in fields.items():
-        if value is None:
-            known = "is not set and cannot be derived from the dataset"
-            raise RecipeError(f"model.{name} of {model} {known}: give --model.{name}")
+        unknown = "is not set and cannot be derived from the dataset"
+        require(value is not None, f"model.{name} of {model} {unknown}: give --model.{name}")
         require_positive(f"model.{name}", value, MAX_FEATURES)

@@ -476,9 +476,8 @@ def _key_mapping(skeleton: Any, own: Mapping[str, Any]) -> Callable[[str], str]:
         name, converter = rename_source_key(key, renamings, converters, prefix, own)  # type: ignore[arg-type]
         if name not in own and key in own:
             return key
-        if converter is not None and name in own:
-            cause = f"{key} cannot be streamed: transformers computes {name} from several tensors of the file"
-            raise RecipeError(f"{cause}; use memory.init device and model.lora.base full")
+        cause = f"{key} cannot be streamed: transformers computes {name} from several tensors of the file"
+        require(converter is None or name not in own, f"{cause}; use memory.init device and model.lora.base full")
         return name
 
     return name_of

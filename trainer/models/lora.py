@@ -166,13 +166,11 @@ def add_adapters(
     outside = [] if head else [(name, one) for name, one in _linear_layers([module]) if id(one) not in inside]
     chosen = _choose([*layers, *outside] if lora.targets else layers, lora.targets or defaults)
     adapted = {id(layer): layer for layer in chosen}
-    for name, layer in outside:
+    for name, layer in [(name, layer) for name, layer in outside if id(layer) in adapted]:
         tied = any(getattr(part, "weight", None) is layer.weight and part is not layer for part in module.modules())
-        if id(layer) in adapted and tied:
-            cause = f"model.lora.targets: {name} shares its weight with the embedding, and a merged weight would differ"
-            raise RecipeError(f"{cause}: leave it out")
-        if id(layer) in adapted and lora.dora:
-            raise RecipeError(f"model.lora.dora cannot adapt {name}, a layer outside of the blocks: leave it out")
+        cause = f"model.lora.targets: {name} shares its weight with the embedding, and a merged weight would differ"
+        require(not tied, f"{cause}: leave it out")
+        require(not lora.dora, f"model.lora.dora cannot adapt {name}, a layer outside of the blocks: leave it out")
     names = [name for name, layer in module.named_modules() if id(layer) in adapted]
     transposed = all(isinstance(layer, Conv1D) for layer in adapted.values())
     trained = [parameter for parameter in parameters_after_blocks(module, found) if parameter.requires_grad and head]
@@ -320,7 +318,6 @@ def _choose(layers: Sequence[tuple[str, nn.Module]], targets: Sequence[str] | No
         return chosen
     ends = {target: [layer for name, layer in layers if f".{name}".endswith(f".{target}")] for target in targets}
     for target, chosen in ends.items():
-        if not chosen:
-            missing = f"model.lora.targets: no linear layer's name in a block ends in {target!r}"
-            raise RecipeError(f"{missing}: choose from {names}")
+        missing = f"model.lora.targets: no linear layer's name in a block ends in {target!r}"
+        require(bool(chosen), f"{missing}: choose from {names}")
     return [layer for chosen in ends.values() for layer in chosen]

@@ -211,9 +211,8 @@ class VisionTransformer(SupervisedModel, SupportsLoRA, DrawnInputs):
             return Path(weights)
         require(sized, f"model.weights={weights} is a torchvision name: set model.name to a torchvision size")
         known = models.get_model_weights(self.name)
-        if weights not in known.__members__:
-            cause = f"model.weights={weights!r} is neither a file nor a name of torchvision's weights for {self.name}"
-            raise RecipeError(f"{cause}: use one of {', '.join(known.__members__)}")
+        cause = f"model.weights={weights!r} is neither a file nor a name of torchvision's weights for {self.name}"
+        require(weights in known.__members__, f"{cause}: use one of {', '.join(known.__members__)}")
         url = known[weights].url
         file = Path(torch.hub.get_dir(), "checkpoints", url.rsplit("/", 1)[1])  # torchvision looks there as well
         if not file.exists():
