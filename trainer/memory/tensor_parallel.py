@@ -70,8 +70,7 @@ def split_over_ranks(module: nn.Module, model: Model, mesh: DeviceMesh, by_token
             "false"
         )
     # For packed texts, the last block computes only the first token of each text.
-    firsts = {name for name in holders if getattr(module.get_submodule(name), "reads_first", False)}
-    shared = [name for name in holders if by_tokens and name not in firsts]
+    shared = [name for name in holders if by_tokens and not getattr(module.get_submodule(name), "reads_first", False)]
     for name, style in styles.items():
         first = isinstance(module.get_submodule(_parent(module, name)), SplitAttention)
         tokens = (0 if first else -2) if _holder(module, name, blocks) in shared else None
@@ -343,8 +342,7 @@ class _TensorParallelRegion(TorchFunctionMode):
         if is_causal:
             attn_mask = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).tril()
         if attn_mask is not None:
-            is_bool = attn_mask.dtype == torch.bool
-            scores = scores.masked_fill(~attn_mask, -torch.inf) if is_bool else scores + attn_mask
+            scores = scores.masked_fill(~attn_mask, -torch.inf) if attn_mask.dtype == torch.bool else scores + attn_mask
         return self.dropout(scores.softmax(-1), dropout_p) @ value
 
 

@@ -135,8 +135,7 @@ class VisionTransformer(SupervisedModel, SupportsLoRA, DrawnInputs):
         from torchvision import models
 
         require_filled("VisionTransformer", num_classes=self.num_classes, image_size=self.image_size)
-        names = ("image_size", "num_classes", "dropout", "attention_dropout")
-        options = {name: getattr(self, name) for name in names}
+        options = {name: getattr(self, name) for name in ("image_size", "num_classes", "dropout", "attention_dropout")}
         patch_size = self.patch_size or int(self.name.rsplit("_", 1)[1])
         size = self.image_size or 0
         nearest = max(1, round(size / patch_size)) * patch_size
