@@ -130,8 +130,7 @@ def apply_stack(
         stream(module, model, HOST if on_host else fabric.device, weights_dtype(memory), seed)
     masters = make_host_master_weights(module, plan, fabric.device) if memory.cpu_offload == "optimizer" else None
     wrapped = fabric.setup_module(module)
-    if splits:
-        masters = {p: local_shard(p.detach()) for p in module.parameters() if p.requires_grad}
+    masters = {p: local_shard(p.detach()) for p in module.parameters() if p.requires_grad} if splits else masters
     return PreparedModel(module, wrapped, masters, found, warning, mesh if splits else None, *known)
 
 
