@@ -51,7 +51,7 @@ class Checkpointer:
         who = fabric.global_rank, fabric.world_size, self.origin.attempt, session.recipe.run.hang_after
         kept = self.wishes.keep_last, self.keep_best, self.best.score_of
         self.writer = CheckpointWriter(self.folder, *who, *kept, self._move, warn)
-        session.agreement.collect(self._rank_flags)
+        session.agreement.votes = self._rank_flags
 
     def _rank_flags(self) -> tuple[float, float, float]:
         """Return whether this rank should stop, a checkpoint is due by the first rank's clock, and the last failed."""

@@ -150,7 +150,8 @@ PLANNED = tuple(f"memory.{knob.name}" for knob in KNOBS if knob.planned)
 def require_same_run(path: Path, manifest: Manifest, now: RunIdentity, allowed: list[str]) -> list[str]:
     """Compare the checkpoint ``path``, which is resumed, with the current run; return one line per difference. Raise
     RecipeError for one that changes the training, unless its name or section is ``allowed``."""
-    known = sorted({*now.recipe, *map(_section, now.recipe), "data", "tokenizer", "base"})
+    sections = {key.partition(".")[0] for key in now.recipe}
+    known = sorted({*now.recipe, *sections, "data", "tokenizer", "base"})
     for key in allowed:
         require(key in known, f"run.allow_change={key!r} is not a setting{did_you_mean(key, known)}")
     is_planned = all(recipe.get("memory.budget") is not None for recipe in (manifest.recipe, now.recipe))
@@ -167,17 +168,13 @@ def require_same_run(path: Path, manifest: Manifest, now: RunIdentity, allowed: 
         if key == "base":
             line = f"base: the files of model.weights have changed{_changed_files(manifest.base, now.base)}"
         lines.append(line)
-        is_free = _section(key) in ("run", "checkpoint") and key not in RESULT_SETTINGS
-        if not is_free and key not in free and _section(key) not in allowed:
+        is_free = key.startswith(("run.", "checkpoint.")) and key not in RESULT_SETTINGS
+        if not is_free and key not in free and key.partition(".")[0] not in allowed:
             rejected[key] = line
     if rejected:
         fix = f"Revert the change, or allow it with --run.allow_change '{json.dumps([*rejected])}'"
         raise RecipeError(f"{path} was saved with a different recipe: {'; '.join(rejected.values())}. {fix}")
     return lines
-
-
-def _section(key: str) -> str:
-    return key.partition(".")[0]
 
 
 def _differences(manifest: Manifest, now: RunIdentity) -> Iterator[tuple[str, Any, Any]]:

@@ -93,7 +93,7 @@ class OOMRecovery:
         assert stepper.scheduler is not None
         kept, position = self.tensors.on_host(), stepper.scheduler.state_dict()
         self._free_model()
-        session.agreement.connect(list)  # the old sum would keep the connections of its group
+        session.agreement.total = list  # the old sum would keep the connections of its group
         if self.regrouping is not None:
             self.regrouping.rejoin()
         self.build()
@@ -101,7 +101,7 @@ class OOMRecovery:
         self.tensors.make_state(kept)
         self.tensors.load_state_dict(kept)
         stepper.module.train()
-        session.agreement.connect(make_host_sum(session.fabric))
+        session.agreement.total = make_host_sum(session.fabric)
 
     def _free_model(self) -> None:
         empty, parameter = torch.nn.Module(), torch.nn.Parameter(torch.zeros(()))

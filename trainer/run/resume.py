@@ -86,8 +86,7 @@ class ResumeState:
             if wanted != "auto":
                 folder = CheckpointFolder(path / FOLDER if os.path.isdir(path / FOLDER) else path)
             names = broadcast_json(self.session.fabric, list(map(str, folder.newest_first())))
-            if not names and wanted != "auto":
-                raise RecipeError(f"run.resume={wanted}: there is no checkpoint in {folder.path}")
+            require(names or wanted == "auto", f"run.resume={wanted}: there is no checkpoint in {folder.path}")
             candidates = list(map(Path, names))
         for path in candidates:
             problem = self._find_problem(path)
@@ -123,9 +122,9 @@ class ResumeState:
     def _refuse_finished(self) -> None:
         """Reject a finished run without checkpoints: training again would overwrite its results."""
         run_dir = self.session.run_dir
-        if read_json_object(run_dir / "summary.json", MAX_JSON_BYTES).get("status") == "finished":
-            cause = f"run.dir={run_dir} holds a finished run without a checkpoint to resume from"
-            raise RecipeError(f"{cause}: choose another directory")
+        status = read_json_object(run_dir / "summary.json", MAX_JSON_BYTES).get("status")
+        cause = f"run.dir={run_dir} holds a finished run without a checkpoint to resume from"
+        require(status != "finished", f"{cause}: choose another directory")
 
     def restore_tensors(self, tensors: TensorState) -> None:
         """Restore model and optimizer and, on the first rank, ``metrics.csv``.
@@ -244,11 +243,9 @@ def restore_tensors(found: ValidCheckpoint, tensors: TensorState) -> None:
     missing = sorted(wanted - reader.shapes.keys())
     surplus = sorted(name for name in reader.shapes.keys() - wanted if "@" not in name)
     surplus = [name for name in surplus if averages is not None or not name.startswith("ema/")]
-    if any("@" in name for name in missing):
-        raise RecipeError(
-            f"{found.path}: the 8-bit or 4-bit optimizer state was quantised in other shards: resume with the "
-            f"memory.strategy and the number of ranks ({found.manifest.world_size}) with which it was saved"
-        )
+    other_shards = f"{found.path}: the 8-bit or 4-bit optimizer state was quantised in other shards"
+    fix = f"the memory.strategy and the number of ranks ({found.manifest.world_size}) with which it was saved"
+    require(not any("@" in name for name in missing), f"{other_shards}: resume with {fix}")
     faults = {"missing": missing, "not needed": surplus}
     text = "; ".join(f"{fault}: {', '.join(names[:3])}" for fault, names in faults.items() if names)
     require(not text, f"{found.path} does not fit the model and its optimizer: {text}")

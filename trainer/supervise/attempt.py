@@ -63,15 +63,12 @@ class FitCommand(NamedTuple):
 
 def pop_flag(flags: tuple[str, ...], name: str) -> tuple[str | None, tuple[str, ...]]:
     """Return the last value of ``--name`` and the flags without it."""
-    kept, value = [], None
-    words = list(flags)
-    while words:
-        word = words.pop(0)
-        if word == f"--{name}":
-            require(bool(words), f"flag --{name} needs a value")
-            value = words.pop(0)
-        elif word.startswith(f"--{name}="):
-            value = word.partition("=")[2]
+    kept, value, words = [], None, iter(flags)
+    for word in words:
+        flag, equals, text = word.partition("=")
+        if flag == f"--{name}":
+            value = text if equals else next(words, None)
+            require(value is not None, f"flag --{name} needs a value")
         else:
             kept.append(word)
     return value, tuple(kept)
