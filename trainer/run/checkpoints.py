@@ -39,7 +39,7 @@ class Checkpointer:
         self.best = state.best
         self.keep_best = max(self.wishes.keep_best, int(self.best.is_chosen))
         every, fabric = self.wishes.every, session.fabric
-        self.every_steps = every if isinstance(every, int) else None
+        self.every_steps = every if isinstance(every, int) else math.inf
         self.every_seconds = parse_duration(every) if isinstance(every, str) else math.inf
         self.versions = versions()
         if session.is_first:
@@ -123,10 +123,9 @@ class Checkpointer:
 
     def _is_due(self, engine: Engine) -> bool:
         """Return whether the number of steps, the best evaluation or ``checkpoint.keep_best`` requires a checkpoint."""
-        step, every = engine.steps, self.every_steps
-        due = every is not None and step // every > self.saved_at // every
-        due |= self.best.step > self.best_saved
-        return due or (self.wishes.keep_best > 0 and self._current_metrics(engine) is not None)
+        if engine.steps // self.every_steps > self.saved_at // self.every_steps or self.best.step > self.best_saved:
+            return True
+        return self.wishes.keep_best > 0 and self._current_metrics(engine) is not None
 
     def _current_metrics(self, engine: Engine) -> dict[str, float] | None:
         """The model's finite metrics; ``None`` if it was not evaluated at this step, or its score is not finite."""

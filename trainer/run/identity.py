@@ -13,7 +13,7 @@ from typing import Any
 from trainer.checkpoint.manifest import Manifest, truncate
 from trainer.contract import Model, Preparable, Streamable, capability
 from trainer.data.fingerprint import data_files, fingerprint, tokenizer_hash
-from trainer.errors import RecipeError, format_list, require
+from trainer.errors import format_list, require
 from trainer.memory.knobs import KNOBS
 from trainer.recipe import Recipe
 from trainer.run.collectives import broadcast_json
@@ -125,9 +125,8 @@ def _absolute(part: Any) -> Any:
         is_name = field.name in NAMES or field.name.endswith(("_column", "_split"))
         if isinstance(text, str) and text and not is_name:
             path = Path(text)
-            if field.name == "name" and not (field.type in ("str", str) and path.is_dir()):  # a size, a model type
-                continue
-            if path.exists() or ("*" in text and path.parent.is_dir()):
+            is_kind = field.name == "name" and not (field.type in ("str", str) and path.is_dir())  # size or model type
+            if not is_kind and (path.exists() or ("*" in text and path.parent.is_dir())):
                 paths[field.name] = str(path.absolute())
     return dataclasses.replace(part, **paths)
 
@@ -171,9 +170,8 @@ def require_same_run(path: Path, manifest: Manifest, now: RunIdentity, allowed: 
         is_free = key.startswith(("run.", "checkpoint.")) and key not in RESULT_SETTINGS
         if not is_free and key not in free and key.partition(".")[0] not in allowed:
             rejected[key] = line
-    if rejected:
-        fix = f"Revert the change, or allow it with --run.allow_change '{json.dumps([*rejected])}'"
-        raise RecipeError(f"{path} was saved with a different recipe: {'; '.join(rejected.values())}. {fix}")
+    fix = f"Revert the change, or allow it with --run.allow_change '{json.dumps([*rejected])}'"
+    require(not rejected, f"{path} was saved with a different recipe: {'; '.join(rejected.values())}. {fix}")
     return lines
 
 

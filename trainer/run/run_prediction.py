@@ -18,7 +18,7 @@ import torch
 
 from trainer.engine.data_feed import fill_from_data
 from trainer.engine.events import Counters, Listener
-from trainer.errors import RecipeError, RunError
+from trainer.errors import RecipeError, RunError, require
 from trainer.fakegpu.gpus import CPU_BUFFERS, GPU, host_as_device
 from trainer.fakegpu.peaks import Retries
 from trainer.fakegpu.prediction import Prediction
@@ -129,8 +129,7 @@ def _shared_plan_file() -> Path:
 def _through_file(place: Path, decide: Callable[[], dict[str, Any]]) -> dict[str, Any]:
     if not is_local_rank_zero():
         answer = _awaited(place)
-        if "error" in answer:
-            raise RecipeError(str(answer["error"]))
+        require("error" not in answer, str(answer.get("error")))
         return answer["settings"]
     write_atomic(place, json.dumps({"decides": ProcessId.current().to_dict()}))
     try:

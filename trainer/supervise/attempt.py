@@ -8,7 +8,6 @@ import select
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Sequence
 from contextlib import suppress
 from datetime import datetime, timezone
@@ -118,10 +117,7 @@ class Attempt(ProcessSession):
 
     def _pass_on(self, seconds: float) -> bool:
         """Forward the output of at most ``seconds``; return whether there was any."""
-        if self._pipe.closed:
-            time.sleep(seconds)
-            return False
-        if not select.select([self._pipe], [], [], seconds)[0]:
+        if not select.select([] if self._pipe.closed else [self._pipe], [], [], seconds)[0]:
             return False
         content = os.read(self._pipe.fileno(), 65536)
         if not content:
