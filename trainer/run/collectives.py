@@ -162,22 +162,21 @@ def require_shared_filesystem(fabric: Fabric, run_dir: Path) -> None:
     on_other_machine = fabric.local_rank == 0 and fabric.global_rank != 0
     if not any(all_gather_json(fabric, on_other_machine)):
         return
-    token = run_on_rank_zero(fabric, partial(_leave, run_dir))
+    token, here = run_on_rank_zero(fabric, partial(_leave, run_dir))
     problems = all_gather_json(fabric, _answer(run_dir, token) if on_other_machine else None)
     if fabric.global_rank == 0:
         for path in run_dir.glob(f"{token}*"):
             path.unlink(missing_ok=True)
     found = "; ".join(filter(None, problems))
-    here = run_on_rank_zero(fabric, socket.gethostname)
     fix = "choose a directory on a file system that all machines share"
     require(not found, f"run.dir={run_dir} is not one directory for all machines: {found}; {here} created it: {fix}")
 
 
-def _leave(run_dir: Path) -> str:
+def _leave(run_dir: Path) -> tuple[str, str]:
     token = PREFIX + secrets.token_hex(8)
     problem = _touch(run_dir / token)
     require(problem is None, f"run.dir={run_dir} cannot be written to ({problem}): choose another directory")
-    return token
+    return token, socket.gethostname()
 
 
 def _answer(run_dir: Path, token: str) -> str | None:

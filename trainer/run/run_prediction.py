@@ -32,7 +32,7 @@ from trainer.planner.search import BUDGET_MARGIN, Search
 from trainer.recipe import Recipe
 from trainer.system.child_jobs import ChildJob
 from trainer.system.environment import is_local_rank_zero
-from trainer.system.files import read_json_object, write_atomic
+from trainer.system.files import parse_json_object, read_json_object, write_atomic
 from trainer.system.processes import ProcessId
 from trainer.system.text import GB, format_bytes
 
@@ -98,10 +98,8 @@ def _shared_decision(recipe: Recipe, world: World, decide: Callable[[], dict[str
         return decide()
     if world.started_by_fabric:  # Fabric starts the others from this process, with its environment
         asked = hashlib.sha256(repr(recipe).encode()).hexdigest()
-        known: Any = None
-        with suppress(ValueError):
-            known = json.loads(os.environ.get(PLAN_VARIABLE, "null"))
-        if not isinstance(known, dict) or known.get("of") != asked:  # may be from an earlier run of this process
+        known = parse_json_object(os.fsencode(os.environ.get(PLAN_VARIABLE, "")), MAX_BYTES)
+        if known is None or known.get("of") != asked:  # may be from an earlier run of this process
             known = {"of": asked, "settings": decide()}
             os.environ[PLAN_VARIABLE] = json.dumps(known)
         return known["settings"]

@@ -6,7 +6,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from lightning_fabric.loggers import Logger
 from torch import Tensor
 from torch.optim import Optimizer
 
@@ -41,13 +40,7 @@ from trainer.run.checkpoints import Checkpointer
 from trainer.run.description import describe_run
 from trainer.run.directory import explain_disk_errors, report_text, status_after, write_recipe, write_results
 from trainer.run.evaluation import make_evaluation
-from trainer.run.listeners import (
-    LoggingListener,
-    ProgressListener,
-    ThroughputMeter,
-    open_loggers,
-    wrap_custom_listeners,
-)
+from trainer.run.listeners import LoggingListener, ProgressListener, ThroughputMeter, wrap_custom_listeners
 from trainer.run.profile import Profile, require_profilable
 from trainer.run.recovery import OOMRecovery
 from trainer.run.reference import compute_reference
@@ -143,13 +136,12 @@ class Training:
         self.parts = parts = build(session)
         compute_reference(session, parts.stepper, progress.notice)  # with the weights before training
         resumption.restore_tensors(parts.tensors)
-        self.loggers: list[Logger] = []
+        self.logging = LoggingListener(parts.stopwatch, parts.split)
         if session.is_first:
-            self.loggers = open_loggers(session.recipe, session.run_dir, resumption.step, resumption.origin.run)
+            self.logging.open(session.recipe, session.run_dir, resumption.step, resumption.origin.run)
             write_recipe(session, source)
             for line in [*describe_run(session, parts.stack, parts.windows), *describe_groups(parts.stepper.optimizer)]:
                 (progress.notice if line.startswith("warning: ") else progress.message)(line)
-        self.logging = LoggingListener(self.loggers, parts.stopwatch, parts.split)
         shown = ProgressListener(progress, parts.stopwatch, session.monitor, parts.split)
         self.recovery = OOMRecovery(session, parts.tensors, parts.windows, self.rebuild, progress.notice)
         state = RunState(parts.tensors, parts.stopwatch, RNGState(session.fabric.device), parts.best)
@@ -216,7 +208,7 @@ class Training:
             self.progress.close()
             summary = self._summary(status, result, all_ranks)
             if session.is_first:
-                close_loggers(self.loggers, status)
+                close_loggers(self.logging.loggers, status)
                 write_results(session, parts.stack.module, state, summary, result)
         if session.is_first:
             report = "" if result is None else report_text(result, recipe.data)
@@ -301,7 +293,7 @@ class Training:
         return engine.last_result
 
     def _history(self) -> bytes:
-        for logger in self.loggers:
+        for logger in self.logging.loggers:
             logger.save()
         path = self.session.run_dir / HISTORY
         return path.read_bytes() if path.exists() else b""
