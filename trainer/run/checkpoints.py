@@ -41,7 +41,6 @@ class Checkpointer:
         every, fabric = self.wishes.every, session.fabric
         self.every_steps = every if isinstance(every, int) else math.inf
         self.every_seconds = parse_duration(every) if isinstance(every, str) else math.inf
-        self.versions = versions()
         if session.is_first:
             _ = self.origin.base  # hash the files now, as they were loaded: they may change during training
         self.mark_saved(0)
@@ -82,12 +81,11 @@ class Checkpointer:
 
     def mark_saved(self, step: int) -> None:
         """Record that the state after ``step`` is saved; at step 0 nothing is."""
-        self.saved_at, self.saved_when = step, time.monotonic()
-        self.best_saved, self.has_saved = self.best.step, step > 0
+        self.saved_at, self.saved_when, self.best_saved = step, time.monotonic(), self.best.step
 
     def at_end(self, engine: Engine) -> None:
         """Save the state after the last step if checkpoints were due during training."""
-        if self._is_unsaved(engine) and (self.has_saved or self._is_due(engine)):
+        if self._is_unsaved(engine) and (self.saved_at > 0 or self._is_due(engine)):
             self.save(engine)
         self._wait()
 
@@ -172,7 +170,7 @@ class Checkpointer:
         session = self.session
         facts = {name: getattr(engine.counters, name) for name in ("step", "epoch", "step_in_epoch")}
         facts |= {"seed": session.recipe.seed, "world_size": session.fabric.world_size, "plan": session.plan.describe()}
-        facts |= {"versions": self.versions, "figures": self._current_metrics(engine)}
+        facts |= {"versions": versions(), "figures": self._current_metrics(engine)}
         facts["created"] = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
         if session.is_first:
             names = ("run", "recipe", "dataset", "tokenizer", "data_files", "base")

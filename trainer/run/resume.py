@@ -309,14 +309,12 @@ def require_same_structure(found: Any, expected: Any, where: str = "it") -> None
         return
     if isinstance(expected, Mapping):
         fits = isinstance(found, dict) and found.keys() >= expected.keys()
-        if fits:
-            for key in expected:
-                require_same_structure(found[key], expected[key], f"{where}.{key}" if where != "it" else key)
+        for key in expected if fits else ():
+            require_same_structure(found[key], expected[key], f"{where}.{key}" if where != "it" else key)
     elif isinstance(expected, list):
         fits = isinstance(found, list)
-        if fits and expected:
-            for item in found:
-                require_same_structure(item, expected[0], f"an item of {where}")
+        for item in found if fits and expected else ():
+            require_same_structure(item, expected[0], f"an item of {where}")
     elif isinstance(expected, float):
         fits = type(found) in (int, float) and math.isfinite(found)
     else:
