@@ -31,12 +31,9 @@ class Checkpointer:
     """Saves checkpoints that are due, and ends training on request. The engine calls it at every step boundary. A
     checkpoint holds the engine's state, ``state`` and, from the first rank, ``metrics.csv``."""
 
-    def __init__(
-        self, session: Session, resumption: ResumeState, state: RunState, history: Callable[[], bytes]
-    ) -> None:
+    def __init__(self, session: Session, resumption: ResumeState, state: RunState) -> None:
         self.session, self.folder, self.origin = session, resumption.folder, resumption.origin
-        self.state, self.history, self.wishes = state, history, session.recipe.checkpoint
-        self.best = state.best
+        self.state, self.best, self.wishes = state, state.best, session.recipe.checkpoint
         self.keep_best = max(self.wishes.keep_best, int(self.best.is_chosen))
         every, fabric = self.wishes.every, session.fabric
         self.every_steps = every if isinstance(every, int) else math.inf
@@ -160,7 +157,7 @@ class Checkpointer:
             parts=self.on_host(assign_to_rank(tensors.parts(), fabric.global_rank, fabric.world_size)),
             rank_state={"random": self.state.generators.state_dict(), "values": tensors.scalars()},
             shared_state=self.state.common(engine),
-            history=self.history() if self.session.is_first else b"",
+            history=self.state.history() if self.session.is_first else b"",
             manifest=self._manifest(engine),
         )
 

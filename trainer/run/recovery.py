@@ -31,15 +31,8 @@ class OOMRecovery:
     ``build`` and shard the model again, restore the tensors, and retry the step.
     """
 
-    def __init__(
-        self,
-        session: Session,
-        tensors: TensorState,
-        windows: Windows,
-        build: Callable[[], None],
-        say: Callable[[str], None],
-    ) -> None:
-        self.session, self.tensors, self.windows, self.build, self.say = session, tensors, windows, build, say
+    def __init__(self, session: Session, tensors: TensorState, windows: Windows, build: Callable[[], None]) -> None:
+        self.session, self.tensors, self.windows, self.build = session, tensors, windows, build
         self.stepper, self.recoveries = tensors.stepper, 0
         recipe = session.recipe
         may_halve = not self.stepper.batchnorm.layers or may_cut_batchnorm(recipe.memory, recipe.model)
@@ -64,7 +57,8 @@ class OOMRecovery:
         self.session.set_cut(cut)
         self.recoveries += 1
         write_status(self.session, "running")
-        self.say(f"{why}: retrying the step; micro-batches now have at most {cut.micro_batch_size} samples")
+        now = f"micro-batches now have at most {cut.micro_batch_size} samples"
+        self.session.progress.notice(f"{why}: retrying the step; {now}")
         return True
 
     def close(self) -> None:

@@ -33,7 +33,7 @@ from trainer.contract import Model, Streamable, capability, without_weights
 from trainer.engine.loop import Engine
 from trainer.engine.memory_rehearsal import longest_window, rehearse
 from trainer.errors import RecipeError, RunError, require
-from trainer.report.progress import Progress, warn
+from trainer.report.progress import warn
 from trainer.run.collectives import all_gather_json, broadcast_json, run_on_rank_zero
 from trainer.run.directory import write_status
 from trainer.run.identity import RunIdentity, require_same_base, require_same_run
@@ -49,8 +49,8 @@ class ResumeState:
     """The checkpoint from which a run resumes, if any, and the folder of its checkpoints. All ranks create it together.
     Raise RecipeError if no checkpoint is valid, or the chosen one belongs to another recipe, dataset or tokenizer."""
 
-    def __init__(self, session: Session, progress: Progress) -> None:
-        say, fabric = progress.notice, session.fabric
+    def __init__(self, session: Session) -> None:
+        say, fabric = session.progress.notice, session.fabric
         self.session, self.folder = session, CheckpointFolder(session.run_dir / FOLDER)
         run_on_rank_zero(fabric, self.folder.require_not_linked)
         for problem in run_on_rank_zero(fabric, self.folder.clean):
@@ -63,7 +63,7 @@ class ResumeState:
         if found is not None:
             if session.is_first:
                 for problem in problems.values():
-                    progress.warning(f"{problem}; resuming from {found.path.name} instead")
+                    session.progress.warning(f"{problem}; resuming from {found.path.name} instead")
             same = partial(require_same_run, found.path, found.manifest, self.origin, session.recipe.run.allow_change)
             for line in run_on_rank_zero(fabric, same):  # other ranks need not compute a fingerprint
                 say(f"changed since the checkpoint: {line}")

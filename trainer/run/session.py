@@ -25,6 +25,7 @@ from trainer.memory.monitor import MemoryMonitor
 from trainer.memory.oom import OutOfMemoryError, describe_oom, is_out_of_memory, sample_lengths, shapes_of
 from trainer.memory.plan import Plan
 from trainer.recipe import Recipe
+from trainer.report.progress import Progress
 from trainer.run.collectives import VotedSum, make_host_sum, sum_over_data_parallel
 from trainer.run.listeners import report_bad_samples
 from trainer.run.run_prediction import RunPrediction
@@ -39,6 +40,7 @@ class Session:
     ) -> None:
         self.recipe, self.plan, self.fabric, self.world, self.forecast = recipe, plan, fabric, world, forecast
         self.monitor, self.agreement = MemoryMonitor(fabric.device), VotedSum(make_host_sum(fabric))
+        self.progress = Progress(recipe.run.progress, fabric.global_rank)
 
         def report(quarantine: Quarantine, new: list[BadSampleAt]) -> None:  # not a method, to avoid a reference cycle
             if fabric.global_rank == 0:

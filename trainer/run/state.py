@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -149,6 +149,7 @@ class RunState:
     stopwatch: ThroughputMeter
     generators: RNGState
     best: BestTracker
+    history: Callable[[], bytes]  # metrics.csv so far; called on the first rank only
 
     def common(self, engine: Engine) -> dict[str, Any]:
         """Return the state that is the same on all ranks, as JSON values."""

@@ -32,7 +32,6 @@ from trainer.memory.stack import (
 from trainer.recipe import Recipe
 from trainer.report.loggers import close_loggers
 from trainer.report.metrics import EvaluationResult
-from trainer.report.progress import Progress
 from trainer.report.summary import Summary, summary_text, versions
 from trainer.run.attention import record_attention_kernels
 from trainer.run.best_tracker import BestTracker
@@ -131,10 +130,10 @@ def set_schedule(recipe: Recipe, windows: Windows, stepper: Stepper) -> None:
 class Training:
     """Connects the parts of a run; ``source`` is the packaged name or the path of the recipe file, if there is one."""
 
-    def __init__(self, session: Session, source: str | None, progress: Progress, resumption: ResumeState) -> None:
-        self.session, self.progress, self.resumption = session, progress, resumption
+    def __init__(self, session: Session, source: str | None, resumption: ResumeState) -> None:
+        self.session, self.resumption, progress = session, resumption, session.progress
         self.parts = parts = build(session)
-        compute_reference(session, parts.stepper, progress.notice)  # with the weights before training
+        compute_reference(session, parts.stepper)  # with the weights before training
         resumption.restore_tensors(parts.tensors)
         self.logging = LoggingListener(parts.stopwatch, parts.split)
         if session.is_first:
@@ -143,9 +142,9 @@ class Training:
             for line in [*describe_run(session, parts.stack, parts.windows), *describe_groups(parts.stepper.optimizer)]:
                 (progress.notice if line.startswith("warning: ") else progress.message)(line)
         shown = ProgressListener(progress, parts.stopwatch, session.monitor, parts.split)
-        self.recovery = OOMRecovery(session, parts.tensors, parts.windows, self.rebuild, progress.notice)
-        state = RunState(parts.tensors, parts.stopwatch, RNGState(session.fabric.device), parts.best)
-        self.checkpointer = Checkpointer(session, resumption, state, self._history)
+        self.recovery = OOMRecovery(session, parts.tensors, parts.windows, self.rebuild)
+        state = RunState(parts.tensors, parts.stopwatch, RNGState(session.fabric.device), parts.best, self._history)
+        self.checkpointer = Checkpointer(session, resumption, state)
         first = (parts.stopwatch, PlateauListener(parts.stepper), parts.best)
         late = PredictionListener(session.forecast, progress.message) if session.forecast else None
         self.engine = Engine(
@@ -205,7 +204,7 @@ class Training:
                 parts.profile.close()
             self.checkpointer.close()
             self.recovery.close()
-            self.progress.close()
+            session.progress.close()
             summary = self._summary(status, result, all_ranks)
             if session.is_first:
                 close_loggers(self.logging.loggers, status)
@@ -258,20 +257,20 @@ class Training:
             try:
                 known = origin.dataset
             except Exception as error:  # a custom dataset may fail; the run is complete without it
-                self.progress.warning(f"the data has no fingerprint ({describe_error(error)})")
+                self.session.progress.warning(f"the data has no fingerprint ({describe_error(error)})")
         return {"class": type(data).__name__, **sizes, "fingerprint": known}
 
     def _take_best(self) -> dict[str, Any] | None:
         """Load the weights of the best step. Return the entry of ``summary.json`` about it."""
-        best, counters = self.parts.best, self.engine.counters
+        best, counters, progress = self.parts.best, self.engine.counters, self.session.progress
         if best.is_over():
             why = f"no {best.metric_column} better than {best.best_value:.4f} in {best.since} evaluations"
-            self.progress.notice(f"run.patience={best.patience}: training ends after step {counters.step:,}: {why}")
+            progress.notice(f"run.patience={best.patience}: training ends after step {counters.step:,}: {why}")
         if not best.step:
             return None
         if best.step != counters.step:
             if problem := self.resumption.restore_best(best.step, self.parts.tensors):
-                self.progress.warning(f"{problem}: model/ has the weights of the last step instead of the best")
+                progress.warning(f"{problem}: model/ has the weights of the last step instead of the best")
                 return None
             self.engine.last_result = best.result
         return {"step": best.step, "figure": best.metric_column, "best": best.best_value, "last": best.last}
