@@ -280,12 +280,10 @@ class Training:
         session, engine, split = self.session, self.engine, self.parts.split
         if not session.recipe.run.evaluate:
             return None
-        on_test = self.evaluation("test")
-        if on_test is not None and (split == "val" or engine.last_result is None):
+        if split == "val" and (on_test := self.evaluation("test")) is not None:
             result = on_test()
-            if split == "val":
-                step = self.best_weights_info["step"] if self.best_weights_info else engine.counters.step
-                self.logging.log({f"test_{name}": value for name, value in result.metrics().items()}, step)
+            step = self.best_weights_info["step"] if self.best_weights_info else engine.counters.step
+            self.logging.log({f"test_{name}": value for name, value in result.metrics().items()}, step)
             return result
         if engine.last_result is None and engine.evaluation is not None:  # evaluated before the run was resumed
             return engine.evaluation()

@@ -157,18 +157,17 @@ class Supervisor:
 
     def _watched(self, attempt: Attempt) -> AttemptResult:
         """Wait for the end of an attempt; forward the first stop signal, and kill the attempt at the second."""
-        passed_on = killed = False
+        passed_on = False
         asked_at: float | None = None
         while (ending := attempt.wait()) is None:
-            if not self.asked or killed:
+            if not self.asked:
                 continue
             now = time.monotonic()
             asked_at = now if asked_at is None else asked_at
             late = self.grace is not None and now - asked_at > self.grace
             if len(self.asked) > 1 or late:
                 print_message("killing the run" + (f": it has not ended within {self.grace:g} s" if late else ""))
-                attempt.kill()
-                killed = True
+                attempt.kill()  # and wait for its end
             elif not passed_on and not attempt.noted and now - asked_at > SIGNAL_NOTICE_TIMEOUT:
                 # Signal the first rank only: the ranks agree to stop at the same step.
                 attempt.process.send_signal(self.asked[0])
