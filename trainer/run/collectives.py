@@ -73,10 +73,9 @@ def sum_over_data_parallel(memory: Memory, rank: int, total: Sum) -> Sum:
         found = total([*(value * (rank % copies == 0) for value in values), *values])
         sums, everywhere = found[: len(values)], found[len(values) :]
         if not all(math.isclose(a * copies, b, rel_tol=1e-9) for a, b in zip(sums, everywhere, strict=True)):
-            raise RunError(
-                f"memory.tensor_parallel={copies}: ranks that share every block have read different samples, or could "
-                "not read the same ones: look for a disk that only some of them reach, then use run.resume auto"
-            )
+            why = "ranks that share every block have read different samples, or could not read the same ones"
+            fix = "look for a disk that only some of them reach, then use run.resume auto"
+            raise RunError(f"memory.tensor_parallel={copies}: {why}: {fix}")
         return sums
 
     return once if copies > 1 else total

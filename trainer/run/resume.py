@@ -89,8 +89,7 @@ class ResumeState:
             require(names or wanted == "auto", f"run.resume={wanted}: there is no checkpoint in {folder.path}")
             candidates = list(map(Path, names))
         for path in candidates:
-            problem = self._find_problem(path)
-            if problem is None:
+            if (problem := self._find_problem(path)) is None:
                 return ValidCheckpoint(path, read_manifest(path)), problems
             problems[path] = problem
         if problems:
@@ -152,8 +151,7 @@ class ResumeState:
         """Load the model weights of the checkpoint of the step ``best``, after training. A collective. Return ``None``,
         or the reason why the checkpoint cannot be used; nothing is changed then."""
         path = self.folder.path / folder_name(best)
-        problem = self._find_problem(path)
-        if problem is None:
+        if (problem := self._find_problem(path)) is None:
             restore_weights(ValidCheckpoint(path, read_manifest(path)), tensors)
         return problem
 

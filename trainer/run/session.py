@@ -15,7 +15,7 @@ from trainer.data.loader import Loader, make_loader
 from trainer.data.workers import decide_workers
 from trainer.engine.cut import Cut
 from trainer.engine.data_feed import make_windows
-from trainer.engine.quarantine import BadSampleAt, Quarantine
+from trainer.engine.quarantine import Quarantine
 from trainer.engine.window import Windows
 from trainer.errors import RunError, RunStoppedError
 from trainer.faults.signals import StopSignals, end_startup_watch
@@ -41,11 +41,7 @@ class Session:
         self.recipe, self.plan, self.fabric, self.world, self.forecast = recipe, plan, fabric, world, forecast
         self.monitor, self.agreement = MemoryMonitor(fabric.device), VotedSum(make_host_sum(fabric))
         self.progress = Progress(recipe.run.progress, fabric.global_rank)
-
-        def report(quarantine: Quarantine, new: list[BadSampleAt]) -> None:  # not a method, to avoid a reference cycle
-            if fabric.global_rank == 0:
-                report_bad_samples(quarantine, new, recipe.run.dir)
-
+        report = partial(report_bad_samples, run_dir=recipe.run.dir) if self.is_first else None
         self.quarantine = Quarantine(recipe.data.max_bad_samples, report)
         self.watchdog: Watchdog | None = None
         self.signals: StopSignals | None = None
