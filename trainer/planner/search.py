@@ -397,12 +397,10 @@ class Search:
     def _smaller(self) -> list[tuple[PlanFamily, int | None]]:
         """If nothing fits, return a plan that may need less memory than all traced ones."""
         least = min((one.reserved or 0 for arm in self.arms for one in arm.traced.values()), default=inf)
-        left = []
-        for arm in self._whole:
-            needs = self._needs(arm, arm.micro_batch_sizes[-1])
-            if not arm.failed and (arm.micro_batch_sizes[-1] or 0) not in arm.traced and needs < least:
-                left.append((needs, -knobs.num_changed_levels(arm.settings), arm))
-        return [(arm, arm.micro_batch_sizes[-1]) for _, _, arm in sorted(left, key=lambda one: one[:2])[:1]]
+        live = [(arm, arm.micro_batch_sizes[-1]) for arm in self._whole if not arm.failed]
+        left = [(self._needs(arm, size), arm, size) for arm, size in live if (size or 0) not in arm.traced]
+        left.sort(key=lambda one: (one[0], -knobs.num_changed_levels(one[1].settings)))
+        return [(arm, size) for needs, arm, size in left[:1] if needs < least]
 
     # Bounds and estimates from traces.
 
@@ -493,13 +491,14 @@ class Search:
                     yield None
                     continue
                 arm, size = free[0]
-                job = self._job(with_size(arm.settings, size))
-                if isinstance(job, Exception):
-                    self._take(arm, size, job)
+                settings = with_size(arm.settings, size)
+                try:
+                    plan = self._plan(settings)
+                except RecipeError as error:
+                    self._take(arm, size, self._refuse(settings, error))
                     continue
-                call, plan = job
                 running[next(numbers)] = (arm, size, plan)
-                yield call
+                yield self._job(settings, plan)
 
         for number, result in run_in_children(jobs()):
             arm, size, plan = running.pop(number)
@@ -540,22 +539,10 @@ class Search:
         self.progress(self.done, self.done + left, f"{plan.describe()}; {so_far}")
         return found
 
-    def _predicted(self, settings: Sequence[Settings]) -> list[Candidate | Exception]:
-        found: list[Any] = [self._job(one) for one in settings]
-        jobs = [(at, job) for at, job in enumerate(found) if isinstance(job, tuple)]
-        for number, result in run_in_children([job for _, (job, _) in jobs]):
-            at, (_, plan) = jobs[number]
-            found[at] = self._answer(settings[at], plan, result, 0)
-        return found
-
-    def _job(self, settings: Settings) -> tuple[Callable[[], Any], Plan] | Exception:
+    def _job(self, settings: Settings, plan: Plan) -> Callable[[], Any]:
         fixed: dict[str, Any] = {"target": self.target, "nodes": self.nodes, "timeline": True, "capacity": self.limit}
-        fixed |= {"columns": self.keeps_columns}
-        try:
-            plan = self._plan(settings)
-        except RecipeError as error:
-            return self._refuse(settings, error)
-        return partial(predict_in_process, knobs.apply_settings(self.recipe, settings), plan, **fixed), plan
+        recipe = knobs.apply_settings(self.recipe, settings)
+        return partial(predict_in_process, recipe, plan, **fixed, columns=self.keeps_columns)
 
     def _refuse(self, settings: Settings, error: Exception, description: str = "") -> Exception:
         self.refused.append(Candidate(settings, description, reason=str(error).splitlines()[0]))
@@ -577,13 +564,10 @@ class Search:
 
     def _ordered(self, everything: bool) -> list[Candidate]:
         """Return all candidates with their reasons: first the fastest that fits, or else the smallest."""
-        traced = [one for arm in self.arms for one in arm.traced.values()]
+        traced = sorted((one for arm in self.arms for one in arm.traced.values()), key=_rank)
         between = [one for arm in self._whole for one in self._interpolated(arm)] if everything else []
-        first = min(traced, key=_rank, default=None)
-        if first is None:
-            return []
-        others = sorted((one for one in [*traced, *between] if one is not first), key=_rank)
-        return [dataclasses.replace(one, reason=self._reason(one, first)) for one in (first, *others)]
+        others = sorted([*traced[1:], *between], key=_rank)
+        return [dataclasses.replace(one, reason=self._reason(one, traced[0])) for one in (*traced[:1], *others)]
 
     def _interpolated(self, arm: PlanFamily) -> Iterator[Candidate]:
         for size in arm.micro_batch_sizes:
@@ -612,11 +596,15 @@ class Search:
 
     def _smaller_at_a_loss(self, candidates: Sequence[Candidate]) -> list[Candidate]:
         """Predict each lossy setting that the recipe does not use, with the smallest plan that it works with."""
-        wanted = []
+        wanted: list[Settings] = []
         for step in knobs.lossy_steps(self.recipe):
             possible = (self._with_lossy_step(dict(one.flags), step) for one in candidates)
             wanted += [settings for settings in possible if settings][:1]
-        return [one for one in self._predicted(wanted) if isinstance(one, Candidate)]
+        plans = list(map(self._plan, wanted))
+        found: dict[int, Candidate | Exception] = {}
+        for number, result in run_in_children(list(map(self._job, wanted, plans))):
+            found[number] = self._answer(wanted[number], plans[number], result, 0)
+        return [one for _, one in sorted(found.items()) if isinstance(one, Candidate)]
 
     def _with_lossy_step(self, settings: Settings, step: Settings) -> Settings | None:
         for extra in (step, {key: value for key, value in step.items() if key not in IMPLIED_NAMES}):
