@@ -22,7 +22,7 @@ from torchvision.transforms.v2 import functional as F
 from tqdm import tqdm
 
 from trainer.contract import DrawnSamples
-from trainer.data.base import root_cause
+from trainer.data.base import explain_faults, root_cause
 from trainer.data.cache import inspect_cached
 from trainer.data.fingerprint import ContentHasher
 from trainer.errors import RecipeError, require
@@ -205,7 +205,7 @@ class ImageFiles(ImageSplit):
     def draw(self, index: int) -> tuple[Tensor, int]:
         path, label = self.samples[index]
         if path in self.broken:  # a decoder may still return something
-            raise _unreadable_error(path, self.broken[path])
+            raise RecipeError(f"{path} cannot be read as an image ({self.broken[path]}): replace or remove it")
         return self.pixels.augment_bytes(read_image(path, "RGB")), label
 
     def describe(self, index: int) -> str:
@@ -217,20 +217,17 @@ class ImageFiles(ImageSplit):
 
 def read_image(path: str, mode: str) -> Tensor:
     """Decode a file to uint8 ``(channels, H, W)``; ``mode`` is PIL's, ``L`` or ``RGB``."""
-    try:
-        with open_regular(path, MAX_IMAGE_BYTES) as file, Image.open(file, formats=FORMATS) as image:
-            _reject_decompression_bomb(image)
-            if image.format == "JPEG" and image.mode == mode == "RGB":  # PIL takes 1.5 times as long for the same bits
-                file.seek(0)
-                with suppress(RuntimeError):  # PIL may read it, or gives a better message
-                    return decode_jpeg(torch.frombuffer(bytearray(file.read()), dtype=torch.uint8))
-            return F.pil_to_tensor(image.convert(mode))
-    except Exception as error:  # PIL raises OSError, SyntaxError, ValueError, struct.error... for broken files
-        raise _unreadable_error(path, root_cause(error)) from error
-
-
-def _unreadable_error(path: str, why: str) -> RecipeError:
-    return RecipeError(f"{path} cannot be read as an image ({why}): replace or remove it")
+    with (
+        explain_faults(f"{path} cannot be read as an image", "replace or remove it"),
+        open_regular(path, MAX_IMAGE_BYTES) as file,
+        Image.open(file, formats=FORMATS) as image,
+    ):
+        _reject_decompression_bomb(image)
+        if image.format == "JPEG" and image.mode == mode == "RGB":  # PIL takes 1.5 times as long for the same bits
+            file.seek(0)
+            with suppress(RuntimeError):  # PIL may read it, or gives a better message
+                return decode_jpeg(torch.frombuffer(bytearray(file.read()), dtype=torch.uint8))
+        return F.pil_to_tensor(image.convert(mode))
 
 
 def _reject_decompression_bomb(image: Image.Image) -> None:
