@@ -559,15 +559,11 @@ class Sequences(Samples):
         """Split into kept and held-out samples. All samples of a row are on the same side."""
         if fraction == 0:
             return self, None
-        _, rows = np.unique(self.row_numbers(), return_inverse=True)
+        numbers = (self.table.data.column("place").to_numpy() == 0).cumsum()  # the number of each row
+        _, rows = np.unique(numbers[np.asarray(self.chosen, dtype=np.int64)], return_inverse=True)
         _, held = hold_out([0] * (int(rows.max()) + 1), fraction, "data.val_fraction", fold=fold)
         is_held = np.isin(rows, held)
         return self.of(np.flatnonzero(~is_held).tolist()), self.of(np.flatnonzero(is_held).tolist())
-
-    def row_numbers(self) -> ndarray:
-        """Return the row number of each sample, over all tables."""
-        begins = (self.table.data.column("place").to_numpy() == 0).cumsum()
-        return begins[np.asarray(self.chosen, dtype=np.int64)]
 
     @property
     def bytes_per_token(self) -> float | None:  # type: ignore[override]

@@ -70,7 +70,7 @@ def _explain_faults(path: Path) -> Iterator[None]:
     with explain_faults(f"{path} cannot be read as {path.suffix.lower()[1:]}"):
         try:
             yield
-        except Exception as error:  # that of datasets has no class of its own
+        except Exception as error:  # datasets raises a plain ValueError
             require("corresponds to no data" not in str(error), f"{path} has no rows: {NO_ROWS}")
             raise
 
