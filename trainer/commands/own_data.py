@@ -162,10 +162,8 @@ def _text_columns(rows: Rows, columns: Sequence[str]) -> list[str]:
 def _label_columns(rows: Rows, columns: Sequence[str]) -> list[str]:
     """Return the columns that can be the label: called so, the only one, or with few distinct values."""
     named = [name for name in columns if name.casefold() in LABEL_NAMES]
-    if named:
-        return named
-    if len(columns) == 1:
-        return list(columns)
+    if named or len(columns) == 1:
+        return named or list(columns)
     distinct = {name: len({repr(row.get(name)) for row in rows}) for name in columns}
     return [name for name, count in distinct.items() if 2 <= count <= min(MAX_CLASSES, len(rows) // 2)]
 

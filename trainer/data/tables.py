@@ -19,7 +19,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from datasets.utils.extract import Extractor
 
-from trainer.data.base import MAX_LINE_BYTES, root_cause, separator_of
+from trainer.data.base import MAX_LINE_BYTES, explain_faults, root_cause, separator_of
 from trainer.data.cache import cache_folder, checksums, hash_of, inspect_cached
 from trainer.data.parquet_files import open_parquet, read_group, require_sane_growth, text_columns
 from trainer.data.rows import (
@@ -67,14 +67,12 @@ def _read_file(path: Path, kind: str, written: CsvFormat, cache_dir: str) -> dat
 
 @contextmanager
 def _explain_faults(path: Path) -> Iterator[None]:
-    try:
-        yield
-    except RecipeError:
-        raise
-    except Exception as error:  # the readers of the formats raise different exceptions; datasets wraps them
-        require("corresponds to no data" not in str(error), f"{path} has no rows: {NO_ROWS}")
-        kind = path.suffix.lower()[1:]
-        raise RecipeError(f"{path} cannot be read as {kind} ({root_cause(error)}): fix the file") from error
+    with explain_faults(f"{path} cannot be read as {path.suffix.lower()[1:]}"):
+        try:
+            yield
+        except Exception as error:  # datasets raises a plain ValueError
+            require("corresponds to no data" not in str(error), f"{path} has no rows: {NO_ROWS}")
+            raise
 
 
 Rows = Callable[[], Iterator[dict[str, Any]]]

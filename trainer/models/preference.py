@@ -47,9 +47,8 @@ def packed_pairs(batch: Mapping[str, Any], packs: bool, with_prompts: bool) -> d
     part = inputs.pop("part").flatten()
     places = (part >= 0).nonzero().flatten()
     num_parts = len(ids) + len(ids) // 2 * with_prompts
-    counts = part[places].bincount(minlength=num_parts)
     inputs |= {"places": places, "parts": part[places], "num_parts": num_parts}
-    return {**inputs, "counts": counts, "reference": batch["reference"]}
+    return {**inputs, "counts": part[places].bincount(minlength=num_parts), "reference": batch["reference"]}
 
 
 def pair_loss(model: CausalLM, module: Any, batch: Mapping[str, Any]) -> Loss:

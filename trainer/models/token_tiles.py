@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 
-from trainer.errors import RecipeError
+from trainer.errors import require
 from trainer.weights.streaming import default_dtype
 
 MIN_TILED_TOKENS, TILES = 32_768, 16
@@ -35,8 +35,7 @@ def use_tiles(module: Any, tokens: int | None) -> None:
     """
     kind = module.config.model_type
     if kind not in CERTIFIED:
-        if tokens:
-            raise RecipeError(f"model.tile_tokens={tokens} is not certified for {kind}: use null, which needs no tiles")
+        require(not tokens, f"model.tile_tokens={tokens} is not certified for {kind}: use null, which needs no tiles")
         return
     for part in module.modules() if tokens != 0 else ():
         if type(part).__name__.endswith(TILED):

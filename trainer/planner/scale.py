@@ -103,15 +103,14 @@ class ScaleSearch:
         rows = [row for size in self.sizes for row in self._rows(size)]
         tried: list[list[ScaleRow]] = [[row] if row.reason else [] for row in rows]
         done = 0
-        while waiting := {at: row for at in range(len(rows)) if (row := self._next(rows[at], tried[at], tried[0]))}:
-            places = list(waiting)
-            for number, result in run_in_children([self._call(row) for row in waiting.values()]):
-                row = waiting[places[number]]
+        while waiting := [(at, new) for at, row in enumerate(rows) if (new := self._next(row, tried[at], tried[0]))]:
+            for number, result in run_in_children([self._call(row) for _, row in waiting]):
+                at, row = waiting[number]
                 if isinstance(result, Exception):
                     row = replace(row, reason=str(result).splitlines()[0])
                 else:
                     row = replace(row, prediction=Prediction.from_child(result))
-                tried[places[number]].append(row)
+                tried[at].append(row)
                 done += 1
                 total = max(done, sum(not one.reason for one in rows))
                 self.progress(done, total, f"{row.strategy} on {row.cluster.devices}")

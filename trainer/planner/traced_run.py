@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
-from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -171,8 +170,8 @@ class _Run(PhaseHooks):
         """Build, rehearse, step, evaluate and gather the weights."""
         self.tracer.enter("init")
         self.stack = stack = self._build(module)
-        own = (self.fabric, self.recipe.model, stack, self.recipe.optim, self.plan)
-        self.optimizer, sync = build_optimizer_and_sync(*own)
+        memory, optim, fabric, model = self.recipe.memory, self.recipe.optim, self.fabric, self.recipe.model
+        self.optimizer, sync = build_optimizer_and_sync(fabric, model, stack, optim, self.plan)
         if isinstance(sync, TreeSync):  # keep the sums of the micro-steps that are left out
             traced = len(samples.first)
             sync.sums = LatePartialSums(max_partial_sums(traced + samples.skipped) - max_partial_sums(traced))
@@ -180,15 +179,11 @@ class _Run(PhaseHooks):
             sync.carrier.chunks = self._first_chunk
         if isinstance(sync, HostGradientSync):
             sync.ahead = _TracedUpdates(self.tracer, self.optimizer, sync.ahead.scaler, pays=sync.ahead.pays)
-        memory, clip_norm = self.recipe.memory, self.recipe.optim.clip_norm
-        places = (self.tracer, self.fabric, self.recipe.model, stack.wrapped, self.optimizer)
-        options: dict[str, Any] = {"clip_norm": clip_norm, "correct_batchnorm": memory.correct_batchnorm}
-        options["copies"] = memory.tensor_parallel
-        averages = stack.averages
-        if averages is not None:
-            self.tracer.categorise(averages.values.values(), "optimizer")
-            options["average"] = averages.update
-        stepper = _FakeStepper(*places, sync=sync, phases=self, **options)
+        if stack.averages is not None:
+            self.tracer.categorise(stack.averages.values.values(), "optimizer")
+        options: dict[str, Any] = {"clip_norm": optim.clip_norm, "correct_batchnorm": memory.correct_batchnorm}
+        options |= {"copies": memory.tensor_parallel, "average": stack.update_averages, "sync": sync, "phases": self}
+        stepper = _FakeStepper(self.tracer, fabric, model, stack.wrapped, self.optimizer, **options)
         stepper.module.train()
         if memory.micro_batch_size == "auto" and not sync.updates_in_backward:
             rehearse(stepper, samples.longest)
@@ -202,7 +197,7 @@ class _Run(PhaseHooks):
         stepper.settle()
         if samples.evaluation:
             self.tracer.enter("evaluation")
-            with averages.swapped_in() if averages is not None else nullcontext():
+            with stack.averaged():
                 evaluate(stepper, samples.evaluation, _Nothing())
         self.tracer.enter("saving")
         _gather(stack.module, self.tracer.target.device)
@@ -301,9 +296,7 @@ def _gradients(stack: PreparedModel) -> Iterator[Tensor]:
             yield tensor.grad
     for part in stack.module.modules():
         group = part._get_fsdp_state()._fsdp_param_group if isinstance(part, FSDPModule) else None
-        if group is None:
-            continue
-        for held in group.fsdp_params:
+        for held in group.fsdp_params if group is not None else ():
             whole = getattr(held, "_unsharded_param", None)  # missing before the first gathering
             kept = (getattr(held, "unsharded_accumulated_grad", None), getattr(whole, "grad", None))
             yield from (gradient for gradient in kept if gradient is not None)
