@@ -221,6 +221,22 @@ def test_a_planted_fault_is_found(plant, monkeypatch):
     assert error(case_of("dpo", cut=(8, 96))) > 1e-6
 
 
+@pytest.mark.parametrize("free", [None, False])
+def test_long_answers_lose_no_digits_in_fp32(free):
+    """Log-probabilities of answers are sums of thousands of terms, of which a loss subtracts one from another."""
+    model = language_model("llama", loss="dpo", beta=0.1, padding_free=free)
+    torch.manual_seed(0)
+    module = perturbed(model.build()).eval()
+    ids = torch.randint(1, WORDS, (4, 2, 2000), generator=torch.Generator().manual_seed(0))
+    batch = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": ids}
+    found = []
+    for dtype in (torch.float32, torch.float64):
+        packed = preference.packed_pairs({**batch, "reference": torch.zeros(4, 2).double()}, model.packs(), False)
+        with torch.no_grad():
+            found.append(preference.pair_loss(model, module.to(dtype), packed).logits.double())
+    assert (found[0] - found[1]).abs().max() < 1e-5  # of about 1,000; adding tokens in fp32 errs by more than 1e-4
+
+
 @pytest.mark.parametrize("near", [-1e-9, -1e-4, -0.5, -0.7, -20.0])
 def test_the_odds_have_no_cancellation(near):
     x = torch.tensor([near], dtype=torch.float64, requires_grad=True)

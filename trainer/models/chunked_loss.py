@@ -109,8 +109,8 @@ def _make_loss_class(kind: type[nn.Module]) -> type[nn.Module]:
 
 
 def _sum_parts(losses: Tensor, parts: Tensor, num_parts: int) -> Tensor:
-    """Sum the losses of the tokens of each part, such as an answer; ``parts`` has the number of each token's part."""
-    return losses.new_zeros(num_parts).index_add(0, parts, losses)
+    """Sum the losses of the tokens of each part, whose numbers are ``parts``, in float64: one is added at a time."""
+    return losses.new_zeros(num_parts, dtype=torch.float64).index_add(0, parts, losses.double())
 
 
 def target_positions(labels: Tensor) -> Tensor:
