@@ -309,6 +309,13 @@ def test_the_reference_is_cached_and_equals_the_model_before_training(tmp_path, 
     assert float(losses_of(trainer.fit(other).dir)[0]) == pytest.approx(np.log(2), rel=1e-12)
 
 
+@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed", "bf16-true", "16-mixed"])
+def test_the_reference_is_not_rounded_to_half_precision(precision, tmp_path):
+    """The first loss is log 2 in any precision: the same arithmetic has computed the reference."""
+    recipe = recipe_of(tmp_path, max_steps=1, memory=Memory(micro_batch_size=3, precision=precision))
+    assert float(losses_of(trainer.fit(recipe).dir)[0]) == pytest.approx(np.log(2), abs=1e-6)
+
+
 def test_a_resumed_run_keeps_the_reference_of_the_weights_before_training(tmp_path):
     recipe = recipe_of(tmp_path, max_steps=4)
     whole = losses_of(trainer.fit(recipe).dir)
