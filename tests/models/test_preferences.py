@@ -221,6 +221,22 @@ def test_a_planted_fault_is_found(plant, monkeypatch):
     assert error(case_of("dpo", cut=(8, 96))) > 1e-6
 
 
+@pytest.mark.parametrize("free", [None, False])
+def test_long_answers_lose_no_digits_in_fp32(free):
+    """Log-probabilities of answers are sums of thousands of terms, of which a loss subtracts one from another."""
+    model = language_model("llama", loss="dpo", beta=0.1, padding_free=free)
+    torch.manual_seed(0)
+    module = perturbed(model.build()).eval()
+    ids = torch.randint(1, WORDS, (4, 2, 2000), generator=torch.Generator().manual_seed(0))
+    batch = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": ids}
+    found = []
+    for dtype in (torch.float32, torch.float64):
+        packed = preference.packed_pairs({**batch, "reference": torch.zeros(4, 2).double()}, model.packs(), False)
+        with torch.no_grad():
+            found.append(preference.pair_loss(model, module.to(dtype), packed).logits.double())
+    assert (found[0] - found[1]).abs().max() < 1e-5  # of about 1,000; adding tokens in fp32 errs by more than 1e-4
+
+
 @pytest.mark.parametrize("near", [-1e-9, -1e-4, -0.5, -0.7, -20.0])
 def test_the_odds_have_no_cancellation(near):
     x = torch.tensor([near], dtype=torch.float64, requires_grad=True)
@@ -291,6 +307,13 @@ def test_the_reference_is_cached_and_equals_the_model_before_training(tmp_path, 
     assert [note.read_bytes() for note in notes] == before
     other = recipe.replace(seed=1, run=replace(recipe.run, dir=str(tmp_path / "other")))
     assert float(losses_of(trainer.fit(other).dir)[0]) == pytest.approx(np.log(2), rel=1e-12)
+
+
+@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed", "bf16-true", "16-mixed"])
+def test_the_reference_is_not_rounded_to_half_precision(precision, tmp_path):
+    """The first loss is log 2 in any precision: the same arithmetic has computed the reference."""
+    recipe = recipe_of(tmp_path, max_steps=1, memory=Memory(micro_batch_size=3, precision=precision))
+    assert float(losses_of(trainer.fit(recipe).dir)[0]) == pytest.approx(np.log(2), abs=1e-6)
 
 
 def test_a_resumed_run_keeps_the_reference_of_the_weights_before_training(tmp_path):

@@ -105,7 +105,8 @@ def _make_loss_class(kind: type[nn.Module]) -> type[nn.Module]:
             if parts is None:
                 return chunked_loss(*inputs)
             losses = chunked_losses(*inputs)
-        return losses.new_zeros(num_parts).index_add(0, parts, losses)
+        # In float64: the terms are added one at a time, and a loss subtracts sums of thousands from one another.
+        return losses.new_zeros(num_parts, dtype=torch.float64).index_add(0, parts, losses.double())
 
     # Keep the class name: transformers writes it to config.json and uses it to find modules that must not be split.
     return type(kind.__name__, (kind,), {"forward": forward, "__module__": kind.__module__})

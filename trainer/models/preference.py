@@ -32,8 +32,8 @@ def packed_pairs(batch: Mapping[str, Any], packs: bool, with_prompts: bool) -> d
         with_prompts: predict the prompts of the chosen texts, too.
 
     Returns:
-        The inputs of the module, ``reference``, and ``counts``, the number of predicted tokens of each part. Part i is
-        the answer of text i; part 2 n + i is the prompt of the chosen text of pair i.
+        The inputs of the module, the bits of ``reference`` as int64, because Fabric rounds floats to half precision,
+        and ``counts``, the tokens of each part. Part i is the answer of text i; 2 n + i is the prompt of pair i.
     """
     ids, mask, labels = (batch[name].flatten(0, 1) for name in ("input_ids", "attention_mask", "labels"))
     texts = torch.arange(len(ids))
@@ -48,7 +48,8 @@ def packed_pairs(batch: Mapping[str, Any], packs: bool, with_prompts: bool) -> d
     places = (part >= 0).nonzero().flatten()
     num_parts = len(ids) + len(ids) // 2 * with_prompts
     inputs |= {"places": places, "parts": part[places], "num_parts": num_parts}
-    return {**inputs, "counts": part[places].bincount(minlength=num_parts), "reference": batch["reference"]}
+    counts = part[places].bincount(minlength=num_parts)
+    return {**inputs, "counts": counts, "reference": batch["reference"].view(torch.int64)}
 
 
 def pair_loss(model: CausalLM, module: Any, batch: Mapping[str, Any]) -> Loss:
@@ -58,7 +59,7 @@ def pair_loss(model: CausalLM, module: Any, batch: Mapping[str, Any]) -> Loss:
     answers = -sums[: 2 * pairs].view(pairs, 2)  # log-probabilities
     beta = DEFAULT_BETA if model.beta is None else model.beta
     if model.needs_reference:
-        answers = answers - batch["reference"].to(answers.dtype)
+        answers = answers - batch["reference"].view(torch.float64)
     means = answers / counts[: 2 * pairs].view(pairs, 2)
     margins = means[:, 0] - means[:, 1]
     rewards = beta * (answers if model.needs_reference else means)
