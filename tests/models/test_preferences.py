@@ -214,11 +214,42 @@ def plant_swapped_reference(monkeypatch):
     monkeypatch.setattr(preference, "packed_pairs", swapped)
 
 
-@pytest.mark.parametrize("plant", [plant_one_gradient, plant_leaking_attention, plant_swapped_reference])
+def plant_too_many_shared_tokens(monkeypatch):
+    """The last token of a prompt is also taken from the chosen text, where it predicts another answer."""
+    share = preference.share_tokens
+    monkeypatch.setattr(preference, "share_tokens", lambda row, shared: share(row, shared + 1))
+
+
+def plant_attention_of_a_neighbour(monkeypatch):
+    """Each token gets what attention computed for the token before it."""
+    share = preference.share_tokens
+
+    def moved(row, shared):
+        found = share(row, shared)
+        return {**found, "kept": found["kept"].roll(1)}
+
+    monkeypatch.setattr(preference, "share_tokens", moved)
+
+
+PLANTS = [plant_one_gradient, plant_leaking_attention, plant_swapped_reference]
+PLANTS += [plant_too_many_shared_tokens, plant_attention_of_a_neighbour]
+
+
+@pytest.mark.parametrize("plant", PLANTS)
 def test_a_planted_fault_is_found(plant, monkeypatch):
     monkeypatch.setattr("trainer.engine.step.LossCheck", lambda model: None)
     plant(monkeypatch)
     assert error(case_of("dpo", cut=(8, 96))) > 1e-6
+
+
+def test_a_shared_prompt_is_computed_once():
+    samples = pairs(3)
+    packed = preference.packed_pairs(stacked(samples), packs=True, with_prompts=False)
+    tokens = int(sum(sample["attention_mask"].sum() for sample in samples))
+    prompts = [int((sample["labels"][0] == -100).long().cumprod(0).sum()) for sample in samples]
+    assert min(prompts) > 0
+    assert packed["lengths"].tokens == [int(n) for sample in samples for n in sample["attention_mask"].sum(1)]
+    assert packed["input_ids"].shape == (1, tokens - sum(prompts) + len(prompts))  # its last token predicts two answers
 
 
 @pytest.mark.parametrize("free", [None, False])
