@@ -108,9 +108,7 @@ def test_mixed_precision_does_not_round_labels(precision):
     forward = Forward(fabric, Reads(), fabric.setup_module(torch.nn.Linear(2, 1)))
     list(forward.losses({"inputs": torch.randn(3, 2), "labels": labels}))
     assert torch.equal(seen[0], labels)
-    assert seen[1].dtype == (
-        torch.bfloat16 if precision == "bf16-mixed" else torch.float16
-    )  # of autocast
+    assert seen[1].dtype == (torch.bfloat16 if precision == "bf16-mixed" else torch.float16)  # of autocast
 
 
 @pytest.mark.parametrize(
