@@ -37,8 +37,8 @@ def build_custom_optimizer(groups: Any, optim: Optim) -> Optimizer:
         where = f"{called} with optim.arguments={dict(optim.arguments)}"
         raise RecipeError(f"{where}: {describe_error(error)}{hint}") from error
     require(isinstance(made, Optimizer), f"{called} returns a {type(made).__name__}, not a torch.optim.Optimizer")
-    decays = "weight_decay" in made.defaults or not any(group.get("weight_decay") for group in made.param_groups)
-    require(decays, f"{called} does not support weight_decay: leave optim.weight_decay at 0, and out of optim.groups")
+    fits = "weight_decay" in made.defaults or not any(group.get("weight_decay") for group in made.param_groups)
+    require(fits, f"{called} does not support weight_decay: leave optim.weight_decay at 0, and out of optim.groups")
     return made
 
 
