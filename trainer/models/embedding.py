@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import json
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, cast
 
 from trainer.contract import WholeBatch
 from trainer.errors import require, require_choice
-from trainer.models.lora import LoRA
 from trainer.models.text import PackedEncoder
 from trainer.values import Loss, Task
 
@@ -30,26 +29,19 @@ class SentenceEmbedder(PackedEncoder, WholeBatch):
     negatives, by cosine similarity: InfoNCE, or MultipleNegativesRankingLoss in sentence-transformers.
 
     Args:
-        config: entries of the configuration to override, such as {num_hidden_layers: 2}.
         pooling: mean averages the tokens of a text, cls takes the first one.
         scale: factor of the cosine similarities, the inverse of the temperature.
         padding_free: skip padding. This changes only the masks of dropout. null enables it for DistilBERT, BERT,
             RoBERTa, XLM-RoBERTa and ModernBERT, except in subclasses with a custom module or custom embeddings.
-        train_last_blocks: freeze everything except the last n blocks and the layers after them; null trains everything.
+        train_last_blocks: freeze everything except the last n blocks; null trains everything.
         lora: train adapters in the blocks instead of all weights.
     """
 
     name: str = "distilbert"
-    weights: str | None = None
     tokenizer: str | None = None
-    config: dict[str, Any] = field(default_factory=dict)
-    revision: str | None = None
-    dropout: float | None = None
     pooling: Pooling = "mean"
     scale: float = 20.0
     padding_free: bool | None = None
-    train_last_blocks: int | None = None
-    lora: LoRA = field(default_factory=LoRA)
 
     auto = "AutoModel"
     head_is_new = False

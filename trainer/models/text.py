@@ -12,7 +12,6 @@ from trainer.errors import RecipeError, require_choice
 from trainer.models.base import Objective
 from trainer.models.byte_tokenizer import BYTES, byte_tokenizer
 from trainer.models.hub import HubClassifier, HubModel, is_local, is_model_type, max_positions
-from trainer.models.lora import LoRA
 from trainer.values import DataSpec, Loss
 
 if TYPE_CHECKING:
@@ -217,16 +216,10 @@ class TextClassifier(PackedEncoder, HubClassifier):
     """
 
     name: str = "distilbert"
-    weights: str | None = None
     tokenizer: str | None = None
-    config: dict[str, Any] = field(default_factory=dict)
-    revision: str | None = None
     num_classes: int | None = None
     class_names: list[str] | None = None
-    dropout: float | None = None
     padding_free: bool | None = None
-    train_last_blocks: int | None = None
-    lora: LoRA = field(default_factory=LoRA)
     task: TextTask = "single_label"
     loss: Objective = field(default_factory=Objective)
 
