@@ -87,16 +87,19 @@ class Tiled(Case):
         tile: ``model.tile_tokens``.
         rank: of adapters, on attention and MLP; 0 trains the weights.
         free: ``model.padding_free``.
+        base: ``model.lora.base``.
     """
 
     size: int = 17
     tile: int = 0
     rank: int = 0
     free: bool | None = None
+    base: str = "full"
 
     @property
     def model(self) -> Model:
-        lora = LoRA(self.rank, targets=["q_proj", "down_proj", "up_proj"] if self.rank else None)
+        targets = ["q_proj", "down_proj", "up_proj"] if self.rank else None
+        lora = LoRA(self.rank, targets=targets, base=self.base)  # type: ignore[arg-type]
         return language_model(self.name, tile_tokens=self.tile, padding_free=self.free, lora=lora)
 
     @property
@@ -105,10 +108,11 @@ class Tiled(Case):
 
 
 def steps(
-    ranks: Any, name: str, place: Any, size: int, tile: int, rank: int = 0, free: Any = None, **memory: Any
+    ranks: Any, name: str, place: Any, size: int, tile: int, rank: int = 0, free: Any = None, base: str = "full",
+    **memory: Any
 ) -> Any:
     memory = {"precision": "64-true", "strategy": place[0], "micro_batch_size": size, **memory}
-    case = Tiled(name, Memory(**memory), place[1], optim=ADAMW, tile=tile, rank=rank, free=free)
+    case = Tiled(name, Memory(**memory), place[1], optim=ADAMW, tile=tile, rank=rank, free=free, base=base)
     return stacked_run(case) if place[1] == 1 else ranks(place[1]).run(stacked_run, case)[0]
 
 
@@ -130,6 +134,26 @@ MANY = [
 def test_steps_are_those_without_tiles_on_one_rank(name, place, size, rank, free, memory, ranks):
     expected = steps(ranks, name, ("auto", 1), 8, 0, rank)
     found = steps(ranks, name, place, size, TILE, rank, free, **memory)
+    assert max(difference(found, expected).values()) <= ROUNDING
+
+
+SHARED = {"tensor_parallel": 2}
+ALSO = [
+    ("llama", ("ddp", 2), 3, None, SHARED, 0, "full"),
+    ("qwen3", ("fsdp", 2), 3, False, {**SHARED, **FULL}, 0, "full"),
+    ("llama", ("ddp", 2), 3, None, {**SHARED, "sequence_parallel": True}, 0, "full"),
+    ("llama", ("auto", 1), 3, None, {"compile": "blocks"}, 0, "full"),
+    ("qwen3", ("auto", 1), 3, False, {"compile": "blocks", **FULL}, 0, "full"),
+    ("gpt2", ("auto", 1), 3, None, {"compile": "model"}, 0, "full"),
+    ("llama", ("auto", 1), 3, None, {}, 2, "nf4"),
+    ("qwen3", ("fsdp", 2), 3, False, FULL, 2, "nf4"),
+]
+
+
+@pytest.mark.parametrize(("name", "place", "size", "free", "memory", "rank", "base"), ALSO)
+def test_more(name, place, size, free, memory, rank, base, ranks):
+    expected = steps(ranks, name, ("auto", 1), 8, 0, rank, base=base)
+    found = steps(ranks, name, place, size, TILE, rank, free, base, **memory)
     assert max(difference(found, expected).values()) <= ROUNDING
 
 
