@@ -144,7 +144,8 @@ ALSO = [
     ("llama", ("ddp", 2), 3, None, {**SHARED, "sequence_parallel": True}, 0, "full"),
     ("llama", ("auto", 1), 3, None, {"compile": "blocks"}, 0, "full"),
     ("qwen3", ("auto", 1), 3, False, {"compile": "blocks", **FULL}, 0, "full"),
-    ("gpt2", ("auto", 1), 3, None, {"compile": "model"}, 0, "full"),
+    ("qwen3", ("auto", 1), 8, False, {"compile": "blocks", **SOME}, 0, "full"),
+    ("qwen3", ("fsdp", 2), 8, False, {"compile": "blocks", "activation_checkpointing": 0.5}, 0, "full"),
     ("llama", ("auto", 1), 3, None, {}, 2, "nf4"),
     ("qwen3", ("fsdp", 2), 3, False, FULL, 2, "nf4"),
 ]

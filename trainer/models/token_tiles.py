@@ -41,6 +41,7 @@ def use_tiles(module: Any, tokens: int | None) -> None:
     for part in module.modules() if tokens != 0 else ():
         if type(part).__name__.endswith(TILED):
             part.__class__, part.tile_tokens = _tiled(cast(Any, type(part))), tokens
+            part.tile_options = {"use_reentrant": False}  # of the checkpoints
 
 
 def num_tiles(tokens: int, size: int | None) -> int:
@@ -56,11 +57,14 @@ def _tiled(kind: type[nn.Module]) -> type[nn.Module]:
         tiles = num_tiles(hidden.shape[:2].numel(), self.tile_tokens)
         if tiles == 1 or isinstance(hidden, DTensor):  # sequence parallelism has split the tokens
             return plain(self, hidden)
-        rows, grows = hidden.flatten(0, -2).chunk(tiles), torch.is_grad_enabled()
+        rows = hidden.flatten(0, -2).chunk(tiles)
+        # Torch 2.15 cannot compile a checkpoint within that of a block, whose backward repeats each tile when needed.
+        grows = torch.is_grad_enabled() and not (torch.compiler.is_compiling() and self.is_checkpointed)
         # In torch 2.11, a checkpoint in a recomputed block must begin with the default dtype that it had in forward.
         with default_dtype(hidden.dtype):
-            found = [checkpoint(plain, self, row, use_reentrant=False) if grows else plain(self, row) for row in rows]
+            found = [checkpoint(plain, self, row, **self.tile_options) if grows else plain(self, row) for row in rows]
         return torch.cat(found).unflatten(0, hidden.shape[:-1])
 
     # Keep the class name: transformers writes it to config.json and uses it to find modules that must not be split.
-    return type(kind.__name__, (kind,), {"forward": forward, "__module__": kind.__module__})
+    attributes = {"forward": forward, "__module__": kind.__module__, "is_checkpointed": False}
+    return type(kind.__name__, (kind,), attributes)
