@@ -46,8 +46,6 @@ def checkpoint_blocks(module: nn.Module, blocks: Sequence[nn.Module], mode: str 
         if (at + 1) * count // len(blocks) > at * count // len(blocks):
             layers = [layer for layer in block.modules() if isinstance(layer, _BatchNorm)]
             block.forward = _checkpointed(type(block).__name__, block.forward, layers, options)
-            for part in block.modules():
-                part.is_checkpointed = True  # type: ignore[assignment]  # read by models/token_tiles.py
 
 
 def keep_expensive(_: Any, operation: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:

@@ -57,14 +57,11 @@ def _tiled(kind: type[nn.Module]) -> type[nn.Module]:
         tiles = num_tiles(hidden.shape[:2].numel(), self.tile_tokens)
         if tiles == 1 or isinstance(hidden, DTensor):  # sequence parallelism has split the tokens
             return plain(self, hidden)
-        rows = hidden.flatten(0, -2).chunk(tiles)
-        # Torch 2.15 cannot compile a checkpoint within that of a block, whose backward repeats each tile when needed.
-        grows = torch.is_grad_enabled() and not (torch.compiler.is_compiling() and self.is_checkpointed)
+        rows, grows = hidden.flatten(0, -2).chunk(tiles), torch.is_grad_enabled()
         # In torch 2.11, a checkpoint in a recomputed block must begin with the default dtype that it had in forward.
         with default_dtype(hidden.dtype):
             found = [checkpoint(plain, self, row, **self.tile_options) if grows else plain(self, row) for row in rows]
         return torch.cat(found).unflatten(0, hidden.shape[:-1])
 
     # Keep the class name: transformers writes it to config.json and uses it to find modules that must not be split.
-    attributes = {"forward": forward, "__module__": kind.__module__, "is_checkpointed": False}
-    return type(kind.__name__, (kind,), attributes)
+    return type(kind.__name__, (kind,), {"forward": forward, "__module__": kind.__module__})
