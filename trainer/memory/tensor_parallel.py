@@ -90,8 +90,8 @@ def split_over_ranks(module: nn.Module, model: Model, mesh: DeviceMesh, by_token
         goes_on = following in shared and _parent(module, following) == _parent(module, name)
         holder.forward = region.wrap_forward(holder, name in shared, goes_on)
     for part in module.modules():
-        if hasattr(part, "tile_options"):
-            part.tile_options["context_fn"] = lambda: (nullcontext(), region.opened())
+        if "tile_options" in vars(part):  # backward calls split layers again, after the forward of their block
+            vars(part)["tile_options"]["context_fn"] = lambda: (nullcontext(), region.opened())
     for name in dict.fromkeys(_parent(module, name) for name in split if _holder(module, name, blocks) in shared):
         if name not in holders:
             module.get_submodule(name).register_forward_pre_hook(region.assemble, with_kwargs=True)
