@@ -10,6 +10,7 @@ from trainer.checkpoint import manifest as manifests
 from trainer.checkpoint.folder import CheckpointFolder, is_checkpoint
 from trainer.checkpoint.manifest import CorruptCheckpointError, find_corruption, read_manifest, verify_text_file
 from trainer.commands import TRUST_RECIPE, CommandFlags
+from trainer.commands.flags import split_argv
 from trainer.errors import require
 from trainer.system.files import read_json_object, room_in, staged_folder, write_atomic
 from trainer.system.text import escaped, format_bytes
@@ -21,8 +22,6 @@ RESULTS = {"recipe.yaml": verify_text_file, "model": manifests.verify_folder}  #
 
 def checkpoint(argv: Sequence[str]) -> None:
     """Run ``trainer checkpoint``."""
-    from trainer.commands.flags import split_argv
-
     positionals, flags = split_argv(argv, CommandFlags({}, {"best": "", "last": ""}))
     if ("help", None) in flags or not positionals:
         print(Path(__file__).with_name("checkpoint_usage.txt").read_text(encoding="utf-8"), end="")

@@ -11,6 +11,7 @@ from trainer.commands import CommandFlags
 from trainer.commands.recipes import load_recipe, parse_command, parse_count, resolve, source_of
 from trainer.errors import RecipeError, require
 from trainer.faults.signals import requeue_before_training
+from trainer.models.hub import HubModel
 from trainer.recipe import Recipe
 from trainer.system.text import escaped
 
@@ -72,8 +73,6 @@ def fit(argv: list[str]) -> None:
 
 def _check_and_fit(recipe: Recipe, source: str | None) -> None:
     """Check the files of data and model, before torch is imported, and train."""
-    from trainer.models.hub import HubModel
-
     recipe.data.use_model(recipe.model)
     recipe.data.require_files()
     if isinstance(recipe.model, HubModel):

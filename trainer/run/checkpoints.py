@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -43,10 +44,10 @@ class Checkpointer:
         self.mark_saved(0)
         self.background = BackgroundTask()
         self.on_host = HostStagingBuffers().copy if self.wishes.asynchronous else view_on_host
-        self.moves = 0
+        self.has_moved = threading.Event()  # a part of the checkpoint was written
         who = fabric.global_rank, fabric.world_size, self.origin.attempt, session.recipe.run.hang_after
         kept = self.wishes.keep_last, self.keep_best, self.best.score_of
-        self.writer = CheckpointWriter(self.folder, *who, *kept, self._move, warn)
+        self.writer = CheckpointWriter(self.folder, *who, *kept, self.has_moved.set, warn)
         session.agreement.votes = self._rank_flags
 
     def _rank_flags(self) -> tuple[float, float, float]:
@@ -90,16 +91,12 @@ class Checkpointer:
         """Give a checkpoint that is being written a few seconds. Called when training ends, also after an error."""
         self.background.join(FINISH_TIMEOUT)
 
-    def _move(self) -> None:
-        self.moves += 1
-
     def _wait(self) -> None:
         """Wait until the last checkpoint is on disk; raise on all ranks if it could not be written. A collective."""
         with self._announced():
-            moves = self.moves
             while not self.background.join(POLL_INTERVAL):
-                if self.moves != moves:  # a slow disk is not a hang as long as it accepts bytes
-                    moves = self.moves
+                if self.has_moved.is_set():  # a slow disk is not a hang as long as it accepts bytes
+                    self.has_moved.clear()
                     self.session.monitor.set_activity("checkpoint")
             failures = self._total(self.background.failure is not None)
         self.background.wait()

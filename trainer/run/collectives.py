@@ -95,23 +95,15 @@ def run_on_rank_zero(fabric: Fabric, decide: Callable[[], T]) -> T:
 
 
 def broadcast_json(fabric: Fabric, value: Any) -> Any:
-    """Broadcast the value of the first rank as JSON, because torch's broadcast of objects unpickles them."""
-    if fabric.world_size == 1:
-        return value
-    content = _packed(fabric, value)
-    size = torch.tensor(len(content), device=fabric.device)
-    torch.distributed.broadcast(size, 0)
-    if fabric.global_rank != 0:
-        content = torch.empty(int(size), dtype=torch.uint8, device=fabric.device)
-    torch.distributed.broadcast(content, 0)
-    return json.loads(bytes(content.tolist()))
+    """Return the value of the first rank as JSON, because torch's broadcast of objects unpickles them."""
+    return all_gather_json(fabric, value if fabric.global_rank == 0 else None)[0]
 
 
 def all_gather_json(fabric: Fabric, value: Any) -> list[Any]:
     """Gather the values of all ranks as JSON, in the order of the ranks."""
     if fabric.world_size == 1:
         return [value]
-    content = _packed(fabric, value)
+    content = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8).to(fabric.device)
     sizes = torch.zeros(fabric.world_size, dtype=torch.long, device=fabric.device)
     sizes[fabric.global_rank] = len(content)
     torch.distributed.all_reduce(sizes)
@@ -139,10 +131,6 @@ def gather_rows(fabric: Fabric, rows: Tensor | None) -> Tensor | None:
         if fabric.global_rank == 0:
             pieces.append(piece.cpu())
     return torch.cat(pieces) if pieces else None
-
-
-def _packed(fabric: Fabric, value: Any) -> torch.Tensor:
-    return torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8).to(fabric.device)
 
 
 # Check before training, not when the first checkpoint fails, that all machines see the same run directory.

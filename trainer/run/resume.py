@@ -6,7 +6,7 @@ import json
 import math
 import os
 import shutil
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -68,7 +68,7 @@ class ResumeState:
             for line in run_on_rank_zero(fabric, same):  # other ranks need not compute a fingerprint
                 say(f"changed since the checkpoint: {line}")
             if session.is_first:  # only after all checks: now the run certainly resumes from this checkpoint
-                self._set_aside(found.path, {path.name for path in problems}, say)
+                self._set_aside(found.path, {path.name for path in problems})
             say(f"resuming from {found.path}, after step {found.manifest.step:,}")
         elif session.recipe.run.resume == "auto":
             run_on_rank_zero(fabric, self._refuse_finished)
@@ -107,7 +107,7 @@ class ResumeState:
         require(not is_unknown, f"{problem}: resume with the version that wrote it")
         return problem
 
-    def _set_aside(self, chosen: Path, corrupt: set[str], say: Callable[[str], None]) -> None:
+    def _set_aside(self, chosen: Path, corrupt: set[str]) -> None:
         """Rename this run's checkpoints newer than ``chosen``, so that none counts as the newest again. ``corrupt``
         holds the names of those that are corrupt."""
         if os.path.realpath(chosen.absolute().parent) != os.path.realpath(self.folder.path):
@@ -116,7 +116,7 @@ class ResumeState:
             if path.name == chosen.name:
                 break
             aside = self.folder.rename_aside(path, "corrupt" if path.name in corrupt else "abandoned")
-            say(f"{path.name} is newer than the resumed checkpoint: renamed to {aside.name}")
+            self.session.progress.notice(f"{path.name} is newer than the resumed checkpoint: renamed to {aside.name}")
 
     def _refuse_finished(self) -> None:
         """Reject a finished run without checkpoints: training again would overwrite its results."""

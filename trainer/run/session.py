@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -73,21 +73,17 @@ class Session:
         Raises:
             OutOfMemoryError: for any out of memory, with its place and settings to try.
         """
-        if self.watchdog is not None:
-            with self._explained(self.watchdog):
-                yield
-            return
-        fabric = self.fabric
-        watchdog = Watchdog(self.monitor, fabric.global_rank, fabric.world_size, self.recipe.run.hang_after)
-        end_startup_watch()
-        try:
-            with StopSignals(self.is_first, lambda: watchdog.heard is not None) as signals:
-                self.watchdog, self.signals = watchdog, signals
-                with self._explained(watchdog):
-                    yield
-        finally:
-            watchdog.close()
-            self.watchdog = None
+        with ExitStack() as closing:
+            if self.watchdog is None:  # the outermost context
+                fabric = self.fabric
+                watchdog = Watchdog(self.monitor, fabric.global_rank, fabric.world_size, self.recipe.run.hang_after)
+                end_startup_watch()
+                closing.callback(setattr, self, "watchdog", None)
+                closing.callback(watchdog.close)
+                self.signals = closing.enter_context(StopSignals(self.is_first, lambda: watchdog.heard is not None))
+                self.watchdog = watchdog
+            closing.enter_context(self._explained(self.watchdog))
+            yield
 
     @contextmanager
     def _explained(self, watchdog: Watchdog) -> Iterator[None]:

@@ -7,6 +7,7 @@ import shlex
 import signal
 import time
 from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType, SimpleNamespace
@@ -115,13 +116,11 @@ class Supervisor:
 
     def run(self) -> int:
         """Run attempts until no restart follows; return the last exit code as in a shell."""
-        before = {number: signal.signal(number, self._ask) for number in stop_signals()}
-        try:
+        with ExitStack() as closing:
+            for number in stop_signals():
+                closing.callback(signal.signal, number, signal.signal(number, self._ask))
             while (outcome := self._attempt()) is None:
                 pass
-        finally:
-            for number, handler in before.items():
-                signal.signal(number, handler)
         status, code = outcome
         self.journal.close(status)
         return code
