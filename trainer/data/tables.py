@@ -109,8 +109,7 @@ def _explained(path: Path, read: Rows) -> Iterator[dict[str, Any]]:
 def _shape_of(rows: Iterator[dict[str, Any]]) -> tuple[int, dict[str, pa.DataType]]:
     """Return the number of rows and a type for each column; a column of other or mixed JSON values is text."""
     number, found = 0, dict[str, set[type]]()
-    for row in rows:
-        number += 1
+    for number, row in enumerate(rows, start=1):
         for name, cell in row.items():
             large = type(cell) is int and abs(cell) > 2**53  # a float64 may not represent it
             found.setdefault(name, set()).add(object if large else type(cell))
@@ -299,14 +298,13 @@ def open_hub_dataset(
         raise RecipeError(f"{cause}: check the name and the network, {advice}; {of_hub()}") from error
     if why_not:
         warn_offline_cache()
-    counting = "the first is row 0, as on the hub"
     return {
         part: RowSource(
             table._fingerprint,  # depends on the revision on the hub
             partial(_as_loaded, table),
             f"{name} {splits[part]}",
             0,
-            counting,
+            "the first is row 0, as on the hub",
             names={column: kind.names for column, kind in table.features.items() if hasattr(kind, "names")},
         )
         for part, table in zip(splits, tables, strict=True)

@@ -140,9 +140,8 @@ def _notes(recipe: Recipe, plan: Plan, module: nn.Module) -> list[str]:
         notes.append("memory.compile=cuda_graphs: not tested on a GPU yet; memory kept by its graphs is not predicted")
     if isinstance(recipe.model, CausalLM) and recipe.model.needs_reference:
         size = sum(parameter.numel() * parameter.element_size() for parameter in module.parameters())
-        saved = (
-            "a second forward pass" if recipe.model.lora.rank else f"{format_bytes(size)} of weights of a second model"
-        )
+        second = f"{format_bytes(size)} of weights of a second model"
+        saved = "a second forward pass" if recipe.model.lora.rank else second
         what = "the reference is computed once before training and takes 16 bytes per pair on the host"
         notes.append(f"model.loss={recipe.model.loss}: {what}, which saves {saved}")
     if any(isinstance(part, nn.RNNBase) for part in module.modules()):
