@@ -181,17 +181,12 @@ class ImageFiles(ImageSplit):
         self, samples: Sequence[tuple[str, int]], pixels: ImageTransform, checked: Mapping[str, CheckedFile]
     ) -> None:
         super().__init__(pixels)
-        self.samples = samples
+        self.samples, self.labels = samples, [label for _, label in samples]
         self.digests = [bytes.fromhex(checked[path].digest) for path, _ in samples]
         self.broken = {path: fault for path, _ in samples if (fault := checked[path].fault)}
 
     def __len__(self) -> int:
         return len(self.samples)
-
-    @property
-    def labels(self) -> list[int]:  # type: ignore[override]
-        """The class of every sample."""
-        return [label for _, label in self.samples]
 
     def draw(self, index: int) -> tuple[Tensor, int]:
         path, label = self.samples[index]
