@@ -6,7 +6,7 @@ import io
 import json
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from glob import escape, glob
 from itertools import product
@@ -59,20 +59,18 @@ def _read_file(path: Path, kind: str, written: CsvFormat, cache_dir: str) -> dat
     with _explain_faults(path):
         _reject_decompression_bombs(path, kind)
         options = {"cache_dir": cache_dir} | (_csv_options(path, written) if KINDS[kind][0] == "csv" else {})
-        with no_progress_bar():
-            table = datasets.load_dataset(KINDS[kind][0], data_files=str(path), split="train", **options)
+        try:
+            with no_progress_bar():
+                table = datasets.load_dataset(KINDS[kind][0], data_files=str(path), split="train", **options)
+        except ValueError as error:  # also raised for a table without rows
+            require("corresponds to no data" not in str(error), f"{path} has no rows: {NO_ROWS}")
+            raise
     require(len(table) > 0, f"{path} has no rows: {NO_ROWS}")
     return table
 
 
-@contextmanager
-def _explain_faults(path: Path) -> Iterator[None]:
-    with explain_faults(f"{path} cannot be read as {path.suffix.lower()[1:]}"):
-        try:
-            yield
-        except Exception as error:  # datasets raises a plain ValueError
-            require("corresponds to no data" not in str(error), f"{path} has no rows: {NO_ROWS}")
-            raise
+def _explain_faults(path: Path) -> AbstractContextManager[None]:
+    return explain_faults(f"{path} cannot be read as {path.suffix.lower()[1:]}")
 
 
 Rows = Callable[[], Iterator[dict[str, Any]]]
@@ -192,7 +190,7 @@ def _documents(paths: Sequence[str], encoding: str) -> Iterator[dict[str, str]]:
             text = read_regular(path, MAX_LINE_BYTES).decode(encoding)
         except OSError as error:
             problem = f"cannot be read: {error.strerror}"
-        except ValueError as error:
+        except ValueError as error:  # also raised for a table without rows
             problem = f"is not {encoding} text ({root_cause(error)}): save it in that encoding, or leave it out"
         if "\0" in text:
             text, problem = "", "is not text (it contains the character 0): leave it out"
