@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import _disable_current_modes
-from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from trainer.contract import Model, Packable, Streamable, as_samples, capability, without_weights
 from trainer.data.loader import make_loader
@@ -271,10 +271,8 @@ class _FakeStepper(Stepper):
         """No-op: a few samples without gradients do not change the peak."""
 
     def to_device(self, batch: Any) -> Any:
-        def move(item: Any) -> Any:
-            return self.tracer.mode.fake(item).to(self.tracer.target.device) if isinstance(item, Tensor) else item
-
-        moved = tree_map(move, batch)
+        fake, device = self.tracer.mode.fake, self.tracer.target.device
+        moved = tree_map_only(Tensor, lambda item: fake(item).to(device), batch)
         self.tracer.categorise([item for item in tree_leaves(moved) if isinstance(item, Tensor)], "batch")
         return moved
 
