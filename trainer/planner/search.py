@@ -381,16 +381,11 @@ class Search:
             return []
         runs = max((size for size, one in arm.traced.items() if one.rank_ms < inf), default=0)
         too_large = min((size for size, one in arm.traced.items() if one.rank_ms == inf), default=inf)
-        left = []
-        for size in arm.micro_batch_sizes:
-            if size in arm.traced or size >= too_large or self._at_least_ms(arm, size) >= fastest:
-                continue
-            if self._needs(arm, size) > self.limit:
-                continue
-            between = arm.bracketing or size < runs  # a smaller one is slower, unless it pads less or saves retries
-            if not between or (found := self._estimate(arm, size)) is None or found.step_ms < fastest:
-                left.append(size)
-        return left
+        new = (size for size in arm.micro_batch_sizes if size not in arm.traced and size < too_large)
+        able = [size for size in new if self._at_least_ms(arm, size) < fastest and self._needs(arm, size) <= self.limit]
+        # A smaller one is slower, unless it pads less or saves retries.
+        known = {size: self._estimate(arm, size) for size in able if arm.bracketing or size < runs}
+        return [size for size in able if (found := known.get(size)) is None or found.step_ms < fastest]
 
     def _smaller(self) -> list[tuple[PlanFamily, int]]:
         """If nothing fits, return a plan that may need less memory than all traced ones."""
