@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import io
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from importlib.util import find_spec
 from pathlib import Path
@@ -18,7 +19,6 @@ from torchvision.io import decode_jpeg
 from torchvision.transforms import v2
 from torchvision.transforms.v2 import functional as F
 from tqdm import tqdm
-from tqdm.contrib.concurrent import thread_map
 
 from trainer.contract import DrawnSamples
 from trainer.data.base import explain_faults, root_cause
@@ -181,17 +181,12 @@ class ImageFiles(ImageSplit):
         self, samples: Sequence[tuple[str, int]], pixels: ImageTransform, checked: Mapping[str, CheckedFile]
     ) -> None:
         super().__init__(pixels)
-        self.samples = samples
+        self.samples, self.labels = samples, [label for _, label in samples]
         self.digests = [bytes.fromhex(checked[path].digest) for path, _ in samples]
         self.broken = {path: fault for path, _ in samples if (fault := checked[path].fault)}
 
     def __len__(self) -> int:
         return len(self.samples)
-
-    @property
-    def labels(self) -> list[int]:  # type: ignore[override]
-        """The class of every sample."""
-        return [label for _, label in self.samples]
 
     def draw(self, index: int) -> tuple[Tensor, int]:
         path, label = self.samples[index]
@@ -235,8 +230,9 @@ def check_images(paths: Sequence[str], max_bad: int, cache: Path) -> dict[str, C
     ``cache`` remembers only valid files, because a bad one may be a fault of the network."""
 
     def look(files: Sequence[Path]) -> list[CheckedFile]:
-        bar: Any = {"desc": "checking images", "unit": "image", "disable": None, "leave": False, "tqdm_class": tqdm}
-        return thread_map(_check, files, max_workers=8, **bar)  # reading is bound by the disk or the network
+        with ThreadPoolExecutor(8) as pool:  # reading is bound by the disk or the network
+            found = pool.map(_check, files)
+            return list(tqdm(found, total=len(files), desc="checking images", unit="image", disable=None, leave=False))
 
     def sound(answers: Sequence[CheckedFile]) -> bool:
         return all(fault is None for _, fault in answers)

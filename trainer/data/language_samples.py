@@ -286,9 +286,8 @@ class ChatReader:
             return _RenderedChat(whole, [(0, len(whole))])
         if self.marked:
             return _RenderedChat(whole, [(start, end) for start, end in spans if start < end])
-        for number, message in enumerate(messages):
-            if message["role"] != "assistant":
-                continue
+        answers = (number for number, message in enumerate(messages) if message["role"] == "assistant")
+        for number in answers:
             before, _ = self._render(messages[:number], tools, prompt=True)
             after, _ = self._render(messages[: number + 1], tools)
             cause = f"is rendered differently by the chat template up to message {number + 1} than as a whole"

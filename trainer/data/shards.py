@@ -138,10 +138,8 @@ class ShardReader:
 class RowEncoder(Protocol):
     """Protocol of encoders, which convert rows to columns such as ``input_ids`` and ``labels``, one entry per row."""
 
-    @property
-    def columns(self) -> Sequence[str]:
-        """The columns to read, the one with the longest text first."""
-
+    columns: Sequence[str]
+    """The columns to read, the one with the longest text first."""
     settings: Any
     """Everything except the tokenizer that determines the samples."""
 
@@ -152,7 +150,7 @@ class RowEncoder(Protocol):
 class TokenizedWithLabels:
     """The encoder of texts with one label each; ``classes`` maps label texts to numbers."""
 
-    def __init__(self, columns: tuple[str, str], classes: Mapping[str, int], pad: Padder) -> None:
+    def __init__(self, columns: Sequence[str], classes: Mapping[str, int], pad: Padder) -> None:
         self.columns, self.settings, self.pad = columns, dict(classes), pad
 
     def __call__(self, rows: Sequence[tuple[Any, ...]], places: Sequence[Callable[[], str]]) -> Mapping[str, list[Any]]:

@@ -105,13 +105,12 @@ def search_for(
 
 def target_for(gpu: str | GPU | None, interconnect: str | None = None) -> Target:
     """Return the target for ``--gpu``: a card by name, ``cpu``, or this machine's card; and its interconnect."""
-    joined_by = interconnect or DEFAULT_NETWORK
-    if gpu == "cpu":
-        return Target.here(host_as_device(), joined_by)
-    card = gpu_named(gpu) if isinstance(gpu, str) else gpu or gpu_here()
+    if isinstance(gpu, str):
+        gpu = host_as_device() if gpu == "cpu" else gpu_named(gpu)
+    card = gpu or gpu_here()
     if card is None:
         raise RecipeError(NO_GPU)
-    return Target.here(card, joined_by)
+    return Target.here(card, interconnect or DEFAULT_NETWORK)
 
 
 @dataclass(eq=False)
@@ -170,12 +169,12 @@ class Search:
         self.padding: dict[int, float] = {}
         self.has_bound = True  # whether the weights can be counted without a trace
         self.keeps_columns = False  # whether predictions have what the page "Will it fit?" replays
-        model = recipe.model
         self.notes = dict.fromkeys(data_notes(recipe.data))
         if recipe.memory.tensor_parallel > 1:
             untested = ", ".join(UNTESTED_WITH_TP)
             self.notes[f"not tried, because not verified with memory.tensor_parallel: {untested}"] = None
-        self.notes |= {CUT_MATTERS.format(type(model).__name__): None} if model.samples_interact else {}
+        if recipe.model.samples_interact:
+            self.notes[CUT_MATTERS.format(type(recipe.model).__name__)] = None
 
     @cached_property
     def size(self) -> ModelSize:
@@ -382,16 +381,11 @@ class Search:
             return []
         runs = max((size for size, one in arm.traced.items() if one.rank_ms < inf), default=0)
         too_large = min((size for size, one in arm.traced.items() if one.rank_ms == inf), default=inf)
-        left = []
-        for size in arm.micro_batch_sizes:
-            if size in arm.traced or size >= too_large or self._at_least_ms(arm, size) >= fastest:
-                continue
-            if self._needs(arm, size) > self.limit:
-                continue
-            between = arm.bracketing or size < runs  # a smaller one is slower, unless it pads less or saves retries
-            if not between or (found := self._estimate(arm, size)) is None or found.step_ms < fastest:
-                left.append(size)
-        return left
+        new = (size for size in arm.micro_batch_sizes if size not in arm.traced and size < too_large)
+        able = [size for size in new if self._at_least_ms(arm, size) < fastest and self._needs(arm, size) <= self.limit]
+        # A smaller one is slower, unless it pads less or saves retries.
+        known = {size: self._estimate(arm, size) for size in able if arm.bracketing or size < runs}
+        return [size for size in able if (found := known.get(size)) is None or found.step_ms < fastest]
 
     def _smaller(self) -> list[tuple[PlanFamily, int]]:
         """If nothing fits, return a plan that may need less memory than all traced ones."""
@@ -578,8 +572,7 @@ class Search:
                 yield Candidate(settings, self._plan(settings).describe(), *values, fits, traced=False)
 
     def _reason(self, one: Candidate, first: Candidate) -> str:
-        assert one.reserved is not None
-        over = one.reserved - self.budget
+        over = (one.reserved or 0) - self.budget
         if one.retries is None:
             near = f"within the budget, but not within the margin of {100 * BUDGET_MARGIN:g} %"
             return f"{format_bytes(over)} more than the budget" if over > 0 else near

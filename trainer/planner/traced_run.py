@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import _disable_current_modes
-from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from trainer.contract import Model, Packable, Streamable, as_samples, capability, without_weights
 from trainer.data.loader import make_loader
@@ -140,9 +140,8 @@ def _notes(recipe: Recipe, plan: Plan, module: nn.Module) -> list[str]:
         notes.append("memory.compile=cuda_graphs: not tested on a GPU yet; memory kept by its graphs is not predicted")
     if isinstance(recipe.model, CausalLM) and recipe.model.needs_reference:
         size = sum(parameter.numel() * parameter.element_size() for parameter in module.parameters())
-        saved = (
-            "a second forward pass" if recipe.model.lora.rank else f"{format_bytes(size)} of weights of a second model"
-        )
+        second = f"{format_bytes(size)} of weights of a second model"
+        saved = "a second forward pass" if recipe.model.lora.rank else second
         what = "the reference is computed once before training and takes 16 bytes per pair on the host"
         notes.append(f"model.loss={recipe.model.loss}: {what}, which saves {saved}")
     if any(isinstance(part, nn.RNNBase) for part in module.modules()):
@@ -272,10 +271,8 @@ class _FakeStepper(Stepper):
         """No-op: a few samples without gradients do not change the peak."""
 
     def to_device(self, batch: Any) -> Any:
-        def move(item: Any) -> Any:
-            return self.tracer.mode.fake(item).to(self.tracer.target.device) if isinstance(item, Tensor) else item
-
-        moved = tree_map(move, batch)
+        fake, device = self.tracer.mode.fake, self.tracer.target.device
+        moved = tree_map_only(Tensor, lambda item: fake(item).to(device), batch)
         self.tracer.categorise([item for item in tree_leaves(moved) if isinstance(item, Tensor)], "batch")
         return moved
 

@@ -171,9 +171,8 @@ def _finish(axes: Axes, title: str, unit: str, legend: bool = True, x_label: str
     if not axes.lines and not axes.patches:
         axes.text(0.5, 0.5, "nothing logged", transform=axes.transAxes, ha="center", va="center", color=GREY)
     elif legend:
-        # Below the axes, so that it hides no curve.
-        style: dict[str, Any] = {"fontsize": 9, "frameon": False, "ncols": 3, "columnspacing": 1.0}
-        axes.legend(loc="upper center", bbox_to_anchor=(0.5, -0.15), **style)
+        below: dict[str, Any] = {"loc": "upper center", "bbox_to_anchor": (0.5, -0.15)}  # so that it hides no curve
+        axes.legend(**below, fontsize=9, frameon=False, ncols=3, columnspacing=1.0)
 
 
 # ``confusion.png``: the confusion matrix.
