@@ -71,7 +71,7 @@ def share_tokens(row: Mapping[str, Any], shared: Tensor) -> dict[str, Any]:
     of_rejected = torch.stack([torch.zeros_like(shared), shared], 1).flatten().repeat_interleave(lengths)
     back = torch.stack([torch.zeros_like(shared), lengths[::2]], 1).flatten().repeat_interleave(lengths)
     is_repeated = columns < of_rejected
-    places = torch.arange(len(columns)) - back * is_repeated  # of a repeated token, that in the chosen text
+    places = torch.arange(len(columns)) - back * is_repeated  # repeated tokens are in the chosen text
     kept = (~is_repeated).nonzero().flatten()
     tokens = {name: row[name][:, kept] for name in ("input_ids", "labels", "part", "position_ids")}
     return {**row, **tokens, "sources": ((~is_repeated).cumsum(0) - 1)[places], "kept": kept}
