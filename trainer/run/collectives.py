@@ -96,7 +96,7 @@ def run_on_rank_zero(fabric: Fabric, decide: Callable[[], T]) -> T:
 
 def broadcast_json(fabric: Fabric, value: Any) -> Any:
     """Return the value of the first rank as JSON, because torch's broadcast of objects unpickles them."""
-    return all_gather_json(fabric, value if fabric.global_rank == 0 else None)[0]
+    return all_gather_json(fabric, value)[0]
 
 
 def all_gather_json(fabric: Fabric, value: Any) -> list[Any]:
