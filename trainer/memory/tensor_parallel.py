@@ -89,6 +89,9 @@ def split_over_ranks(module: nn.Module, model: Model, mesh: DeviceMesh, by_token
         holder = module.get_submodule(name)
         goes_on = following in shared and _parent(module, following) == _parent(module, name)
         holder.forward = region.wrap_forward(holder, name in shared, goes_on)
+    for part in module.modules():
+        if "tile_options" in vars(part):  # backward calls split layers again, after the forward of their block
+            vars(part)["tile_options"]["context_fn"] = lambda: (nullcontext(), region)
     for name in dict.fromkeys(_parent(module, name) for name in split if _holder(module, name, blocks) in shared):
         if name not in holders:
             module.get_submodule(name).register_forward_pre_hook(region.assemble, with_kwargs=True)
@@ -218,8 +221,7 @@ class _TensorParallelRegion(TorchFunctionMode):
 
         @wraps(forward)
         def within(*args: Any, **kwargs: Any) -> Any:
-            self.is_split, self.is_open, self.entered = False, True, None
-            try:
+            with self:
                 if is_shared:
                     if not (args and isinstance(args[0], Tensor) and args[0].ndim == 3):
                         what = f"the first argument of {kind} is not a tensor of shape (n, tokens, width)"
@@ -227,16 +229,21 @@ class _TensorParallelRegion(TorchFunctionMode):
                     whole = args[0] if isinstance(args[0], DTensor) else self.from_replicated(args[0])
                     self.tokens = whole.shape[1]
                     args = whole.redistribute(placements=[Shard(1)]).to_local(), *args[1:]
-                with self if parent.training else nullcontext():
-                    found = forward(*args, **kwargs)
+                found = forward(*args, **kwargs)
                 if not is_shared:
                     return found
                 # A copy, once per forward: FSDP's hooks and autograd reject in-place changes of a view.
                 return self.from_sharded_tokens(found) if goes_on else self.gather_tokens(found).to_local().clone()
-            finally:  # a recomputation ends with an exception
-                self.is_split, self.is_open, self.entered, self.tokens = False, False, None, 0
 
         return within
+
+    def __enter__(self) -> TorchFunctionMode:
+        self.is_split, self.is_open, self.entered = False, True, None
+        return super().__enter__()
+
+    def __exit__(self, *error: Any) -> None:  # a recomputation ends with an exception
+        super().__exit__(*error)
+        self.is_split, self.is_open, self.entered, self.tokens = False, False, None, 0
 
     def from_replicated(self, tensor: Tensor) -> DTensor:
         """Return ``tensor``, which is the same on all ranks, as a replicated DTensor."""
