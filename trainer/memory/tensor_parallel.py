@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from functools import wraps
 from itertools import product, takewhile
 from re import fullmatch
@@ -88,7 +88,7 @@ def split_over_ranks(module: nn.Module, model: Model, mesh: DeviceMesh, by_token
         holder.forward = region.wrap_forward(holder, name in shared, goes_on)
     for part in module.modules():
         if "tile_options" in vars(part):  # backward calls split layers again, after the forward of their block
-            vars(part)["tile_options"]["context_fn"] = lambda: (nullcontext(), region.opened())
+            vars(part)["tile_options"]["context_fn"] = lambda: (nullcontext(), region)
     for name in dict.fromkeys(_parent(module, name) for name in split if _holder(module, name, blocks) in shared):
         if name not in holders:
             module.get_submodule(name).register_forward_pre_hook(region.assemble, with_kwargs=True)
@@ -218,7 +218,7 @@ class _TensorParallelRegion(TorchFunctionMode):
 
         @wraps(forward)
         def within(*args: Any, **kwargs: Any) -> Any:
-            with self.opened(parent.training):
+            with self:
                 if is_shared:
                     if not (args and isinstance(args[0], Tensor) and args[0].ndim == 3):
                         what = f"the first argument of {kind} is not a tensor of shape (n, tokens, width)"
@@ -234,15 +234,13 @@ class _TensorParallelRegion(TorchFunctionMode):
 
         return within
 
-    @contextmanager
-    def opened(self, training: bool = True) -> Iterator[None]:
-        """Allow calls of split layers: in a block's forward, or when backward computes a tile of tokens again."""
+    def __enter__(self) -> TorchFunctionMode:
         self.is_split, self.is_open, self.entered = False, True, None
-        try:
-            with self if training else nullcontext():
-                yield
-        finally:  # a recomputation ends with an exception
-            self.is_split, self.is_open, self.entered, self.tokens = False, False, None, 0
+        return super().__enter__()
+
+    def __exit__(self, *error: Any) -> None:  # a recomputation ends with an exception
+        super().__exit__(*error)
+        self.is_split, self.is_open, self.entered, self.tokens = False, False, None, 0
 
     def from_replicated(self, tensor: Tensor) -> DTensor:
         """Return ``tensor``, which is the same on all ranks, as a replicated DTensor."""

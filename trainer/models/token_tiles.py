@@ -40,7 +40,7 @@ def use_tiles(module: Any, tokens: int | None) -> None:
     for part in module.modules() if tokens != 0 else ():
         if type(part).__name__.endswith(TILED):
             part.__class__, part.tile_tokens = _tiled(cast(Any, type(part))), tokens
-            part.tile_options = {"use_reentrant": False}  # memory/tensor_parallel.py adds an argument
+            part.tile_options = {"use_reentrant": False}  # memory/tensor_parallel.py adds a context
 
 
 def num_tiles(tokens: int, size: int | None) -> int:
