@@ -39,7 +39,7 @@ class Checkpointer:
         every, fabric = self.wishes.every, session.fabric
         self.every_steps = every if isinstance(every, int) else math.inf
         self.every_seconds = parse_duration(every) if isinstance(every, str) else math.inf
-        self.versions = versions()  # of what is loaded: an update may replace the packages during training
+        self.versions = versions()  # read before an update can replace the packages
         if session.is_first:
             _ = self.origin.base  # hash the files now, as they were loaded: they may change during training
         self.mark_saved(0)
