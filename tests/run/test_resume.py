@@ -11,6 +11,7 @@ import shutil
 import sys
 import time
 from functools import partial
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -22,12 +23,14 @@ from helpers.rounding import ROUNDING
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from torch import nn
 
-from trainer import Checkpoint, Optim, RecipeError
+from trainer import Checkpoint, Listener, Optim, RecipeError
 from trainer.api import fit
+from trainer.checkpoint.manifest import read_manifest
 from trainer.checkpoint.writer import CheckpointWriter
 from trainer.data import Digits
 from trainer.errors import RunError
 from trainer.models import MLP
+from trainer.report.summary import versions
 from trainer.values import Loss
 
 pytestmark = pytest.mark.usefixtures("no_pictures")
@@ -407,3 +410,20 @@ def test_a_checkpoint_is_due_by_the_clock_and_holds_no_secret_of_the_environment
     for folder, _, names in os.walk(tmp_path / "r"):
         for name in names:
             assert b"hf_veryverysecretvalue" not in Path(folder, name).read_bytes()
+
+
+class Updating(Listener):
+    """Replaces all packages on the disk by others while the run trains."""
+
+    def __init__(self, monkeypatch: Any) -> None:
+        self.monkeypatch = monkeypatch
+
+    def on_step(self, counters: Any, result: Any) -> None:
+        self.monkeypatch.setattr(metadata, "version", lambda name: "99")
+
+
+def test_a_checkpoint_names_the_versions_that_the_run_has_loaded(tmp_path, monkeypatch):
+    loaded = versions()
+    versions.cache_clear()  # as in a new process
+    fit(recipe(tmp_path / "r", model=MLP([16]), listeners=[Updating(monkeypatch)]))
+    assert read_manifest(tmp_path / "r/checkpoints/step-00000002").versions == loaded

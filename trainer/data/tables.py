@@ -190,7 +190,7 @@ def _documents(paths: Sequence[str], encoding: str) -> Iterator[dict[str, str]]:
             text = read_regular(path, MAX_LINE_BYTES).decode(encoding)
         except OSError as error:
             problem = f"cannot be read: {error.strerror}"
-        except ValueError as error:  # also raised for a table without rows
+        except ValueError as error:
             problem = f"is not {encoding} text ({root_cause(error)}): save it in that encoding, or leave it out"
         if "\0" in text:
             text, problem = "", "is not text (it contains the character 0): leave it out"

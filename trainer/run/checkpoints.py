@@ -39,6 +39,7 @@ class Checkpointer:
         every, fabric = self.wishes.every, session.fabric
         self.every_steps = every if isinstance(every, int) else math.inf
         self.every_seconds = parse_duration(every) if isinstance(every, str) else math.inf
+        self.versions = versions()  # read before an update can replace the packages
         if session.is_first:
             _ = self.origin.base  # hash the files now, as they were loaded: they may change during training
         self.mark_saved(0)
@@ -164,7 +165,7 @@ class Checkpointer:
         session = self.session
         facts = {name: getattr(engine.counters, name) for name in ("step", "epoch", "step_in_epoch")}
         facts |= {"seed": session.recipe.seed, "world_size": session.fabric.world_size, "plan": session.plan.describe()}
-        facts |= {"versions": versions(), "figures": self._current_metrics(engine)}
+        facts |= {"versions": self.versions, "figures": self._current_metrics(engine)}
         facts["created"] = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
         if session.is_first:
             names = ("run", "recipe", "dataset", "tokenizer", "data_files", "base")
