@@ -49,6 +49,7 @@ class Window:
     epoch: int = 0
     sizes: Sequence[int] = ()  # with ``Cut.rank_independent`` or ``whole``: the samples of all micro-batches
     tokens: int = 0  # tokens of these samples without padding; 0 if lengths are unknown
+    seed: int = 0  # for random numbers in the loss of a whole batch; equal on all ranks
 
     def __iter__(self) -> Iterator[MicroBatch]:
         return iter(self.micro_batches)
@@ -175,7 +176,7 @@ class Windows:
             if any_bad:
                 self.quarantine.exchange("train", bad, self.reduce, self.rank, self.world_size)
             samples, tokens = self._samples(epoch, step)
-            yield Window(micro_batches, weights, samples, epoch, sizes, tokens)
+            yield Window(micro_batches, weights, samples, epoch, sizes, tokens, derive_seed(self.seed, epoch, step))
 
     def _own(self, epoch: int, step: int) -> list[tuple[Request, bool]]:
         """Return requests for this rank's micro-batches of a step, and whether each is empty."""
