@@ -165,9 +165,8 @@ class Windows:
                 indices = request.indices
                 self.on_load(indices)
                 # The seed of dropout depends on the position in the batch, which is the same on any number of ranks.
-                neighbours = self._are_neighbours(epoch)
-                place = self.rank * len(own) + number if neighbours else number * self.world_size + self.rank
-                seed = derive_seed(self.seed, epoch, step, place)
+                first, by = (self.rank * len(own), 1) if self._are_neighbours(epoch) else (self.rank, self.world_size)
+                seed = derive_seed(self.seed, epoch, step, first + number * by)
                 micro, found = make_micro_batch(next(batches), indices, seed, number == len(own) - 1, is_empty)
                 micro_batches.append(micro)
                 bad += found
