@@ -71,9 +71,8 @@ def _problems(subject: CheckContext, sample: Any, classes: int | None) -> Iterat
             yield f"label {stray} is not one of the classes 0 to {classes - 1}", "fix it, or model.num_classes"
     ids = sample.get("input_ids")
     tokenizer = capability(subject.recipe.model, Preparable).tokenizer_or_none() if ids is not None else None
-    texts = ids if isinstance(ids, list) and isinstance(ids[0], list) else [ids]
-    tokens = [set(torch.as_tensor(text).flatten().tolist()) for text in texts if tokenizer is not None]
-    if not all(of_text - set(tokenizer.all_special_ids) for of_text in tokens):
+    texts = map(torch.as_tensor, ids if isinstance(ids, list) and ids and isinstance(ids[0], list) else [ids])
+    if tokenizer is not None and any({*one.flatten().tolist()} <= {*tokenizer.all_special_ids} for one in texts):
         yield "the text is empty, or the tokenizer knows none of it", "remove it, or use another model.tokenizer"
     pixels = sample.get("pixel_values")
     if isinstance(pixels, Tensor) and not bool(pixels.isfinite().all()):
