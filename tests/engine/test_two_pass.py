@@ -19,6 +19,7 @@ from trainer.contract import Packable, capability
 from trainer.engine import two_pass
 from trainer.engine.cut import cut_at, cut_batch
 from trainer.engine.order import batch_indices, derive_seed
+from trainer.errors import RecipeError
 from trainer.models import LoRA, SentenceEmbedder
 from trainer.recipe import Memory
 
@@ -227,3 +228,44 @@ def test_a_planted_fault_changes_the_weights(fault, case, ranks):
     ours = faulty_run(case, fault) if case.world_size == 1 else ranks(case.world_size).run(faulty_run, case, fault)[0]
     whole = case if case.dropout else dataclasses.replace(case, memory=Memory(), world_size=1, padding_free=None)
     assert difference(ours, plain(whole))["parameters"] > 1e-6
+
+
+class Noisy(SentenceEmbedder):
+    """Draws random numbers in its loss."""
+
+    def loss_of_all(self, embeddings: Tensor) -> Any:
+        return super().loss_of_all(embeddings + 0.1 * torch.rand_like(embeddings))
+
+
+class OneRow(SentenceEmbedder):
+    """Returns one embedding per micro-batch."""
+
+    def embed(self, module: nn.Module, batch: Any) -> Tensor:
+        return super().embed(module, batch)[:1]
+
+
+@dataclasses.dataclass(frozen=True)
+class Custom(Pairs):
+    kind: type = Noisy
+
+    @property
+    def model(self) -> SentenceEmbedder:
+        found = super().model
+        return self.kind(**{field.name: getattr(found, field.name) for field in dataclasses.fields(found)})
+
+
+def custom(kind: type, world_size: int = 1, size: int = 3, **more: Any) -> Custom:
+    case = pairs(world_size, size, **more)
+    return Custom(**{field.name: getattr(case, field.name) for field in dataclasses.fields(case)}, kind=kind)
+
+
+def test_random_numbers_in_the_loss_depend_on_neither_ranks_nor_micro_batches(ranks):
+    ours = ranks(2).run(stacked_run, custom(Noisy, 2, strategy="ddp"))[0]
+    assert max(difference(ours, stacked_run(custom(Noisy, size=8))).values()) < 10 * ROUNDING
+
+
+def test_a_missing_embedding_is_rejected():
+    with pytest.raises(
+        RecipeError, match=r"OneRow: embed\(\) returns \[1, 1, 1\] rows for micro-batches of \[3, 3, 2\]"
+    ):
+        stacked_run(custom(OneRow))

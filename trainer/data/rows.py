@@ -98,6 +98,8 @@ def reject_label(place: str, column: str, label: Any, classes: Iterable[str]) ->
 def check_columns(source: str, found: Sequence[str], **wanted: str) -> None:
     """Check that the columns exist; ``text_column="text"`` maps the setting to its column."""
     for key, name in wanted.items():
+        twin = next(other for other in wanted if wanted[other] == name)
+        require(twin == key, f"data.{twin} and data.{key} are both {name!r}: they must differ")
         if name not in found:
             missing = f"data.{key}={name!r}: {source} has no such column; it has {', '.join(map(repr, found))}"
             raise RecipeError(missing + suggest_name(repr(name), map(repr, found)))

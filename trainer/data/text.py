@@ -360,7 +360,7 @@ class TextFiles(_TokenizedDataset):
     def for_evaluation(self, model: Model | None = None, path: str | None = None) -> Data:
         """Return a dataset of the test file alone: the trained model knows the classes."""
         file = path or self.test_file
-        known = model.class_names if model is not None else ()
+        known = () if model is None or model.task == "pairs" else model.class_names
         if file is None or known is None or (model is not None and model.task == "regression"):
             return self if path is None else replace(self, test_file=path)
         # The test file also stands for the training file, from which nothing is learned.

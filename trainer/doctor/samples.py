@@ -71,7 +71,8 @@ def _problems(subject: CheckContext, sample: Any, classes: int | None) -> Iterat
             yield f"label {stray} is not one of the classes 0 to {classes - 1}", "fix it, or model.num_classes"
     ids = sample.get("input_ids")
     tokenizer = capability(subject.recipe.model, Preparable).tokenizer_or_none() if ids is not None else None
-    if tokenizer is not None and not set(torch.as_tensor(ids).flatten().tolist()) - set(tokenizer.all_special_ids):
+    texts = map(torch.as_tensor, ids if isinstance(ids, list) and ids and isinstance(ids[0], list) else [ids])
+    if tokenizer is not None and any({*one.flatten().tolist()} <= {*tokenizer.all_special_ids} for one in texts):
         yield "the text is empty, or the tokenizer knows none of it", "remove it, or use another model.tokenizer"
     pixels = sample.get("pixel_values")
     if isinstance(pixels, Tensor) and not bool(pixels.isfinite().all()):

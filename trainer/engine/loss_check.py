@@ -41,6 +41,7 @@ class LossCheck:
 
     def __init__(self, model: Model) -> None:
         self.model, self.kind = model, type(model).__name__
+        self.source = "loss_of_all() returns" if isinstance(model, WholeBatch) else "losses() yields"
         self.seen: Counter[str] = Counter()
         self.steps, self.is_done = 0, model.samples_interact or isinstance(model, WholeBatch)
         self.columns: set[Any] = set()
@@ -63,7 +64,7 @@ class LossCheck:
             yield loss
 
     def require_loss(self, loss: Any) -> None:
-        require(isinstance(loss, Loss), f"{self.kind}: losses() yields a {type(loss).__name__}: {YIELD}")
+        require(isinstance(loss, Loss), f"{self.kind}: {self.source} a {type(loss).__name__}: {YIELD}")
         total, where = loss.total, f"{self.kind}: loss {loss.name!r}"
         if not isinstance(total, Tensor) or total.numel() != 1:
             fix = "give the sum as a scalar tensor (reduction='sum')"

@@ -38,6 +38,10 @@ def first_pass(stepper: Stepper, window: Window) -> Callable[[Any, Any], Iterato
             stepper.generator.manual_seed(micro.seed)
             stepper.batchnorm.set_momentum(len(window), is_empty=True)  # the second pass updates the statistics
             parts.append(embeddings_of(stepper, micro.batch, micro.packed)[: 0 if micro.is_empty else None])
+    rows, sizes = [len(part) for part in parts], [*window.sizes[rank::ranks]][: len(parts)]
+    cause = f"{type(stepper.model).__name__}: embed() returns {rows} rows for micro-batches of {sizes} samples"
+    require(rows == sizes, f"{cause}: return one row for each sample")
+    stepper.generator.manual_seed(window.seed)  # for random numbers in the loss
     whole = gather_embeddings(parts, window.sizes, rank, ranks).requires_grad_()
     loss = cast(WholeBatch, stepper.model).loss_of_all(whole)
     if stepper.check:
@@ -99,7 +103,7 @@ def _require_whole(check: LossCheck, loss: Any, window: Window) -> None:
     """Require in the first step that the loss of a batch is a sum over its samples, with the sum of their weights."""
     check.require_loss(loss)
     weights = f"{check.kind}: weigh() returns {window.weights} for this batch"
-    require(loss.name in window.weights, f"{weights}, but loss_of_all() the loss {loss.name!r}: use the same name")
+    require([*window.weights] == [loss.name], f"{weights}, but loss_of_all() {loss.name!r}: use the same name")
     counts = sum(window.sizes) == window.samples  # otherwise a trial of the peak
     if counts and not math.isclose(weight := float(loss.counted()), window.weights[loss.name], rel_tol=1e-6):
         raise RecipeError(f"{weights}, but loss_of_all() reports weight {weight:g}: make both count the same items")

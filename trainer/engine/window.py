@@ -49,6 +49,7 @@ class Window:
     epoch: int = 0
     sizes: Sequence[int] = ()  # with ``Cut.rank_independent`` or ``whole``: the samples of all micro-batches
     tokens: int = 0  # tokens of these samples without padding; 0 if lengths are unknown
+    seed: int = 0  # for random numbers in the loss of a whole batch; equal on all ranks
 
     def __iter__(self) -> Iterator[MicroBatch]:
         return iter(self.micro_batches)
@@ -164,9 +165,8 @@ class Windows:
                 indices = request.indices
                 self.on_load(indices)
                 # The seed of dropout depends on the position in the batch, which is the same on any number of ranks.
-                neighbours = self._are_neighbours(epoch)
-                place = self.rank * len(own) + number if neighbours else number * self.world_size + self.rank
-                seed = derive_seed(self.seed, epoch, step, place)
+                first, by = (self.rank * len(own), 1) if self._are_neighbours(epoch) else (self.rank, self.world_size)
+                seed = derive_seed(self.seed, epoch, step, first + number * by)
                 micro, found = make_micro_batch(next(batches), indices, seed, number == len(own) - 1, is_empty)
                 micro_batches.append(micro)
                 bad += found
@@ -175,7 +175,7 @@ class Windows:
             if any_bad:
                 self.quarantine.exchange("train", bad, self.reduce, self.rank, self.world_size)
             samples, tokens = self._samples(epoch, step)
-            yield Window(micro_batches, weights, samples, epoch, sizes, tokens)
+            yield Window(micro_batches, weights, samples, epoch, sizes, tokens, derive_seed(self.seed, epoch, step))
 
     def _own(self, epoch: int, step: int) -> list[tuple[Request, bool]]:
         """Return requests for this rank's micro-batches of a step, and whether each is empty."""

@@ -57,6 +57,7 @@ class SentenceEmbedder(PackedEncoder, WholeBatch):
         module = super()._finalize_module(module)
         if (pooler := getattr(module, "pooler", None)) is not None:
             pooler.requires_grad_(False)  # it is part of the checkpoint, but not of the embedding
+        require(not cast(Any, module).config.is_encoder_decoder, f"model.name={self.name!r} decodes: use an encoder")
         left = getattr(self.tokenizer_or_none(), "padding_side", "right") == "left"
         cause = "model.pooling=cls reads the first token, but the tokenizer pads on the left"
         require(self.pooling != "cls" or not left, f"{cause}: use model.pooling mean")

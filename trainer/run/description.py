@@ -48,6 +48,8 @@ def suspicious_settings(recipe: Recipe, plan: Plan, samples: int, steps: int) ->
     shares = data_parallel_rank(recipe.memory, 0, plan.world_size)[1]
     if batch > samples:
         found.append(f"batch_size={batch} is larger than the {samples:,} training samples: every step uses all of them")
+    if batch == 1 and recipe.model.task == "pairs":
+        found.append("batch_size=1: other pairs of the batch are the negatives, and there are none: use a larger batch")
     if 0 < steps <= warmup:
         lr = f"the learning rate never reaches optim.lr={recipe.optim.lr:g}"
         found.append(f"optim.warmup_steps={warmup}, but the run ends after {steps:,} steps: {lr}")
