@@ -64,6 +64,11 @@ def test_a_decoder_is_rejected():
         SentenceEmbedder("t5", tokenizer="bytes", config=sizes).build()
 
 
+def test_a_model_of_images_is_rejected():
+    with pytest.raises(RecipeError, match=r"model\.name='vit' does not read tokens: use a text model"):
+        SentenceEmbedder("vit", tokenizer="bytes", config=TINY).build()
+
+
 def test_a_run_is_evaluated_without_its_training_file(file, capsys):
     recipe = recipe_of(file)
     trainer.fit(recipe)

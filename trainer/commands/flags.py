@@ -8,6 +8,7 @@ import types
 from argparse import SUPPRESS, Action, ArgumentError
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import fields
 from enum import Enum
 from functools import cache, partial
 from pathlib import Path, PurePath
@@ -175,7 +176,7 @@ class RecipeParser:
         if section not in SWAPPABLE_SECTIONS or not name:
             return ""
         own = next((one.owner for known, one in self.settings.items() if known.startswith(f"{section}.")), None)
-        having = [kind for kind in known_classes(section).values() if name in vars(kind)["__dataclass_fields__"]]
+        having = [kind for kind in known_classes(section).values() if name in {one.name for one in fields(kind)}]
         alike = [kind for kind in having if own is not None and kind.__module__ == own.__module__] or having
         kinds = [kind.__name__ for kind in alike]
         has = f"{' and '.join(kinds)} ha{'ve' if len(kinds) > 1 else 's'} it"

@@ -55,6 +55,7 @@ class SentenceEmbedder(PackedEncoder, WholeBatch):
 
     def _finalize_module(self, module: nn.Module) -> nn.Module:
         module = super()._finalize_module(module)
+        self._require_embeddings(module)
         if (pooler := getattr(module, "pooler", None)) is not None:
             pooler.requires_grad_(False)  # it is part of the checkpoint, but not of the embedding
         require(not cast(Any, module).config.is_encoder_decoder, f"model.name={self.name!r} decodes: use an encoder")

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Literal, cast
 
 from trainer.contract import Packable, WholeBatch
-from trainer.errors import RecipeError, require_choice
+from trainer.errors import RecipeError, require, require_choice
 from trainer.models.base import Objective
 from trainer.models.byte_tokenizer import BYTES, byte_tokenizer
 from trainer.models.hub import HubClassifier, HubModel, is_local, is_model_type, max_positions
@@ -120,8 +120,9 @@ class TextModel(HubModel, Packable):
 
     def _require_embeddings(self, module: nn.Module) -> None:
         """Check that the module has an embedding for every token of the tokenizer."""
-        tokenizer = self.tokenizer_or_none()
-        words = module.get_input_embeddings().weight.shape[0]  # type: ignore[operator]
+        tokenizer, table = self.tokenizer_or_none(), getattr(cast(Any, module).get_input_embeddings(), "weight", None)
+        require(table is not None, f"model.name={self.name!r} does not read tokens: use a text model")
+        words = len(cast(Any, table))
         if tokenizer is not None and len(tokenizer) > words:
             cause = f"model.tokenizer has {len(tokenizer)} tokens, but model.name={self.name!r} supports {words}"
             raise RecipeError(f"{cause}: use the tokenizer of this model")
