@@ -2,21 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import math
-from dataclasses import replace
-from functools import partial
-from itertools import accumulate
 
 import pytest
 from helpers import traced
-from helpers.tiny import trace_of
 from helpers.traced import BATCH, BFLOAT16, BLOCKS, FLOAT, INNER, LONG, MATRIX, TOKENS, WEIGHTS, WIDTH, Own
 
 from trainer.fakegpu.events import Trace
-from trainer.planner import traced_run
-from trainer.planner.hub_config import hub_recipe
-from trainer.planner.predict import prepare_recipe
 from trainer.recipe import Memory
 
 RUNS = {
@@ -178,26 +170,3 @@ def test_fsdp_divides_by_the_ranks(runs: dict[str, Trace]) -> None:
     assert max(traced.when(fsdp, "step", "gradients")) == pytest.approx(share, rel=0.12)
     assert {work.op for work in fsdp.work if work.kind == "collective"} >= {"all_gather", "reduce_scatter"}
     assert max(traced.when(fsdp, "backward", "batch")) == BATCH // ranks * (TOKENS * WIDTH * FLOAT + LONG)
-
-
-def peak(trace: Trace) -> int:
-    sizes: dict[int, int] = {}
-    changes = (sizes.setdefault(event.id, event.bytes) if event.bytes else -sizes[event.id] for event in trace.events)
-    return max(accumulate(changes))
-
-
-LLAMA = {"model_type": "llama", "hidden_size": 64, "num_hidden_layers": 1, "num_attention_heads": 4, "vocab_size": 512}
-LLAMA |= {"architectures": ["LlamaForCausalLM"], "intermediate_size": 128, "max_position_embeddings": 512}
-
-
-def test_three_pieces_of_a_head_stand_for_all(tmp_path, monkeypatch) -> None:
-    (tmp_path / "config.json").write_text(json.dumps(LLAMA))
-    recipe = hub_recipe(str(tmp_path), tokens=512, batch=1)
-    memory, model = Memory(precision="bf16-mixed"), replace(recipe.model, loss_chunk=64)
-    job = partial(trace_of, prepare_recipe(recipe.replace(model=model, memory=memory), outlines=True))
-    few = traced.traces({"": job})[""]
-    monkeypatch.setattr(traced_run, "_few_pieces", lambda tracer: None)
-    every = traced.traces({"": job})[""]
-    assert few.work == every.work
-    assert peak(few) == peak(every)
-    assert len(few.events) < len(every.events)

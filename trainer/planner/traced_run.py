@@ -7,10 +7,9 @@ nothing is computed.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
-from itertools import pairwise
 from typing import Any
 
 import torch
@@ -48,7 +47,6 @@ from trainer.memory.parameter_groups import set_requires_grad
 from trainer.memory.plan import Plan
 from trainer.memory.precision import matmul_precision, weights_dtype
 from trainer.memory.stack import PreparedModel, apply_stack, build_optimizer_and_sync
-from trainer.models import chunked_loss
 from trainer.models.causal import CausalLM
 from trainer.recipe import Recipe
 from trainer.system.text import format_bytes
@@ -119,10 +117,8 @@ def trace_run(
 
 
 def _few_pieces(tracer: Tracer) -> None:
-    """Trace only the first and last piece in which a CPU dequantizes an NF4 weight; the first stands for the others.
-
-    Of the pieces of a head in backward, trace the first two and the last; the second stands for the others."""
-    all_pieces, work = nf4.iter_chunks, tracer.trace.work
+    """Trace only the first and last piece in which a CPU dequantizes an NF4 weight; the first stands for the others."""
+    all_pieces = nf4.iter_chunks
 
     def first_and_last(codes: Tensor, whole: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
         *others, last = all_pieces(codes, whole)
@@ -131,16 +127,7 @@ def _few_pieces(tracer: Tracer) -> None:
         tracer.repeat = 1
         yield last
 
-    def few(bounds: Sequence[int]) -> Iterator[tuple[int, int]]:
-        (*pieces, last), began = pairwise(bounds), 0
-        for piece in pieces[:2]:
-            began = len(work)
-            yield piece
-        work.extend(work[began:] * (len(pieces) - 2))
-        yield last
-
     replace_attributes(nf4, iter_chunks=first_and_last)
-    replace_attributes(chunked_loss, pairwise=few)
 
 
 def _notes(recipe: Recipe, plan: Plan, module: nn.Module) -> list[str]:
