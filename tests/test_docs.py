@@ -32,7 +32,7 @@ from trainer.cli import run
 from trainer.commands.recipes import load_recipe
 from trainer.data import Conversations, Documents, HubText, ImageFolder, Mixture, Preferences, StreamedText, TextFiles
 from trainer.memory.initialize import build_on_meta, materialise
-from trainer.models import CausalLM, ImageClassifier, MaskedLM
+from trainer.models import CausalLM, ImageClassifier, MaskedLM, SentenceEmbedder
 from trainer.recipe import Memory
 from trainer.settings import settings_of
 from trainer.system.child_jobs import run_in_child
@@ -309,7 +309,9 @@ def test_every_setting_that_a_page_names_exists():
     known = {key for name in RECIPES for key in settings_of(load_recipe(name)[0])}
     kinds = (HubText, ImageFolder, Mixture, TextFiles, StreamedText, Conversations, Documents, Preferences)
     fields = {
-        field.name for kind in (*kinds, ImageClassifier, CausalLM, MaskedLM) for field in dataclasses.fields(kind)
+        field.name
+        for kind in (*kinds, ImageClassifier, CausalLM, MaskedLM, SentenceEmbedder)
+        for field in dataclasses.fields(kind)
     }
     known |= {f"{part}.{name}" for part in ("data", "model") for name in fields}
     known |= {key.rsplit(".", 1)[0] for key in known}

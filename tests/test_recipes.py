@@ -23,6 +23,11 @@ def flags(name, data, folder):
             for part, first in (("train", "a-l"), ("val", "m-z"))
         ]
         return ["--data.max_length=96", f"--data.cache_dir={folder}", f"--model.config={sizes}", *files]
+    if name == "sentence_pairs":
+        pairs = [f"words {number},more of {number}\n" for number in range(40)]
+        (folder / "pairs.csv").write_text("".join(["anchor,positive\n", *pairs]))
+        shape = [f"--model.config={sizes}", "--memory.micro_batch_size=3"]
+        return [*shape, f"--data.train_file={folder}/pairs.csv", f"--data.cache_dir={folder}"]
     if name.startswith("lm_"):
         return language_flags(name, folder)
     if "imdb" in name or name == "text_files":
@@ -108,6 +113,11 @@ def test_a_packaged_recipe_trains_evaluates_and_predicts(name, sample_data, tmp_
         shutil.rmtree(more)
         assert run(["predict", str(run_dir), "--text", "def main(", "--max-new-tokens", "4"]) == 0
         assert capsys.readouterr().out.startswith("def main(" if name == "lm_bytes" else "")
+        return
+    if name == "sentence_pairs":
+        assert list(figures) == ["recall_at_1", "mrr", "loss"]
+        assert run(["predict", str(run_dir), "--text", "words"]) != 0
+        assert "trainer predict is not for embeddings" in capsys.readouterr().err
         return
     sample = ["--image", str(next((sample_data / "cifar10" / "folder" / "test" / "frog").iterdir()))]
     if any(model in name for model in ("distilbert", "bigbird", "text_files")):

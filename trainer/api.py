@@ -25,7 +25,7 @@ with quick_imports():
     from trainer.memory.stack import apply_stack
     from trainer.recipe import Recipe
     from trainer.report.metrics import EvaluationResult
-    from trainer.report.progress import Progress, warn
+    from trainer.report.progress import warn
     from trainer.report.summary import Summary, read_summary
     from trainer.run.collectives import run_on_rank_zero
     from trainer.run.directory import explain_disk_errors, report_text, status_file, write_evaluation
@@ -130,13 +130,12 @@ def fit(recipe: Recipe, source: str | None = None) -> FinishedRun:
         if recipe.run.snapshot:
             where = session.run_dir, fabric.global_rank, session.plan.world_size
             closing.enter_context(record_memory_history(*where))
-        progress = Progress(recipe.run.progress, fabric.global_rank)
         closing.callback(lock.release)
         if notice := run_on_rank_zero(fabric, lock.acquire):
-            progress.notice(notice)
-        resumption = ResumeState(session, progress)
+            session.progress.notice(notice)
+        resumption = ResumeState(session)
         closing.enter_context(status_file(session))
-        return FinishedRun(session.recipe, session.run_dir, Training(session, source, progress, resumption).run())
+        return FinishedRun(session.recipe, session.run_dir, Training(session, source, resumption).run())
 
 
 def _require_recipe(given: object) -> None:

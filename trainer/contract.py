@@ -67,8 +67,8 @@ class Model(OptionalAttributes):
     """Whether some micro-batches leave some parameters without a gradient, for example by a branch that is not taken.
     DDP then reduces gradients after the last backward instead of during it: exact, but without overlap."""
     samples_interact: ClassVar[bool] = False
-    """Whether the loss of a sample depends on other samples of its micro-batch (in-batch negatives, load balancing).
-    The size of micro-batches then changes the gradient, which the plan reports. By default such losses are rejected."""
+    """Whether the loss of a sample depends on other samples of its micro-batch (load balancing). The size of
+    micro-batches then changes the gradient, which the plan reports. For in-batch negatives, use ``WholeBatch``."""
     blocks: Sequence[type] = ()
     """Classes of the repeated modules (encoder layers): the unit of sharding, checkpointing and offload."""
 
@@ -194,6 +194,21 @@ class Packable(Model):
         return batch
 
 
+class WholeBatch(Model):
+    """A model whose loss compares all samples of a batch (in-batch negatives). It defines ``embed`` and ``loss_of_all``
+    instead of ``losses``. Steps are exact for any cut: see trainer/engine/two_pass.py. Evaluations use batches of the
+    same size, in the order of the split."""
+
+    def embed(self, module: nn.Module, batch: Any) -> Tensor:
+        """Return the embeddings of a micro-batch, shape ``(samples, ...)``. Each depends only on its own sample."""
+        raise NotImplementedError(f"{type(self).__name__} must define embed(module, batch) -> Tensor")
+
+    def loss_of_all(self, embeddings: Tensor) -> Loss:
+        """Return the loss of a batch from ``embeddings``, in fp32 or wider, of all its samples over all ranks, summed
+        over them, as the only one of ``loss_names``. It has no parameters: apply those in ``embed``."""
+        raise NotImplementedError(f"{type(self).__name__} must define loss_of_all(embeddings) -> Loss")
+
+
 class DrawnInputs(Model):
     """A model whose ``losses`` reads random draws of the loader from the batch: mixed labels, or a seed per sample."""
 
@@ -246,7 +261,9 @@ class Plannable(Model):
         return {}
 
 
-CAPABILITIES: tuple[type[Model], ...] = (Streamable, Exportable, Packable, DrawnInputs, Preparable, Plannable)
+CAPABILITIES: tuple[type[Model], ...] = (
+    *(Streamable, Exportable, Packable, WholeBatch, DrawnInputs, Preparable, Plannable),
+)
 M = TypeVar("M", bound=Model)
 
 

@@ -23,8 +23,8 @@ MatmulPrecision = Literal["highest", "high", "medium"]
 ScaleLR = Literal["none", "linear", "sqrt"]
 LoggerName = Literal["csv", "tensorboard", "wandb", "mlflow"]
 _PER_CLASS_METRICS = [f"{name}{mean}" for name in ("f1", "precision", "recall") for mean in ("", "_macro", "_micro")]
-_REWARDS = ("reward_accuracy", "reward_margin")
-_OTHER_METRICS = ("auroc", "average_precision", "mcc", "r2", "pearson", "spearman", *_REWARDS)
+_REWARDS, _RANKINGS = ("reward_accuracy", "reward_margin"), ("recall_at_1", "mrr")
+_OTHER_METRICS = ("auroc", "average_precision", "mcc", "r2", "pearson", "spearman", *_REWARDS, *_RANKINGS)
 _ACCURACIES = ("accuracy", "balanced_accuracy", "top5_accuracy", "subset_accuracy")
 HIGHER_IS_BETTER = (*_ACCURACIES, *_PER_CLASS_METRICS, "f1_weighted", *_OTHER_METRICS)
 LOWER_IS_BETTER = ("loss", "perplexity", "bits_per_byte", "mae", "mse", "rmse")
@@ -40,6 +40,7 @@ METRICS_BY_TASK: dict[str, tuple[str, ...]] = {
     "language": ("perplexity", "bits_per_byte"),
     "masked_language": ("perplexity",),
     "preference": _REWARDS,
+    "pairs": _RANKINGS,
 }
 """The metrics that each task supports, in addition to the loss."""
 

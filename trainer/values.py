@@ -15,10 +15,12 @@ if TYPE_CHECKING:
 
 IGNORED_LABEL = -100  # a label without weight, as in torch's cross entropy and in transformers
 
-Task = Literal["single_label", "multi_label", "regression", "token", "language", "masked_language", "preference"]
+Task = Literal[
+    "single_label", "multi_label", "regression", "token", "language", "masked_language", "preference", "pairs"
+]
 """The prediction for a sample: one of several classes, any number of labels, numbers, a class per token, each next
-token, the tokens that are masked, or the better of two answers."""
-TASKS_WITHOUT_CLASSES: tuple[Task, ...] = ("language", "masked_language", "preference")
+token, the tokens that are masked, the better of two answers, or embeddings of a pair of texts."""
+TASKS_WITHOUT_CLASSES: tuple[Task, ...] = ("language", "masked_language", "preference", "pairs")
 
 TASK_METRICS: Mapping[str | None, tuple[str, ...]] = {
     "single_label": ("accuracy",),
@@ -27,6 +29,7 @@ TASK_METRICS: Mapping[str | None, tuple[str, ...]] = {
     "token": ("accuracy", "f1_macro"),
     **dict.fromkeys(("language", "masked_language"), ("perplexity",)),
     "preference": ("reward_accuracy", "reward_margin"),
+    "pairs": ("recall_at_1", "mrr"),
     None: (),
 }
 """The metrics of each task in addition to the loss, the main one first. An accuracy of 1 is 100 %."""

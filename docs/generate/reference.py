@@ -9,6 +9,7 @@ import os
 import pkgutil
 from argparse import Action
 from contextlib import redirect_stderr, redirect_stdout, suppress
+from functools import partial
 from importlib import import_module
 from itertools import product
 from types import ModuleType
@@ -79,7 +80,10 @@ def pages() -> dict[str, str]:
 def recipe_with(section: str, name: str) -> Recipe:
     """Return a recipe with the built-in class ``name`` as ``section``, and another section that fits."""
     (other,) = SWAPPABLE_SECTIONS.keys() - {section}
-    for partner, start in product(known_classes(other).values(), known_classes(section).values()):
+    partners = known_classes(other).values()
+    for partner, start in product(
+        [*partners, partial(trainer.data.TextFiles, "FILE")], known_classes(section).values()
+    ):
         with suppress(RecipeError, TypeError):  # a class that does not fit, or that has required settings
             recipe = Recipe(**{section: start(), other: partner()}, batch_size=1)
             return with_classes(recipe, {section: name}, trusted=False)[0]

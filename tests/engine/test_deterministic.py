@@ -286,7 +286,7 @@ def test_running_statistics_are_refused():
 def test_a_micro_batch_that_leaves_out_parameters_ends_the_run():
     module = BranchOnly()
     sync = make_tree_sync(module, list(module.parameters()), 1)
-    sync.begin(Window([], {}, samples=2, nonempty=[True, True]))
+    sync.begin(Window([], {}, samples=2, sizes=[1, 1]))
     sync.before_forward(is_last=False)
     module(torch.ones(1, 48), both=True).sum().backward()
     sync.before_forward(is_last=True)

@@ -88,15 +88,15 @@ def test_the_micro_batches_do_not_depend_on_the_ranks(samples, size, tokens, by_
 
 def test_weights_that_are_fractions_add_up_to_the_same_bits():
     tenths = [{"loss": 0.1 * 3**number} for number in range(7)]
-    expected = math.fsum(weight["loss"] for weight in tenths).hex(), [True] * 7
+    expected = math.fsum(weight["loss"] for weight in tenths).hex(), [1] * 7
     for world_size in (1, 2, 4):
         tables: list[list[float]] = []
         for rank in range(world_size):  # the sums over the ranks, in two rounds: each writes, then one reads
             next(windows_of(tenths, rank, world_size, lambda row, tables=tables: tables.append(row) or row).epoch(0))
         total = [math.fsum(column) for column in zip(*tables, strict=True)]
         window = next(windows_of(tenths, 0, world_size, lambda row, total=total: total).epoch(0))
-        assert (window.weights["loss"].hex(), list(window.nonempty)[:7]) == expected
-        assert not any(window.nonempty[7:])
+        assert (window.weights["loss"].hex(), list(window.sizes)[:7]) == expected
+        assert not any(window.sizes[7:])
 
 
 def windows_of(weights: list[dict[str, float]], rank: int, world_size: int, reduce: Any) -> Windows:

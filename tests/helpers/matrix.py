@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from helpers.problems import Problem as Samples
 from helpers.problems import collate, host_sum, launched_fabric, make_model, make_samples
 from helpers.rounding import EPS
-from trainer.contract import Data, DrawnInputs, Model, Packable, capability
+from trainer.contract import Data, DrawnInputs, Model, Packable, WholeBatch, capability
 from trainer.engine.cut import cut_at, cut_batch, data_parallel_rank
 from trainer.engine.order import batch_indices, derive_seed
 from trainer.engine.step import Stepper
@@ -67,16 +67,20 @@ class Case:
         """The training set."""
         return make_samples(Samples(self.name, self.size, self.batch_size, 1))
 
+    def collate(self, samples: list[Any]) -> dict[str, Tensor]:
+        """A micro-batch of these samples."""
+        return collate(samples)
+
     def prepared(self, module: nn.Module) -> nn.Module:
         """What to do to a module that was built."""
         return perturbed(module)
 
 
 def perturbed(module: nn.Module, scale: float = 0.05) -> nn.Module:
-    """Add noise to all parameters: torchvision's head starts at zero, which would hide errors behind it."""
+    """Add noise to all parameters except NF4 codes: a head that starts at zero would hide errors behind it."""
     generator = torch.Generator().manual_seed(1)
     with torch.no_grad():
-        for parameter in module.parameters():
+        for parameter in filter(torch.is_floating_point, module.parameters()):
             noise = torch.randn(parameter.shape, generator=generator, dtype=torch.float64)
             parameter.add_(noise.to(parameter.dtype) * scale)
     return module
@@ -171,7 +175,7 @@ def set_up(case: Case, plan: Plan) -> tuple[Fabric, Stepper, Windows, Any]:
     windows = Windows(
         size=case.size,
         cut_at=partial(cut_at, recipe, case.world_size),
-        fetch=lambda requests: (fetched(samples, request) for request in requests),
+        fetch=lambda requests: (fetched(samples, request, case.collate) for request in requests),
         weigh=recipe.model.weigh,
         seed=0,
         rank=share,
@@ -179,11 +183,12 @@ def set_up(case: Case, plan: Plan) -> tuple[Fabric, Stepper, Windows, Any]:
         reduce=list if case.world_size == 1 else once,
         lengths=[len(sample["input_ids"]) for sample in samples] if "input_ids" in samples[0] else None,
         augmented=capability(recipe.model, DrawnInputs).seeded,
+        whole=isinstance(recipe.model, WholeBatch),
     )
     return fabric, stepper, windows, stack
 
 
-def fetched(samples: Sequence[dict[str, Tensor]], request: Request) -> dict[str, Tensor]:
+def fetched(samples: Sequence[dict[str, Tensor]], request: Request, collate: Callable[..., Any]) -> dict[str, Tensor]:
     """The micro-batch of a request, with its seeds if the model asks for some."""
     batch = collate([samples[index] for index in request.indices])
     return batch if request.seeds is None else {**batch, "seeds": torch.tensor(request.seeds)}

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 import sys
+from dataclasses import dataclass
 
 import pytest
 import torch
-from helpers.matrix import perturbed
+from helpers.matrix import Case, difference, perturbed, plain_run, stacked_run
 from helpers.problems import (
     Problem,
     collate,
@@ -96,6 +97,35 @@ def test_accumulation_stays_exact_on_any_number_of_ranks(name, ranks):
     for answer in [engine_answer(cut, 1), *(ranks(2).run(engine_answer, cut, 2) if name != "distilbert" else ())]:
         found = errors(answer, expected)
         assert max(found.values()) < 100 * ROUNDING, found  # adapters change a hundredth of what weights are
+
+
+@dataclass(frozen=True)
+class WithDora(Case):
+    @property
+    def model(self):
+        return adapted(self.name, dora=True)
+
+
+FSDP = {"strategy": "fsdp", "activation_checkpointing": "full"}
+QUICK_STEPS = [("distilbert", 2, {"strategy": "ddp"}), ("vit", 2, FSDP)]
+MORE_STEPS = [
+    ("vit", 2, {"strategy": "ddp"}),
+    ("distilbert", 2, {**FSDP, "cpu_offload": "parameters"}),
+    ("bigbird", 2, {"strategy": "fsdp", "cpu_offload": "optimizer"}),
+    ("distilbert", 1, {"compile": "blocks"}),
+    ("vit", 1, {"compile": "model"}),
+    ("vit", 2, {**FSDP, "compile": "blocks"}),
+]
+
+
+@pytest.mark.parametrize(
+    ("name", "count", "knobs"), [*QUICK_STEPS, *(pytest.param(*one, marks=pytest.mark.slow) for one in MORE_STEPS)]
+)
+def test_steps_with_dora_are_those_of_a_plain_loop(name, count, knobs, ranks):
+    case = WithDora(name, Memory(precision="64-true", micro_batch_size=3, **knobs), count)
+    plain = plain_run(dataclasses.replace(case, memory=Memory(precision="64-true"), world_size=1))
+    found = difference(ranks(count).run(stacked_run, case)[0], plain)
+    assert max(found.values()) <= ROUNDING, found
 
 
 @pytest.mark.parametrize("name", MODELS)

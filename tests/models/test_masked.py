@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import product
@@ -12,6 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from helpers import LONG
 from helpers.combinations import covering
 from helpers.matrix import (
     OPTIM,
@@ -25,15 +28,22 @@ from helpers.matrix import (
     steps_of,
 )
 from helpers.problems import collate
+from helpers.ranks import free_port, torchrun_variables
+from helpers.resumed import assert_same_weights, losses, recipe, saved
 from helpers.rounding import ROUNDING
 from helpers.tokenizers import byte_pairs
+from helpers.warm import forks
 from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 from transformers import AutoModelForMaskedLM, DataCollatorForLanguageModeling
 
+from trainer import Checkpoint
+from trainer.api import fit
 from trainer.cli import run
 from trainer.contract import Model
+from trainer.data import Documents
+from trainer.engine.events import Listener
 from trainer.engine.order import batch_indices, derive_seed
 from trainer.errors import RecipeError
 from trainer.models import LoRA, MaskedLM, masked
@@ -425,3 +435,50 @@ def test_steps_with_tensor_parallelism_are_those_of_a_plain_loop(family, ranks):
     case = case_of(family)
     case = replace(case, memory=replace(case.memory, tensor_parallel=2), world_size=2)
     assert error(case, ranks) <= ROUNDING
+
+
+class Killed(Listener):
+    """Kills its process in the middle of the second epoch."""
+
+    def on_step(self, counters: Any, result: Any) -> None:
+        if counters.step == 5:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+
+def train(run_dir: Path, strategy: str, dropout: float, environment: dict[str, str] | None = None) -> None:
+    """Two epochs of three steps, or their rest; on a rank with this ``environment``, until it is killed."""
+    os.environ.update(environment or {})
+    data = Documents(f"{run_dir.parent}/*.txt", max_length=32, cache_dir=str(run_dir.parent / "cache"))
+    memory = {"strategy": strategy, "precision": "64-true", "micro_batch_size": 3}
+    settings: dict[str, Any] = {"model": masked_model("bert", dropout=dropout), "data": data, "memory": memory}
+    settings |= {"checkpoint": Checkpoint(every=2, keep_last=9, asynchronous=False), "batch_size": 12}
+    run = {"resume": "auto", "allow_change": ["memory"], "predict": False}
+    fit(recipe(run_dir, run=run, listeners=[Killed()] if environment else [], **settings))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("before", "after"), [(("single", 1), ("single", 1)), (("fsdp", 2), ("fsdp", 2)), (("ddp", 2), ("single", 1))]
+)
+def test_a_killed_run_goes_on_with_the_masks_of_the_undisturbed_one(before, after, ranks, tmp_path, no_pictures):
+    (tmp_path / "a.txt").write_text("green bottles hang on the wall\n" * 34)
+    (strategy, size), dropout, port = before, 0.2 if before == after else 0.0, free_port()
+    ranks(size).run(train, tmp_path / "whole", strategy, dropout)
+    environments = [torchrun_variables(rank, size, port) for rank in range(size)]
+    started = [forks.Process(target=train, args=(tmp_path / "r", strategy, dropout, one)) for one in environments]
+    for process in started:
+        process.start()
+    for process in started:
+        process.join(LONG)
+    assert [process.exitcode for process in started] == [-signal.SIGKILL] * size
+    assert sorted(path.name for path in (tmp_path / "r/checkpoints").glob("step-*")) == [
+        "step-00000002",
+        "step-00000004",
+    ]
+    ranks(after[1]).run(train, tmp_path / "r", after[0], dropout)
+    assert len(losses(tmp_path / "whole")) == 6
+    if before == after:
+        assert losses(tmp_path / "r") == losses(tmp_path / "whole")
+        assert saved(tmp_path / "r", 6) == saved(tmp_path / "whole", 6)
+    assert losses(tmp_path / "r") == pytest.approx(losses(tmp_path / "whole"), rel=ROUNDING)
+    assert_same_weights(tmp_path / "r", tmp_path / "whole", ROUNDING)

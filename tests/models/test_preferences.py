@@ -214,11 +214,58 @@ def plant_swapped_reference(monkeypatch):
     monkeypatch.setattr(preference, "packed_pairs", swapped)
 
 
-@pytest.mark.parametrize("plant", [plant_one_gradient, plant_leaking_attention, plant_swapped_reference])
+def plant_too_many_shared_tokens(monkeypatch):
+    """The last token of a prompt is also taken from the chosen text, where it predicts another answer."""
+    share = preference.share_tokens
+    monkeypatch.setattr(preference, "share_tokens", lambda row, shared: share(row, shared + 1))
+
+
+def plant_attention_of_a_neighbour(monkeypatch):
+    """Each token gets what attention computed for the token before it."""
+    share = preference.share_tokens
+
+    def moved(row, shared):
+        found = share(row, shared)
+        return {**found, "kept": found["kept"].roll(1)}
+
+    monkeypatch.setattr(preference, "share_tokens", moved)
+
+
+PLANTS = [plant_one_gradient, plant_leaking_attention, plant_swapped_reference]
+PLANTS += [plant_too_many_shared_tokens, plant_attention_of_a_neighbour]
+
+
+@pytest.mark.parametrize("plant", PLANTS)
 def test_a_planted_fault_is_found(plant, monkeypatch):
     monkeypatch.setattr("trainer.engine.step.LossCheck", lambda model: None)
     plant(monkeypatch)
     assert error(case_of("dpo", cut=(8, 96))) > 1e-6
+
+
+def test_a_shared_prompt_is_computed_once():
+    samples = pairs(3)
+    packed = preference.packed_pairs(stacked(samples), packs=True, with_prompts=False)
+    tokens = int(sum(sample["attention_mask"].sum() for sample in samples))
+    prompts = [int((sample["labels"][0] == -100).long().cumprod(0).sum()) for sample in samples]
+    assert min(prompts) > 0
+    assert packed["lengths"].tokens == [int(n) for sample in samples for n in sample["attention_mask"].sum(1)]
+    assert packed["input_ids"].shape == (1, tokens - sum(prompts) + len(prompts))  # its last token predicts two answers
+
+
+@pytest.mark.parametrize("free", [None, False])
+def test_long_answers_lose_no_digits_in_fp32(free):
+    """Log-probabilities of answers are sums of thousands of terms, of which a loss subtracts one from another."""
+    model = language_model("llama", loss="dpo", beta=0.1, padding_free=free)
+    torch.manual_seed(0)
+    module = perturbed(model.build()).eval()
+    ids = torch.randint(1, WORDS, (4, 2, 2000), generator=torch.Generator().manual_seed(0))
+    batch = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": ids}
+    found = []
+    for dtype in (torch.float32, torch.float64):
+        packed = preference.packed_pairs({**batch, "reference": torch.zeros(4, 2).double()}, model.packs(), False)
+        with torch.no_grad():
+            found.append(preference.pair_loss(model, module.to(dtype), packed).logits.double())
+    assert (found[0] - found[1]).abs().max() < 1e-5  # of about 1,000; adding tokens in fp32 errs by more than 1e-4
 
 
 @pytest.mark.parametrize("near", [-1e-9, -1e-4, -0.5, -0.7, -20.0])
@@ -291,6 +338,13 @@ def test_the_reference_is_cached_and_equals_the_model_before_training(tmp_path, 
     assert [note.read_bytes() for note in notes] == before
     other = recipe.replace(seed=1, run=replace(recipe.run, dir=str(tmp_path / "other")))
     assert float(losses_of(trainer.fit(other).dir)[0]) == pytest.approx(np.log(2), rel=1e-12)
+
+
+@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed", "bf16-true", "16-mixed"])
+def test_the_reference_is_not_rounded_to_half_precision(precision, tmp_path):
+    """The first loss is log 2 in any precision: the same arithmetic has computed the reference."""
+    recipe = recipe_of(tmp_path, max_steps=1, memory=Memory(micro_batch_size=3, precision=precision))
+    assert float(losses_of(trainer.fit(recipe).dir)[0]) == pytest.approx(np.log(2), abs=1e-6)
 
 
 def test_a_resumed_run_keeps_the_reference_of_the_weights_before_training(tmp_path):

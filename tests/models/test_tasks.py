@@ -9,7 +9,16 @@ import pytest
 import torch
 import transformers
 from helpers.matrix import perturbed
-from helpers.problems import CLASSES, OBJECTIVES, Problem, collate, make_model, make_samples, tokenizer_folder
+from helpers.problems import (
+    CLASSES,
+    OBJECTIVES,
+    Problem,
+    collate,
+    make_fabric,
+    make_model,
+    make_samples,
+    tokenizer_folder,
+)
 from sklearn.utils.class_weight import compute_class_weight
 
 from trainer import Memory, Optim, Recipe, Run, fit
@@ -18,11 +27,12 @@ from trainer.checkpoint.export import load_model, save_model
 from trainer.contract import Data
 from trainer.data import Digits, StreamedText, TextFiles
 from trainer.engine.data_feed import fill_from_data
+from trainer.engine.forward import Forward
 from trainer.errors import RecipeError
 from trainer.models import MLP, BigBird, LoRA, Objective, TextClassifier
 from trainer.models.base import balanced_weights
 from trainer.planner.synthetic_data import SyntheticData
-from trainer.values import TASK_METRICS, TASKS_WITHOUT_CLASSES
+from trainer.values import TASK_METRICS, TASKS_WITHOUT_CLASSES, Loss
 
 TEXT_TASKS = {task: name for name, (base, task, _) in reversed(OBJECTIVES.items()) if base == "distilbert"}
 
@@ -83,6 +93,22 @@ def test_balanced_weights_are_those_of_scikit_learn():
     spec = Digits().spec() or type("Spec", (), {"num_classes": 3, "train": 9, "val": 0, "test": 0})
     spec.tensors, spec.length = {}, None
     assert fill_from_data(MLP(loss=Objective("balanced")), SyntheticData(spec)).loss.class_weights == [1.0, 1.0, 1.0]
+
+
+@pytest.mark.parametrize("precision", ["bf16-mixed", "16-mixed"])
+def test_mixed_precision_does_not_round_labels(precision):
+    labels, seen = torch.tensor([123_456.7, 1 / 3, 1e-7]), []
+
+    class Reads(MLP):
+        def losses(self, module, batch):
+            seen.extend([batch["labels"], module(batch["inputs"])])
+            yield Loss(seen[1].sum(), 3.0)
+
+    fabric = make_fabric(precision, 1)
+    forward = Forward(fabric, Reads(), fabric.setup_module(torch.nn.Linear(2, 1)))
+    list(forward.losses({"inputs": torch.randn(3, 2), "labels": labels}))
+    assert torch.equal(seen[0], labels)
+    assert seen[1].dtype == (torch.bfloat16 if precision == "bf16-mixed" else torch.float16)  # of autocast
 
 
 @pytest.mark.parametrize(

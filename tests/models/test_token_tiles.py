@@ -87,16 +87,19 @@ class Tiled(Case):
         tile: ``model.tile_tokens``.
         rank: of adapters, on attention and MLP; 0 trains the weights.
         free: ``model.padding_free``.
+        base: ``model.lora.base``.
     """
 
     size: int = 17
     tile: int = 0
     rank: int = 0
     free: bool | None = None
+    base: str = "full"
 
     @property
     def model(self) -> Model:
-        lora = LoRA(self.rank, targets=["q_proj", "down_proj", "up_proj"] if self.rank else None)
+        targets = ["q_proj", "down_proj", "up_proj"] if self.rank else None
+        lora = LoRA(self.rank, targets=targets, base=self.base)  # type: ignore[arg-type]
         return language_model(self.name, tile_tokens=self.tile, padding_free=self.free, lora=lora)
 
     @property
@@ -104,12 +107,14 @@ class Tiled(Case):
         return language_samples(self.size)
 
 
-def steps(
-    ranks: Any, name: str, place: Any, size: int, tile: int, rank: int = 0, free: Any = None, **memory: Any
-) -> Any:
-    memory = {"precision": "64-true", "strategy": place[0], "micro_batch_size": size, **memory}
-    case = Tiled(name, Memory(**memory), place[1], optim=ADAMW, tile=tile, rank=rank, free=free)
+def steps(ranks: Any, name: str, place: Any, size: int, memory: Any = (), **options: Any) -> Any:
+    memory = {"precision": "64-true", "strategy": place[0], "micro_batch_size": size, **dict(memory)}
+    case = Tiled(name, Memory(**memory), place[1], optim=ADAMW, **options)
     return stacked_run(case) if place[1] == 1 else ranks(place[1]).run(stacked_run, case)[0]
+
+
+def slow(*case: Any) -> Any:
+    return pytest.param(*case, marks=pytest.mark.slow)
 
 
 FULL, SOME = {"activation_checkpointing": "full"}, {"activation_checkpointing": "selective"}
@@ -125,11 +130,36 @@ MANY = [
 
 @pytest.mark.parametrize(
     ("name", "place", "size", "rank", "free", "memory"),
-    [*FEW, *(pytest.param(*one, marks=pytest.mark.slow) for one in MANY)],
+    [*FEW, *(slow(*one) for one in MANY)],
 )
 def test_steps_are_those_without_tiles_on_one_rank(name, place, size, rank, free, memory, ranks):
-    expected = steps(ranks, name, ("auto", 1), 8, 0, rank)
-    found = steps(ranks, name, place, size, TILE, rank, free, **memory)
+    expected = steps(ranks, name, ("auto", 1), 8, rank=rank)
+    found = steps(ranks, name, place, size, memory, tile=TILE, rank=rank, free=free)
+    assert max(difference(found, expected).values()) <= ROUNDING
+
+
+SPLIT, NF4 = {"tensor_parallel": 2}, {"rank": 2, "base": "nf4"}
+FEW_TILES = {"tile": 40, "free": False}  # every other number of tiles is compiled again
+ALSO = [
+    ("llama", ("ddp", 2), SPLIT, {}),
+    ("llama", ("auto", 1), {}, NF4),
+    *[slow("qwen3", ("fsdp", 2), {**SPLIT, **FULL}, {"free": False}), slow("qwen3", ("ddp", 2), {**SPLIT, **SOME}, {})],
+    slow("llama", ("ddp", 2), {**SPLIT, "sequence_parallel": True}, {}),
+    slow("qwen3", ("fsdp", 2), FULL, {**NF4, "free": False}),
+    *[
+        slow("llama", ("auto", 1), {"compile": "blocks"}, {"tile": 40}),
+        slow("gpt2", ("auto", 1), {"compile": "blocks"}, FEW_TILES),
+    ],
+    slow("gpt2", ("auto", 1), {"compile": "blocks", **FULL}, FEW_TILES),
+    slow("gpt2", ("auto", 1), {"compile": "model"}, {"tile": 160, "free": False}),
+]
+
+
+@pytest.mark.parametrize(("name", "place", "memory", "options"), ALSO)
+def test_tiles_go_with_tensor_parallelism_compilation_and_nf4(name, place, memory, options, ranks):
+    lora = {key: options[key] for key in options.keys() & NF4.keys()}
+    expected = steps(ranks, name, ("auto", 1), 8, **lora)
+    found = steps(ranks, name, place, 8, memory, **{"tile": TILE, **options})
     assert max(difference(found, expected).values()) <= ROUNDING
 
 

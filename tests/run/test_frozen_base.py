@@ -31,8 +31,9 @@ def weights(tmp_path):
     return tmp_path / "base.safetensors"
 
 
-def adapted(weights, base="nf4"):
-    return VisionTransformer("custom", **TINY, weights=weights and str(weights), lora=LoRA(rank=2, base=base))
+def adapted(weights, base="nf4", dora=False):
+    lora = LoRA(rank=2, base=base, dora=dora)
+    return VisionTransformer("custom", **TINY, weights=weights and str(weights), lora=lora)
 
 
 def names_in(run_dir, step=2):
@@ -46,26 +47,31 @@ def train(run_dir, **changes):
 
 @pytest.mark.first(1)
 @pytest.mark.parametrize(
-    ("count", "base", "memory"),
+    ("count", "base", "memory", "dora"),
     [
-        (1, "nf4", {"init": "meta"}),
-        (1, "full", {"precision": "bf16-true", "cpu_offload": "optimizer"}),
-        (2, "nf4", {"strategy": "fsdp", "init": "meta"}),
-        pytest.param(2, "full", {"strategy": "fsdp"}, marks=pytest.mark.slow),
-        pytest.param(2, "nf4", {}, marks=pytest.mark.slow),
-        pytest.param(3, "nf4", {"strategy": "fsdp", "cpu_offload": "optimizer"}, marks=pytest.mark.slow),
+        (1, "nf4", {"init": "meta"}, False),
+        (1, "full", {"precision": "bf16-true", "cpu_offload": "optimizer"}, False),
+        (2, "nf4", {"strategy": "fsdp", "init": "meta"}, False),
+        pytest.param(2, "full", {"strategy": "fsdp"}, False, marks=pytest.mark.slow),
+        pytest.param(2, "nf4", {}, False, marks=pytest.mark.slow),
+        pytest.param(3, "nf4", {"strategy": "fsdp", "cpu_offload": "optimizer"}, False, marks=pytest.mark.slow),
+        (1, "full", {}, True),
+        (2, "full", {"strategy": "ddp"}, True),
+        (2, "full", {"strategy": "fsdp", "init": "meta"}, True),
+        (2, "full", {"strategy": "fsdp", "cpu_offload": "optimizer"}, True),
+        (1, "full", {"precision": "bf16-true", "cpu_offload": "optimizer", "init": "meta"}, True),
     ],
 )
-def test_a_checkpoint_holds_what_trains_and_is_resumed_bit_for_bit(count, base, memory, weights, ranks, tmp_path):
+def test_a_checkpoint_holds_what_trains_and_is_resumed_bit_for_bit(count, base, memory, dora, weights, ranks, tmp_path):
     whole, rest = tmp_path / "whole", tmp_path / "rest"
-    changes = {"model": adapted(weights, base), "memory": memory, "optim": Optim("adamw", lr=1e-2, ema=0.9)}
+    changes = {"model": adapted(weights, base, dora), "memory": memory, "optim": Optim("adamw", lr=1e-2, ema=0.9)}
     for call in (partial(train, whole, **changes), partial(resume, whole, rest, 2, **changes)):
         call() if count == 1 else ranks(count).run(call)
     names = {name for name in names_in(whole) if name.startswith("weights/")}
     assert {name for name in names if ".lora_" not in name} == {  # norm and head after the blocks
         f"weights/{name}" for name in ("encoder.ln.weight", "encoder.ln.bias", "heads.head.weight", "heads.head.bias")
     }
-    assert len([name for name in names if ".lora_" in name]) == 8
+    assert len([name for name in names if ".lora_" in name]) == (12 if dora else 8)  # of four layers
     assert losses(rest) == losses(whole)
     assert saved(rest, 6) == saved(whole, 6)
     merged = load_file(rest / "model" / "model.safetensors")

@@ -63,6 +63,7 @@ def export(recipe: Recipe, run_dir: str | Path, to: str, output: str | None, rep
     model: Any = trained.saved_in(folder) if capability(trained, Exportable).own_format else trained
     why = f"--to hf is for transformers models, and {type(model).__name__} is not one: use --to onnx"
     require(to != "hf" or isinstance(model, HubModel), f"{why}, or --to hub to upload it unchanged")
+    require(trained.task != "pairs", f"trainer export is not for embeddings: use {folder} (docs/embeddings.md)")
     if to == "peft":
         require_package("--to peft", "peft", "lora")
         has_adapters = isinstance(trained, HubModel) and trained.lora.rank > 0 and trained.weights is not None

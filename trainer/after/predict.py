@@ -189,6 +189,7 @@ class PredictOptions:
         """Reject options that do not apply to a model of ``task``."""
         fix = "fine-tune it, as with trainer fit text_files --model.name RUN, and predict with that run"
         require(task != "masked_language", f"a masked language model fills in masked tokens, not texts: {fix}")
+        require(task != "pairs", "trainer predict is not for embeddings: use the folder model/ (docs/embeddings.md)")
         flags = {"max-new-tokens": self.max_new_tokens, "temperature": self.temperature}
         flags |= {"top-p": self.top_p, "seed": self.seed}
         what = f"this model's task is {task}: leave it out"

@@ -20,8 +20,9 @@ from trainer.contract import Exportable, Model, capability, without_weights
 from trainer.errors import require
 from trainer.system.files import errno_of, read_json_object, staged_file, write_atomic
 from trainer.system.redact import redact_value
+from trainer.system.text import format_names
 from trainer.weights.blocks import kv_cache_restored
-from trainer.weights.files import format_names, read_weights
+from trainer.weights.files import read_weights
 
 WEIGHTS = "model.safetensors"
 CONFIG = "config.json"

@@ -119,11 +119,9 @@ def disk_space_shortfall(folder: Path, needed: int) -> int:
 
 def disk_full_message(folder: Path, step: int, needed: int, missing: int) -> RunError:
     """Return the error for a checkpoint that does not fit on the disk."""
-    return RunError(
-        f"no space for the checkpoint of step {step}: it needs {format_bytes(needed)}, and the file system of {folder} "
-        f"lacks {missing:,} bytes. Older checkpoints are unchanged. Free some space, lower checkpoint.keep_last, or "
-        "set run.best last to keep no best checkpoint, then resume"
-    )
+    why = f"it needs {format_bytes(needed)}, and the file system of {folder} lacks {missing:,} bytes"
+    fix = "Free some space, lower checkpoint.keep_last, or set run.best last to keep no best checkpoint, then resume"
+    return RunError(f"no space for the checkpoint of step {step}: {why}. Older checkpoints are unchanged. {fix}")
 
 
 def is_checkpoint(path: Path) -> bool:

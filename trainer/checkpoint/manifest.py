@@ -56,10 +56,8 @@ class Manifest:
 
     def to_json(self) -> str:
         """Return the manifest as JSON, with a hash of its content that shows if the manifest was changed."""
-        content = dict(vars(self))
-        for name in ("data_files", "base"):
-            if not content[name]:  # as in older manifests without these fields
-                del content[name]
+        later = ("data_files", "base")  # left out if empty, as in older manifests
+        content = {name: value for name, value in vars(self).items() if value or name not in later}
         canonical = json.dumps(content, sort_keys=True, separators=(",", ":"), ensure_ascii=True)
         digest = hashlib.sha256(canonical.encode()).hexdigest()
         return json.dumps({**content, "digest": digest}, indent=1, ensure_ascii=False) + "\n"

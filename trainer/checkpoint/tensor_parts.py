@@ -22,6 +22,7 @@ from torch import Tensor
 
 from trainer.checkpoint.manifest import CorruptCheckpointError
 from trainer.errors import RecipeError, RunError, require
+from trainer.system.files import CHUNK
 
 NAMES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 NAMES |= {"F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2, "C64": torch.complex64, "BOOL": torch.bool}
@@ -30,9 +31,6 @@ NAMES |= {"U64": torch.uint64, "U32": torch.uint32, "U16": torch.uint16, "U8": t
 """Dtypes by their names in safetensors."""
 
 DTYPES = {dtype: name for name, dtype in NAMES.items()}
-
-CHUNK = 16 * 2**20
-"""Number of bytes that are written and hashed at once."""
 
 
 @dataclass(frozen=True)
@@ -199,10 +197,7 @@ class PartsReader:
             here.append(slice(start - b, end - b))
             count *= max(0, end - start)
         if count:
-            stored = self._stored(name, part)
-            # A scalar is not sliced.
-            found = stored[tuple(there)] if there else self._open(part["file"]).get_tensor(part.get("key", name))
-            target.tensor[tuple(here)].copy_(found)
+            target.tensor[tuple(here)].copy_(self._stored(name, part)[tuple(there)])
         return count
 
     def _stored(self, name: str, part: Mapping[str, Any]) -> Any:

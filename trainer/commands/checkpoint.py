@@ -10,8 +10,9 @@ from trainer.checkpoint import manifest as manifests
 from trainer.checkpoint.folder import CheckpointFolder, is_checkpoint
 from trainer.checkpoint.manifest import CorruptCheckpointError, find_corruption, read_manifest, verify_text_file
 from trainer.commands import TRUST_RECIPE, CommandFlags
+from trainer.commands.flags import split_argv
 from trainer.errors import require
-from trainer.system.files import read_json_object
+from trainer.system.files import read_json_object, room_in, staged_folder, write_atomic
 from trainer.system.text import escaped, format_bytes
 
 ACTIONS = ("list", "verify", "export")
@@ -21,8 +22,6 @@ RESULTS = {"recipe.yaml": verify_text_file, "model": manifests.verify_folder}  #
 
 def checkpoint(argv: Sequence[str]) -> None:
     """Run ``trainer checkpoint``."""
-    from trainer.commands.flags import split_argv
-
     positionals, flags = split_argv(argv, CommandFlags({}, {"best": "", "last": ""}))
     if ("help", None) in flags or not positionals:
         print(Path(__file__).with_name("checkpoint_usage.txt").read_text(encoding="utf-8"), end="")
@@ -36,8 +35,8 @@ def checkpoint(argv: Sequence[str]) -> None:
     if action == "list":
         list_checkpoints(find(path))
     elif action == "verify":
-        checks = {path / name: check for name, check in RESULTS.items()} if not is_checkpoint(path) else {}
-        results = {result: check for result, check in checks.items() if result.exists()}
+        checks = {} if is_checkpoint(path) else RESULTS
+        results = {path / name: check for name, check in checks.items() if (path / name).exists()}
         verify_checkpoints(CheckpointFolder(path / "checkpoints").newest_first() if results else find(path), results)
     else:
         out = next((text for name, text in flags if name == "out"), None)
@@ -139,7 +138,6 @@ def export_checkpoint(paths: Sequence[Path], out: Path | None, *, trusted: bool 
     from trainer.commands.recipes import load_recipe
     from trainer.report.model_card import TrainingFacts, build_model_card
     from trainer.run.resume import ValidCheckpoint, load_whole_model
-    from trainer.system.files import room_in, staged_folder, write_atomic
 
     recipe, _ = load_recipe(str(stored), trusted=trusted)
     manifest = read_manifest(path)

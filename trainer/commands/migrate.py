@@ -10,8 +10,17 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
+import yaml
+
 from trainer.commands import CommandFlags
+from trainer.commands.classes import split_classes, with_classes
+from trainer.commands.flags import MAX_YAML_BYTES, RecipeParser, load_yaml, load_yaml_file, split_argv
+from trainer.commands.recipes import parse_count
+from trainer.contract import Data, Model
 from trainer.errors import MissingArgumentError, RecipeError, require, require_positive, suggest_name
+from trainer.recipe import Recipe
+from trainer.settings import change, dump_settings
+from trainer.system.files import read_json_object
 from trainer.system.names import OUR_NAMES, foreign_switch
 from trainer.system.redact import redact_value
 from trainer.system.text import escaped
@@ -23,10 +32,6 @@ UNSET: tuple[Any, ...] = (None, "", [], {})
 
 def migrate(argv: Sequence[str]) -> None:
     """Print a recipe with the settings of another trainer's file, and on stderr what it lacks."""
-    from trainer.commands.flags import MAX_YAML_BYTES, load_yaml_file, split_argv
-    from trainer.commands.recipes import parse_count
-    from trainer.system.files import read_json_object
-
     positionals, flags = split_argv(argv, CommandFlags({"from": "", "ranks": ""}))
     asked = {name: text or "" for name, text in flags}
     if len(positionals) != 1 or "help" in asked:
@@ -43,8 +48,6 @@ def migrate(argv: Sequence[str]) -> None:
 
 def read_table(library: str) -> dict[str, Any]:
     """Return the table of ``library``: cases for each key, and the first that applies counts."""
-    import yaml
-
     content = (Path(__file__).parent / "migrations" / f"{library}.yaml").read_text(encoding="utf-8")
     tree = yaml.load(content, getattr(yaml, "CSafeLoader", yaml.SafeLoader))
     return {**tree, "keys": {key: row if isinstance(row, list) else [row] for key, row in tree["keys"].items()}}
@@ -145,12 +148,6 @@ class Migration:
 
     def print(self, ranks: int | None) -> None:
         """Print the recipe, checked as ``trainer fit`` checks it, and what the user must know."""
-        from trainer.commands.classes import split_classes, with_classes
-        from trainer.commands.flags import RecipeParser, load_yaml
-        from trainer.contract import Data, Model
-        from trainer.recipe import Recipe
-        from trainer.settings import change, dump_settings
-
         report = {"computed": list(self._derive(ranks)), "no counterpart": self.lost, "unknown keys": self.unknown}
         classes = {part: self.settings.get(f"{part}.class", name) for part, name in self.table["classes"].items()}
         base, needed = with_classes(Recipe(model=Model(), data=Data(), batch_size=1), classes, trusted=False)

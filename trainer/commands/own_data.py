@@ -101,17 +101,15 @@ def _of_file(path: Path, given: Mapping[str, str], command: str) -> Inferred:
     if path.suffix.lower() not in TABLES:
         return _documents(path, 1, "one document")
     rows, columns, _ = first_rows(path, csv_format(given.get("data.encoding"), given.get("data.separator")))
-    parts = _other_parts(path)
     asks_text = any(name in given for name in ("data.text_column", "data.label_column", "model.task"))
     if not asks_text and any(wanted <= {*columns} for wanted in CHATS):
+        parts = _other_parts(path)
         flags = {f"data.{part}_files": str(file) for part, file in parts.items()}
         return Inferred("lm_chat", flags | _held_out(parts, len(rows)), f"conversations, {_count(rows)}")
-    return _of_texts(path, rows, columns, parts, given, command)
+    return _of_texts(path, rows, columns, given, command)
 
 
-def _of_texts(
-    path: Path, rows: Rows, columns: Sequence[str], parts: Mapping[str, Path], given: Mapping[str, str], command: str
-) -> Inferred:
+def _of_texts(path: Path, rows: Rows, columns: Sequence[str], given: Mapping[str, str], command: str) -> Inferred:
     pair = next((names for names in PAIRS if {*names} <= {*columns}), None)
     text = given.get("data.text_column") or (pair[0] if pair else None)
     taken = {given.get("data.label_column"), given.get("data.pair_column"), pair[1] if pair else None}
@@ -126,6 +124,7 @@ def _of_texts(
             found = _documents(path, len(rows), f"documents, {_count(rows)}")
             return found._replace(flags=found.flags | {"data.text_column": text})
         label = _one(path, "labels", "label_column", candidates, columns, command)
+    parts = _other_parts(path)
     flags = {f"data.{part}_file": str(file) for part, file in parts.items()}
     flags |= {"data.text_column": text} | ({"data.pair_column": pair[1]} if pair else {}) | {"data.label_column": label}
     values = [row.get(label) for row in rows]
@@ -162,10 +161,8 @@ def _text_columns(rows: Rows, columns: Sequence[str]) -> list[str]:
 def _label_columns(rows: Rows, columns: Sequence[str]) -> list[str]:
     """Return the columns that can be the label: called so, the only one, or with few distinct values."""
     named = [name for name in columns if name.casefold() in LABEL_NAMES]
-    if named:
-        return named
-    if len(columns) == 1:
-        return list(columns)
+    if named or len(columns) == 1:
+        return named or list(columns)
     distinct = {name: len({repr(row.get(name)) for row in rows}) for name in columns}
     return [name for name, count in distinct.items() if 2 <= count <= min(MAX_CLASSES, len(rows) // 2)]
 

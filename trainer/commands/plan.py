@@ -163,6 +163,7 @@ def _parse_clusters(recipe: Recipe, own: dict[str, str], several: bool) -> list[
     is_one_node = nodes is None and per_node is None and not several
     found = clusters(devices or [devices_of(recipe)], [1] if is_one_node else nodes, per_node)
     require("gpu" in own or gpu_possible(), NO_GPU)
+    recipe.data.use_model(recipe.model)
     recipe.data.require_files()
     return found
 

@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING, Any
 from trainer.commands import CommandFlags
 from trainer.commands.recipes import load_recipe, parse_command, parse_count, resolve, source_of
 from trainer.errors import RecipeError, require
+from trainer.faults.signals import requeue_before_training
+from trainer.models.hub import HubModel
 from trainer.recipe import Recipe
 from trainer.system.text import escaped
 
@@ -64,8 +66,6 @@ EXPORT_FLAGS = CommandFlags(
 
 def fit(argv: list[str]) -> None:
     """Train, evaluate and write a run directory."""
-    from trainer.faults.signals import requeue_before_training
-
     requeue_before_training()
     if asked := parse_command("fit", "RECIPE", argv):
         _check_and_fit(asked.recipe, asked.source)
@@ -73,8 +73,6 @@ def fit(argv: list[str]) -> None:
 
 def _check_and_fit(recipe: Recipe, source: str | None) -> None:
     """Check the files of data and model, before torch is imported, and train."""
-    from trainer.models.hub import HubModel
-
     recipe.data.use_model(recipe.model)
     recipe.data.require_files()
     if isinstance(recipe.model, HubModel):
@@ -86,8 +84,6 @@ def _check_and_fit(recipe: Recipe, source: str | None) -> None:
 
 def fit_script(recipe: Recipe) -> None:
     """Run ``python my_recipe.py`` with the flags of ``trainer fit``."""
-    from trainer.faults.signals import requeue_before_training
-
     requeue_before_training()
     from trainer.commands.flags import split_argv
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import csv
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
@@ -165,6 +166,17 @@ def root_cause(error: BaseException) -> str:
         error = error.__cause__
     lines = str(error).strip().splitlines()
     return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
+
+
+@contextmanager
+def explain_faults(what: str, fix: str = "fix the file") -> Iterator[None]:
+    """Convert an error of a library that reads a file, which may be of any class, to a ``RecipeError``."""
+    try:
+        yield
+    except RecipeError:
+        raise
+    except Exception as error:
+        raise RecipeError(f"{what} ({root_cause(error)}): {fix}") from error
 
 
 def hold_out(

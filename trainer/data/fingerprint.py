@@ -102,14 +102,9 @@ class ContentHasher:
 
     def __init__(self, *values: Any, depth: int = 0) -> None:
         self._hash = hashlib.sha256()
+        self.digest, self.hexdigest = self._hash.digest, self._hash.hexdigest
         for value in values:
             self.add(value, depth)
-
-    def digest(self) -> bytes:
-        return self._hash.digest()
-
-    def hexdigest(self) -> str:
-        return self._hash.hexdigest()
 
     def add(self, value: Any, depth: int = 0) -> None:
         if value is None or isinstance(value, bool):

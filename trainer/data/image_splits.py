@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gzip
 import hashlib
 import io
 from collections.abc import Callable, Mapping, Sequence
@@ -10,7 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
@@ -22,11 +21,14 @@ from torchvision.transforms.v2 import functional as F
 from tqdm import tqdm
 
 from trainer.contract import DrawnSamples
-from trainer.data.base import root_cause
+from trainer.data.base import explain_faults, root_cause
 from trainer.data.cache import inspect_cached
 from trainer.data.fingerprint import ContentHasher
 from trainer.errors import RecipeError, require
 from trainer.system.files import open_regular, read_regular
+
+if TYPE_CHECKING:
+    from trainer.data.images import Augmentation
 
 FORMATS = ("JPEG", "PNG", "PPM", "BMP", "TIFF", "WEBP", "GIF")  # PIL's others may start programs, such as Ghostscript
 MAX_IMAGE_BYTES, MAX_IMAGE_PIXELS, MAX_IMAGE_SIDE, MAX_ASPECT_RATIO = 2**29, 89_000_000, 65_535, 200
@@ -36,42 +38,31 @@ POLICIES = {"randaugment": v2.RandAugment, "autoaugment": v2.AutoAugment, "trivi
 
 
 class ImageTransform:
-    """The transform from raw images to a model's input; see ``Augmentation`` for the other settings.
+    """The transform from raw images to a model's input, with the random ``changes`` of training images.
 
     Resizes the shorter side to ``image_size`` pixels (bilinear, antialiased), crops the centre square, applies the
     augmentation, scales to [0, 1] and normalises by ``mean`` and ``std``, per channel of the raw image or one for all.
     """
 
-    def __init__(
-        self,
-        image_size: int,
-        mean: Sequence[float],
-        std: Sequence[float],
-        augment: str = "none",
-        mirror: bool = True,
-        random_resized_crop: float | None = None,
-        color_jitter: float = 0.0,
-        erasing: float = 0.0,
-        transform: Callable[[Tensor], Tensor] | None = None,
-    ) -> None:
+    def __init__(self, image_size: int, mean: Sequence[float], std: Sequence[float], changes: Augmentation) -> None:
         self.size, self.border = [image_size, image_size], max(1, image_size // 8)
+        augment, mirror, transform = changes.augment, changes.mirror, changes.transform
+        crop, jitter, erasing = changes.random_resized_crop, changes.color_jitter, changes.erasing
         self.augment, self.mirror, self.transform = augment, mirror, transform
-        more: dict[str, Any] = {"mirror": not mirror, "crop": random_resized_crop, "jitter": color_jitter}
-        more |= {"erasing": erasing, "transform": transform and _name_of(transform)}
+        more: dict[str, Any] = {"mirror": not mirror, "crop": crop, "jitter": jitter, "erasing": erasing}
+        more |= {"transform": transform and _name_of(transform)}
         more = {name: value for name, value in more.items() if value}
         self.settings = (self.size, list(mean), list(std), augment, *([more] if more else []))
         self.augmented = augment != "none" or bool(more.keys() - {"mirror"})
         self.mean, self.std = (torch.tensor(values)[:, None, None] for values in (mean, std))
-        self.crop = None
-        if random_resized_crop is not None:
-            self.crop = v2.RandomResizedCrop(self.size, (random_resized_crop, 1.0), antialias=True)
+        self.crop = None if crop is None else v2.RandomResizedCrop(self.size, (crop, 1.0), antialias=True)
         self.changes: list[Callable[[Tensor], Tensor]] = []
         if augment in POLICIES:
             self.changes += [*([v2.RandomHorizontalFlip()] if mirror else []), POLICIES[augment]()]
         elif augment != "none":
             self.changes.append(self._crop_and_flip)
-        if color_jitter:
-            self.changes.append(v2.ColorJitter(color_jitter, color_jitter, color_jitter))
+        if jitter:
+            self.changes.append(v2.ColorJitter(jitter, jitter, jitter))
         if erasing:
             self.changes.append(v2.RandomErasing(erasing, value=255 * sum(mean) / len(mean)))
 
@@ -190,22 +181,17 @@ class ImageFiles(ImageSplit):
         self, samples: Sequence[tuple[str, int]], pixels: ImageTransform, checked: Mapping[str, CheckedFile]
     ) -> None:
         super().__init__(pixels)
-        self.samples = samples
+        self.samples, self.labels = samples, [label for _, label in samples]
         self.digests = [bytes.fromhex(checked[path].digest) for path, _ in samples]
         self.broken = {path: fault for path, _ in samples if (fault := checked[path].fault)}
 
     def __len__(self) -> int:
         return len(self.samples)
 
-    @property
-    def labels(self) -> list[int]:  # type: ignore[override]
-        """The class of every sample."""
-        return [label for _, label in self.samples]
-
     def draw(self, index: int) -> tuple[Tensor, int]:
         path, label = self.samples[index]
         if path in self.broken:  # a decoder may still return something
-            raise _unreadable_error(path, self.broken[path])
+            raise RecipeError(f"{path} cannot be read as an image ({self.broken[path]}): replace or remove it")
         return self.pixels.augment_bytes(read_image(path, "RGB")), label
 
     def describe(self, index: int) -> str:
@@ -217,20 +203,17 @@ class ImageFiles(ImageSplit):
 
 def read_image(path: str, mode: str) -> Tensor:
     """Decode a file to uint8 ``(channels, H, W)``; ``mode`` is PIL's, ``L`` or ``RGB``."""
-    try:
-        with open_regular(path, MAX_IMAGE_BYTES) as file, Image.open(file, formats=FORMATS) as image:
-            _reject_decompression_bomb(image)
-            if image.format == "JPEG" and image.mode == mode == "RGB":  # PIL takes 1.5 times as long for the same bits
-                file.seek(0)
-                with suppress(RuntimeError):  # PIL may read it, or gives a better message
-                    return decode_jpeg(torch.frombuffer(bytearray(file.read()), dtype=torch.uint8))
-            return F.pil_to_tensor(image.convert(mode))
-    except Exception as error:  # PIL raises OSError, SyntaxError, ValueError, struct.error... for broken files
-        raise _unreadable_error(path, root_cause(error)) from error
-
-
-def _unreadable_error(path: str, why: str) -> RecipeError:
-    return RecipeError(f"{path} cannot be read as an image ({why}): replace or remove it")
+    with (
+        explain_faults(f"{path} cannot be read as an image", "replace or remove it"),
+        open_regular(path, MAX_IMAGE_BYTES) as file,
+        Image.open(file, formats=FORMATS) as image,
+    ):
+        _reject_decompression_bomb(image)
+        if image.format == "JPEG" and image.mode == mode == "RGB":  # PIL takes 1.5 times as long for the same bits
+            file.seek(0)
+            with suppress(RuntimeError):  # PIL may read it, or gives a better message
+                return decode_jpeg(torch.frombuffer(bytearray(file.read()), dtype=torch.uint8))
+        return F.pil_to_tensor(image.convert(mode))
 
 
 def _reject_decompression_bomb(image: Image.Image) -> None:
@@ -293,6 +276,5 @@ def read_digits() -> tuple[np.ndarray, np.ndarray]:
 
         digits = load_digits()
         return digits.images, digits.target.astype(np.int64)
-    with gzip.open(path, "rt") as file:
-        table = np.loadtxt(file, delimiter=",")
+    table = np.loadtxt(path, delimiter=",")
     return table[:, :-1].reshape(-1, 8, 8), table[:, -1].astype(np.int64)

@@ -20,7 +20,6 @@ if TYPE_CHECKING:
 
     from trainer.data.image_splits import ImageTransform
 
-RANDOM_SETTINGS = ("augment", "mirror", "random_resized_crop", "color_jitter", "erasing", "transform")  # random changes
 MAX_MIXUP_ALPHA = 1000  # above it, all shares are close to 1/2
 DEFAULT_IMAGE_SIZE = 224
 MAX_IMAGE_SIZE = 20_000  # per side: one such image is 5 GB
@@ -146,11 +145,10 @@ class _ImageDataset(Augmentation, ClassWeightedDataset):
     def _transform(self, augmented: bool = False) -> ImageTransform:
         from trainer.data.image_splits import ImageTransform
 
-        changes = {name: getattr(self, name) for name in RANDOM_SETTINGS} if augmented else {}
         if self.image_size is None:
             seen = self._pretrained_input()
             self.image_size = seen.size if seen is not None and seen.size else DEFAULT_IMAGE_SIZE
-        return ImageTransform(self.image_size, *self._mean_and_std, **changes)
+        return ImageTransform(self.image_size, *self._mean_and_std, self if augmented else Augmentation())
 
     def _set_splits(self, train: _ImageArraysPart, test: _ImageArraysPart) -> None:
         from trainer.data.image_splits import ImageArrays
@@ -321,13 +319,6 @@ class ImageFolder(_ImageDataset):
     workers: int | None = field(default=None, kw_only=True)
 
     def require_files(self) -> None:
-        key, root = f"data.root={self.root!r}", local_path(self.root)
-        wanted = "give one with train/CLASS/*.jpg and test/CLASS/*.jpg by --data.root FOLDER, or one with CLASS/*.jpg"
-        require(root.is_dir(), f"{key}: there is no folder {root}: {wanted} and --data.val_fraction 0.1")
-        split, train = (root / "val").is_dir() or (root / "test").is_dir(), root / "train"
-        require(train.is_dir() or not split, f"{key}: there is no folder {train}: {wanted}")
-        train = train if train.is_dir() else root
-        require(bool(_folders_in(train)), f"{key}: {train} contains no class folders: {wanted}")
         self._list()
 
     def prepare(self, tokenizer: Any = None, model: Model | None = None) -> None:
@@ -335,7 +326,6 @@ class ImageFolder(_ImageDataset):
         from trainer.data.image_splits import ImageFiles, check_images
 
         self.use_model(model)
-        self.require_files()
         files = self._list()
         paths = [path for samples in files.values() for path, _ in samples]
         checked = check_images(paths, self.max_bad_samples, cache_folder(self.cache_dir))
@@ -349,8 +339,12 @@ class ImageFolder(_ImageDataset):
     def _list(self) -> dict[str, list[tuple[str, int]]]:
         """Return the files of every part and their classes. Sets ``class_names`` and ``num_classes``."""
         key, root = f"data.root={self.root!r}", local_path(self.root)
+        wanted = "give one with train/CLASS/*.jpg and test/CLASS/*.jpg by --data.root FOLDER, or one with CLASS/*.jpg"
+        require(root.is_dir(), f"{key}: there is no folder {root}: {wanted} and --data.val_fraction 0.1")
         folders = {part: root / part for part in ("train", "val", "test") if (root / part).is_dir()} or {"train": root}
+        require("train" in folders, f"{key}: there is no folder {root / 'train'}: {wanted}")
         found = {part: _folders_in(folder) for part, folder in folders.items()}
+        require(bool(found["train"]), f"{key}: {folders['train']} contains no class folders: {wanted}")
         cause = f"{key} contains neither a test nor a val folder"
         if len(found) == 1 and self.val_fraction == 0:
             raise RecipeError(f"{cause}: add one, or hold out part of the training images with --data.val_fraction 0.1")

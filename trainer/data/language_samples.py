@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import accumulate, chain, pairwise
 from pathlib import Path
 from re import search
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import datasets
 import jinja2
@@ -81,23 +81,6 @@ class Sample(NamedTuple):
     bytes: int = 0  # UTF-8 bytes of the document, only set in its first piece
 
 
-class RowReader(Protocol):
-    """The protocol of readers, which convert rows to samples."""
-
-    tokenizer: Any
-    settings: list[Any]
-    """Everything except the tokenizer that determines the samples, as JSON values."""
-
-    def columns(self, source: str, found: Sequence[str]) -> Sequence[str]:
-        """Return the columns to read from those ``found``."""
-
-    def __call__(self, rows: Sequence[Mapping[str, Any]]) -> list[list[Sample] | str]:
-        """Return the samples of each row, which maps columns to cells, or the reason why it is invalid."""
-
-    def prompts(self, texts: Sequence[Any]) -> list[list[int]]:
-        """Return the tokens of texts to continue; for chats also of lists of messages."""
-
-
 def make_padder(tokenizer: Any, max_length: int) -> tokens.Padder:
     """Return a padder that always pads on the right, with any token if there is no padding token: it is masked."""
     if tokenizer is not None:
@@ -125,6 +108,10 @@ def _require_text(text: Any, most: int) -> None:
 class DocumentReader:
     """Reads a text, followed by the tokenizer's end of text, in pieces that overlap by one token."""
 
+    settings: list[Any]
+    """Everything except the tokenizer that determines the samples, as JSON values."""
+    ends: Sequence[int] = ()  # tokens after a text to continue
+
     def __init__(self, tokenizer: Any, max_length: int, column: str) -> None:
         self.tokenizer, self.max_length, self.column, self.end = tokenizer, max_length, column, tokenizer.eos_token_id
         cause = "the tokenizer of model.tokenizer has no end of text (eos_token), which must follow each document"
@@ -133,10 +120,12 @@ class DocumentReader:
         self.settings = ["documents", column, max_length]
 
     def columns(self, source: str, found: Sequence[str]) -> Sequence[str]:
+        """Return the columns to read from those ``found``."""
         check_columns(source, found, text_column=self.column)
         return [self.column]
 
     def __call__(self, rows: Sequence[Mapping[str, Any]]) -> list[list[Sample] | str]:
+        """Return the samples of each row, which maps columns to cells, or the reason why it is invalid."""
         problems = [self._find_problem(*cells.values()) for cells in rows]
         texts = [next(iter(cells.values())) for cells, why in zip(rows, problems, strict=True) if not why]
         found = zip(texts, encode_texts(texts, self.tokenizer), strict=True)
@@ -156,7 +145,8 @@ class DocumentReader:
         return [Sample(piece, piece, 0, place, 0 if place else size) for place, piece in enumerate(pieces)]
 
     def prompts(self, texts: Sequence[str]) -> list[list[int]]:
-        return [[*self.begin, *ids.tolist()] for ids in encode_texts(texts, self.tokenizer)]
+        """Return the tokens of texts to continue."""
+        return [[*self.begin, *ids.tolist(), *self.ends] for ids in encode_texts(texts, self.tokenizer)]
 
 
 class MaskedDocumentReader(DocumentReader):
@@ -179,9 +169,6 @@ class MaskedDocumentReader(DocumentReader):
             labels[: len(self.begin)] = labels[len(ids) - len(self.ends) :] = IGNORED_LABEL
             found.append(Sample(ids, labels, 0, place, 0 if place else size))
         return found
-
-    def prompts(self, texts: Sequence[str]) -> list[list[int]]:
-        return [[*self.begin, *ids.tolist(), *self.ends] for ids in encode_texts(texts, self.tokenizer)]
 
 
 class _RenderedChat(NamedTuple):
@@ -299,9 +286,8 @@ class ChatReader:
             return _RenderedChat(whole, [(0, len(whole))])
         if self.marked:
             return _RenderedChat(whole, [(start, end) for start, end in spans if start < end])
-        for number, message in enumerate(messages):
-            if message["role"] != "assistant":
-                continue
+        answers = (number for number, message in enumerate(messages) if message["role"] == "assistant")
+        for number in answers:
             before, _ = self._render(messages[:number], tools, prompt=True)
             after, _ = self._render(messages[: number + 1], tools)
             cause = f"is rendered differently by the chat template up to message {number + 1} than as a whole"
@@ -349,6 +335,7 @@ class ChatReader:
         return np.any([(start <= places[:, 0]) & (places[:, 1] <= end) for start, end in written.spans], axis=0)
 
     def prompts(self, texts: Sequence[Any]) -> list[list[int]]:
+        """Return the tokens of user texts or lists of messages to continue."""
         chats = [_parse_content(one, "prompt") for one in texts]
         for chat in chats:  # drop existing answers, because the model generates its own
             while chat and chat[-1]["role"] == "assistant":
@@ -359,6 +346,9 @@ class ChatReader:
                 raise RecipeError(f"the conversation without an answer {found}")
             texts.append(found.text)
         return [ids.tolist() for ids in encode_texts(texts, self.tokenizer)]
+
+
+RowReader = DocumentReader | ChatReader  # converts rows to samples
 
 
 class PreferenceReader(ChatReader):
@@ -568,15 +558,11 @@ class Sequences(Samples):
         """Split into kept and held-out samples. All samples of a row are on the same side."""
         if fraction == 0:
             return self, None
-        _, rows = np.unique(self.row_numbers(), return_inverse=True)
+        numbers = (self.table.data.column("place").to_numpy() == 0).cumsum()  # the number of each row
+        _, rows = np.unique(numbers[np.asarray(self.chosen, dtype=np.int64)], return_inverse=True)
         _, held = hold_out([0] * (int(rows.max()) + 1), fraction, "data.val_fraction", fold=fold)
         is_held = np.isin(rows, held)
         return self.of(np.flatnonzero(~is_held).tolist()), self.of(np.flatnonzero(is_held).tolist())
-
-    def row_numbers(self) -> ndarray:
-        """Return the row number of each sample, over all tables."""
-        begins = (self.table.data.column("place").to_numpy() == 0).cumsum()
-        return begins[np.asarray(self.chosen, dtype=np.int64)]
 
     @property
     def bytes_per_token(self) -> float | None:  # type: ignore[override]

@@ -6,7 +6,7 @@ import random
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from itertools import compress
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -24,10 +24,6 @@ from trainer.values import IGNORED_LABEL, BadSample, Packed, PartialBatch, Reque
 
 class SampleError(RecipeError):
     """Raised if a sample cannot be loaded. The message names its file or row, and the cause."""
-
-
-class _Failure(NamedTuple):
-    message: str
 
 
 class PackedInMemory(Packed):
@@ -79,8 +75,8 @@ class Loader:
             return
         # Workers are restarted for every pass, in a few tenths of a second, so that passes share no state.
         for item in load_in_workers(self, requests, self.workers, self.pin_memory, self.worker_timeout, self.at_once):
-            if isinstance(item, _Failure):
-                raise SampleError(item.message)
+            if isinstance(item, SampleError):
+                raise item
             yield item
 
     def __getitem__(self, request: Request) -> Any:
@@ -88,7 +84,7 @@ class Loader:
         try:
             return self._fetch(request)
         except RecipeError as error:
-            return _Failure(str(error))
+            return SampleError(str(error))
 
     def _fetch(self, request: Request) -> Any:
         try:

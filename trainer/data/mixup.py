@@ -36,9 +36,8 @@ def apply_mixup(batch: Any, row_indices: Sequence[int], partners: Sequence[int],
 def cutmix_box(lam: float, centre: tuple[float, float], height: int, width: int) -> tuple[slice, slice, float]:
     """Return rows and columns that CutMix takes from the partner, and the remaining share, in 256ths. The rectangle's
     sides are the image's times the root of 1 - ``lam``, clipped at the border (Yun et al. 2019)."""
-    sides = []
-    for place, size in zip(centre, (height, width), strict=True):
-        middle, half = int(place * size), int(size * (1 - lam) ** 0.5) // 2
-        sides.append(slice(max(0, middle - half), min(size, middle + half)))
-    taken = (sides[0].stop - sides[0].start) * (sides[1].stop - sides[1].start)
-    return sides[0], sides[1], round(256 * (1 - taken / (height * width))) / 256
+    sides = zip(centre, (height, width), strict=True)
+    cuts = [(int(place * size), int(size * (1 - lam) ** 0.5) // 2, size) for place, size in sides]
+    rows, columns = (slice(max(0, middle - half), min(size, middle + half)) for middle, half, size in cuts)
+    taken = (rows.stop - rows.start) * (columns.stop - columns.start)
+    return rows, columns, round(256 * (1 - taken / (height * width))) / 256

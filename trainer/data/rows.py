@@ -15,7 +15,7 @@ from math import inf, isnan
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
-from trainer.data.base import MAX_LINE_BYTES, root_cause, separator_of
+from trainer.data.base import MAX_LINE_BYTES, explain_faults, separator_of
 from trainer.errors import RecipeError, require, suggest_name
 from trainer.system.files import open_regular
 
@@ -219,12 +219,8 @@ def first_rows(path: Path, written: CsvFormat = AUTO_FORMAT, most: int = MAX_ROW
     kind = path.suffix.lower()
     reject_archive(path)
     read = {"parquet": _first_of_parquet, "json": _first_of_json}.get(KINDS[kind][0], partial(_first_of_csv, written))
-    try:
+    with explain_faults(f"{path} cannot be read as {kind[1:]}"):
         found = read(path, most)
-    except RecipeError:
-        raise
-    except (OSError, ValueError, RecursionError, csv.Error) as error:
-        raise RecipeError(f"{path} cannot be read as {kind[1:]} ({root_cause(error)}): fix the file") from error
     require(len(found.rows) > 0, f"{path} has no rows: {NO_ROWS}")
     return found
 

@@ -6,8 +6,7 @@ import math
 import os
 from bisect import bisect_right
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import accumulate
@@ -20,7 +19,7 @@ import pyarrow.parquet as pq
 from torch import Tensor
 
 from trainer.contract import Samples
-from trainer.data.base import root_cause
+from trainer.data.base import explain_faults
 from trainer.data.cache import MAX_HASHED_BYTES, checksum, inspect_cached
 from trainer.data.fingerprint import ContentHasher
 from trainer.data.parquet_files import open_parquet, read_group, require_sane_growth
@@ -31,6 +30,7 @@ from trainer.values import ShuffleGroups
 MAX_LABELS = 10_000
 MAX_LONGEST_SAMPLES = 1024  # max candidates for the longest samples
 MAX_OPEN_FILES = 8  # per process
+DAMAGED = "it is damaged or incomplete; write it again or remove it"
 
 
 @dataclass(frozen=True)
@@ -63,7 +63,7 @@ def require_rows(key: str, shards: Sequence[Shard]) -> None:
 
 def _read_footer(path: Path, label_column: str | None) -> tuple[list[tuple[int, int]], list[str], list[str]]:
     labels: set[str] = set()
-    with _explain_faults(str(path)), open_parquet(path) as file:
+    with explain_faults(f"{path} cannot be read as Parquet", DAMAGED), open_parquet(path) as file:
         metadata, columns = file.metadata, file.schema_arrow.names
         require_sane_growth(path, metadata)
         rows = [(group, metadata.row_group(group).num_rows) for group in range(metadata.num_row_groups)]
@@ -74,17 +74,6 @@ def _read_footer(path: Path, label_column: str | None) -> tuple[list[tuple[int, 
                 values = pc.unique(read_group(path, file, group, [label_column]).column(0)).to_pylist()
                 labels |= {str(value) for value in values if value is not None}
     return rows, columns, sorted(labels)
-
-
-@contextmanager
-def _explain_faults(place: str) -> Iterator[None]:
-    try:
-        yield
-    except RecipeError:
-        raise
-    except Exception as error:  # pyarrow raises OSError, ArrowInvalid and others for damaged files
-        cause = f"{place} cannot be read as Parquet ({root_cause(error)})"
-        raise RecipeError(f"{cause}: it is damaged or incomplete; write it again or remove it") from error
 
 
 class ShardReader:
@@ -130,7 +119,7 @@ class ShardReader:
     def _decode(self, number: int) -> pa.Table:
         shard, group = self.places[number]
         path = self.shards[shard].path
-        with _explain_faults(f"{path} row group {group} (the first is 0)"):
+        with explain_faults(f"{path} row group {group} (the first is 0) cannot be read as Parquet", DAMAGED):
             table = read_group(path, self._file(path), group, self.columns)
         cause = f"{path} row group {group} has {len(table)} rows instead of {self.sizes[number]}"
         require(len(table) == self.sizes[number], f"{cause}: the file has changed since the run began; restart the run")
@@ -149,10 +138,8 @@ class ShardReader:
 class RowEncoder(Protocol):
     """Protocol of encoders, which convert rows to columns such as ``input_ids`` and ``labels``, one entry per row."""
 
-    @property
-    def columns(self) -> Sequence[str]:
-        """The columns to read, the one with the longest text first."""
-
+    columns: Sequence[str]
+    """The columns to read, the one with the longest text first."""
     settings: Any
     """Everything except the tokenizer that determines the samples."""
 
@@ -163,7 +150,7 @@ class RowEncoder(Protocol):
 class TokenizedWithLabels:
     """The encoder of texts with one label each; ``classes`` maps label texts to numbers."""
 
-    def __init__(self, columns: tuple[str, str], classes: Mapping[str, int], pad: Padder) -> None:
+    def __init__(self, columns: Sequence[str], classes: Mapping[str, int], pad: Padder) -> None:
         self.columns, self.settings, self.pad = columns, dict(classes), pad
 
     def __call__(self, rows: Sequence[tuple[Any, ...]], places: Sequence[Callable[[], str]]) -> Mapping[str, list[Any]]:

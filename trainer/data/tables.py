@@ -6,7 +6,7 @@ import io
 import json
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from glob import escape, glob
 from itertools import product
@@ -19,7 +19,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from datasets.utils.extract import Extractor
 
-from trainer.data.base import MAX_LINE_BYTES, root_cause, separator_of
+from trainer.data.base import MAX_LINE_BYTES, explain_faults, root_cause, separator_of
 from trainer.data.cache import cache_folder, checksums, hash_of, inspect_cached
 from trainer.data.parquet_files import open_parquet, read_group, require_sane_growth, text_columns
 from trainer.data.rows import (
@@ -59,22 +59,18 @@ def _read_file(path: Path, kind: str, written: CsvFormat, cache_dir: str) -> dat
     with _explain_faults(path):
         _reject_decompression_bombs(path, kind)
         options = {"cache_dir": cache_dir} | (_csv_options(path, written) if KINDS[kind][0] == "csv" else {})
-        with no_progress_bar():
-            table = datasets.load_dataset(KINDS[kind][0], data_files=str(path), split="train", **options)
+        try:
+            with no_progress_bar():
+                table = datasets.load_dataset(KINDS[kind][0], data_files=str(path), split="train", **options)
+        except ValueError as error:  # also raised for a table without rows
+            require("corresponds to no data" not in str(error), f"{path} has no rows: {NO_ROWS}")
+            raise
     require(len(table) > 0, f"{path} has no rows: {NO_ROWS}")
     return table
 
 
-@contextmanager
-def _explain_faults(path: Path) -> Iterator[None]:
-    try:
-        yield
-    except RecipeError:
-        raise
-    except Exception as error:  # the readers of the formats raise different exceptions; datasets wraps them
-        require("corresponds to no data" not in str(error), f"{path} has no rows: {NO_ROWS}")
-        kind = path.suffix.lower()[1:]
-        raise RecipeError(f"{path} cannot be read as {kind} ({root_cause(error)}): fix the file") from error
+def _explain_faults(path: Path) -> AbstractContextManager[None]:
+    return explain_faults(f"{path} cannot be read as {path.suffix.lower()[1:]}")
 
 
 Rows = Callable[[], Iterator[dict[str, Any]]]
@@ -111,8 +107,7 @@ def _explained(path: Path, read: Rows) -> Iterator[dict[str, Any]]:
 def _shape_of(rows: Iterator[dict[str, Any]]) -> tuple[int, dict[str, pa.DataType]]:
     """Return the number of rows and a type for each column; a column of other or mixed JSON values is text."""
     number, found = 0, dict[str, set[type]]()
-    for row in rows:
-        number += 1
+    for number, row in enumerate(rows, start=1):
         for name, cell in row.items():
             large = type(cell) is int and abs(cell) > 2**53  # a float64 may not represent it
             found.setdefault(name, set()).add(object if large else type(cell))
@@ -195,7 +190,7 @@ def _documents(paths: Sequence[str], encoding: str) -> Iterator[dict[str, str]]:
             text = read_regular(path, MAX_LINE_BYTES).decode(encoding)
         except OSError as error:
             problem = f"cannot be read: {error.strerror}"
-        except ValueError as error:
+        except ValueError as error:  # also raised for a table without rows
             problem = f"is not {encoding} text ({root_cause(error)}): save it in that encoding, or leave it out"
         if "\0" in text:
             text, problem = "", "is not text (it contains the character 0): leave it out"
@@ -301,14 +296,13 @@ def open_hub_dataset(
         raise RecipeError(f"{cause}: check the name and the network, {advice}; {of_hub()}") from error
     if why_not:
         warn_offline_cache()
-    counting = "the first is row 0, as on the hub"
     return {
         part: RowSource(
             table._fingerprint,  # depends on the revision on the hub
             partial(_as_loaded, table),
             f"{name} {splits[part]}",
             0,
-            counting,
+            "the first is row 0, as on the hub",
             names={column: kind.names for column, kind in table.features.items() if hasattr(kind, "names")},
         )
         for part, table in zip(splits, tables, strict=True)

@@ -11,7 +11,7 @@ from glob import escape, glob
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
-from trainer.contract import Data, Model, splits_of
+from trainer.contract import Data, Model, Packable, capability, splits_of
 from trainer.data import rows as table_rows
 from trainer.data.base import BuiltinDataset, ClassWeightedDataset, format_counts, local_path
 from trainer.data.rows import KINDS, CsvFormat, RowSource, check_columns, first_rows, has_text, is_missing
@@ -41,7 +41,8 @@ class PaddedDataset(BuiltinDataset):
 
     max_length: int
     shuffle_buffer: int
-    pair_column: str | None = None  # a setting of datasets that support pairs
+    pair_column: str | None = None  # settings of datasets that support pairs
+    negative_column: str | None = None
 
     _pad: Any = None
 
@@ -88,6 +89,7 @@ class Texts(PaddedDataset):
         label_column: column of the labels: integers or strings.
         pair_column: column of the second text of each row if a sample is a pair of texts: two sentences, a question
             and a passage; null for single texts.
+        negative_column: for model.task pairs: column of a text that does not belong to the pair (optional).
         max_length: max number of tokens; longer texts are truncated.
         cache_dir: folder of the cache for tokens; by default that of the datasets library.
     """
@@ -146,11 +148,15 @@ class _TokenizedDataset(ClassWeightedDataset, Texts):
         wrong = f"data.pair_column={pair!r} is not for model.task=token, which has one label per word"
         require(pair is None or task != "token", f"{wrong}: leave it out")
         given: Any = {"tokenizer": tokenizer, "max_length": self.max_length, "cache": cache, "task": task}
-        read: Any = partial(tokens.tokenize_table, **given, pair_column=pair)
+        padded = task == "pairs" and (model is None or not capability(model, Packable).packs())
+        given |= {"pair_column": pair, "negative_column": self.negative_column, "padded": padded}
+        read: Any = partial(tokens.tokenize_table, **given)
         tables = {part: read(rows, *columns) for part, rows in found.items()}
         usable = {part: tokens.complete_rows(tables[part], rows, self.missing) for part, rows in found.items()}
         rows = usable["train"]
-        classes = self._find_classes(tokens.label_texts(tables["train"]), found["train"].source, len(rows))
+        classes = {tokens.PAIR: 0}  # pairs have no labels
+        if task != "pairs":
+            classes = self._find_classes(tokens.label_texts(tables["train"]), found["train"].source, len(rows))
         self._pad, said = tokens.Padder(tokenizer, self.max_length), (self.label_column, classes, task)
         labels = {part: tokens.label_ids(tables[part], rows, *said) for part, rows in found.items()}
         strata: Any = [labels["train"][row] for row in rows] if task == "single_label" else [0] * len(rows)
@@ -169,6 +175,16 @@ class _TokenizedDataset(ClassWeightedDataset, Texts):
             if part == "test" or self._known_classes is None:
                 say(escaped(f"data: {part}: {self._summary(one)}"))
 
+    def _text_columns(self) -> dict[str, str]:
+        """Return the columns of the texts of a sample, by setting."""
+        paired, pair, negative = self._task == "pairs", self.pair_column, self.negative_column
+        fix = "name it by --data.pair_column"
+        require(pair is not None or not paired, f"model.task=pairs needs the column of the second texts: {fix}")
+        cause = f"data.negative_column={negative!r} is for model.task=pairs"
+        require(negative is None or paired, f"{cause}, not {self._task}: leave it out")
+        found = {"text_column": self.text_column, "pair_column": pair, "negative_column": negative}
+        return {key: name for key, name in found.items() if name is not None}
+
     def _find_classes(self, texts: Sequence[str], source: str, rows: int) -> dict[str, int]:
         """Set the classes from the distinct labels of the training ``rows``. Return the number of each label."""
         from trainer.data.labels import output_names
@@ -185,8 +201,9 @@ class _TokenizedDataset(ClassWeightedDataset, Texts):
 
     def _summary(self, split: Any) -> str:
         """Describe a split in a line: texts, truncated texts and, of classes, how many texts each has."""
-        full = sum(length >= self.max_length for length in split.lengths)
-        parts = [f"{len(split):,} texts"]
+        pairs = self._task == "pairs"
+        full = sum(length >= self.max_length for length in split.lengths if not pairs)
+        parts = [f"{len(split):,} {'pairs' if pairs else 'texts'}"]
         if self._task == "single_label":
             parts.append(format_counts(Counter(self.class_names[label] for label in split.labels)))
         parts += [f"{100 * full / len(split):.0f} % fill data.max_length={self.max_length}"] if full else []
@@ -292,12 +309,13 @@ class TextFiles(_TokenizedDataset):
             is most frequent in the header.
     """
 
-    tasks = ("single_label", "multi_label", "regression", "token")
+    tasks = ("single_label", "multi_label", "regression", "token", "pairs")
 
     train_file: str
     val_file: str | None = None
     test_file: str | None = None
     pair_column: str | None = None
+    negative_column: str | None = None
     encoding: str | None = None
     separator: str | None = None
 
@@ -317,9 +335,10 @@ class TextFiles(_TokenizedDataset):
         """Check the columns of a table and, if it is small, its texts and classes, before torch is imported."""
         kind = path.suffix.lower()
         rows, columns, whole = first_rows(path, self._format, MAX_CHECKED_ROWS)
-        texts = {"text_column": self.text_column} | ({"pair_column": self.pair_column} if self.pair_column else {})
+        texts = self._text_columns()
         if whole or kind != ".jsonl":  # later lines may have other columns
-            check_columns(str(path), columns, **texts, label_column=self.label_column)
+            labelled = {} if self._task == "pairs" else {"label_column": self.label_column}
+            check_columns(str(path), columns, **texts, **labelled)
         labels = [row.get(self.label_column) for row in rows]
         plain = any({type(label) for label in labels} <= {kind, type(None)} for kind in (str, int))
         if not (whole and plain and self._task == "single_label"):

@@ -37,6 +37,7 @@ MIN_CHARS_LIMIT = 1_000_000  # min of that limit, about a whole book
 _STORED = ("input_ids", "token_type_ids")
 FILE = "tokens.arrow"
 Missing = Literal["error", "drop"]
+PAIR = "pair"  # label text of every row of model.task=pairs
 
 
 class Padder:
@@ -49,6 +50,8 @@ class Padder:
     def __call__(self, samples: Sequence[Mapping[str, Any]] | Mapping[str, Sequence[Any]]) -> dict[str, Tensor]:
         """Pad samples, or their columns, to ``input_ids``, ``attention_mask`` and others ``(n, length)``; all int64."""
         columns = samples if isinstance(samples, Mapping) else {key: [s[key] for s in samples] for key in samples[0]}
+        if isinstance(columns["input_ids"][0][0], list):  # several texts per sample
+            columns = {key: [*chain(*column)] if key in _STORED else column for key, column in columns.items()}
         longest = max(map(len, columns["input_ids"]))
         batch = self.tokenizer.pad(
             {key: columns[key] for key in _STORED if key in columns},
@@ -210,13 +213,18 @@ def tokenize_table(
     cache: Path,
     task: Task = "single_label",
     pair_column: str | None = None,
+    negative_column: str | None = None,
+    padded: bool = False,
 ) -> datasets.Dataset:
     """Return the tokens of every row, with ``length`` and ``label_text``, using the cache on disk. The latter is the
     label, or JSON of the task's labels: names, numbers, or tags per token, null within words; null if the row has no
-    text or no label."""
-    asked = ([] if task == "single_label" else [task]) + ([f"and {pair_column}"] if pair_column else [])
-    wanted = {"text_column": text_column, "label_column": label_column}
-    wanted |= {"pair_column": pair_column} if pair_column else {}
+    text or no label. Rows of the task pairs have the tokens of each text in a list; ``length`` counts all of them, or
+    if they are ``padded``, those of the longest times the number of texts."""
+    paired, others = task == "pairs", {"pair_column": pair_column, "negative_column": negative_column}
+    asked = ([] if task == "single_label" else [task]) + [f"and {name}" for name in others.values() if name]
+    asked += ["padded"] if padded else []
+    wanted = {"text_column": text_column} | ({} if paired else {"label_column": label_column})
+    wanted |= {key: name for key, name in others.items() if name}
     state = text_column, label_column, max_length, tokenizer_state_hash(tokenizer)
     key = hash_of("tokens with gaps", rows.content, *state, *asked)
 
@@ -226,33 +234,42 @@ def tokenize_table(
 
     def encode_rows(cells: Mapping[str, list[Any]], indices: list[int]) -> dict[str, list[Any]]:
         told: list[Any] = []
-        texts, labels, *pairs = (cells[name] for name in wanted.values())
+        texts, *pairs = (cells[name] for name in wanted.values())
+        labels = [PAIR] * len(texts) if paired else pairs.pop(0)
         for row, (index, text, label) in enumerate(zip(indices, texts, labels, strict=True)):
             place = partial(rows.describe, index)
             # An empty text has no labels in a row with several.
             gone = [text is None if task == "token" else not has_text(text), *(not has_text(one[row]) for one in pairs)]
             if any(gone) or label is None or (task != "multi_label" and is_missing(label)):
                 told.append(None)
-                texts[row] = {"token": ["-"]}.get(task, ("-", "-") if pairs else "-")  # never used
+                texts[row] = {"token": ["-"]}.get(task, ("-",) * (1 + len(pairs)) if pairs else "-")  # never used
                 continue
             if task == "token":
                 texts[row], label = parse_tagged_words((text, label), place, (text_column, label_column))
                 text = " ".join(texts[row])
             require_text(text, place, max_length, text_column)
-            for seconds in pairs:
-                require_text(seconds[row], place, max_length, str(pair_column))
-                texts[row] = text, seconds[row]
+            for other, name in zip(pairs, filter(None, others.values()), strict=True):
+                require_text(other[row], place, max_length, name)
+                texts[row] = *(texts[row] if isinstance(texts[row], tuple) else [text]), other[row]
             read: Any = {"multi_label": parse_labels, "regression": parse_numbers}.get(task)
             told.append(label if read is None else read(label, place, label_column))
-        tokens: dict[str, list[Any]] = encode(texts, tokenizer, max_length)
+        tokens: dict[str, list[Any]] = encode([*chain(*texts)] if paired else texts, tokenizer, max_length)
         if task == "token":
             firsts = zip(told, tokens.pop("words"), strict=True)
             told = [tags and [None if word == IGNORED_LABEL else tags[word] for word in row] for tags, row in firsts]
         lengths = [len(ids) for ids in tokens["input_ids"]]
-        write = str if task == "single_label" else json.dumps
+        if paired:
+            rows_of = partial(_cut, size=1 + len(pairs))
+            tokens = {key: rows_of(values) for key, values in tokens.items()}
+            lengths = [len(row) * max(row) if padded else sum(row) for row in rows_of(lengths)]
+        write = str if task in ("single_label", "pairs") else json.dumps
         return {**tokens, "length": lengths, "label_text": [None if one is None else write(one) for one in told]}
 
     return build_table(rows, key, pick, encode_rows, cache)
+
+
+def _cut(values: Sequence[Any], size: int) -> list[Sequence[Any]]:
+    return [values[start : start + size] for start in range(0, len(values), size)]
 
 
 def build_table(
@@ -308,7 +325,7 @@ def label_ids(
     table: datasets.Dataset, rows: RowSource, column: str, classes: Mapping[str, int], task: Task = "single_label"
 ) -> array[int] | RowLabels:
     """Return the label of every row of a table of :func:`tokenize_table`; reject labels not in ``classes``."""
-    if task != "single_label":
+    if task not in ("single_label", "pairs"):
 
         def where(text: str, found: str) -> str:
             return f"{rows.describe(pc.index(table.data.column('label_text'), text).as_py())}: {column} {found}"

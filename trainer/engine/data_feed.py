@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from trainer.contract import Data, DrawnInputs, Model, Packable, Preparable, as_samples, capability
+from trainer.contract import Data, DrawnInputs, Model, Packable, Preparable, WholeBatch, as_samples, capability
 from trainer.engine.cut import Cut, cut_at, data_parallel_rank
 from trainer.engine.quarantine import Quarantine, Reduce
 from trainer.engine.window import Fetch, MicroBatch, OnLoad, Windows, make_micro_batch
@@ -81,6 +81,7 @@ def make_windows(
         augmented=bool(train.augmented) or drawn.seeded,
         mixing=mixing,
         quarantine=Quarantine(limit=None) if quarantine is None else quarantine,
+        whole=isinstance(recipe.model, WholeBatch),
         changes=sorted(recipe.accumulate) if isinstance(recipe.accumulate, Mapping) else (),
     )
 

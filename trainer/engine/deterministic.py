@@ -63,7 +63,7 @@ class TreeSync(GradientSync):
 
     def begin(self, window: Window) -> None:
         self.abandon()
-        self.leaves, self.micro_steps = window.nonempty, 0
+        self.leaves, self.micro_steps = [size > 0 for size in window.sizes], 0
 
     def before_forward(self, is_last: bool) -> None:
         if self.micro_steps:

@@ -14,6 +14,7 @@ from trainer.engine.forward import Forward
 from trainer.engine.memory_rehearsal import longest_window, rehearse
 from trainer.engine.step import Stepper, StepResult, skip_reason
 from trainer.engine.sync import reshard
+from trainer.engine.two_pass import evaluated_losses
 from trainer.engine.window import MicroBatch, Window, Windows
 from trainer.errors import RunError, format_list
 
@@ -47,10 +48,8 @@ def evaluate(forward: Forward, micro_batches: Iterable[MicroBatch], metrics: Any
     training = forward.module.training
     forward.module.eval()
     try:
-        for micro in micro_batches:
-            for loss in forward.losses(micro.batch, micro.packed):
-                if not micro.is_empty:
-                    metrics.update(loss)
+        for loss in evaluated_losses(forward, micro_batches):
+            metrics.update(loss)
     finally:  # also after a stop, so that the state can be saved
         forward.module.train(training)
         reshard(forward.module)

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
-from trainer.contract import Model
+from trainer.contract import Model, WholeBatch
 from trainer.engine.forward import Forward
 from trainer.engine.model_state import ModelState
 from trainer.engine.sync import reshard
@@ -42,7 +42,7 @@ class LossCheck:
     def __init__(self, model: Model) -> None:
         self.model, self.kind = model, type(model).__name__
         self.seen: Counter[str] = Counter()
-        self.steps, self.is_done = 0, model.samples_interact
+        self.steps, self.is_done = 0, model.samples_interact or isinstance(model, WholeBatch)
         self.columns: set[Any] = set()
         self.compared: set[Any] = set()  # columns whose different values have been compared
 
@@ -55,14 +55,14 @@ class LossCheck:
             raise RecipeError(f"{self.kind}: losses() returns a {type(losses).__name__}: {YIELD}")
         names: set[str] = set()
         for loss in losses:
-            self._require_loss(loss)
+            self.require_loss(loss)
             self.check_loss(loss, batch)
             if loss.name in names:  # before its backward: losses() may be endless
                 raise RecipeError(f"{self.kind}: losses() yields {loss.name!r} twice: {ONCE}")
             names.add(loss.name)
             yield loss
 
-    def _require_loss(self, loss: Any) -> None:
+    def require_loss(self, loss: Any) -> None:
         require(isinstance(loss, Loss), f"{self.kind}: losses() yields a {type(loss).__name__}: {YIELD}")
         total, where = loss.total, f"{self.kind}: loss {loss.name!r}"
         if not isinstance(total, Tensor) or total.numel() != 1:

@@ -13,12 +13,13 @@ from lightning_fabric import Fabric
 from torch import Tensor, nn
 from torch.optim import Adam, AdamW, Optimizer
 
-from trainer.contract import Model
+from trainer.contract import Model, WholeBatch
 from trainer.engine.forward import Forward
 from trainer.engine.loss_check import LossCheck
 from trainer.engine.loss_totals import LossTotals
 from trainer.engine.model_state import BatchNormStatistics
 from trainer.engine.sync import GradientSync, gradient_sync
+from trainer.engine.two_pass import first_pass
 from trainer.engine.window import MicroBatch, Window
 from trainer.errors import RunError
 
@@ -156,10 +157,11 @@ class Stepper(Forward):
         self.sync.begin(window)
         totals = self.sync.loss_totals(window, self.world_size, self.copies)
         last_loss = len(self.model.loss_names)
+        losses_of = first_pass(self, window) if isinstance(self.model, WholeBatch) else self.losses
         for micro in window:
             self.prepare(micro, len(window))
             self.phases.enter("forward", micro)
-            for number, loss in enumerate(self.losses(micro.batch, micro.packed), start=1):  # one graph at a time
+            for number, loss in enumerate(losses_of(micro.batch, micro.packed), start=1):  # one graph at a time
                 if self.launched is not None:  # read the result of the previous step while the device computes
                     self.settle()
                 self.phases.enter("backward")

@@ -47,7 +47,7 @@ class Window:
     weights: dict[str, float]  # from each loss to its weight in the whole batch, over all ranks
     samples: int  # size of the whole batch over all ranks, without bad samples
     epoch: int = 0
-    nonempty: Sequence[bool] = ()  # with ``Cut.rank_independent``: for all micro-batches, whether they have samples
+    sizes: Sequence[int] = ()  # with ``Cut.rank_independent`` or ``whole``: the samples of all micro-batches
     tokens: int = 0  # tokens of these samples without padding; 0 if lengths are unknown
 
     def __iter__(self) -> Iterator[MicroBatch]:
@@ -79,6 +79,7 @@ class Windows:
     quarantine: Quarantine = field(default_factory=Quarantine)
     on_load: OnLoad = lambda samples: None
     on_epoch: Callable[[int], object] = lambda micro_batches: None  # called with the length of an epoch's first window
+    whole: bool = False  # whether the loss compares all samples of a batch: see WholeBatch
     changes: Sequence[int] | None = None  # the only epochs at which the cut may change; None for any epoch
 
     def __post_init__(self) -> None:
@@ -112,8 +113,10 @@ class Windows:
         """Return a window of ``count`` micro-batches with the same samples, for a trial of the peak."""
         fetched = enumerate(self.fetch(iter([self._request(self.current_epoch, indices)] * count)), start=1)
         micro_batches = [make_micro_batch(batch, indices, 0, number == count, False)[0] for number, batch in fetched]
-        weights, present, _ = self._weights(micro_batches)
-        return Window(micro_batches, weights, len(indices) * count * self.world_size, nonempty=present)
+        weights, sizes, _ = self._weights(micro_batches)
+        others = max(0, self.cut(self.current_epoch).batch_size - sum(sizes))  # a whole batch is larger than these
+        samples = len(indices) * count * self.world_size
+        return Window(micro_batches, weights, samples, sizes=[*sizes, others] if self.whole else sizes)
 
     def epoch_ranges(self, epochs: int) -> list[range]:
         """Return ranges of epochs with the same cut; a list of single epochs may have billions of entries."""
@@ -168,11 +171,11 @@ class Windows:
                 micro_batches.append(micro)
                 bad += found
             self.on_load(())
-            weights, present, any_bad = self._weights(micro_batches, len(bad))
+            weights, sizes, any_bad = self._weights(micro_batches, len(bad))
             if any_bad:
                 self.quarantine.exchange("train", bad, self.reduce, self.rank, self.world_size)
             samples, tokens = self._samples(epoch, step)
-            yield Window(micro_batches, weights, samples, epoch, present, tokens)
+            yield Window(micro_batches, weights, samples, epoch, sizes, tokens)
 
     def _own(self, epoch: int, step: int) -> list[tuple[Request, bool]]:
         """Return requests for this rank's micro-batches of a step, and whether each is empty."""
@@ -219,29 +222,29 @@ class Windows:
         kept = self.quarantine.filter("train", self._batch(epoch, step))
         return len(kept), 0 if lengths is None else tokens_of(kept, lengths, packs=True)
 
-    def _weights(self, micro_batches: list[MicroBatch], bad: int = 0) -> tuple[dict[str, float], list[bool], bool]:
-        """Sum over the ranks: return ``Window.weights``, ``Window.nonempty``, and whether any rank has bad samples."""
+    def _weights(self, micro_batches: list[MicroBatch], bad: int = 0) -> tuple[dict[str, float], list[int], bool]:
+        """Sum over the ranks: return ``Window.weights``, ``Window.sizes``, and whether any rank has bad samples."""
         weights = [self.weigh(micro.batch) for micro in micro_batches]
-        present: list[float] = [float(not micro.is_empty) for micro in micro_batches]
-        pairs = list(zip(weights, present, strict=True))
+        own = [0.0 if micro.is_empty else float(len(micro.indices)) for micro in micro_batches]
+        pairs = list(zip(weights, own, strict=True))
         try:
             rows = [[weight[name] if there else 0.0 for weight, there in pairs] for name in weights[0]]
         except (TypeError, KeyError) as error:
             cause = f"{type(getattr(self.weigh, '__self__', self.weigh)).__name__}: weigh() returns {weights[0]!r}"
             fix = "return a dict from every name in loss_names to the number of items which that loss sums up"
             raise RecipeError(f"{cause}: {fix}") from error
-        if not self.cut(self.current_epoch).rank_independent:
+        if not (self.cut(self.current_epoch).rank_independent or self.whole):
             *sums, found = self.reduce([*map(sum, rows), float(bad)])
             return dict(zip(weights[0], sums, strict=True)), [], found > 0
-        rows.append(present)
+        rows.append(own)
         # Rows with a place for every micro-batch of all ranks, in order. This rank fills its places; the sum the rest.
-        length = len(present) * self.world_size
+        length = len(own) * self.world_size
         places = [0.0] * (length * len(rows))
         places[self.rank :: self.world_size] = chain.from_iterable(rows)
         *values, found = self.reduce([*places, float(bad)])
         *tables, everywhere = [values[start : start + length] for start in range(0, len(values), length)]
         sums = [fsum(table) for table in tables]  # rounded once: equal on any number of ranks
-        return dict(zip(weights[0], sums, strict=True)), [flag > 0 for flag in everywhere], found > 0
+        return dict(zip(weights[0], sums, strict=True)), [*map(int, everywhere)], found > 0
 
 
 def make_micro_batch(

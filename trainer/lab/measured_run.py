@@ -20,7 +20,7 @@ from typing import Any, TextIO
 
 import trainer
 from trainer.errors import RecipeError
-from trainer.system.error_reports import find_failure_reason
+from trainer.system.error_reports import FailureReason
 from trainer.system.files import open_writable, read_json_object
 from trainer.system.machine import query_gpus_in_child
 from trainer.system.processes import ProcessSession, trainer_command
@@ -155,7 +155,7 @@ def _outcome(code: int | str | None, text: str, seconds: float | None) -> tuple[
         return "too slow", f"not finished after {seconds:g} s"
     if code == 0:
         return "finished", None
-    reason = find_failure_reason(text)
+    reason = FailureReason(text.splitlines()).reason or None
     if code == 2:
         return "refused", reason
     if OUT_OF_MEMORY.search(text):

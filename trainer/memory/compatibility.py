@@ -7,7 +7,7 @@ from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from trainer.contract import Model, Streamable
+from trainer.contract import Model, Streamable, WholeBatch
 from trainer.engine.cut import Cut
 from trainer.errors import RecipeError, require
 from trainer.memory.knobs import ADAM, KNOBS, UNTESTED_WITH_TP, is_sharded, turned_off
@@ -50,6 +50,11 @@ def _strategy(recipe: Recipe, world_size: int, _: Sequence[Cut]) -> Iterator[str
     if recipe.model.task == "regression" and memory.precision in ("bf16-true", "16-true"):
         mixed = memory.precision.replace("true", "mixed")
         yield f"memory.precision={memory.precision} would round the labels of model.task=regression: use {mixed}"
+    whole, off = f"cannot train {kind}, whose loss compares whole batches", "leave it out"
+    if isinstance(recipe.model, WholeBatch) and memory.compile != "none":
+        yield f"memory.compile={memory.compile} {whole}: its two forwards might draw other dropout masks; {off}"
+    if isinstance(recipe.model, WholeBatch) and memory.tensor_parallel > 1:
+        yield f"memory.tensor_parallel={memory.tensor_parallel} {whole}: ranks would count samples twice; {off}"
     if replicas > 1 and not sharded:
         yield f"memory.replicas={replicas} requires a sharded model: use memory.strategy fsdp, or replicas 1"
     if world_size % replicas:

@@ -37,9 +37,8 @@ def build_custom_optimizer(groups: Any, optim: Optim) -> Optimizer:
         where = f"{called} with optim.arguments={dict(optim.arguments)}"
         raise RecipeError(f"{where}: {describe_error(error)}{hint}") from error
     require(isinstance(made, Optimizer), f"{called} returns a {type(made).__name__}, not a torch.optim.Optimizer")
-    if any(group.get("weight_decay") for group in made.param_groups) and "weight_decay" not in made.defaults:
-        fix = "leave optim.weight_decay at 0, and out of optim.groups"
-        raise RecipeError(f"{called} does not support weight_decay: {fix}")
+    fits = "weight_decay" in made.defaults or not any(group.get("weight_decay") for group in made.param_groups)
+    require(fits, f"{called} does not support weight_decay: leave optim.weight_decay at 0, and out of optim.groups")
     return made
 
 
@@ -100,12 +99,10 @@ def _trial(optim: Optim) -> _OptimizerTraits:
     weights = [draw(shape) for shape in ((4, 6), (3, 5))]
     slopes = [[draw(weight.shape) for weight in weights] for _ in range(TRIED_STEPS)]
     with torch.random.fork_rng(devices=[]):
-        whole = [weight.clone().requires_grad_() for weight in weights]
-        optimizer = build_custom_optimizer(_group(whole, optim), optim)
+        whole, optimizer = _start(weights, optim)
         before = _outside(optimizer)
         _take(optimizer, whole, slopes[:-1])
-        again = [weight.detach().clone().requires_grad_() for weight in whole]
-        resumed = build_custom_optimizer(_group(again, optim), optim)
+        again, resumed = _start(whole, optim)
         resumed.state.update({b: copy.deepcopy(optimizer.state.get(a, {})) for a, b in zip(whole, again, strict=True)})
         for one, parameters in ((optimizer, whole), (resumed, again)):
             torch.default_generator.manual_seed(0)
@@ -115,8 +112,7 @@ def _trial(optim: Optim) -> _OptimizerTraits:
         # A private attribute may be recomputed in every step. Others that change may influence later steps.
         hidden = tuple(key for key in changed if not (goes_on and key[0] == "_")) or (() if goes_on else ("something",))
 
-        alone = [weight.clone().requires_grad_() for weight in weights]
-        shown = build_custom_optimizer(_group(alone, optim), optim)
+        alone, shown = _start(weights, optim)
         (group,) = shown.param_groups
         for step in slopes:
             for parameter, slope in zip(alone, step, strict=True):
@@ -125,16 +121,19 @@ def _trial(optim: Optim) -> _OptimizerTraits:
                 shown.step()
                 parameter.grad = None
 
-        cut = [weight[rows].clone().requires_grad_() for weight in weights for rows in (slice(0, 2), slice(2, None))]
-        parts = [[slope[rows] for slope in step for rows in (slice(0, 2), slice(2, None))] for step in slopes]
-        _take(build_custom_optimizer(_group(cut, optim), optim), cut, parts)
+        halves = slice(0, 2), slice(2, None)
+        cut, of_halves = _start([weight[rows] for weight in weights for rows in halves], optim)
+        _take(of_halves, cut, [[slope[rows] for slope in step for rows in halves] for step in slopes])
     joined = [torch.cat(cut[at : at + 2]) for at in (0, 2)]
     one_by_one = all(map(torch.allclose, alone, whole))
     return _OptimizerTraits(one_by_one, one_by_one and all(map(torch.allclose, joined, whole)), hidden)
 
 
-def _group(parameters: Sequence[Tensor], optim: Optim) -> list[dict[str, Any]]:
-    return [{"params": list(parameters), "weight_decay": optim.weight_decay, "lr": optim.lr, "lr_scale": 1.0}]
+def _start(weights: Sequence[Tensor], optim: Optim) -> tuple[list[Tensor], Optimizer]:
+    """Return copies of ``weights`` and an optimizer over them."""
+    parameters = [weight.detach().clone().requires_grad_() for weight in weights]
+    group = {"params": [*parameters], "weight_decay": optim.weight_decay, "lr": optim.lr, "lr_scale": 1.0}
+    return parameters, build_custom_optimizer([group], optim)
 
 
 def _take(optimizer: Optimizer, parameters: Sequence[Tensor], gradients: Sequence[Sequence[Tensor]]) -> None:

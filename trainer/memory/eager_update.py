@@ -101,12 +101,10 @@ class EagerOptimizerUpdate:
         for parameter, before in self.before.items():
             for name, value in _tensors(parameter, before or {}).items():
                 value.copy_(self.copies[parameter][name])
-            state = self.optimizer.state.get(parameter)
-            if state is not None and before is not None:
-                state.clear()
-                state.update(before)
-            elif state is not None:
-                del self.optimizer.state[parameter]
+            if before is None:
+                self.optimizer.state.pop(parameter, None)
+            else:
+                self.optimizer.state[parameter] = before
         self.before.clear()
         self.norms.clear()
         self.taken.clear()

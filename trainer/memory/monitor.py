@@ -7,7 +7,7 @@ import warnings
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from itertools import chain
+from itertools import chain, pairwise
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, get_args
 
@@ -15,7 +15,7 @@ import torch
 
 from trainer.engine.step import PhaseHooks
 from trainer.engine.window import MicroBatch
-from trainer.errors import RecipeError
+from trainer.errors import require
 from trainer.recipe import Recipe
 from trainer.system.files import staged_file
 from trainer.system.machine import HostMemory, process_peak
@@ -212,10 +212,9 @@ class LeakCheck:
             self.levels.clear()
         self.levels.append(level)
         first_step, first = self.first
-        levels = list(self.levels)
-        still = sum(after <= before for before, after in zip(levels, levels[1:], strict=False))
+        still = sum(after <= before for before, after in pairwise(self.levels))
         grown = level - first > max(self.least_bytes, self.least_share * first)
-        if self.has_warned or len(levels) < 11 or still > 1 or not grown:
+        if self.has_warned or len(self.levels) < 11 or still > 1 or not grown:
             return None
         self.has_warned = True
         return (
@@ -232,9 +231,8 @@ MAX_EVENTS = 100_000  # max allocations and frees to keep (the last ones): some 
 
 def require_recordable(recipe: Recipe, accelerator: str) -> None:
     """Reject ``run.snapshot`` on accelerators other than cuda, which have nothing to record."""
-    if recipe.run.snapshot and accelerator != "cuda":
-        cause = "run.snapshot=true records the history of torch's CUDA allocator, which a run on the CPU does not use"
-        raise RecipeError(f"{cause}: remove it, or use run.accelerator cuda")
+    cause = "run.snapshot=true records the history of torch's CUDA allocator, which a run on the CPU does not use"
+    require(not recipe.run.snapshot or accelerator == "cuda", f"{cause}: remove it, or use run.accelerator cuda")
 
 
 @contextmanager

@@ -16,7 +16,6 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Shard
-from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from torch.optim import AdamW, Optimizer
 from torch.optim._muon import _adjust_lr, _zeropower_via_newtonschulz
 
@@ -25,6 +24,7 @@ from trainer.memory.custom_optimizer import build_custom_optimizer
 from trainer.memory.parameter_groups import UpdateRule, to_param_groups
 from trainer.memory.sharding import TENSOR, local_shard
 from trainer.recipe import Optim
+from trainer.weights.streaming import local_slice
 
 BUCKET = 2**23  # max elements of the matrices that one exchange moves, unless one per owner is more (16 MB in bfloat16)
 
@@ -96,8 +96,7 @@ class Muon(Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        matrices = [group for group in self.param_groups if "ns_steps" in group]
-        for turn in self._turns(matrices):
+        for turn in self._turns([group for group in self.param_groups if "ns_steps" in group]):
             self._update(turn)
         # Loading a state dict replaces these attributes of this optimizer, so AdamW gets them again.
         self.adamw.state = self.state
@@ -130,8 +129,9 @@ class Muon(Optimizer):
             weights, rate = local_shard(parameter.detach()), float(group["lr"])
             weights.mul_(1 - rate * group["weight_decay"])
             length = _adjust_lr(rate, group["adjust_lr_fn"], matrix.shape)
-            change = change.view(weights.shape) if matrix.layout is None else own_part(change, matrix.layout)
-            weights.add_(change.to(weights.device), alpha=-length)
+            if (layout := matrix.layout) is not None:
+                change = change.view(layout.shape)[local_slice(layout).as_index()]
+            weights.add_(change.view(weights.shape).to(weights.device), alpha=-length)
 
     def _directions(self, parameter: Tensor, group: Mapping[str, Any], matrix: Matrix) -> Tensor:
         """Update the momentum that this rank holds; return what is to be orthogonalized, flat and in bfloat16."""
@@ -172,12 +172,6 @@ class Muon(Optimizer):
         like = torch.empty(0, dtype=torch.bfloat16, device=matrices[0].device)
         received = [iter(part) for part in (sent if self.ranks == 1 else exchange(sent, sizes, like))]
         return [next(received[matrix.owner]) for matrix in matrices]
-
-
-def own_part(whole: Tensor, layout: DTensor) -> Tensor:
-    """Return the part of a flat, ``whole`` matrix that this rank holds of ``layout``."""
-    shape, offset = compute_local_shape_and_global_offset(layout.shape, layout.device_mesh, layout.placements)
-    return whole.view(layout.shape)[tuple(slice(at, at + size) for at, size in zip(offset, shape, strict=True))]
 
 
 def newton_schulz_cost(shape: Sequence[int]) -> int:

@@ -43,14 +43,11 @@ def build_optimizer(
     the last elements of a tensor differently, so an update depends on the position in its shard.
     """
     require(bool(parameters), "every parameter is frozen: raise model.train_last_blocks, or change optim.groups")
-    rules = parameters if isinstance(parameters, Mapping) else {p: _rule_by_shape(p, optim) for p in parameters}
-    fused = fused and _has_fused_kernel("adamw" if optim.name == "muon" else optim.kind, device, list(rules))
-    optimizer = _optimizer_of(rules, optim, memory, device, fused)
+    if not isinstance(parameters, Mapping):
+        parameters = {p: update_rule_for(p, optim, matrix=p if p.ndim == 2 else None) for p in parameters}
+    fused = fused and _has_fused_kernel("adamw" if optim.name == "muon" else optim.kind, device, list(parameters))
+    optimizer = _optimizer_of(parameters, optim, memory, device, fused)
     return OptimizerInBackward(optimizer) if memory.optimizer_in_backward else optimizer
-
-
-def _rule_by_shape(parameter: Tensor, optim: Optim) -> UpdateRule:
-    return update_rule_for(parameter, optim, matrix=parameter if parameter.ndim == 2 else None)
 
 
 def _optimizer_of(
@@ -106,9 +103,11 @@ class OptimizerInBackward(Optimizer):
     def __init__(self, optimizer: Optimizer) -> None:
         super().__init__(optimizer.param_groups, optimizer.defaults)
         self.optimizer, self.state = optimizer, optimizer.state
-        parameters = [p for group in self.param_groups for p in group["params"]]
-        self.device = parameters[0].device
-        self.shard_groups = next((_shard_groups(p) for p in parameters if isinstance(p, DTensor)), [])
+        first = self.param_groups[0]["params"][0]  # FSDP shards every parameter, over the same ranks
+        kinds = first.placements if isinstance(first, DTensor) else ()
+        # The groups of ranks with the other shards, without replicas of hybrid sharding.
+        self.shard_groups = [first.device_mesh.get_group(at) for at, kind in enumerate(kinds) if kind.is_shard()]
+        self.device = first.device
         self.forget_norms()
         for number, group in enumerate(self.param_groups):
             for parameter in group["params"]:
@@ -128,14 +127,13 @@ class OptimizerInBackward(Optimizer):
     def forget_norms(self) -> None:
         """Start to record the gradient norms of the next step."""
         self.norms: list[Tensor] = []
-        self.shard_norms: list[Tensor] = []
 
     def norm(self) -> Tensor:
         """Return the global gradient norm since ``forget_norms``: a scalar on the device, the same on all ranks."""
-        squares = self._square_sum(self.shard_norms)
+        squares = torch.stack(self.norms).square().sum() if self.norms else torch.zeros((), device=self.device)
         for group in self.shard_groups:
             torch.distributed.all_reduce(squares, group=group)
-        return (squares + self._square_sum(self.norms)).sqrt()
+        return squares.sqrt()
 
     def _update(self, number: int, parameter: Tensor) -> None:
         if parameter.grad is None:  # FSDP also calls the hooks of parameters without a gradient
@@ -151,11 +149,7 @@ class OptimizerInBackward(Optimizer):
         part = local_shard(gradient)
         if part.is_cuda:  # FSDP may have allocated it on another stream: its memory must not be reused too early
             part.record_stream(torch.cuda.current_stream(part.device))
-        norm = torch.linalg.vector_norm(part, dtype=torch.promote_types(part.dtype, torch.float32))
-        (self.shard_norms if isinstance(gradient, DTensor) else self.norms).append(norm)
-
-    def _square_sum(self, norms: list[Tensor]) -> Tensor:
-        return torch.stack(norms).square().sum() if norms else torch.zeros((), device=self.device)
+        self.norms.append(torch.linalg.vector_norm(part, dtype=torch.promote_types(part.dtype, torch.float32)))
 
 
 class UpdateInBackwardSync(GradientSync):
@@ -172,9 +166,3 @@ class UpdateInBackwardSync(GradientSync):
 
     def norm(self) -> Tensor:
         return self.optimizer.norm()
-
-
-def _shard_groups(parameter: DTensor) -> list[Any]:
-    """Return the groups of ranks with the other shards of ``parameter``, without replicas of hybrid sharding."""
-    mesh = parameter.device_mesh
-    return [mesh.get_group(at) for at, placement in enumerate(parameter.placements) if placement.is_shard()]

@@ -338,9 +338,8 @@ class TransferStream:
     """Moves tensors between a GPU and pinned host memory in chunks, concurrently with the computation.
 
     One chunk comes from the host while the sum of another goes there (full duplex). ``largest`` is the number of
-    elements of the largest tensor. With ``caller_waits``, the stream that allocates gradients calls
-    ``wait_on_current_stream`` before the next one, so that each can be freed at once. Otherwise the computing stream
-    waits for the oldest copies.
+    elements of the largest tensor. With ``caller_waits``, the stream that allocates gradients waits for ``going``
+    before the next one, so that each can be freed at once. Otherwise the computing stream waits for the oldest copies.
     """
 
     def __init__(self, device: torch.device, dtype: torch.dtype, caller_waits: bool = False, largest: int = 0) -> None:
@@ -395,10 +394,6 @@ class TransferStream:
             host = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu", pin_memory=self.device.type == "cuda")
             return host.copy_(tensor, non_blocking=True)
 
-    def wait_on_current_stream(self) -> None:
-        """Make the current stream wait until all gradients have left, so that it may reuse their memory."""
-        torch.cuda.current_stream(self.device).wait_stream(self.going)
-
     def wait(self) -> None:
         """Wait until every gradient has arrived."""
         self.going.synchronize()
@@ -414,8 +409,8 @@ class ReduceAfterOffload(DefaultReduceScatter):
 
     def allocate(self, size: Sequence[Any], *, dtype: torch.dtype, device: torch.device) -> Tensor:
         """Allocate the input on the computing stream, and the output on FSDP's stream."""
-        if torch.cuda.current_stream(device) != self.computing:
-            self.carrier.wait_on_current_stream()
+        if (current := torch.cuda.current_stream(device)) != self.computing:
+            current.wait_stream(self.carrier.going)  # for gradients to leave, whose memory it may reuse
         return super().allocate(size, dtype=dtype, device=device)
 
 

@@ -33,16 +33,23 @@ def precision_plugin(memory: Memory, device_type: str) -> FabricPrecision:
         # An overflow in one rank's shards must lower the loss scale of all ranks.
         plain, offloaded = (ShardedGradScaler, HostShardedGradScaler) if sharded else (GradScaler, HostGradScaler)
         scaler = (plain if memory.cpu_offload == "none" else offloaded)(device_type)
-        return (ScaledPrecision if sharded else MixedPrecision)(precision, device_type, scaler)
+        return (ScaledPrecision if sharded else AutocastPrecision)(precision, device_type, scaler)
     if precision == "64-true":
         return DoublePrecision()
     shards_are_masters = sharded and memory.cpu_offload == "optimizer"
     if precision == "32-true" or shards_are_masters or (sharded and precision == "bf16-mixed"):
         return FabricPrecision()
-    return MixedPrecision(precision, device_type) if precision == "bf16-mixed" else HalfPrecision(precision)  # type: ignore[arg-type]
+    return AutocastPrecision(precision, device_type) if precision == "bf16-mixed" else HalfPrecision(precision)  # type: ignore[arg-type]
 
 
-class ScaledPrecision(MixedPrecision):
+class AutocastPrecision(MixedPrecision):
+    """Mixed precision with fp32 inputs: autocast casts what an operation needs, and labels are not rounded."""
+
+    def convert_input(self, data: Any) -> Any:
+        return self.convert_output(data)  # to fp32
+
+
+class ScaledPrecision(AutocastPrecision):
     """The loss scaling of ``16-mixed`` without its autocast."""
 
     def forward_context(self) -> AbstractContextManager[None]:

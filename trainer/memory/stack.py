@@ -36,7 +36,7 @@ from trainer.memory.parameter_groups import UpdateRule, block_matrices, layer_de
 from trainer.memory.plan import Plan
 from trainer.memory.precision import weights_dtype
 from trainer.memory.sharding import DATA, TENSOR, local_shard, make_device_mesh, move_unsplit, shard
-from trainer.memory.tensor_parallel import TensorParallelSync, local_trainable_tensors, split_over_ranks
+from trainer.memory.tensor_parallel import TensorParallelSync, split_over_ranks
 from trainer.memory.tied_rows import offload_tied_gradient_by_rows
 from trainer.recipe import Optim
 from trainer.weights.blocks import describe_blocks, find_blocks, require_blocks
@@ -50,7 +50,7 @@ class PreparedModel:
     module: nn.Module  # as built by the model; its parameters may be sharded
     wrapped: nn.Module  # the module that the engine calls
     # The tensors that the optimizer updates instead of the parameters: in host memory if offloaded
-    # (``make_host_master_weights``), or in the parameters' own memory if split (``local_trainable_tensors``).
+    # (``make_host_master_weights``), or plain tensors in the memory of this rank's parts if split.
     masters: dict[nn.Parameter, Tensor] | None = None
     blocks: str = ""  # a description of the blocks that were found
     warning: str | None = None  # a warning to show to the user
@@ -130,7 +130,7 @@ def apply_stack(
         stream(module, model, HOST if on_host else fabric.device, weights_dtype(memory), seed)
     masters = make_host_master_weights(module, plan, fabric.device) if memory.cpu_offload == "optimizer" else None
     wrapped = fabric.setup_module(module)
-    masters = local_trainable_tensors(module) if splits else masters
+    masters = {p: local_shard(p.detach()) for p in module.parameters() if p.requires_grad} if splits else masters
     return PreparedModel(module, wrapped, masters, found, warning, mesh if splits else None, *known)
 
 

@@ -48,14 +48,12 @@ def split_over_ranks(module: nn.Module, model: Model, mesh: DeviceMesh, by_token
     """
     plan, region = capability(model, Plannable).tensor_parallel_plan(module), _TensorParallelRegion(mesh)
     key, kind = f"memory.tensor_parallel={mesh.size()}", type(model).__name__
-    if not plan:
-        fix = "define tensor_parallel_plan(module) in its class (docs/your-own-model.md), or use memory.strategy fsdp"
-        raise RecipeError(f"{key}: {kind} does not define how to split its layers: {fix}")
+    fix = "define tensor_parallel_plan(module) in its class (docs/your-own-model.md), or use memory.strategy fsdp"
+    require(bool(plan), f"{key}: {kind} does not define how to split its layers: {fix}")
     logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)  # gathering twice is rare here
     styles = _matched(module, plan, f"{key}: {kind}.tensor_parallel_plan")
     for name in [name for name, style in styles.items() if style == "attention"]:
-        above, _, leaf = name.rpartition(".")
-        setattr(module.get_submodule(above), leaf, SplitAttention(module.get_submodule(name), name, key))
+        module.set_submodule(name, SplitAttention(module.get_submodule(name), name, key))
         del styles[name]
         styles |= {f"{name}.{part}": "colwise" for part in "qkv"} | {f"{name}.out_proj": "rowwise"}
     # If there are blocks, a region is a block, because a block may call the layers of its attention directly
@@ -72,8 +70,7 @@ def split_over_ranks(module: nn.Module, model: Model, mesh: DeviceMesh, by_token
             "false"
         )
     # For packed texts, the last block computes only the first token of each text.
-    firsts = {name for name in holders if getattr(module.get_submodule(name), "reads_first", False)}
-    shared = [name for name in holders if by_tokens and name not in firsts]
+    shared = [name for name in holders if by_tokens and not getattr(module.get_submodule(name), "reads_first", False)]
     for name, style in styles.items():
         first = isinstance(module.get_submodule(_parent(module, name)), SplitAttention)
         tokens = (0 if first else -2) if _holder(module, name, blocks) in shared else None
@@ -89,6 +86,9 @@ def split_over_ranks(module: nn.Module, model: Model, mesh: DeviceMesh, by_token
         holder = module.get_submodule(name)
         goes_on = following in shared and _parent(module, following) == _parent(module, name)
         holder.forward = region.wrap_forward(holder, name in shared, goes_on)
+    for part in module.modules():
+        if "tile_options" in vars(part):  # backward calls split layers again, after the forward of their block
+            vars(part)["tile_options"]["context_fn"] = lambda: (nullcontext(), region)
     for name in dict.fromkeys(_parent(module, name) for name in split if _holder(module, name, blocks) in shared):
         if name not in holders:
             module.get_submodule(name).register_forward_pre_hook(region.assemble, with_kwargs=True)
@@ -173,9 +173,9 @@ class SplitAttention(nn.Module):
     def __init__(self, whole: Any, name: str, key: str) -> None:
         super().__init__()
         plain = isinstance(whole, nn.MultiheadAttention) and whole.batch_first and whole.in_proj_bias is not None
-        if not plain or whole.bias_k is not None or whole.add_zero_attn or whole.in_proj_weight is None:
-            need = "an nn.MultiheadAttention with batch_first and biases, and queries, keys and values of one width"
-            raise RecipeError(f"{key}: {name} is not {need}: use separate linear layers for them")
+        plain = plain and whole.bias_k is None and not whole.add_zero_attn and whole.in_proj_weight is not None
+        need = "an nn.MultiheadAttention with batch_first and biases, and queries, keys and values of one width"
+        require(plain, f"{key}: {name} is not {need}: use separate linear layers for them")
         self.num_heads: int = whole.num_heads
         self.head_size: int = whole.head_dim
         self.dropout: float = whole.dropout
@@ -218,8 +218,7 @@ class _TensorParallelRegion(TorchFunctionMode):
 
         @wraps(forward)
         def within(*args: Any, **kwargs: Any) -> Any:
-            self.is_split, self.is_open, self.entered = False, True, None
-            try:
+            with self:
                 if is_shared:
                     if not (args and isinstance(args[0], Tensor) and args[0].ndim == 3):
                         what = f"the first argument of {kind} is not a tensor of shape (n, tokens, width)"
@@ -227,16 +226,21 @@ class _TensorParallelRegion(TorchFunctionMode):
                     whole = args[0] if isinstance(args[0], DTensor) else self.from_replicated(args[0])
                     self.tokens = whole.shape[1]
                     args = whole.redistribute(placements=[Shard(1)]).to_local(), *args[1:]
-                with self if parent.training else nullcontext():
-                    found = forward(*args, **kwargs)
+                found = forward(*args, **kwargs)
                 if not is_shared:
                     return found
                 # A copy, once per forward: FSDP's hooks and autograd reject in-place changes of a view.
                 return self.from_sharded_tokens(found) if goes_on else self.gather_tokens(found).to_local().clone()
-            finally:  # a recomputation ends with an exception
-                self.is_split, self.is_open, self.entered, self.tokens = False, False, None, 0
 
         return within
+
+    def __enter__(self) -> TorchFunctionMode:
+        self.is_split, self.is_open, self.entered = False, True, None
+        return super().__enter__()
+
+    def __exit__(self, *error: Any) -> None:  # a recomputation ends with an exception
+        super().__exit__(*error)
+        self.is_split, self.is_open, self.entered, self.tokens = False, False, None, 0
 
     def from_replicated(self, tensor: Tensor) -> DTensor:
         """Return ``tensor``, which is the same on all ranks, as a replicated DTensor."""
@@ -345,8 +349,7 @@ class _TensorParallelRegion(TorchFunctionMode):
         if is_causal:
             attn_mask = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).tril()
         if attn_mask is not None:
-            is_bool = attn_mask.dtype == torch.bool
-            scores = scores.masked_fill(~attn_mask, -torch.inf) if is_bool else scores + attn_mask
+            scores = scores.masked_fill(~attn_mask, -torch.inf) if attn_mask.dtype == torch.bool else scores + attn_mask
         return self.dropout(scores.softmax(-1), dropout_p) @ value
 
 
@@ -441,8 +444,3 @@ class TensorParallelSync(GradientSync):
         split, whole = (total_norm(one, self.alike) if one else self.parameters[0].new_zeros(()) for one in gradients)
         group = self.tensor if self.sharding is None else None
         return norm_over_ranks(torch.hypot(split, whole / self.ranks**0.5), group=group)
-
-
-def local_trainable_tensors(module: nn.Module) -> dict[nn.Parameter, Tensor]:
-    """Return a plain tensor for each trained parameter, in the memory of this rank's part."""
-    return {p: local_shard(p.detach()) for p in module.parameters() if p.requires_grad}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import chain
 from typing import TYPE_CHECKING, Any, Literal, cast
 
@@ -26,7 +27,6 @@ MAX_LAYERS = 10_000  # each is built separately
 
 ImageTask = Literal["single_label", "multi_label", "regression"]
 Distance = Literal["mse", "mae", "huber"]
-OUTPUT_NOUN = {"single_label": "class", "token": "class", "multi_label": "label"}
 
 
 @dataclass(frozen=True)
@@ -59,14 +59,12 @@ class Objective:
         valid = weights in (None, "balanced")
         if not valid and not isinstance(weights, str):
             valid = all(0 <= weight < math.inf for weight in weights or ()) and any(weights or ())
-        if not valid:
-            allowed = "must be balanced, or a list of numbers of at least 0, not all 0"
-            raise RecipeError(f"model.loss.class_weights={weights!r} {allowed}")
+        allowed = "must be balanced, or a list of numbers of at least 0, not all 0"
+        require(valid, f"model.loss.class_weights={weights!r} {allowed}")
         require(0 <= smoothing < 1, f"model.loss.label_smoothing={smoothing} must be at least 0 and less than 1")
         require(0 <= gamma < math.inf, f"model.loss.focal_gamma={gamma} must be at least 0; the paper uses 2")
-        if gamma and smoothing:
-            given = f"model.loss.focal_gamma={gamma} and model.loss.label_smoothing={smoothing}"
-            raise RecipeError(f"{given} exclude each other: set one to 0")
+        given = f"model.loss.focal_gamma={gamma} and model.loss.label_smoothing={smoothing}"
+        require(not (gamma and smoothing), f"{given} exclude each other: set one to 0")
         require(0 < self.huber_delta < math.inf, f"model.loss.huber_delta={self.huber_delta} must be greater than 0")
 
     def require_fit(self, task: Task) -> None:
@@ -88,6 +86,8 @@ class SupervisedModel(Preparable):
         task: single_label, one class of several; multi_label, any number of labels; regression, one or more numbers;
             token, a class for each word of a text.
         loss: the loss function.
+        num_classes: null takes the dataset's.
+        class_names: null takes the dataset's; saved with the model.
     """
 
     task: Task
@@ -106,23 +106,19 @@ class SupervisedModel(Preparable):
                 cause = f"needs the training labels, and {type(data).__name__}'s train has no attribute labels"
                 raise RecipeError(f"model.loss.class_weights=balanced {cause}: add it, or give the weights as a list")
             weights = balanced_weights(self.task, cast(Any, labels), self.num_classes or 0, self.class_names)
-        if len(weights) != self.num_classes:
-            given = f"model.loss.class_weights has {len(weights)} weights for {self.num_classes} classes"
-            raise RecipeError(f"{given}: give one for each")
+        given = f"model.loss.class_weights has {len(weights)} weights for {self.num_classes} classes"
+        require(len(weights) == self.num_classes, f"{given}: give one for each")
         return replace(cast(Any, self), loss=replace(self.loss, class_weights=list(weights)))
 
     def weigh(self, batch: Any) -> dict[str, float]:
         """Return the divisor of torch's mean: the sum of class weights, or the number of samples, labels or words."""
-        if "labels" not in batch:
-            return super().weigh(batch)  # raises an error that names the missing key
-        labels = batch["labels"]
         if "mixed_labels" in batch:
             return mixed_sample_weights(batch, self.weigh)
-        if self.task == "regression":  # -100 is a regular value in regression
-            return dict.fromkeys(self.loss_names, float(len(labels)))
-        if self.task == "multi_label" or self.loss.class_weights is None:
-            return super().weigh(batch)
-        return dict.fromkeys(self.loss_names, float(self._sum_class_weights(labels)))
+        if "labels" in batch and self.task == "regression":  # -100 is a regular value in regression
+            return dict.fromkeys(self.loss_names, float(len(batch["labels"])))
+        if "labels" in batch and self.task != "multi_label" and self.loss.class_weights is not None:
+            return dict.fromkeys(self.loss_names, float(self._sum_class_weights(batch["labels"])))
+        return super().weigh(batch)
 
     def loss_of_batch(self, logits: Tensor, batch: Mapping[str, Any]) -> Loss:
         """Return ``loss_of`` the micro-batch; for mixed samples (mixup, CutMix), any loss of both labels, by shares."""
@@ -142,9 +138,9 @@ class SupervisedModel(Preparable):
             labels: integers, shape ``(n,)``, for tokens ``(n, length)``, -100 is ignored; for multi_label 0 or 1,
                 shape ``(n, classes)``; for regression numbers, shape ``(n, outputs)`` or, with one output, ``(n,)``.
         """
-        import torch
+        from torch.nn import functional
 
-        logits = logits.float() if logits.dtype in (torch.float16, torch.bfloat16) else logits
+        logits = widened(logits)
         if self.task == "regression" and labels.ndim == 1:
             labels = labels[:, None]
         self._require_labels(logits, labels)
@@ -154,26 +150,23 @@ class SupervisedModel(Preparable):
         shown: dict[str, Any] = {"logits": logits.detach(), "targets": labels}
         if self.task == "multi_label":
             return Loss(self._multi_label_loss(logits, labels), float(labels.numel()), **shown)
-        if self.loss.distance == "huber":
-            total = torch.nn.functional.huber_loss(logits, labels, reduction="sum", delta=self.loss.huber_delta)
-        else:
-            function = torch.nn.functional.mse_loss if self.loss.distance == "mse" else torch.nn.functional.l1_loss
-            total = function(logits, labels, reduction="sum")
+        huber = partial(functional.huber_loss, delta=self.loss.huber_delta)
+        distances: dict[str, Any] = {"mse": functional.mse_loss, "mae": functional.l1_loss, "huber": huber}
+        total = distances[self.loss.distance](logits, labels, reduction="sum")
         return Loss(total / logits.shape[-1], float(len(labels)), **shown)
 
     def _classification_loss(self, logits: Tensor, labels: Tensor) -> Loss:
         import torch
 
         weights, gamma, smoothing = self._weights(logits), self.loss.focal_gamma, self.loss.label_smoothing
-        options: dict[str, Any] = {"ignore_index": IGNORED_LABEL}
-        cross_entropy = torch.nn.functional.cross_entropy
+        cross_entropy = partial(torch.nn.functional.cross_entropy, ignore_index=IGNORED_LABEL)
         if gamma:
-            each = cross_entropy(logits, labels, **options, reduction="none")
+            each = cross_entropy(logits, labels, reduction="none")
             # Clamp above 0, where a power with an exponent below 1 has no derivative.
             each = each * (-torch.expm1(-each)).clamp_min(torch.finfo(each.dtype).tiny) ** gamma
             total = (each if weights is None else each * weights[labels.clamp_min(0)]).sum()
         else:
-            total = cross_entropy(logits, labels, weights, **options, label_smoothing=smoothing, reduction="sum")
+            total = cross_entropy(logits, labels, weights, label_smoothing=smoothing, reduction="sum")
         weight = None if weights is None else self._sum_class_weights(labels)
         return Loss(total, weight, logits=logits.detach(), targets=labels)
 
@@ -214,15 +207,11 @@ class SupervisedModel(Preparable):
 
         if self.loss.class_weights is None:
             return None
-        dtype = dtype or like.dtype
-        copies = self.__dict__.setdefault("_copies", {})
-        key = (like.device, dtype)
-        found = copies.get(key)
-        if found is None or type(like) is not torch.Tensor:  # do not cache fake tensors
-            found = torch.tensor(self.loss.class_weights, dtype=dtype, device=like.device)
-            if type(like) is torch.Tensor:
-                copies[key] = found
-        return found
+        copies = self.__dict__.setdefault("_copies", {}) if type(like) is torch.Tensor else {}  # no fake tensors
+        key = like.device, dtype or like.dtype
+        if key not in copies:
+            copies[key] = torch.tensor(self.loss.class_weights, dtype=key[1], device=key[0])
+        return copies[key]
 
 
 def balanced_weights(task: Task, labels: Sequence[Any], classes: int, names: Sequence[str] | None) -> list[float]:
@@ -238,17 +227,22 @@ def balanced_weights(task: Task, labels: Sequence[Any], classes: int, names: Seq
         counts, samples = np.bincount(flat, minlength=classes).astype(np.float64), len(flat)
     empty = [names[number] if names else str(number) for number, count in enumerate(counts) if not count]
     if empty:
-        cause = f"no training sample has the {OUTPUT_NOUN[task]} {', '.join(empty[:1])}"
+        cause = f"no training sample has the {'label' if task == 'multi_label' else 'class'} {empty[0]}"
         raise RecipeError(f"model.loss.class_weights=balanced: {cause}: give the weights as a list")
     return ((samples - counts) / counts if task == "multi_label" else samples / (classes * counts)).tolist()
 
 
+def widened(tensor: Tensor) -> Tensor:
+    """Return ``tensor`` in at least fp32."""
+    return tensor.float() if tensor.itemsize == 2 else tensor
+
+
 def classification_loss(logits: Tensor, labels: Tensor) -> Loss:
     """Sum the cross entropy: ``logits`` (items, classes), int64 ``labels`` (items,) except -100, in fp32 or wider."""
-    import torch
+    from torch.nn.functional import cross_entropy
 
-    logits = logits.float() if logits.dtype in (torch.float16, torch.bfloat16) else logits
-    total = torch.nn.functional.cross_entropy(logits, labels, ignore_index=IGNORED_LABEL, reduction="sum")
+    logits = widened(logits)
+    total = cross_entropy(logits, labels, ignore_index=IGNORED_LABEL, reduction="sum")
     return Loss(total, logits=logits.detach(), targets=labels)
 
 
@@ -274,7 +268,6 @@ def parameters_after_blocks(module: nn.Module, blocks: Sequence[nn.Module]) -> l
 def require_filled(model: str, **fields: object) -> None:
     """Check that fields that the dataset fills are set and are valid sizes."""
     for name, value in fields.items():
-        if value is None:
-            known = "is not set and cannot be derived from the dataset"
-            raise RecipeError(f"model.{name} of {model} {known}: give --model.{name}")
+        unknown = "is not set and cannot be derived from the dataset"
+        require(value is not None, f"model.{name} of {model} {unknown}: give --model.{name}")
         require_positive(f"model.{name}", value, MAX_FEATURES)

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
-from trainer.errors import RecipeError, require_choice
+from trainer.errors import require, require_choice
 from trainer.models.text import TextClassifier
 
 if TYPE_CHECKING:
@@ -58,9 +58,8 @@ class BigBird(TextClassifier):
 
     def tensor_parallel_plan(self, module: nn.Module) -> Mapping[str, str]:
         """Return BERT's plan; full attention only, because block_sparse draws its random blocks head by head."""
-        if self.attention != "full":
-            cause = f"memory.tensor_parallel cannot split the heads of model.attention={self.attention}"
-            raise RecipeError(f"{cause}: use model.attention full, or memory.strategy fsdp")
+        cause = f"memory.tensor_parallel cannot split the heads of model.attention={self.attention}"
+        require(self.attention == "full", f"{cause}: use model.attention full, or memory.strategy fsdp")
         return super().tensor_parallel_plan(module)
 
     def _configuration(self) -> Any:

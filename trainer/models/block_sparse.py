@@ -175,21 +175,19 @@ def _gathered(blocks: Tensor, index: Tensor) -> Tensor:
 
 @block_sparse_attention.register_fake
 def _fake(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, counts: Tensor, width: int) -> tuple[Tensor, Tensor]:
-    (out,) = _like(query, 1)
     exact = torch.float64 if query.dtype == torch.float64 else torch.float32
-    return out, query.new_empty(query.shape[:3], dtype=exact)
+    return _like(query), query.new_empty(query.shape[:3], dtype=exact)
 
 
 @block_sparse_attention_backward.register_fake
 def _fake_backward(grad: Tensor, query: Tensor, *_: Any) -> tuple[Tensor, Tensor, Tensor]:
-    first, second, third = _like(query, 3)
-    return first, second, third
+    return _like(query), _like(query), _like(query)
 
 
-def _like(query: Tensor, number: int) -> list[Tensor]:
-    """Allocate tensors shaped like ``query`` with the heads of a token contiguous, the layout of linear layers."""
+def _like(query: Tensor) -> Tensor:
+    """Allocate a tensor shaped like ``query`` with the heads of a token contiguous, the layout of linear layers."""
     batch, heads, tokens, size = query.shape
-    return [query.new_empty(batch, tokens, heads, size).transpose(1, 2) for _ in range(number)]
+    return query.new_empty(batch, tokens, heads, size).transpose(1, 2)
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:

@@ -33,6 +33,5 @@ def byte_tokenizer(masks: bool = False) -> Any:
         ids = [(text, made.token_to_id(text)) for text in (MASKING[1], END)]
         text, pair = f"{MASKING[1]} $A {END}", f"{MASKING[1]} $A {END} $B {END}"
         made.post_processor = processors.TemplateProcessing(single=text, pair=pair, special_tokens=ids)
-    names = ["input_ids", "attention_mask"]
-    options: Any = {"model_input_names": names, "clean_up_tokenization_spaces": False}
+    options: Any = {"model_input_names": ["input_ids", "attention_mask"], "clean_up_tokenization_spaces": False}
     return PreTrainedTokenizerFast(tokenizer_object=made, **special, **options)

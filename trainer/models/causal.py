@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal, cast
 
 from trainer.errors import RecipeError, RunError, require, require_choice
-from trainer.models.lora import LoRA
 from trainer.models.text import NO_TOKENIZER, TextModel, require_tokens
 from trainer.recipe import UNSUPPORTED_VALUES
 from trainer.values import DataSpec, Loss, Task
@@ -30,7 +29,6 @@ class CausalLM(TextModel):
     by their number. Auxiliary losses of mixtures of experts depend on how a batch is cut, so they are left out.
 
     Args:
-        config: entries of the configuration to override, such as {num_hidden_layers: 2, hidden_size: 128}.
         padding_free: skip padding: concatenate the texts of a micro-batch, each of which attends only to itself. The
             gradient is the same. null enables it for certified architectures (docs/packing.md), except in subclasses
             with a custom module or custom losses, which must set true.
@@ -50,14 +48,8 @@ class CausalLM(TextModel):
     """
 
     name: str = "llama"
-    weights: str | None = None
     tokenizer: str | None = None
-    config: dict[str, Any] = field(default_factory=dict)
-    revision: str | None = None
-    dropout: float | None = None
     padding_free: bool | None = None
-    train_last_blocks: int | None = None
-    lora: LoRA = field(default_factory=LoRA)
     loss_chunk: int | None = None
     kernels: Kernels = "auto"  # lossless up to rounding; installing the optional package requests it
     tile_tokens: int | None = None
@@ -166,10 +158,9 @@ class CausalLM(TextModel):
         if any(isinstance(one, WeightConverter) for one in get_model_conversion_mapping(skeleton)):
             loaded = saved.build().state_dict()
             return next((name for name in loaded if not torch.equal(loaded[name], merged[name].to(loaded[name]))), None)
-        stored = saved.pretrained().stored
         tied = {name: names for names in tied_names(skeleton) for name in names}
         with WeightFiles() as files:
-            for name, place in stored.items():
+            for name, place in saved.pretrained().stored.items():
                 value = files.read(place.file, place.key)
                 if any(not torch.equal(value, merged[one].cpu()) for one in tied.get(name, [name])):
                     return name
@@ -193,9 +184,8 @@ class CausalLM(TextModel):
 
         module = super()._finalize_module(module)
         ahead = _find_bidirectional_setting(module.config)
-        if ahead is not None:
-            cause = f"model.name={self.name!r} sees the tokens that it must predict ({ahead})"
-            raise RecipeError(f"{cause}: use a decoder, or change that setting with model.config")
+        cause = f"model.name={self.name!r} sees the tokens that it must predict ({ahead})"
+        require(ahead is None, f"{cause}: use a decoder, or change that setting with model.config")
         self._require_embeddings(module)
         # Before transformers 5.21, its ``sdpa`` silently ignored the cap on Gemma 2's attention scores.
         if self.packs() or getattr(module.config, "attn_logit_softcapping", None) is not None:

@@ -20,6 +20,7 @@ from torch.autograd.function import once_differentiable
 from torch.nn.functional import cross_entropy, linear, pad
 
 from trainer.errors import RecipeError
+from trainer.models.base import widened
 from trainer.values import IGNORED_LABEL
 from trainer.weights.fused import has_kernels
 
@@ -86,31 +87,29 @@ def _make_loss_class(kind: type[nn.Module]) -> type[nn.Module]:
         *args: Any,
         labels: Tensor | None = None,
         places: Tensor | None = None,
-        parts: Tensor | None = None,
+        parts: Any = None,  # tensor with the number of the part, such as an answer, of each predicted token
         num_parts: int = 0,
         **kwargs: Any,
     ) -> Any:
         if labels is None:
             return plain(self, *args, **kwargs)
-        if self.logit_transform is None:
-            logits = plain(self, *args, **kwargs).logits
-            if parts is None:
-                return token_loss(logits, labels)
-            places = target_positions(labels) if places is None else places
-            return _sum_parts(token_loss(logits, labels, "none").index_select(0, places), parts, num_parts)
-        hidden = self.base_model(*args, **kwargs).last_hidden_state.flatten(0, 1)
+        if self.logit_transform is None and parts is None:
+            return token_loss(plain(self, *args, **kwargs).logits, labels)
         places = target_positions(labels) if places is None else places
-        hidden, targets = hidden.index_select(0, places), labels.flatten().index_select(0, places + 1)
-        inputs = hidden, self.get_output_embeddings(), targets, self.logit_transform, self.loss_chunk
-        return chunked_loss(*inputs) if parts is None else _sum_parts(chunked_losses(*inputs), parts, num_parts)
+        if self.logit_transform is None:
+            losses = token_loss(plain(self, *args, **kwargs).logits, labels, "none").index_select(0, places)
+        else:
+            hidden = self.base_model(*args, **kwargs).last_hidden_state.flatten(0, 1).index_select(0, places)
+            targets = labels.flatten().index_select(0, places + 1)
+            inputs = hidden, self.get_output_embeddings(), targets, self.logit_transform, self.loss_chunk
+            if parts is None:
+                return chunked_loss(*inputs)
+            losses = chunked_losses(*inputs)
+        # In float64: the terms are added one at a time, and a loss subtracts sums of thousands from one another.
+        return losses.new_zeros(num_parts, dtype=torch.float64).index_add(0, parts, losses.double())
 
     # Keep the class name: transformers writes it to config.json and uses it to find modules that must not be split.
     return type(kind.__name__, (kind,), {"forward": forward, "__module__": kind.__module__})
-
-
-def _sum_parts(losses: Tensor, parts: Tensor, num_parts: int) -> Tensor:
-    """Sum the losses of the tokens of each part, such as an answer; ``parts`` has the number of each token's part."""
-    return losses.new_zeros(num_parts).index_add(0, parts, losses)
 
 
 def target_positions(labels: Tensor) -> Tensor:
@@ -121,8 +120,8 @@ def target_positions(labels: Tensor) -> Tensor:
 def token_loss(logits: Tensor, labels: Tensor, reduction: str = "sum") -> Tensor:
     """Sum the next-token loss in at least fp32: ``logits`` (n, length, words), int64 ``labels`` (n, length) or -100."""
     following = pad(labels[:, 1:], (0, 1), value=IGNORED_LABEL).flatten()
-    logits = logits.float() if logits.dtype in (torch.float16, torch.bfloat16) else logits
-    return cross_entropy(logits.flatten(0, 1), following, ignore_index=IGNORED_LABEL, reduction=reduction)
+    logits = widened(logits.flatten(0, 1))
+    return cross_entropy(logits, following, ignore_index=IGNORED_LABEL, reduction=reduction)
 
 
 def chunked_loss(

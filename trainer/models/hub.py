@@ -6,7 +6,7 @@ import copy
 import re
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from os.path import isdir
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, cast
@@ -20,9 +20,9 @@ from trainer.system.files import read_json_object, require_regular, room_in
 from trainer.system.hub import offline_advice, offline_reason, warn_offline_cache
 from trainer.system.imports import quick_imports
 from trainer.system.status_line import say
-from trainer.system.text import escaped
+from trainer.system.text import escaped, format_names
 from trainer.values import PretrainedWeights
-from trainer.weights.blocks import disable_kv_cache, find_blocks
+from trainer.weights.blocks import disable_kv_cache
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -43,7 +43,7 @@ ADAPTER_FOLDER = "adapter"
 """Subfolder of a saved model with its adapters."""
 
 PEFT_TASKS = {"AutoModelForSequenceClassification": "SEQ_CLS", "AutoModelForTokenClassification": "TOKEN_CLS"}
-PEFT_TASKS["AutoModelForCausalLM"] = "CAUSAL_LM"
+PEFT_TASKS |= {"AutoModelForCausalLM": "CAUSAL_LM", "AutoModel": "FEATURE_EXTRACTION"}
 """peft's task type by transformers class."""
 
 MAX_CONFIG_BYTES = 500_000_000
@@ -216,25 +216,24 @@ def reject_remote_code(name: str, config: Any) -> None:
     wished = [getattr(config, key, None) for key in ("_attn_implementation", "_experts_implementation")]
     kernels = [text for text in map(str, wished) if "/" in text]
     asks = f"model.name={name!r}: its configuration asks for"
-    if kernels:
-        kernel = f"the kernel {', '.join(kernels)}, which is code from the hub and is never executed"
-        raise RecipeError(f"{asks} {kernel}: remove attn_implementation from its config.json")
+    kernel = f"the kernel {', '.join(kernels)}, which is code from the hub and is never executed"
+    require(not kernels, f"{asks} {kernel}: remove attn_implementation from its config.json")
     quantised = f"{asks} quantised weights, which cannot be trained and may need code from the hub"
     fix = "use a model without quantization_config in its config.json"
     require(getattr(config, "quantization_config", None) is None, f"{quantised}: {fix}")
-    if "checkpoint_path" in (getattr(config, "model_args", None) or {}):
-        checkpoint = f"{asks} timm's checkpoint_path, a file that may be a pickle"
-        fix = "remove it from model_args, and give a folder of weights with model.weights"
-        raise RecipeError(f"{checkpoint}: {fix}")
+    pickled = f"{asks} timm's checkpoint_path, a file that may be a pickle"
+    fix = "remove it from model_args, and give a folder of weights with model.weights"
+    require("checkpoint_path" not in (getattr(config, "model_args", None) or {}), f"{pickled}: {fix}")
 
 
+@dataclass
 class HubModel(SupportsLoRA, Preparable):
     """Base class of models that a transformers class builds from a configuration or from weights.
 
     Args:
         name: the source of the configuration: a hub id, a local folder, or a model type such as distilbert.
         weights: a hub id or a local folder, as save_pretrained writes it; null for random weights.
-        config: entries of the configuration to override, such as {num_hidden_layers: 2}.
+        config: entries of the configuration to override, such as {num_hidden_layers: 2, hidden_size: 128}.
         revision: branch, tag or commit of everything that comes from the hub.
         dropout: sets all dropout rates of the configuration; null keeps them.
         train_last_blocks: freeze everything except the last n blocks and the head; null trains everything.
@@ -242,11 +241,12 @@ class HubModel(SupportsLoRA, Preparable):
     """
 
     name: str
-    weights: str | None
-    config: dict[str, Any]
-    revision: str | None
-    dropout: float | None
-    train_last_blocks: int | None
+    weights: str | None = None
+    config: dict[str, Any] = field(default_factory=dict)
+    revision: str | None = None
+    dropout: float | None = None
+    train_last_blocks: int | None = None
+    lora: LoRA = field(default_factory=LoRA)
 
     own_format = True
     auto: ClassVar[str]
@@ -284,9 +284,8 @@ class HubModel(SupportsLoRA, Preparable):
 
         self._require_complete()
         adapter = Path(local_folder(weights), "adapter_config.json")  # transformers would load the base that it names
-        if adapter.exists():
-            cause = f"model.weights={weights} is or contains a PEFT adapter"
-            raise RecipeError(f"{cause}: merge it into its model and save the result")
+        cause = f"model.weights={weights} is or contains a PEFT adapter"
+        require(not adapter.exists(), f"{cause}: merge it into its model and save the result")
         with quiet_transformers():
             module, found = self._load(
                 "weights",
@@ -303,8 +302,6 @@ class HubModel(SupportsLoRA, Preparable):
         new = {key if isinstance(key, str) else key[0] for key in wrong} & dict(module.named_parameters()).keys()
         self._require_only_head_new(module, new)
         if new and is_first_process():
-            from trainer.weights.files import format_names
-
             say(escaped(f"weights of {weights}; new in the model: {format_names(sorted(new))}"))
         module = self.adapt(self._finalize_module(module.to(torch.get_default_device())))
         self.draw_new(module, _initialise, new)
@@ -366,16 +363,10 @@ class HubModel(SupportsLoRA, Preparable):
 
     def _require_only_head_new(self, module: nn.Module, new: Collection[str]) -> None:
         """Check that only the head is new. transformers would also fill other missing weights with random numbers."""
-        from trainer.weights.files import format_names
-
-        blocks = find_blocks(module, self.blocks)
-        last = list(blocks[-1].parameters())[-1] if blocks else None
-        names, parameters = zip(*module.named_parameters(), strict=True)
-        end = next((at for at, parameter in enumerate(parameters, 1) if parameter is last), len(names))
-        lost = sorted(set(new) & set(names[: end if self.head_is_new else None]))
-        if lost:
-            cause = f"model.weights={self.weights!r} do not fit this {cast(Any, module).config.model_type}"
-            raise RecipeError(f"{cause}: {format_names(lost)} are missing or have another shape")
+        head = self.new_head(module)
+        lost = sorted(name for name, parameter in module.named_parameters() if name in new and parameter not in head)
+        cause = f"model.weights={self.weights!r} do not fit this {cast(Any, module).config.model_type}"
+        require(not lost, f"{cause}: {format_names(lost)} are missing or have another shape")
 
     def save(self, module: nn.Module, folder: Path, state: Mapping[str, Tensor]) -> None:
         """Write a folder that ``from_pretrained`` loads. Its subfolder ``adapter`` holds trained adapters for peft."""
@@ -399,7 +390,7 @@ class HubModel(SupportsLoRA, Preparable):
     def saved_in(self, folder: Path) -> Self:
         """Return the model whose configuration and weights ``save`` wrote to ``folder``."""
         source: Any = {"name": str(folder), "weights": str(folder), "config": {}, "revision": None, "lora": LoRA()}
-        return replace(self, **source)  # type: ignore[type-var]
+        return replace(self, **source)
 
     def _type(self) -> str | None:
         """Return the model type if ``name`` is one, ``None`` for a folder or hub id."""
@@ -445,15 +436,7 @@ class HubModel(SupportsLoRA, Preparable):
 
 
 class HubClassifier(HubModel, SupervisedModel):
-    """Base class of transformers' classifiers.
-
-    Args:
-        num_classes: null takes the dataset's.
-        class_names: null takes the dataset's; saved with the model.
-    """
-
-    num_classes: int | None
-    class_names: list[str] | None
+    """Base class of transformers' classifiers."""
 
     def __post_init__(self) -> None:
         self.loss.require_fit(self.task)
@@ -493,9 +476,8 @@ def _key_mapping(skeleton: Any, own: Mapping[str, Any]) -> Callable[[str], str]:
         name, converter = rename_source_key(key, renamings, converters, prefix, own)  # type: ignore[arg-type]
         if name not in own and key in own:
             return key
-        if converter is not None and name in own:
-            cause = f"{key} cannot be streamed: transformers computes {name} from several tensors of the file"
-            raise RecipeError(f"{cause}; use memory.init device and model.lora.base full")
+        cause = f"{key} cannot be streamed: transformers computes {name} from several tensors of the file"
+        require(converter is None or name not in own, f"{cause}; use memory.init device and model.lora.base full")
         return name
 
     return name_of

@@ -14,7 +14,6 @@ from trainer.contract import DrawnInputs
 from trainer.errors import require, require_choice, require_package
 from trainer.models.base import ImageTask, Objective
 from trainer.models.hub import HubClassifier, is_local
-from trainer.models.lora import LoRA
 from trainer.system.files import read_json_object
 from trainer.values import ImageInput, Loss
 
@@ -41,15 +40,9 @@ class ImageClassifier(HubClassifier, DrawnInputs):
     """
 
     name: str = "vit"
-    weights: str | None = None
-    config: dict[str, Any] = field(default_factory=dict)
-    revision: str | None = None
     num_classes: int | None = None
     image_size: int | None = None
     class_names: list[str] | None = None
-    dropout: float | None = None
-    train_last_blocks: int | None = None
-    lora: LoRA = field(default_factory=LoRA)
     task: ImageTask = "single_label"
     loss: Objective = field(default_factory=Objective)
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, cast
 
 from trainer.contract import Exportable, Plannable, Streamable
 from trainer.errors import RecipeError, require, require_choice, require_package
-from trainer.models.base import parameters_after_blocks
+from trainer.models.base import parameters_after_blocks, widened
 from trainer.values import PretrainedWeights
 from trainer.weights.blocks import find_blocks
 
@@ -62,9 +62,8 @@ class LoRA:
             raise RecipeError("model.lora.base=nf4 needs frozen weights, but model.lora.rank=0 trains them: set a rank")
         for key in ("dora", "rank_stabilized"):
             require(self.rank > 0 or not getattr(self, key), f"model.lora.{key} needs adapters: set model.lora.rank")
-        if self.dora and self.base != "full":
-            cause = "model.lora.dora takes norms of the weights of the file, and model.lora.base=nf4 rounds those"
-            raise RecipeError(f"{cause}: use model.lora.base full, or LoRA without dora")
+        cause = "model.lora.dora takes norms of the weights of the file, and model.lora.base=nf4 rounds those"
+        require(not self.dora or self.base == "full", f"{cause}: use model.lora.base full, or LoRA without dora")
 
     def require_alone(self, train_last_blocks: int | None) -> None:
         if self.rank and train_last_blocks is not None:
@@ -121,9 +120,13 @@ class SupportsLoRA(Streamable, Exportable, Plannable):
         """Return the names of the frozen parameters, except adapters and a head that may be new."""
         if not self.base_files():
             return ()
-        head = set(parameters_after_blocks(module, find_blocks(module, self.blocks)) if self.head_is_new else ())
+        head = self.new_head(module)
         frozen = {name: p for name, p in module.named_parameters() if not p.requires_grad and LORA_KEY not in name}
         return {name for name, parameter in frozen.items() if parameter not in head}
+
+    def new_head(self, module: nn.Module) -> set[nn.Parameter]:
+        """Return the parameters of a head that the weights may lack."""
+        return set(parameters_after_blocks(module, find_blocks(module, self.blocks)) if self.head_is_new else ())
 
     def draw_new(self, module: nn.Module, initialise: Callable[[nn.Module], object], new: Collection[str] = ()) -> None:
         """Draw the adapters and ``new`` parameters of ``module`` again, exactly as when weights are streamed."""
@@ -163,20 +166,17 @@ def add_adapters(
     outside = [] if head else [(name, one) for name, one in _linear_layers([module]) if id(one) not in inside]
     chosen = _choose([*layers, *outside] if lora.targets else layers, lora.targets or defaults)
     adapted = {id(layer): layer for layer in chosen}
-    for name, layer in outside:
+    for name, layer in [(name, layer) for name, layer in outside if id(layer) in adapted]:
         tied = any(getattr(part, "weight", None) is layer.weight and part is not layer for part in module.modules())
-        if id(layer) in adapted and tied:
-            cause = f"model.lora.targets: {name} shares its weight with the embedding, and a merged weight would differ"
-            raise RecipeError(f"{cause}: leave it out")
-        if id(layer) in adapted and lora.dora:
-            raise RecipeError(f"model.lora.dora cannot adapt {name}, a layer outside of the blocks: leave it out")
+        cause = f"model.lora.targets: {name} shares its weight with the embedding, and a merged weight would differ"
+        require(not tied, f"{cause}: leave it out")
+        require(not lora.dora, f"model.lora.dora cannot adapt {name}, a layer outside of the blocks: leave it out")
     names = [name for name, layer in module.named_modules() if id(layer) in adapted]
     transposed = all(isinstance(layer, Conv1D) for layer in adapted.values())
     trained = [parameter for parameter in parameters_after_blocks(module, found) if parameter.requires_grad and head]
-    alpha: Any = lora.alpha or 2 * lora.rank
-    settings: Any = {"lora_alpha": alpha, "lora_dropout": lora.dropout, "fan_in_fan_out": transposed}
-    settings |= {"use_dora": lora.dora, "use_rslora": lora.rank_stabilized}
-    inject_adapter_in_model(LoraConfig(r=lora.rank, target_modules=names, **settings), module, ADAPTER)
+    settings: Any = {"r": lora.rank, "lora_alpha": lora.alpha or 2 * lora.rank, "lora_dropout": lora.dropout}
+    settings |= {"use_dora": lora.dora, "use_rslora": lora.rank_stabilized, "fan_in_fan_out": transposed}
+    inject_adapter_in_model(LoraConfig(target_modules=names, **settings), module, ADAPTER)
     for parameter in trained:  # peft froze everything except adapters
         parameter.requires_grad_(True)
     if lora.base == "nf4":
@@ -186,12 +186,10 @@ def add_adapters(
 def _quantise(module: nn.Module, layers: Sequence[nn.Module]) -> None:
     from trainer.weights.nf4 import NF4Linear
 
-    plain, made = set(map(id, _unmodified_linears(layers))), dict[Any, NF4Linear]()
-    for part in list(module.modules()):
-        for name, layer in part.named_children():
-            if id(layer) in plain:
-                made[layer] = made.get(layer) or NF4Linear(layer)
-                setattr(part, name, made[layer])
+    coded = {layer: NF4Linear(layer) for layer in _unmodified_linears(layers)}
+    for name, layer in [*module.named_modules(remove_duplicate=False)]:
+        if layer in coded:
+            module.set_submodule(name, coded[layer])
 
 
 def _unmodified_linears(layers: Sequence[nn.Module]) -> list[Any]:
@@ -285,21 +283,16 @@ def name_in_peft(name: str) -> str:
 
 def _update(module: nn.Module, path: str, state: Mapping[str, Tensor]) -> Tensor:
     """Return the adapter's update of the weight of layer ``path``, in fp32 or wider."""
-    import torch
-
     layer: Any = module.get_submodule(path)
-    down, up = (state[f"{path}.lora_{side}.{ADAPTER}.weight"].detach() for side in "AB")
-    wide = torch.promote_types(up.dtype, torch.float32)
-    update = layer.scaling[ADAPTER] * (up.to(wide) @ down.to(wide))
+    down, up = (widened(state[f"{path}.lora_{side}.{ADAPTER}.weight"].detach()) for side in "AB")
+    update = layer.scaling[ADAPTER] * (up @ down)
     return update.T if layer.fan_in_fan_out else update  # transformers' Conv1D keeps its weights transposed
 
 
 def _norms_of(layer: Any, transform: Callable[[Tensor], Tensor] | None, weight: Tensor) -> Tensor:
     """Return the norm of the weights of each output of ``layer``, in fp32 or wider."""
-    import torch
-
     weight = weight if transform is None else transform(weight)
-    return weight.to(torch.promote_types(weight.dtype, torch.float32)).norm(dim=0 if layer.fan_in_fan_out else 1)
+    return widened(weight).norm(dim=0 if layer.fan_in_fan_out else 1)
 
 
 def _linear_layers(blocks: Sequence[nn.Module]) -> list[tuple[str, nn.Module]]:
@@ -325,7 +318,6 @@ def _choose(layers: Sequence[tuple[str, nn.Module]], targets: Sequence[str] | No
         return chosen
     ends = {target: [layer for name, layer in layers if f".{name}".endswith(f".{target}")] for target in targets}
     for target, chosen in ends.items():
-        if not chosen:
-            missing = f"model.lora.targets: no linear layer's name in a block ends in {target!r}"
-            raise RecipeError(f"{missing}: choose from {names}")
+        missing = f"model.lora.targets: no linear layer's name in a block ends in {target!r}"
+        require(bool(chosen), f"{missing}: choose from {names}")
     return [layer for chosen in ends.values() for layer in chosen]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cache, wraps
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple
 
@@ -13,7 +13,6 @@ from trainer.errors import RecipeError, require, require_choice
 from trainer.models.bigbird import ATTENTION_TYPES, adapt_bigbird
 from trainer.models.byte_tokenizer import BYTES, byte_tokenizer
 from trainer.models.hub import is_local
-from trainer.models.lora import LoRA
 from trainer.models.text import PackedEncoder, require_tokens
 from trainer.values import IGNORED_LABEL, Loss, Task
 
@@ -133,7 +132,6 @@ class MaskedLM(PackedEncoder, DrawnInputs):
     they are always the same. The mask token replaces 80 % of the masked tokens, a random token 10 %, and 10 % stay.
 
     Args:
-        config: entries of the configuration to override, such as {num_hidden_layers: 2, hidden_size: 128}.
         mask_rate: probability that a token is masked (special tokens never are).
         masking: tokens masks each token independently; whole_words masks all tokens of a word or none.
         padding_free: skip padding. This changes only the masks of dropout. null enables it, except in subclasses with
@@ -144,21 +142,16 @@ class MaskedLM(PackedEncoder, DrawnInputs):
     """
 
     name: str = "bert"
-    weights: str | None = None
     tokenizer: str | None = None
-    config: dict[str, Any] = field(default_factory=dict)
-    revision: str | None = None
-    dropout: float | None = None
     mask_rate: float = 0.15
     masking: Literal["tokens", "whole_words"] = "tokens"
     padding_free: bool | None = None
-    train_last_blocks: int | None = None
-    lora: LoRA = field(default_factory=LoRA)
     loss_chunk: int | None = None
 
     auto = "AutoModelForMaskedLM"
     head_is_new = False
     reads_first_token = False
+    seeded = True
     task: ClassVar[Task] = "masked_language"  # type: ignore[misc]
 
     def __post_init__(self) -> None:
@@ -168,11 +161,6 @@ class MaskedLM(PackedEncoder, DrawnInputs):
         require(0 < rate <= 1, f"model.mask_rate={rate} must be more than 0 and at most 1; BERT has 0.15")
         require_tokens("loss_chunk", self.loss_chunk)
         self._masking: TokenMasking | None = None  # not determined yet
-
-    @property
-    def seeded(self) -> bool:
-        """Training batches have a seed per sample."""
-        return True
 
     def prepare(self) -> None:
         super().prepare()
@@ -232,9 +220,8 @@ class MaskedLM(PackedEncoder, DrawnInputs):
 
     def _configuration(self) -> Any:
         config = super()._configuration()
-        if config.model_type not in HEADS:
-            cause = f"model.name={self.name!r} is a {config.model_type}, and MaskedLM supports {', '.join(HEADS)}"
-            raise RecipeError(f"{cause}: choose one of these")
+        cause = f"model.name={self.name!r} is a {config.model_type}, and MaskedLM supports {', '.join(HEADS)}"
+        require(config.model_type in HEADS, f"{cause}: choose one of these")
         if getattr(config, "is_decoder", False):
             raise RecipeError("model.config.is_decoder=true hides later tokens from a masked language model: set false")
         if config.model_type == "big_bird":

@@ -23,8 +23,6 @@ class MLP(SupervisedModel, DrawnInputs, Plannable):
         hidden: widths of the hidden layers.
         image_size: height and width of the images in pixels; null takes the dataset's.
         channels: channels of the images; null takes the dataset's.
-        num_classes: null takes the dataset's.
-        class_names: null takes the dataset's; saved with the model.
         dropout: dropout rate after every hidden layer.
     """
 

@@ -58,11 +58,14 @@ def packed_document_attention(
     s_aux: Tensor | None = None,
     lengths: Lengths | None = None,
     cu_seq_lens: Tensor | None = None,
+    sources: Tensor | None = None,
+    kept: Tensor | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
     """Compute attention for transformers' layers, from ``(n, heads, tokens, size)`` to ``(n, tokens, heads, size)``.
 
     With ``lengths`` and ``cu_seq_lens`` each document sees itself; otherwise ``sdpa`` plus ``softcap`` and ``s_aux``.
+    For ``sources`` and ``kept``, documents that share tokens, see :func:`~trainer.models.preference.share_tokens`.
     """
     causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
     pattern = Pattern(causal, sliding_window, scaling, softcap, s_aux)
@@ -70,8 +73,10 @@ def packed_document_attention(
         if kwargs.get("position_bias") is not None:
             cause = f"model.padding_free: {type(module).__name__} adds a bias to the attention scores"
             raise RecipeError(f"{cause}: set it to false")
-        rows, keys, values = (part[0].transpose(0, 1) for part in (query, key, value))
+        parts = (part[0].transpose(0, 1) for part in (query, key, value))
+        rows, keys, values = parts if sources is None else (part.index_select(0, sources) for part in parts)
         found = varlen_attention(rows, keys, values, lengths, cu_seq_lens, dropout, pattern)
+        found = found if kept is None else found.index_select(0, kept)
         return found.unflatten(-1, (query.shape[1], -1))[None], None
     if softcap is None and s_aux is None:
         given = query, key, value, attention_mask, dropout, scaling, is_causal

@@ -98,15 +98,13 @@ def pack(batch: Mapping[str, Any], padding_idx: int | None) -> dict[str, Any] | 
     return {**packed, "cu_seq_lens": ends, "lengths": Lengths(tokens.tolist()), **rest}
 
 
-def unpad(module: nn.Module, first_only: bool = True) -> None:
-    """Make the blocks of ``module`` accept packed micro-batches by swapping ``__class__``, which keeps names.
-
-    With ``first_only`` the last block returns only the first token of each text.
-    """
+def unpad(module: nn.Module, reads_first: bool = True) -> None:
+    """Make the blocks of ``module`` accept packed micro-batches by swapping ``__class__``, which keeps names. The last
+    one computes only the first token of each text if ``reads_first``."""
     blocks = [part for part in module.modules() if _block_name(type(part)) in BLOCK_FORWARDS]
     for block in blocks:
         block.__class__ = _unpadded(type(block))  # type: ignore[arg-type]
-        block.reads_first = first_only and block is blocks[-1]  # type: ignore[assignment]
+        block.reads_first = reads_first and block is blocks[-1]  # type: ignore[assignment]
 
 
 @cache

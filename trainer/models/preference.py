@@ -32,8 +32,8 @@ def packed_pairs(batch: Mapping[str, Any], packs: bool, with_prompts: bool) -> d
         with_prompts: predict the prompts of the chosen texts, too.
 
     Returns:
-        The inputs of the module, ``reference``, and ``counts``, the number of predicted tokens of each part. Part i is
-        the answer of text i; part 2 n + i is the prompt of the chosen text of pair i.
+        The inputs of the module, the bits of ``reference`` as int64, because Fabric rounds floats to half precision,
+        and ``counts``, the tokens of each part. Part i is the answer of text i; 2 n + i is the prompt of pair i.
     """
     ids, mask, labels = (batch[name].flatten(0, 1) for name in ("input_ids", "attention_mask", "labels"))
     texts = torch.arange(len(ids))
@@ -43,13 +43,38 @@ def packed_pairs(batch: Mapping[str, Any], packs: bool, with_prompts: bool) -> d
         part = torch.where(prompts, len(ids) + texts[:, None] // 2, part)
     part = torch.nn.functional.pad(part, (0, 1), value=-1)  # the last token predicts nothing
     inputs = {"input_ids": ids, "attention_mask": mask, "labels": ids, "part": part}
-    inputs = (pack_documents(inputs) if packs else None) or inputs
+    if packs and (row := pack_documents(inputs)) is not None:
+        same = (ids[::2] == ids[1::2]) & (mask[::2] * mask[1::2]).bool()
+        starts_answer = torch.nn.functional.pad(labels[:, 1:] != IGNORED_LABEL, (0, 1))
+        shared = (same & ~starts_answer[::2] & ~starts_answer[1::2]).long().cumprod(1).sum(1)
+        inputs = share_tokens(row, shared)
     part = inputs.pop("part").flatten()
     places = (part >= 0).nonzero().flatten()
     num_parts = len(ids) + len(ids) // 2 * with_prompts
-    counts = part[places].bincount(minlength=num_parts)
     inputs |= {"places": places, "parts": part[places], "num_parts": num_parts}
-    return {**inputs, "counts": counts, "reference": batch["reference"]}
+    counts = part[places].bincount(minlength=num_parts)
+    return {**inputs, "counts": counts, "reference": batch["reference"].view(torch.int64)}
+
+
+def share_tokens(row: Mapping[str, Any], shared: Tensor) -> dict[str, Any]:
+    """Keep the first ``shared`` tokens of the two texts of each pair once, in the chosen text.
+
+    Args:
+        row: all texts in one row, from ``pack_documents``.
+        shared: int64 ``(n,)``, the number of equal tokens with which the texts of each pair begin.
+
+    Returns:
+        The shorter row. Attention, which still sees whole texts, computes token i of them from token ``sources[i]`` of
+        the row; token i of the row is token ``kept[i]`` of the texts.
+    """
+    columns, lengths = row["position_ids"][0], row["cu_seq_lens"].diff().long()
+    of_rejected = torch.stack([torch.zeros_like(shared), shared], 1).flatten().repeat_interleave(lengths)
+    back = torch.stack([torch.zeros_like(shared), lengths[::2]], 1).flatten().repeat_interleave(lengths)
+    is_repeated = columns < of_rejected
+    places = torch.arange(len(columns)) - back * is_repeated  # repeated tokens are in the chosen text
+    kept = (~is_repeated).nonzero().flatten()
+    tokens = {name: row[name][:, kept] for name in ("input_ids", "labels", "part", "position_ids")}
+    return {**row, **tokens, "sources": ((~is_repeated).cumsum(0) - 1)[places], "kept": kept}
 
 
 def pair_loss(model: CausalLM, module: Any, batch: Mapping[str, Any]) -> Loss:
@@ -59,7 +84,7 @@ def pair_loss(model: CausalLM, module: Any, batch: Mapping[str, Any]) -> Loss:
     answers = -sums[: 2 * pairs].view(pairs, 2)  # log-probabilities
     beta = DEFAULT_BETA if model.beta is None else model.beta
     if model.needs_reference:
-        answers = answers - batch["reference"].to(answers.dtype)
+        answers = answers - batch["reference"].view(torch.float64)
     means = answers / counts[: 2 * pairs].view(pairs, 2)
     margins = means[:, 0] - means[:, 1]
     rewards = beta * (answers if model.needs_reference else means)

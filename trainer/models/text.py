@@ -5,14 +5,13 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, cast
+from typing import TYPE_CHECKING, Any, Literal, cast
 
-from trainer.contract import Packable
+from trainer.contract import Packable, WholeBatch
 from trainer.errors import RecipeError, require_choice
 from trainer.models.base import Objective
 from trainer.models.byte_tokenizer import BYTES, byte_tokenizer
 from trainer.models.hub import HubClassifier, HubModel, is_local, is_model_type, max_positions
-from trainer.models.lora import LoRA
 from trainer.values import DataSpec, Loss
 
 if TYPE_CHECKING:
@@ -90,8 +89,8 @@ class TextModel(HubModel, Packable):
 
     def _is_unmodified(self) -> bool:
         """Return whether module and losses are those of this package, not of a subclass, which may read padding."""
-        own = (getattr(type(self), name).__module__ for name in ("build", "skeleton", "losses"))
-        return all(name.startswith("trainer.models.") for name in own)
+        names = ("build", "skeleton", "embed" if isinstance(self, WholeBatch) else "losses")
+        return all(getattr(type(self), name).__module__.startswith("trainer.models.") for name in names)
 
     def unloaded(self) -> Self:
         """Return this model with random weights and the same tokenizer."""
@@ -143,7 +142,7 @@ class PackedEncoder(TextModel):
 
     padding_free: bool | None
 
-    reads_first_token: ClassVar[bool] = True
+    reads_first_token = True
     """Whether the head reads only the first token of each text."""
 
     def __post_init__(self) -> None:
@@ -151,7 +150,7 @@ class PackedEncoder(TextModel):
         self._can_pack: bool | None = None  # not determined yet
 
     def packs(self) -> bool:
-        if self.padding_free is False:
+        if self.padding_free is False or self.task == "token":
             return False
         if self._can_pack is None:
             config = self._configuration()
@@ -217,16 +216,10 @@ class TextClassifier(PackedEncoder, HubClassifier):
     """
 
     name: str = "distilbert"
-    weights: str | None = None
     tokenizer: str | None = None
-    config: dict[str, Any] = field(default_factory=dict)
-    revision: str | None = None
     num_classes: int | None = None
     class_names: list[str] | None = None
-    dropout: float | None = None
     padding_free: bool | None = None
-    train_last_blocks: int | None = None
-    lora: LoRA = field(default_factory=LoRA)
     task: TextTask = "single_label"
     loss: Objective = field(default_factory=Objective)
 
@@ -248,9 +241,6 @@ class TextClassifier(PackedEncoder, HubClassifier):
             # Without the prefix, it rejects text that is split into words.
             return super()._load_tokenizer(source, add_prefix_space=True)
         return found
-
-    def packs(self) -> bool:
-        return self.task != "token" and super().packs()
 
     def losses(self, module: nn.Module, batch: Any) -> Iterator[Loss]:
         """Yield the task's loss, from the logits; the batch is a tokenizer's output plus ``labels``."""

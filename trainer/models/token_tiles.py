@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 
-from trainer.errors import RecipeError
+from trainer.errors import require
 from trainer.weights.streaming import default_dtype
 
 MIN_TILED_TOKENS, TILES = 32_768, 16
@@ -35,12 +35,12 @@ def use_tiles(module: Any, tokens: int | None) -> None:
     """
     kind = module.config.model_type
     if kind not in CERTIFIED:
-        if tokens:
-            raise RecipeError(f"model.tile_tokens={tokens} is not certified for {kind}: use null, which needs no tiles")
+        require(not tokens, f"model.tile_tokens={tokens} is not certified for {kind}: use null, which needs no tiles")
         return
     for part in module.modules() if tokens != 0 else ():
         if type(part).__name__.endswith(TILED):
             part.__class__, part.tile_tokens = _tiled(cast(Any, type(part))), tokens
+            part.tile_options = {"use_reentrant": False}  # memory/tensor_parallel.py adds a context
 
 
 def num_tiles(tokens: int, size: int | None) -> int:
@@ -59,7 +59,7 @@ def _tiled(kind: type[nn.Module]) -> type[nn.Module]:
         rows, grows = hidden.flatten(0, -2).chunk(tiles), torch.is_grad_enabled()
         # In torch 2.11, a checkpoint in a recomputed block must begin with the default dtype that it had in forward.
         with default_dtype(hidden.dtype):
-            found = [checkpoint(plain, self, row, use_reentrant=False) if grows else plain(self, row) for row in rows]
+            found = [checkpoint(plain, self, row, **self.tile_options) if grows else plain(self, row) for row in rows]
         return torch.cat(found).unflatten(0, hidden.shape[:-1])
 
     # Keep the class name: transformers writes it to config.json and uses it to find modules that must not be split.

@@ -21,6 +21,7 @@ from trainer.models.base import (
     train_last_blocks,
 )
 from trainer.models.lora import LoRA, SupportsLoRA, reset_adapters
+from trainer.system.text import format_names
 from trainer.values import Loss, PretrainedWeights
 
 if TYPE_CHECKING:
@@ -40,9 +41,7 @@ class VisionTransformer(SupervisedModel, SupportsLoRA, DrawnInputs):
         weights: a name of torchvision's weights for the model (DEFAULT, IMAGENET1K_V1, ...), a local .safetensors or
             .pth file, or null for random weights. The head is kept if its shape fits, and new otherwise; position
             embeddings are interpolated to another image size.
-        num_classes: null takes the dataset's.
         image_size: height and width of the images in pixels; null takes the dataset's.
-        class_names: null takes the dataset's; saved with the model.
         patch_size: patch size in pixels, for custom only.
         layers: number of encoder blocks, for custom only.
         heads: number of attention heads, for custom only.
@@ -94,9 +93,8 @@ class VisionTransformer(SupervisedModel, SupportsLoRA, DrawnInputs):
                 require_positive(f"model.{key}", getattr(self, key), MAX_LAYERS if key == "layers" else MAX_FEATURES)
             if (self.width or 0) % (self.heads or 1):
                 raise RecipeError(f"model.width={self.width} must be a multiple of model.heads={self.heads}")
-            if self.layers == 1 and self.drop_path:
-                cause = f"model.drop_path={self.drop_path} has no effect with model.layers=1, because the first block's"
-                raise RecipeError(f"{cause} rate is 0: set it to 0")
+            cause = f"model.drop_path={self.drop_path} has no effect with model.layers=1, because the first block's"
+            require(self.layers != 1 or not self.drop_path, f"{cause} rate is 0: set it to 0")
         elif given:
             fixed = f"model.{given[0]} cannot be set for model.name={self.name}, which determines it"
             raise RecipeError(f"{fixed}: use model.name custom")
@@ -137,14 +135,12 @@ class VisionTransformer(SupervisedModel, SupportsLoRA, DrawnInputs):
         from torchvision import models
 
         require_filled("VisionTransformer", num_classes=self.num_classes, image_size=self.image_size)
-        names = ("image_size", "num_classes", "dropout", "attention_dropout")
-        options = {name: getattr(self, name) for name in names}
+        options = {name: getattr(self, name) for name in ("image_size", "num_classes", "dropout", "attention_dropout")}
         patch_size = self.patch_size or int(self.name.rsplit("_", 1)[1])
         size = self.image_size or 0
         nearest = max(1, round(size / patch_size)) * patch_size
-        if size % patch_size != 0:
-            cause = f"image_size={size} is not a multiple of the patch size {patch_size} of {self.name}"
-            raise RecipeError(f"{cause}: use --data.image_size {nearest}")
+        cause = f"image_size={size} is not a multiple of the patch size {patch_size} of {self.name}"
+        require(size % patch_size == 0, f"{cause}: use --data.image_size {nearest}")
         if self.name == "custom":
             shape: Any = {"num_layers": self.layers, "num_heads": self.heads, "hidden_dim": self.width}
             module = models.VisionTransformer(patch_size=patch_size, mlp_dim=self.mlp_width or 0, **shape, **options)
@@ -214,9 +210,8 @@ class VisionTransformer(SupervisedModel, SupportsLoRA, DrawnInputs):
             return Path(weights)
         require(sized, f"model.weights={weights} is a torchvision name: set model.name to a torchvision size")
         known = models.get_model_weights(self.name)
-        if weights not in known.__members__:
-            cause = f"model.weights={weights!r} is neither a file nor a name of torchvision's weights for {self.name}"
-            raise RecipeError(f"{cause}: use one of {', '.join(known.__members__)}")
+        cause = f"model.weights={weights!r} is neither a file nor a name of torchvision's weights for {self.name}"
+        require(weights in known.__members__, f"{cause}: use one of {', '.join(known.__members__)}")
         url = known[weights].url
         file = Path(torch.hub.get_dir(), "checkpoints", url.rsplit("/", 1)[1])  # torchvision looks there as well
         if not file.exists():
@@ -243,8 +238,6 @@ class VisionTransformer(SupervisedModel, SupportsLoRA, DrawnInputs):
 
     def _new_parameters(self, own: Mapping[str, tuple], found: Mapping[str, tuple]) -> list[str]:
         """Return the head's parameters that the file lacks or has in another shape. All others must match."""
-        from trainer.weights.files import format_names
-
         differ = [key for key in own if found.get(key) != own[key]]
         new = [key for key in differ if key.startswith("heads.")]
         wrong = [key for key in differ if key not in new] + [key for key in found if key not in own]

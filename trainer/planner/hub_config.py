@@ -193,9 +193,8 @@ def _shape(said: str, task: str, tokens: int | None, config: Mapping[str, Any], 
         tokens = min(most or FEW_TOKENS, MAX_TOKENS)
         notes.append(f"--tokens is {tokens:,}: the model's maximum is {f'{most:,}' if most else 'unlimited'}")
     if most and tokens > most and (config.get("rope_theta") or config.get("rope_parameters")):
-        notes.append(
-            f"--tokens={tokens:,} is more than the {most:,} of {said}: train with a scaling in rope_parameters"
-        )
+        fix = "train with a scaling in rope_parameters"
+        notes.append(f"--tokens={tokens:,} is more than the {most:,} of {said}: {fix}")
     else:
         require(not most or tokens <= most, f"--tokens={tokens} is more than the {most} of {said}: lower it")
     require(tokens > 1 or task != "causal-lm", "--tokens=1 leaves no next token to predict: give at least 2")

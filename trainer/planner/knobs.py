@@ -162,14 +162,11 @@ def strategies(memory: Memory, cluster: Cluster) -> dict[str, Settings]:
     if memory.replicas > 1:
         return {"hsdp": sharded}
     reshards, streams = memory.reshard_after_forward, memory.cpu_offload == "parameters"
-    options: dict[str, Settings] = {}
-    if memory.strategy != "fsdp" and not streams and reshards:
-        options["ddp"] = {"memory.strategy": "ddp"}
-    if memory.strategy == "ddp":
-        return options
-    if reshards:
-        options["fsdp"] = sharded
-    options["fsdp*"] = sharded | {"memory.reshard_after_forward": False}
-    if 1 < cluster.nodes < cluster.devices and memory.tensor_parallel == 1:
-        options["hsdp"] = sharded | {"memory.replicas": cluster.nodes}
-    return options
+    shards, several = memory.strategy != "ddp", 1 < cluster.nodes < cluster.devices
+    options: dict[str, tuple[Settings, bool]] = {
+        "ddp": ({"memory.strategy": "ddp"}, memory.strategy != "fsdp" and not streams and reshards),
+        "fsdp": (sharded, shards and reshards),
+        "fsdp*": (sharded | {"memory.reshard_after_forward": False}, shards),
+        "hsdp": (sharded | {"memory.replicas": cluster.nodes}, shards and several and memory.tensor_parallel == 1),
+    }
+    return {name: settings for name, (settings, is_open) in options.items() if is_open}

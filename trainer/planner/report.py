@@ -200,7 +200,6 @@ def wrap_command(words: Sequence[str]) -> str:
 
 
 def _row(one: Candidate, report: PlanReport) -> dict[str, str]:
-    assert one.reserved is not None
     recipe = apply_settings(report.recipe, one.flags)
     plan = decide_plan(recipe, report.devices)
     memory, about = plan.memory, "" if one.traced else "~"
@@ -210,7 +209,7 @@ def _row(one: Candidate, report: PlanReport) -> dict[str, str]:
         **{column: as_text(getattr(memory, name)) for column, name in OWN.items()},
         "offload": _offload(memory),
         "lossy": _lossy(one),
-        RESERVED: about + format_bytes(one.reserved),
+        RESERVED: about + format_bytes(one.reserved or 0),
         ON_HOST: about + format_bytes(one.host or 0),
         TIME: f"{about}{one.step_ms or 0:,.1f}",
         "fits": Retries(one.retries).cell + (", expandable" if memory.expandable_segments else ""),
@@ -240,7 +239,7 @@ def _reason(one: Candidate, report: PlanReport) -> str:
         return "chosen"
     if one.retries is not None and report.chosen is not None:
         return one.slowdown_text(report.chosen)
-    over = one.reserved - report.budget  # type: ignore[operator]
+    over = (one.reserved or 0) - report.budget
     return f"{format_bytes(over)} too much" if over > 0 else "in the margin"
 
 
@@ -282,14 +281,12 @@ def explain_no_fit(
         more = f" (and {len(reasons) - 1} other reasons, which trainer plan lists)" if len(reasons) > 1 else ""
         return [f"no combination of knobs works for this recipe: {reasons[0] if reasons else 'none is valid'}{more}"]
     smallest = candidates[0]
-    assert smallest.reserved is not None
-    least = f"the smallest needs {format_bytes(smallest.reserved)} ({smallest.plan}): {smallest.reason}"
+    least = f"the smallest needs {format_bytes(smallest.reserved or 0)} ({smallest.plan}): {smallest.reason}"
     lines = [*_tried(candidates, combinations), f"no plan fits in {format_bytes(budget)}: {least}"]
     for one in lossy:
-        assert one.reserved is not None
         flags = " ".join(f"--{key} {as_text(value)}" for key, value in non_default_settings(one.flags).items())
         verdict = "not fit either" if one.retries is None else str(Retries(one.retries)).replace("fits", "fit")
-        lines.append(f"lossy, must be enabled explicitly: {flags}: {format_bytes(one.reserved)}, would {verdict}")
+        lines.append(f"lossy, must be enabled explicitly: {flags}: {format_bytes(one.reserved or 0)}, would {verdict}")
     if any(one.rank_ms < inf for one in lossy):
         lines.append("trainer plan --lossy true also considers lossy plans and finds the fastest that fits")
     return lines

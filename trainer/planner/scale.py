@@ -16,7 +16,7 @@ from typing import Any
 
 from trainer.engine.cut import cut_at
 from trainer.errors import RecipeError
-from trainer.fakegpu.cost import ESTIMATES
+from trainer.fakegpu.cost import ESTIMATES, StepCost
 from trainer.fakegpu.gpus import non_allocator_bytes
 from trainer.fakegpu.network import Cluster, Interconnect
 from trainer.fakegpu.peaks import in_gb
@@ -103,15 +103,14 @@ class ScaleSearch:
         rows = [row for size in self.sizes for row in self._rows(size)]
         tried: list[list[ScaleRow]] = [[row] if row.reason else [] for row in rows]
         done = 0
-        while waiting := {at: row for at in range(len(rows)) if (row := self._next(rows[at], tried[at], tried[0]))}:
-            places = list(waiting)
-            for number, result in run_in_children([self._call(row) for row in waiting.values()]):
-                row = waiting[places[number]]
+        while waiting := [(at, new) for at, row in enumerate(rows) if (new := self._next(row, tried[at], tried[0]))]:
+            for number, result in run_in_children([self._call(row) for _, row in waiting]):
+                at, row = waiting[number]
                 if isinstance(result, Exception):
                     row = replace(row, reason=str(result).splitlines()[0])
                 else:
                     row = replace(row, prediction=Prediction.from_child(result))
-                tried[places[number]].append(row)
+                tried[at].append(row)
                 done += 1
                 total = max(done, sum(not one.reason for one in rows))
                 self.progress(done, total, f"{row.strategy} on {row.cluster.devices}")
@@ -347,13 +346,12 @@ def _row_to_json(row: ScaleRow, report: ScaleReport) -> dict[str, Any]:
         **{f"predicted_{name}_gb": in_gb(getattr(found, name)) for name in ("allocated", "reserved", "host")},
         "sent_gb": {op: round(size / GB, 6) for op, size in found.traffic.items()},
         "leaving_a_node_gb": round(found.leaving / GB, 6),
-        "over": {name: _cost_to_json(row, report, name) for name in found.costs},
+        "over": {name: _cost_to_json(row, report, name, cost) for name, cost in found.costs.items()},
     }
 
 
-def _cost_to_json(row: ScaleRow, report: ScaleReport, network: str) -> dict[str, float | None]:
-    assert row.prediction is not None
-    cost, efficiency = row.prediction.costs[network], report.efficiency(row, network)
+def _cost_to_json(row: ScaleRow, report: ScaleReport, network: str, cost: StepCost) -> dict[str, float | None]:
+    efficiency = report.efficiency(row, network)
     return {
         "step_ms": round(cost.step_ms, 3),
         "compute_ms": round(cost.alone_ms, 3),

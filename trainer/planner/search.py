@@ -106,13 +106,12 @@ def search_for(
 
 def target_for(gpu: str | GPU | None, interconnect: str | None = None) -> Target:
     """Return the target for ``--gpu``: a card by name, ``cpu``, or this machine's card; and its interconnect."""
-    joined_by = interconnect or DEFAULT_NETWORK
-    if gpu == "cpu":
-        return Target.here(host_as_device(), joined_by)
-    card = gpu_named(gpu) if isinstance(gpu, str) else gpu or gpu_here()
+    if isinstance(gpu, str):
+        gpu = host_as_device() if gpu == "cpu" else gpu_named(gpu)
+    card = gpu or gpu_here()
     if card is None:
         raise RecipeError(NO_GPU)
-    return Target.here(card, joined_by)
+    return Target.here(card, interconnect or DEFAULT_NETWORK)
 
 
 @dataclass(eq=False)
@@ -120,7 +119,7 @@ class PlanFamily:
     """Plans that differ only in the micro-batch: a rank's share in one micro-step, or cut into several."""
 
     settings: Settings  # without the micro-batch
-    micro_batch_sizes: list[int | None]  # micro-batch sizes, largest first; ``[None]`` if the recipe sets it
+    micro_batch_sizes: list[int]  # largest first; ``[0]`` if the recipe sets it
     sharded: bool  # whether weights are sharded, and sometimes gathered
     single_micro_step: bool  # whether a rank's share is one micro-step
     floor: int = 0  # lower bound in bytes, from the weights alone
@@ -171,12 +170,12 @@ class Search:
         self.padding: dict[int, float] = {}
         self.has_bound = True  # whether the weights can be counted without a trace
         self.keeps_columns = False  # whether predictions have what the page "Will it fit?" replays
-        model = recipe.model
         self.notes = dict.fromkeys(data_notes(recipe.data))
         if recipe.memory.tensor_parallel > 1:
             untested = ", ".join(UNTESTED_WITH_TP)
             self.notes[f"not tried, because not verified with memory.tensor_parallel: {untested}"] = None
-        self.notes |= {CUT_MATTERS.format(type(model).__name__): None} if model.samples_interact else {}
+        if recipe.model.samples_interact:
+            self.notes[CUT_MATTERS.format(type(recipe.model).__name__)] = None
 
     @cached_property
     def size(self) -> ModelSize:
@@ -227,7 +226,7 @@ class Search:
         if lossy:
             steps = knobs.lossy_steps(self.recipe, on_gpu)
             settings += [found for step in steps for one in settings if (found := self._with_lossy_step(one, step))]
-        sizes = knobs.micro_batch_sizes(self.recipe, self.devices)
+        sizes = [size or 0 for size in knobs.micro_batch_sizes(self.recipe, self.devices)]
         self.padding = self._padding(sizes)
         self.arms = [arm for one in settings for arm in self._arms(one, sizes)]
         self._link_families()
@@ -268,7 +267,7 @@ class Search:
             seconds=time.perf_counter() - began,
         )
 
-    def _arms(self, settings: Settings, sizes: Sequence[int | None]) -> Iterator[PlanFamily]:
+    def _arms(self, settings: Settings, sizes: Sequence[int]) -> Iterator[PlanFamily]:
         undivided = {key: settings[key] for key in ONE_MICRO_BATCH if settings.get(key)}
         whole = with_size(settings, sizes[0])
         try:
@@ -319,7 +318,7 @@ class Search:
                 ends = (repr(wanted | {knobs.CHECKPOINTING: end}) for end in ("none", "full"))
                 arm.bracketing = [by_settings.get(end, []) for end in ends]
 
-    def _padding(self, sizes: Sequence[int | None]) -> dict[int, float]:
+    def _padding(self, sizes: Sequence[int]) -> dict[int, float]:
         """Return the padded tokens of a batch by micro-batch size, relative to the maximum; 1 without varying lengths.
 
         Small micro-batches of texts of similar length pad less, and so may be faster."""
@@ -330,8 +329,8 @@ class Search:
             batch = batch_indices(self.recipe.seed, 0, 0, len(lengths), cut.batch_size)
             packs = capability(self.recipe.model, Packable).packs()
             pieces = cut_batch(batch, cut, data_parallel_rank(self.recipe.memory, 0, self.devices)[1], lengths, packs)
-            tokens[size or 0] = sum(tokens_of(one, lengths, packs) for one in pieces)
-        return {size or 0: tokens[size or 0] / max(tokens.values()) if tokens else 1.0 for size in sizes}
+            tokens[size] = sum(tokens_of(one, lengths, packs) for one in pieces)
+        return {size: tokens[size] / max(tokens.values()) if tokens else 1.0 for size in sizes}
 
     # Choice of the plans to trace next.
 
@@ -339,24 +338,24 @@ class Search:
     def _whole(self) -> list[PlanFamily]:
         return [arm for arm in self.arms if not arm.bracketing]
 
-    def _next(self) -> list[tuple[PlanFamily, int | None]]:
+    def _next(self) -> list[tuple[PlanFamily, int]]:
         fastest = min((one.rank_ms for arm in self.arms for one in arm.traced.values()), default=inf)
         if fastest == inf and self.done > 1 and (last := self._last_resorts()):
             return last
         found = self._promising(self._whole, fastest) or self._between_ends(fastest)
         return found or (self._smaller() if fastest == inf else [])
 
-    def _last_resorts(self) -> list[tuple[PlanFamily, int | None]]:
+    def _last_resorts(self) -> list[tuple[PlanFamily, int]]:
         live = sorted((arm for arm in self._whole if self._left(arm, inf)), key=lambda arm: not arm.single_micro_step)
         return [(arm, arm.micro_batch_sizes[-1]) for arm in live if not any(one in live for one in arm.stronger)]
 
-    def _ends(self) -> list[tuple[PlanFamily, int | None]]:
+    def _ends(self) -> list[tuple[PlanFamily, int]]:
         """Return the plans with the largest and the smallest micro-batch of each combination that are not traced."""
         arms = [arm for arm in self._whole if not arm.failed]
         both = {(arm, size): None for arm in arms for size in (arm.micro_batch_sizes[0], arm.micro_batch_sizes[-1])}
-        return [(arm, size) for arm, size in both if (size or 0) not in arm.traced]
+        return [(arm, size) for arm, size in both if size not in arm.traced]
 
-    def _promising(self, arms: Sequence[PlanFamily], fastest: float) -> list[tuple[PlanFamily, int | None]]:
+    def _promising(self, arms: Sequence[PlanFamily], fastest: float) -> list[tuple[PlanFamily, int]]:
         """Return the plans that may be faster than all that fit, without those that another of them may rule out."""
         live = []
         for arm in arms:
@@ -365,14 +364,14 @@ class Search:
                 guess = next((size for size, found in about if found and found.reserved <= self.limit), left[-1])
                 live.append((self._at_least_ms(arm, guess), knobs.num_changed_levels(arm.settings), arm, guess))
 
-        def waits(arm: PlanFamily, guess: int | None) -> bool:
+        def waits(arm: PlanFamily, guess: int) -> bool:
             others = [(one, size) for _, _, one, size in live if one is not arm]
-            return any(one in arm.dominated_by and (size or 0) >= (guess or 0) for one, size in others)
+            return any(one in arm.dominated_by and size >= guess for one, size in others)
 
         first = sorted((one for one in live if not waits(*one[2:])), key=lambda one: one[:2])
         return [(arm, guess) for _, _, arm, guess in first]
 
-    def _between_ends(self, fastest: float) -> list[tuple[PlanFamily, int | None]]:
+    def _between_ends(self, fastest: float) -> list[tuple[PlanFamily, int]]:
         """Do the same for fractions of checkpointing, after tracing the arms with none and full."""
         fractions = [arm for arm in self.arms if arm.bracketing]
         ends = [end for arm in fractions if self._left(arm, fastest) for end in arm.bracketing]
@@ -382,46 +381,37 @@ class Search:
         between = [arm for arm in fractions if all(any(one.traced for one in end) for end in arm.bracketing)]
         return self._promising(between, fastest)
 
-    def _left(self, arm: PlanFamily, fastest: float) -> list[int | None]:
+    def _left(self, arm: PlanFamily, fastest: float) -> list[int]:
         if arm.failed:
             return []
         runs = max((size for size, one in arm.traced.items() if one.rank_ms < inf), default=0)
         too_large = min((size for size, one in arm.traced.items() if one.rank_ms == inf), default=inf)
-        left = []
-        for size in arm.micro_batch_sizes:
-            samples = size or 0
-            if samples in arm.traced or samples >= too_large or self._at_least_ms(arm, size) >= fastest:
-                continue
-            if self._needs(arm, size) > self.limit:
-                continue
-            between = arm.bracketing or samples < runs  # a smaller one is slower, unless it pads less or saves retries
-            if not between or (found := self._estimate(arm, size)) is None or found.step_ms < fastest:
-                left.append(size)
-        return left
+        new = (size for size in arm.micro_batch_sizes if size not in arm.traced and size < too_large)
+        able = [size for size in new if self._at_least_ms(arm, size) < fastest and self._needs(arm, size) <= self.limit]
+        # A smaller one is slower, unless it pads less or saves retries.
+        known = {size: self._estimate(arm, size) for size in able if arm.bracketing or size < runs}
+        return [size for size in able if (found := known.get(size)) is None or found.step_ms < fastest]
 
-    def _smaller(self) -> list[tuple[PlanFamily, int | None]]:
+    def _smaller(self) -> list[tuple[PlanFamily, int]]:
         """If nothing fits, return a plan that may need less memory than all traced ones."""
         least = min((one.reserved or 0 for arm in self.arms for one in arm.traced.values()), default=inf)
-        left = []
-        for arm in self._whole:
-            needs = self._needs(arm, arm.micro_batch_sizes[-1])
-            if not arm.failed and (arm.micro_batch_sizes[-1] or 0) not in arm.traced and needs < least:
-                left.append((needs, -knobs.num_changed_levels(arm.settings), arm))
-        return [(arm, arm.micro_batch_sizes[-1]) for _, _, arm in sorted(left, key=lambda one: one[:2])[:1]]
+        live = [(arm, arm.micro_batch_sizes[-1]) for arm in self._whole if not arm.failed]
+        left = [(self._needs(arm, size), arm, size) for arm, size in live if size not in arm.traced]
+        left.sort(key=lambda one: (one[0], -knobs.num_changed_levels(one[1].settings)))
+        return [(arm, size) for needs, arm, size in left[:1] if needs < least]
 
     # Bounds and estimates from traces.
 
-    def _at_least_ms(self, arm: PlanFamily, size: int | None) -> float:
-        samples, padding = size or 0, self.padding
+    def _at_least_ms(self, arm: PlanFamily, size: int) -> float:
         slower = (
-            one.prediction.cost.work_ms * min(1.0, padding[samples] / padding[known])
+            one.prediction.cost.work_ms * min(1.0, self.padding[size] / self.padding[known])
             for other in arm.dominated_by
             for known, one in other.traced.items()
-            if known >= samples and one.prediction
+            if known >= size and one.prediction
         )
         return max(slower, default=0.0)
 
-    def _needs(self, arm: PlanFamily, size: int | None) -> float:
+    def _needs(self, arm: PlanFamily, size: int) -> float:
         """Return a lower bound in bytes for a plan of ``arm``, from plans with the same weights and optimizer state."""
         fixed: tuple[Category, ...] = ("optimizer",) if arm.sharded else ("params", "optimizer")
         kept = [(other, one.prediction) for other in arm.same_state for one in other.traced.values() if one.prediction]
@@ -434,11 +424,11 @@ class Search:
             and (other.single_micro_step == arm.single_micro_step or not arm.sharded)
         ]
         further = (item for other in arm.stronger for item in other.traced.items())
-        saving = [MIN_MEMORY_RATIO * (one.allocated or 0) for known, one in further if known <= (size or 0)]
+        saving = [MIN_MEMORY_RATIO * (one.allocated or 0) for known, one in further if known <= size]
         found = self._estimate(arm, size)
         return max([arm.floor, *floors, *saving, found.allocated if found else 0.0])
 
-    def _estimate(self, arm: PlanFamily, size: int | None) -> Estimate | None:
+    def _estimate(self, arm: PlanFamily, size: int) -> Estimate | None:
         if not arm.bracketing:
             return self._from(arm.same_settings, size)
         none, full = (self._from(end, size) for end in arm.bracketing)
@@ -451,9 +441,8 @@ class Search:
         # Proportional only if all blocks are equal: this ranks plans, but is no bound.
         return Estimate(full.allocated, (allocated + reserved) / 2, step_ms)
 
-    def _from(self, arms: Sequence[PlanFamily], size: int | None) -> Estimate | None:
+    def _from(self, arms: Sequence[PlanFamily], samples: int) -> Estimate | None:
         known = {count: one.prediction for arm in arms for count, one in arm.traced.items() if one.prediction}
-        samples = size or 0
         below = max((one for one in known if one <= samples), default=None)
         above = min((one for one in known if one >= samples), default=None)
         ends = [(one, known[one]) for one in (below, above) if one is not None]
@@ -482,9 +471,9 @@ class Search:
     def _micro_steps(self, samples: int) -> int:
         return -(-(self.arms[0].micro_batch_sizes[0] or 1) // samples) if samples else 1
 
-    def _trace(self, upcoming: Callable[[], list[tuple[PlanFamily, int | None]]]) -> None:
+    def _trace(self, upcoming: Callable[[], list[tuple[PlanFamily, int]]]) -> None:
         """Trace the first of the ``upcoming`` plans whenever a core is free, until there are none."""
-        running: dict[int, tuple[PlanFamily, int | None, Plan]] = {}
+        running: dict[int, tuple[PlanFamily, int, Plan]] = {}
         numbers = count()
 
         def jobs() -> Iterator[Callable[[], Any] | None]:
@@ -498,21 +487,22 @@ class Search:
                     yield None
                     continue
                 arm, size = free[0]
-                job = self._job(with_size(arm.settings, size))
-                if isinstance(job, Exception):
-                    self._take(arm, size, job)
+                settings = with_size(arm.settings, size)
+                try:
+                    plan = self._plan(settings)
+                except RecipeError as error:
+                    self._take(arm, size, self._refuse(settings, error))
                     continue
-                call, plan = job
                 running[next(numbers)] = (arm, size, plan)
-                yield call
+                yield self._job(settings, plan)
 
         for number, result in run_in_children(jobs()):
             arm, size, plan = running.pop(number)
             self._take(arm, size, self._answer(with_size(arm.settings, size), plan, result, len(running)))
 
-    def _take(self, arm: PlanFamily, size: int | None, found: Candidate | Exception) -> None:
+    def _take(self, arm: PlanFamily, size: int, found: Candidate | Exception) -> None:
         if isinstance(found, Candidate):
-            arm.traced[size or 0] = found
+            arm.traced[size] = found
         elif not isinstance(found, ChildError):
             self._rule_out(arm, str(found))
         elif not any(one.traced for one in self.arms):  # tracing other plans of the strategy would fail as well
@@ -545,22 +535,10 @@ class Search:
         self.progress(self.done, self.done + left, f"{plan.describe()}; {so_far}")
         return found
 
-    def _predicted(self, settings: Sequence[Settings]) -> list[Candidate | Exception]:
-        found: list[Any] = [self._job(one) for one in settings]
-        jobs = [(at, job) for at, job in enumerate(found) if isinstance(job, tuple)]
-        for number, result in run_in_children([job for _, (job, _) in jobs]):
-            at, (_, plan) = jobs[number]
-            found[at] = self._answer(settings[at], plan, result, 0)
-        return found
-
-    def _job(self, settings: Settings) -> tuple[Callable[[], Any], Plan] | Exception:
+    def _job(self, settings: Settings, plan: Plan) -> Callable[[], Any]:
         fixed: dict[str, Any] = {"target": self.target, "nodes": self.nodes, "timeline": True, "capacity": self.limit}
-        fixed |= {"columns": self.keeps_columns}
-        try:
-            plan = self._plan(settings)
-        except RecipeError as error:
-            return self._refuse(settings, error)
-        return partial(predict_in_process, knobs.apply_settings(self.recipe, settings), plan, **fixed), plan
+        recipe = knobs.apply_settings(self.recipe, settings)
+        return partial(predict_in_process, recipe, plan, **fixed, columns=self.keeps_columns)
 
     def _refuse(self, settings: Settings, error: Exception, description: str = "") -> Exception:
         self.refused.append(Candidate(settings, description, reason=str(error).splitlines()[0]))
@@ -582,28 +560,24 @@ class Search:
 
     def _ordered(self, everything: bool) -> list[Candidate]:
         """Return all candidates with their reasons: first the fastest that fits, or else the smallest."""
-        traced = [one for arm in self.arms for one in arm.traced.values()]
+        traced = sorted((one for arm in self.arms for one in arm.traced.values()), key=_rank)
         between = [one for arm in self._whole for one in self._interpolated(arm)] if everything else []
-        first = min(traced, key=_rank, default=None)
-        if first is None:
-            return []
-        others = sorted((one for one in [*traced, *between] if one is not first), key=_rank)
-        return [dataclasses.replace(one, reason=self._reason(one, first)) for one in (first, *others)]
+        others = sorted([*traced[1:], *between], key=_rank)
+        return [dataclasses.replace(one, reason=self._reason(one, traced[0])) for one in (*traced[:1], *others)]
 
     def _interpolated(self, arm: PlanFamily) -> Iterator[Candidate]:
         for size in arm.micro_batch_sizes:
-            found = self._estimate(arm, size) if (size or 0) not in arm.traced else None
+            found = self._estimate(arm, size) if size not in arm.traced else None
             if found is not None:
                 settings = with_size(arm.settings, size)
                 traced = [item for other in arm.same_settings for item in other.traced.items()]
-                host = min((abs(known - (size or 0)), one.host or 0) for known, one in traced)[1]
+                host = min((abs(known - size), one.host or 0) for known, one in traced)[1]
                 values = (round(found.allocated), round(found.reserved), host, found.step_ms)
                 fits = found.reserved <= self.limit
                 yield Candidate(settings, self._plan(settings).describe(), *values, fits, traced=False)
 
     def _reason(self, one: Candidate, first: Candidate) -> str:
-        assert one.reserved is not None
-        over = one.reserved - self.budget
+        over = (one.reserved or 0) - self.budget
         if one.retries is None:
             near = f"within the budget, but not within the margin of {100 * BUDGET_MARGIN:g} %"
             return f"{format_bytes(over)} more than the budget" if over > 0 else near
@@ -617,11 +591,15 @@ class Search:
 
     def _smaller_at_a_loss(self, candidates: Sequence[Candidate]) -> list[Candidate]:
         """Predict each lossy setting that the recipe does not use, with the smallest plan that it works with."""
-        wanted = []
+        wanted: list[Settings] = []
         for step in knobs.lossy_steps(self.recipe):
             possible = (self._with_lossy_step(dict(one.flags), step) for one in candidates)
             wanted += [settings for settings in possible if settings][:1]
-        return [one for one in self._predicted(wanted) if isinstance(one, Candidate)]
+        plans = list(map(self._plan, wanted))
+        found: dict[int, Candidate | Exception] = {}
+        for number, result in run_in_children(list(map(self._job, wanted, plans))):
+            found[number] = self._answer(wanted[number], plans[number], result, 0)
+        return [one for _, one in sorted(found.items()) if isinstance(one, Candidate)]
 
     def _with_lossy_step(self, settings: Settings, step: Settings) -> Settings | None:
         for extra in (step, {key: value for key, value in step.items() if key not in IMPLIED_NAMES}):
@@ -637,6 +615,6 @@ def _rank(candidate: Candidate) -> tuple[float, int, int]:
     return candidate.rank_ms, size, len(knobs.non_default_settings(candidate.flags))
 
 
-def with_size(settings: Mapping[str, Any], size: int | None) -> Settings:
-    """Return the settings with a micro-batch of ``size``; ``None`` leaves it to the recipe."""
-    return dict(settings) | ({} if size is None else {"memory.micro_batch_size": size})
+def with_size(settings: Mapping[str, Any], size: int) -> Settings:
+    """Return the settings with a micro-batch of ``size``; 0 leaves it to the recipe."""
+    return dict(settings) | ({"memory.micro_batch_size": size} if size else {})

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
-from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -18,7 +17,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import _disable_current_modes
-from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from trainer.contract import Model, Packable, Streamable, as_samples, capability, without_weights
 from trainer.data.loader import make_loader
@@ -141,9 +140,8 @@ def _notes(recipe: Recipe, plan: Plan, module: nn.Module) -> list[str]:
         notes.append("memory.compile=cuda_graphs: not tested on a GPU yet; memory kept by its graphs is not predicted")
     if isinstance(recipe.model, CausalLM) and recipe.model.needs_reference:
         size = sum(parameter.numel() * parameter.element_size() for parameter in module.parameters())
-        saved = (
-            "a second forward pass" if recipe.model.lora.rank else f"{format_bytes(size)} of weights of a second model"
-        )
+        second = f"{format_bytes(size)} of weights of a second model"
+        saved = "a second forward pass" if recipe.model.lora.rank else second
         what = "the reference is computed once before training and takes 16 bytes per pair on the host"
         notes.append(f"model.loss={recipe.model.loss}: {what}, which saves {saved}")
     if any(isinstance(part, nn.RNNBase) for part in module.modules()):
@@ -171,8 +169,8 @@ class _Run(PhaseHooks):
         """Build, rehearse, step, evaluate and gather the weights."""
         self.tracer.enter("init")
         self.stack = stack = self._build(module)
-        own = (self.fabric, self.recipe.model, stack, self.recipe.optim, self.plan)
-        self.optimizer, sync = build_optimizer_and_sync(*own)
+        memory, optim, fabric, model = self.recipe.memory, self.recipe.optim, self.fabric, self.recipe.model
+        self.optimizer, sync = build_optimizer_and_sync(fabric, model, stack, optim, self.plan)
         if isinstance(sync, TreeSync):  # keep the sums of the micro-steps that are left out
             traced = len(samples.first)
             sync.sums = LatePartialSums(max_partial_sums(traced + samples.skipped) - max_partial_sums(traced))
@@ -180,15 +178,11 @@ class _Run(PhaseHooks):
             sync.carrier.chunks = self._first_chunk
         if isinstance(sync, HostGradientSync):
             sync.ahead = _TracedUpdates(self.tracer, self.optimizer, sync.ahead.scaler, pays=sync.ahead.pays)
-        memory, clip_norm = self.recipe.memory, self.recipe.optim.clip_norm
-        places = (self.tracer, self.fabric, self.recipe.model, stack.wrapped, self.optimizer)
-        options: dict[str, Any] = {"clip_norm": clip_norm, "correct_batchnorm": memory.correct_batchnorm}
-        options["copies"] = memory.tensor_parallel
-        averages = stack.averages
-        if averages is not None:
-            self.tracer.categorise(averages.values.values(), "optimizer")
-            options["average"] = averages.update
-        stepper = _FakeStepper(*places, sync=sync, phases=self, **options)
+        if stack.averages is not None:
+            self.tracer.categorise(stack.averages.values.values(), "optimizer")
+        options: dict[str, Any] = {"clip_norm": optim.clip_norm, "correct_batchnorm": memory.correct_batchnorm}
+        options |= {"copies": memory.tensor_parallel, "average": stack.update_averages, "sync": sync, "phases": self}
+        stepper = _FakeStepper(self.tracer, fabric, model, stack.wrapped, self.optimizer, **options)
         stepper.module.train()
         if memory.micro_batch_size == "auto" and not sync.updates_in_backward:
             rehearse(stepper, samples.longest)
@@ -202,7 +196,7 @@ class _Run(PhaseHooks):
         stepper.settle()
         if samples.evaluation:
             self.tracer.enter("evaluation")
-            with averages.swapped_in() if averages is not None else nullcontext():
+            with stack.averaged():
                 evaluate(stepper, samples.evaluation, _Nothing())
         self.tracer.enter("saving")
         _gather(stack.module, self.tracer.target.device)
@@ -277,10 +271,8 @@ class _FakeStepper(Stepper):
         """No-op: a few samples without gradients do not change the peak."""
 
     def to_device(self, batch: Any) -> Any:
-        def move(item: Any) -> Any:
-            return self.tracer.mode.fake(item).to(self.tracer.target.device) if isinstance(item, Tensor) else item
-
-        moved = tree_map(move, batch)
+        fake, device = self.tracer.mode.fake, self.tracer.target.device
+        moved = tree_map_only(Tensor, lambda item: fake(item).to(device), batch)
         self.tracer.categorise([item for item in tree_leaves(moved) if isinstance(item, Tensor)], "batch")
         return moved
 
@@ -301,9 +293,7 @@ def _gradients(stack: PreparedModel) -> Iterator[Tensor]:
             yield tensor.grad
     for part in stack.module.modules():
         group = part._get_fsdp_state()._fsdp_param_group if isinstance(part, FSDPModule) else None
-        if group is None:
-            continue
-        for held in group.fsdp_params:
+        for held in group.fsdp_params if group is not None else ():
             whole = getattr(held, "_unsharded_param", None)  # missing before the first gathering
             kept = (getattr(held, "unsharded_accumulated_grad", None), getattr(whole, "grad", None))
             yield from (gradient for gradient in kept if gradient is not None)

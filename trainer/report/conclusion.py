@@ -53,9 +53,8 @@ def _of_losses(curves: Mapping[str, Curve], has_val: bool, recipe: Mapping[str, 
     before, last = losses[-2 * count : -count].mean(), losses[-count:].mean()
     steps, values = max(curves["val_loss"], curves["test_loss"], key=lambda curve: len(curve[0]))
     if len(values) and last < values.min() < values[-1] - MIN_RISE * abs(values.min()):
-        rise = (
-            f"the evaluated loss rose from {values.min():.4f} (step {steps[values.argmin()]:,.0f}) to {values[-1]:.4f}"
-        )
+        least = f"{values.min():.4f} (step {steps[values.argmin()]:,.0f})"
+        rise = f"the evaluated loss rose from {least} to {values[-1]:.4f}"
         stop = "--run.patience 3, " if has_val and not (recipe.get("run") or {}).get("patience") else ""
         return [f"{stop}fewer epochs or more data: the model overfits ({rise}, and the training loss is {last:.4f})"]
     if before - last > MIN_ERRORS * np.diff(losses[-2 * count :]).std() / count**0.5:

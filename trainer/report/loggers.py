@@ -116,9 +116,6 @@ class CSVMetrics(Logger):
         self._rows.clear()
         self._last_write = time.monotonic()
 
-    def finalize(self, status: str) -> None:
-        self.save()
-
     def _continues(self) -> bool:
         self.path.parent.mkdir(parents=True, exist_ok=True)
         if not self.path.exists() or not self.path.stat().st_size:

@@ -35,7 +35,8 @@ def build_model_card(recipe: Recipe, run_dir: Path, trained: TrainingFacts) -> s
     weights = model.weights
     base = weights if isinstance(weights, str) and weights.count("/") == 1 and not Path(weights).exists() else None
     library = "transformers" if capability(model, Exportable).own_format else None
-    tasks = dict.fromkeys(("language", "preference"), "text-generation") | {"masked_language": "fill-mask"}
+    tasks = dict.fromkeys(("language", "preference"), "text-generation")
+    tasks |= {"masked_language": "fill-mask", "pairs": "sentence-similarity"}
     task = tasks.get(model.task, f"{kind}-classification" if kind else None)
     text = (run_dir / "recipe.yaml").read_text(encoding="utf-8").partition("\n# sha256")[0]
     return model_card(run_dir.name, trained, text, task, library, base)

@@ -29,7 +29,8 @@ Curve = tuple[np.ndarray, np.ndarray]
 def plot_curves(metrics_csv: Path, target: Path, best: int | None = None) -> None:
     """Draw ``metrics_csv`` as a PNG, 1200 pixels wide; ``best`` marks the step whose weights are kept."""
     curves = read_metrics(metrics_csv)
-    names = [name for name in dict.fromkeys(_evaluated(curves)) if name != "loss"]
+    columns = [name.partition("_") for name, (steps, _) in curves.items() if len(steps)]
+    names = [*dict.fromkeys(name for split, _, name in columns if split in ("val", "test") and name != "loss")]
     rows = len(names) // 2 + 1
     height = 4.5 + 3.5 * rows
     figure = _new_figure(metrics_csv.absolute().parent.name, height, (0.64 / height, 1 - 0.72 / height, 0.55))
@@ -116,11 +117,6 @@ def read_metrics(metrics_csv: Path) -> defaultdict[str, Curve]:
     return curves
 
 
-def _evaluated(curves: Mapping[str, Curve]) -> list[str]:
-    columns = [name.partition("_") for name, (steps, _) in curves.items() if len(steps)]
-    return [figure for split, _, figure in columns if split in ("val", "test")]
-
-
 def _number(cell: str | None) -> float:
     try:
         return float(cell or "nan")
@@ -175,9 +171,8 @@ def _finish(axes: Axes, title: str, unit: str, legend: bool = True, x_label: str
     if not axes.lines and not axes.patches:
         axes.text(0.5, 0.5, "nothing logged", transform=axes.transAxes, ha="center", va="center", color=GREY)
     elif legend:
-        # Below the axes, so that it hides no curve.
-        style: dict[str, Any] = {"fontsize": 9, "frameon": False, "ncols": 3, "columnspacing": 1.0}
-        axes.legend(loc="upper center", bbox_to_anchor=(0.5, -0.15), **style)
+        below: dict[str, Any] = {"loc": "upper center", "bbox_to_anchor": (0.5, -0.15)}  # so that it hides no curve
+        axes.legend(**below, fontsize=9, frameon=False, ncols=3, columnspacing=1.0)
 
 
 # ``confusion.png``: the confusion matrix.

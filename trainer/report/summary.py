@@ -145,9 +145,8 @@ def summary_text(summary: Summary, run_dir: Path, writes: bool = False) -> str:
 def _brief_rows(summary: Summary) -> list[tuple[str, str]]:
     """Return what a user wants to know first; ``summary.json`` and ``report.html`` have the rest."""
     rows, total = dict(summary_rows(summary)), summary.total_seconds
-    steps = f"{summary.steps:,} step{'s' * (summary.steps != 1)}" + (
-        f", {summary.skipped_steps:,} skipped" if summary.skipped_steps else ""
-    )
+    skipped = f", {summary.skipped_steps:,} skipped" if summary.skipped_steps else ""
+    steps = f"{summary.steps:,} step{'s' * (summary.steps != 1)}{skipped}"
     took = f"{format_number(summary.seconds, ',.1f')} s of training" + (f", {total:,.1f} s in all" if total else "")
     metrics = {
         split: ", ".join(f"{name} {format_metric(name, value)}" for name, value in of_split.items())

@@ -42,8 +42,8 @@ class WholeSetMetrics:
         split: str = "evaluation",
     ) -> None:
         self.task = task or ("single_label" if num_classes else None)
-        from_loss = task in ("language", "masked_language")  # their logits are not kept
-        always = TASK_METRICS[task] if from_loss else ()
+        not_counted = task in ("language", "masked_language", "pairs")  # by ``EvaluationMetrics``
+        always = TASK_METRICS[task] if not_counted else ()
         names = [*always, *(metric for metric in wanted if isinstance(metric, str))]
         self.of_loss = {"loss", "perplexity", "bits_per_byte"}.intersection(names)
         self.names = [name for name in dict.fromkeys(names) if name not in self.of_loss]
@@ -105,6 +105,8 @@ class WholeSetMetrics:
         task: Any = "regression" if name in REGRESSION_METRICS else self.task or "single_label"
         if not len(targets):
             return math.nan
+        if task == "pairs":  # predictions are ranks, from 1
+            return float(((predictions == 1) if name == "recall_at_1" else 1 / predictions).double().mean())
         if task == "regression":
             predictions, targets = predictions.reshape(len(targets), -1), targets.reshape(len(targets), -1)
         if name in ("pearson", "spearman"):  # NaN for constants and for single samples, an error in scipy

@@ -8,7 +8,7 @@ from typing import Any
 
 from trainer.contract import Metric
 from trainer.engine.events import Counters, Listener
-from trainer.errors import RecipeError
+from trainer.errors import require
 from trainer.recipe import Recipe
 from trainer.report.whole_set_metrics import is_higher_better
 
@@ -28,14 +28,11 @@ class BestTracker(Listener):
         self.name = chosen if self.is_chosen else None
         """The metric that is compared; ``None`` until the first evaluation if the recipe names none."""
         asked = f"run.patience={run.patience}" if chosen in (None, "last") else f"run.best={run.best}"
-        if split == "test" and (run.patience is not None or chosen not in (None, "last")):
-            if not self.is_chosen:
-                raise RecipeError(
-                    f"{asked} needs a validation set: a test set that chooses the model can no longer measure it. Hold "
-                    f"out a part of the training set (data.val_fraction 0.1), or set run.best test_{chosen or 'loss'}"
-                )
-        elif on_test:
-            raise RecipeError(f"{asked}, but there is a validation set: set run.best {chosen}")
+        needs_val = split == "test" and (run.patience is not None or chosen not in (None, "last"))
+        why = f"{asked} needs a validation set: a test set that chooses the model can no longer measure it"
+        fix = f"Hold out a part of the training set (data.val_fraction 0.1), or set run.best test_{chosen or 'loss'}"
+        require(self.is_chosen or not needs_val, f"{why}. {fix}")
+        require(needs_val or not on_test, f"{asked}, but there is a validation set: set run.best {chosen}")
         self.score, self.step, self.since = WORST, 0, 0
         self.result: Any = None
         """The result of the best evaluation, if this process made it."""
@@ -49,8 +46,8 @@ class BestTracker(Listener):
             return
         metrics = result.metrics()
         score = self.score_of(metrics)
-        if self.name not in metrics:
-            raise RecipeError(f"run.best={self.name} is not a metric of this model: use one of {', '.join(metrics)}")
+        choices = ", ".join(metrics)
+        require(self.name in metrics, f"run.best={self.name} is not a metric of this model: use one of {choices}")
         self.since = 0 if score[0] > self.score[0] else self.since + 1
         self.last = metrics[str(self.name)]
         if score != WORST and score >= self.score:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -31,27 +32,23 @@ class Checkpointer:
     """Saves checkpoints that are due, and ends training on request. The engine calls it at every step boundary. A
     checkpoint holds the engine's state, ``state`` and, from the first rank, ``metrics.csv``."""
 
-    def __init__(
-        self, session: Session, resumption: ResumeState, state: RunState, history: Callable[[], bytes]
-    ) -> None:
+    def __init__(self, session: Session, resumption: ResumeState, state: RunState) -> None:
         self.session, self.folder, self.origin = session, resumption.folder, resumption.origin
-        self.state, self.history, self.wishes = state, history, session.recipe.checkpoint
-        self.best = state.best
+        self.state, self.best, self.wishes = state, state.best, session.recipe.checkpoint
         self.keep_best = max(self.wishes.keep_best, int(self.best.is_chosen))
         every, fabric = self.wishes.every, session.fabric
-        self.every_steps = every if isinstance(every, int) else None
+        self.every_steps = every if isinstance(every, int) else math.inf
         self.every_seconds = parse_duration(every) if isinstance(every, str) else math.inf
-        self.versions = versions()
         if session.is_first:
             _ = self.origin.base  # hash the files now, as they were loaded: they may change during training
         self.mark_saved(0)
         self.background = BackgroundTask()
         self.on_host = HostStagingBuffers().copy if self.wishes.asynchronous else view_on_host
-        self.moves = 0
+        self.has_moved = threading.Event()  # a part of the checkpoint was written
         who = fabric.global_rank, fabric.world_size, self.origin.attempt, session.recipe.run.hang_after
         kept = self.wishes.keep_last, self.keep_best, self.best.score_of
-        self.writer = CheckpointWriter(self.folder, *who, *kept, self._move, warn)
-        session.agreement.collect(self._rank_flags)
+        self.writer = CheckpointWriter(self.folder, *who, *kept, self.has_moved.set, warn)
+        session.agreement.votes = self._rank_flags
 
     def _rank_flags(self) -> tuple[float, float, float]:
         """Return whether this rank should stop, a checkpoint is due by the first rank's clock, and the last failed."""
@@ -82,12 +79,11 @@ class Checkpointer:
 
     def mark_saved(self, step: int) -> None:
         """Record that the state after ``step`` is saved; at step 0 nothing is."""
-        self.saved_at, self.saved_when = step, time.monotonic()
-        self.best_saved, self.has_saved = self.best.step, step > 0
+        self.saved_at, self.saved_when, self.best_saved = step, time.monotonic(), self.best.step
 
     def at_end(self, engine: Engine) -> None:
         """Save the state after the last step if checkpoints were due during training."""
-        if self._is_unsaved(engine) and (self.has_saved or self._is_due(engine)):
+        if self._is_unsaved(engine) and (self.saved_at > 0 or self._is_due(engine)):
             self.save(engine)
         self._wait()
 
@@ -95,16 +91,12 @@ class Checkpointer:
         """Give a checkpoint that is being written a few seconds. Called when training ends, also after an error."""
         self.background.join(FINISH_TIMEOUT)
 
-    def _move(self) -> None:
-        self.moves += 1
-
     def _wait(self) -> None:
         """Wait until the last checkpoint is on disk; raise on all ranks if it could not be written. A collective."""
         with self._announced():
-            moves = self.moves
             while not self.background.join(POLL_INTERVAL):
-                if self.moves != moves:  # a slow disk is not a hang as long as it accepts bytes
-                    moves = self.moves
+                if self.has_moved.is_set():  # a slow disk is not a hang as long as it accepts bytes
+                    self.has_moved.clear()
                     self.session.monitor.set_activity("checkpoint")
             failures = self._total(self.background.failure is not None)
         self.background.wait()
@@ -123,10 +115,9 @@ class Checkpointer:
 
     def _is_due(self, engine: Engine) -> bool:
         """Return whether the number of steps, the best evaluation or ``checkpoint.keep_best`` requires a checkpoint."""
-        step, every = engine.steps, self.every_steps
-        due = every is not None and step // every > self.saved_at // every
-        due |= self.best.step > self.best_saved
-        return due or (self.wishes.keep_best > 0 and self._current_metrics(engine) is not None)
+        if engine.steps // self.every_steps > self.saved_at // self.every_steps or self.best.step > self.best_saved:
+            return True
+        return self.wishes.keep_best > 0 and self._current_metrics(engine) is not None
 
     def _current_metrics(self, engine: Engine) -> dict[str, float] | None:
         """The model's finite metrics; ``None`` if it was not evaluated at this step, or its score is not finite."""
@@ -163,7 +154,7 @@ class Checkpointer:
             parts=self.on_host(assign_to_rank(tensors.parts(), fabric.global_rank, fabric.world_size)),
             rank_state={"random": self.state.generators.state_dict(), "values": tensors.scalars()},
             shared_state=self.state.common(engine),
-            history=self.history() if self.session.is_first else b"",
+            history=self.state.history() if self.session.is_first else b"",
             manifest=self._manifest(engine),
         )
 
@@ -173,7 +164,7 @@ class Checkpointer:
         session = self.session
         facts = {name: getattr(engine.counters, name) for name in ("step", "epoch", "step_in_epoch")}
         facts |= {"seed": session.recipe.seed, "world_size": session.fabric.world_size, "plan": session.plan.describe()}
-        facts |= {"versions": self.versions, "figures": self._current_metrics(engine)}
+        facts |= {"versions": versions(), "figures": self._current_metrics(engine)}
         facts["created"] = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
         if session.is_first:
             names = ("run", "recipe", "dataset", "tokenizer", "data_files", "base")

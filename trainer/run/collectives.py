@@ -22,7 +22,7 @@ import torch
 from lightning_fabric import Fabric
 from torch import Tensor
 
-from trainer.errors import RecipeError, RunError
+from trainer.errors import RecipeError, RunError, require
 from trainer.recipe import Memory
 from trainer.report.mistakes import of_all_ranks
 
@@ -34,20 +34,12 @@ class VotedSum:
     """Sums floats over the ranks, together with the votes of this rank."""
 
     def __init__(self, total: Sum) -> None:
-        self.connect(total)
-        self.collect(tuple)
+        self.total = total  # ``list`` while this rank is in no process group
+        self.votes: Callable[[], Sequence[float]] = tuple  # all ranks must return the same number of votes
         self.agreed: list[float] = []  # sums of the votes in the last call
 
-    def connect(self, total: Sum) -> None:
-        """Sum by ``total`` from now on; by ``list`` while this rank is in no process group."""
-        self.total = total
-
-    def collect(self, votes: Callable[[], Sequence[float]]) -> None:
-        """Add the numbers that ``votes`` returns to every sum; all ranks must return the same number of them."""
-        self._votes = votes
-
     def __call__(self, values: list[float]) -> list[float]:
-        totals = self.total([*values, *self._votes()])
+        totals = self.total([*values, *self.votes()])
         self.agreed = totals[len(values) :]
         return totals[: len(values)]
 
@@ -81,10 +73,9 @@ def sum_over_data_parallel(memory: Memory, rank: int, total: Sum) -> Sum:
         found = total([*(value * (rank % copies == 0) for value in values), *values])
         sums, everywhere = found[: len(values)], found[len(values) :]
         if not all(math.isclose(a * copies, b, rel_tol=1e-9) for a, b in zip(sums, everywhere, strict=True)):
-            raise RunError(
-                f"memory.tensor_parallel={copies}: ranks that share every block have read different samples, or could "
-                "not read the same ones: look for a disk that only some of them reach, then use run.resume auto"
-            )
+            why = "ranks that share every block have read different samples, or could not read the same ones"
+            fix = "look for a disk that only some of them reach, then use run.resume auto"
+            raise RunError(f"memory.tensor_parallel={copies}: {why}: {fix}")
         return sums
 
     return once if copies > 1 else total
@@ -99,29 +90,20 @@ def run_on_rank_zero(fabric: Fabric, decide: Callable[[], T]) -> T:
         except RecipeError as error:
             outcome = None, str(error)
     value, refusal = broadcast_json(fabric, outcome)
-    if refusal is not None:
-        raise RecipeError(refusal)
+    require(refusal is None, refusal)
     return value
 
 
 def broadcast_json(fabric: Fabric, value: Any) -> Any:
-    """Broadcast the value of the first rank as JSON, because torch's broadcast of objects unpickles them."""
-    if fabric.world_size == 1:
-        return value
-    content = _packed(fabric, value)
-    size = torch.tensor(len(content), device=fabric.device)
-    torch.distributed.broadcast(size, 0)
-    if fabric.global_rank != 0:
-        content = torch.empty(int(size), dtype=torch.uint8, device=fabric.device)
-    torch.distributed.broadcast(content, 0)
-    return json.loads(bytes(content.tolist()))
+    """Return the value of the first rank as JSON, because torch's broadcast of objects unpickles them."""
+    return all_gather_json(fabric, value)[0]
 
 
 def all_gather_json(fabric: Fabric, value: Any) -> list[Any]:
     """Gather the values of all ranks as JSON, in the order of the ranks."""
     if fabric.world_size == 1:
         return [value]
-    content = _packed(fabric, value)
+    content = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8).to(fabric.device)
     sizes = torch.zeros(fabric.world_size, dtype=torch.long, device=fabric.device)
     sizes[fabric.global_rank] = len(content)
     torch.distributed.all_reduce(sizes)
@@ -151,10 +133,6 @@ def gather_rows(fabric: Fabric, rows: Tensor | None) -> Tensor | None:
     return torch.cat(pieces) if pieces else None
 
 
-def _packed(fabric: Fabric, value: Any) -> torch.Tensor:
-    return torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8).to(fabric.device)
-
-
 # Check before training, not when the first checkpoint fails, that all machines see the same run directory.
 
 PREFIX = ".shared-"
@@ -171,23 +149,21 @@ def require_shared_filesystem(fabric: Fabric, run_dir: Path) -> None:
     on_other_machine = fabric.local_rank == 0 and fabric.global_rank != 0
     if not any(all_gather_json(fabric, on_other_machine)):
         return
-    token = run_on_rank_zero(fabric, partial(_leave, run_dir))
+    token, here = run_on_rank_zero(fabric, partial(_leave, run_dir))
     problems = all_gather_json(fabric, _answer(run_dir, token) if on_other_machine else None)
     if fabric.global_rank == 0:
         for path in run_dir.glob(f"{token}*"):
             path.unlink(missing_ok=True)
     found = "; ".join(filter(None, problems))
-    here = run_on_rank_zero(fabric, socket.gethostname)
-    if found:
-        fix = "choose a directory on a file system that all machines share"
-        raise RecipeError(f"run.dir={run_dir} is not one directory for all machines: {found}; {here} created it: {fix}")
+    fix = "choose a directory on a file system that all machines share"
+    require(not found, f"run.dir={run_dir} is not one directory for all machines: {found}; {here} created it: {fix}")
 
 
-def _leave(run_dir: Path) -> str:
+def _leave(run_dir: Path) -> tuple[str, str]:
     token = PREFIX + secrets.token_hex(8)
-    if problem := _touch(run_dir / token):
-        raise RecipeError(f"run.dir={run_dir} cannot be written to ({problem}): choose another directory")
-    return token
+    problem = _touch(run_dir / token)
+    require(problem is None, f"run.dir={run_dir} cannot be written to ({problem}): choose another directory")
+    return token, socket.gethostname()
 
 
 def _answer(run_dir: Path, token: str) -> str | None:

@@ -78,11 +78,10 @@ def plan_warnings(recipe: Recipe, on_gpu: bool) -> list[str]:
     memory = recipe.memory
     found = [CUT_MATTERS.format(type(recipe.model).__name__)] if recipe.model.samples_interact else []
     if memory.precision in HALF_TRUE and memory.cpu_offload != "optimizer" and not memory.stochastic_rounding:
-        found.append(
-            f"memory.precision={memory.precision} loses updates that are smaller than the rounding of a weight. At lr "
-            f"1e-5 AdamW loses most of them, and lr is {recipe.optim.lr:g}: use memory.stochastic_rounding true, "
-            "memory.cpu_offload optimizer (fp32 master weights) or bf16-mixed"
-        )
+        lost = f"memory.precision={memory.precision} loses updates that are smaller than the rounding of a weight"
+        rate = f"At lr 1e-5 AdamW loses most of them, and lr is {recipe.optim.lr:g}"
+        fix = "use memory.stochastic_rounding true, memory.cpu_offload optimizer (fp32 master weights) or bf16-mixed"
+        found.append(f"{lost}. {rate}: {fix}")
     if memory.matmul_precision != "highest" and (not on_gpu or memory.precision.endswith("-mixed")):
         key = f"memory.matmul_precision={memory.matmul_precision}"
         mixed = f"{key} rounds products of fp32, but memory.precision={memory.precision} computes almost none in fp32"

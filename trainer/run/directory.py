@@ -18,7 +18,7 @@ from trainer.checkpoint.export import save_model
 from trainer.checkpoint.folder import CheckpointFolder
 from trainer.checkpoint.manifest import MAX_JSON_BYTES, append_hash
 from trainer.contract import splits_of
-from trainer.errors import RecipeError, RunError, RunStoppedError, require
+from trainer.errors import RunError, RunStoppedError, require
 from trainer.recipe import Recipe
 from trainer.report.html_report import write_report
 from trainer.report.metrics import EvaluationResult, classification_report
@@ -40,8 +40,7 @@ def create_run_dir(recipe: Recipe, fabric: Fabric, source: str | None) -> Recipe
     """Create the run directory and return the recipe with its path, the same on every rank. A collective. RecipeError
     on all ranks, if the directory holds a run that is not resumed, or cannot be created or written to."""
     wanted, resume = recipe.run.dir, recipe.run.resume
-    if resume == "auto" and wanted is None:
-        raise RecipeError("run.resume=auto needs run.dir, the directory of the run to resume")
+    require(resume != "auto" or wanted is not None, "run.resume=auto needs run.dir, the directory of the run to resume")
     run_dir = Path(broadcast_json(fabric, str(Path(wanted or default_folder(source)).absolute())))
     run_on_rank_zero(fabric, partial(_make, run_dir, resume))
     require_shared_filesystem(fabric, run_dir)
@@ -52,9 +51,8 @@ def require_unused(run_dir: Path, resume: str) -> None:
     """Reject a directory that holds a run, unless that run is resumed."""
     from_within = resume != "none" and Path(os.path.realpath(resume)).is_relative_to(os.path.realpath(run_dir))
     is_used = os.path.exists(run_dir / "recipe.yaml")  # no OSError for absurd names
-    if is_used and resume != "auto" and not from_within:
-        fix = "resume it with --run.resume auto, or choose another directory"
-        raise RecipeError(f"run.dir={run_dir} already holds a run: {fix}")
+    fix = "resume it with --run.resume auto, or choose another directory"
+    require(not is_used or resume == "auto" or from_within, f"run.dir={run_dir} already holds a run: {fix}")
 
 
 def _make(run_dir: Path, resume: str) -> None:

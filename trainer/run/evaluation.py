@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
+from itertools import accumulate, chain
 from typing import NamedTuple
 
-from trainer.contract import Packable, capability, splits_of
+from trainer.contract import Packable, WholeBatch, capability, splits_of
 from trainer.engine.cut import cut_batch, data_parallel_rank
 from trainer.engine.data_feed import evaluation_cut, evaluation_micro_batches
 from trainer.engine.forward import Forward
@@ -44,9 +45,15 @@ def make_evaluation(session: Session, forward: Forward, split: str) -> Callable[
 
     def micro_batches() -> Iterator[MicroBatch]:
         cut = evaluation_cut(session.plan.initial_cut, len(dataset))  # smaller after a recovery
-        pieces = cut_batch(range(len(dataset)), cut, shares, dataset.lengths, capability(model, Packable).packs())
-        own = pieces, loader, session.quarantine, share, shares, once
-        for micro in evaluation_micro_batches(split, *own, on_load=partial(monitor.set_activity, "evaluation")):
+        size = session.plan.initial_cut.batch_size if isinstance(model, WholeBatch) else len(dataset)
+        batches = [range(len(dataset))[start : start + size] for start in range(0, len(dataset), size)]
+        packs = capability(model, Packable).packs()
+        pieces = [cut_batch(batch, cut, shares, dataset.lengths, packs) for batch in batches]
+        ends = {*accumulate(len(one) // shares for one in pieces)}
+        own = [*chain(*pieces)], loader, session.quarantine, share, shares, once
+        fed = evaluation_micro_batches(split, *own, on_load=partial(monitor.set_activity, "evaluation"))
+        for number, micro in enumerate(fed, start=1):
+            micro.is_last = number in ends
             micro.is_empty |= rank % memory.tensor_parallel > 0  # another rank counts these samples
             # Check per micro-batch: an evaluation may take longer than a scheduler waits after its signal.
             if any(session.agreement.total([float(session.asked_to_stop() is not None)])):

@@ -13,7 +13,7 @@ from typing import Any
 from trainer.checkpoint.manifest import Manifest, truncate
 from trainer.contract import Model, Preparable, Streamable, capability
 from trainer.data.fingerprint import data_files, fingerprint, tokenizer_hash
-from trainer.errors import RecipeError, format_list, require
+from trainer.errors import format_list, require
 from trainer.memory.knobs import KNOBS
 from trainer.recipe import Recipe
 from trainer.run.collectives import broadcast_json
@@ -125,9 +125,8 @@ def _absolute(part: Any) -> Any:
         is_name = field.name in NAMES or field.name.endswith(("_column", "_split"))
         if isinstance(text, str) and text and not is_name:
             path = Path(text)
-            if field.name == "name" and not (field.type in ("str", str) and path.is_dir()):  # a size, a model type
-                continue
-            if path.exists() or ("*" in text and path.parent.is_dir()):
+            is_kind = field.name == "name" and not (field.type in ("str", str) and path.is_dir())  # size or model type
+            if not is_kind and (path.exists() or ("*" in text and path.parent.is_dir())):
                 paths[field.name] = str(path.absolute())
     return dataclasses.replace(part, **paths)
 
@@ -150,7 +149,8 @@ PLANNED = tuple(f"memory.{knob.name}" for knob in KNOBS if knob.planned)
 def require_same_run(path: Path, manifest: Manifest, now: RunIdentity, allowed: list[str]) -> list[str]:
     """Compare the checkpoint ``path``, which is resumed, with the current run; return one line per difference. Raise
     RecipeError for one that changes the training, unless its name or section is ``allowed``."""
-    known = sorted({*now.recipe, *map(_section, now.recipe), "data", "tokenizer", "base"})
+    sections = {key.partition(".")[0] for key in now.recipe}
+    known = sorted({*now.recipe, *sections, "data", "tokenizer", "base"})
     for key in allowed:
         require(key in known, f"run.allow_change={key!r} is not a setting{did_you_mean(key, known)}")
     is_planned = all(recipe.get("memory.budget") is not None for recipe in (manifest.recipe, now.recipe))
@@ -167,17 +167,12 @@ def require_same_run(path: Path, manifest: Manifest, now: RunIdentity, allowed: 
         if key == "base":
             line = f"base: the files of model.weights have changed{_changed_files(manifest.base, now.base)}"
         lines.append(line)
-        is_free = _section(key) in ("run", "checkpoint") and key not in RESULT_SETTINGS
-        if not is_free and key not in free and _section(key) not in allowed:
+        is_free = key.startswith(("run.", "checkpoint.")) and key not in RESULT_SETTINGS
+        if not is_free and key not in free and key.partition(".")[0] not in allowed:
             rejected[key] = line
-    if rejected:
-        fix = f"Revert the change, or allow it with --run.allow_change '{json.dumps([*rejected])}'"
-        raise RecipeError(f"{path} was saved with a different recipe: {'; '.join(rejected.values())}. {fix}")
+    fix = f"Revert the change, or allow it with --run.allow_change '{json.dumps([*rejected])}'"
+    require(not rejected, f"{path} was saved with a different recipe: {'; '.join(rejected.values())}. {fix}")
     return lines
-
-
-def _section(key: str) -> str:
-    return key.partition(".")[0]
 
 
 def _differences(manifest: Manifest, now: RunIdentity) -> Iterator[tuple[str, Any, Any]]:

@@ -113,23 +113,23 @@ class ProgressListener(Listener):
         self.progress.close()
 
 
-def open_loggers(recipe: Recipe, run_dir: Path, resumed_at: int, run: str) -> list[Logger]:
-    """Return the loggers of the recipe for ``run``, which starts at step ``resumed_at``; for the first rank only."""
-    names, task = recipe.model.loss_names, recipe.model.task or "single_label"
-    extra = [f"loss_{name}" for name in names] if len(names) > 1 else []
-    # Sections as text, without secrets.
-    config = {name: redact(str(p)) if is_dataclass(p) else p for name, p in vars(recipe).items()}
-    has_metrics = task in TASKS_WITHOUT_CLASSES or recipe.model.num_classes is not None
-    asked = [metric if isinstance(metric, str) else metric.name for metric in recipe.run.requested_metrics()]
-    metrics = [name for name in dict.fromkeys((*TASK_METRICS[task if has_metrics else None], *asked)) if name != "loss"]
-    return make_loggers(recipe.run.logger, run_dir, config, extra, metrics, resumed_at, recipe.run, run)
-
-
 class LoggingListener(Listener):
-    """Writes steps and evaluations to the loggers."""
+    """Writes steps and evaluations to the loggers. Only the first rank opens some."""
 
-    def __init__(self, loggers: list[Logger], stopwatch: ThroughputMeter, split: str) -> None:
-        self.loggers, self.stopwatch, self.split = loggers, stopwatch, split
+    def __init__(self, stopwatch: ThroughputMeter, split: str) -> None:
+        self.loggers, self.stopwatch, self.split = list[Logger](), stopwatch, split
+
+    def open(self, recipe: Recipe, run_dir: Path, resumed_at: int, run: str) -> None:
+        """Open the loggers of the recipe for ``run``, which starts at step ``resumed_at``."""
+        names, task = recipe.model.loss_names, recipe.model.task or "single_label"
+        extra = [f"loss_{name}" for name in names] if len(names) > 1 else []
+        # Sections as text, without secrets.
+        config = {name: redact(str(p)) if is_dataclass(p) else p for name, p in vars(recipe).items()}
+        has_metrics = task in TASKS_WITHOUT_CLASSES or recipe.model.num_classes is not None
+        asked = [metric if isinstance(metric, str) else metric.name for metric in recipe.run.requested_metrics()]
+        known = TASK_METRICS[task if has_metrics else None]
+        metrics = [name for name in dict.fromkeys((*known, *asked)) if name != "loss"]
+        self.loggers = make_loggers(recipe.run.logger, run_dir, config, extra, metrics, resumed_at, recipe.run, run)
 
     def on_step(self, counters: Counters, result: StepResult) -> None:
         metrics = {"epoch": counters.epoch, "loss": result.loss, "lr": result.lr, "grad_norm": result.grad_norm}

@@ -11,7 +11,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from trainer.errors import EXIT_REQUEUE, RecipeError, RunError, RunStoppedError
+from trainer.errors import EXIT_REQUEUE, RecipeError, RunError, RunStoppedError, require
 from trainer.launching.world import resolve_world
 from trainer.recipe import Recipe
 from trainer.run.identity import with_absolute_paths
@@ -79,12 +79,10 @@ def _relayed(process: subprocess.Popen[str], said: FailureReason) -> int:
 def _require_yaml_serializable(recipe: Recipe) -> None:
     setting = f"run.devices={recipe.run.devices} in a notebook"
     for part in (recipe.model, recipe.data):
-        name = class_spec(part)
-        if name.startswith("__main__."):
-            raise RecipeError(
-                f"{setting}: {name.rpartition('.')[2]} is defined in the notebook, where the processes of other ranks "
-                f"cannot import it: put it into a .py file next to the notebook and import it from there, or {ALONE}"
-            )
+        module, _, name = class_spec(part).rpartition(".")
+        why = f"{setting}: {name} is defined in the notebook, where the processes of other ranks cannot import it"
+        fix = f"put it into a .py file next to the notebook and import it from there, or {ALONE}"
+        require(module.partition(".")[0] != "__main__", f"{why}: {fix}")
     sections: dict[str, Any] = {"": recipe, "model.": recipe.model, "data.": recipe.data, "optim.": recipe.optim}
     sent = settings_of(recipe)
     for prefix, section in sections.items():

@@ -117,11 +117,9 @@ class Profile(PhaseHooks, Listener):
             spans = [(event.time_range.start, event.time_range.end) for event in found if chosen(event)]
             return union(spans, steps[0].start, steps[-1].end)
 
-        def row(name: str, time: float) -> str:
-            return f"{100 * time / total:5.1f} %{time / count / 1e3:12.3f} ms  {name}"
-
         def table(title: str, rows: list[tuple[str, float]]) -> list[str]:
-            return ["", f"  share       per step  {title}", *(row(*each) for each in rows)]
+            lines = [f"{100 * time / total:5.1f} %{time / count / 1e3:12.3f} ms  {name}" for name, time in rows]
+            return ["", f"  share       per step  {title}", *lines]
 
         def of_range(name: str) -> float:
             return covered(on_host, lambda event: event.name.startswith(name))

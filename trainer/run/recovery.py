@@ -31,15 +31,8 @@ class OOMRecovery:
     ``build`` and shard the model again, restore the tensors, and retry the step.
     """
 
-    def __init__(
-        self,
-        session: Session,
-        tensors: TensorState,
-        windows: Windows,
-        build: Callable[[], None],
-        say: Callable[[str], None],
-    ) -> None:
-        self.session, self.tensors, self.windows, self.build, self.say = session, tensors, windows, build, say
+    def __init__(self, session: Session, tensors: TensorState, windows: Windows, build: Callable[[], None]) -> None:
+        self.session, self.tensors, self.windows, self.build = session, tensors, windows, build
         self.stepper, self.recoveries = tensors.stepper, 0
         recipe = session.recipe
         may_halve = not self.stepper.batchnorm.layers or may_cut_batchnorm(recipe.memory, recipe.model)
@@ -64,7 +57,8 @@ class OOMRecovery:
         self.session.set_cut(cut)
         self.recoveries += 1
         write_status(self.session, "running")
-        self.say(f"{why}: retrying the step; micro-batches now have at most {cut.micro_batch_size} samples")
+        now = f"micro-batches now have at most {cut.micro_batch_size} samples"
+        self.session.progress.notice(f"{why}: retrying the step; {now}")
         return True
 
     def close(self) -> None:
@@ -93,7 +87,7 @@ class OOMRecovery:
         assert stepper.scheduler is not None
         kept, position = self.tensors.on_host(), stepper.scheduler.state_dict()
         self._free_model()
-        session.agreement.connect(list)  # the old sum would keep the connections of its group
+        session.agreement.total = list  # the old sum would keep the connections of its group
         if self.regrouping is not None:
             self.regrouping.rejoin()
         self.build()
@@ -101,7 +95,7 @@ class OOMRecovery:
         self.tensors.make_state(kept)
         self.tensors.load_state_dict(kept)
         stepper.module.train()
-        session.agreement.connect(make_host_sum(session.fabric))
+        session.agreement.total = make_host_sum(session.fabric)
 
     def _free_model(self) -> None:
         empty, parameter = torch.nn.Module(), torch.nn.Parameter(torch.zeros(()))

@@ -6,7 +6,7 @@ They are data, so no second model is in memory. A model with new adapters comput
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
@@ -34,7 +34,7 @@ BLOCK = 256  # pairs that are computed and cached together: an interrupted run c
 NO_EFFECT = ("_name_or_path", "transformers_version", "architectures", "use_cache")  # in the key of the cache
 
 
-def compute_reference(session: Session, forward: Forward, say: Callable[[str], None]) -> None:
+def compute_reference(session: Session, forward: Forward) -> None:
     """Set ``reference`` of every split to what ``forward``, still untrained, computes. A collective."""
     fabric, model, data = session.fabric, session.recipe.model, session.recipe.data
     if not isinstance(model, CausalLM) or not model.needs_reference:
@@ -61,7 +61,7 @@ def compute_reference(session: Session, forward: Forward, say: Callable[[str], N
                     write_cache_json(note, values)
             pairs.reference[block] = values
         what = f"reference log-probabilities of {len(pairs):,} {name} pairs, {known:,} of them from the cache"
-        say(f"model.loss={model.loss}: {what}; no second model is in memory")
+        session.progress.notice(f"model.loss={model.loss}: {what}; no second model is in memory")
 
 
 def require_reference(model: Model, split: Samples) -> None:

@@ -6,7 +6,7 @@ import json
 import math
 import os
 import shutil
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -33,7 +33,7 @@ from trainer.contract import Model, Streamable, capability, without_weights
 from trainer.engine.loop import Engine
 from trainer.engine.memory_rehearsal import longest_window, rehearse
 from trainer.errors import RecipeError, RunError, require
-from trainer.report.progress import Progress, warn
+from trainer.report.progress import warn
 from trainer.run.collectives import all_gather_json, broadcast_json, run_on_rank_zero
 from trainer.run.directory import write_status
 from trainer.run.identity import RunIdentity, require_same_base, require_same_run
@@ -49,8 +49,8 @@ class ResumeState:
     """The checkpoint from which a run resumes, if any, and the folder of its checkpoints. All ranks create it together.
     Raise RecipeError if no checkpoint is valid, or the chosen one belongs to another recipe, dataset or tokenizer."""
 
-    def __init__(self, session: Session, progress: Progress) -> None:
-        say, fabric = progress.notice, session.fabric
+    def __init__(self, session: Session) -> None:
+        say, fabric = session.progress.notice, session.fabric
         self.session, self.folder = session, CheckpointFolder(session.run_dir / FOLDER)
         run_on_rank_zero(fabric, self.folder.require_not_linked)
         for problem in run_on_rank_zero(fabric, self.folder.clean):
@@ -63,12 +63,12 @@ class ResumeState:
         if found is not None:
             if session.is_first:
                 for problem in problems.values():
-                    progress.warning(f"{problem}; resuming from {found.path.name} instead")
+                    session.progress.warning(f"{problem}; resuming from {found.path.name} instead")
             same = partial(require_same_run, found.path, found.manifest, self.origin, session.recipe.run.allow_change)
             for line in run_on_rank_zero(fabric, same):  # other ranks need not compute a fingerprint
                 say(f"changed since the checkpoint: {line}")
             if session.is_first:  # only after all checks: now the run certainly resumes from this checkpoint
-                self._set_aside(found.path, {path.name for path in problems}, say)
+                self._set_aside(found.path, {path.name for path in problems})
             say(f"resuming from {found.path}, after step {found.manifest.step:,}")
         elif session.recipe.run.resume == "auto":
             run_on_rank_zero(fabric, self._refuse_finished)
@@ -86,12 +86,10 @@ class ResumeState:
             if wanted != "auto":
                 folder = CheckpointFolder(path / FOLDER if os.path.isdir(path / FOLDER) else path)
             names = broadcast_json(self.session.fabric, list(map(str, folder.newest_first())))
-            if not names and wanted != "auto":
-                raise RecipeError(f"run.resume={wanted}: there is no checkpoint in {folder.path}")
+            require(names or wanted == "auto", f"run.resume={wanted}: there is no checkpoint in {folder.path}")
             candidates = list(map(Path, names))
         for path in candidates:
-            problem = self._find_problem(path)
-            if problem is None:
+            if (problem := self._find_problem(path)) is None:
                 return ValidCheckpoint(path, read_manifest(path)), problems
             problems[path] = problem
         if problems:
@@ -109,7 +107,7 @@ class ResumeState:
         require(not is_unknown, f"{problem}: resume with the version that wrote it")
         return problem
 
-    def _set_aside(self, chosen: Path, corrupt: set[str], say: Callable[[str], None]) -> None:
+    def _set_aside(self, chosen: Path, corrupt: set[str]) -> None:
         """Rename this run's checkpoints newer than ``chosen``, so that none counts as the newest again. ``corrupt``
         holds the names of those that are corrupt."""
         if os.path.realpath(chosen.absolute().parent) != os.path.realpath(self.folder.path):
@@ -118,14 +116,14 @@ class ResumeState:
             if path.name == chosen.name:
                 break
             aside = self.folder.rename_aside(path, "corrupt" if path.name in corrupt else "abandoned")
-            say(f"{path.name} is newer than the resumed checkpoint: renamed to {aside.name}")
+            self.session.progress.notice(f"{path.name} is newer than the resumed checkpoint: renamed to {aside.name}")
 
     def _refuse_finished(self) -> None:
         """Reject a finished run without checkpoints: training again would overwrite its results."""
         run_dir = self.session.run_dir
-        if read_json_object(run_dir / "summary.json", MAX_JSON_BYTES).get("status") == "finished":
-            cause = f"run.dir={run_dir} holds a finished run without a checkpoint to resume from"
-            raise RecipeError(f"{cause}: choose another directory")
+        status = read_json_object(run_dir / "summary.json", MAX_JSON_BYTES).get("status")
+        cause = f"run.dir={run_dir} holds a finished run without a checkpoint to resume from"
+        require(status != "finished", f"{cause}: choose another directory")
 
     def restore_tensors(self, tensors: TensorState) -> None:
         """Restore model and optimizer and, on the first rank, ``metrics.csv``.
@@ -153,8 +151,7 @@ class ResumeState:
         """Load the model weights of the checkpoint of the step ``best``, after training. A collective. Return ``None``,
         or the reason why the checkpoint cannot be used; nothing is changed then."""
         path = self.folder.path / folder_name(best)
-        problem = self._find_problem(path)
-        if problem is None:
+        if (problem := self._find_problem(path)) is None:
             restore_weights(ValidCheckpoint(path, read_manifest(path)), tensors)
         return problem
 
@@ -244,11 +241,9 @@ def restore_tensors(found: ValidCheckpoint, tensors: TensorState) -> None:
     missing = sorted(wanted - reader.shapes.keys())
     surplus = sorted(name for name in reader.shapes.keys() - wanted if "@" not in name)
     surplus = [name for name in surplus if averages is not None or not name.startswith("ema/")]
-    if any("@" in name for name in missing):
-        raise RecipeError(
-            f"{found.path}: the 8-bit or 4-bit optimizer state was quantised in other shards: resume with the "
-            f"memory.strategy and the number of ranks ({found.manifest.world_size}) with which it was saved"
-        )
+    other_shards = f"{found.path}: the 8-bit or 4-bit optimizer state was quantised in other shards"
+    fix = f"the memory.strategy and the number of ranks ({found.manifest.world_size}) with which it was saved"
+    require(not any("@" in name for name in missing), f"{other_shards}: resume with {fix}")
     faults = {"missing": missing, "not needed": surplus}
     text = "; ".join(f"{fault}: {', '.join(names[:3])}" for fault, names in faults.items() if names)
     require(not text, f"{found.path} does not fit the model and its optimizer: {text}")
@@ -312,14 +307,12 @@ def require_same_structure(found: Any, expected: Any, where: str = "it") -> None
         return
     if isinstance(expected, Mapping):
         fits = isinstance(found, dict) and found.keys() >= expected.keys()
-        if fits:
-            for key in expected:
-                require_same_structure(found[key], expected[key], f"{where}.{key}" if where != "it" else key)
+        for key in expected if fits else ():
+            require_same_structure(found[key], expected[key], f"{where}.{key}" if where != "it" else key)
     elif isinstance(expected, list):
         fits = isinstance(found, list)
-        if fits and expected:
-            for item in found:
-                require_same_structure(item, expected[0], f"an item of {where}")
+        for item in found if fits and expected else ():
+            require_same_structure(item, expected[0], f"an item of {where}")
     elif isinstance(expected, float):
         fits = type(found) in (int, float) and math.isfinite(found)
     else:

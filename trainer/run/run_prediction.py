@@ -18,7 +18,7 @@ import torch
 
 from trainer.engine.data_feed import fill_from_data
 from trainer.engine.events import Counters, Listener
-from trainer.errors import RecipeError, RunError
+from trainer.errors import RecipeError, RunError, require
 from trainer.fakegpu.gpus import CPU_BUFFERS, GPU, host_as_device
 from trainer.fakegpu.peaks import Retries
 from trainer.fakegpu.prediction import Prediction
@@ -32,7 +32,7 @@ from trainer.planner.search import BUDGET_MARGIN, Search
 from trainer.recipe import Recipe
 from trainer.system.child_jobs import ChildJob
 from trainer.system.environment import is_local_rank_zero
-from trainer.system.files import read_json_object, write_atomic
+from trainer.system.files import parse_json_object, read_json_object, write_atomic
 from trainer.system.processes import ProcessId
 from trainer.system.text import GB, format_bytes
 
@@ -98,10 +98,8 @@ def _shared_decision(recipe: Recipe, world: World, decide: Callable[[], dict[str
         return decide()
     if world.started_by_fabric:  # Fabric starts the others from this process, with its environment
         asked = hashlib.sha256(repr(recipe).encode()).hexdigest()
-        known: Any = None
-        with suppress(ValueError):
-            known = json.loads(os.environ.get(PLAN_VARIABLE, "null"))
-        if not isinstance(known, dict) or known.get("of") != asked:  # may be from an earlier run of this process
+        known = parse_json_object(os.fsencode(os.environ.get(PLAN_VARIABLE, "")), MAX_BYTES)
+        if known is None or known.get("of") != asked:  # may be from an earlier run of this process
             known = {"of": asked, "settings": decide()}
             os.environ[PLAN_VARIABLE] = json.dumps(known)
         return known["settings"]
@@ -129,8 +127,7 @@ def _shared_plan_file() -> Path:
 def _through_file(place: Path, decide: Callable[[], dict[str, Any]]) -> dict[str, Any]:
     if not is_local_rank_zero():
         answer = _awaited(place)
-        if "error" in answer:
-            raise RecipeError(str(answer["error"]))
+        require("error" not in answer, str(answer.get("error")))
         return answer["settings"]
     write_atomic(place, json.dumps({"decides": ProcessId.current().to_dict()}))
     try:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -15,7 +15,7 @@ from trainer.data.loader import Loader, make_loader
 from trainer.data.workers import decide_workers
 from trainer.engine.cut import Cut
 from trainer.engine.data_feed import make_windows
-from trainer.engine.quarantine import BadSampleAt, Quarantine
+from trainer.engine.quarantine import Quarantine
 from trainer.engine.window import Windows
 from trainer.errors import RunError, RunStoppedError
 from trainer.faults.signals import StopSignals, end_startup_watch
@@ -25,6 +25,7 @@ from trainer.memory.monitor import MemoryMonitor
 from trainer.memory.oom import OutOfMemoryError, describe_oom, is_out_of_memory, sample_lengths, shapes_of
 from trainer.memory.plan import Plan
 from trainer.recipe import Recipe
+from trainer.report.progress import Progress
 from trainer.run.collectives import VotedSum, make_host_sum, sum_over_data_parallel
 from trainer.run.listeners import report_bad_samples
 from trainer.run.run_prediction import RunPrediction
@@ -39,11 +40,8 @@ class Session:
     ) -> None:
         self.recipe, self.plan, self.fabric, self.world, self.forecast = recipe, plan, fabric, world, forecast
         self.monitor, self.agreement = MemoryMonitor(fabric.device), VotedSum(make_host_sum(fabric))
-
-        def report(quarantine: Quarantine, new: list[BadSampleAt]) -> None:  # not a method, to avoid a reference cycle
-            if fabric.global_rank == 0:
-                report_bad_samples(quarantine, new, recipe.run.dir)
-
+        self.progress = Progress(recipe.run.progress, fabric.global_rank)
+        report = partial(report_bad_samples, run_dir=recipe.run.dir) if self.is_first else None
         self.quarantine = Quarantine(recipe.data.max_bad_samples, report)
         self.watchdog: Watchdog | None = None
         self.signals: StopSignals | None = None
@@ -75,21 +73,17 @@ class Session:
         Raises:
             OutOfMemoryError: for any out of memory, with its place and settings to try.
         """
-        if self.watchdog is not None:
-            with self._explained(self.watchdog):
-                yield
-            return
-        fabric = self.fabric
-        watchdog = Watchdog(self.monitor, fabric.global_rank, fabric.world_size, self.recipe.run.hang_after)
-        end_startup_watch()
-        try:
-            with StopSignals(self.is_first, lambda: watchdog.heard is not None) as signals:
-                self.watchdog, self.signals = watchdog, signals
-                with self._explained(watchdog):
-                    yield
-        finally:
-            watchdog.close()
-            self.watchdog = None
+        with ExitStack() as closing:
+            if self.watchdog is None:  # the outermost context
+                fabric = self.fabric
+                watchdog = Watchdog(self.monitor, fabric.global_rank, fabric.world_size, self.recipe.run.hang_after)
+                end_startup_watch()
+                closing.callback(setattr, self, "watchdog", None)
+                closing.callback(watchdog.close)
+                self.signals = closing.enter_context(StopSignals(self.is_first, lambda: watchdog.heard is not None))
+                self.watchdog = watchdog
+            closing.enter_context(self._explained(self.watchdog))
+            yield
 
     @contextmanager
     def _explained(self, watchdog: Watchdog) -> Iterator[None]:

@@ -42,6 +42,7 @@ LAUNCH_SKEW_TIMEOUT = 60.0  # min wait for ranks on machines that start later
 def training_session(recipe: Recipe, source: str | None = None) -> Iterator[Session]:
     """Decide open settings, launch the processes, prepare model and data, and create the run directory."""
     require_loggers(recipe.run.logger)
+    recipe.data.use_model(recipe.model)
     recipe.data.require_files()
     show_status("looking for devices")
     recipe, world = decided(*resolve_world(recipe))
@@ -89,6 +90,7 @@ def evaluation_session(recipe: Recipe, folder: Path, path: str | None = None) ->
     if isinstance(recipe.model, Exportable) and recipe.model.own_format:
         recipe = recipe.replace(model=recipe.model.saved_in(folder))
     recipe = recipe.replace(data=recipe.data.for_evaluation(recipe.model, path))
+    recipe.data.use_model(recipe.model)
     recipe.data.require_files()
     if world.world_size % (copies := recipe.memory.tensor_parallel):  # any number of ranks can evaluate
         recipe = recipe.replace(memory=replace(recipe.memory, **turned_off("tensor_parallel")))

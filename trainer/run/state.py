@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -11,7 +11,6 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate
-from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from trainer.checkpoint.tensor_parts import TensorPart, replicated_part
 from trainer.engine.events import Counters, Listener
@@ -24,7 +23,7 @@ from trainer.memory.sharding import local_shard
 from trainer.memory.stack import PreparedModel
 from trainer.run.best_tracker import BestTracker
 from trainer.run.listeners import ThroughputMeter
-from trainer.weights.streaming import find_packed_slices
+from trainer.weights.streaming import find_packed_slices, local_slice
 
 
 class TensorState:
@@ -121,12 +120,11 @@ def to_tensor_part(value: Tensor, parameter: Tensor | None) -> TensorPart:
     if not isinstance(parameter, DTensor) or value.ndim == 0 or value.shape not in shapes:
         return replicated_part(local_shard(value))
     mesh = parameter.device_mesh
-    _, offset = compute_local_shape_and_global_offset(parameter.shape, mesh, parameter.placements)
     at = mesh.get_coordinate() or ()
     copy = any(isinstance(p, Replicate) and place for p, place in zip(parameter.placements, at, strict=True))
     copy = copy or not (mesh.mesh == 0).any()  # other data-parallel or tensor-parallel ranks hold the same shard
     writer = -1 if copy else torch.distributed.get_rank()  # -1: another rank writes this shard
-    return TensorPart(local_shard(value), tuple(offset), tuple(parameter.shape), writer)
+    return TensorPart(local_shard(value), local_slice(parameter).offset, tuple(parameter.shape), writer)
 
 
 def _parts_of(name: str, value: Tensor, parameter: nn.Parameter | None) -> dict[str, TensorPart]:
@@ -149,6 +147,7 @@ class RunState:
     stopwatch: ThroughputMeter
     generators: RNGState
     best: BestTracker
+    history: Callable[[], bytes]  # metrics.csv so far; called on the first rank only
 
     def common(self, engine: Engine) -> dict[str, Any]:
         """Return the state that is the same on all ranks, as JSON values."""

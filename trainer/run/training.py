@@ -6,7 +6,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from lightning_fabric.loggers import Logger
 from torch import Tensor
 from torch.optim import Optimizer
 
@@ -33,7 +32,6 @@ from trainer.memory.stack import (
 from trainer.recipe import Recipe
 from trainer.report.loggers import close_loggers
 from trainer.report.metrics import EvaluationResult
-from trainer.report.progress import Progress
 from trainer.report.summary import Summary, summary_text, versions
 from trainer.run.attention import record_attention_kernels
 from trainer.run.best_tracker import BestTracker
@@ -41,13 +39,7 @@ from trainer.run.checkpoints import Checkpointer
 from trainer.run.description import describe_run
 from trainer.run.directory import explain_disk_errors, report_text, status_after, write_recipe, write_results
 from trainer.run.evaluation import make_evaluation
-from trainer.run.listeners import (
-    LoggingListener,
-    ProgressListener,
-    ThroughputMeter,
-    open_loggers,
-    wrap_custom_listeners,
-)
+from trainer.run.listeners import LoggingListener, ProgressListener, ThroughputMeter, wrap_custom_listeners
 from trainer.run.profile import Profile, require_profilable
 from trainer.run.recovery import OOMRecovery
 from trainer.run.reference import compute_reference
@@ -138,22 +130,21 @@ def set_schedule(recipe: Recipe, windows: Windows, stepper: Stepper) -> None:
 class Training:
     """Connects the parts of a run; ``source`` is the packaged name or the path of the recipe file, if there is one."""
 
-    def __init__(self, session: Session, source: str | None, progress: Progress, resumption: ResumeState) -> None:
-        self.session, self.progress, self.resumption = session, progress, resumption
+    def __init__(self, session: Session, source: str | None, resumption: ResumeState) -> None:
+        self.session, self.resumption, progress = session, resumption, session.progress
         self.parts = parts = build(session)
-        compute_reference(session, parts.stepper, progress.notice)  # with the weights before training
+        compute_reference(session, parts.stepper)  # with the weights before training
         resumption.restore_tensors(parts.tensors)
-        self.loggers: list[Logger] = []
+        self.logging = LoggingListener(parts.stopwatch, parts.split)
         if session.is_first:
-            self.loggers = open_loggers(session.recipe, session.run_dir, resumption.step, resumption.origin.run)
+            self.logging.open(session.recipe, session.run_dir, resumption.step, resumption.origin.run)
             write_recipe(session, source)
             for line in [*describe_run(session, parts.stack, parts.windows), *describe_groups(parts.stepper.optimizer)]:
                 (progress.notice if line.startswith("warning: ") else progress.message)(line)
-        self.logging = LoggingListener(self.loggers, parts.stopwatch, parts.split)
         shown = ProgressListener(progress, parts.stopwatch, session.monitor, parts.split)
-        self.recovery = OOMRecovery(session, parts.tensors, parts.windows, self.rebuild, progress.notice)
-        state = RunState(parts.tensors, parts.stopwatch, RNGState(session.fabric.device), parts.best)
-        self.checkpointer = Checkpointer(session, resumption, state, self._history)
+        self.recovery = OOMRecovery(session, parts.tensors, parts.windows, self.rebuild)
+        state = RunState(parts.tensors, parts.stopwatch, RNGState(session.fabric.device), parts.best, self._history)
+        self.checkpointer = Checkpointer(session, resumption, state)
         first = (parts.stopwatch, PlateauListener(parts.stepper), parts.best)
         late = PredictionListener(session.forecast, progress.message) if session.forecast else None
         self.engine = Engine(
@@ -213,10 +204,10 @@ class Training:
                 parts.profile.close()
             self.checkpointer.close()
             self.recovery.close()
-            self.progress.close()
+            session.progress.close()
             summary = self._summary(status, result, all_ranks)
             if session.is_first:
-                close_loggers(self.loggers, status)
+                close_loggers(self.logging.loggers, status)
                 write_results(session, parts.stack.module, state, summary, result)
         if session.is_first:
             report = "" if result is None else report_text(result, recipe.data)
@@ -266,20 +257,20 @@ class Training:
             try:
                 known = origin.dataset
             except Exception as error:  # a custom dataset may fail; the run is complete without it
-                self.progress.warning(f"the data has no fingerprint ({describe_error(error)})")
+                self.session.progress.warning(f"the data has no fingerprint ({describe_error(error)})")
         return {"class": type(data).__name__, **sizes, "fingerprint": known}
 
     def _take_best(self) -> dict[str, Any] | None:
         """Load the weights of the best step. Return the entry of ``summary.json`` about it."""
-        best, counters = self.parts.best, self.engine.counters
+        best, counters, progress = self.parts.best, self.engine.counters, self.session.progress
         if best.is_over():
             why = f"no {best.metric_column} better than {best.best_value:.4f} in {best.since} evaluations"
-            self.progress.notice(f"run.patience={best.patience}: training ends after step {counters.step:,}: {why}")
+            progress.notice(f"run.patience={best.patience}: training ends after step {counters.step:,}: {why}")
         if not best.step:
             return None
         if best.step != counters.step:
             if problem := self.resumption.restore_best(best.step, self.parts.tensors):
-                self.progress.warning(f"{problem}: model/ has the weights of the last step instead of the best")
+                progress.warning(f"{problem}: model/ has the weights of the last step instead of the best")
                 return None
             self.engine.last_result = best.result
         return {"step": best.step, "figure": best.metric_column, "best": best.best_value, "last": best.last}
@@ -289,19 +280,17 @@ class Training:
         session, engine, split = self.session, self.engine, self.parts.split
         if not session.recipe.run.evaluate:
             return None
-        on_test = self.evaluation("test")
-        if on_test is not None and (split == "val" or engine.last_result is None):
+        if split == "val" and (on_test := self.evaluation("test")) is not None:
             result = on_test()
-            if split == "val":
-                step = self.best_weights_info["step"] if self.best_weights_info else engine.counters.step
-                self.logging.log({f"test_{name}": value for name, value in result.metrics().items()}, step)
+            step = self.best_weights_info["step"] if self.best_weights_info else engine.counters.step
+            self.logging.log({f"test_{name}": value for name, value in result.metrics().items()}, step)
             return result
         if engine.last_result is None and engine.evaluation is not None:  # evaluated before the run was resumed
             return engine.evaluation()
         return engine.last_result
 
     def _history(self) -> bytes:
-        for logger in self.loggers:
+        for logger in self.logging.loggers:
             logger.save()
         path = self.session.run_dir / HISTORY
         return path.read_bytes() if path.exists() else b""

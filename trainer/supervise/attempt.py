@@ -8,7 +8,6 @@ import select
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Sequence
 from contextlib import suppress
 from datetime import datetime, timezone
@@ -63,15 +62,12 @@ class FitCommand(NamedTuple):
 
 def pop_flag(flags: tuple[str, ...], name: str) -> tuple[str | None, tuple[str, ...]]:
     """Return the last value of ``--name`` and the flags without it."""
-    kept, value = [], None
-    words = list(flags)
-    while words:
-        word = words.pop(0)
-        if word == f"--{name}":
-            require(bool(words), f"flag --{name} needs a value")
-            value = words.pop(0)
-        elif word.startswith(f"--{name}="):
-            value = word.partition("=")[2]
+    kept, value, words = [], None, iter(flags)
+    for word in words:
+        flag, equals, text = word.partition("=")
+        if flag == f"--{name}":
+            value = text if equals else next(words, None)
+            require(value is not None, f"flag --{name} needs a value")
         else:
             kept.append(word)
     return value, tuple(kept)
@@ -121,10 +117,7 @@ class Attempt(ProcessSession):
 
     def _pass_on(self, seconds: float) -> bool:
         """Forward the output of at most ``seconds``; return whether there was any."""
-        if self._pipe.closed:
-            time.sleep(seconds)
-            return False
-        if not select.select([self._pipe], [], [], seconds)[0]:
+        if not select.select([] if self._pipe.closed else [self._pipe], [], [], seconds)[0]:
             return False
         content = os.read(self._pipe.fileno(), 65536)
         if not content:

@@ -7,12 +7,13 @@ import shlex
 import signal
 import time
 from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType, SimpleNamespace
 from typing import NamedTuple
 
-from trainer.errors import EXIT_REQUEUE, RecipeError, require
+from trainer.errors import EXIT_REQUEUE, require
 from trainer.faults.signals import stop_signals
 from trainer.supervise import attempt as looks
 from trainer.supervise.attempt import Attempt, AttemptResult, FitCommand, Journal, newest_step, pop_flag, print_message
@@ -22,9 +23,8 @@ from trainer.system.processes import trainer_command
 from trainer.system.redact import redact_words
 
 LOCK = ".supervisor.lock"  # in addition to the run's lock, which is free between two attempts
-FLAGS = {"restarts": (3, 0), "nproc": (None, 1), "grace": (None, 0), "patience": (2, 1), "backoff": (1.0, 0)}
-"""Default and minimum value of each flag."""
-WHOLE = ("restarts", "nproc", "patience")
+FLAGS = {"restarts": (3, 0), "nproc": (None, 1), "grace": (None, 0.0), "patience": (2, 1), "backoff": (1.0, 0.0)}
+"""Default and minimum value of each flag; an integer if the minimum is one."""
 SEVERAL_MACHINES = ("nnodes", "nodes", "num_nodes", "rdzv-backend", "rdzv-endpoint", "rdzv-id", "node-rank")
 """Flags of torchrun and Fabric for several machines, which are rejected with an explanation."""
 WRONG_RECIPE, INTERRUPTED = 2, 130  # exit codes of an invalid setting and of Ctrl-C
@@ -71,18 +71,19 @@ def _number(name: str, text: str) -> float:
         value = float(text)
     except ValueError:
         value = -1.0
-    kind, smallest = "an integer" if name in WHOLE else "a number", FLAGS[name][1]
-    if not (smallest <= value < float("inf") and (name not in WHOLE or value.is_integer())):
-        raise RecipeError(f"--{name}={text!r} must be {kind} of at least {smallest}")
-    return int(value) if name in WHOLE else value
+    smallest = FLAGS[name][1]
+    whole = isinstance(smallest, int)
+    is_valid = smallest <= value < float("inf") and (value.is_integer() or not whole)
+    kind = "an integer" if whole else "a number"
+    require(is_valid, f"--{name}={text!r} must be {kind} of at least {smallest:g}")
+    return int(value) if whole else value
 
 
 def fit_command(words: Sequence[str], ranks: int | None) -> FitCommand:
     """Return the command for the words after the flags of ``trainer run``; reject flags that the supervisor sets."""
-    if not words or words[0].startswith("-"):
-        raise RecipeError("run needs a RECIPE after its own flags: see trainer run --help")
-    if "TORCHELASTIC_RUN_ID" in os.environ:
-        raise RecipeError("trainer run starts the ranks itself: start it without torchrun and give --nproc")
+    has_recipe, launched = bool(words) and not words[0].startswith("-"), "TORCHELASTIC_RUN_ID" in os.environ
+    require(has_recipe, "run needs a RECIPE after its own flags: see trainer run --help")
+    require(not launched, "trainer run starts the ranks itself: start it without torchrun and give --nproc")
     recipe, flags = words[0], tuple(words[1:])
     resume, flags = pop_flag(flags, "run.resume")
     require(resume in (None, "auto"), f"--run.resume {resume}: trainer run resumes from run.dir itself: leave it out")
@@ -115,13 +116,11 @@ class Supervisor:
 
     def run(self) -> int:
         """Run attempts until no restart follows; return the last exit code as in a shell."""
-        before = {number: signal.signal(number, self._ask) for number in stop_signals()}
-        try:
+        with ExitStack() as closing:
+            for number in stop_signals():
+                closing.callback(signal.signal, number, signal.signal(number, self._ask))
             while (outcome := self._attempt()) is None:
                 pass
-        finally:
-            for number, handler in before.items():
-                signal.signal(number, handler)
         status, code = outcome
         self.journal.close(status)
         return code
@@ -157,18 +156,17 @@ class Supervisor:
 
     def _watched(self, attempt: Attempt) -> AttemptResult:
         """Wait for the end of an attempt; forward the first stop signal, and kill the attempt at the second."""
-        passed_on = killed = False
+        passed_on = False
         asked_at: float | None = None
         while (ending := attempt.wait()) is None:
-            if not self.asked or killed:
+            if not self.asked:
                 continue
             now = time.monotonic()
             asked_at = now if asked_at is None else asked_at
             late = self.grace is not None and now - asked_at > self.grace
             if len(self.asked) > 1 or late:
                 print_message("killing the run" + (f": it has not ended within {self.grace:g} s" if late else ""))
-                attempt.kill()
-                killed = True
+                attempt.kill()  # and wait for its end
             elif not passed_on and not attempt.noted and now - asked_at > SIGNAL_NOTICE_TIMEOUT:
                 # Signal the first rank only: the ranks agree to stop at the same step.
                 attempt.process.send_signal(self.asked[0])

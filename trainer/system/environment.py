@@ -7,7 +7,6 @@ from collections.abc import Mapping
 
 from trainer.errors import RecipeError
 
-MAX_VALUES = {"MASTER_PORT": 65535}
 NUMBERS = (  # variables that this program or Lightning reads, some of them during the import
     *("RANK", "LOCAL_RANK", "NODE_RANK", "GROUP_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_WORLD_SIZE"),
     *("MASTER_PORT", "LT_CLI_USED", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "JSM_NAMESPACE_SIZE", "JSM_NAMESPACE_RANK"),
@@ -24,7 +23,7 @@ def read_int_variable(name: str, default: int | None = None, environment: Mappin
             return default
         others = "other environment variables indicate that a launcher started this process"
         raise RecipeError(f"{name} is not set, but {others}: use that launcher, or unset those variables")
-    largest = MAX_VALUES.get(name, 2**32 - 1)  # Slurm uses 2**32 - 1 for steps without a number
+    largest = 65535 if name == "MASTER_PORT" else 2**32 - 1  # Slurm uses 2**32 - 1 for steps without a number
     if not (text.isascii() and text.isdecimal() and len(text) < 20 and int(text) <= largest):
         shown = repr(text if len(text) < 40 else f"{text[:40]}…")
         fix = "unset it, or start the run with the launcher that sets it"

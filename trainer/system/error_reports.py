@@ -6,7 +6,7 @@ import os
 import re
 import sys
 import traceback
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from types import TracebackType
 
@@ -88,12 +88,14 @@ OTHER_RANK = "another rank ended"
 
 
 class FailureReason:
-    """Collects a program's output lines and finds the reason why it ended."""
+    """Collects a program's output ``lines`` and finds the reason why it ended."""
 
-    def __init__(self) -> None:
+    def __init__(self, lines: Iterable[str] = ()) -> None:
         self.trainer_error = ""
         """The first ``trainer: error:`` message, preferably not one about the end of another rank."""
         self._raised = self._last = ""
+        for line in lines:
+            self.add_line(line)
 
     def add_line(self, line: str) -> None:
         line = line.strip()
@@ -109,11 +111,3 @@ class FailureReason:
         """Our own error, else the end of the first traceback, else the last line; empty without output."""
         knows = self.trainer_error and OTHER_RANK not in self.trainer_error
         return self.trainer_error if knows else self._raised or self.trainer_error or self._last
-
-
-def find_failure_reason(text: str) -> str | None:
-    """Return the reason why a program ended, from its whole output."""
-    said = FailureReason()
-    for line in text.splitlines():
-        said.add_line(line)
-    return said.reason or None

@@ -24,7 +24,7 @@ from trainer.errors import RecipeError, RunError
 from trainer.system.processes import boot_id
 from trainer.system.text import escaped
 
-CHUNK = 16 * 2**20  # bytes that are read at once for hashing
+CHUNK = 16 * 2**20  # bytes that are read or written at once for hashing
 
 KINDS = {stat.S_IFIFO: "a named pipe", stat.S_IFSOCK: "a socket", stat.S_IFDIR: "a directory"}
 KINDS |= dict.fromkeys((stat.S_IFCHR, stat.S_IFBLK), "a device")
@@ -35,13 +35,7 @@ def open_regular(path: str | Path, limit: int | None = None) -> BinaryIO:
 
     Others raise an OSError with EINVAL: a named pipe would block, and a device could be read forever.
     """
-    descriptor, found = _opened(path, os.O_RDONLY)
-    try:
-        _require_size(found.st_size, path, limit)
-        return os.fdopen(descriptor, "rb")
-    except BaseException:
-        os.close(descriptor)
-        raise
+    return os.fdopen(_opened(path, os.O_RDONLY, limit)[0], "rb")
 
 
 def read_regular(path: str | Path, limit: int) -> bytes:
@@ -87,11 +81,12 @@ def open_writable(path: str | Path, flags: int) -> int:
     return descriptor
 
 
-def _opened(path: str | Path, flags: int) -> tuple[int, os.stat_result]:
+def _opened(path: str | Path, flags: int, limit: int | None = None) -> tuple[int, os.stat_result]:
     descriptor = os.open(path, flags | os.O_NONBLOCK | os.O_CLOEXEC, 0o644)
     try:
         found = os.fstat(descriptor)
         require_regular(found, path)
+        _require_size(found.st_size, path, limit)
     except BaseException:
         os.close(descriptor)
         raise

@@ -7,6 +7,7 @@ import json
 import os
 import socket
 import time
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any
 
@@ -80,22 +81,19 @@ class RunLock:
         """Return a locked descriptor of the file at the path, not of one that its owner has just removed."""
         while True:
             descriptor = open_writable(self.path, os.O_RDWR | os.O_CREAT)
-            try:
-                fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                if self.path.exists() and os.path.samestat(os.fstat(descriptor), os.stat(self.path)):
-                    return descriptor
-            except (BlockingIOError, PermissionError) as error:
-                owner = _read(descriptor)
-                os.close(descriptor)
-                name = _described(owner) if owner else "a process that has just started"
-                fix = "wait until it ends, stop it, or choose another directory"
-                raise self._in_use(f"the run of {name}: {fix}") from error
-            except FileNotFoundError:
-                pass  # removed between exists() and stat()
-            except BaseException:
-                os.close(descriptor)
-                raise
-            os.close(descriptor)
+            with ExitStack() as until:
+                until.callback(os.close, descriptor)
+                try:
+                    fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                except (BlockingIOError, PermissionError) as error:
+                    owner = _read(descriptor)
+                    name = _described(owner) if owner else "a process that has just started"
+                    fix = "wait until it ends, stop it, or choose another directory"
+                    raise self._in_use(f"the run of {name}: {fix}") from error
+                with suppress(FileNotFoundError):  # removed by its owner
+                    if os.path.samestat(os.fstat(descriptor), os.stat(self.path)):
+                        until.pop_all()
+                        return descriptor
 
 
 def _slurm_job() -> dict[str, Any]:

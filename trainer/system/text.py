@@ -6,7 +6,7 @@ import json
 import math
 import re
 import textwrap
-from collections.abc import Container, Mapping, Sequence
+from collections.abc import Collection, Container, Mapping, Sequence
 from typing import Any
 
 from trainer.errors import RecipeError, require
@@ -45,6 +45,11 @@ def format_number(value: float | None, form: str, missing: str = "unknown") -> s
 def format_metric(name: str, value: float | None, missing: str = "unknown") -> str:
     """Return a metric as printed, an accuracy in percent, or ``missing`` without a finite value."""
     return format_number(value, ".2%" if name.endswith("accuracy") else ".4f", missing).replace("%", " %")
+
+
+def format_names(names: Collection[str]) -> str:
+    """Return the first three names, and the number of the others."""
+    return ", ".join(list(names)[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
 
 
 def wrapped(line: str, indent: str) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import zipfile
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 
 import torch
@@ -12,6 +12,7 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from trainer.errors import RecipeError, require
+from trainer.system.text import format_names
 
 PICKLED = (".pth", ".pt", ".bin")
 
@@ -51,8 +52,3 @@ def _unsafe_reason(name: object, tensor: Tensor) -> str | None:
     if tensor.layout is not torch.strided:
         return "sparse"
     return "without values" if tensor.is_meta else None
-
-
-def format_names(names: Collection[str]) -> str:
-    """Return the first three names, and the number of the others."""
-    return ", ".join(list(names)[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")

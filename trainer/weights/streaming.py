@@ -17,8 +17,8 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 
 from trainer.errors import RecipeError, require
 from trainer.system.files import read_regular
+from trainer.system.text import format_names
 from trainer.values import StoredTensor
-from trainer.weights.files import format_names
 from trainer.weights.nf4 import CHUNK_ROWS, WEIGHTS_PER_ROW, NF4Linear, quantise
 
 if TYPE_CHECKING:
@@ -69,9 +69,8 @@ def tensors_in(path: str | Path) -> dict[str, tuple[StoredTensor, tuple[int, ...
     path = Path(path)
     if path.is_dir():
         found = [path / name for name in (SAFETENSORS_FILE, SAFETENSORS_INDEX_FILE) if (path / name).is_file()]
-        if not found:
-            names = f"{SAFETENSORS_FILE} nor {SAFETENSORS_INDEX_FILE}"
-            raise RecipeError(f"{path} has neither {names}: weights can only be streamed from safetensors")
+        names = f"{SAFETENSORS_FILE} nor {SAFETENSORS_INDEX_FILE}"
+        require(bool(found), f"{path} has neither {names}: weights can only be streamed from safetensors")
         path = found[0]
     with WeightFiles() as files:
         places = _places(path) if path.suffix == ".json" else dict.fromkeys(files.open(path).keys(), path)
@@ -115,9 +114,7 @@ def on_meta(build: Callable[[], nn.Module]) -> nn.Module:
     first: dict[tuple, nn.Parameter] = {}
     for name, parameter in module.named_parameters(remove_duplicate=False):
         place = (parameter.untyped_storage()._cdata, parameter.storage_offset(), parameter.shape, parameter.stride())
-        kept = first.setdefault(place, parameter)
-        if kept is not parameter:
-            _register(module, name, kept)
+        _register(module, name, first.setdefault(place, parameter))
     # If transformers pads a tied bias, one of the two gets a separate storage.
     for name, source in getattr(module, "all_tied_weights_keys", {}).items():
         _register(module, name, module.get_parameter(source))
@@ -306,9 +303,8 @@ def _iter_nf4_codes(
         wanted = LocalSlice(torch.empty(lines.stop - lines.start, width, device="meta"), (lines.start, 0))
         read = torch.cat([value for _, value in _iter_pieces(files, stored, name, layer.shape, wanted)]).flatten()
         value = read[begin - lines.start * width : end - lines.start * width].to(part.local.device, torch.float32)
-        if not value.isfinite().all():
-            cause = f"{stored.key} in {stored.file} has values that are not finite, which NF4 cannot encode"
-            raise RecipeError(f"{cause}: use model.lora.base full, or other weights")
+        cause = f"{stored.key} in {stored.file} has values that are not finite, which NF4 cannot encode"
+        require(bool(value.isfinite().all()), f"{cause}: use model.lora.base full, or other weights")
         yield slice(start - first, stop - first), quantise(value)
 
 
@@ -334,7 +330,6 @@ def init_new_parameters(
                 new = f"{path or 'the module'} is new, and {type(owner).__name__} has no reset_parameters()"
                 raise RecipeError(f"{new}: give PretrainedWeights(initialise=...) for it")
             owner.reset_parameters()  # type: ignore[operator]
-    empty_ones = [name for name, value in values.items() if value.isnan().any()]
-    if empty_ones:
-        raise RecipeError(f"{format_names(empty_ones)} are new, and pretrained().initialise does not set their values")
+    unset = format_names([name for name, value in values.items() if value.isnan().any()])
+    require(not unset, f"{unset} are new, and pretrained().initialise does not set their values")
     return {name: value.detach() for name, value in values.items()}
