@@ -3,6 +3,7 @@ the place of traces, which is cheap enough to be asked about all of it."""
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
@@ -24,6 +25,9 @@ from trainer.fakegpu.prediction import Prediction
 from trainer.fakegpu.target import Target
 from trainer.memory.plan import Plan, decide_plan
 from trainer.planner import search as searching
+from trainer.planner.hub_config import hub_recipe
+from trainer.planner.knobs import CHECKPOINTING
+from trainer.planner.predict import prepare_recipe
 from trainer.planner.report import RETRIES_PAY, table
 from trainer.planner.search import BUDGET_MARGIN, Search, plan
 from trainer.recipe import Memory, Optim, Recipe, Run
@@ -385,6 +389,19 @@ def test_the_chosen_plan_against_brute_force(search, capsys):
     with capsys.disabled():
         print("\n" + "\n".join(rows))
     assert not wrong, "\n".join(wrong)
+
+
+@pytest.mark.parametrize(("tokens", "tries"), [(32_000, True), (33_000, False)])
+def test_selective_checkpointing_is_not_tried_for_texts_in_tiles(tokens, tries, monkeypatch, tmp_path) -> None:
+    shape = {"hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 1, "intermediate_size": 8}
+    config = {"model_type": "llama", "architectures": ["LlamaForCausalLM"], "max_position_embeddings": 40_000}
+    (tmp_path / "config.json").write_text(json.dumps(config | shape | {"vocab_size": 8}))
+    monkeypatch.setattr(searching, "run_in_children", lambda calls: enumerate(call() for call in calls))
+    monkeypatch.setattr(searching, "predict_in_process", Analytic("texts", 1).answer)
+    recipe = prepare_recipe(hub_recipe(str(tmp_path), tokens=tokens, batch=1), outlines=True)
+    found = Search(recipe, Target(gpu_named("b200")), 1, budget="2GB")
+    assert found.run().chosen is not None
+    assert any(arm.settings[CHECKPOINTING] == "selective" for arm in found.arms) == tries
 
 
 @dataclass

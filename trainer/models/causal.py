@@ -198,6 +198,13 @@ class CausalLM(TextModel):
         patch_forward_to_return_loss(module, self.loss_chunk)
         return module
 
+    def has_tiles(self, tokens: int) -> bool:
+        """Return whether MLPs and norms of a text of ``tokens`` tokens are computed in tiles."""
+        from trainer.models.token_tiles import CERTIFIED, num_tiles
+
+        able = self.tile_tokens != 0 and self._configuration().model_type in CERTIFIED
+        return able and num_tiles(tokens, self.tile_tokens) > 1
+
     def _complete_generation(self, module: Any) -> None:
         """Set ``generation_config`` to that of the weights plus this end token, at which served models stop."""
         from transformers import GenerationConfig

@@ -29,6 +29,7 @@ from trainer.fakegpu.prediction import PER_SAMPLE_CATEGORIES, Prediction
 from trainer.fakegpu.target import Target, budget_bytes, gpu_here, reduced_budget_note
 from trainer.memory.knobs import IMPLIED_NAMES, ONE_MICRO_BATCH, UNTESTED_WITH_TP
 from trainer.memory.plan import CUT_MATTERS, Plan, decide_plan, with_precision
+from trainer.models.causal import CausalLM
 from trainer.planner import knobs
 from trainer.planner.knobs import Settings, devices_of
 from trainer.planner.lower_bound import ModelSize, WeightBytes, lower_bound, measure
@@ -218,6 +219,10 @@ class Search:
         began = time.perf_counter()
         on_gpu = self.target.device.type == "cuda"
         settings = knobs.combinations(self.recipe, self.devices, on_gpu, self.nodes)
+        model, lengths = self.recipe.model, as_samples(self.recipe.data.train).lengths
+        if isinstance(model, CausalLM) and lengths is not None and model.has_tiles(max(lengths)):
+            # It keeps the products of all tiles, which take as much as what is kept without it.
+            settings = [one for one in settings if one.get(knobs.CHECKPOINTING) != "selective"]
         if lossy:
             steps = knobs.lossy_steps(self.recipe, on_gpu)
             settings += [found for step in steps for one in settings if (found := self._with_lossy_step(one, step))]
