@@ -214,9 +214,7 @@ class First:
         environment = {**environment_here(), "PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
         command = [program, "--tool", tool, "--error-exitcode", "9", *child]
         try:
-            done = subprocess.run(
-                command, env=environment, capture_output=True, text=True, timeout=seconds, check=False
-            )
+            done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=seconds)
         except subprocess.TimeoutExpired:
             return {"status": "late", "reason": f"not finished after {seconds:.0f} s", "met": None}
         said = [line for line in done.stdout.splitlines() if "ERROR SUMMARY" in line or "SUMMARY:" in line]
@@ -298,10 +296,9 @@ class First:
 
     def speed(self, load: Workload, who: str, seconds: float) -> Found:
         """Images or tokens a second, and the memory that torch reserved."""
-        if who != OURS:
-            missing = [name for name in load.needs if find_spec(name) is None]
-            if missing and not self.is_dry:
-                return {"status": NOT_RUN, "reason": f"not installed: {', '.join(missing)}", "met": None}
+        missing = [name for name in load.needs if who == THEIRS and find_spec(name) is None]
+        if missing and not self.is_dry:
+            return {"status": NOT_RUN, "reason": f"not installed: {', '.join(missing)}", "met": None}
         settings = {**load.settings, **(load.ours if who == OURS else {}), "max_steps": load.steps + 2}
         steps = load.steps
         if self.is_dry:
@@ -309,7 +306,7 @@ class First:
             settings |= {key: value for key, value in TINY_UNITS.items() if key in settings}
             settings |= {"max_steps": 3} | ({"data.size": 64} if "data.size" in settings else {})
             steps = 1
-            if missing_of(load, who):  # NF4 of others cannot be tried without its package
+            if missing:  # NF4 of others cannot be tried without its package
                 settings |= {"model.lora.base": "full"}
         folder = f"{who}-{load.recipe}-{WORKLOADS.index(load)}"
         options = [f"--who={'ours' if who == OURS else 'transformers'}", f"--steps={steps}"]
@@ -364,11 +361,6 @@ class First:
 
 OURS, THEIRS = "ours", "transformers' Trainer"
 WHO = (OURS, THEIRS)
-
-
-def missing_of(load: Workload, who: str) -> list[str]:
-    """Packages that the other side of a workload lacks here."""
-    return [name for name in load.needs if who == THEIRS and find_spec(name) is None]
 
 
 def attention_kernels(trace: Path) -> list[str]:
