@@ -28,7 +28,7 @@ from pathlib import Path
 from threading import Lock
 from typing import Any
 
-from common import Record, environment_here, table, workplace
+from common import Record, environment_here, fit_words, table, workplace
 from gpu import Benchmark
 from gpu_faults import run_tests
 from gpu_judge import MET, NOT_RUN, Found, Measured, figure, judge, read_found
@@ -340,12 +340,11 @@ class First:
 
     def arguments(self, recipe: str, settings: Mapping[str, Any]) -> list[str]:
         """The words of ``trainer fit`` for a file in benchmarks/recipes."""
-        chosen: dict[str, Any] = {"run.accelerator": self.device, "run.devices": 1, "checkpoint.every": "null"}
-        chosen |= dict.fromkeys(("run.evaluate", "run.recover", "run.predict"), "false") | dict(settings)
+        chosen: dict[str, Any] = {"checkpoint.every": "null", **settings}
         if recipe in VOCABULARY:
             with self.lock:  # two threads that import transformers at once break its lazy modules
                 chosen["model.tokenizer"] = self.benchmark._tokenizer(100 if self.is_dry else VOCABULARY[recipe])
-        return [str(HERE / "recipes" / f"{recipe}.py"), *(f"--{key}={value}" for key, value in chosen.items())]
+        return fit_words(recipe, self.device, chosen)
 
     def child(self, kind: str, name: str, options: Sequence[str], arguments: Sequence[str], seconds: float) -> Found:
         """What a process of ``gpu_first_runs.py`` wrote, and how it ended."""

@@ -13,7 +13,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from common import environment_here
+from common import environment_here, fit_words
 from planner_configs import LLAMAS, Case
 from recorded import compare
 from recorded_run import read_recording
@@ -89,18 +89,12 @@ class Runs:
 
     def arguments(self, case: Case) -> list[str]:
         """Of ``trainer fit``."""
-        settings: dict[str, Any] = {
-            "run.accelerator": self.accelerator,
-            "run.devices": 1,
-            "run.evaluate": "false",
-            "run.recover": "false",
-            **case.settings,
-        }
+        settings: dict[str, Any] = {"run.predict": "true", **case.settings}
         if case.vocabulary:
             settings["model.tokenizer"] = self._tokenizer(case.vocabulary)
         if case.llama:
             settings["model.name"] = self.work / case.llama
-        return [str(HERE / "recipes" / f"{case.recipe}.py"), *(f"--{key}={value}" for key, value in settings.items())]
+        return fit_words(case.recipe, self.accelerator, settings)
 
     def predict(self, cases: Sequence[Case], gpu: Mapping[str, Any]) -> dict[str, Any]:
         """Predictions by name for ``gpu`` (the fields of a ``GPU``), from a process that sees none.
