@@ -11,18 +11,18 @@ from __future__ import annotations
 import argparse
 import hashlib
 import json
-import resource
 import shutil
 import statistics
 import tempfile
 import time
+from collections import defaultdict
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed.checkpoint as dcp
-from common import Record
+from common import Record, process_memory
 from torch import nn
 
 from trainer.checkpoint.folder import CheckpointFolder
@@ -113,9 +113,7 @@ def throughput(state: dict[str, torch.Tensor], repeats: int, folder: Path) -> di
     """GB/s of saving and loading, and processor seconds, for each way."""
     size = sum(tensor.nbytes for tensor in state.values())
     ways = {name: make(folder / name) for name, make in WAYS.items()}
-    times: dict[str, dict[str, list[float]]] = {
-        name: {"save": [], "load": [], "save_cpu": [], "load_cpu": []} for name in ways
-    }
+    times: dict[str, dict[str, list[float]]] = {name: defaultdict(list) for name in ways}
     empty = {name: torch.zeros_like(tensor) for name, tensor in state.items()}
     for _ in range(repeats):
         for name, way in ways.items():
@@ -125,15 +123,12 @@ def throughput(state: dict[str, torch.Tensor], repeats: int, folder: Path) -> di
                 times[name][action].append(time.perf_counter() - began)
                 times[name][f"{action}_cpu"].append(time.process_time() - cpu)
             assert all(torch.equal(empty[key], state[key]) for key in state), name
-    return {
-        name: {
-            "save_gb_per_s": round(size / 1e9 / statistics.median(taken["save"]), 3),
-            "load_gb_per_s": round(size / 1e9 / statistics.median(taken["load"]), 3),
-            "save_cpu_s_per_gb": round(statistics.median(taken["save_cpu"]) / size * 1e9, 3),
-            "load_cpu_s_per_gb": round(statistics.median(taken["load_cpu"]) / size * 1e9, 3),
-        }
-        for name, taken in times.items()
-    }
+    found: dict[str, dict[str, float]] = {name: {} for name in ways}
+    for name, taken in times.items():
+        for action in ("save", "load"):
+            found[name][f"{action}_gb_per_s"] = round(size / 1e9 / statistics.median(taken[action]), 3)
+            found[name][f"{action}_cpu_s_per_gb"] = round(statistics.median(taken[f"{action}_cpu"]) / size * 1e9, 3)
+    return found
 
 
 def hashing() -> dict[str, float]:
@@ -167,22 +162,18 @@ def stall(millions: float, folder: Path, steps: int = 30) -> dict[str, Any]:
 
     step()
     plain = statistics.median(step() for _ in range(steps))
-    writer = CheckpointWriter(CheckpointFolder(folder / "stall"), 0, 1, "benchmark", 60.0, 1, 0, lambda figures: 0.0)
-    found: dict[str, Any] = {
-        "step_s": round(plain, 4),
-        "state_gb": round(sum(t.nbytes for t in state().values()) / 1e9, 3),
-    }
-    copies = HostStagingBuffers()
-    ways = {"asynchronous, first": copies.copy, "asynchronous": copies.copy, "synchronous": view_on_host}
-    before = peak()
+    ours, size = Ours(folder / "stall"), sum(tensor.nbytes for tensor in state().values())
+    found: dict[str, Any] = {"step_s": round(plain, 4), "state_gb": round(size / 1e9, 3)}
+    copy = ours.copies.copy
+    ways = {"asynchronous, first": copy, "asynchronous": copy, "synchronous": view_on_host}
+    before = process_memory("VmHWM")
     for number, (key, take) in enumerate(ways.items()):
-        asynchronous = key != "synchronous"
         background = BackgroundTask()
         began = time.perf_counter()
         snapshot = snapshot_of(state(), number + 1, take)
         copied = time.perf_counter() - began
-        background.run(lambda snapshot=snapshot: writer.write(snapshot))
-        if not asynchronous:
+        background.run(lambda snapshot=snapshot: ours.writer.write(snapshot))
+        if key == "synchronous":
             background.wait()
         stalled = time.perf_counter() - began
         during = []
@@ -195,14 +186,9 @@ def stall(millions: float, folder: Path, steps: int = 30) -> dict[str, Any]:
             "stall_in_steps": round(stalled / plain, 2),
             "steps_meanwhile": len(during),
             "slower_meanwhile": round(statistics.median(during) / plain, 3) if during else None,
-            "host_memory_over_state": round((peak() - before) / sum(t.nbytes for t in state().values()), 3),
+            "host_memory_over_state": round((process_memory("VmHWM") - before) / size, 3),
         }
     return found
-
-
-def peak() -> int:
-    """Most host memory that this process has had, in bytes."""
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
 def main() -> None:

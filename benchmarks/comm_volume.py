@@ -152,23 +152,20 @@ def be_rank(rank: int, ranks: int, port: int) -> None:
 
 
 def _of_steps(recipe: Recipe) -> float:
-    from trainer.engine.step import Stepper
+    from fake_ranks import build_stepper
+
     from trainer.launching.start import launch
     from trainer.launching.world import World
-    from trainer.memory.initialize import build_module
-    from trainer.memory.stack import apply_stack, build_optimizer_and_sync
     from trainer.planner.traced_run import draw_samples
 
     ranks = torch.distributed.get_world_size()
     plan = decide_plan(recipe, ranks)
     fabric = launch(plan, World("torchrun", "cpu", devices=ranks, nodes=1))
-    stack = apply_stack(fabric, recipe.model, build_module(fabric, recipe.model, recipe.seed, plan), plan, recipe.seed)
-    optimizer, sync = build_optimizer_and_sync(fabric, recipe.model, stack, recipe.optim, plan)
-    stepper = Stepper(fabric, recipe.model, stack.wrapped, optimizer, sync=sync)
+    stepper, _ = build_stepper(fabric, recipe, plan)
     window = draw_samples(recipe, plan).first
     for _ in range(2):  # the first step of DDP reduces in another way
         stepper.step(window)
-    return _counted(lambda: stepper.step(window), STEPS)
+    return _counted(lambda: stepper.step(window))
 
 
 def _of_collectives() -> dict[str, float]:
@@ -182,13 +179,13 @@ def _of_collectives() -> dict[str, float]:
     }
     for call in calls.values():
         call()  # connections are made when they are first needed
-    return {name: _counted(call, STEPS) / (whole.numel() * 4) for name, call in calls.items()}
+    return {name: _counted(call) / (whole.numel() * 4) for name, call in calls.items()}
 
 
-def _counted(call: Callable[[], Any], times: int) -> float:
-    """Bytes that each rank sent for a call: the least of ``times``, for what a busy machine sends again only adds."""
+def _counted(call: Callable[[], Any]) -> float:
+    """Bytes that each rank sent for a call: the least of ``STEPS``, for what a busy machine sends again only adds."""
     found = []
-    for _ in range(times):
+    for _ in range(STEPS):
         torch.distributed.barrier()
         before = loopback_bytes()
         torch.distributed.barrier()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 import json
 import os
 import platform
@@ -12,7 +13,7 @@ import socket
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import datetime, timezone
 from pathlib import Path
@@ -28,6 +29,8 @@ if TYPE_CHECKING:
     from trainer import Recipe
 
 RESULTS = Path(__file__).parent / "results"
+TIMES = ("samples_per_second", "tokens_per_second", "data_share", "mfu")
+"""Columns of metrics.csv that no two runs have alike."""
 
 
 def machine() -> dict[str, Any]:
@@ -86,6 +89,14 @@ class Record:
         write_atomic(self.path, json.dumps(self.content, indent=1, ensure_ascii=False) + "\n", sync_folder=False)
 
 
+def fit_words(recipe: str, accelerator: str, settings: Mapping[str, Any]) -> list[str]:
+    """The words of ``trainer fit`` for a file in benchmarks/recipes: one device, and nothing besides training unless
+    ``settings`` has it."""
+    chosen = {"run.accelerator": accelerator, "run.devices": 1}
+    chosen |= dict.fromkeys(("run.evaluate", "run.recover", "run.predict"), "false") | dict(settings)
+    return [str(RESULTS.parent / "recipes" / f"{recipe}.py"), *(f"--{key}={value}" for key, value in chosen.items())]
+
+
 def resolve(arguments: Sequence[str]) -> Recipe:
     """The recipe that ``trainer fit`` would run with these arguments: a recipe and its flags."""
     from trainer.commands.flags import RecipeParser, split_argv
@@ -95,6 +106,12 @@ def resolve(arguments: Sequence[str]) -> Recipe:
     (reference,), flags = split_argv(arguments)
     recipe, _ = load_recipe(reference)
     return change(recipe, RecipeParser(recipe).read_flags(flags, {}))
+
+
+def curve(run_dir: Path) -> list[dict[str, str]]:
+    """The rows of a run's metrics.csv, without those columns."""
+    with (run_dir / "metrics.csv").open(newline="") as file:
+        return [{name: text for name, text in row.items() if name not in TIMES} for row in csv.DictReader(file)]
 
 
 @contextmanager
@@ -134,9 +151,9 @@ class Picked:
         return self.split.__getitems__([self.indices[index] for index in indices])
 
 
-def process_memory(key: str, pid: int | str = "self") -> int:
-    """VmRSS, VmHWM or another line of /proc/PID/status, in bytes."""
-    lines = Path(f"/proc/{pid}/status").read_text().splitlines()
+def process_memory(key: str, pid: int | str = "self", file: str = "status") -> int:
+    """VmRSS, VmHWM or another line of /proc/PID/status, or of another file there, in bytes."""
+    lines = Path(f"/proc/{pid}/{file}").read_text().splitlines()
     return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(f"{key}:"))
 
 

@@ -9,7 +9,7 @@ import os
 import tempfile
 import time
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -163,26 +163,13 @@ class WithLoss(nn.Module):
         return {"loss": cross_entropy(logits, labels), "logits": logits}
 
 
-class _Given(Sampler):
-    """Samples in a given order."""
-
-    def __init__(self, order: Sequence[int]) -> None:
-        self.order = order
-
-    def __len__(self) -> int:
-        return len(self.order)
-
-    def __iter__(self) -> Iterator[int]:
-        return iter(self.order)
-
-
 class _OrderedTrainer(TransformersTrainer):
     """transformers' Trainer on samples in a given order."""
 
     order: Sequence[int] | None = None
 
     def _get_train_sampler(self, *arguments: Any) -> Any:
-        return super()._get_train_sampler(*arguments) if self.order is None else _Given(self.order)
+        return super()._get_train_sampler(*arguments) if self.order is None else self.order
 
 
 def transformers_trainer(job: Job) -> None:
@@ -206,11 +193,7 @@ def transformers_trainer(job: Job) -> None:
 
 
 def bare_trainer(
-    kind: Callable[..., Any],
-    module: nn.Module,
-    optimizer: Optimizer,
-    folder: str,
-    **arguments: Any,
+    kind: Callable[..., Any], module: nn.Module, optimizer: Optimizer, folder: str, **arguments: Any
 ) -> Any:
     """transformers' Trainer of a class, for an epoch, with a learning rate that stays, and all off that can be.
 

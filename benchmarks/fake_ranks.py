@@ -16,6 +16,7 @@ from typing import Any
 import torch
 import torch.distributed
 from common import resolve
+from lightning_fabric import Fabric
 from torch.distributed import ReduceOp
 
 from trainer.engine.memory_rehearsal import rehearse
@@ -46,7 +47,11 @@ def take_steps(recipe: Recipe, ranks: int) -> dict[str, Any]:
     samples = draw_samples(recipe, plan)
     fake_ranks(ranks, nodes=ranks)
     _answer_reductions()
-    monitor, stepper, stack = _build(recipe, plan, ranks)
+    fabric = launch(plan, World("torchrun", recipe.run.accelerator, devices=1, nodes=ranks))
+    monitor = MemoryMonitor(fabric.device)
+    stepper, stack = build_stepper(fabric, recipe, plan, monitor)
+    stepper.module.train()
+    monitor.enter(None)
     if recipe.memory.micro_batch_size == "auto" and not stepper.sync.updates_in_backward:
         rehearse(stepper, samples.longest)
     for window in (samples.first, samples.longest, samples.first):
@@ -56,10 +61,10 @@ def take_steps(recipe: Recipe, ranks: int) -> dict[str, Any]:
     return {"steps": 3, "skipped_steps": stepper.skipped_steps, "memory": memory}
 
 
-def _build(recipe: Recipe, plan: Plan, ranks: int) -> tuple[MemoryMonitor, Stepper, Any]:
-    """The monitor, the stepper and the stack, as ``trainer.fit`` makes them."""
-    fabric = launch(plan, World("torchrun", recipe.run.accelerator, devices=1, nodes=ranks))
-    monitor = MemoryMonitor(fabric.device)
+def build_stepper(
+    fabric: Fabric, recipe: Recipe, plan: Plan, monitor: MemoryMonitor | None = None
+) -> tuple[Stepper, Any]:
+    """The stepper and the stack, as ``trainer.fit`` makes them."""
     module = build_module(fabric, recipe.model, recipe.seed, plan)
     stack = apply_stack(fabric, recipe.model, module, plan, recipe.seed)
     optimizer, sync = build_optimizer_and_sync(fabric, recipe.model, stack, recipe.optim, plan)
@@ -73,9 +78,7 @@ def _build(recipe: Recipe, plan: Plan, ranks: int) -> tuple[MemoryMonitor, Stepp
         correct_batchnorm=recipe.memory.correct_batchnorm,
         phases=monitor,
     )
-    stepper.module.train()
-    monitor.enter(None)
-    return monitor, stepper, stack
+    return stepper, stack
 
 
 def _answer_reductions() -> None:

@@ -16,7 +16,6 @@ is written. Results are written after every row; a row that fails, or that there
 from __future__ import annotations
 
 import argparse
-import math
 import sys
 import time
 from collections.abc import Callable, Mapping
@@ -25,18 +24,17 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from common import RESULTS, Record, resolve, workplace
+from common import RESULTS, Record, fit_words, resolve, workplace
 from gpu_judge import NOT_RUN, Measured, judge, read_found, report
 from gpu_rows import LEFT_OUT, PART_SECONDS, PARTS, TINY, VOCABULARY, Row
-from planner_runs import probe_gpu
+from gpu_tasks import MIN_SECONDS, read_arguments
+from planner_runs import file_name, probe_gpu
 
 from trainer.lab.measured_run import Trial, run_trial
 
 HERE = Path(__file__).parent
 TRACE = "gpu_trace.json.gz"
 TINY_STEPS = 4
-LEAST_SECONDS = 5.0
-"""With less left, a row is not begun."""
 TO_END = 10.0
 """Seconds before the limit of a row by which it ends by itself, with what it has."""
 
@@ -63,7 +61,7 @@ class Benchmark:
         """Run ``row``, for at most so many seconds."""
         if self.device == "cpu" and row.cap_gb is not None:
             return Measured(row, Trial(NOT_RUN, "needs a GPU", [], 0.0))
-        run_dir = self.work / row.file
+        run_dir = self.work / file_name(row.name)
         out = run_dir.with_suffix(".json")
         steps = min(row.steps, TINY_STEPS) if self.tiny else row.steps
         try:
@@ -83,19 +81,12 @@ class Benchmark:
         return Measured(row, trial, read_found(out), gradients if gradients.is_file() else None)
 
     def _arguments(self, row: Row, steps: int) -> list[str]:
-        settings = {
-            "max_steps": steps,
-            "run.accelerator": self.device,
-            "run.devices": 1,
-            **dict.fromkeys(("run.evaluate", "run.recover", "run.predict"), "false"),
-            **row.settings,
-        }
+        settings = {"max_steps": steps, **row.settings}
         if self.tiny:
             settings = {key: value for key, value in settings.items() if key not in LEFT_OUT} | TINY[row.recipe]
         if row.recipe in VOCABULARY:
             settings["model.tokenizer"] = self._tokenizer(100 if self.tiny else VOCABULARY[row.recipe])
-        flags = [f"--{key}={value}" for key, value in settings.items()]
-        return [str(HERE / "recipes" / f"{row.recipe}.py"), *flags]
+        return fit_words(row.recipe, self.device, settings)
 
     def _tokenizer(self, words: int) -> Path:
         """A folder with a tokenizer of so many words."""
@@ -131,7 +122,7 @@ def run(
         for number, row in enumerate(rows, 1):
             print(f"{name} {number}/{len(rows)}: {row.name} ...", flush=True)
             left = end - time.monotonic()
-            if left < LEAST_SECONDS:
+            if left < MIN_SECONDS:
                 late = f"late: the {factor * PART_SECONDS[name]:.0f} s of this part are used up"
                 measured.append(Measured(row, Trial(NOT_RUN, late, [], 0.0)))
             else:
@@ -196,15 +187,11 @@ def main() -> int:
     )
     parser.add_argument("--predict", metavar="GPU", help="predict for this GPU, such as h200; none is needed")
     parser.add_argument("--tiny", action="store_true", help="small models, whose figures mean nothing")
-    asked = parser.parse_args()
+    asked = read_arguments(parser, sys.argv[1:])
     if unknown := set(asked.parts) - set(PARTS):
         parser.error(
             f"no part {', '.join(sorted(unknown))}: choose from {', '.join(PARTS)}; or alone first, planner, faults"
         )
-    if not 0 < asked.time < math.inf:
-        parser.error("--time must be more than 0")
-    if asked.device == "cpu" and not asked.tiny:
-        parser.error("--device cpu is there to test this file: use it with --tiny")
     parts = choose(asked.parts or ["exact"], asked.only)
     if not parts:
         parser.error(f"--only {asked.only}: no row has such a name")

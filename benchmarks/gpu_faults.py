@@ -20,7 +20,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from common import Record, environment_here, table, workplace
+from common import Record, environment_here, fit_words, table, workplace
 from gpu_judge import MET, Found
 from gpu_rows import FEW_GAPS, TINY, memory
 from gpu_tasks import Task, chosen, command_line, measure, read_arguments
@@ -60,19 +60,15 @@ class Faults:
         """Train in the folder ``name``; settings have two underscores for the dot."""
         chosen: dict[str, Any] = {
             "max_steps": STEPS,
-            "run.accelerator": self.device,
-            "run.devices": 1,
             "checkpoint.every": "null",
-            **dict.fromkeys(("run.evaluate", "run.recover", "run.predict"), "false"),
             **memory(16),
             "model.name": "vit_b_16",
             **(TINY["vit_l_16"] if self.tiny else {}),
             **{key.replace("__", "."): value for key, value in settings.items()},
         }
-        flags = [f"--{key}={value}" for key, value in chosen.items()]
+        arguments = fit_words("vit_l_16", self.device, chosen)
         entry = [str(HERE / "measured_run.py"), f"--out={self.work / name}.json", *options]
         left = max(1.0, self.end - time.monotonic())
-        arguments = [str(HERE / "recipes" / "vit_l_16.py"), *flags]
         return run_trial(arguments, self.work / name, seconds=left, entry=entry, environment=environment)
 
     def resumed(self, **settings: Any) -> Found:
@@ -209,8 +205,6 @@ def main(argv: Sequence[str]) -> int:
     )
     parser.add_argument("--tiny", action="store_true", help="small models")
     asked = read_arguments(parser, argv)
-    if asked.device == "cpu" and not asked.tiny:
-        parser.error("--device cpu is there to test this file: use it with --tiny")
     gpu = probe_gpu() if asked.device == "cuda" else None
     if asked.device == "cuda" and gpu is None:
         print("torch sees no CUDA device here: there is nothing to measure")

@@ -28,7 +28,7 @@ from pathlib import Path
 from threading import Lock
 from typing import Any
 
-from common import Record, environment_here, table, workplace
+from common import Record, environment_here, fit_words, table, workplace
 from gpu import Benchmark
 from gpu_faults import run_tests
 from gpu_judge import MET, NOT_RUN, Found, Measured, figure, judge, read_found
@@ -214,9 +214,7 @@ class First:
         environment = {**environment_here(), "PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
         command = [program, "--tool", tool, "--error-exitcode", "9", *child]
         try:
-            done = subprocess.run(
-                command, env=environment, capture_output=True, text=True, timeout=seconds, check=False
-            )
+            done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=seconds)
         except subprocess.TimeoutExpired:
             return {"status": "late", "reason": f"not finished after {seconds:.0f} s", "met": None}
         said = [line for line in done.stdout.splitlines() if "ERROR SUMMARY" in line or "SUMMARY:" in line]
@@ -298,10 +296,9 @@ class First:
 
     def speed(self, load: Workload, who: str, seconds: float) -> Found:
         """Images or tokens a second, and the memory that torch reserved."""
-        if who != OURS:
-            missing = [name for name in load.needs if find_spec(name) is None]
-            if missing and not self.is_dry:
-                return {"status": NOT_RUN, "reason": f"not installed: {', '.join(missing)}", "met": None}
+        missing = [name for name in load.needs if who == THEIRS and find_spec(name) is None]
+        if missing and not self.is_dry:
+            return {"status": NOT_RUN, "reason": f"not installed: {', '.join(missing)}", "met": None}
         settings = {**load.settings, **(load.ours if who == OURS else {}), "max_steps": load.steps + 2}
         steps = load.steps
         if self.is_dry:
@@ -309,7 +306,7 @@ class First:
             settings |= {key: value for key, value in TINY_UNITS.items() if key in settings}
             settings |= {"max_steps": 3} | ({"data.size": 64} if "data.size" in settings else {})
             steps = 1
-            if missing_of(load, who):  # NF4 of others cannot be tried without its package
+            if missing:  # NF4 of others cannot be tried without its package
                 settings |= {"model.lora.base": "full"}
         folder = f"{who}-{load.recipe}-{WORKLOADS.index(load)}"
         options = [f"--who={'ours' if who == OURS else 'transformers'}", f"--steps={steps}"]
@@ -343,12 +340,11 @@ class First:
 
     def arguments(self, recipe: str, settings: Mapping[str, Any]) -> list[str]:
         """The words of ``trainer fit`` for a file in benchmarks/recipes."""
-        chosen: dict[str, Any] = {"run.accelerator": self.device, "run.devices": 1, "checkpoint.every": "null"}
-        chosen |= dict.fromkeys(("run.evaluate", "run.recover", "run.predict"), "false") | dict(settings)
+        chosen: dict[str, Any] = {"checkpoint.every": "null", **settings}
         if recipe in VOCABULARY:
             with self.lock:  # two threads that import transformers at once break its lazy modules
                 chosen["model.tokenizer"] = self.benchmark._tokenizer(100 if self.is_dry else VOCABULARY[recipe])
-        return [str(HERE / "recipes" / f"{recipe}.py"), *(f"--{key}={value}" for key, value in chosen.items())]
+        return fit_words(recipe, self.device, chosen)
 
     def child(self, kind: str, name: str, options: Sequence[str], arguments: Sequence[str], seconds: float) -> Found:
         """What a process of ``gpu_first_runs.py`` wrote, and how it ended."""
@@ -364,11 +360,6 @@ class First:
 
 OURS, THEIRS = "ours", "transformers' Trainer"
 WHO = (OURS, THEIRS)
-
-
-def missing_of(load: Workload, who: str) -> list[str]:
-    """Packages that the other side of a workload lacks here."""
-    return [name for name in load.needs if who == THEIRS and find_spec(name) is None]
 
 
 def attention_kernels(trace: Path) -> list[str]:

@@ -82,30 +82,20 @@ def compare(ours: Measured, other: Measured) -> dict[str, Any]:
         **_worst_norm(ours.found.get("grad_norms", {}), other.found.get("grad_norms", {})),
         "tensors": _tensors(ours, other),
     }
-    wrong = (
-        [
-            f"{what} differs by {value:.1e}, more than {limit:g}"
-            for what, value, limit in (
-                ("the loss", found["loss"], limits.loss),
-                ("the gradient's norm", found["norm"], limits.norm),
-                (f"the norm of the gradient of {found['worst']}", found["worst_norm"], limits.tensor),
-                *((f"the gradient of {name}", value, limits.tensor) for name, value in found["tensors"].items()),
-            )
-            if value is None or not value <= limit  # not a number is wrong, too
-        ]
-        if _compared(found)
-        else ["gradients were not compared: " + _problem(ours, other)]
-    )
-    return found | {"reference": other.row.name, "wrong": wrong}
-
-
-def _compared(found: Mapping[str, Any]) -> bool:
-    return None not in (found["loss"], found["norm"], found["worst_norm"]) and bool(found["tensors"])
-
-
-def _problem(*both: Measured) -> str:
-    known = [one.found.get("gradient_problem") for one in both]
-    return next(filter(None, known), "a run has none of its first step")
+    found["reference"] = other.row.name
+    if None in (found["loss"], found["norm"], found["worst_norm"]) or not found["tensors"]:
+        known = [one.found.get("gradient_problem") for one in (ours, other)]
+        problem = next(filter(None, known), "a run has none of its first step")
+        return found | {"wrong": [f"gradients were not compared: {problem}"]}
+    held = [
+        ("the loss", found["loss"], limits.loss),
+        ("the gradient's norm", found["norm"], limits.norm),
+        (f"the norm of the gradient of {found['worst']}", found["worst_norm"], limits.tensor),
+        *((f"the gradient of {name}", value, limits.tensor) for name, value in found["tensors"].items()),
+    ]
+    # Not a number is wrong, too.
+    wrong = [f"{what} differs by {value:.1e}, more than {limit:g}" for what, value, limit in held if not value <= limit]
+    return found | {"wrong": wrong}
 
 
 def _apart(own: float | None, theirs: float | None) -> float | None:

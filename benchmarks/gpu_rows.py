@@ -51,11 +51,6 @@ class Row:
         """The most memory that counts as meeting the target."""
         return self.target and self.target[1] * (REPRODUCED if self.published else 1)
 
-    @property
-    def file(self) -> str:
-        """Its name in letters that any file system takes."""
-        return "".join(letter if letter.isascii() and letter.isalnum() else "-" for letter in self.name)
-
 
 def memory(micro_batch_size: int, precision: str = "bf16-mixed", **knobs: Any) -> dict[str, Any]:
     """Settings of ``memory``."""

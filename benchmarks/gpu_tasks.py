@@ -40,8 +40,10 @@ def command_line(part: str, description: str | None, seconds: float) -> argparse
 
 
 def read_arguments(parser: argparse.ArgumentParser, argv: Sequence[str]) -> argparse.Namespace:
-    """Parse the flags; refuse a time that is no limit."""
+    """Parse the flags; refuse a time that is no limit, and models of full size without a GPU."""
     asked = parser.parse_args(argv)
+    if getattr(asked, "device", "cuda") == "cpu" and not asked.tiny:
+        parser.error("--device cpu is there to test this file: use it with --tiny")
     if not 0 < asked.time < math.inf:
         parser.error("--time must be more than 0")
     return asked

@@ -162,14 +162,8 @@ def report(rows: Sequence[Mapping[str, Any]], failed_only: bool) -> None:
     ]
     print(table(["given", "exit code", "printed first", "seconds", "MB", "verdict"], cells))
     verdicts = ("refused", "ran", FAILED)
-    counts = counted(rows)
-    print()
-    print(
-        table(
-            ["category", *verdicts],
-            [[name, *(str(found.get(verdict, 0)) for verdict in verdicts)] for name, found in counts.items()],
-        )
-    )
+    groups = [[name, *(str(found.get(one, 0)) for one in verdicts)] for name, found in counted(rows).items()]
+    print("\n" + table(["category", *verdicts], groups))
 
 
 def counted(rows: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, int]]:
@@ -315,8 +309,7 @@ def _fresh(case: Case, here: Path, err: Path, idle: Path) -> int:
     """The same in an interpreter of its own."""
     words = _begun(case, here, err)
     idle.write_text(f"{time.monotonic()} {time.process_time()} {process_memory('VmRSS')}")
-    limit = resource.RLIM_INFINITY
-    resource.setrlimit(resource.RLIMIT_CORE, (0, limit))
+    resource.setrlimit(resource.RLIMIT_CORE, (0, resource.RLIM_INFINITY))
     return subprocess.run([Path(sys.executable).with_name("trainer"), *words], stdin=subprocess.DEVNULL).returncode
 
 

@@ -40,6 +40,7 @@ from trainer.errors import RecipeError, RunError
 from trainer.recipe import Recipe
 from trainer.settings import change
 from trainer.system.error_reports import report
+from trainer.system.files import write_atomic
 
 KEPT = 5
 """Gradients of matrices that are kept whole, from the first to the last; of all others there are the norms."""
@@ -84,9 +85,7 @@ class Meter:
     def write(self, **found: Any) -> None:
         """Add to what was found, and write all of it."""
         self.found |= found
-        aside = self.out.with_suffix(".partial")
-        aside.write_text(json.dumps(self.found))
-        aside.replace(self.out)
+        write_atomic(self.out, json.dumps(self.found), sync_folder=False)
 
     def _meet(self, module: nn.Module, _: Any) -> None:
         """The first module that is called is the whole one: its weights, by name."""

@@ -9,6 +9,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+import gpu_rows
+
 VOCABULARY = {"distilbert": 30_522, "bigbird": 50_358, "llama": 32_000}
 """Words of the tokenizer, by recipe; a recipe that is not here reads images."""
 
@@ -214,15 +216,7 @@ CASES: list[Case] = [
     llama("FSDP · parameters offloaded · 16 on 8", "400m", 2, "bf16-mixed", 16, ranks=8, **PARAMETERS, **FULL),
 ]
 
-SMALL_VIT = {
-    "model.name": "custom",
-    "model.patch_size": 8,
-    "model.layers": 2,
-    "model.heads": 2,
-    "model.width": 16,
-    "model.mlp_width": 16,
-    "data.image_size": 16,
-}
+SMALL_VIT = gpu_rows.TINY["vit_l_16"]
 TINY: list[Case] = [
     Case("tiny ViT", "vit_l_16", {**SMALL_VIT, **settings(4, "bf16-mixed", 8)}, recorded=True),
     Case("tiny ViT on 8 ranks", "vit_l_16", {**SMALL_VIT, **settings(2, "32-true", 16, strategy="fsdp")}, ranks=8),

@@ -70,23 +70,19 @@ def fused(parameters: Any) -> torch.optim.Optimizer:
     return torch.optim.AdamW(parameters, lr=1e-4, weight_decay=0.0, fused=True)
 
 
-def eight_bits(parameters: Any) -> torch.optim.Optimizer:
-    from torchao.optim import AdamW8bit
+def few_bits(name: str, parameters: Any) -> torch.optim.Optimizer:
+    import torchao.optim
 
-    return AdamW8bit(parameters, lr=1e-4)
-
-
-def four_bits(parameters: Any) -> torch.optim.Optimizer:
-    from torchao.optim import AdamW4bit
-
-    return AdamW4bit(parameters, lr=1e-4)
+    return getattr(torchao.optim, name)(parameters, lr=1e-4)
 
 
-def on_the_host(parameters: Any, gradients: bool = False) -> torch.optim.Optimizer:
+eight_bits, four_bits = partial(few_bits, "AdamW8bit"), partial(few_bits, "AdamW4bit")
+
+
+def on_the_host(parameters: Any, gradients: bool = False) -> Any:
     from torchao.optim import CPUOffloadOptimizer
 
-    offloaded: Any = CPUOffloadOptimizer(parameters, torch.optim.AdamW, offload_gradients=gradients, fused=True)
-    return offloaded  # type: ignore[no-any-return]
+    return CPUOffloadOptimizer(parameters, torch.optim.AdamW, offload_gradients=gradients, fused=True)
 
 
 def sgd(parameters: Any) -> torch.optim.Optimizer:
@@ -388,12 +384,6 @@ def time_cells(row: dict[str, Any]) -> list[str]:
     return [row["configuration"], row["card"], f"{row['published_ms']:.0f}", f"{row['predicted_ms']:.0f}", error]
 
 
-def memory_table(rows: Sequence[dict[str, Any]]) -> str:
-    """The table of docs/planner/accuracy.md."""
-    header = ["script", "card, torch", "kind", "published GB", "predicted", "error"]
-    return table(header, [memory_cells(row) for row in rows])
-
-
 def main() -> None:
     """Predict every row, print the table and write it."""
     parser = argparse.ArgumentParser(description=__doc__)
@@ -414,7 +404,8 @@ def main() -> None:
         print(" | ".join(memory_cells(row)), row.get("refused", ""), flush=True)
         rows = [found[name] for name in names if name in found]
         record.write(len(rows) == len(names), rows=rows, summary=summary(rows), not_rebuilt=NOT_REBUILT)
-    print(memory_table(rows))
+    header = ["script", "card, torch", "kind", "published GB", "predicted", "error"]
+    print(table(header, [memory_cells(row) for row in rows]))
     timed = [time_cells(row) for row in rows if "error_ms" in row]
     print(table(["step", "card", "published ms", "predicted", "error"], timed))
     for name, figures in summary(rows).items():

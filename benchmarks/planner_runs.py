@@ -4,18 +4,16 @@ from __future__ import annotations
 
 import json
 import os
-import signal
 import subprocess
 import sys
 import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from common import environment_here
+from common import environment_here, fit_words
 from planner_configs import LLAMAS, Case
 from recorded import compare
 from recorded_run import read_recording
@@ -24,6 +22,7 @@ from trainer.errors import RecipeError
 from trainer.fakegpu.gpus import gpu_of
 from trainer.lab.measured_run import Trial, run_trial
 from trainer.system.machine import query_gpus_in_child
+from trainer.system.processes import ProcessSession
 
 # No torch here: a parent that has opened the GPU holds some of its memory.
 
@@ -90,18 +89,12 @@ class Runs:
 
     def arguments(self, case: Case) -> list[str]:
         """Of ``trainer fit``."""
-        settings: dict[str, Any] = {
-            "run.accelerator": self.accelerator,
-            "run.devices": 1,
-            "run.evaluate": "false",
-            "run.recover": "false",
-            **case.settings,
-        }
+        settings: dict[str, Any] = {"run.predict": "true", **case.settings}
         if case.vocabulary:
             settings["model.tokenizer"] = self._tokenizer(case.vocabulary)
         if case.llama:
             settings["model.name"] = self.work / case.llama
-        return [str(HERE / "recipes" / f"{case.recipe}.py"), *(f"--{key}={value}" for key, value in settings.items())]
+        return fit_words(case.recipe, self.accelerator, settings)
 
     def predict(self, cases: Sequence[Case], gpu: Mapping[str, Any]) -> dict[str, Any]:
         """Predictions by name for ``gpu`` (the fields of a ``GPU``), from a process that sees none.
@@ -124,17 +117,15 @@ class Runs:
         asked.write_text(json.dumps({"gpu": gpu, "cases": wishes}))
         environment = environment_here() | {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
         command = [sys.executable, str(HERE / "predict_cases.py"), str(asked), str(found)]
-        process = subprocess.Popen(command, env=environment, start_new_session=True)
+        watched = ProcessSession(command, environment)
         try:
-            code = process.wait(max(1.0, PREDICTING * (self.end - time.monotonic())))
+            code = watched.process.wait(max(1.0, PREDICTING * (self.end - time.monotonic())))
             if code != 0:
                 raise subprocess.CalledProcessError(code, command)
         except subprocess.TimeoutExpired:
             print("  the time for predictions is used up: what is not predicted is not compared", flush=True)
         finally:
-            with suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)  # with the processes that it has started
-            process.wait()
+            watched.kill()  # with the processes that it has started
         return json.loads(found.read_text()) if found.is_file() else {}
 
     def measure(self, case: Case) -> dict[str, Any]:
@@ -189,16 +180,7 @@ def _figures(trial: Trial, run_dir: Path) -> dict[str, Any]:
 
 def compare_recording(recording: Mapping[str, Any]) -> dict[str, Any]:
     """The peaks of a recording in bytes, and all in which the simulated allocator differs from it."""
-    found = compare(recording)
-    return {
-        "allocations": found.allocations,
-        "peak_allocated": found.peak_allocated,
-        "peak_reserved": found.peak_reserved,
-        "allocated_error": found.allocated_error,
-        "reserved_error": found.reserved_error,
-        "first_difference": found.first_difference and asdict(found.first_difference),
-        "first_misplaced": found.first_misplaced,
-    }
+    return asdict(compare(recording))
 
 
 def other_requests(recorded: Mapping[str, int], predicted: Mapping[str, int], most: int = 12) -> list[dict[str, int]]:

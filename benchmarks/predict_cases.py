@@ -19,9 +19,10 @@ from common import resolve
 from trainer.errors import require
 from trainer.fakegpu.gpus import GPU
 from trainer.fakegpu.target import Target
-from trainer.memory.plan import decide_plan
+from trainer.memory.plan import Plan, decide_plan
 from trainer.planner.predict import predict_in_process, prepare_recipe
 from trainer.planner.traced_run import draw_samples, trace_run
+from trainer.recipe import Recipe
 from trainer.system.child_jobs import run_in_children
 from trainer.system.files import write_atomic
 from trainer.system.machine import cores
@@ -29,27 +30,23 @@ from trainer.system.machine import cores
 
 def predict_case(case: dict[str, Any], gpu: GPU) -> dict[str, Any]:
     """The prediction for one configuration, with memory in bytes. For a child process: it changes torch."""
-    recipe, target = _prepared(case), _target(case, gpu)
-    plan = decide_plan(recipe, case["ranks"])
+    recipe, plan, target = _prepared(case, gpu)
     return {"plan": plan.describe(), **predict_in_process(recipe, plan, target, nodes=case["ranks"], timeline=False)}
 
 
 def requests_of(case: dict[str, Any], gpu: GPU) -> dict[str, int]:
     """How often each number of bytes would be asked for. For a child process: it changes torch."""
-    recipe, target = _prepared(case), _target(case, gpu)
-    plan = decide_plan(recipe, case["ranks"])
+    recipe, plan, target = _prepared(case, gpu)
     trace = trace_run(recipe, plan, draw_samples(recipe, plan), target, nodes=case["ranks"])
     return {str(size): count for size, count in Counter(e.bytes for e in trace.events if e.bytes).items()}
 
 
-def _prepared(case: dict[str, Any]) -> Any:
+def _prepared(case: dict[str, Any], gpu: GPU) -> tuple[Recipe, Plan, Target]:
     os.environ.update(case["environment"])
-    return prepare_recipe(resolve(case["arguments"]))
-
-
-def _target(case: dict[str, Any], gpu: GPU) -> Target:
+    recipe = prepare_recipe(resolve(case["arguments"]))
     allocator = case["environment"].get("PYTORCH_CUDA_ALLOC_CONF", "")
-    return Target(gpu, expandable_segments="expandable_segments:True" in allocator)
+    target = Target(gpu, expandable_segments="expandable_segments:True" in allocator)
+    return recipe, decide_plan(recipe, case["ranks"]), target
 
 
 def main(asked: Path, found: Path) -> None:
@@ -61,15 +58,13 @@ def main(asked: Path, found: Path) -> None:
     require(not torch.cuda.is_available(), "CUDA_VISIBLE_DEVICES must be empty: a prediction may not look at the GPU")
     request = json.loads(asked.read_text())
     gpu = GPU(**{**request["gpu"], "capability": tuple(request["gpu"]["capability"])})
-    counted = [case for case in request["cases"] if case["counted"]]
-    jobs = [partial(predict_case, case, gpu) for case in request["cases"]]
-    jobs += [partial(requests_of, case, gpu) for case in counted]
-    names = [(case["name"], "prediction") for case in request["cases"]] + [
-        (case["name"], "requests") for case in counted
-    ]
+    jobs: dict[tuple[str, str], Any] = {}
+    for kind, work in (("prediction", predict_case), ("requests", requests_of)):
+        asked_for = [case for case in request["cases"] if kind == "prediction" or case["counted"]]
+        jobs |= {(case["name"], kind): partial(work, case, gpu) for case in asked_for}
     results: dict[str, dict[str, Any]] = {case["name"]: {} for case in request["cases"]}
-    for number, result in run_in_children(jobs, max_workers=cores()):
-        name, kind = names[number]
+    for number, result in run_in_children(list(jobs.values()), max_workers=cores()):
+        name, kind = list(jobs)[number]
         if isinstance(result, Exception):
             result = {"error": str(result), "traceback": "".join(getattr(result, "__notes__", []))}
         results[name][kind] = result

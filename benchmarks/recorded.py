@@ -41,32 +41,22 @@ class Comparison:
     """The real and the simulated allocator after the same requests; all figures are bytes.
 
     Args:
+        allocations: how many there were.
         peak_allocated: recorded, with what rounding adds; a block that only another stream still uses counts.
         peak_reserved: recorded.
-        simulated_allocated: peak of the simulated allocator.
-        simulated_reserved: peak of the simulated allocator.
+        allocated_error: simulated less recorded peak; 0 if all is well.
+        reserved_error: simulated less recorded peak; 0 if all is well.
         first_difference: in what was reserved; ``None`` if there was none.
         first_misplaced: index of the first entry that was given another address; ``None`` if there was none.
-        allocations: how many there were.
     """
 
+    allocations: int
     peak_allocated: int
     peak_reserved: int
-    simulated_allocated: int
-    simulated_reserved: int
+    allocated_error: int
+    reserved_error: int
     first_difference: Difference | None
     first_misplaced: int | None
-    allocations: int
-
-    @property
-    def allocated_error(self) -> int:
-        """Simulated less recorded peak; 0 if all is well."""
-        return self.simulated_allocated - self.peak_allocated
-
-    @property
-    def reserved_error(self) -> int:
-        """Simulated less recorded peak; 0 if all is well."""
-        return self.simulated_reserved - self.peak_reserved
 
 
 def recorded_settings(snapshot: Mapping[str, Any]) -> AllocatorSettings:
@@ -75,7 +65,7 @@ def recorded_settings(snapshot: Mapping[str, Any]) -> AllocatorSettings:
     return AllocatorSettings(expandable_segments=bool(known.get("expandable_segments", False)))
 
 
-def recorded_events(snapshot: Mapping[str, Any], device: int = 0) -> list[Event]:
+def recorded_events(snapshot: Mapping[str, Any]) -> list[Event]:
     """The allocations and frees of a recording, for :func:`trainer.fakegpu.peaks.replay` with any settings.
 
     The operation is the innermost function of the recorded stack; the phase, which a recording does not know, is empty.
@@ -85,7 +75,7 @@ def recorded_events(snapshot: Mapping[str, Any], device: int = 0) -> list[Event]
     """
     events: list[Event] = []
     live: dict[int, tuple[int, str]] = {}
-    for entry in _entries(snapshot, device):
+    for entry in _entries(snapshot):
         if entry["action"] == "alloc":
             live[entry["addr"]] = (len(events), _op(entry))
             events.append(Event(len(events), entry["size"], _op(entry), "", entry["stream"]))
@@ -96,7 +86,7 @@ def recorded_events(snapshot: Mapping[str, Any], device: int = 0) -> list[Event]
     return events
 
 
-def compare(snapshot: Mapping[str, Any], settings: AllocatorSettings | None = None, device: int = 0) -> Comparison:
+def compare(snapshot: Mapping[str, Any], settings: AllocatorSettings | None = None) -> Comparison:
     """Replay a recording and hold every step against what really happened.
 
     The simulated driver has memory without end and gives the addresses that the real one gave. Where the real
@@ -105,7 +95,6 @@ def compare(snapshot: Mapping[str, Any], settings: AllocatorSettings | None = No
     Args:
         snapshot: the recording.
         settings: that it was made with; by default what it says itself.
-        device: index of the GPU.
 
     Raises:
         RecipeError: if it did not begin with an empty allocator, or if what it did cannot have come from ``settings``.
@@ -114,7 +103,7 @@ def compare(snapshot: Mapping[str, Any], settings: AllocatorSettings | None = No
     layout, allocator = Layout(settings), _Recorded(settings)
     live: dict[int, Block] = {}
     difference, misplaced, allocations, releasing = None, None, 0, False
-    for index, entry in enumerate(_entries(snapshot, device)):
+    for index, entry in enumerate(_entries(snapshot)):
         action, address, size = entry["action"], entry.get("addr", 0), entry["size"]
         if action in COMES:
             layout.reserve(address, size, separate=action == "segment_alloc")
@@ -136,15 +125,15 @@ def compare(snapshot: Mapping[str, Any], settings: AllocatorSettings | None = No
             layout.free(address)
             allocator.free(live.pop(address))
         releasing = action in GOES
-    _require_same_end(snapshot, layout, device)
+    _require_same_end(snapshot, layout)
     return Comparison(
+        allocations,
         layout.peak_active,
         layout.peak_reserved,
-        allocator.peak_allocated,
-        allocator.peak_reserved,
+        allocator.peak_allocated - layout.peak_active,
+        allocator.peak_reserved - layout.peak_reserved,
         difference,
         misplaced,
-        allocations,
     )
 
 
@@ -163,13 +152,10 @@ class _Recorded(CachingAllocator):
         return self.upcoming.pop(0) if self.upcoming else super().new_address(size)
 
 
-def _entries(snapshot: Mapping[str, Any], device: int) -> list[dict[str, Any]]:
-    """What the recording has of a device, up to the snapshot that ends it."""
-    traces = snapshot.get("device_traces") or []
-    require(
-        device < len(traces) and bool(traces[device]), f"the recording has no device_traces of GPU {device}: {ADVICE}"
-    )
-    entries = traces[device]
+def _entries(snapshot: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """What the recording has of the one GPU of a run, up to the snapshot that ends it."""
+    entries = next(iter(snapshot.get("device_traces") or []), [])
+    require(bool(entries), f"the recording has no device_traces of GPU 0: {ADVICE}")
     pools = {tuple(entry.get("pool_id", (0, 0))) for entry in entries}
     require(pools == {(0, 0)}, f"the recording uses private memory pools, as CUDA graphs do: {ADVICE}")
     actions = {entry["action"] for entry in entries}
@@ -180,9 +166,9 @@ def _entries(snapshot: Mapping[str, Any], device: int) -> list[dict[str, Any]]:
     return entries[: ends[-1]] if ends else entries
 
 
-def _require_same_end(snapshot: Mapping[str, Any], layout: Layout, device: int) -> None:
+def _require_same_end(snapshot: Mapping[str, Any], layout: Layout) -> None:
     """Refuse a recording whose segments and blocks at its end are not those that its entries lead to."""
-    segments = [segment for segment in snapshot.get("segments", ()) if segment.get("device", 0) == device]
+    segments = [segment for segment in snapshot.get("segments", ()) if segment.get("device", 0) == 0]
     blocks = []
     for segment in segments:
         address = segment["address"]
@@ -263,8 +249,8 @@ class Layout:
         self._fences -= {address, end}  # a segment that comes next to this one brings them back
         self.reserved -= size
 
-    def allocate(self, address: int, requested: int) -> int:
-        """A block was given out; returns its size, with what was left over but not split off.
+    def allocate(self, address: int, requested: int) -> None:
+        """A block was given out, with what was left over but not split off.
 
         Raises:
             RecipeError: if there is no room at its address.
@@ -284,7 +270,6 @@ class Layout:
         self._used[address] = size
         self.active += size
         self.peak_active = max(self.peak_active, self.active)
-        return size
 
     def free(self, address: int) -> None:
         """A block came back.

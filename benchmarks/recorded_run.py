@@ -40,7 +40,10 @@ def write_recording(snapshot: Mapping[str, Any], target: Path) -> None:
     """Write what a replay needs of a snapshot: no stacks, and frees only when they are complete."""
     kept = {
         "allocator_settings": snapshot.get("allocator_settings", {}),
-        "device_traces": [[_entry(e) for e in trace if e["action"] != "free_requested"] for trace in _traces(snapshot)],
+        "device_traces": [
+            [_entry(e) for e in trace if e["action"] != "free_requested"]
+            for trace in snapshot["device_traces"][:1]  # of the one GPU of a run
+        ],
         "segments": [
             {key: segment[key] for key in SEGMENT if key in segment}
             | {"blocks": [{key: block[key] for key in BLOCK if key in block} for block in segment["blocks"]]}
@@ -54,10 +57,6 @@ def write_recording(snapshot: Mapping[str, Any], target: Path) -> None:
 def read_recording(source: Path) -> dict[str, Any]:
     """What ``write_recording`` has written."""
     return json.loads(gzip.decompress(source.read_bytes()))
-
-
-def _traces(snapshot: Mapping[str, Any]) -> list[list[dict[str, Any]]]:
-    return snapshot["device_traces"][:1]  # of the one GPU of a run
 
 
 def _entry(entry: Mapping[str, Any]) -> dict[str, Any]:

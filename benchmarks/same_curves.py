@@ -9,7 +9,6 @@ torchtitan's (scripts/loss_compare.py).
 from __future__ import annotations
 
 import argparse
-import csv
 import hashlib
 import json
 import os
@@ -21,13 +20,10 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from common import Record, child_cpu_seconds, table
+from common import Record, child_cpu_seconds, curve, table
 
 HERE = Path(__file__).parents[1]
 STEPS, HALF = 8, 4
-TIMES = ("samples_per_second", "tokens_per_second", "data_share", "mfu")
-"""Columns of metrics.csv that differ between any two runs."""
-
 VARIES = re.compile(r'"(date|seconds)": [^,\n]*')
 """Values of a plan's JSON that differ between any two plans."""
 
@@ -101,10 +97,8 @@ def train(tree: Path, run_dir: Path, flags: list[str], *more: str) -> dict[str, 
     done = trainer(tree, "fit", *flags)
     if done.returncode:
         return {"error": re.sub(r"/\S+", "PATH", done.stderr.strip().splitlines()[-1])}
-    with (run_dir / "metrics.csv").open() as file:
-        curve = [{name: text for name, text in row.items() if name not in TIMES} for row in csv.DictReader(file)]
     weights = {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in run_dir.glob("model/*.safetensors")}
-    return {"curve": curve, "weights": weights}
+    return {"curve": curve(run_dir), "weights": weights}
 
 
 def compare(

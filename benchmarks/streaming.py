@@ -19,12 +19,13 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
-from common import Record, machine
+from common import Record, machine, process_memory
 from transformers import AutoTokenizer
 
 from trainer.data import StreamedText, TextFiles
@@ -160,24 +161,17 @@ def child(kind: str, folder: Path, tokenizer: str) -> None:
 
     data, words = dataset(kind, folder), AutoTokenizer.from_pretrained(tokenizer, trust_remote_code=False)
     words(["a text"])
-    before = _own_bytes()
+    private_memory = partial(process_memory, "Pss_Anon", file="smaps_rollup")
+    before = private_memory()
     data.prepare(words)
     for request in requests(data.train):
         for index in request.indices:
             data.train.reader.row(index) if kind == "streamed" else data.train[index]
     print("done", flush=True)
     sys.stdin.readline()
-    share = _share_of("tokens.arrow")
-    print(
-        json.dumps({"own_mb": round((_own_bytes() - before) / 1e6, 1), "share_mb": round(share / 1e6, 1)}), flush=True
-    )
+    own, share = private_memory() - before, _share_of("tokens.arrow")
+    print(json.dumps({"own_mb": round(own / 1e6, 1), "share_mb": round(share / 1e6, 1)}), flush=True)
     sys.stdin.readline()  # shares are less as long as the others are there
-
-
-def _own_bytes() -> int:
-    """Private memory of this process (Pss_Anon)."""
-    lines = Path("/proc/self/smaps_rollup").read_text().splitlines()
-    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("Pss_Anon:"))
 
 
 def _share_of(name: str) -> int:

@@ -12,6 +12,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Sequence
+from dataclasses import asdict
 from functools import partial
 from importlib import import_module
 from pathlib import Path
@@ -150,7 +151,7 @@ def _one(name: str, trial: Trial) -> dict[str, Any]:
     trial.outcome.what = f"{trial.shape}: {trial.outcome.what}"
     if not trial.outcome.deviations:
         shutil.rmtree(trial.folder, ignore_errors=True)
-    return trial.outcome.to_json()
+    return asdict(trial.outcome)
 
 
 def scores(outcomes: Sequence[Outcome]) -> dict[str, Any]:

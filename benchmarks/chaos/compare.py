@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import csv
 import hashlib
 import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from ..common import curve
 from .run import ForkedRun
-
-MEASURED = ("samples_per_second", "tokens_per_second", "data_share", "mfu")
-"""The columns of metrics.csv that no two runs have alike."""
 
 
 def checkpoints(run_dir: Path) -> list[Path]:
@@ -35,13 +32,11 @@ def digest(run_dir: Path) -> dict[str, Any]:
     files = json.loads((newest / "manifest.json").read_text())["files"]
     state = json.loads((newest / "state.json").read_text())
     del state["stopwatch"]
-    with open(run_dir / "metrics.csv", newline="") as file:
-        rows = [{name: text for name, text in row.items() if name not in MEASURED} for row in csv.DictReader(file)]
     return {
         "checkpoint": newest.name,
         "ranks": {name: entry["sha256"] for name, entry in files.items() if name.startswith("rank")},
         "state": state,
-        "losses": rows,
+        "losses": curve(run_dir),
         "model": hashlib.sha256((run_dir / "model" / "model.safetensors").read_bytes()).hexdigest(),
     }
 

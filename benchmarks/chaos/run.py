@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
+from ..common import torchrun_variables
 from .forks import SECONDS_BETWEEN_LOOKS, fork, living_children
 
 RECIPE = Path(__file__).with_name("recipe.py")
@@ -77,13 +78,6 @@ class ForkedRun:
         port = _free_port(port)
         self.store = fork(partial(_host, port), folder / "store.txt") if launched else None
         shared = {
-            "WORLD_SIZE": str(shape.ranks),
-            "LOCAL_WORLD_SIZE": str(shape.ranks),
-            "GROUP_RANK": "0",
-            "GROUP_WORLD_SIZE": "1",
-            "MASTER_ADDR": "127.0.0.1",
-            "MASTER_PORT": str(port),
-            "TORCHELASTIC_RUN_ID": "chaos",
             "TORCHELASTIC_RESTART_COUNT": "0",
             "TORCHELASTIC_MAX_RESTARTS": "0",
             "TORCHELASTIC_USE_AGENT_STORE": str(launched),
@@ -95,7 +89,7 @@ class ForkedRun:
         self.codes: dict[int, int] = {}
         self.ended: dict[int, float] = {}
         for rank in range(shape.ranks):
-            own = shared | {"RANK": str(rank), "LOCAL_RANK": str(rank)}
+            own = torchrun_variables(rank, shape.ranks, port) | shared
             samples = self.samples(rank)
             samples.touch()
             self.pids[rank] = fork(partial(_be_rank, arguments, own, samples, plots), self.output(rank))
@@ -193,6 +187,8 @@ class ForkedRun:
 
 
 def _be_rank(arguments: list[str], environment: Mapping[str, str], samples: Path, plots: bool) -> int:
+    import torch
+
     from trainer.cli import entry
     from trainer.run import directory as rundir
 
@@ -200,7 +196,7 @@ def _be_rank(arguments: list[str], environment: Mapping[str, str], samples: Path
 
     os.environ.update(environment)
     tempfile.tempdir = None  # that of TMPDIR
-    _prepare_torch()
+    torch.set_num_threads(1)  # OpenMP's threads did not survive the fork
     log_windows(samples)
     failpoints.install()
     if not plots:
@@ -211,12 +207,6 @@ def _be_rank(arguments: list[str], environment: Mapping[str, str], samples: Path
     except SystemExit as end:
         return int(end.code or 0)
     raise AssertionError("entry() exits")
-
-
-def _prepare_torch() -> None:
-    import torch
-
-    torch.set_num_threads(1)  # OpenMP's threads did not survive the fork
 
 
 def log_windows(path: Path) -> None:

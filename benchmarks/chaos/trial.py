@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import time
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -47,10 +47,6 @@ class Outcome:
     redone: int = 0
     deviations: list[str] = field(default_factory=list)
     skipped: str | None = None
-
-    def to_json(self) -> dict[str, Any]:
-        """Plain types."""
-        return asdict(self)
 
 
 class Trial:
@@ -138,9 +134,9 @@ class Trial:
         if not self.outcome.named:
             self.outcome.deviations.append(f"not named: {found}")
 
-    def finish(self, *flags: str) -> None:
+    def finish(self) -> None:
         """Resume to the end, and compare with the undisturbed run."""
-        run = self.start(*flags)
+        run = self.start()
         in_patience = run.wait()
         self.closed(run)
         if not in_patience or any(run.codes.values()):

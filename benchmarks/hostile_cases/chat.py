@@ -92,7 +92,7 @@ def _unsealed(name: str, content: str | bytes) -> None:
 
 def templates() -> Iterable[Case]:
     """Chat templates: of a file, of a downloaded model, of the model of a run."""
-    own = [*CHAT, "--data.chat_template", "t.jinja"]
+    own, theirs = ([*CHAT, "--data.chat_template", template] for template in ("t.jinja", "null"))
     bomb = json.dumps({"messages": [{"role": "user", "content": "bomb"}, CONVERSATION[1]]}) + "\n"
     for given, (text, expect) in TEMPLATES.items():
         build = partial(wrote, "t.jinja", text, own)
@@ -100,11 +100,9 @@ def templates() -> Iterable[Case]:
             build = partial(lambda build: wrote("chat.jsonl", Path("chat.jsonl").read_text() + bomb, build()), build)
         yield Case("chat template", given, build, expect, code=2)
         if given in STRANGERS:
-            theirs = [*CHAT, "--data.chat_template", "null"]
             yield Case("chat template", f"of a model: {given}", partial(wrote, "llama/chat_template.jinja", text, theirs), expect, code=2)
             yield Case("chat template", f"of a run: {given}", partial(done, partial(_unsealed, "chat_template.jinja", text), TALK), expect)
     for given, value in NO_TEXT.items():
-        theirs = [*CHAT, "--data.chat_template", "null"]
         expect = ANY if given in ("a list of a text", "a mapping of another name", "an empty mapping") else REFUSED
         yield Case("chat template", f"of a model, no text: {given}", partial(done, partial(_tokenizer, "llama", value), theirs), expect, code=2)
         yield Case("chat template", f"of a run, no text: {given}", partial(done, partial(_tokenizer, "talked/model", value), TALK), expect)
@@ -113,7 +111,6 @@ def templates() -> Iterable[Case]:
         "a named pipe": os.mkfifo, "a link to /dev/zero": partial(os.symlink, "/dev/zero"), "a folder": os.mkdir,
         "a link to itself": partial(os.symlink, "chat_template.jinja"),
     }.items():
-        theirs = [*CHAT, "--data.chat_template", "null"]
         yield Case("chat template", f"of a model: {given}", partial(done, partial(replaced, path, make), theirs), REFUSED, code=2)
         yield Case("chat template", f"of a file: {given}", partial(done, partial(replaced, "t.jinja", make), own), REFUSED, code=2)
 

@@ -56,7 +56,6 @@ PICTURES: dict[str, tuple[Callable[[], bytes], str]] = {
 
 def images() -> Iterable[Case]:
     """Folders of images, arrays of them and the files of Fashion-MNIST."""
-    words = wrote_folder = FIT
     source = own("MLP(hidden=[4])", "ImageFolder('pics', image_size=8, cache_dir='cache')", "batch_size=4")
 
     def pics(make: Callable[[], Any]) -> list[str]:
@@ -65,7 +64,7 @@ def images() -> Iterable[Case]:
                 for number in range(2):
                     wrote(f"pics/{part}/{name}/{number}.png", picture(), [])
         make()
-        return wrote("own.py", source, words)
+        return wrote("own.py", source, FIT)
 
     for given, (made, expect) in PICTURES.items():
         build = partial(pics, lambda made=made: wrote("pics/train/a/odd.png", made(), []))
@@ -90,11 +89,11 @@ def images() -> Iterable[Case]:
         ("a test class of its own", lambda: wrote("pics/test/z/0.png", picture(), []), REFUSED),
     ):
         yield Case("images", given, partial(pics, action), expect)
-    yield from _arrays(wrote_folder)
-    yield from _idx(wrote_folder)
+    yield from _arrays()
+    yield from _idx()
 
 
-def _arrays(words: list[str]) -> Iterable[Case]:
+def _arrays() -> Iterable[Case]:
     import numpy as np
 
     source = own("MLP(hidden=[4])", "CIFAR10('x.npz')", "batch_size=4")
@@ -108,7 +107,7 @@ def _arrays(words: list[str]) -> Iterable[Case]:
 
     def write(changed: Mapping[str, Any]) -> list[str]:
         np.savez("x.npz", **{key: value for key, value in (good | dict(changed)).items() if value is not None})
-        return wrote("own.py", source, words)
+        return wrote("own.py", source, FIT)
 
     def bomb(name: str, head: bytes, count: int) -> list[str]:
         write({name: None})
@@ -116,7 +115,7 @@ def _arrays(words: list[str]) -> Iterable[Case]:
             member.write(head)
             for _ in range(count):
                 member.write(b"\0" * 2**20)
-        return words
+        return FIT
 
     header = b"{'descr': '|u1', 'fortran_order': False, 'shape': (2000000, 32, 32, 3), }"
     large = b"\x93NUMPY\x01\x00" + struct.pack("<H", len(header) + 1) + header + b"\n"
@@ -138,14 +137,14 @@ def _arrays(words: list[str]) -> Iterable[Case]:
         ("columns before rows", partial(write, {"images": np.asfortranarray(pixels)}), RAN),
         ("6 GB in a file of 6 MB", partial(bomb, "images", large, 5860), REFUSED),
         ("an array cut off", partial(bomb, "images", large, 1), REFUSED),
-        ("no zip", lambda: wrote("x.npz", b"PK\x03\x04nonsense", wrote("own.py", source, words)), REFUSED),
-        ("a folder x.npz", lambda: done(partial(os.mkdir, "x.npz"), wrote("own.py", source, words)), REFUSED),
+        ("no zip", lambda: wrote("x.npz", b"PK\x03\x04nonsense", wrote("own.py", source, FIT)), REFUSED),
+        ("a folder x.npz", lambda: done(partial(os.mkdir, "x.npz"), wrote("own.py", source, FIT)), REFUSED),
     ]
     for given, build, expect in rows:
         yield Case("images", f"npz: {given}", build, expect, "x.npz" if expect == REFUSED else "")
 
 
-def _idx(words: list[str]) -> Iterable[Case]:
+def _idx() -> Iterable[Case]:
     source = own("MLP(hidden=[4])", "FashionMNIST('d', download=False)", "batch_size=4")
 
     def write(**changed: bytes) -> list[str]:
@@ -155,7 +154,7 @@ def _idx(words: list[str]) -> Iterable[Case]:
             for kind, content in (("images-idx3", pixels), ("labels-idx1", labels)):
                 new = changed.get(kind[:6], content) if part == "train" else content
                 wrote(f"d/FashionMNIST/raw/{part}-{kind}-ubyte", new, [])
-        return wrote("own.py", source, words)
+        return wrote("own.py", source, FIT)
 
     for given, changed, expect in (
         ("as it should be", {}, RAN),

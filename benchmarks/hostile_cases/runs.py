@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 import os
 import shutil
 import struct
@@ -41,26 +42,17 @@ def forge(**changes: Any) -> None:
     Path(STEP, "manifest.json").write_text(manifest.to_json())
 
 
-def _entry(name: str) -> None:
+def _entry(name: str, size: int = 8, sha256: str = "0" * 64) -> None:
     from trainer.checkpoint.manifest import read_manifest
 
-    files = dict(read_manifest(Path(STEP)).files)
-    forge(files=files | {name: {"bytes": 8, "sha256": "0" * 64}})
+    forge(files=dict(read_manifest(Path(STEP)).files) | {name: {"bytes": size, "sha256": sha256}})
 
 
 def _said(name: str, text: str | bytes) -> None:
     """Other content of a file of the checkpoint, with the size and hash that belong to it."""
-    import hashlib
-
-    from trainer.checkpoint.manifest import read_manifest
-
-    files = dict(read_manifest(Path(STEP)).files)
     raw = text if isinstance(text, bytes) else text.encode()
-    manifest = dataclasses.replace(
-        read_manifest(Path(STEP)), files=files | {name: {"bytes": len(raw), "sha256": hashlib.sha256(raw).hexdigest()}}
-    )
+    _entry(name, len(raw), hashlib.sha256(raw).hexdigest())
     Path(STEP, name).write_bytes(raw)
-    Path(STEP, "manifest.json").write_text(manifest.to_json())
 
 
 def _link(target: str) -> Callable[[str], None]:

@@ -63,10 +63,15 @@ JSONL: dict[str, tuple[str | bytes, str]] = {
 
 def parquet(**columns: Any) -> bytes:
     import pyarrow as pa
+
+    return written(pa.table(columns))
+
+
+def written(table: Any) -> bytes:
     from pyarrow import parquet
 
     buffer = io.BytesIO()
-    parquet.write_table(pa.table(columns), buffer)
+    parquet.write_table(table, buffer)
     return buffer.getvalue()
 
 
@@ -93,15 +98,7 @@ def _columns() -> dict[str, tuple[Callable[[], bytes], str]]:
     }
 
 
-STREAMED = ("a footer of 4 GB", "the magic of encryption", "zeros within", "no rows", "texts that are lists", "labels that are nan")
-
-
-def written(table: Any) -> bytes:
-    from pyarrow import parquet
-
-    buffer = io.BytesIO()
-    parquet.write_table(table, buffer)
-    return buffer.getvalue()
+STREAMED = ("a footer of 4 GB", "the magic of encryption", "zeros within", "no rows", "labels that are nan")
 
 
 def tables() -> Iterable[Case]:
