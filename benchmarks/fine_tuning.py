@@ -119,9 +119,7 @@ def muon(system: str) -> dict[str, Any]:
 
 def main() -> None:
     record, found = Record("fine_tuning", {"rounds": ROUNDS}), defaultdict[Any, Any](lambda: defaultdict(list))
-    parts = [
-        part for part, package in NEEDED.items() if find_spec(package) or print(f"skip {part}: pip install {package}")
-    ]
+    parts = [part for part, package in NEEDED.items() if find_spec(package) or print(f"{part}: pip install {package}")]
     record.content["versions"] |= {NEEDED[part]: version(NEEDED[part]) for part in parts}
     with workplace(None) as work:
         prepare(work)
