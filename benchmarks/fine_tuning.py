@@ -66,8 +66,9 @@ def ours(part: str) -> list[float]:
 
 
 def theirs(part: str, system: str, rows: list[dict[str, Any]]) -> list[float]:
-    model: Any = (hf.AutoModelForCausalLM if part == "DPO" else hf.AutoModelForMaskedLM).from_pretrained(part)
-    tokenizer = hf.AutoTokenizer.from_pretrained(part)
+    kind: Any = hf.AutoModelForCausalLM if part == "DPO" else hf.AutoModelForMaskedLM
+    model = kind.from_pretrained(part, trust_remote_code=False, use_safetensors=True)
+    tokenizer = hf.AutoTokenizer.from_pretrained(part, trust_remote_code=False)
     if part == "DPO":
         from datasets import Dataset
         from trl import DPOConfig, DPOTrainer
