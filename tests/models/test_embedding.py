@@ -60,7 +60,7 @@ def test_doctor_loads_pairs(file):
 
 def test_a_decoder_is_rejected():
     sizes = {"d_model": 16, "d_ff": 16, "num_layers": 1, "num_heads": 2, "d_kv": 8}
-    with pytest.raises(RecipeError, match=r"model\.name='t5' decodes: use an encoder"):
+    with pytest.raises(RecipeError, match=r"model\.name='t5' has a decoder: use an encoder"):
         SentenceEmbedder("t5", tokenizer="bytes", config=sizes).build()
 
 

@@ -53,12 +53,12 @@ class SentenceEmbedder(PackedEncoder, WholeBatch):
         require(self.scale > 0, f"model.scale={self.scale} must be greater than 0")
         self.reads_first_token = self.pooling == "cls"
 
-    def _finalize_module(self, module: nn.Module) -> nn.Module:
+    def _finalize_module(self, module: Any) -> nn.Module:
         module = super()._finalize_module(module)
         self._require_embeddings(module)
         if (pooler := getattr(module, "pooler", None)) is not None:
             pooler.requires_grad_(False)  # it is part of the checkpoint, but not of the embedding
-        require(not cast(Any, module).config.is_encoder_decoder, f"model.name={self.name!r} decodes: use an encoder")
+        require(not module.config.is_encoder_decoder, f"model.name={self.name!r} has a decoder: use an encoder")
         left = getattr(self.tokenizer_or_none(), "padding_side", "right") == "left"
         cause = "model.pooling=cls reads the first token, but the tokenizer pads on the left"
         require(self.pooling != "cls" or not left, f"{cause}: use model.pooling mean")

@@ -45,8 +45,8 @@ def packed_pairs(batch: Mapping[str, Any], packs: bool, with_prompts: bool) -> d
     inputs = {"input_ids": ids, "attention_mask": mask, "labels": ids, "part": part}
     if packs and (row := pack_documents(inputs)) is not None:
         same = (ids[::2] == ids[1::2]) & (mask[::2] * mask[1::2]).bool()
-        starts_answer = torch.nn.functional.pad(labels[:, 1:] != IGNORED_LABEL, (0, 1))
-        shared = (same & ~starts_answer[::2] & ~starts_answer[1::2]).long().cumprod(1).sum(1)
+        predicts_answer = torch.nn.functional.pad(labels[:, 1:] != IGNORED_LABEL, (0, 1))
+        shared = (same & ~predicts_answer[::2] & ~predicts_answer[1::2]).long().cumprod(1).sum(1)
         inputs = share_tokens(row, shared)
     part = inputs.pop("part").flatten()
     places = (part >= 0).nonzero().flatten()
@@ -68,9 +68,9 @@ def share_tokens(row: Mapping[str, Any], shared: Tensor) -> dict[str, Any]:
         the row; token i of the row is token ``kept[i]`` of the texts.
     """
     columns, lengths = row["position_ids"][0], row["cu_seq_lens"].diff().long()
-    of_rejected = torch.stack([torch.zeros_like(shared), shared], 1).flatten().repeat_interleave(lengths)
+    limits = torch.stack([torch.zeros_like(shared), shared], 1).flatten().repeat_interleave(lengths)
     back = torch.stack([torch.zeros_like(shared), lengths[::2]], 1).flatten().repeat_interleave(lengths)
-    is_repeated = columns < of_rejected
+    is_repeated = columns < limits  # only in rejected texts
     places = torch.arange(len(columns)) - back * is_repeated  # repeated tokens are in the chosen text
     kept = (~is_repeated).nonzero().flatten()
     tokens = {name: row[name][:, kept] for name in ("input_ids", "labels", "part", "position_ids")}

@@ -221,7 +221,7 @@ class Search:
         settings = knobs.combinations(self.recipe, self.devices, on_gpu, self.nodes)
         model, lengths = self.recipe.model, as_samples(self.recipe.data.train).lengths
         if isinstance(model, CausalLM) and lengths is not None and model.has_tiles(max(lengths)):
-            # It keeps the products of all tiles, which take as much as what is kept without it.
+            # Selective checkpointing keeps the products of all tiles: more memory than none, and more time.
             settings = [one for one in settings if one.get(knobs.CHECKPOINTING) != "selective"]
         if lossy:
             steps = knobs.lossy_steps(self.recipe, on_gpu)
