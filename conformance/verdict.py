@@ -210,7 +210,7 @@ def without_skipped(case: Case, passes: Sequence[Pass]) -> Sequence[Pass]:
 
 def numbers_of(case: Case, one: Pass) -> list[int]:
     """Return the numbers of the samples of a pass; a pass over pairs has each twice."""
-    return one.samples[: len(one.samples) // 2] if case.task in PAIRS else one.samples
+    return sorted(one.samples)[::2] if case.task in PAIRS else one.samples
 
 
 def shuffled(case: Case, windows: Sequence[set[int]], given: Sequence[Counter[int]]) -> list[set[int]] | None:

@@ -59,6 +59,12 @@ def test_our_fit_is_exact_or_rejected(tmp_path):
 
 
 @pytest.mark.slow
+def test_our_language_model_is_exact(tmp_path):
+    wanted = dict.fromkeys(("texts", "padded", "gpt2", "packed", "tied", "frozen", "dpo", "2-ranks-fsdp2"), "exact")
+    assert measured("ours_language", list(wanted), tmp_path) == wanted
+
+
+@pytest.mark.slow
 def test_two_runs_have_the_same_verdicts(tmp_path):
     for folder in (tmp_path / "first", tmp_path / "second"):
         folder.mkdir()

@@ -63,7 +63,7 @@ class CaseData(Data):
         return collate(samples)
 
 
-def train(job: Job, model: Model | None = None) -> None:
+def train(job: Job, model: Model | None = None, data: Data | None = None) -> None:
     """Train with a recipe."""
     CaseModel.job = CaseData.job = job
     case, decay = job.case, {"momentum": MOMENTUM, "weight_decay": DECAY} if job.needs("momentum") else {}
@@ -77,7 +77,7 @@ def train(job: Job, model: Model | None = None) -> None:
     )
     recipe = Recipe(
         model=model or CaseModel(),
-        data=CaseData(),
+        data=data or CaseData(),
         optim=Optim("sgd", lr=LEARNING_RATE, schedule=schedule, clip_norm=job.clip_norm, ema=average, **decay),
         batch_size=case.micro_batch_size * case.accumulation * case.ranks,
         epochs=case.epochs,

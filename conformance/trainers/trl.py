@@ -5,15 +5,12 @@ from __future__ import annotations
 from typing import Any
 
 from datasets import Dataset
-from tokenizers import Tokenizer
-from tokenizers.models import WordLevel
-from tokenizers.pre_tokenizers import WhitespaceSplit
-from transformers import PreTrainedTokenizerFast, Trainer
+from transformers import Trainer
 from trl import SFTConfig, SFTTrainer
 
-from conformance.cases import END, VOCABULARY
 from conformance.job import Job, UnsupportedError
 from conformance.trainers import transformers
+from conformance.words import tokenizer
 
 TITLE, VERSION_OF = "TRL SFTTrainer", "trl"
 DOCS = "https://huggingface.co/docs/trl/sft_trainer"
@@ -46,15 +43,3 @@ def build(
         optimizers=(optimizer, job.linear(optimizer) if job.needs("schedule") else transformers.constant(optimizer)),
         **given,
     )
-
-
-def tokenizer() -> PreTrainedTokenizerFast:
-    """Return a tokenizer of the words w0, w1, ..., one for each token."""
-    words = Tokenizer(WordLevel({f"w{number}": number for number in range(VOCABULARY)}, unk_token="w0"))
-    words.pre_tokenizer = WhitespaceSplit()  # type: ignore[assignment]
-    return PreTrainedTokenizerFast(tokenizer_object=words, pad_token="w0", eos_token=f"w{END}")
-
-
-def words(tokens: Any) -> str:
-    """Return the text of tokens."""
-    return "".join(f" w{token}" for token in tokens.tolist())
