@@ -19,6 +19,7 @@ from trainer.contract import Model, WholeBatch
 from trainer.engine.forward import Forward
 from trainer.engine.model_state import ModelState
 from trainer.engine.sync import reshard
+from trainer.engine.two_pass import embeddings_of
 from trainer.engine.window import Window
 from trainer.errors import RecipeError, require
 from trainer.values import Loss
@@ -43,7 +44,7 @@ class LossCheck:
         self.model, self.kind = model, type(model).__name__
         self.source = "loss_of_all() returns" if isinstance(model, WholeBatch) else "losses() yields"
         self.seen: Counter[str] = Counter()
-        self.steps, self.is_done = 0, model.samples_interact or isinstance(model, WholeBatch)
+        self.steps, self.is_done = 0, model.samples_interact
         self.columns: set[Any] = set()
         self.compared: set[Any] = set()  # columns whose different values have been compared
 
@@ -111,6 +112,7 @@ class LossCheck:
         The samples differ in a column that was not compared yet. All ranks run the same number of forwards, in eval
         mode and without gradients. Not compared are losses that are random or use statistics of the batch,
         micro-batches with a tensor without one row per sample, and micro-batches whose parts the model cannot process.
+        For the loss of a whole batch, a sum over its embeddings is compared: each must depend only on its own sample.
         """
         if self.is_done:
             return
@@ -175,6 +177,10 @@ class LossCheck:
         again = self._totals(forward, state, backwards)
         for name, text in wrong.items():
             if name in again and math.isclose(float(again[name]), float(totals[0][name]), rel_tol=tolerance):
+                if isinstance(self.model, WholeBatch):
+                    cause = f"{self.kind}: embed() returns other embeddings for a few samples than for their two halves"
+                    fix = "each must depend only on its own sample; compute what depends on others in loss_of_all()"
+                    raise RecipeError(f"{cause}: {fix}")
                 raise RecipeError(
                     f"{self.kind}: {text}: losses() must return the sum over the samples, not a mean (use "
                     "reduction='sum'). If the loss of a sample depends on the other samples of its micro-batch, set "
@@ -197,6 +203,8 @@ class LossCheck:
         eager = torch.compiler.set_stance("force_eager") if "torch._dynamo" in sys.modules else nullcontext()
         try:
             with torch.no_grad(), eager, state:
+                if isinstance(self.model, WholeBatch):
+                    return {self.model.loss_names[0]: _sum_of_squares(embeddings_of(forward, batch, None))}
                 losses = islice(forward.losses(batch), len(self.model.loss_names) + 1)  # losses() may be endless
                 return {loss.name: loss.total.detach().double().reshape(()) for loss in losses}
         except torch.OutOfMemoryError:
@@ -216,6 +224,13 @@ class LossCheck:
                 parts = f"{left:g} + {right:g}"
                 wrong[name] = f"loss {name!r} of some samples is {whole:g}, but {parts} for their two halves"
         return wrong
+
+
+def _sum_of_squares(embeddings: Tensor) -> Tensor:
+    """Sum the squares of eight projections of each embedding. Its norm, which is often 1, shows too little."""
+    rows = embeddings.flatten(1).double()
+    angles = torch.arange(1, 9, device=rows.device) * torch.arange(rows.shape[1], device=rows.device)[:, None]
+    return (rows @ angles.to(rows).cos()).square().sum()
 
 
 def numbers_of(batch: Any, count: int) -> Iterator[Sequence[float]]:

@@ -44,7 +44,7 @@ def first_pass(stepper: Stepper, window: Window) -> Callable[[Any, Any], Iterato
     stepper.generator.manual_seed(window.seed)  # for random numbers in the loss
     whole = gather_embeddings(parts, window.sizes, rank, ranks).requires_grad_()
     loss = cast(WholeBatch, stepper.model).loss_of_all(whole)
-    if stepper.check:
+    if stepper.check and not stepper.check.steps:
         _require_whole(stepper.check, loss, window)
     (gradient,) = torch.autograd.grad(loss.total, whole)
     mean = loss.total.detach() / max(1, len(whole))
