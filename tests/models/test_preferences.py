@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from dataclasses import dataclass, replace
 from functools import lru_cache
@@ -26,6 +27,7 @@ from trainer.contract import Model
 from trainer.engine.order import batch_indices
 from trainer.errors import RecipeError
 from trainer.models import CausalLM, LoRA, chunked_loss, preference
+from trainer.models.byte_tokenizer import byte_tokenizer
 from trainer.recipe import Memory, Optim, Recipe, Run
 from trainer.run import reference
 
@@ -314,6 +316,16 @@ def recipe_of(folder: Any, **changes: Any) -> Recipe:
         "run": Run(dir=str(folder / "run"), progress=False, accelerator="cpu", devices=1),
     }
     return Recipe(**settings | changes)
+
+
+def test_a_row_whose_answers_are_both_truncated_is_named_once(tmp_path, capfd):
+    data = replace(recipe_of(tmp_path).data, max_length=20)
+    rows = [{"prompt": str(number), "chosen": "b" * 30, "rejected": "c" * 30} for number in range(9)]
+    (tmp_path / "pairs.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    data.prepare(byte_tokenizer(), language_model("llama", loss="dpo"))
+    (line,) = [line for line in capfd.readouterr().err.splitlines() if "18 of 18 answers are truncated" in line]
+    assert re.findall(r"jsonl row (\d)", line) == ["1", "2", "3", "4", "5"]
+    assert line.endswith(", …)")
 
 
 def losses_of(folder: Any) -> list[str]:

@@ -687,8 +687,9 @@ class TruncationReport:
 
     def _report_split(self, part: str, every: Sequences, chosen: ndarray, what: str) -> None:
         if chosen.any():
-            found = brief_places([every.describe(index) for index in np.flatnonzero(chosen)[:MAX_SHOWN].tolist()])
-            names = ", ".join(found) + (", …" if chosen.sum() > MAX_SHOWN else "")
+            first = np.flatnonzero(chosen)[: 2 * MAX_SHOWN + 1].tolist()
+            rows = [*dict.fromkeys(map(every.describe, first))]  # both answers of a pair are in one row
+            names = ", ".join(brief_places(rows[:MAX_SHOWN])) + (", …" if len(rows) > MAX_SHOWN else "")
             noun = "answer" if self.called == "pair" else self.called
             warn_once(f"{part}: {int(chosen.sum()):,} of {len(every):,} {noun}s {what} ({names})")
 
