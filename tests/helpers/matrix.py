@@ -67,6 +67,12 @@ class Case:
         """The training set."""
         return make_samples(Samples(self.name, self.size, self.batch_size, 1))
 
+    @property
+    def lengths(self) -> list[int] | None:
+        """The tokens of each sample, if samples are texts."""
+        samples = self.samples
+        return [len(sample["input_ids"]) for sample in samples] if "input_ids" in samples[0] else None
+
     def collate(self, samples: list[Any]) -> dict[str, Tensor]:
         """A micro-batch of these samples."""
         return collate(samples)
@@ -107,11 +113,10 @@ def plain_run(
     torch.set_default_dtype(torch.float32)
     optimizer = plain_optimizer(module, case, kind)
     samples, losses = case.samples, []
-    lengths = [len(sample["input_ids"]) for sample in samples] if "input_ids" in samples[0] else None
     for epoch, step in steps_of(case, steps):
         indices = batch_indices(0, epoch, step, case.size, case.batch_size)
         shares = data_parallel_rank(case.memory, 0, case.world_size)[1]
-        pieces = cut_batch(indices, cut_at(case.recipe, case.world_size, epoch), shares, lengths)
+        pieces = cut_batch(indices, cut_at(case.recipe, case.world_size, epoch), shares, case.lengths)
         total = 0.0
         for number, piece in enumerate(pieces):
             if not piece:
@@ -181,7 +186,7 @@ def set_up(case: Case, plan: Plan) -> tuple[Fabric, Stepper, Windows, Any]:
         rank=share,
         world_size=shares,
         reduce=list if case.world_size == 1 else once,
-        lengths=[len(sample["input_ids"]) for sample in samples] if "input_ids" in samples[0] else None,
+        lengths=case.lengths,
         augmented=capability(recipe.model, DrawnInputs).seeded,
         whole=isinstance(recipe.model, WholeBatch),
     )

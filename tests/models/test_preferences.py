@@ -82,6 +82,10 @@ class Preferred(Case):
     def samples(self) -> list[dict[str, Tensor]]:
         return pairs(self.size)
 
+    @property
+    def lengths(self) -> list[int]:
+        return [int(sample["attention_mask"].sum()) for sample in self.samples]
+
 
 @pytest.fixture(autouse=True)
 def _stacked(monkeypatch):
