@@ -367,23 +367,20 @@ def rows_of(results: dict[str, dict[str, list[Any]]], works: dict[str, Work]) ->
     """The table's rows: medians over the rounds, and of the ratios to the plain loop in the same round."""
     for row, by_name in results.items():
         work, ranks = row.split(" × ")
-        first = True
-        for name, rounds in by_name.items():
+        label = f"{works[work].what.format(works[work].layers)}, {ranks}"
+        for position, (name, rounds) in enumerate(by_name.items()):
             good = [one for one in rounds if "failure" not in one]
-            label = f"{works[work].what.format(works[work].layers)}, {ranks}" if first else ""
-            first = False
             if not good:
-                yield label, NAMES[name], "failed", "–", "–", "–"
+                yield label * (position == 0), NAMES[name], "failed", "–", "–", "–"
                 continue
-            pairs = list(zip(rounds, by_name.get("plain", []), strict=False))
             ratios = [
-                own["seconds"] and plain["seconds"] / own["seconds"]
-                for own, plain in pairs
+                plain["seconds"] / own["seconds"]
+                for own, plain in zip(rounds, by_name.get("plain", []), strict=False)
                 if "seconds" in own and "seconds" in plain
             ]
             padding = [one["padding"] for one in good if one["padding"] is not None]
             yield (
-                label,
+                label * (position == 0),
                 NAMES[name],
                 f"{statistics.median(one['samples_per_second'] for one in good):.2f}",
                 f"{statistics.median(ratios):.2f}" if ratios else "–",
