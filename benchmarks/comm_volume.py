@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import multiprocessing
 import os
 import shlex
 import shutil
@@ -24,8 +23,10 @@ from typing import Any
 
 import torch
 import torch.distributed
-from common import Record, free_port, table, torchrun_variables
+from common import Record, table, torchrun_variables
 from torch import nn
+from torch.distributed.elastic.utils.distributed import get_free_port
+from torch.multiprocessing import start_processes
 
 from trainer import Data, Loss, Memory, Model, Optim, Recipe
 from trainer.memory.plan import decide_plan
@@ -124,22 +125,8 @@ def in_own_network() -> list[str]:
 # ------------------------------------------------------------------------------------------------ in the new network
 
 
-def run_ranks(ranks: int) -> None:
-    """Start the ranks, which are forks and import nothing, and wait for them; the first one prints the result."""
-    port = free_port()
-    forks = multiprocessing.get_context("fork")
-    processes = [forks.Process(target=be_rank, args=(rank, ranks, port)) for rank in range(ranks)]
-    for process in processes:
-        process.start()
-    for process in processes:
-        process.join()
-    codes = [process.exitcode for process in processes]
-    if any(codes):
-        raise SystemExit(f"ranks ended with {codes}")
-
-
 def be_rank(rank: int, ranks: int, port: int) -> None:
-    """One rank: do one collective after the other, take steps of each case, and count."""
+    """One rank: do one collective after the other, take steps of each case, and count; the first prints the result."""
     os.environ.update(torchrun_variables(rank, ranks, port), GLOO_SOCKET_IFNAME="lo")
     torch.set_num_threads(1)
     torch.distributed.init_process_group("gloo")
@@ -228,7 +215,8 @@ def main() -> None:
     parser.add_argument("--ranks", type=int, help="start so many ranks in this network")
     options = parser.parse_args()
     if options.ranks:
-        run_ranks(options.ranks)
+        # Forks import nothing anew.
+        start_processes(be_rank, (options.ranks, get_free_port()), options.ranks, start_method="fork")
         return
     record = Record("comm_volume", {"steps": STEPS, "width": WIDTH, "blocks": BLOCKS})
     found = compare()

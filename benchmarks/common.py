@@ -9,7 +9,6 @@ import platform
 import resource
 import shlex
 import shutil
-import socket
 import subprocess
 import sys
 import tempfile
@@ -167,13 +166,6 @@ def environment_here() -> dict[str, str]:
     """The environment of this process, with the package that runs here first, whether it is installed or not."""
     here = str(Path(trainer.__file__).parent.parent)
     return {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, [here, os.environ.get("PYTHONPATH")]))}
-
-
-def free_port() -> int:
-    """A port of this machine that nobody listens at."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
 
 
 def torchrun_variables(rank: int, ranks: int, port: int) -> dict[str, str]:

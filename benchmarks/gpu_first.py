@@ -32,7 +32,7 @@ from common import Record, environment_here, fit_words, table, workplace
 from gpu import Benchmark
 from gpu_faults import run_tests
 from gpu_judge import MET, NOT_RUN, Found, Measured, figure, judge, read_found
-from gpu_rows import LLAMA_8B, PARTS, QLORA, TINY, VOCABULARY, Row, memory
+from gpu_rows import CHECKPOINTED, LLAMA_8B, PARTS, QLORA, TINY, VOCABULARY, Row, memory
 from gpu_tasks import Task, chosen, command_line, measure, read_arguments
 from planner_runs import probe_gpu
 
@@ -77,7 +77,6 @@ class Workload:
     needs: tuple[str, ...] = ()
 
 
-CHECKPOINTED = {"memory.activation_checkpointing": "full"}
 WORKLOADS = [
     Workload(
         "ViT-L/16, bf16-mixed, 64 images",
@@ -100,7 +99,7 @@ WORKLOADS = [
     Workload(
         "Qwen3-4B, all weights, 8 x 4,096 tokens",
         "language_model",
-        {**memory(1), **CHECKPOINTED, "model.name": "Qwen/Qwen3-4B", "batch_size": 8, "data.tokens": 4096},
+        {**memory(1, **CHECKPOINTED), "model.name": "Qwen/Qwen3-4B", "batch_size": 8, "data.tokens": 4096},
         "tokens",
         4096,
         steps=2,
@@ -156,7 +155,8 @@ class First:
     """What all rows share.
 
     Args:
-        gpu: what :func:`planner_runs.probe_gpu` found; ``None`` for a dry run on a CPU.
+        gpu: what :func:`planner_runs.probe_gpu` found; ``None`` for a dry run on a CPU, with small models, which only
+            shows that everything works.
         work: a folder for the runs.
     """
 
@@ -164,15 +164,11 @@ class First:
     work: Path
 
     def __post_init__(self) -> None:
-        self.device = "cuda" if self.gpu else "cpu"
+        self.is_dry = self.gpu is None
+        self.device = "cpu" if self.is_dry else "cuda"
         self.benchmark = Benchmark(self.device, self.is_dry, self.work, self.work)
         self.measured: list[Measured] = []
         self.lock = Lock()
-
-    @property
-    def is_dry(self) -> bool:
-        """Whether it only shows that everything works, with small models."""
-        return self.gpu is None
 
     def groups(self) -> list[tuple[int, list[Task]]]:
         """What is right or wrong, a few at a time, and then what is timed."""
@@ -218,7 +214,7 @@ class First:
         except subprocess.TimeoutExpired:
             return {"status": "late", "reason": f"not finished after {seconds:.0f} s", "met": None}
         said = [line for line in done.stdout.splitlines() if "ERROR SUMMARY" in line or "SUMMARY:" in line]
-        status = {0: "finished", 9: "failed"}.get(done.returncode, "failed")
+        status = "failed" if done.returncode else "finished"
         shown = {} if status == "finished" else {"output": (done.stdout + done.stderr)[-4000:]}
         reason = said[-1].strip("= ") if said else f"exit code {done.returncode}"
         met = True if status == "finished" else False if done.returncode == 9 else None

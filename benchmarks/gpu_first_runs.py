@@ -26,7 +26,6 @@ if TYPE_CHECKING:
 
 NF4_SHAPE = (14_336, 4_096)
 TIMES = 100
-LORA_DROPOUT = 0.0
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -62,9 +61,8 @@ def theirs(recipe: Recipe) -> None:
     recipe = recipe.replace(model=fill_from_data(recipe.model, data))
     on_gpu, micro = torch.cuda.is_available(), recipe.memory.micro_batch_size
     assert isinstance(micro, int)
-    checkpointed = recipe.memory.activation_checkpointing == "full"
     arguments: dict[str, Any] = {"max_steps": recipe.max_steps, "dataloader_num_workers": 4 if on_gpu else 0}
-    if checkpointed:
+    if recipe.memory.activation_checkpointing == "full":
         arguments |= {"gradient_checkpointing": True, "gradient_checkpointing_kwargs": {"use_reentrant": False}}
     job = Job(
         build(recipe, "cuda" if on_gpu else "cpu"),
@@ -89,14 +87,7 @@ def build(recipe: Recipe, device: str) -> torch.nn.Module:
         return WithLoss(model.build()).train()
     import transformers
 
-    folder = Path(sys.modules["trainer"].__file__ or "").parent / "models" / "published" / Path(model.name).name
-    config: Any
-    if folder.is_dir():
-        config = transformers.AutoConfig.from_pretrained(folder, trust_remote_code=False)
-        for key, value in model.config.items():
-            setattr(config, key, value)
-    else:
-        config = transformers.AutoConfig.for_model(model.name, **model.config)
+    config = model._configuration()
     if model.task == "language":
         config.use_cache = False
     dtype = torch.bfloat16 if recipe.memory.precision == "bf16-true" else torch.float32
@@ -122,9 +113,7 @@ def adapted(module: torch.nn.Module, lora: Any) -> torch.nn.Module:
                 if name in lora.targets and isinstance(layer, torch.nn.Linear):
                     setattr(parent, name, _quantised(bitsandbytes, layer))
         module.is_loaded_in_4bit = True  # type: ignore[assignment]  # peft then takes its layers for such weights
-    config = LoraConfig(
-        r=lora.rank, lora_alpha=2 * lora.rank, lora_dropout=LORA_DROPOUT, target_modules=list(lora.targets)
-    )
+    config = LoraConfig(r=lora.rank, lora_alpha=2 * lora.rank, lora_dropout=0.0, target_modules=list(lora.targets))
     found = get_peft_model(module, config).train()
     found.enable_input_require_grads()  # checkpointed blocks need an input that has a gradient
     return found

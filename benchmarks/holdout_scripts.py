@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -22,11 +22,6 @@ from torch.utils.checkpoint import checkpoint
 
 Updates = Callable[[Any], torch.optim.Optimizer]
 STEPS = 3
-
-
-def autocast(dtype: torch.dtype | None) -> AbstractContextManager[Any]:
-    """Mixed precision, if any."""
-    return nullcontext() if dtype is None else torch.autocast("cuda", dtype)
 
 
 # --------------------------------------------------------------------------------- GPT-2, in the versions of a tutorial
@@ -65,8 +60,7 @@ class GPT2:
             self.loss(model).item()
 
     def loss(self, model: nn.Module) -> Tensor:
-        tokens = torch.zeros(self.batch, 1024, dtype=torch.long).to("cuda")
-        targets = torch.zeros(self.batch, 1024, dtype=torch.long).to("cuda")
+        tokens, targets = (torch.zeros(self.batch, 1024, dtype=torch.long).to("cuda") for _ in range(2))
         logits = model(tokens)
         return functional.cross_entropy(logits.flatten(0, 1), targets.flatten())
 
@@ -202,7 +196,7 @@ class Timm:
     def _finetune(self, model: nn.Module, optimizer: Any) -> None:
         for _ in range(STEPS):
             images, labels = self._batch()
-            with autocast(self.amp):
+            with torch.autocast("cuda", self.amp, enabled=self.amp is not None):
                 loss = functional.cross_entropy(model(images.cuda()), labels.cuda())
             loss.backward()
             optimizer.step()
@@ -212,7 +206,7 @@ class Timm:
         images, labels = (one.cuda() for one in self._batch())
         for _ in range(2):
             optimizer.zero_grad(set_to_none=False)  # the default before torch 2.0
-            with autocast(self.amp):
+            with torch.autocast("cuda", self.amp, enabled=self.amp is not None):
                 output = model(images)
             loss = functional.cross_entropy(output, labels)
             loss.backward()
@@ -257,7 +251,7 @@ class BertLarge:
             for _ in range(4 // self.micro_batch):
                 tokens = torch.ones(self.micro_batch, 512, dtype=torch.long).to("cuda")
                 labels = torch.zeros(self.micro_batch, dtype=torch.long).to("cuda")
-                with autocast(self.amp):
+                with torch.autocast("cuda", self.amp, enabled=self.amp is not None):
                     loss = model(input_ids=tokens, labels=labels).loss * (self.micro_batch / 4)
                 scaler.scale(loss).backward()
             if self.amp is not None:

@@ -80,7 +80,9 @@ class Case:
 FLAGS = {"optim": "optim.name", "momentum": "optim.momentum", "clip": "optim.clip_norm", "lora": "model.lora.rank"}
 DATA = ("tokens", "shortest", "size", "val_size", "image_size")
 EXPANDABLE = {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}
-FULL = {"activation_checkpointing": "full"}
+FULL, SELECTIVE = ({"activation_checkpointing": way} for way in ("full", "selective"))
+FSDP: dict[str, Any] = {"strategy": "fsdp", "ranks": 8}
+REPLICAS = {"replicas": 4, "sync_every_micro_step": "true"}
 OPTIMIZER, PARAMETERS = {"cpu_offload": "optimizer"}, {"cpu_offload": "parameters"}
 EVALUATED = {"run.evaluate": "true"}
 
@@ -133,7 +135,7 @@ CASES: list[Case] = [
     vit("bf16-mixed · 16", "l", 16, "bf16-mixed"),
     vit("fp32 · 2 × 4", "l", 4, "32-true", 8),
     vit("full checkpointing · 32", "l", 32, "bf16-mixed", recorded=True, **FULL),
-    vit("selective checkpointing · 16", "l", 16, "bf16-mixed", activation_checkpointing="selective"),
+    vit("selective checkpointing · 16", "l", 16, "bf16-mixed", **SELECTIVE),
     vit("half checkpointing · fp32 · 8", "b", 8, "32-true", activation_checkpointing=0.5),
     vit("activations offloaded · 16", "b", 16, "bf16-mixed", activation_offload="true"),
     vit("full checkpointing · activations offloaded · 16", "l", 16, "bf16-mixed", activation_offload="true", **FULL),
@@ -166,7 +168,7 @@ CASES: list[Case] = [
     distilbert("ragged texts · 2048 tokens", 12, "bf16-mixed", shortest=64, size=36, micro_batch_tokens=2048),
     distilbert("optimizer offloaded · 6 × 2", 2, "bf16-mixed", 12, **OPTIMIZER, **FULL),
     distilbert("LoRA · bf16-true · 12", 12, "bf16-true", lora=8),
-    distilbert("selective checkpointing · fp16-mixed · 12", 12, "16-mixed", activation_checkpointing="selective"),
+    distilbert("selective checkpointing · fp16-mixed · 12", 12, "16-mixed", **SELECTIVE),
     distilbert("ragged texts · evaluated · 12", 12, "bf16-mixed", shortest=64, size=36, val_size=48, **EVALUATED),
     bigbird("full · 2 × 4096 tokens", 1, "bf16-mixed", 2, tokens=4096),
     bigbird("full · fp32 · 4 × 1024 tokens", 4, "32-true", tokens=1024),
@@ -181,38 +183,12 @@ CASES: list[Case] = [
     llama("optimizer offloaded · 2 × 2 × 512", "400m", 2, "bf16-mixed", 4, **OPTIMIZER, **FULL),
     llama("parameters offloaded · 4 × 512", "400m", 4, "bf16-mixed", **PARAMETERS, **FULL),
     llama("LoRA · bf16-true · 8 × 512", "100m", 8, "bf16-true", lora=8),
-    llama(
-        "8-bit AdamW · selective · 4 × 512",
-        "100m",
-        4,
-        "bf16-mixed",
-        optimizer_state_bits=8,
-        activation_checkpointing="selective",
-    ),
-    vit("FSDP · 64 on 8 ranks", "l", 8, "bf16-mixed", 64, strategy="fsdp", ranks=8),
-    vit("FSDP · checkpointing · 2 × 8 on 8 ranks", "l", 8, "bf16-mixed", 128, strategy="fsdp", ranks=8, **FULL),
-    vit(
-        "FSDP · kept whole · fp32 · 64 on 8",
-        "b",
-        8,
-        "32-true",
-        64,
-        strategy="fsdp",
-        reshard_after_forward="false",
-        ranks=8,
-    ),
-    vit(
-        "FSDP · 4 replicas · synced · 128 on 8",
-        "b",
-        8,
-        "bf16-mixed",
-        128,
-        strategy="fsdp",
-        replicas=4,
-        ranks=8,
-        sync_every_micro_step="true",
-    ),
-    distilbert("FSDP · optimizer offloaded · 32 on 8", 4, "bf16-mixed", 32, strategy="fsdp", ranks=8, **OPTIMIZER),
+    llama("8-bit AdamW · selective · 4 × 512", "100m", 4, "bf16-mixed", optimizer_state_bits=8, **SELECTIVE),
+    vit("FSDP · 64 on 8 ranks", "l", 8, "bf16-mixed", 64, **FSDP),
+    vit("FSDP · checkpointing · 2 × 8 on 8 ranks", "l", 8, "bf16-mixed", 128, **FSDP, **FULL),
+    vit("FSDP · kept whole · fp32 · 64 on 8", "b", 8, "32-true", 64, **FSDP, reshard_after_forward="false"),
+    vit("FSDP · 4 replicas · synced · 128 on 8", "b", 8, "bf16-mixed", 128, **FSDP, **REPLICAS),
+    distilbert("FSDP · optimizer offloaded · 32 on 8", 4, "bf16-mixed", 32, **FSDP, **OPTIMIZER),
     llama("FSDP · parameters offloaded · 16 on 8", "400m", 2, "bf16-mixed", 16, ranks=8, **PARAMETERS, **FULL),
 ]
 

@@ -77,11 +77,10 @@ def report(rows: Sequence[Mapping[str, Any]], summary: Mapping[str, Any], measur
     header = ("configuration", *(f"{kind}: {word}" for kind in KINDS for word in ("predicted GB", "GB", "error")))
     lines = []
     for row in rows:
-        cells = [_cell(row[kind][what]) for kind in KINDS for what in ("predicted", "measured")]
-        errors = [_percent(row[kind]["error"]) for kind in KINDS]
-        done = row["status"] == "finished"
-        name = row["name"] if done else f"{row['name']} ({row['status']})"
-        lines.append((name, cells[0], cells[1], errors[0], cells[2], cells[3], errors[1]))
+        cells = [row["name"] if row["status"] == "finished" else f"{row['name']} ({row['status']})"]
+        for kind in KINDS:
+            cells += [_cell(row[kind]["predicted"]), _cell(row[kind]["measured"]), _percent(row[kind]["error"])]
+        lines.append(cells)
     text = [table(header, lines), "", *(_sum_line(kind, summary[kind]) for kind in KINDS)]
     for name, one in measured.items():
         if one.get("recording"):

@@ -33,9 +33,10 @@ from typing import Any, Literal
 
 import numpy as np
 import torch
-from common import Picked, Record, commit, free_port, sample_data, table, torchrun_variables
+from common import Picked, Record, commit, sample_data, table, torchrun_variables
 from contenders import CONTENDERS, Clock, Job, WithLoss, quiet
 from torch import nn
+from torch.distributed.elastic.utils.distributed import get_free_port
 from torch.optim import AdamW
 from torchvision.transforms import v2
 from transformers import AutoConfig, AutoModelForSequenceClassification, AutoTokenizer, DataCollatorWithPadding
@@ -48,6 +49,7 @@ from trainer.engine.order import permutation
 from trainer.models import BigBird, TextClassifier, VisionTransformer
 from trainer.recipe import Checkpoint, Memory, Optim, Recipe, Run
 from trainer.report.summary import versions
+from trainer.system.child_jobs import run_in_child
 from trainer.system.files import write_atomic
 from trainer.system.machine import cores
 from trainer.system.processes import end_with_parent
@@ -326,7 +328,7 @@ def measure(name: str, work: Work, drawn: Draw, place: Path, ranks: int) -> dict
     """Samples a second over all ranks, the peak memory of the rank that took the most, and the share of padding."""
     forks = multiprocessing.get_context("fork")
     with tempfile.TemporaryDirectory(prefix="throughput-", dir=place) as folder:
-        out, port = Path(folder), free_port()
+        out, port = Path(folder), get_free_port()
         processes = [
             forks.Process(target=rank_main, args=(name, work, drawn, place, out, rank, ranks, port))
             for rank in range(ranks)
@@ -365,23 +367,20 @@ def rows_of(results: dict[str, dict[str, list[Any]]], works: dict[str, Work]) ->
     """The table's rows: medians over the rounds, and of the ratios to the plain loop in the same round."""
     for row, by_name in results.items():
         work, ranks = row.split(" × ")
-        first = True
-        for name, rounds in by_name.items():
+        label = f"{works[work].what.format(works[work].layers)}, {ranks}"
+        for position, (name, rounds) in enumerate(by_name.items()):
             good = [one for one in rounds if "failure" not in one]
-            label = f"{works[work].what.format(works[work].layers)}, {ranks}" if first else ""
-            first = False
             if not good:
-                yield label, NAMES[name], "failed", "–", "–", "–"
+                yield label * (position == 0), NAMES[name], "failed", "–", "–", "–"
                 continue
-            pairs = list(zip(rounds, by_name.get("plain", []), strict=False))
             ratios = [
-                own["seconds"] and plain["seconds"] / own["seconds"]
-                for own, plain in pairs
+                plain["seconds"] / own["seconds"]
+                for own, plain in zip(rounds, by_name.get("plain", []), strict=False)
                 if "seconds" in own and "seconds" in plain
             ]
             padding = [one["padding"] for one in good if one["padding"] is not None]
             yield (
-                label,
+                label * (position == 0),
                 NAMES[name],
                 f"{statistics.median(one['samples_per_second'] for one in good):.2f}",
                 f"{statistics.median(ratios):.2f}" if ratios else "–",
@@ -415,7 +414,7 @@ def run(arguments: argparse.Namespace) -> None:
         place = Path(folder)
         for work in works.values():
             if work.is_text:
-                apart(partial(tokenise, work, place))
+                run_in_child(partial(tokenise, work, place))  # this process must stay without threads, to be forked
         for name, work in works.items():
             for ranks in arguments.ranks:
                 meant = [one for one in arguments.only if work.is_text or one != GROUPED]  # images have no length
@@ -447,15 +446,6 @@ def resumed(record: Record) -> dict[str, Any]:
     print(f"going on with {record.path}")
     record.content |= {key: before[key] for key in ("date", "machine")}
     return before.get("results", {})
-
-
-def apart(function: Any) -> None:
-    """Call ``function`` in a process of its own: this one must stay without threads, to be forked."""
-    process = multiprocessing.get_context("fork").Process(target=function)
-    process.start()
-    process.join()
-    if process.exitcode:
-        raise SystemExit(f"preparing the data ended with {process.exitcode}")
 
 
 def main() -> None:

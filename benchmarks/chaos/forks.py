@@ -62,13 +62,9 @@ def in_forks(jobs: Sequence[Callable[[], Any]], at_once: int) -> Iterator[tuple[
 
 def _starting_runs(job: Callable[[], Any]) -> Any:
     multiprocessing.current_process().daemon = False  # what is forked from here may start processes, too
-    adopt_orphans()
-    return job()
-
-
-def adopt_orphans() -> None:
-    """From here on, what a process forked from this one leaves behind becomes a child of this one."""
+    # From here on, what a process forked from this one leaves behind becomes a child of this one.
     ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1)
+    return job()
 
 
 def children(pid: int) -> list[int]:

@@ -75,7 +75,8 @@ def kill_in_save(trial: Trial) -> None:
 
 def stop(trial: Trial) -> None:
     """SIGTERM, SIGINT or SIGUSR1 to any ranks, with and without a straggler: exit code 75, and no step is lost."""
-    ranks, number = trial.any_ranks(), trial.random.choice(STOPS)
+    count = trial.random.randint(1, trial.shape.ranks)
+    ranks, number = sorted(trial.random.sample(range(trial.shape.ranks), count)), trial.random.choice(STOPS)
     straggler = trial.any_rank() if trial.number % 2 else None
     step = trial.random.randint(1, STEPS - 2)
     slow = {} if straggler is None else {"TRAINER_CHAOS": f"slow@{straggler}@0"}

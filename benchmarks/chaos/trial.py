@@ -92,13 +92,8 @@ class Trial:
             port=self.port,
         )
 
-    def any_ranks(self) -> list[int]:
-        """A subset that is not empty."""
-        ranks = range(self.shape.ranks)
-        return sorted(self.random.sample(ranks, self.random.randint(1, len(ranks))))
-
     def any_rank(self) -> int:
-        """One of them."""
+        """One of the ranks."""
         return self.random.randrange(self.shape.ranks)
 
     def ended(self, run: ForkedRun, since: float | None = None, limit: float = LIMIT, code: int | None = None) -> None:

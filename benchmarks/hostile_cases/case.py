@@ -12,8 +12,10 @@ from __future__ import annotations
 
 import io
 import json
+import os
 import shutil
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -107,6 +109,12 @@ def picture(kind: str = "PNG", size: tuple[int, int] = (8, 8), mode: str = "RGB"
         options |= {"save_all": True, "append_images": [Image.new(mode, size)] * 3}
     image.save(buffer, kind, **options)
     return buffer.getvalue()
+
+
+def no_file(path: str) -> dict[str, Callable[[str], Any]]:
+    """What could be at ``path`` in the place of a file, and how to make it there."""
+    links = {"a link to /dev/zero": "/dev/zero", "a link to itself": Path(path).name}
+    return {"a named pipe": os.mkfifo, **{given: partial(os.symlink, target) for given, target in links.items()}}
 
 
 def replaced(path: str, make: Callable[[str], Any]) -> None:

@@ -12,7 +12,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from hostile_cases.case import ANY, CONVERSATION, ESC, RAN, REFUSED, Case, done, replaced, wrote
+from hostile_cases.case import ANY, CONVERSATION, ESC, RAN, REFUSED, Case, done, no_file, replaced, wrote
 
 CHAT = ["fit", "chat.py"]
 TALK = ["predict", "talked", "--trust-recipe", "--text", "hi", "--max-new-tokens", "2"]
@@ -107,10 +107,7 @@ def templates() -> Iterable[Case]:
         yield Case("chat template", f"of a model, no text: {given}", partial(done, partial(_tokenizer, "llama", value), theirs), expect, code=2)
         yield Case("chat template", f"of a run, no text: {given}", partial(done, partial(_tokenizer, "talked/model", value), TALK), expect)
     path = "llama/chat_template.jinja"
-    for given, make in {
-        "a named pipe": os.mkfifo, "a link to /dev/zero": partial(os.symlink, "/dev/zero"), "a folder": os.mkdir,
-        "a link to itself": partial(os.symlink, "chat_template.jinja"),
-    }.items():
+    for given, make in (no_file(path) | {"a folder": os.mkdir}).items():
         yield Case("chat template", f"of a model: {given}", partial(done, partial(replaced, path, make), theirs), REFUSED, code=2)
         yield Case("chat template", f"of a file: {given}", partial(done, partial(replaced, "t.jinja", make), own), REFUSED, code=2)
 
@@ -191,24 +188,17 @@ def nested(kind: str, count: int, size: int) -> bytes:
     texts, turns = repeated("x" * size), pa.array(np.arange(count, dtype=np.int32) % 2)
     roles = pa.DictionaryArray.from_arrays(turns, pa.array(["user", "assistant"]))
     ends = pa.array([0, count], pa.int32())
-    cell: Any
-    if kind == "texts":
-        cell = pa.ListArray.from_arrays(ends, texts)
-    elif kind == "large texts":
-        cell = pa.LargeListArray.from_arrays(ends.cast(pa.int64()), texts)
-    elif kind == "texts in lists":
-        inner = pa.ListArray.from_arrays(pa.array(np.arange(count + 1, dtype=np.int32)), texts)
-        cell = pa.ListArray.from_arrays(ends, inner)
-    elif kind == "a map":
-        cell = pa.MapArray.from_arrays(ends, pa.array(np.arange(count)).cast(pa.string()), texts)
-    elif kind == "structs in structs":
-        cell = pa.ListArray.from_arrays(ends, pa.StructArray.from_arrays([roles, texts, pa.StructArray.from_arrays([texts], ["deep"])], ["role", "content", "more"]))
-    elif kind == "nulls":
-        cell = pa.ListArray.from_arrays(ends, pa.StructArray.from_arrays([pa.nulls(count, pa.string())] * 2, ["role", "content"]))
-    elif kind == "numbers":
-        cell = pa.ListArray.from_arrays(ends, pa.array(np.zeros(count)))
-    else:
-        cell = pa.ListArray.from_arrays(ends, pa.StructArray.from_arrays([roles, texts], ["role", "content"]))
+    listed, structs = partial(pa.ListArray.from_arrays, ends), pa.StructArray.from_arrays
+    cell = {
+        "texts": lambda: listed(texts),
+        "large texts": lambda: pa.LargeListArray.from_arrays(ends.cast(pa.int64()), texts),
+        "texts in lists": lambda: listed(pa.ListArray.from_arrays(pa.array(np.arange(count + 1, dtype=np.int32)), texts)),
+        "a map": lambda: pa.MapArray.from_arrays(ends, pa.array(np.arange(count)).cast(pa.string()), texts),
+        "structs": lambda: listed(structs([roles, texts], ["role", "content"])),
+        "structs in structs": lambda: listed(structs([roles, texts, structs([texts], ["deep"])], ["role", "content", "more"])),
+        "nulls": lambda: listed(structs([pa.nulls(count, pa.string())] * 2, ["role", "content"])),
+        "numbers": lambda: listed(pa.array(np.zeros(count))),
+    }[kind]()
     buffer = io.BytesIO()
     parquet.write_table(pa.table({"messages": cell, "text": cell}), buffer, compression="zstd", store_schema=False)
     return buffer.getvalue()
@@ -241,7 +231,6 @@ def conversations() -> Iterable[Case]:
         "data.messages_column is another": ["--data.messages_column", "nonsense\x1b[31m"],
         "data.loss_on is nonsense": ["--data.loss_on", "user"],
         "data.max_length 1": ["--data.max_length", "1"],
-        
         "data.val_fraction nan": ["--data.val_fraction", ".nan"],
         "data.chat_template is a missing file": ["--data.chat_template", "nowhere.jinja"],
         "data.chat_template is empty": ["--data.chat_template", ""],

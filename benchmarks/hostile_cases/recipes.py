@@ -4,7 +4,6 @@
 # ruff: noqa: E501
 from __future__ import annotations
 
-import os
 from collections.abc import Iterable
 from functools import partial
 
@@ -18,6 +17,7 @@ from hostile_cases.case import (
     REFUSED,
     Case,
     done,
+    no_file,
     own,
     wrote,
 )
@@ -153,14 +153,9 @@ def recipes() -> Iterable[Case]:
         words = ["fit", f"{name}.py"]
         yield Case("recipe file", f"is called {name}.py", partial(wrote, f"{name}.py", own(), words), RAN)
     pair = "import own\nrecipe = own.recipe"
-    yield Case(
-        "recipe file", "imports one that imports it", lambda: wrote("a.py", pair, wrote("own.py", "import a", FIT))
-    )
-    yield Case("recipe file", "a named pipe", partial(done, partial(os.mkfifo, "p.py"), ["fit", "p.py"]))
-    yield Case("recipe file", "a link to itself", partial(done, partial(os.symlink, "l.py", "l.py"), ["fit", "l.py"]))
-    yield Case(
-        "recipe file", "a link to /dev/zero", partial(done, partial(os.symlink, "/dev/zero", "l.py"), ["fit", "l.py"])
-    )
+    yield Case("recipe file", "imports one that imports it", lambda: wrote("a.py", pair, wrote("own.py", "import a", FIT)))
+    for given, make in no_file("odd.py").items():
+        yield Case("recipe file", given, partial(done, partial(make, "odd.py"), ["fit", "odd.py"]))
     for given, (body, expect) in BUILDS.items():
         before = f"@dataclass\nclass M(MLP):\n    def build(self):\n        {body}\n"
         yield Case("model", given, partial(wrote, "own.py", own("M()", before=before), FIT), expect)

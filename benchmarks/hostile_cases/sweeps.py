@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any
 
-from hostile_cases.case import ANY, CODE, ESC, GOOD, RAN, REFUSED, TEXT_MODEL, Case, done, own, replaced, wrote
+from hostile_cases.case import ANY, CODE, ESC, GOOD, RAN, REFUSED, TEXT_MODEL, Case, done, no_file, own, replaced, wrote
 from hostile_cases.chat import nested
 
 OVER = "optim.lr=0.001..1.0"
@@ -68,7 +68,7 @@ def sweeps() -> Iterable[Case]:
         yield Case("sweep", f"an output {given}", partial(list, [*SWEEP, f"--out={out}"]), REFUSED, code=2)
     for given, (text, expect) in FORGED.items():
         yield Case("sweep", f"sweep.json: {given}", partial(wrote, "s/sweep.json", text, SWEEP), expect, code=2)
-    for given, make in {"a named pipe": os.mkfifo, "a link to /dev/zero": partial(os.symlink, "/dev/zero"), "a link to itself": partial(os.symlink, "sweep.json"), "a folder": os.mkdir}.items():
+    for given, make in (no_file("sweep.json") | {"a folder": os.mkdir}).items():
         yield Case("sweep", f"sweep.json: {given}", lambda make=make: done(lambda: (os.mkdir("s"), replaced("s/sweep.json", make)), SWEEP), REFUSED, code=2)
 
 

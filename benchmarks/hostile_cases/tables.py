@@ -24,6 +24,7 @@ from hostile_cases.case import (
     Case,
     done,
     own,
+    replaced,
     wrote,
 )
 
@@ -140,27 +141,15 @@ def tables() -> Iterable[Case]:
     }
     for given, (make, expect) in odd.items():
         yield Case("text files", f"folder: {given}", lambda make=make: done(make, wrote("own.py", folder, FIT)), expect)
-    yield Case(
-        "text files",
-        "a folder t.csv",
-        lambda: done(lambda: (os.unlink("t.csv"), os.mkdir("t.csv")), TEXT),
-        REFUSED,
-        "t.csv",
-    )
-    yield Case(
-        "text files",
-        "csv without an ending",
-        lambda: wrote("t", GOOD, [*TEXT, "--data.train_file", "t"]),
-        REFUSED,
-        "csv",
-    )
-    yield Case("text files", "a cache that is a file", lambda: wrote("file", "x", [*TEXT, "--data.cache_dir", "file"]), REFUSED, "file")
-    yield Case(
-        "text files", "data.max_length 10^9", lambda: [*TEXT, "--data.max_length", "1000000000"], REFUSED, "max_length"
-    )
-    yield Case(
-        "text files", "data.text_column is the label", lambda: [*TEXT, "--data.text_column", "label"], REFUSED, "column"
-    )
+    refused: list[tuple[str, Callable[[], Any], list[str], str]] = [
+        ("a folder t.csv", lambda: replaced("t.csv", os.mkdir), [], "t.csv"),
+        ("csv without an ending", lambda: wrote("t", GOOD, []), ["--data.train_file", "t"], "csv"),
+        ("a cache that is a file", lambda: wrote("file", "x", []), ["--data.cache_dir", "file"], "file"),
+        ("data.max_length 10^9", lambda: None, ["--data.max_length", "1000000000"], "max_length"),
+        ("data.text_column is the label", lambda: None, ["--data.text_column", "label"], "column"),
+    ]
+    for given, make, flags, says in refused:
+        yield Case("text files", given, partial(done, make, [*TEXT, *flags]), REFUSED, says)
 
 
 def _texts(first: bytes) -> None:
