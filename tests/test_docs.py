@@ -21,6 +21,7 @@ import pytest
 import torch
 from helpers.benchmark import imported
 from helpers.problems import make_model
+from helpers.rounding import ROUNDING
 from helpers.warm import forks, python
 from PIL import Image
 from safetensors.torch import save_file
@@ -92,6 +93,13 @@ def test_the_versions_in_the_readme_are_those_that_were_measured():
         measured = {cell["version"] for name, cell in CELLS.items() if name.startswith(f"{trainer}/")}
         assert len(measured) == 1, trainer
         assert f"{measured.pop()}.".startswith(f"{title.split()[1]}."), title
+
+
+def test_the_errors_of_every_split_are_rounding():
+    rows = re.findall(r"^\| \d+ samples?.*?\|(.*)\|$", (ROOT / "docs" / "equality.md").read_text(), re.MULTILINE)
+    errors = [float(cell) for row in rows for cell in row.split("|")]
+    assert len(errors) == 6 * 4 * 6  # losses, splits, places
+    assert max(errors) <= ROUNDING
 
 
 PEERS = {
