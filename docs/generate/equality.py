@@ -1,7 +1,7 @@
 """Write the tables of docs/equality.md: ``python docs/generate/equality.py``, about ten minutes on two cores.
 
-Each cell is a run of the tests: three optimizer steps in float64 on 1 to 3 ranks, beside a plain loop over whole
-batches. The errors are those of ``tests/models/test_preferences.py``, ``test_masked.py`` and
+Each cell is a run of the tests: three optimizer steps in float64 on 1 to 3 ranks, compared with a plain loop
+over whole batches. The errors are those of ``tests/models/test_preferences.py``, ``test_masked.py`` and
 ``tests/engine/test_two_pass.py``.
 """
 
