@@ -150,6 +150,20 @@ def test_two_readings_name_both_commands_and_a_flag_decides(tmp_path):
     assert "data.label_column" not in found.flags  # the user has given it
 
 
+@pytest.mark.parametrize(
+    ("row", "fix"),
+    [
+        ({"prompt": "a b", "chosen": "c d", "rejected": "e f"}, "lm_dpo --data.val_files null --data.train_files"),
+        ({"chosen": [{"role": "user"}], "rejected": []}, "lm_dpo --data.val_files null --data.train_files"),
+        ({"anchor": "a b", "positive": "c d"}, "sentence_pairs --data.train_file"),
+    ],
+)
+def test_pairs_name_the_recipe_that_reads_them(row, fix, tmp_path):
+    path = json_lines(tmp_path / "my.jsonl", [row] * 3)
+    with pytest.raises(RecipeError, match=f"my.jsonl has columns .*: trainer plan {fix} {path}$"):
+        infer(str(path), {}, "plan")
+
+
 BROKEN = {
     "empty.csv": ("", "has no rows: add some"),
     "header.csv": ("text,label\n", "has no rows: add some"),

@@ -108,6 +108,8 @@ def test_rows_without_text_or_label_are_named_as_a_spreadsheet_counts_or_left_ou
         files(path),
         tokenizer,
     )
+    all_bad = write_csv(tmp_path / "bad.csv", [["text", "label"], row, row])
+    refused(r"2 of 2 rows have no text or no label: .*: add them$", files(all_bad, missing="drop"), tokenizer)
     dropped = files(path, missing="drop", val_fraction=0.2)
     dropped.prepare(tokenizer)
     assert "leaving out rows: 1 of 11 rows have no text" in capsys.readouterr().out

@@ -244,6 +244,15 @@ def test_arguments_are_those_of_torch_and_a_model_needs_matrices():
             Optim("muon", **settings)
 
 
+@pytest.mark.parametrize(
+    "arguments", [{"ns_coefficients": [1, 2]}, {"ns_coefficients": ["a", 1, 2]}, {"ns_steps": 100}, {"ns_steps": 2.5}]
+)
+def test_arguments_that_the_first_step_would_reject_are_rejected_with_the_plan(arguments):
+    recipe = recipe_of("vit", optim=Optim("muon", arguments=arguments)).replace(memory=Memory(micro_batch_size=12))
+    with pytest.raises(RecipeError, match=rf"optim\.arguments=.*{next(iter(arguments))}.* fails in a trial"):
+        decide_plan(recipe, 1)
+
+
 KILLED = """
 import dataclasses, os, signal, sys
 from pathlib import Path

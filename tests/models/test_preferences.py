@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 import shutil
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from functools import lru_cache
 from itertools import product
 from typing import Any
@@ -397,6 +397,26 @@ def test_an_interrupted_reference_continues_after_its_last_block(tmp_path, monke
     assert "16 train pairs, 4 of them from the cache" in capsys.readouterr().err
     shutil.rmtree(tmp_path / "cache")
     assert found == losses_of(trainer.fit(recipe.replace(run=replace(recipe.run, dir=str(tmp_path / "whole")))).dir)
+
+
+@dataclass
+class RoomForEight(CausalLM):
+    """A language model with memory for 8 pairs."""
+
+    def losses(self, module: nn.Module, batch: Any) -> Any:
+        if len(batch["reference"]) > 8:
+            raise torch.OutOfMemoryError("no memory for these activations")
+        return super().losses(module, batch)
+
+
+def test_the_reference_is_computed_where_a_whole_batch_does_not_fit_and_micro_batches_are_auto(tmp_path):
+    recipe = recipe_of(tmp_path, batch_size=16, memory=Memory(precision="64-true"))
+    run = replace(recipe.run, evaluate=False)
+    whole = losses_of(trainer.fit(recipe.replace(run=replace(run, dir=str(tmp_path / "whole")))).dir)
+    shutil.rmtree(tmp_path / "cache")
+    model = RoomForEight(**{field.name: getattr(recipe.model, field.name) for field in fields(recipe.model)})
+    found = losses_of(trainer.fit(recipe.replace(model=model, run=run)).dir)
+    assert [*map(float, found)] == pytest.approx([*map(float, whole)], rel=1e-8)
 
 
 @pytest.mark.parametrize("base", ["full", "nf4"])

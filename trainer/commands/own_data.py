@@ -27,6 +27,8 @@ TEXT_NAMES = ("text", "review", "sentence", "content", "comment", "message", "bo
 LABEL_NAMES = ("label", "labels", "class", "category", "target", "sentiment", "intent", "topic", "stars", "rating")
 PAIRS = (("premise", "hypothesis"), ("sentence1", "sentence2"), ("question1", "question2"), ("text1", "text2"))
 CHATS = ({"messages"}, {"conversations"}, {"prompt", "completion"}, {"instruction", "output"})
+NAMED = {("chosen", "rejected"): "lm_dpo --data.val_files null --data.train_files"}  # columns that decide the recipe
+NAMED |= {("anchor", "positive"): "sentence_pairs --data.train_file"}
 Rows = Sequence[Mapping[str, Any]]
 
 
@@ -102,6 +104,9 @@ def _of_file(path: Path, given: Mapping[str, str], command: str) -> Inferred:
         return _documents(path, 1, "one document")
     rows, columns, _ = first_rows(path, csv_format(given.get("data.encoding"), given.get("data.separator")))
     asks_text = any(name in given for name in ("data.text_column", "data.label_column", "model.task"))
+    for names, start in () if asks_text else NAMED.items():
+        fix = f"trainer {command} {start} {shlex.quote(str(path))}"
+        require(not {*names} <= {*columns}, f"{path} has columns {format_list(list(names))}: {fix}")
     if not asks_text and any(wanted <= {*columns} for wanted in CHATS):
         parts = _other_parts(path)
         flags = {f"data.{part}_files": str(file) for part, file in parts.items()}

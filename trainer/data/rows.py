@@ -85,7 +85,8 @@ def reject_gaps(gaps: Sequence[int], total: int, describe: Callable[[int], str],
     cause = f"{len(gaps):,} of {total:,} rows have no text or no label: {shown}"
     cause += f" and {len(gaps) - MAX_SHOWN_GAPS:,} more" if len(gaps) > MAX_SHOWN_GAPS else ""
     if missing == "error" or len(gaps) == total:
-        raise RecipeError(f"{cause}: add them, or leave these rows out with --data.missing drop")
+        fix = ", or leave these rows out with --data.missing drop" if len(gaps) < total else ""
+        raise RecipeError(f"{cause}: add them{fix}")
     return cause
 
 

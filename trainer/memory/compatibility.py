@@ -32,6 +32,10 @@ def require_compatible(recipe: Recipe, world_size: int, cuts: Sequence[Cut]) -> 
 
         for reason in custom_optimizer_conflicts(recipe.optim, recipe.memory):
             raise RecipeError(reason)
+    if recipe.optim.name == "muon" and recipe.optim.arguments:
+        from trainer.memory.custom_optimizer import probe_optimizer
+
+        probe_optimizer(Optim("torch.optim.Muon", arguments=recipe.optim.arguments))  # or its first step would fail
     checks: list[Callable[[Recipe, int, Sequence[Cut]], Iterator[str]]] = [_strategy, _state]
     checks += [_tensor_parallel] if recipe.memory.tensor_parallel > 1 else []
     checks += [_meta] if recipe.memory.init == "meta" else []

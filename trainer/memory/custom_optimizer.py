@@ -90,7 +90,8 @@ def probe_optimizer(optim: Optim) -> _OptimizerTraits:
     except RecipeError:
         raise
     except Exception as error:  # user code can raise anything
-        cause = f"{describe_custom_optimizer(optim)} fails in a trial on two small matrices"
+        given = f" with optim.arguments={dict(optim.arguments)}" if optim.arguments else ""
+        cause = f"{describe_custom_optimizer(optim)}{given} fails in a trial on two small matrices"
         raise RecipeError(f"{cause}: {describe_error(error)}") from error
 
 

@@ -31,6 +31,7 @@ from trainer.system.files import hash_file
 from trainer.system.status_line import show_status
 
 BLOCK = 256  # pairs that are computed and cached together: an interrupted run continues after the last whole block
+AUTO_SIZE = 8  # pairs of a micro-batch with memory.micro_batch_size auto, which finds later how many can be trained on
 NO_EFFECT = ("_name_or_path", "transformers_version", "architectures", "use_cache")  # in the key of the cache
 
 
@@ -89,7 +90,8 @@ def _compute(session: Session, forward: Forward, split: Any, name: str, pairs: r
     """Return the log-probabilities of ``pairs``, computed by all ranks in micro-batches of the size of training."""
     cut, memory, rank = session.plan.initial_cut, session.recipe.memory, session.fabric.global_rank
     share, shares = data_parallel_rank(memory, rank, session.fabric.world_size)
-    cut = Cut(len(pairs), cut.micro_batch_size, 1, cut.micro_batch_tokens)
+    size = min(cut.micro_batch_size, AUTO_SIZE) if memory.micro_batch_size == "auto" else cut.micro_batch_size
+    cut = Cut(len(pairs), size, 1, cut.micro_batch_tokens)
     pieces = cut_batch(pairs, cut, shares, split.lengths, session.recipe.model.packs())  # type: ignore[attr-defined]
     own: dict[int, list[float]] = {}
     current: list[MicroBatch] = []
