@@ -160,7 +160,7 @@ def test_two_readings_name_both_commands_and_a_flag_decides(tmp_path):
 )
 def test_pairs_name_the_recipe_that_reads_them(row, fix, tmp_path):
     path = json_lines(tmp_path / "my.jsonl", [row] * 3)
-    with pytest.raises(RecipeError, match=f"my.jsonl has columns .*: trainer plan {fix} {path}$"):
+    with pytest.raises(RecipeError, match=f"my.jsonl has columns .*: run trainer plan {fix} {path}$"):
         infer(str(path), {}, "plan")
 
 

@@ -98,6 +98,8 @@ def test_what_changes_training_is_refused_unless_allowed_and_the_rest_is_told(tm
         compare(before, after)
     for allowed in ("optim.lr", "optim"):
         assert compare(before, after, (allowed,)) == ["optim.lr: 0.01 in the checkpoint, 0.02 now"]
+    with pytest.raises(RecipeError, match=r"""allow it with --run\.allow_change '\["batch_size", "optim\.lr"\]'"""):
+        compare(before, after, ("batch_size",))
     with golden.raises(RecipeError, "misspelt"):
         compare(before, after, ("optm.lr",))
     golden("\n".join(compare(before, before.replace(checkpoint=Checkpoint(every=7)))), "told")

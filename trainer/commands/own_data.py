@@ -105,7 +105,7 @@ def _of_file(path: Path, given: Mapping[str, str], command: str) -> Inferred:
     rows, columns, _ = first_rows(path, csv_format(given.get("data.encoding"), given.get("data.separator")))
     asks_text = any(name in given for name in ("data.text_column", "data.label_column", "model.task"))
     for names, start in () if asks_text else NAMED.items():
-        fix = f"trainer {command} {start} {shlex.quote(str(path))}"
+        fix = f"run trainer {command} {start} {shlex.quote(str(path))}"
         require(not {*names} <= {*columns}, f"{path} has columns {format_list(list(names))}: {fix}")
     if not asks_text and any(wanted <= {*columns} for wanted in CHATS):
         parts = _other_parts(path)

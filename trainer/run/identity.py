@@ -170,7 +170,7 @@ def require_same_run(path: Path, manifest: Manifest, now: RunIdentity, allowed: 
         is_free = key.startswith(("run.", "checkpoint.")) and key not in RESULT_SETTINGS
         if not is_free and key not in free and key.partition(".")[0] not in allowed:
             rejected[key] = line
-    fix = f"Revert the change, or allow it with --run.allow_change '{json.dumps([*rejected])}'"
+    fix = f"Revert the change, or allow it with --run.allow_change '{json.dumps([*allowed, *rejected])}'"
     require(not rejected, f"{path} was saved with a different recipe: {'; '.join(rejected.values())}. {fix}")
     return lines
 
