@@ -21,7 +21,6 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
-from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -220,7 +219,16 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    parts_of_their_own = {"first": "gpu_first", "planner": "planner_gpu", "faults": "gpu_faults"}
-    if sys.argv[1:] and sys.argv[1] in parts_of_their_own:
-        sys.exit(import_module(parts_of_their_own[sys.argv[1]]).main(sys.argv[2:]))
+    if sys.argv[1:2] == ["first"]:
+        import gpu_first
+
+        sys.exit(gpu_first.main(sys.argv[2:]))
+    if sys.argv[1:2] == ["planner"]:
+        import planner_gpu
+
+        sys.exit(planner_gpu.main(sys.argv[2:]))
+    if sys.argv[1:2] == ["faults"]:
+        import gpu_faults
+
+        sys.exit(gpu_faults.main(sys.argv[2:]))
     sys.exit(main())

@@ -32,7 +32,7 @@ CORE = [
 MAX_CORE = 4787  # CORE
 MAX_TRAINER = 36363  # trainer/ without fakegpu
 MAX_FAKEGPU = 4732  # trainer/fakegpu
-MAX_BENCHMARKS = 12093  # benchmarks/
+MAX_BENCHMARKS = 12103  # benchmarks/
 
 MAX_PHRASES = {"trainer": 0, "README.md": 0, "CONTRIBUTING.md": 0, "docs": 26}
 """Maximum numbers of phrases of the former private dialect, by place; see tests/helpers/prose.py. They only fall."""

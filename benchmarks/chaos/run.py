@@ -54,6 +54,7 @@ class ForkedRun:
         launched: whether there is a launcher that does what that of ``torchrun --standalone`` does: it hosts the ranks'
             store and, when one rank has failed, asks the others to stop. Without it rank 0 hosts the store.
         plots: whether it draws the plots that a run ends with, which take half of the time of one as short as this.
+        recipe: what is run.
         port: a port to begin to look for a free one at; another one for every run that goes on at the same time.
     """
 
@@ -67,12 +68,13 @@ class ForkedRun:
         plots: bool = False,
         port: int = 0,
         run_dir: Path | None = None,
+        recipe: Path = RECIPE,
     ) -> None:
         self.folder, self.shape = folder, shape
         folder.mkdir(parents=True, exist_ok=True)
         self.start = len(list(folder.glob("samples-*-0.txt")))
         self.run_dir = run_dir or folder / "run"
-        arguments = ["fit", str(RECIPE), "--run.dir", str(self.run_dir), "--memory.strategy", shape.strategy, *flags]
+        arguments = ["fit", str(recipe), "--run.dir", str(self.run_dir), "--memory.strategy", shape.strategy, *flags]
         port = _free_port(port)
         self.store = fork(partial(_host, port), folder / "store.txt") if launched else None
         shared = {
