@@ -50,7 +50,7 @@ def our_step(tokens: int) -> Any:
 
 def their_step(tokens: int) -> Any:
     """The same with transformers."""
-    model = hf.AutoModelForCausalLM.from_config(hf.Qwen3Config(**SIZES, use_cache=False)).train()
+    model = hf.Qwen3ForCausalLM(hf.Qwen3Config(**SIZES, use_cache=False)).train()
     model.gradient_checkpointing_enable()
     optimizer, ids = torch.optim.AdamW(model.parameters(), 1e-5), torch.randint(SIZES["vocab_size"], (1, tokens))
 
