@@ -16,7 +16,7 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")  # no test may depend on the networ
 
 import pytest
 from filelock import FileLock
-from helpers.ranks import PICTURES, RankPool
+from helpers.ranks import PICTURES, end_rank_pools, rank_pool
 from helpers.samples import make_samples
 from hypothesis import HealthCheck, settings
 
@@ -82,33 +82,17 @@ def no_pictures(monkeypatch):
         monkeypatch.setattr(name, lambda *_: None)
 
 
-_POOLS: dict[int, RankPool] = {}
-
-
 @pytest.fixture
 def ranks():
     """A function from a world size to its :class:`RankPool`; pools are shared by the tests of a file."""
-
-    def pool(world_size: int) -> RankPool:
-        if world_size not in _POOLS or _POOLS[world_size].is_spent():
-            _end_pools(world_size)
-            _POOLS[world_size] = RankPool(world_size)
-        return _POOLS[world_size]
-
-    return pool
-
-
-def _end_pools(*world_sizes: int) -> None:
-    for world_size in world_sizes or tuple(_POOLS):
-        if world_size in _POOLS:
-            _POOLS.pop(world_size).close()
+    return rank_pool
 
 
 @pytest.fixture(scope="module", autouse=True)
 def _no_idle_pools():
     """Every group of ranks that a test has made keeps a thread awake, a hundred times a second."""
     yield
-    _end_pools()
+    end_rank_pools()
 
 
 def pytest_terminal_summary(terminalreporter) -> None:

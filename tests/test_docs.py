@@ -15,6 +15,7 @@ import sys
 from concurrent.futures import ProcessPoolExecutor
 from functools import partial
 from pathlib import Path
+from statistics import median
 
 import pyarrow.parquet as pq
 import pytest
@@ -93,6 +94,23 @@ def test_the_versions_in_the_readme_are_those_that_were_measured():
         measured = {cell["version"] for name, cell in CELLS.items() if name.startswith(f"{trainer}/")}
         assert len(measured) == 1, trainer
         assert f"{measured.pop()}.".startswith(f"{title.split()[1]}."), title
+
+
+def test_the_errors_of_dpo_are_those_that_were_measured():
+    page = (ROOT / "docs" / "preferences.md").read_text()
+    ours, theirs = (CELLS[f"{trainer}/dpo"]["error"] for trainer in ("ours_language", "trl_dpo"))
+    assert f"that of the whole batch to {ours:.0e}".replace("e-0", "e-") in page
+    assert f"relative error of {theirs:.2f}" in page
+
+
+def test_the_memory_of_long_texts_is_what_was_measured():
+    measured = json.loads((ROOT / "benchmarks" / "results" / "long_texts.json").read_text())
+    page = (ROOT / "docs" / "long-texts.md").read_text()
+    for tokens in measured["increase_mb"]["trainer"]:
+        cells = [f"{median(measured['increase_mb'][name][tokens]):,.0f} MB" for name in ("transformers", "trainer")]
+        assert f"| {int(tokens):,} | {' | '.join(cells)} |" in page
+    slopes = [f"{measured['kb_per_token'][name]:.0f} kB per token" for name in ("transformers", "trainer")]
+    assert f"| slope over all | {' | '.join(slopes)} |" in page
 
 
 def test_the_errors_of_every_split_are_rounding():

@@ -23,35 +23,35 @@ import test_preferences
 import test_two_pass
 import torch
 import transformers
-from helpers.ranks import RankPool
+from helpers.ranks import end_rank_pools, rank_pool
 
 PAGE = Path(__file__).resolve().parents[1] / "equality.md"
 START, END = "<!-- results -->", "<!-- end of results -->"
 PLACES = [("auto", 1), ("fsdp", 1), ("ddp", 2), ("fsdp", 2), ("ddp", 3), ("fsdp", 3)]
 SPLITS = [(1, None), (3, None), (8, None)]
-Error = Callable[[Any, Any, str, bool | None, Any], float]
+Error = Callable[[Any, Any, str, bool | None], float]
 
 
 def preferences(loss: str) -> Error:
-    """Return the error of a loss of pairs for a split, place, checkpointing, packing and pools of ranks."""
+    """Return the error of a loss of pairs for a split, place, checkpointing and packing."""
 
-    def error(cut: Any, place: Any, checkpointing: str, free: bool | None, ranks: Any) -> float:
+    def error(cut: Any, place: Any, checkpointing: str, free: bool | None) -> float:
         case = test_preferences.case_of(loss, "llama", cut, place, checkpointing, free=free)
-        return test_preferences.error(case, ranks)
+        return test_preferences.error(case, rank_pool)
 
     return error
 
 
-def masked(cut: Any, place: Any, checkpointing: str, free: bool | None, ranks: Any) -> float:
+def masked(cut: Any, place: Any, checkpointing: str, free: bool | None) -> float:
     """Return the error of a masked language model, a BERT."""
-    return test_masked.error(test_masked.case_of("bert", cut, place, checkpointing, free=free), ranks)
+    return test_masked.error(test_masked.case_of("bert", cut, place, checkpointing, free=free), rank_pool)
 
 
-def negatives(cut: Any, place: Any, checkpointing: str, free: bool | None, ranks: Any) -> float:
+def negatives(cut: Any, place: Any, checkpointing: str, free: bool | None) -> float:
     """Return the error of embeddings of triples with in-batch negatives, a BERT."""
     settings = {"strategy": place[0], "activation_checkpointing": checkpointing, "padding_free": free}
     settings["micro_batch_tokens"] = cut[1]
-    return test_two_pass.error(test_two_pass.pairs(place[1], cut[0], **settings), ranks)
+    return test_two_pass.error(test_two_pass.pairs(place[1], cut[0], **settings), rank_pool)
 
 
 TABLES: dict[str, tuple[list[Any], Error]] = {
@@ -70,27 +70,17 @@ def name_of(cut: tuple[int, int | None]) -> str:
 
 def rows(splits: list[Any], error: Error) -> Iterator[str]:
     """Yield the rows of a table; each cell is the largest error of four runs."""
-    pools: dict[int, RankPool] = {}
-
-    def ranks(world_size: int) -> RankPool:
-        if world_size not in pools or pools[world_size].is_spent():
-            if world_size in pools:
-                pools.pop(world_size).close()
-            pools[world_size] = RankPool(world_size)
-        return pools[world_size]
-
     heads = [f"{place}, {count_of(size)}" if size > 1 or place == "fsdp" else "1 rank" for place, size in PLACES]
     yield "| micro-batch | " + " | ".join(heads) + " |"
     yield "|---|" + "--:|" * len(PLACES)
     for cut in splits:
         cells = []
         for place in PLACES:
-            runs = [(cut, place, *rest, ranks) for rest in product(("none", "full"), (None, False))]
+            runs = [(cut, place, *rest) for rest in product(("none", "full"), (None, False))]
             cells.append(f"{max(error(*run) for run in runs):.1e}")
         yield f"| {name_of(cut)} | " + " | ".join(cells) + " |"
         print(name_of(cut), *cells, flush=True)
-    for pool in pools.values():
-        pool.close()
+    end_rank_pools()
 
 
 def count_of(size: int) -> str:

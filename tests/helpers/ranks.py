@@ -63,6 +63,24 @@ class RankPool:
             process.kill()
 
 
+_POOLS: dict[int, RankPool] = {}
+
+
+def rank_pool(world_size: int) -> RankPool:
+    """The pool of ``world_size`` ranks of this process; a spent one is replaced."""
+    if world_size not in _POOLS or _POOLS[world_size].is_spent():
+        end_rank_pools(world_size)
+        _POOLS[world_size] = RankPool(world_size)
+    return _POOLS[world_size]
+
+
+def end_rank_pools(*world_sizes: int) -> None:
+    """End pools, by default all."""
+    for world_size in world_sizes or tuple(_POOLS):
+        if world_size in _POOLS:
+            _POOLS.pop(world_size).close()
+
+
 def torchrun_variables(rank: int, world_size: int, port: int) -> dict[str, str]:
     """What torchrun would tell a rank of this machine: Fabric then starts no processes of its own."""
     sizes = {"WORLD_SIZE": world_size, "LOCAL_WORLD_SIZE": world_size, "GROUP_WORLD_SIZE": 1}
